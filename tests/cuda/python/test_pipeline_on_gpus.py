@@ -157,6 +157,31 @@ def test_what_gpus_cannot_do_is_refused(gpus: Any) -> None:
         trainer.step(case.loss_fn, tuple(one.to(fake_device.device(6)) for one in case.batch))
 
 
+def test_running_statistics_that_a_function_would_not_reach_are_refused(gpus: Any) -> None:
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Any) -> Any:
+            for block in self.blocks:
+                x = block(x)
+            return nn.functional.batch_norm(
+                x, self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias, self.training
+            )
+
+    def steps(trainer: Any) -> None:
+        for _ in range(4):
+            trainer.step(lambda module, x: module(x).square().mean(), torch.randn(8, 8))
+
+    with (
+        Pipeline(Normalised(), BOXES["two"], cuts=[0, 2], micro_batches=2) as trainer,
+        pytest.raises(InvalidArgument, match="batch_norm is called as a function on another device"),
+    ):
+        steps(trainer)
+
+
 def test_a_save_holds_what_lies_on_several_gpus(gpus: Any, tmp_path: Path) -> None:
     case = Case(text(tied=True), words(), 2, {}, False)
     with Pipeline(case.model, BOXES["two"], cuts=[0, 2], micro_batches=3) as trainer:
@@ -283,7 +308,7 @@ def test_layout_plans_replicas_of_pipelines_on_gpus_only(gpus: Any) -> None:
     assert replicas.fits
     assert "cannot run on GPUs yet" in replicas.reason
     assert found.best.kind == "pipeline"
-    with pytest.raises(InvalidArgument, match="replicas of pipelines: cuda:0 is a GPU"):
+    with pytest.raises(InvalidArgument, match=r"replicas of pipelines: cuda:[0-3] is a GPU"):
         found.trainer("replicas of pipelines")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from paceline.torch._pipeline.gates import calls_replaced, refuse_transforms
 from paceline.torch._pipeline.measure import BlockClock
 from paceline.torch._run.outside import leaves_of
 
+_ON_META = re.compile(r"\bmeta (device|tensor)|\bdevice\W*meta\b|'Meta'", re.IGNORECASE)  # in errors of PyTorch
 _TIMED = 3  # blocks of a class: the fewest whose median is no outlier
 
 
@@ -64,16 +66,16 @@ class Chain:
         try:
             return self._run(fn, part, counts=counts)
         except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
+            if not _ON_META.search(str(error)):
                 raise
-            reason = str(error).splitlines()[0]
+            cause = error
         if not self._all_at_once:  # the forward uses a parameter outside of the call of its module, as of a tied head
             self._all_at_once = True
             return self.run(fn, part, counts=counts)
         raise InvalidArgument(
-            f"Pipeline: the blocks cannot be measured one at a time on the device 'meta': {reason}. The forward uses a tensor of a block outside of "
+            f"Pipeline: the blocks cannot be measured one at a time on the device 'meta': {str(cause).splitlines()[0]}. The forward uses a tensor of a block outside of "
             "its call, or makes tensors on 'meta'. Give the module memory before: module.to_empty(device='cpu'), fill it, and leave out init=."
-        )
+        ) from cause
 
     def _run(self, fn: Callable[[nn.Module, Any], Any], part: Any, *, counts: bool) -> BlockClock:
         self._clock = BlockClock(len(self._blocks), [])
@@ -225,11 +227,12 @@ class _Memory:
         if not slots:
             yield []
             return
-        like = [(name, *_like(one)) for _, name, one in slots]
+        first: dict[int, int] = {}  # ties: where each tensor comes first
+        like = [(name, first.setdefault(id(one), at), *_like(one)) for at, (_, name, one) in enumerate(slots)]
         if like != self._like:
             self._like, self._made = like, []  # what was lent before goes first
-            made: dict[int, torch.Tensor] = {}
-            self._made = [made.setdefault(id(one), made.get(id(one)) or _filled(one)) for _, _, one in slots]
+            made = {id(one): _filled(one) for _, _, one in slots}
+            self._made = [made[id(one)] for _, _, one in slots]
         lent = self._made
         for (own, name, _), one in zip(slots, lent, strict=True):
             own[name] = one
@@ -263,7 +266,7 @@ def _filled(one: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         if isinstance(one, nn.Parameter) and one.is_floating_point() and one.dim() > 1:
             bound = 1 / math.sqrt(max(1, one[0].numel()))
-            new.uniform_(-bound, bound)
+            new.copy_(torch.empty_like(new, dtype=torch.float32).uniform_(-bound, bound))
         else:
             new.fill_(1 if one.is_floating_point() else 0)
     if not isinstance(one, nn.Parameter):

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from paceline import InvalidArgument
 from paceline.torch._devices.stages import Sent, StagePlaces
 
 Arrive = Callable[[], torch.Tensor]  # called with the turn of the device that a tensor goes to. Returns it there
@@ -249,6 +250,7 @@ class Strays(TorchFunctionMode):
         if _takes_copies(func, kwargs):
             tensors = (one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
             if self._crossings.are_apart(tensors):
+                _refuse_statistics(func, args, kwargs)
                 args, kwargs = self._crossings.here((args, kwargs))
         return func(*args, **kwargs)
 
@@ -256,6 +258,20 @@ class Strays(TorchFunctionMode):
 _FREE = {"to", "type_as", "backward"}  # these take tensors of several memories
 _FREE |= {"register_hook", "size", "dim", "numel", "stride", "is_contiguous"}  # these are about the tensor itself
 _OPERATORS = {"T", "H", "mT", "mH", "real", "imag"}  # among the attributes
+
+
+def _refuse_statistics(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise for normalisation that would write its running statistics to copies."""
+    name = getattr(func, "__name__", "")
+    in_training = kwargs.get("training", kwargs.get("use_input_stats", args[5] if len(args) > 5 else False))
+    statistics = [
+        one for one in tree_leaves((args[1:], kwargs)) if isinstance(one, torch.Tensor) and not one.requires_grad
+    ]
+    if name in ("batch_norm", "instance_norm") and in_training and statistics:
+        raise InvalidArgument(
+            f"Pipeline: {name} is called as a function on another device than that of its running statistics, which it would not reach. Call it in the "
+            "forward of the module that owns them, outside of the blocks or in one of them, or use nn.BatchNorm."
+        )
 
 
 def _takes_copies(func: Any, kwargs: dict[str, Any]) -> bool:

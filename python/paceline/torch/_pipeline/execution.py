@@ -27,7 +27,7 @@ from paceline.torch._pipeline.measure import BlockClock
 from paceline.torch._pipeline.passage import Passage
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import PipelinePlan
-from paceline.torch._replicas.buffers import KeptAttributes
+from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers
 from paceline.torch._replicas.replicas import LaneReplicas, Replica
 from paceline.torch._run.around import Around
 from paceline.torch._run.execution import Execution
@@ -82,6 +82,7 @@ class PipelineExecution(Execution):
         assert isinstance(work, PipelineWork)
         if self.unfilled is not None and not work.predicts:
             self.measure(work, whole, fn)
+            work.planner.plan(whole.size)  # which tells whether it fits, before it has any memory
         self.fill()
         frame = super().frame(work, whole, fn, hooks=hooks)
         if self.replicas.generation != self._generation:
@@ -105,13 +106,14 @@ class PipelineExecution(Execution):
         )
 
     def measure(self, work: PipelineWork, whole: Batch, fn: Callable[..., Any]) -> None:
-        """Measure the blocks of a module without memory one after the other, and plan the step."""
+        """Measure the blocks of a module without memory one after the other."""
         planner = work.planner
         if self.unfilled is None or planner.balancer is not None:
             return
         work.follow(whole, self.follow_modules(work))
         chain = Chain(self.module, self.blocks, self.unfilled.outside, planner.glue, reorders=planner.finds_order)
-        random, attributes = RandomStates(self.places), KeptAttributes(self.module.modules())
+        parts = list(self.module.modules())
+        random, attributes, buffers = RandomStates(self.places), KeptAttributes(parts), KeptBuffers(parts)
 
         def run(size: int, counts: bool) -> BlockClock:
             return chain.run(fn, whole.slice(0, size, torch.clone), counts=counts)
@@ -121,8 +123,8 @@ class PipelineExecution(Execution):
                 pass
         finally:
             attributes.restore()
+            buffers.restore()
             random.restore()
-        planner.plan(whole.size)  # which tells whether it fits, before it has any memory
 
     @staticmethod
     def _measured(planner: Planner, items: int, run: Callable[[int, bool], BlockClock]) -> bool:
@@ -208,9 +210,18 @@ class PipelineExecution(Execution):
         watches = isinstance(run, TrainRun) and (work.planner.measures is not None or self.committed is None)
         carried = self._watched(run) if watches and len(self._group) > 1 and not run.seen.compiled else None
         planner: Any = work.planner
+        ran_all: list[int] = []  # lanes in which every block was called
+
+        @contextlib.contextmanager
+        def in_order(lane: int, begin: int, end: int) -> Iterator[None]:
+            yield
+            journey = journey_here()
+            if journey is not None and journey.check_order() == len(self.blocks):
+                ran_all.append(lane)
+
         if planner.finds_order:
             self._reorder = planner.reorder
-            run.around.append(_in_order)
+            run.around.append(in_order)
         try:
             outcome = passage.run(work.planner, run, self._group, self.threads, begun)
             if work.planner.plans_micro_batches:
@@ -218,7 +229,8 @@ class PipelineExecution(Execution):
             if carried is not None and carried.found and not self._warned_of_carried:
                 self._warned_of_carried = True
                 warn_caller(message(list(carried.found)), UserWarning)
-            planner.finds_order = planner.finds_order and bool(outcome.failed)
+            if ran_all and not outcome.failed:
+                planner.finds_order = False
             return outcome
         finally:
             loop.lanes = None
@@ -260,11 +272,3 @@ class PipelineExecution(Execution):
 
     def end(self) -> None:
         self.threads.close()
-
-
-@contextlib.contextmanager
-def _in_order(lane: int, begin: int, end: int) -> Iterator[None]:
-    yield
-    journey = journey_here()
-    if journey is not None:
-        journey.check_order()

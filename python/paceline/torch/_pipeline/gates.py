@@ -156,10 +156,11 @@ class Journey:
         args, kwargs = self.enter(index, args, kwargs)
         return call(*args, **kwargs)
 
-    def check_order(self) -> None:
-        """After a forward: raise if the blocks were called in another order than theirs."""
+    def check_order(self) -> int:
+        """After a forward: raise if the blocks were called in another order than theirs. Returns how many were called."""
         if self._strays:
             raise OtherOrderError(self._calls)
+        return len(self._calls)
 
     def turn_back(self) -> list[torch.Tensor]:
         """Between forward and backward. Returns the roots that the backward needs beside the loss."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline import InvalidArgument
 from paceline.torch._pipeline.blocks import Block
@@ -18,10 +21,15 @@ _swap_memory: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tens
 Init = Callable[[str, nn.Module], object] | str | os.PathLike[str]
 
 
+Fill = Callable[
+    [str, nn.Module, Sequence[torch.Tensor]], object
+]  # the tensors are those of the part that were on "meta"
+
+
 class Unfilled:
     """A module of which something is on the device "meta", and what fills it."""
 
-    def __init__(self, module: nn.Module, blocks: Sequence[Block], fill: Callable[[str, nn.Module], object]) -> None:
+    def __init__(self, module: nn.Module, blocks: Sequence[Block], fill: Fill) -> None:
         self._module = module
         self._blocks = blocks
         self._fill = fill
@@ -35,28 +43,92 @@ class Unfilled:
         """
         outside = [(name, part, on_meta([part])) for name, part in self.outside]
         blocks = [(name, part, on_meta(part.modules())) for name, part in self._blocks]
-        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: a tensor, and what it was before
+        made: dict[int, _Made] = {}  # by identity
         try:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 for _, _, tensors in outside:
                     _allocate(tensors, made)
                 for name, part, tensors in [*outside, *blocks]:
                     if tensors:
                         _allocate(tensors, made)
-                        self._fill(name, part)
+                        self._fill(name, part, tensors)
                 self._check(made)
         except BaseException:
-            for one, before in made.values():
-                _swap_memory(one, before)
+            for one in made.values():
+                _swap(one.tensor, one.before)
             raise
+        _refuse_states_on_meta([one.tensor for one in made.values() if isinstance(one.tensor, nn.Parameter)])
 
-    def _check(self, made: Mapping[int, object]) -> None:
-        for name, one in [*self._module.named_parameters(), *self._module.named_buffers()]:
-            if id(one) in made and one.is_floating_point() and bool(one.isnan().any()):
+    def _check(self, made: Mapping[int, _Made]) -> None:
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        there = {id(one) for _, one in named}
+        for name, one in named:
+            if one.is_meta or (id(one) in made and made[id(one)].is_unfilled()):
                 raise InvalidArgument(
                     f"Pipeline: {name} was on the device 'meta', and init= has not filled it, or not all of it. A state_dict has no non-persistent "
                     "buffers; compute these in a function init(name, part)."
                 )
+        if any(key not in there and isinstance(one.tensor, nn.Parameter) for key, one in made.items()):
+            raise InvalidArgument(
+                "Pipeline: init= has put other parameters in the place of those that were on the device 'meta'. An optimizer and tied parts have "
+                "these, so write into them: parameter.copy_(values), or load_state_dict without assign=True."
+            )
+
+
+class _Made(NamedTuple):
+    """A tensor that got memory."""
+
+    tensor: torch.Tensor
+    before: torch.Tensor  # what it was
+    version: int
+
+    def is_unfilled(self) -> bool:
+        """Whether something of it still has the value that it got with its memory. Integers have none that cannot be meant."""
+        one = self.tensor
+        if one.is_floating_point() or one.is_complex():
+            return bool((one.float() if one.element_size() == 1 else one).isnan().any())
+        return one.numel() > 0 and one._version == self.version and bool((one == _marker(one)).all())
+
+
+def _marker(one: torch.Tensor) -> float:
+    if one.is_floating_point() or one.is_complex():
+        return math.nan
+    return 0 if one.dtype == torch.bool else torch.iinfo(one.dtype).min
+
+
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Swap memory and what autograd knows, but for hooks, which stay."""
+    hooks, post = one._backward_hooks, getattr(one, "_post_accumulate_grad_hooks", None)
+    _swap_memory(one, other)
+    if hooks:
+        one._backward_hooks = hooks
+    if post:
+        one._post_accumulate_grad_hooks = post
+
+
+def _refuse_states_on_meta(parameters: Sequence[torch.Tensor]) -> None:
+    """Raise in the first step of an optimizer whose states of these parameters have no memory."""
+    ours = {id(one): weakref.ref(one) for one in parameters}
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        mine = [
+            one
+            for group in optimizer.param_groups
+            for one in group["params"]
+            if id(one) in ours and ours[id(one)]() is one
+        ]
+        if not mine:
+            return
+        handle.remove()
+        states: Mapping[Any, Any] = optimizer.state
+        values = [value for one in mine for value in states.get(one, {}).values()]
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in values):
+            raise InvalidArgument(
+                f"Pipeline: {type(optimizer).__name__} has loaded its state while the parameters were on the device 'meta', where a state has no "
+                "values. Make it with trainer.optimizer(...), or load its state after the first call of the trainer."
+            )
+
+    handle = register_optimizer_step_pre_hook(before_step)
 
 
 def unfilled(module: nn.Module, blocks: Sequence[Block], init: Init | None) -> Unfilled | None:
@@ -74,7 +146,10 @@ def unfilled(module: nn.Module, blocks: Sequence[Block], init: Init | None) -> U
             f"Pipeline: {name} is on the device 'meta', so it has no values. Give init=, a function init(name, part) that fills a part of the "
             "module once it has memory, or the path of a state_dict."
         )
-    return Unfilled(module, blocks, init if callable(init) else _from_file(init))
+    if not callable(init):
+        return Unfilled(module, blocks, _from_file(init, {name for name, _ in named}))
+    function = init
+    return Unfilled(module, blocks, lambda name, part, tensors: function(name, part))
 
 
 def on_meta(parts: Iterable[nn.Module]) -> list[torch.Tensor]:
@@ -83,27 +158,39 @@ def on_meta(parts: Iterable[nn.Module]) -> list[torch.Tensor]:
     return list({id(one): one for one in found if one is not None and one.is_meta}.values())
 
 
-def _from_file(path: str | os.PathLike[str]) -> Callable[[str, nn.Module], None]:
+def _from_file(path: str | os.PathLike[str], names: set[str]) -> Fill:
     """What fills parts from a state_dict on disk, of which it reads only these."""
     state: Mapping[str, torch.Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if names.isdisjoint(state):
+        raise InvalidArgument(
+            f"Pipeline: init is {os.fspath(path)!r}, which has none of the module's names. It has {', '.join(map(repr, list(state)[:3]))}; the "
+            f"module has {', '.join(map(repr, sorted(names)[:3]))}. Save module.state_dict() alone, under these names."
+        )
 
-    def fill(name: str, part: nn.Module) -> None:
+    def fill(name: str, part: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         before = f"{name}." if name else ""
+        ours = {id(one) for one in tensors}
         for key, one in [*part.named_parameters(), *part.named_buffers()]:
-            if not one.is_meta and before + key in state:
-                one.copy_(state[before + key])
+            value = state.get(before + key)
+            if value is None or id(one) not in ours:
+                continue
+            if value.shape != one.shape:
+                raise InvalidArgument(
+                    f"Pipeline: {before}{key} has shape {tuple(one.shape)}, but shape {tuple(value.shape)} in {os.fspath(path)!r}. Give init= the "
+                    "state_dict of such a module."
+                )
+            one.copy_(value)
 
     return fill
 
 
-def _allocate(tensors: Sequence[torch.Tensor], made: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give memory to those of these tensors that have none."""
+def _allocate(tensors: Sequence[torch.Tensor], made: dict[int, _Made]) -> None:
+    """Give memory to those of these tensors that have none, and values that show what is not filled."""
     for one in tensors:
         if one.is_meta:
             other = torch.empty_like(one, device="cpu", requires_grad=False)
-            if other.is_floating_point():
-                other.fill_(math.nan)  # to see what is not filled
+            other.fill_(_marker(other))
             if isinstance(one, nn.Parameter):
                 other = nn.Parameter(other, one.requires_grad)
-            _swap_memory(one, other)
-            made[id(one)] = one, other
+            _swap(one, other)
+            made[id(one)] = _Made(one, other, one._version)

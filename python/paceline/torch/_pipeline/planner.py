@@ -24,6 +24,7 @@ _STATES = {
 }  # copies of the parameters that an optimizer keeps
 _STATES_OF_OTHERS = 2  # as Adam does
 _LEAST_DIFFERENCE = 0.05  # between two devices' speeds, to be taken for more than noise
+_MOST_REORDERS = 8  # of blocks, before an order that changes is the user's to mend
 _GROWTH = 1.5  # of an item over those that were measured, at which blocks are measured again
 
 
@@ -44,7 +45,8 @@ class Planner:
     ) -> None:
         self.unsettled: Callable[[], None] | None = None  # takes note of the last step when its times are there
         self.retired: set[int] = set()
-        self.finds_order = False  # of the blocks, since it is not given, and nothing has run yet
+        self.finds_order = False  # of the blocks, since it is not given, and they have not all run yet
+        self._reorders = 0
         self.least_items = 1
         self.measured: list[Measured] = []
         self.balancer: StageBalancer | None = None
@@ -78,9 +80,10 @@ class Planner:
         self._parameters = parameters[: len(self._parameters)]
 
     def reorder(self, calls: Sequence[int]) -> None:
-        """Put the blocks into the order of these calls, once."""
+        """Put the blocks into the order of these calls. They stay in it once all were called, or when the order has changed often."""
         in_order_of(calls, self.blocks)
-        self.finds_order = False
+        self._reorders += 1
+        self.finds_order = len(calls) < len(self.blocks) and self._reorders < _MOST_REORDERS
 
     @property
     def glue(self) -> list[torch.Tensor]:

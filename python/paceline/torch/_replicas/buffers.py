@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -65,16 +67,28 @@ class KeptBuffers:
 
 
 class KeptAttributes:
-    """The present attributes of modules, to go back to: a forward may store things there, or count."""
+    """The present attributes of modules, to go back to: a forward may store things there, or count. Also in containers."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._kept = [(vars(part), dict(vars(part))) for part in modules]
+        self._kept: dict[int, tuple[Any, Any]] = {}  # containers by identity, each with a copy
+        for part in modules:
+            self._keep(vars(part))
+
+    def _keep(self, container: Any) -> None:
+        if id(container) in self._kept or not isinstance(container, (dict, list, set, deque)):
+            return
+        self._kept[id(container)] = container, copy.copy(container)
+        for value in container.values() if isinstance(container, dict) else container:
+            self._keep(value)
 
     def restore(self) -> None:
         """Put the same objects back."""
-        for attributes, before in self._kept:
-            attributes.clear()
-            attributes.update(before)
+        for container, before in self._kept.values():
+            container.clear()
+            if isinstance(container, (dict, set)):
+                container.update(before)
+            else:
+                container.extend(before)
 
 
 def _copy(pairs: Iterable[tuple[Slots, Slots, str]]) -> None:
