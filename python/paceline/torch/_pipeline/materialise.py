@@ -83,7 +83,7 @@ class _Made(NamedTuple):
     version: int
 
     def is_unfilled(self) -> bool:
-        """Whether something of it still has the value that it got with its memory. Integers have none that cannot be meant."""
+        """Whether a value of it is still the marker. For integers and booleans a marker may be meant, so all values must be, unwritten."""
         one = self.tensor
         if one.is_floating_point() or one.is_complex():
             return bool((one.float() if one.element_size() == 1 else one).isnan().any())

@@ -67,7 +67,7 @@ class KeptBuffers:
 
 
 class KeptAttributes:
-    """The present attributes of modules, to go back to: a forward may store things there, or count. Also in containers."""
+    """The present attributes of modules, to go back to: a forward may store things there, or count. Containers get back what they held."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept: dict[int, tuple[Any, Any]] = {}  # containers by identity, each with a copy
@@ -82,7 +82,7 @@ class KeptAttributes:
             self._keep(value)
 
     def restore(self) -> None:
-        """Put the same objects back."""
+        """Put the same objects back, into attributes and into containers."""
         for container, before in self._kept.values():
             container.clear()
             if isinstance(container, (dict, set)):
