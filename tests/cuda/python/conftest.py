@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import fake_device  # noqa: E402
+import fake_graph  # noqa: E402
 from paceline import _core  # noqa: E402
 from paceline.torch._devices import caller_state, cuda  # noqa: E402
 
@@ -131,6 +132,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(cuda, "current_stream", lambda index: None)
     monkeypatch.setattr(cuda, "on_stream", fake.on_stream)
     monkeypatch.setattr(cuda, "CopyStream", CopyStream)
+    monkeypatch.setattr(cuda, "Graph", fake_graph.Graph)
+    monkeypatch.setattr(cuda, "graph_pool", object)
     monkeypatch.setattr(cuda, "generator", lambda index: torch.default_generator)
     monkeypatch.setattr(cuda, "uuid", lambda index: f"GPU-{index}")
     monkeypatch.setattr(cuda, "keep_for", lambda tensor, index, handle: None)

@@ -158,7 +158,43 @@ class Objective:
 
     def term(self, loss: Any, begin: int, end: int, *, all_run: bool = False) -> torch.Tensor:
         """The slice's term, 0-dimensional, with its graph. `all_run`: slices without weight run, too, so their loss has to be finite."""
-        items = end - begin
+        self.check(loss, end - begin)
+        if loss.dtype in _HALF:
+            loss = loss.float()  # the division by W must not round to half precision
+        factor = self.factor(begin, end, loss.dim())
+        if loss.dim():
+            weights = self.weights_of(begin, end)
+            if weights is not None:
+                loss = loss * weights.to(loss.device, non_blocking=True).to(loss.dtype)
+            loss = loss.sum()
+        term: torch.Tensor = loss if factor == 1 else loss * factor
+        if all_run and self.idle(begin, end) and not bool(term.isfinite()):
+            raise InvalidArgument(
+                "batch_norm='synchronised': no item of a slice has weight, and loss_fn returned a mean over nothing (0/0). Such items still count in "
+                "the statistics of the batch, so they have to run. Return one loss per item, or divide by at least 1: .sum() / count.clamp(min=1)."
+            )
+        return term
+
+    def static_term(self, loss: Any, items: int, factor: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """Like `term`, with `factor` and `weights_of` as tensors on the loss's device, whose values may change between replays of a graph."""
+        self.check(loss, items)
+        if loss.dtype in _HALF:
+            loss = loss.float()
+        if loss.dim():
+            loss = (loss if weights is None else loss * weights.to(loss.dtype)).sum()
+        term: torch.Tensor = loss * factor.to(loss.dtype)
+        return term
+
+    def factor(self, begin: int, end: int, dims: int) -> float:
+        """What a loss with so many dimensions is multiplied by, after the sum over its items."""
+        return (self._weight_of(begin, end) if self._mean and not dims else 1) / self.divisor
+
+    def weights_of(self, begin: int, end: int) -> torch.Tensor | None:
+        """What the losses of single items are multiplied by, on the host. None: nothing."""
+        return self._weights[begin:end] if self._mean and self._weights is not None else None
+
+    def check(self, loss: Any, items: int) -> None:
+        """Raise if `loss` is not the loss of a slice of so many items."""
         if not isinstance(loss, torch.Tensor) or loss.dim() > 1 or (loss.dim() == 1 and loss.shape[0] != items):
             got = (
                 f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
@@ -167,22 +203,6 @@ class Objective:
                 f"loss_fn returned {got}{self._of and f' as {self._of}'} for a slice of {plural(items, 'item')}; a 0-dim tensor or a 1-D tensor with one loss per item is needed."
                 f"{_cure(loss, self._of)}"
             )
-        if loss.dtype in _HALF:
-            loss = loss.float()  # the division by W must not round to half precision
-        if loss.dim() == 0:
-            factor = (self._weight_of(begin, end) if self._mean else 1) / self.divisor
-        else:
-            if self._mean and self._weights is not None:
-                loss = loss * self._weights[begin:end].to(loss.device, non_blocking=True).to(loss.dtype)
-            loss = loss.sum()
-            factor = 1 / self.divisor
-        term: torch.Tensor = loss if factor == 1 else loss * factor
-        if all_run and self.idle(begin, end) and not bool(term.isfinite()):
-            raise InvalidArgument(
-                "batch_norm='synchronised': no item of a slice has weight, and loss_fn returned a mean over nothing (0/0). Such items still count in "
-                "the statistics of the batch, so they have to run. Return one loss per item, or divide by at least 1: .sum() / count.clamp(min=1)."
-            )
-        return term
 
     def _weight_of(self, begin: int, end: int) -> int | float:
         if self._weights is None:

@@ -40,6 +40,11 @@ class CallerState:
         casts = any(enabled or dtype != _NEW_THREAD_AUTOCAST_DTYPE[kind] for kind, enabled, dtype in self.autocast)
         self._plain = not (casts or self._function_modes or self._dispatch_modes or self._saved_tensor_hooks)
 
+    @property
+    def sees_operators(self) -> bool:
+        """Whether modes or hooks of the caller are called for operators."""
+        return bool(self._function_modes or self._dispatch_modes or self._saved_tensor_hooks)
+
     @contextlib.contextmanager
     def _replayed(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -68,6 +69,43 @@ class CopyStream:
         compute.wait_stream(self._stream)
         there.record_stream(compute)
         return there
+
+
+class Graph:
+    """A CUDA graph of the work that a thread sends to a GPU. Its memory stays in the pool, so every replay uses the same addresses."""
+
+    def __init__(self, index: int, pool: Any) -> None:
+        self._index = index
+        self._pool = pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Record the work of the ``with`` block. Nothing of it runs."""
+        current = torch.cuda.current_stream(self._index)
+        # CUDA captures no default stream. The stream of a part is used itself, since its kernels belong to the part.
+        is_default = current == torch.cuda.default_stream(self._index)
+        stream = torch.cuda.Stream(self._index) if is_default else current
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # what ended the capture is the error to see
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+        current.wait_stream(stream)
+
+    def replay(self) -> None:
+        """Run the work on the calling thread's stream, with the next numbers of the GPU's generator."""
+        self._graph.replay()
+
+
+def graph_pool() -> Any:
+    """Memory for graphs that run one after the other."""
+    return torch.cuda.graph_pool_handle()
 
 
 class Queue:

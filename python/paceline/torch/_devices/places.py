@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -156,6 +157,13 @@ class Places:
             return tensor if tensor.device == target else tensor.to(target, non_blocking=True)
 
         return move
+
+    def graph(self, device: int, pool: Any) -> cuda.Graph:
+        """An empty CUDA graph for a GPU, with its memory in the pool."""
+        gpu = self._gpu[device]
+        if gpu is None:
+            raise TypeError("Places.graph is for GPUs")
+        return cuda.Graph(gpu, pool)
 
     def brought(self, device: int) -> None:
         """Start the device's clock when the items of a run are on their way, since waiting for them is not the device's time."""

@@ -53,7 +53,7 @@ class Reader:
     def reaches(self, modules: set[int]) -> bool:
         """Whether the function refers to one of the modules, given by identity, other than by its arguments. True if the search takes too long."""
         function = self._function()
-        sign = (id(modules), *_sign_of(function))
+        sign = (id(modules), *sign_of(function))
         if self._reaches is None or self._reaches[0] != sign:
             left = [(root.get(), _DEPTH) for root in _roots(function, set(), set())]
             left += [(function, _DEPTH)] if isinstance(function, nn.Module) else []
@@ -91,6 +91,16 @@ def guard_hooks(modules: list[tuple[str, nn.Module]], replica: nn.Module, reader
                 roots = list(_roots(hook, own, set()))
                 if roots and effects(hook).keeps:
                     hooks[number] = GuardedHook(hook, f"{_KINDS[table]} of {name or 'the module'}", roots, own, reader)
+
+
+def hooks_of_user(modules: Iterable[nn.Module]) -> Iterator[tuple[str, str]]:
+    """The kind and the name of each hook on the modules that is neither PyTorch's nor paceline's own."""
+    for module in modules:
+        for table, kind in _KINDS.items():
+            for hook in getattr(module, table).values():
+                inner = hook._hook if isinstance(hook, GuardedHook) else hook
+                if not str(getattr(inner, "__module__", None)).startswith(("torch.", "paceline.")):
+                    yield kind, _name_of(inner)
 
 
 def check_global_hooks() -> None:
@@ -208,12 +218,17 @@ def _is_torchs(hook: Any) -> bool:
     return str(getattr(hook, "__module__", None)).startswith("torch.")
 
 
-def _sign_of(function: Any) -> tuple[Any, ...]:
+def sign_of(function: Any) -> tuple[Any, ...]:
     """A key that differs between functions. A function made again around the same objects, like a lambda in a loop, has the same key."""
     owner, inner = getattr(function, "__self__", None), getattr(function, "__func__", function)
     if not isinstance(inner, types.FunctionType):
         return (id(function),)
-    return (id(owner), inner.__code__, *(id(content) for _, content in closure_of(inner)))
+    held = (
+        *(content for _, content in closure_of(inner)),
+        *(inner.__defaults__ or ()),
+        *(inner.__kwdefaults__ or {}).values(),
+    )
+    return (id(owner), inner.__code__, *map(id, held))
 
 
 def _name_of(hook: Any) -> str:

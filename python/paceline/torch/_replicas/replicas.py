@@ -114,6 +114,7 @@ class Replicas:
             weakref.WeakSet()
         )  # forwards whose graphs are alive, and keep the buffers they have read
         self.generation = 0  # how often the replicas were made
+        self.changes = 0  # how often they followed changed attributes
         with torch.inference_mode(False):
             self._build()
 
@@ -290,6 +291,7 @@ class Replicas:
 
     def _follow(self, attributes: Attributes) -> None:
         """Follow attributes and hooks that the user has changed. What a replica's forward has set stays, unless the user has changed it."""
+        self.changes += 1
         # A forward of the user may have left values on the module. They are left out, since the replicas' forwards set their own.
         changes = [change for change in attributes.changes() if not is_of_a_forward(change.value)]
         hooked = attributes.hooked()

@@ -199,6 +199,12 @@ class Execution(Runner):
         """Drop what was kept for the devices to read. Requires: the devices have ended."""
         self.committed = self._enqueued = None
         self._delivered.clear()
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def explain(self) -> str:
+        """Lines about norms over a part of the batch, and about graphs; empty if there are none."""
+        return super().explain() + ("" if self.graphs is None else self.graphs.explain())
 
     def _most(self, outcome: Any) -> int:
         """The replica that ran most items of a step. What it has written goes to the user's module."""

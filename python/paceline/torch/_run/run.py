@@ -206,7 +206,9 @@ class Run:
         sizes = self.seen.sizes[device]
         size = self.seen.size_of(self.batch, begin, end)
         first = not sizes or (self.seen.tunes and size not in sizes and len(sizes) < MOST_SIZES)
-        gate = self.seen.gate.enter(first) if self.seen.compiled else contextlib.nullcontext(False)
+        first |= self.captures(device, size)
+        gated = self.seen.compiled or self.seen.captures
+        gate = self.seen.gate.enter(first) if gated else contextlib.nullcontext(False)
         with gate as waited, self.draws.micro_batch(device, begin), self.state.replayed():
             ran = self.compute(device, begin, end)
         if ran:
@@ -218,6 +220,10 @@ class Run:
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         raise TypeError("Run.compute is for subclasses")
+
+    def captures(self, device: int, size: tuple[Any, ...]) -> bool:
+        """Whether the device's next micro-batch, of this size, will be captured."""
+        return False
 
     @property
     def lacks_extras(self) -> bool:

@@ -23,6 +23,7 @@ from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._replicas.synchronised import synchronised
 from paceline.torch._run.around import profiled
+from paceline.torch._run.graphs import Graphs
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.run import Frame, Run
 from paceline.torch._run.watchdog import Watchdog
@@ -52,6 +53,7 @@ class Runner:
         self._warned_of_norms = False  # that they normalise over a part of the batch
         self._enqueued: Any = None  # the last outcome, committed or not
         self._edits = Edits()
+        self.graphs: Graphs | None = None  # set if micro-batches are captured
         self._random: RandomStates | None = None  # the generators' states when the last attempt began
 
     def frame(
@@ -80,7 +82,7 @@ class Runner:
             plan = work.step_loop.plan(costs)
             items = Items(list(plan.order), whole, self.places.pin, costs, plan)
         state = CallerState(self.places.types, len(self._names))
-        work.seen.follow(self.replicas, self.module, fn, state)
+        work.seen.follow(self.replicas, self.module, fn, state, captures=self.graphs is not None)
         synchronised = self.synchronised
         if synchronised:
             self._check_synchronised(work, costs)

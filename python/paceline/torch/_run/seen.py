@@ -21,7 +21,7 @@ class Seen:
     """Which micro-batch sizes each device has run before. A first run may compile, allocate and choose algorithms."""
 
     def __init__(self, device_count: int) -> None:
-        self.compiled = self.tunes = False
+        self.compiled = self.tunes = self.captures = False
         self.sizes: list[set[tuple[Any, ...]]] = [set() for _ in range(device_count)]
         self.ever: list[set[int]] = [set() for _ in range(device_count)]  # sizes in items, never cleared
         self.gate = CompileGate()
@@ -34,7 +34,15 @@ class Seen:
         self._generation = 0
         self._compiled_module = False
 
-    def follow(self, replicas: Replicas, module: nn.Module, fn: Callable[..., Any], state: CallerState) -> None:
+    def follow(
+        self,
+        replicas: Replicas,
+        module: nn.Module,
+        fn: Callable[..., Any],
+        state: CallerState,
+        *,
+        captures: bool = False,
+    ) -> None:
         """Follow the module before a step. New replicas have run nothing yet, and other modes and compiled functions compile again."""
         compiled_fn = is_compiled_function(fn)
         if replicas.generation != self._generation:
@@ -43,8 +51,9 @@ class Seen:
             for sizes in self.sizes:
                 sizes.clear()
         self.compiled = self._compiled_module or compiled_fn
-        # cuDNN searches the fastest algorithm for each new size. Like compilation, this takes long once.
-        self.tunes = self.compiled or (state.on_gpu and torch.backends.cudnn.benchmark)
+        # cuDNN searches the fastest algorithm for each new size. Like compilation and capture, this takes long once.
+        self.captures = captures
+        self.tunes = self.compiled or captures or (state.on_gpu and torch.backends.cudnn.benchmark)
         self.mode = (module.training, state.autocast, fn if compiled_fn else None)
 
     def size_of(self, batch: Batch | OrderedBatch, begin: int, end: int) -> tuple[Any, ...]:
@@ -55,7 +64,10 @@ class Seen:
 
 
 class CompileGate:
-    """Lets the first call of a size run alone in compiled modules, and all others together. Dynamo is not thread-safe while it compiles."""
+    """Lets the first call of a size run alone in compiled modules, and all others together. Dynamo is not thread-safe while it compiles.
+
+    A capture runs alone, too: PyTorch captures one graph at a time, and a draw elsewhere would break it.
+    """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()

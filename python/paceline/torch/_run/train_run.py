@@ -123,12 +123,15 @@ class TrainRun(Run):
 
     def scaled(self, device: int, term: torch.Tensor) -> torch.Tensor:
         """The term as the caller's GradScaler wants it."""
+        scale = self.scale_on(device)
+        return term if scale is None else term * scale
+
+    def scale_on(self, device: int) -> torch.Tensor | None:
+        """The scale of the caller's GradScaler in the device's memory."""
         scale = self.scales[device]
-        if scale is None:
-            return term
-        if scale.device != self.places.devices[device]:
+        if scale is not None and scale.device != self.places.devices[device]:
             scale = self.scales[device] = self.places.mover(device)(scale)
-        return term * scale
+        return scale
 
     def launched(self, device: int, seconds: float) -> None:
         if self.passage is not None:

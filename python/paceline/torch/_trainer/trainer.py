@@ -17,6 +17,7 @@ from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
+from paceline.torch._run.graphs import Graphs
 from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._run.ranks import Ranks
 from paceline.torch._run.reducer import Reducer, ReducerRanks
@@ -133,6 +134,16 @@ class DataParallel(Trainer):
         forward and backward. Gradients and running statistics are those of the whole batch. Several GPUs meet in the host's memory, so each
         waits in every such module. Not together with `micro_batch`, `memory`, ``corrections=True``, ``cost=`` and ``torch.compile``. Gradients
         of gradients are refused.
+    graphs
+        Whether `step` and `loss` replay CUDA graphs, so that a micro-batch is one launch and no Python of `loss_fn`. For GPUs only. Each GPU runs
+        two micro-batches of a size as usual, captures forward and backward of the third, and replays them from then on. At most 16 graphs
+        are kept for each GPU; further sizes run as usual, and so do `batch` and `predict`. Another `loss_fn` (a function made again around the
+        same objects is the same), other modes or autocast, another structure of the batch: each has a graph of its own. If parameters or
+        buffers get other memory, or attributes change, everything is captured again. What Python computes while a graph is captured stays as
+        it was: `loss_fn` may not depend on values that change elsewhere, and what it returns beside the loss are tensors. Refused at the capture, with
+        the line: waits for the GPU such as ``item()``, or an ``if`` on a tensor. Also: hooks on modules, attributes that a forward sets, losses
+        that reach tensors outside of the module, a `weight` that is a mapping, and ``batch_norm="synchronised"``. A single GPU works on a copy
+        of the module, too. **Not measured: no GPU has run this yet.**
 
     Notes
     -----
@@ -178,6 +189,7 @@ class DataParallel(Trainer):
         group: ProcessGroup | Literal["alone"] | None = "alone",
         reducer: Reducer | None = None,
         batch_norm: BatchNorm = "apart",
+        graphs: bool = False,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -185,6 +197,8 @@ class DataParallel(Trainer):
         if reduction not in ("mean", "sum"):
             raise InvalidArgument(f"DataParallel: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
         check_sizes(micro_batch, granularity)
+        if not isinstance(graphs, bool):
+            raise InvalidArgument(f"DataParallel: graphs is {graphs!r}; it must be True or False.")
         check_transport(transport)
         policy, weights = policy_of(balance)
         check_corrections(corrections, policy, micro_batch)
@@ -195,13 +209,14 @@ class DataParallel(Trainer):
         owned = local is not devices
         try:
             places = Places(local, module, timeout, transport)
+            captured = Graphs(places) if graphs else None
             ranks = _ranks_of(group, reducer, module, places.home)
             if ranks is not None and batch_norm == "synchronised":
                 raise InvalidArgument(
                     "DataParallel: batch_norm='synchronised' together with group= or reducer=: devices meet within one process only, so each rank "
                     "would normalise over its own part of the batch. Use GroupNorm or LayerNorm, or one process."
                 )
-            check_batch_norm(batch_norm, micro_batch=micro_batch, memory=memory, corrections=corrections)
+            check_batch_norm(batch_norm, micro_batch=micro_batch, memory=memory, corrections=corrections, graphs=graphs)
             options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
@@ -215,6 +230,9 @@ class DataParallel(Trainer):
                 works.steps.alone = AloneTrials()
             replicas = Replicas(module, places, replicate)
             execution = Execution(local, module, places, replicas, synchronises=batch_norm == "synchronised")
+            if captured is not None:
+                replicas.share()  # so that gradients in static memory are not the user's own
+                execution.graphs = captured
             if watchdog is not None and folder is not None:
                 execution.watchdog = Watchdog(watchdog, folder, places)
             if ranks is not None:

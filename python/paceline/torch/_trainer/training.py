@@ -20,6 +20,7 @@ from paceline.torch._batch.splits import Split
 from paceline.torch._batch.terms import Terms, objective_over
 from paceline.torch._run.carried import Carried
 from paceline.torch._run.execution import Execution
+from paceline.torch._run.graph_run import GraphRun
 from paceline.torch._run.run import Frame
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import check_scaler, check_trains
@@ -131,7 +132,18 @@ class Training:
         names = self._replicas.names
 
         def run_of(frame: Frame, objective: Objective) -> TrainRun:
-            return TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=scale, names=names, carries=carries)
+            options: Any = {
+                "loss_fn": loss_fn,
+                "objective": objective,
+                "scale": scale,
+                "names": names,
+                "carries": carries,
+            }
+            graphs = self._execution.graphs
+            if graphs is None:
+                return TrainRun(frame, **options)
+            graphs.follow(self._replicas)
+            return GraphRun(frame, graphs, **options)
 
         outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         if whole is None:

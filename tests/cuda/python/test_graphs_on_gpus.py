@@ -1,0 +1,398 @@
+"""Steps that replay captured graphs give what steps without graphs give, and refuse what a replay would not do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpu_cases import BOXES, expect_same, module_and_batch, plain
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import classify
+
+GPUS = {name: BOXES[name] for name in ("one", "two", "four")}
+
+
+def graphs_of(trainer: DataParallel) -> list[Any]:
+    graphs = trainer._execution.graphs
+    assert graphs is not None
+    return graphs.devices
+
+
+def replays_of(trainer: DataParallel) -> int:
+    return sum(one.replays for one in graphs_of(trainer))
+
+
+class Calls:
+    """Counts how often Python runs a loss function."""
+
+    def __init__(self, loss_fn: Any = classify) -> None:
+        self.count = 0
+        self.loss_fn = loss_fn
+
+    def __call__(self, one: Any, part: Any) -> Any:
+        self.count += 1
+        return self.loss_fn(one, part)
+
+
+def per_item(one: Any, part: Any) -> Any:
+    return nn.functional.cross_entropy(one(part[0]), part[1], reduction="none")
+
+
+@pytest.mark.parametrize("devices", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_replays_give_the_gradient_of_one_device(fake: Any, devices: list[str], micro_batch: int | None) -> None:
+    module, (x, y) = module_and_batch()
+    calls = Calls()
+    with DataParallel(module, devices, balance="even", micro_batch=micro_batch, graphs=True) as trainer:
+        optimizer = trainer.optimizer(torch.optim.SGD, lr=0.3)
+        for step in range(8):
+            batch = (x + 0.1 * step, y.roll(step))
+            loss, gradients = plain(module, batch)
+            torch.testing.assert_close(trainer.step(calls, batch), loss, rtol=1e-12, atol=0)
+            expect_same(module, gradients)
+            optimizer.step()
+            optimizer.zero_grad()
+        pieces = 1 if micro_batch is None else 24 // len(devices) // 3
+        assert calls.count == 3 * len(devices), "two warm-ups and the capture"
+        assert replays_of(trainer) == len(devices) * (8 * pieces - 2)
+        assert f"CUDA graphs: {len(devices)} captured" in trainer.explain()
+
+
+def test_gradients_add_up_in_the_users_own(fake: Any) -> None:
+    for devices in GPUS.values():
+        module, batch = module_and_batch()
+        _, once = plain(module, batch)
+        with DataParallel(module, devices, balance="even", graphs=True) as trainer:
+            for _ in range(6):
+                trainer.step(classify, batch)
+            assert replays_of(trainer)
+        expect_same(module, [6 * gradient for gradient in once if gradient is not None])
+
+
+def test_parameters_without_gradient_keep_none(fake: Any) -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused, self.frozen = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(3, 3)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.frozen(self.used(x))
+            return out
+
+    module = Partly().double()
+    _, batch = module_and_batch()
+    _, expected = plain(module, batch)
+    for devices in GPUS.values():
+        with DataParallel(module, devices, balance="even", graphs=True) as trainer:
+            for _ in range(5):
+                module.zero_grad()
+                trainer.step(classify, batch)
+                expect_same(module, expected)
+            assert replays_of(trainer)
+
+
+def test_weights_and_the_scale_may_change_between_replays(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+        for step in range(7):
+            weight, scale = torch.arange(24).roll(step) % 5 + 1, 2.0**step
+
+            def whole(one: Any, part: Any, weight: Any = weight, scale: float = scale) -> Any:
+                return scale * (per_item(one, part) * weight).sum() / weight.sum()
+
+            _, expected = plain(module, batch, whole)
+            module.zero_grad()
+            trainer.step(per_item, batch, weight=weight, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+            expect_same(module, expected)
+        assert replays_of(trainer) == 10
+
+
+def test_a_mean_counts_by_the_weight_of_its_slice_and_by_the_total(fake: Any) -> None:
+    module, batch = module_and_batch()
+    calls = Calls()
+    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+        for step in range(6):
+            weight = torch.where(torch.arange(24) < 12, 1, 2 + step)
+
+            def whole(one: Any, part: Any, weight: Any = weight, step: int = step) -> Any:
+                losses = per_item(one, part)
+                return (12 * losses[:12].mean() + (24 + 12 * step) * losses[12:].mean()) / (3 + step)
+
+            _, expected = plain(module, batch, whole)
+            module.zero_grad()
+            trainer.step(calls, batch, weight=weight, total=3 + step)
+            expect_same(module, expected)
+    assert calls.count == 6
+
+
+def test_extras_are_those_of_each_step(fake: Any) -> None:
+    module, (x, y) = module_and_batch()
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        out = one(part["x"])
+        return nn.functional.cross_entropy(out, part["y"]), {"out": out, "mean": out.mean()}
+
+    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+        found = []
+        for step in range(6):
+            trainer.step(loss_fn, {"x": x + step, "y": y})
+            found.append(trainer.extras)
+        assert replays_of(trainer) == 8
+    for step, extras in enumerate(found):
+        expected = module(x + step).detach()
+        torch.testing.assert_close(extras["out"], expected)
+        torch.testing.assert_close(extras["mean"], expected.mean())
+
+
+def test_draws_are_those_of_eager_steps(fake: Any) -> None:
+    results = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 10), nn.Dropout(0.5), nn.Linear(10, 3)).double()
+        _, batch = module_and_batch()
+        torch.manual_seed(1)
+        with DataParallel(module, BOXES["one"], graphs=graphs) as trainer:
+            results.append([trainer.step(classify, batch) for _ in range(6)])
+            if graphs:
+                assert replays_of(trainer) == 4
+    assert len(set(map(float, results[0]))) == 6
+    assert list(map(float, results[0])) == list(map(float, results[1]))
+
+
+def test_statistics_are_written_in_every_replay(fake: Any) -> None:
+    module = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Linear(10, 3)).double()
+    other = copy.deepcopy(module)
+    _, (x, y) = module_and_batch()
+    with DataParallel(module, BOXES["one"], graphs=True) as trainer:
+        for step in range(6):
+            trainer.step(classify, (x + step, y))
+            classify(other, (x + step, y)).backward()
+        assert replays_of(trainer) == 4
+    for ours, theirs in zip(module.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def stale_cases() -> list[Any]:
+    def storage(module: Any) -> None:
+        with torch.no_grad():
+            module[0].weight.data = module[0].weight.data.clone() * 2
+
+    def frozen(module: Any) -> None:
+        module[0].weight.requires_grad_(False)
+
+    def parameter(module: Any) -> None:
+        module[2].weight = nn.Parameter(torch.ones_like(module[2].weight))
+
+    def attribute(module: Any) -> None:
+        module[1].negative_slope = 0.5
+
+    def mode(module: Any) -> None:
+        module[3].eval()
+
+    return [storage, frozen, parameter, attribute, mode]
+
+
+@pytest.mark.parametrize("change", stale_cases(), ids=lambda one: str(one.__name__))
+def test_what_a_graph_does_not_fit_runs_without_it_and_is_captured_again(fake: Any, change: Any) -> None:
+    module = nn.Sequential(nn.Linear(6, 10), nn.LeakyReLU(), nn.Linear(10, 3), nn.Dropout(0.0)).double()
+    _, batch = module_and_batch()
+    calls = Calls()
+    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+        for _ in range(4):
+            trainer.step(calls, batch)
+        assert calls.count == 6
+        change(module)
+        for _ in range(4):
+            loss, expected = plain(module, batch)
+            module.zero_grad()
+            torch.testing.assert_close(trainer.step(calls, batch), loss)
+            expect_same(module, expected)
+        assert calls.count == 12
+        assert sum(one.captures for one in graphs_of(trainer)) == 4
+
+
+def test_functions_sizes_and_values_have_graphs_of_their_own(fake: Any) -> None:
+    module, (x, y) = module_and_batch()
+
+    def run(trainer: DataParallel, factor: float, items: int, entry: int) -> None:
+        def loss_fn(one: Any, part: Any) -> Any:
+            return factor * part["entry"] * classify(one, (part["x"], part["y"]))
+
+        batch = {"x": x[:items], "y": y[:items], "entry": entry}
+        _, expected = plain(module, batch, loss_fn)
+        module.zero_grad()
+        trainer.step(loss_fn, batch)
+        expect_same(module, expected)
+
+    with DataParallel(module, BOXES["one"], graphs=True) as trainer:
+        half, double = 0.5, 2.0
+        for _ in range(4):
+            for factor, items in ((half, 24), (double, 24), (half, 20)):
+                run(trainer, factor, items, 3)
+        assert len(graphs_of(trainer)[0].captured) == 3
+        replays = replays_of(trainer)
+        run(trainer, half, 24, 4)  # another value, which the graph has not seen
+        assert replays_of(trainer) == replays
+        run(trainer, half, 24, 3)
+        assert replays_of(trainer) == replays + 1
+
+
+def test_there_are_at_most_so_many_graphs(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.torch._run.graphs.MOST_GRAPHS", 2)
+    module, (x, y) = module_and_batch()
+    with DataParallel(module, BOXES["one"], graphs=True) as trainer:
+        for items in (24, 20, 16):
+            for _ in range(4):
+                _, expected = plain(module, (x[:items], y[:items]))
+                module.zero_grad()
+                trainer.step(classify, (x[:items], y[:items]))
+                expect_same(module, expected)
+        assert len(graphs_of(trainer)[0].captured) == 2
+
+
+def test_loss_carries_the_gradients_of_replays(fake: Any) -> None:
+    for devices in (BOXES["one"], BOXES["two"]):
+        module, batch = module_and_batch()
+        _, expected = plain(module, batch)
+        with DataParallel(module, devices, balance="even", graphs=True) as trainer:
+            losses = [trainer.loss(classify, batch) for _ in range(5)]
+            assert replays_of(trainer)
+            (losses[-1] + losses[-2]).backward()
+        expect_same(module, [2 * gradient for gradient in expected if gradient is not None])
+
+
+def test_a_failed_step_leaves_graphs_and_gradients_usable(fake: Any) -> None:
+    module, batch = module_and_batch()
+    _, expected = plain(module, batch)
+    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+        for _ in range(4):
+            trainer.step(classify, batch)
+        module.zero_grad()
+        with pytest.raises(ZeroDivisionError):
+            trainer.step(lambda one, part: 1 // 0, batch)  # type: ignore[arg-type,return-value]
+        assert all(parameter.grad is None for parameter in module.parameters())
+        trainer.step(classify, batch)
+        expect_same(module, expected)
+
+
+def reads(one: Any, part: Any) -> Any:
+    loss = classify(one, part)
+    return loss if loss.item() > 0 else 2 * loss  # the line that is named
+
+
+def branches(one: Any, part: Any) -> Any:
+    loss = classify(one, part)
+    if loss > 0:
+        return loss
+    return 2 * loss
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (reads, rf"cannot be captured at .*{__name__.rpartition('.')[2]}\.py:\d+, in reads.*Use torch\.where"),
+        (branches, r"cannot be captured at .*, in branches"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(fake: Any, loss_fn: Any, message: str) -> None:
+    module, batch = module_and_batch()
+    _, expected = plain(module, batch)
+    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+        for _ in range(2):
+            trainer.step(loss_fn, batch)
+        module.zero_grad()
+        with pytest.raises(InvalidArgument, match=message):
+            trainer.step(loss_fn, batch)
+        assert all(parameter.grad is None for parameter in module.parameters())
+        trainer.step(classify, batch)
+        expect_same(module, expected)
+
+
+def test_extras_that_are_no_tensors_are_refused(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with (
+        DataParallel(module, BOXES["one"], graphs=True) as trainer,
+        pytest.raises(InvalidArgument, match=r"extras\['text'\] is str"),
+    ):
+        trainer.step(lambda one, part: (classify(one, part), {"text": "no tensor"}), batch)
+
+
+def third_step_is_refused(module: Any, batch: Any, loss_fn: Any, message: str) -> None:
+    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+        trainer.step(loss_fn, batch)
+        trainer.step(loss_fn, batch)
+        with pytest.raises(InvalidArgument, match=message):
+            trainer.step(loss_fn, batch)
+
+
+def test_hooks_attributes_and_outside_tensors_are_refused(fake: Any) -> None:
+    module, batch = module_and_batch()
+    outside = torch.ones((), dtype=torch.float64, requires_grad=True)
+    third_step_is_refused(
+        module, batch, lambda one, part: outside * classify(one, part), "reaches a tensor outside of the module"
+    )
+    third_step_is_refused(
+        module, (*batch, torch.tensor(2.0)), lambda one, part: part[2] * classify(one, part), r"batch\[2\] is a 0-dim"
+    )
+    activation: Any = next(one for one in module.modules() if isinstance(one, nn.Tanh))
+    handle = activation.register_forward_hook(lambda *_: None)
+    third_step_is_refused(module, batch, classify, "has a forward hook")
+    handle.remove()
+
+    class Remembers(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = x.detach().mean()
+            return x
+
+    third_step_is_refused(nn.Sequential(module, Remembers()), batch, classify, "sets its attribute 'mean'")
+
+
+def test_graphs_need_gpus_and_one_weight(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with pytest.raises(InvalidArgument, match=r"graphs=True needs GPUs, and host:0 computes on the host"):
+        DataParallel(module, ["host:0"], graphs=True)
+    with pytest.raises(InvalidArgument, match=r"graphs=True needs GPUs, and host:0"):
+        DataParallel(module, BOXES["mixed"], graphs=True)
+    with pytest.raises(InvalidArgument, match="must be True or False"):
+        DataParallel(module, BOXES["one"], graphs=1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="together with graphs=True"):
+        DataParallel(module, BOXES["one"], graphs=True, batch_norm="synchronised")
+    with (
+        DataParallel(module, BOXES["one"], graphs=True) as trainer,
+        pytest.raises(InvalidArgument, match="a weight= that is a mapping"),
+    ):
+        trainer.step(lambda one, part: {"a": classify(one, part)}, batch, weight={"a": None})
+
+
+def test_modes_of_the_caller_see_every_operator(fake: Any) -> None:
+    module, batch = module_and_batch()
+    calls = Calls()
+    with DataParallel(module, BOXES["one"], graphs=True) as trainer:
+        for _ in range(4):
+            trainer.step(calls, batch)
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+            trainer.step(calls, batch)
+    assert calls.count == 4
+
+
+def test_captures_are_no_evidence_of_a_devices_speed(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["one"], balance="even", graphs=True) as trainer:
+        excluded: list[list[bool]] = []
+        execute = trainer._execution._execute
+
+        def recording(*arguments: Any) -> Any:
+            outcome = execute(*arguments)
+            excluded.append([claim[5] for claim in outcome.claims])
+            return outcome
+
+        monkeypatch.setattr(trainer._execution, "_execute", recording)
+        for _ in range(5):
+            trainer.step(classify, batch)
+    assert excluded == [[True], [False], [True], [False], [False]]
