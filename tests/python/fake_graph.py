@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal"}  # on a GPU the host waits for these
 
@@ -72,6 +72,7 @@ class _Recorder(TorchDispatchMode):
                 storage = one.untyped_storage()
                 if storage.data_ptr() not in self._own and storage.data_ptr() not in self.before:
                     self.before[storage.data_ptr()] = storage, storage.clone()
+        seen = tree_map(_as_it_is, (args, kwargs))
         results = func(*args, **kwargs)
         read = {one.untyped_storage().data_ptr() for one in inputs}
         kept = []
@@ -82,5 +83,11 @@ class _Recorder(TorchDispatchMode):
             if fresh:
                 self._own.add(one.untyped_storage().data_ptr())
                 self.made.append(one.detach())
-        self.records.append((func, args, kwargs, kept))
+        if torch.Tag.inplace_view not in func.tags:  # these change shapes only, and run nothing on a GPU
+            self.records.append((func, *seen, kept))
         return results
+
+
+def _as_it_is(one: Any) -> Any:
+    """The same memory with the shape that the tensor has now."""
+    return one.detach() if isinstance(one, torch.Tensor) else one

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from gpu_cases import BOXES, expect_same, module_and_batch, plain
-from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from torch_support import classify
 
@@ -281,95 +280,6 @@ def test_a_failed_step_leaves_graphs_and_gradients_usable(fake: Any) -> None:
         expect_same(module, expected)
 
 
-def reads(one: Any, part: Any) -> Any:
-    loss = classify(one, part)
-    return loss if loss.item() > 0 else 2 * loss  # the line that is named
-
-
-def branches(one: Any, part: Any) -> Any:
-    loss = classify(one, part)
-    if loss > 0:
-        return loss
-    return 2 * loss
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [
-        (reads, rf"cannot be captured at .*{__name__.rpartition('.')[2]}\.py:\d+, in reads.*Use torch\.where"),
-        (branches, r"cannot be captured at .*, in branches"),
-    ],
-)
-def test_what_cannot_be_captured_is_refused(fake: Any, loss_fn: Any, message: str) -> None:
-    module, batch = module_and_batch()
-    _, expected = plain(module, batch)
-    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
-        for _ in range(2):
-            trainer.step(loss_fn, batch)
-        module.zero_grad()
-        with pytest.raises(InvalidArgument, match=message):
-            trainer.step(loss_fn, batch)
-        assert all(parameter.grad is None for parameter in module.parameters())
-        trainer.step(classify, batch)
-        expect_same(module, expected)
-
-
-def test_extras_that_are_no_tensors_are_refused(fake: Any) -> None:
-    module, batch = module_and_batch()
-    with (
-        DataParallel(module, BOXES["one"], graphs=True) as trainer,
-        pytest.raises(InvalidArgument, match=r"extras\['text'\] is str"),
-    ):
-        trainer.step(lambda one, part: (classify(one, part), {"text": "no tensor"}), batch)
-
-
-def third_step_is_refused(module: Any, batch: Any, loss_fn: Any, message: str) -> None:
-    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
-        trainer.step(loss_fn, batch)
-        trainer.step(loss_fn, batch)
-        with pytest.raises(InvalidArgument, match=message):
-            trainer.step(loss_fn, batch)
-
-
-def test_hooks_attributes_and_outside_tensors_are_refused(fake: Any) -> None:
-    module, batch = module_and_batch()
-    outside = torch.ones((), dtype=torch.float64, requires_grad=True)
-    third_step_is_refused(
-        module, batch, lambda one, part: outside * classify(one, part), "reaches a tensor outside of the module"
-    )
-    third_step_is_refused(
-        module, (*batch, torch.tensor(2.0)), lambda one, part: part[2] * classify(one, part), r"batch\[2\] is a 0-dim"
-    )
-    activation: Any = next(one for one in module.modules() if isinstance(one, nn.Tanh))
-    handle = activation.register_forward_hook(lambda *_: None)
-    third_step_is_refused(module, batch, classify, "has a forward hook")
-    handle.remove()
-
-    class Remembers(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.mean = x.detach().mean()
-            return x
-
-    third_step_is_refused(nn.Sequential(module, Remembers()), batch, classify, "sets its attribute 'mean'")
-
-
-def test_graphs_need_gpus_and_one_weight(fake: Any) -> None:
-    module, batch = module_and_batch()
-    with pytest.raises(InvalidArgument, match=r"graphs=True needs GPUs, and host:0 computes on the host"):
-        DataParallel(module, ["host:0"], graphs=True)
-    with pytest.raises(InvalidArgument, match=r"graphs=True needs GPUs, and host:0"):
-        DataParallel(module, BOXES["mixed"], graphs=True)
-    with pytest.raises(InvalidArgument, match="must be True or False"):
-        DataParallel(module, BOXES["one"], graphs=1)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match="together with graphs=True"):
-        DataParallel(module, BOXES["one"], graphs=True, batch_norm="synchronised")
-    with (
-        DataParallel(module, BOXES["one"], graphs=True) as trainer,
-        pytest.raises(InvalidArgument, match="a weight= that is a mapping"),
-    ):
-        trainer.step(lambda one, part: {"a": classify(one, part)}, batch, weight={"a": None})
-
-
 def test_modes_of_the_caller_see_every_operator(fake: Any) -> None:
     module, batch = module_and_batch()
     calls = Calls()
@@ -396,3 +306,64 @@ def test_captures_are_no_evidence_of_a_devices_speed(fake: Any, monkeypatch: pyt
         for _ in range(5):
             trainer.step(classify, batch)
     assert excluded == [[True], [False], [True], [False], [False]]
+
+
+def test_autocast_has_graphs_of_its_own(fake: Any) -> None:
+    results: list[list[torch.Tensor | None]] = []
+    for graphs in (False, True):
+        module, (x, y) = module_and_batch(torch.float32)
+        calls = Calls()
+        found: list[torch.Tensor | None] = []
+        with DataParallel(module, BOXES["two"], balance="even", graphs=graphs) as trainer:
+            for step in range(8):
+                module.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(step % 2)):
+                    found.append(trainer.step(calls, (x + step, y)))
+                found += [parameter.grad for parameter in module.parameters()]
+            if graphs:
+                assert calls.count == 12
+                assert replays_of(trainer) == 8
+        results.append(found)
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_widths_that_were_not_captured_run_without_a_graph(fake: Any) -> None:
+    module = nn.GRU(3, 4, batch_first=True).double()
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        return one(part)[0].square().sum((1, 2))
+
+    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+        for step in range(6):
+            samples = [torch.randn(5 + (step == 4), 3, dtype=torch.float64) for _ in range(8)]
+            _, expected = plain(module, collate(samples), lambda one, part: loss_fn(one, part).mean())
+            module.zero_grad()
+            trainer.step(loss_fn, samples, collate=collate)
+            expect_same(module, expected)
+        assert replays_of(trainer) == 6
+
+
+def test_items_by_cost_replay_in_any_order(fake: Any) -> None:
+    module, (x, y) = module_and_batch()
+    _, expected = plain(module, (x, y))
+    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+        for step in range(6):
+            module.zero_grad()
+            trainer.step(per_item, (x, y), cost=torch.arange(24).roll(step) % 7 + 1, weight=torch.ones(24))
+            expect_same(module, expected)
+
+
+def test_replays_and_other_micro_batches_of_a_step_add_up(fake: Any) -> None:
+    module, (x, y) = module_and_batch()
+    with DataParallel(module, BOXES["one"], micro_batch=10, graphs=True) as trainer:  # 10, 10 and 4 items
+        for step in range(5):
+            batch = (x + step, y)
+            _, expected = plain(module, batch)
+            module.zero_grad()
+            trainer.step(classify, batch)
+            expect_same(module, expected)
+        assert len(graphs_of(trainer)[0].captured) == 2
+        assert replays_of(trainer) == 8 + 3
