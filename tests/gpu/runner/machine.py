@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -26,8 +27,6 @@ print(json.dumps({
 
 def describe(environment: dict[str, str]) -> dict[str, Any]:
     """Hardware and versions; what cannot be found out is None."""
-    import json
-
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -49,6 +48,12 @@ def describe(environment: dict[str, str]) -> dict[str, Any]:
     return facts
 
 
+def nccl_library(python_path: str) -> str:
+    """The file of the NCCL that came with PyTorch; empty if there is none."""
+    folders = [Path(folder) for folder in [*python_path.split(os.pathsep), *sys.path] if folder]
+    return next((str(path) for folder in folders for path in folder.glob("nvidia/*/lib/libnccl.so.2")), "")
+
+
 def _line(command: list[str], which: int = 0) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -68,6 +73,9 @@ class Carried:
     @classmethod
     def unpack(cls, folder: Path, into: Path) -> Carried:
         found = cls(dict(os.environ))
+        # What the environment of this Python or the wheels have comes last: the machine's own CMake and Ninja may be newer.
+        places = [os.environ.get("PATH", ""), str(Path(sys.executable).parent), str(into / "site" / "bin")]
+        found.environment["PATH"] = os.pathsep.join(places)
         shutil.rmtree(into, ignore_errors=True)
         wheels, packages = sorted(folder.glob("*.whl")), sorted(folder.glob("*.deb"))
         if wheels:
