@@ -27,15 +27,23 @@ print(json.dumps({
 
 def describe(environment: dict[str, str]) -> dict[str, Any]:
     """Hardware and versions; what cannot be found out is None."""
+
+    def line(command: list[str], which: int = 0) -> str | None:
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=True)
+            return done.stdout.strip().splitlines()[which]
+        except (OSError, IndexError, subprocess.SubprocessError):
+            return None
+
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)),
-        "driver": _line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
-        "nvcc": _line(["nvcc", "--version"], -1),
-        "cmake": _line(["cmake", "--version"]),
-        "ninja": _line(["ninja", "--version"]),
-        "compiler": _line(["c++", "--version"]),
+        "driver": line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "nvcc": line(["nvcc", "--version"], -1),
+        "cmake": line(["cmake", "--version"]),
+        "ninja": line(["ninja", "--version"]),
+        "compiler": line(["c++", "--version"]),
         "compute_sanitizer": shutil.which("compute-sanitizer") is not None,
     }
     try:
@@ -54,14 +62,6 @@ def nccl_library(python_path: str) -> str:
     return next((str(path) for folder in folders for path in folder.glob("nvidia/*/lib/libnccl.so.2")), "")
 
 
-def _line(command: list[str], which: int = 0) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return done.stdout.strip().splitlines()[which]
-    except (OSError, IndexError, subprocess.SubprocessError):
-        return None
-
-
 @dataclass
 class Carried:
     """Wheels and Debian packages unpacked into one folder; nothing of the machine is changed."""
@@ -73,9 +73,9 @@ class Carried:
     @classmethod
     def unpack(cls, folder: Path, into: Path) -> Carried:
         found = cls(dict(os.environ))
-        # What the environment of this Python or the wheels have comes last: the machine's own CMake and Ninja may be newer.
-        places = [os.environ.get("PATH", ""), str(Path(sys.executable).parent), str(into / "site" / "bin")]
-        found.environment["PATH"] = os.pathsep.join(places)
+        # The machine's own CMake may be too old. The CUDA toolkit's installers change no PATH.
+        places = [into / "site" / "bin", Path(sys.executable).parent, os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+        found.environment["PATH"] = os.pathsep.join(map(str, places))
         shutil.rmtree(into, ignore_errors=True)
         wheels, packages = sorted(folder.glob("*.whl")), sorted(folder.glob("*.deb"))
         if wheels:

@@ -81,10 +81,12 @@ def main(text: str | None) -> int:
         setting = plan.Setting(
             scratch=Path(scratch),
             build=built or build_dir / "gpu",
+            path=carried.environment["PATH"],
             python_path=carried.environment.get("PYTHONPATH", ""),
             cmake=carried.cmake,
             gpu=bool(record.machine.get("gpus")) and not args.rehearse,
             rehearsal=args.rehearse,
+            given=built is not None,
         )
         whole = [plan.build(setting), *plan.probes(setting), *plan.after_build(setting)]
         chosen = _chosen(parser, [stage.name for stage in whole], args.only)

@@ -33,10 +33,12 @@ class Setting:
 
     build: Path
     scratch: Path
+    path: str | None = None  # where programs are; None: as for this process
     python_path: str = ""
     cmake: list[str] = field(default_factory=list)
     gpu: bool = True
     rehearsal: bool = False
+    given: bool = False  # the build has been finished before
 
     @property
     def on_host(self) -> list[str]:
@@ -50,7 +52,7 @@ class Setting:
 
 
 def build(setting: Setting) -> Stage:
-    """Configure and build; in a rehearsal configure and plan the build, because the programs come from another one."""
+    """Configure and build the package; in a rehearsal only plan the build, because everything comes from another one."""
     folder = setting.scratch / "build" if setting.rehearsal else setting.build
     configure = [
         "cmake",
@@ -61,10 +63,17 @@ def build(setting: Setting) -> Stage:
         f"-DPython_EXECUTABLE={sys.executable}",
         *setting.cmake,
     ]
-    # Several jobs for each core would not hurt, fewer would: the cores grow in number when the probes are done.
-    options = ["--", "-n"] if setting.rehearsal else ["--parallel", str(len(os.sched_getaffinity(0)))]
-    script = '"${@:3}" && cmake --build "$1" $2'
-    return Stage("build", ["bash", "-c", script, "build", str(folder), " ".join(options), *configure], 125)
+    # A job for each core, also while it may use half of them: it may use all when the probes are done.
+    options = ["--", "-t", "query"] if setting.rehearsal else ["--parallel", str(len(os.sched_getaffinity(0)))]
+    script = '"${@:3}" && cmake --build "$1" --target _core $2'
+    return Stage("build", ["bash", "-c", script, "build", str(folder), " ".join(options), *configure], 105)
+
+
+def programs(setting: Setting) -> Stage:
+    """The rest of the build. One file that does not compile costs neither the other programs nor what runs in Python."""
+    command = ["cmake", "--build", str(setting.build), "--", "-k", "0"]
+    why_not = f"they are those of {setting.build}" if setting.rehearsal or setting.given else ""
+    return Stage("programs", command, 25, ("build",), why_not)
 
 
 def probes(setting: Setting) -> list[Stage]:
@@ -72,7 +81,7 @@ def probes(setting: Setting) -> list[Stage]:
     arch = "native" if setting.gpu else "sm_90"
     program = setting.scratch / "probe"
     script = f'nvcc -std=c++20 -arch={arch} "{GPU_TESTS / "probe.cu"}" -o "{program}" && exec "{program}"'
-    why_not = "" if shutil.which("nvcc") else "no nvcc"
+    why_not = "" if shutil.which("nvcc", path=setting.path) else "no nvcc"
     return [
         Stage("probe", ["bash", "-c", script], 40, why_not=why_not, json_result=True),
         Stage("probe_torch", [sys.executable, str(GPU_TESTS / "probe_torch.py")], 40, json_result=True),
@@ -107,7 +116,8 @@ def after_build(setting: Setting) -> list[Stage]:
     def pytest(
         name: str, files: Sequence[str], limit: float, *, side_by_side: bool = False, rehearsed: str = ""
     ) -> Stage:
-        command = [*run_tests]
+        # A test that hangs says where, before the stage is ended.
+        command = [*run_tests, "-o", f"faulthandler_timeout={0.8 * limit:g}"]
         if side_by_side and setting.has("xdist"):
             command += ["-p", "xdist", "-n", str(min(8, len(os.sched_getaffinity(0))))]
         if setting.rehearsal and rehearsed:
@@ -119,22 +129,24 @@ def after_build(setting: Setting) -> list[Stage]:
         path = ROOT / "benchmarks" / "python" / f"{name}.py"
         return script(name, path, "--json", "--short", *arguments, *setting.on_host, limit=limit)
 
-    names = str(ROOT / "tests" / "python" / "test_torch_names.py")
+    # Its folder's conftest wants an installed package, and knows no --devices.
+    names = ["--noconftest", str(ROOT / "tests" / "python" / "test_torch_names.py")]
     verified = ["--partition", "0.75,0.25"] if gpu else setting.on_host
     return [
+        programs(setting),
         paceline("info", "info", "--json", limit=8, on_fake=setting.rehearsal),
         *(
             _cpp(setting, name, limit)
-            for name, limit in (("reduction", 10), ("device", 8), ("trainer", 12), ("nccl", 12))
+            for name, limit in (("reduction", 10), ("device", 7), ("trainer", 12), ("nccl", 12))
         ),
         _program(setting, "sum_bandwidth", "tests/gpu/gpu_sum_bandwidth", 10, json_result=True),
         _program(setting, "digits_cuda", "examples/cpp/digits_cuda", 8, ["cuda:0"] if gpu else []),
         script("measure", GPU_TESTS / "measure.py", *setting.on_host, limit=40),
         race("race_gpu", *(["--parts", "d"] if setting.rehearsal else []), limit=65),
-        paceline("verify", "verify", "--json", "--seconds", "1" if setting.rehearsal else "5", *verified, limit=20),
-        race("launch_scaling", limit=12),
+        paceline("verify", "verify", "--json", "--seconds", "1" if setting.rehearsal else "5", *verified, limit=18),
+        race("launch_scaling", limit=10),
         pytest("python_exactness", EXACTNESS, 25, side_by_side=True, rehearsed="not float64"),
-        Stage("torch_names", [*run_tests, names], 10, ("build",), environment=python),
+        Stage("torch_names", [*run_tests, *names], 10, ("build",), environment=python),
         pytest("python_alone", ALONE, 40, rehearsed="not (forward or backward or 1003)"),
         pytest("python_new", NEW, 20),
         script("digits", digits, "--partition", "0.75,0.25", limit=10, json=False, why_not=why_no_digits),
@@ -160,12 +172,12 @@ def _program(
 
 
 def _cpp(setting: Setting, name: str, limit: float) -> Stage:
-    """A C++ test that was not built is skipped: GoogleTest may be missing, and the rest goes on without it."""
+    """A C++ test that was not built is skipped: GoogleTest may be missing, and the rest goes on without it. `programs` says why."""
     path = setting.build / "tests" / "gpu" / f"test_gpu_{name}"
     on_fake = path.with_name(f"{path.name}_on_fake")
     environment = {"PACELINE_NCCL_LIBRARY": nccl_library(setting.python_path)} if name == "nccl" and setting.gpu else {}
     if setting.rehearsal and on_fake.exists():
         path = on_fake
-    missing = f'[ -x "{path}" ] || {{ echo "not built: no GoogleTest"; echo "[  PASSED  ] 0 tests."; exit 0; }}'
+    missing = f'[ -x "{path}" ] || {{ echo "not built: no GoogleTest, or as the stage programs says"; echo "[  PASSED  ] 0 tests."; exit 0; }}'
     command = ["bash", "-c", f'{missing}; exec "{path}" --gtest_brief=1']
     return Stage(f"cpp_{name}", command, limit, ("build",), environment=environment)
