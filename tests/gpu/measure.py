@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import json
 import sys
 import time
@@ -175,6 +176,7 @@ def counted(home: torch.device) -> Iterator[Callable[[], int | None]]:
     if home.type == "cpu":
         yield lambda: None
         return
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(home)

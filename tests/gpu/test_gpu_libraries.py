@@ -25,6 +25,9 @@ pytestmark = [
 ]
 
 TIMEOUT = 20.0  # seconds, for anything enqueued
+IN_BFLOAT16 = (
+    0.1  # eight bits, through dozens of layers, by algorithms that differ; statistics of another slice differ by more
+)
 
 
 def even_slices(module: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any, parts: int) -> list[Any]:
@@ -52,7 +55,7 @@ def test_convolutions_with_channels_last_batch_norm_under_autocast(box: Box) -> 
     blocks, width, items, pixels = ((2, 2, 2, 2), 64, 32, 128) if box.is_cuda else ((1,), 4, 8, 16)
     module = box.put(resnet(blocks, width, classes=10)).to(memory_format=torch.channels_last)
     batch = images(items, pixels, 10, box.torch_device)
-    check(box, module, classify_in_bfloat16, batch, 5e-2)  # bfloat16 keeps eight bits, through dozens of layers
+    check(box, module, classify_in_bfloat16, batch, IN_BFLOAT16)
 
 
 def test_a_wide_lstm(box: Box) -> None:
@@ -84,4 +87,4 @@ def test_flash_attention(box: Box) -> None:
     x = torch.randn(items, length, width, dtype=torch.bfloat16)
     batch = box.put((x, torch.randn_like(x)))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        check(box, module, lambda one, part: nn.functional.mse_loss(one(part[0]), part[1]), batch, 5e-2)
+        check(box, module, lambda one, part: nn.functional.mse_loss(one(part[0]), part[1]), batch, IN_BFLOAT16)

@@ -219,6 +219,20 @@ def test_tests_run_side_by_side_where_that_was_carried_along(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ('note\n{"a": [1]}\n[W123] a warning at the end\n', {"a": [1]}),
+        ('[{"first": 1}]\n{\n "b": [\n{}\n]}\n', {"b": [{}]}),
+        ('{"broken": ', None),
+        ("[1] is no result", None),
+    ],
+)
+def test_the_result_is_the_last_json_on_lines_of_its_own(text: str, result: object) -> None:
+    record, _ = Running(python("prints", f"print({text!r})", json_result=True), ENVIRONMENT).finish(20)
+    assert record.get("result") == result
+
+
+@pytest.mark.parametrize(
     ("text", "counts"),
     [
         ("[  PASSED  ] 3 tests.\n[  SKIPPED ] 2 tests, listed below:", (3, 0, 2)),

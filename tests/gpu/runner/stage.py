@@ -150,10 +150,13 @@ def _reason(text: str) -> str:
 
 
 def _json_in(text: str) -> Any:
-    """The JSON that the output ends with, over one line or many; None if it ends with something else."""
+    """The last JSON on lines of its own, one or many; None if there is none. Libraries may complain behind it when the process ends."""
+    found, end = None, 0
     for match in re.finditer(r"^[{\[]", text, re.MULTILINE):
-        try:
-            return json.loads(text[match.start() :])
-        except ValueError:
+        if match.start() < end:
             continue
-    return None
+        with contextlib.suppress(ValueError):
+            value, after = json.JSONDecoder().raw_decode(text, match.start())
+            if not text[after:].partition("\n")[0].strip():
+                found, end = value, after
+    return found
