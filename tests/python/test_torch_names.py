@@ -84,16 +84,34 @@ def test_the_list_has_every_private_attribute_that_the_package_reads_and_does_no
     assert (unlisted, listed - read) == (set(), set()), "tests/python/torch_names.py and the package differ"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_pytorch_has_the_name(name: str) -> None:
-    if name in NEED_CUDA and torch.version.cuda is None:
-        pytest.skip("this build of PyTorch has no CUDA")
+def resolve(name: str) -> Any:
     parts = name.split(".")
     found: Any = torch
     for index, part in enumerate(parts[1:], 2):
         if not hasattr(found, part):
-            importlib.import_module(".".join(parts[:index]))
-        found = getattr(found, part)
+            # A function may hide the module of its name, and a module may have to be imported first.
+            found = importlib.import_module(".".join(parts[: index - 1]))
+        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(".".join(parts[:index]))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pytorch_has_the_private_name(name: str) -> None:
+    if name in NEED_CUDA and torch.version.cuda is None:
+        pytest.skip("this build of PyTorch has no CUDA")
+    resolve(name)
+
+
+def test_pytorch_has_every_public_name_that_is_written_out() -> None:
+    names = {name for tree in sources() for name in written_out(tree) if not is_private(name)}
+    assert len(names) > 100
+    missing = []
+    for name in sorted(names):
+        try:
+            resolve(name)
+        except (AttributeError, ImportError):
+            missing.append(name)
+    assert missing == [], f"PyTorch {torch.__version__} is older or newer than what the package is written for"
 
 
 def objects() -> dict[str, Any]:
