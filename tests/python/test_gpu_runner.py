@@ -334,7 +334,7 @@ def test_a_rehearsal_is_recorded_as_one_and_runs_the_chosen_stages_alone(tmp_pat
     record = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     assert record["rehearsal"] is True
     assert record["state"] == "complete"
-    assert [stage["stage"] for stage in record["stages"]] == ["probe_torch", "build", "sticky"], done.stdout
+    assert [stage["stage"] for stage in record["stages"]] == ["probe_torch", "build", "programs", "sticky"], done.stdout
     assert "these numbers mean nothing" in done.stdout
 
 

@@ -92,7 +92,10 @@ def main(text: str | None) -> int:
         chosen = _chosen(parser, [stage.name for stage in whole], args.only)
         run = Run(record, carried.environment, deadline)
         probes = [stage for stage in plan.probes(setting) if stage.name in chosen]
-        later = [stage for stage in plan.after_build(setting) if stage.name in chosen]
+        after = plan.after_build(setting)
+        if any(stage.name in chosen for stage in after):
+            chosen.add("programs")  # they may be what a chosen stage runs
+        later = [stage for stage in after if stage.name in chosen]
         kept = sum(stage.limit for stage in later if not stage.why_not)
         if built is not None and not args.rehearse:
             run.done({"stage": "build", "status": "passed", "seconds": 0.0, "why": f"given: {args.build}"})
@@ -153,7 +156,7 @@ def _parser(text: str | None) -> argparse.ArgumentParser:
         "--minutes", type=float, default=plan.MINUTES, help=f"for everything (default: {plan.MINUTES:g})"
     )
     parser.add_argument(
-        "--only", metavar="STAGE,...", help="only stages whose names begin so, and the build if one of them needs it"
+        "--only", metavar="STAGE,...", help="only stages whose names begin so, and what they need of the build"
     )
     parser.add_argument(
         "--rehearse",
