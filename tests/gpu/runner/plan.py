@@ -23,8 +23,8 @@ HOSTS = "host:0,host:1"
 EXACTNESS = ("test_gpu_exactness.py",)
 CHILDREN = ("test_gpu_exit.py", "test_gpu_graphs.py", "test_gpu_compile.py")
 ALONE = ("test_gpu_streams.py", "test_gpu_collectives.py", "test_gpu_memory.py")
-# What may hang on a part of a GPU, and what may not be there yet: if it fails, the stages above have their results.
-NEW = ("test_gpu_overlap.py", "test_gpu_captured.py", "test_gpu_libraries.py")
+# What may hang on parts of a GPU: a stage of its own, so that the others keep their results.
+PARTS = ("test_gpu_overlap.py", "test_gpu_captured.py", "test_gpu_libraries.py")
 
 
 @dataclass
@@ -148,7 +148,7 @@ def after_build(setting: Setting) -> list[Stage]:
         pytest("python_exactness", EXACTNESS, 25, side_by_side=True, rehearsed="not float64"),
         Stage("torch_names", [*run_tests, *names], 10, ("build",), environment=python),
         pytest("python_alone", ALONE, 40, rehearsed="not (forward or backward or 1003)"),
-        pytest("python_new", NEW, 20),
+        pytest("python_parts", PARTS, 20),
         script("digits", digits, "--partition", "0.75,0.25", limit=10, json=False, why_not=why_no_digits),
         *sanitizer.stages(folder, gpu=gpu),
         pytest("python_children", CHILDREN, 28, side_by_side=True, rehearsed="compile or closed"),
