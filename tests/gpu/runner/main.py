@@ -18,6 +18,7 @@ from runner.stage import Running, Stage, skipped
 # What earlier stages have saved goes to a stage that needs more than its limit. One that hangs must not take all of it.
 MOST_OF_ITS_LIMIT = 2.0
 LEAST_SECONDS = 5.0  # in less, no stage gets anywhere
+REHEARSAL_SLACK = 5.0  # the limits are for sixteen idle cores; a rehearsal may share two
 
 
 class Run:
@@ -62,7 +63,8 @@ class Run:
 def main(text: str | None) -> int:
     parser = _parser(text)
     args = parser.parse_args(sys.argv[1:])
-    deadline = time.monotonic() + 60 * args.minutes
+    slack = REHEARSAL_SLACK if args.rehearse else 1.0
+    deadline = time.monotonic() + 60 * args.minutes * slack
     build_dir = Path(os.environ.get("PACELINE_BUILD_DIR") or plan.ROOT / "build")
     folder = Path(args.folder or os.environ.get("OUT") or build_dir / ("rehearsal" if args.rehearse else "gpu-results"))
     if args.rehearse and (plan.ROOT / "benchmarks") in folder.resolve().parents:
@@ -88,11 +90,12 @@ def main(text: str | None) -> int:
             rehearsal=args.rehearse,
             given=built is not None,
         )
-        whole = [plan.build(setting), *plan.probes(setting), *plan.after_build(setting)]
-        chosen = _chosen(parser, [stage.name for stage in whole], args.only)
+        build, probes, after = plan.build(setting), plan.probes(setting), plan.after_build(setting)
+        for stage in (build, *probes, *after):
+            stage.limit *= slack
+        chosen = _chosen(parser, [stage.name for stage in (build, *probes, *after)], args.only)
         run = Run(record, carried.environment, deadline)
-        probes = [stage for stage in plan.probes(setting) if stage.name in chosen]
-        after = plan.after_build(setting)
+        probes = [stage for stage in probes if stage.name in chosen]
         if any(stage.name in chosen for stage in after):
             chosen.add("programs")  # they may be what a chosen stage runs
         later = [stage for stage in after if stage.name in chosen]
@@ -101,7 +104,7 @@ def main(text: str | None) -> int:
             run.done({"stage": "build", "status": "passed", "seconds": 0.0, "why": f"given: {args.build}"})
             run.stages(probes)
         elif "build" in chosen or later:
-            _build_and_probe(run, plan.build(setting), probes, deadline - kept)
+            _build_and_probe(run, build, probes, deadline - kept)
         else:
             run.stages(probes)
         run.stages(later)

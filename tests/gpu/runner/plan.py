@@ -117,7 +117,7 @@ def after_build(setting: Setting) -> list[Stage]:
         name: str, files: Sequence[str], limit: float, *, side_by_side: bool = False, rehearsed: str = ""
     ) -> Stage:
         # A test that hangs says where, before the stage is ended.
-        command = [*run_tests, "-o", f"faulthandler_timeout={0.8 * limit:g}"]
+        command = [*run_tests, *([] if setting.rehearsal else ["-o", f"faulthandler_timeout={0.8 * limit:g}"])]
         if side_by_side and setting.has("xdist"):
             command += ["-p", "xdist", "-n", str(min(8, len(os.sched_getaffinity(0))))]
         if setting.rehearsal and rehearsed:
