@@ -156,7 +156,7 @@ class FlatGradients:
         if not self._devices:
             return ""
         count = len(self._layout.buckets)
-        return f"Gradients: {self.early} of {plural(count, 'bucket')} final on all devices, and their sums begun, before the last backward ended.\n"
+        return f"Gradients: {self.early} of {plural(count, 'bucket')} were final on all devices before the last backward ended.\n"
 
     def _lay_out(self, order: Sequence[int]) -> None:
         replicas = self._replicas
