@@ -21,7 +21,7 @@ class Graph:
 
     def __init__(self, index: int, pool: Any) -> None:
         self.pool = pool
-        self._index = index
+        self.index = index
         self._records: list[Any] = []
 
     @contextlib.contextmanager

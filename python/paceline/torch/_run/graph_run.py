@@ -10,6 +10,7 @@ from paceline import InvalidArgument
 from paceline.torch._batch.batch import joined
 from paceline.torch._batch.extras import parted
 from paceline.torch._batch.terms import Terms
+from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import View
 from paceline.torch._run.graphs import Captured, Graphs, Inputs, key_of
 from paceline.torch._run.outside import leaves_of
@@ -20,8 +21,9 @@ from paceline.torch._run.train_run import TrainRun
 class GraphRun(TrainRun):
     """Runs micro-batches without a graph as `TrainRun` does, and captures those that were seen often enough."""
 
-    def __init__(self, frame: Frame, graphs: Graphs, **options: Any) -> None:
+    def __init__(self, frame: Frame, graphs: Graphs, replicas: Replicas, **options: Any) -> None:
         super().__init__(frame, **options)
+        graphs.follow(replicas)
         if isinstance(self.objective, Terms):
             raise InvalidArgument(
                 "step: graphs=True together with a weight= that is a mapping. The terms that a slice has weight in differ from slice to slice, and a "
@@ -45,6 +47,9 @@ class GraphRun(TrainRun):
         captured = graphs.captured.get(key)
         if self.idle(begin, end) or (captured is None and not self._capturing[device]):
             return super().compute(device, begin, end)
+        arrivals = self.replicas[device].arrivals
+        if arrivals is not None:  # a replay reads no dictionary that would wait
+            arrivals.wait_for_all()
         try:
             with torch.no_grad():
                 inputs = self._inputs(device, begin, end, keep=captured is None)

@@ -6,6 +6,7 @@ and the scale are copied into static tensors first, and gradients are added to s
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from paceline.torch._devices.places import Places
 from paceline.torch._replicas.hooks import hooks_of_user, sign_of
 from paceline.torch._replicas.reach import SIMPLE
 from paceline.torch._replicas.replicas import Replica, Replicas
+from paceline.torch._run.flat_gradients import FlatGradients
 
 WARM_UPS = (
     2  # micro-batches of a size that run without a graph first: libraries load, allocate and choose algorithms in them
@@ -107,7 +109,10 @@ class Captured:
 class DeviceGraphs:
     """The graphs of one device. Its micro-batches run one after the other, so they share a pool and the static gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int, flat: FlatGradients | None) -> None:
+        """`flat`: the gradients of several devices, which are static. A single device gets static ones here."""
+        self._device = device
+        self._flat = flat
         self._seen: dict[Any, int] = {}  # how often a key was met
         self.captured: dict[Any, Captured] = {}
         self._pool: Any = None
@@ -140,19 +145,38 @@ class DeviceGraphs:
         """Capture `body`, which reads the inputs and sets the outputs. Called on the device's worker."""
         captured.inputs.check()
         _check_hooks(replica)
+        attributes = [dict(vars(module)) for module in replica.modules]
+        try:
+            with self._gradients_of(replica, captured), _capture, captured.graph.capturing():
+                body(captured)
+        except RuntimeError as error:
+            refusal = _refusal(error)
+            if refusal is None:
+                raise
+            raise refusal from error
+        _check_attributes(replica, attributes)
+        self.captured[key] = captured
+        self.captures += 1
+
+    @contextlib.contextmanager
+    def _gradients_of(self, replica: Replica, captured: Captured) -> Iterator[None]:
+        """Let the static gradients be those of the replica in a capture, and note which parameters get some."""
+        if self._flat is not None:  # these are static
+            with self._flat.captured(self._device) as found:
+                yield
+            captured.used = sorted(found)
+            return
         if not self._gradients:
             self._gradients = [
                 torch.zeros_like(parameter, requires_grad=False) if parameter.requires_grad else None
                 for parameter in replica.parameters
             ]
         before = [parameter.grad for parameter in replica.parameters]
-        attributes = [dict(vars(module)) for module in replica.modules]
         versions = [-1 if gradient is None else gradient._version for gradient in self._gradients]
         try:
             for parameter, gradient in zip(replica.parameters, self._gradients, strict=True):
                 parameter.grad = gradient
-            with _capture, captured.graph.capturing():
-                body(captured)
+            yield
             for index, (parameter, gradient) in enumerate(zip(replica.parameters, self._gradients, strict=True)):
                 if parameter.grad is not gradient:
                     raise InvalidArgument(
@@ -161,21 +185,16 @@ class DeviceGraphs:
                     )
                 if gradient is not None and gradient._version != versions[index]:
                     captured.used.append(index)
-        except RuntimeError as error:
-            refusal = _refusal(error)
-            if refusal is None:
-                raise
-            raise refusal from error
         finally:
             for parameter, gradient in zip(replica.parameters, before, strict=True):
                 parameter.grad = gradient
-        _check_attributes(replica, attributes)
-        self.captured[key] = captured
-        self.captures += 1
 
     def replay(self, replica: Replica, captured: Captured) -> None:
         """Run a graph, whose inputs are in place. Adds to the gradients of the replica."""
-        self._take_gradients(replica, captured)
+        if self._flat is None:
+            self._take_gradients(replica, captured)
+        else:
+            self._flat.replayed(self._device, captured.used)
         captured.graph.replay()
         self.replays += 1
 
@@ -204,15 +223,10 @@ class DeviceGraphs:
 class Graphs:
     """The graphs of all devices of a trainer. They last as long as the memory that they refer to stays where it is."""
 
-    def __init__(self, places: Places) -> None:
-        if places.any_host or places.queues is None:
-            hosts = [name for name, gpu in zip(places.names, places.on_gpu, strict=True) if not gpu]
-            raise InvalidArgument(
-                f"DataParallel: graphs=True needs GPUs, and {hosts[0]} computes on the host, which has no CUDA graphs. Leave graphs= out, or name "
-                "GPUs only: devices=['cuda:0', 'cuda:1']."
-            )
+    def __init__(self, places: Places, flat: FlatGradients | None) -> None:
         self._places = places
-        self.devices = [DeviceGraphs() for _ in range(len(places))]
+        self.devices = [DeviceGraphs(device, flat) for device in range(len(places))]
+        self._flat = flat
         self._memory: Any = None
 
     def follow(self, replicas: Replicas) -> None:
@@ -221,7 +235,8 @@ class Graphs:
             *(chain(one.parameters, *(part._buffers.values() for part in one.modules)) for one in replicas.list)
         )
         found = [(0, False) if one is None else (one.data_ptr(), one.requires_grad) for one in tensors]
-        memory = (replicas.generation, replicas.changes, found)
+        buckets = [] if self._flat is None else self._flat.addresses
+        memory = (replicas.generation, replicas.changes, found, buckets)
         if memory != self._memory:
             if any(device.captured for device in self.devices):
                 self._places.drain()

@@ -92,17 +92,12 @@ def policy_of(balance: Balance, call: str = "DataParallel", unit: str = "device"
     return "weighted", [float(ratio) for ratio in balance]
 
 
-def check_corrections(corrections: object, policy: str, micro_batch: int | None) -> None:
-    """Raise if `corrections` is not a choice, or if nothing could be held back for them."""
+def check_corrections(corrections: object, policy: str) -> None:
+    """Raise if `corrections` is not a choice, or if nothing may move for them."""
     if corrections is not None and not isinstance(corrections, bool):
         raise InvalidArgument(f"DataParallel: corrections is {corrections!r}; it must be True, False or None.")
     if corrections and policy != "auto":
         raise InvalidArgument("DataParallel: corrections=True needs balance='auto'; other policies never move work.")
-    if corrections and micro_batch is not None:
-        raise InvalidArgument(
-            f"DataParallel: corrections=True together with micro_batch={micro_batch}. Micro-batches of a fixed size are taken over whole "
-            "by devices that are done early; leave one of the two out."
-        )
 
 
 def check_batch_norm(batch_norm: object, **options: Any) -> None:
@@ -117,6 +112,16 @@ def check_batch_norm(batch_norm: object, **options: Any) -> None:
                 f"DataParallel: batch_norm='synchronised' together with {name}={value!r}. For the statistics of the batch all devices run their shares "
                 f"at the same time, each as one micro-batch. Leave {name}= out, or use batch_norm='apart'."
             )
+
+
+def check_graphs(names: list[str], on_gpu: list[bool]) -> None:
+    """Raise if a device has no CUDA graphs."""
+    hosts = [name for name, gpu in zip(names, on_gpu, strict=True) if not gpu]
+    if hosts:
+        raise InvalidArgument(
+            f"DataParallel: graphs=True needs GPUs, and {hosts[0]} computes on the host, which has no CUDA graphs. Leave graphs= out, or name "
+            "GPUs only: devices=['cuda:0', 'cuda:1']."
+        )
 
 
 def check_trains(call: str, loss_fn: object) -> None:

@@ -142,8 +142,7 @@ class Training:
             graphs = self._execution.graphs
             if graphs is None:
                 return TrainRun(frame, **options)
-            graphs.follow(self._replicas)
-            return GraphRun(frame, graphs, **options)
+            return GraphRun(frame, graphs, self._replicas, **options)
 
         outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         if whole is None:
