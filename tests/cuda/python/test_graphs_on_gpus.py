@@ -130,19 +130,20 @@ def test_a_mean_counts_by_the_weight_of_its_slice_and_by_the_total(fake: Any) ->
     assert calls.count == 6
 
 
-def test_extras_are_those_of_each_step(fake: Any) -> None:
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_extras_are_those_of_each_slice(fake: Any, micro_batch: int | None) -> None:
     module, (x, y) = module_and_batch()
 
     def loss_fn(one: Any, part: Any) -> Any:
         out = one(part["x"])
         return nn.functional.cross_entropy(out, part["y"]), {"out": out, "mean": out.mean()}
 
-    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+    with DataParallel(module, BOXES["two"], balance="even", micro_batch=micro_batch, graphs=True) as trainer:
         found = []
         for step in range(6):
             trainer.step(loss_fn, {"x": x + step, "y": y})
             found.append(trainer.extras)
-        assert replays_of(trainer) == 8
+        assert replays_of(trainer) == (8 if micro_batch is None else 44)
     for step, extras in enumerate(found):
         expected = module(x + step).detach()
         torch.testing.assert_close(extras["out"], expected)
@@ -214,6 +215,18 @@ def test_what_a_graph_does_not_fit_runs_without_it_and_is_captured_again(fake: A
             expect_same(module, expected)
         assert calls.count == 12
         assert sum(one.captures for one in graphs_of(trainer)) == 4
+
+
+def test_modes_have_graphs_of_their_own(fake: Any) -> None:
+    module: Any = nn.Sequential(nn.Linear(6, 10), nn.Dropout(0.0), nn.Linear(10, 3)).double()
+    _, batch = module_and_batch()
+    calls = Calls()
+    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+        for mode, count in ((True, 6), (False, 12), (True, 12), (False, 12)):
+            module[1].train(mode)
+            for _ in range(4):
+                trainer.step(calls, batch)
+            assert calls.count == count
 
 
 def test_functions_sizes_and_values_have_graphs_of_their_own(fake: Any) -> None:

@@ -298,10 +298,10 @@ class Replicas:
 
     def _follow(self, attributes: Attributes) -> None:
         """Follow attributes and hooks that the user has changed. What a replica's forward has set stays, unless the user has changed it."""
-        self.changes += 1
         # A forward of the user may have left values on the module. They are left out, since the replicas' forwards set their own.
         changes = [change for change in attributes.changes() if not is_of_a_forward(change.value)]
         hooked = attributes.hooked()
+        self.changes += bool(changes or hooked)  # else only modes have changed, which are followed elsewhere
         if attributes.need_new_replicas(changes):
             self._places.drain()
             return self._build()
