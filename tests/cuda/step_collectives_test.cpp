@@ -77,7 +77,8 @@ TEST(StepCollectives, AreCopiesWhereTheyAreAskedForOrAllThereIs) {
   const auto explained = [](const Box& box, Transport transport) {
     return Trainer(group_of(box), {.parameter_count = kWidth, .collectives = {.transport = transport}}).explain();
   };
-  EXPECT_TRUE(explained(kTwo, Transport::copies).ends_with("Between GPUs: copies through cuda:0 (as asked for).\n"));
+  EXPECT_TRUE(explained(kTwo, Transport::copies)
+                  .ends_with("Between GPUs: copies through cuda:0 (as asked for), by peer access.\n"));
   EXPECT_EQ(explained({"", 1, {"cuda:0/0", "cuda:0/1"}}, Transport::nccl).find("Between GPUs"), std::string::npos);
   EXPECT_EQ(nccl.made(), 0);
 }

@@ -46,7 +46,7 @@ def test_explain_says_what_is_used_and_why(fake: Any) -> None:
         trainer.close()
         said[transport] = trainer.explain()
     assert "Between GPUs: NCCL 2.30.7 (" in said["auto"]
-    assert "Between GPUs: copies through cuda:0 (as asked for).\n" in said["copies"]
+    assert "Between GPUs: copies through cuda:0 (as asked for), by peer access.\n" in said["copies"]
     with DataParallel(module, BOXES["one"]) as trainer:
         assert "Between GPUs" not in trainer.explain()
 

@@ -137,7 +137,7 @@ struct DeviceQueues::State {
       }
       if (options.collectives.transport == Transport::nccl) throw Unavailable("DataParallel: " + why_none);
     }
-    transport = fmt::format("copies through {} ({})", endpoints[kHome].device.name, why_none);
+    transport = fmt::format("copies through {} ({}), {}", endpoints[kHome].device.name, why_none, memory.routes());
   }
 
   void begin(const std::vector<bool>& takes_part) {
