@@ -78,8 +78,8 @@ struct Counted {
 /// Sums a batch that lies at home and changes from step to step. Nobody waits for anything.
 class Summing final : public StepProgram {
  public:
-  explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1)
-      : queues(group, {.run_ahead = run_ahead, .collectives = {.warm_up_bytes = 64}}) {
+  explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1, Transport transport = Transport::automatic)
+      : queues(group, {.run_ahead = run_ahead, .collectives = {.transport = transport, .warm_up_bytes = 64}}) {
     for (std::size_t d = group.size(); d-- > 0;) {
       if (queues.space_of(d) == queues.home_space()) home_index_ = group.devices()[d].index;
     }
@@ -114,7 +114,7 @@ class Summing final : public StepProgram {
     ASSERT_EQ(cudaSetDevice(home_index_), cudaSuccess);
     launch(&fill_kernel, queues.home_stream(), static_cast<double*>(batch_->data()), value);
     output_ = output;
-    times_ = queues.begin_step({});
+    times_ = queues.begin_step(parameters);
     for (Part& part : parts_) part.ran = false;
   }
 
@@ -160,6 +160,7 @@ class Summing final : public StepProgram {
 
   Counted counted;  // first, that is, the last of it to go
   DeviceQueues queues;
+  std::vector<SpaceCopy> parameters{};
 
  private:
   struct Part {

@@ -72,6 +72,11 @@ struct DeviceQueues::State {
 
   [[nodiscard]] std::size_t gpu_space_count() { return memory.spaces().size(); }
   [[nodiscard]] bool on_host(std::size_t space) { return space == gpu_space_count(); }
+  [[nodiscard]] std::vector<std::size_t> space_of_device() const {
+    std::vector<std::size_t> spaces_of;
+    for (const Queue& queue : queues) spaces_of.push_back(queue.space);
+    return spaces_of;
+  }
   [[nodiscard]] AsyncDevice& home_device() const { return *spaces[kHome].maker; }
 
   void find_spaces(const DeviceGroup& group) {
@@ -152,8 +157,11 @@ struct DeviceQueues::State {
   /// Copies home's parameters to the other spaces, once they are ready.
   void distribute(std::span<const SpaceCopy> copies) {
     home_stream->record(*ready);
-    for (Space& space : spaces) {
-      if (space.copies != nullptr && space.takes_part) space.copies->wait(*ready);
+    for (std::size_t s = 0; s < spaces.size(); ++s) {
+      Space& space = spaces[s];
+      if (space.copies == nullptr || !space.takes_part) continue;
+      space.copies->wait(*ready);
+      if (s != kHome) step->begin_arrival(s, *space.maker, *space.copies);
     }
     if (collectives != nullptr) collectives->broadcast(copies);
     for (const SpaceCopy& copy : copies) {
@@ -161,8 +169,11 @@ struct DeviceQueues::State {
       const bool copied = collectives == nullptr || on_host(copy.space);
       if (copied && space.takes_part) space.copies->copy(copy.to, copy.from, copy.bytes);
     }
-    for (Space& space : spaces) {
-      if (space.copies != nullptr && space.takes_part) space.copies->record(*space.arrived);
+    for (std::size_t s = 0; s < spaces.size(); ++s) {
+      Space& space = spaces[s];
+      if (space.copies == nullptr || !space.takes_part) continue;
+      if (s != kHome) step->end_arrival(s, *space.copies);
+      space.copies->record(*space.arrived);
     }
   }
 
@@ -322,7 +333,7 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
         "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
   }
   if (state.collectives != nullptr) state.collectives->check();
-  state.step = std::make_shared<internal::RecordedTimes>(state.evidence, state.spare_events, state.queues.size(),
+  state.step = std::make_shared<internal::RecordedTimes>(state.evidence, state.spare_events, state.space_of_device(),
                                                          state.home_device(), state.options.timeout, state.collectives);
   state.begin(takes_part);
   try {
