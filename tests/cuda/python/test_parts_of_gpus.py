@@ -120,14 +120,15 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(5, 3).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.rnn(x[:, None])[0][:, -1])
+        scores: torch.Tensor = self.head(self.rnn(x[:, None])[0][:, -1])
+        return scores
 
 
 class Normalised(nn.Sequential):
     def __init__(self, memory_format: torch.memory_format = torch.contiguous_format) -> None:
         layers = nn.Unflatten(1, (3, 1, 2)), nn.Conv2d(3, 4, (1, 2)), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 3)
         super().__init__(*layers)
-        self.to(torch.float64, memory_format=memory_format)
+        self.double().to(memory_format=memory_format)  # type: ignore[call-overload]
 
 
 @pytest.mark.usefixtures("whole_afterwards")
