@@ -12,7 +12,7 @@ namespace paceline::cuda {
 
 /// Copies from one GPU to another that cannot access its memory: through pinned host memory, in chunks. There are two
 /// chunks, so that one is filled while the other is emptied. Nothing waits on the host. The driver's own copies between
-/// such GPUs let the calling thread wait.
+/// such GPUs go through the host, too, but need not overlap with other work.
 ///
 /// The copies of all streams take turns, in the order of the calls. Any thread.
 class HostPath {

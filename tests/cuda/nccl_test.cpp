@@ -250,17 +250,6 @@ TEST(NcclCommunicators, UseTheEventsOfEarlierCollectivesAgain) {
   ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
 }
 
-TEST(NcclCommunicators, NameTheLostDeviceWhereNcclOnlySaysThatCudaFailed) {
-  fake::Nccl& nccl = boot(1, 2);
-  const TwoNumbers numbers;
-  nccl::Communicators communicators(nccl::library(), numbers.endpoints, seconds(30));
-  nccl.fail("ncclGetUniqueId", fake::Nccl::kAnyRank, nccl::kUnhandledCudaError);
-  fake::poison(1, cudaErrorECCUncorrectable);
-  const auto lost = thrown_by<DeviceLost>([&] { communicators.open(0); });
-  EXPECT_EQ(lost.device(), "cuda:1");
-  EXPECT_TRUE(says(lost, "cudaErrorECCUncorrectable")) << lost.what();
-}
-
 TEST(NcclCommunicators, RefuseWorkAfterAnAbortThatSomebodyHasHeardOf) {
   fake::Nccl& nccl = boot(1, 2);
   {

@@ -73,6 +73,26 @@ TEST(PeerAccess, IsNeededByKernelsAndBreaksTheDeviceWhereItLacks) {
   EXPECT_THROW(static_cast<void>(device->make_stream()), DeviceLost) << "for good";
 }
 
+TEST(PeerAccess, IsNotNeededByCopiesWhichTheDriverThenStages) {
+  for (const int switch_size : {kNoPeers, 2}) {
+    boot_machine({.device_count = 2, .switch_size = switch_size});
+    const OrdinaryMemory here(0, 1.0F);
+    const OrdinaryMemory there(1, 10.0F);
+    const auto device = open_device(0);
+    const auto peer = open_device(1);
+    const auto stream = device->make_stream();
+    const auto event = device->make_event(false);
+    ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+    ASSERT_EQ(cudaMemcpyPeerAsync(here.data, 0, there.data, 1, kCount * sizeof(float),
+                                  static_cast<cudaStream_t>(stream->native())),
+              cudaSuccess);
+    stream->record(*event);
+    wait_for(*event);
+    EXPECT_EQ(static_cast<const float*>(here.data)[kCount - 1], 14.0F);
+    EXPECT_EQ(fake::driver_staged_copies(), switch_size == kNoPeers ? 1 : 0);
+  }
+}
+
 TEST(PeerAccess, IsEnabledBothWaysForMemoryOfTheProgram) {
   boot_machine({.device_count = 2});
   const OrdinaryMemory here(0, 1.0F);

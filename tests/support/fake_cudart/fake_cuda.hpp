@@ -75,7 +75,7 @@ struct Leftovers {
 [[nodiscard]] int synchronize_calls();
 
 /// The number of copies between GPUs that have no access to each other. On a GPU they work, but slowly: the driver
-/// stages them through the host, and does not overlap them with other work.
+/// stages them through the host, and need not overlap them with other work.
 [[nodiscard]] int driver_staged_copies();
 
 /// The number of events that were made since the boot.
