@@ -78,7 +78,7 @@ struct Counted {
 /// Sums a batch that lies at home and changes from step to step. Nobody waits for anything.
 class Summing final : public StepProgram {
  public:
-  explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1, Transport transport = Transport::automatic)
+  explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1, Transport transport = Transport::nccl)
       : queues(group, {.run_ahead = run_ahead, .collectives = {.transport = transport, .warm_up_bytes = 64}}) {
     for (std::size_t d = group.size(); d-- > 0;) {
       if (queues.space_of(d) == queues.home_space()) home_index_ = group.devices()[d].index;
@@ -113,8 +113,9 @@ class Summing final : public StepProgram {
   void begin(double value, double* output) {
     ASSERT_EQ(cudaSetDevice(home_index_), cudaSuccess);
     launch(&fill_kernel, queues.home_stream(), static_cast<double*>(batch_->data()), value);
-    output_ = output;
     times_ = queues.begin_step(parameters);
+    const BufferView outputs[] = {{output, 1, DType::float64}};
+    queues.expect(outputs, 1.0);
     for (Part& part : parts_) part.ran = false;
   }
 
@@ -125,7 +126,7 @@ class Summing final : public StepProgram {
   bool run(const MicroBatch& mb) override {
     Part& part = parts_[mb.device];
     Stream* const stream = queues.stream(mb.device);
-    const bool entered = queues.enter(mb.device);
+    const bool entered = queues.enter(mb.device, at_once);
     if (entered && stream != nullptr) stream->zero(part.sum->data(), sizeof(double));
     if (entered && stream == nullptr) *static_cast<double*>(part.sum->data()) = 0.0;
     queues.begin_run(mb.device, mb.continues);
@@ -148,8 +149,7 @@ class Summing final : public StepProgram {
   }
 
   std::vector<ReductionSegment> reduction() override {
-    const BufferView outputs[] = {{output_, 1, DType::float64}};
-    queues.reduce(outputs, 1.0);
+    queues.reduce();
     queues.end_step();
     return {};
   }
@@ -161,6 +161,7 @@ class Summing final : public StepProgram {
   Counted counted;  // first, that is, the last of it to go
   DeviceQueues queues;
   std::vector<SpaceCopy> parameters{};
+  bool at_once = true;  // whether a device waits for all of them before it begins
 
  private:
   struct Part {
@@ -191,7 +192,6 @@ class Summing final : public StepProgram {
   int home_index_ = 0;
   std::vector<Part> parts_;
   std::unique_ptr<Buffer> batch_;
-  double* output_ = nullptr;
   std::shared_ptr<const StepTimes> times_;
 };
 

@@ -139,7 +139,7 @@ bool excluded(DeviceQueues& queues, const Launched& run) {
   queues.end_run(0);
   if (!run.slowly) fake::go_on(stream);
   queues.deliver(0, {});
-  queues.reduce({}, 1.0);
+  queues.reduce();
   queues.end_step();
   times->wait();
   std::vector<ClaimRecord> claims(1);
@@ -165,14 +165,18 @@ TEST(StepTimes, TheTimeOfLaunchingIsNoEvidenceWhereThereIsBetter) {
 /// Steps of two GPUs, the second of which gets its parameters late.
 class LateParameters {
  public:
-  explicit LateParameters(double seconds)
+  /// Two buckets, each of which takes so long.
+  explicit LateParameters(double seconds, bool at_once = true)
       : group_(group_of({"cuda:0", "cuda:1"})),
         program_(std::make_shared<Summing>(group_, 1, Transport::copies)),
         here_(queues().allocate(0, 8, &queues().home_stream())),
         there_(queues().allocate(1, 8, queues().copy_stream(1))),
         output_(queues().maker(0).allocate_pinned(sizeof(double))) {
     fake::set_peer_copy_seconds(seconds);
-    program_->parameters = {{1, there_->data(), here_->data(), 8}};
+    for (const std::size_t bucket : {0, 1}) {
+      program_->parameters.push_back({1, there_->data(), here_->data(), 8, bucket});
+    }
+    program_->at_once = at_once;
   }
   ~LateParameters() { queues().drain(); }
   LateParameters(const LateParameters&) = delete;
@@ -202,7 +206,7 @@ class LateParameters {
 TEST(StepTimes, KnowHowLateADeviceHadItsParameters) {
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     boot(seed, 2);
-    LateParameters late(0.25);
+    LateParameters late(0.125);
     StepLoop step_loop(late.group(), {.balance = Balance::even, .micro_batch = 3});
     late.step(step_loop);
     const StepRecord& record = step_loop.last_step();
@@ -216,9 +220,17 @@ TEST(StepTimes, KnowHowLateADeviceHadItsParameters) {
   }
 }
 
+TEST(StepTimes, KnowThatADeviceBeginsWithItsFirstBucketIfItMay) {
+  boot(1, 2);
+  LateParameters late(0.125, false);
+  StepLoop step_loop(late.group(), {.balance = Balance::even, .micro_batch = 3});
+  late.step(step_loop);
+  EXPECT_NEAR(step_loop.last_step().startup_seconds[1].value_or(0.0), 0.125, 1e-3);
+}
+
 TEST(StepTimes, LetTheBalancerGiveALateDeviceLess) {
   boot(1, 2);
-  LateParameters late(0.004);
+  LateParameters late(0.002);
   StepLoop step_loop(late.group(), {});
   for (int k = 0; k < 40; ++k) late.step(step_loop);
   // An item takes 1 ms: 8 items here take as long as 4 items 4 ms later.

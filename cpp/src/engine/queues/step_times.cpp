@@ -70,12 +70,19 @@ void RecordedTimes::begin_arrival(std::size_t space, AsyncDevice& maker, Stream&
   stream.record(*arrivals_[space].back().start);
 }
 
-void RecordedTimes::end_arrival(std::size_t space, Stream& stream) { stream.record(*arrivals_[space].back().end); }
+void RecordedTimes::end_arrival(std::size_t space, Stream& stream) { stream.record(*arrivals_[space].front().end); }
+
+void RecordedTimes::note_first_arrival(std::size_t space, AsyncDevice& maker, Stream& stream) {
+  if (arrivals_.size() <= space || arrivals_[space].size() != 1) return;
+  arrivals_[space].push_back(spare_->take_span(spans_.size() + space, maker));
+  stream.record(*arrivals_[space].back().end);
+}
 
 double RecordedTimes::arrival_seconds(DeviceId d) const {
   const std::size_t space = space_of_[d];
   if (space >= arrivals_.size() || arrivals_[space].empty()) return 0.0;
-  return arrivals_[space].back().end->seconds_since(*arrivals_[space].back().start);
+  const Span& awaited = needs_all_[d] != 0 ? arrivals_[space].front() : arrivals_[space].back();
+  return awaited.end->seconds_since(*arrivals_[space].front().start);
 }
 
 void RecordedTimes::wait() const {

@@ -71,6 +71,7 @@ class RecordedTimes final : public StepTimes {
                 std::weak_ptr<SpaceCollectives> collectives)
       : space_of_(std::move(space_of_device)),
         spans_(space_of_.size()),
+        needs_all_(space_of_.size(), 1),
         over_(spare->take_end(home)),
         evidence_(std::move(evidence)),
         spare_(std::move(spare)),
@@ -94,15 +95,21 @@ class RecordedTimes final : public StepTimes {
   /// Around the arrival of the parameters in a space, on the stream that brings them. Home's are there before.
   void begin_arrival(std::size_t space, AsyncDevice& maker, Stream& stream);
   void end_arrival(std::size_t space, Stream& stream);
+  /// After the first bucket of parameters, if they come in buckets. Later ones change nothing.
+  void note_first_arrival(std::size_t space, AsyncDevice& maker, Stream& stream);
+  /// Whether the device begins when it has all parameters, or when it has the first bucket. On the device's worker.
+  void enter(DeviceId d, bool needs_all) { needs_all_[d] = static_cast<char>(needs_all); }
   /// Recorded when everything of the step is on its way.
   [[nodiscard]] Event& over() noexcept { return *over_; }
 
  private:
   [[nodiscard]] double arrival_seconds(DeviceId d) const;
 
-  std::vector<std::size_t> space_of_;        // of each device
-  std::vector<std::vector<Span>> spans_;     // of each device
-  std::vector<std::vector<Span>> arrivals_;  // of each space: one, or none
+  std::vector<std::size_t> space_of_;     // of each device
+  std::vector<std::vector<Span>> spans_;  // of each device
+  std::vector<std::vector<Span>>
+      arrivals_;                 // of each space: of all parameters, and one that ends with their first bucket
+  std::vector<char> needs_all_;  // of each device
   std::unique_ptr<Event> over_;
   std::shared_ptr<Evidence> evidence_;
   std::shared_ptr<SpareEvents> spare_;

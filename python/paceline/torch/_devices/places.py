@@ -167,12 +167,6 @@ class Places:
         if self.queues is not None:
             self.queues.restart_run(device)
 
-    def keep_for_reader(self, tensor: torch.Tensor, device: int) -> None:
-        """Keep the tensor's memory for the stream that reads the device's results. PyTorch does not know that stream."""
-        gpu, reader = self._gpu[device], None if self.queues is None else self.queues.readers[device]
-        if gpu is not None and reader is not None:
-            cuda.keep_for(tensor, gpu, reader)
-
     def to_home(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in home's memory. For the caller's thread, between steps."""
         return tensor if tensor.device == self.home else tensor.to(self.home)

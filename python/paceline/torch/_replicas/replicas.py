@@ -15,6 +15,7 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._devices.lanes import SharedPlaces
 from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._replicas.arrivals import Arrivals, buckets_of
 from paceline.torch._replicas.attributes import Attributes, Change, carry, carry_hooks, is_of_a_forward
 from paceline.torch._replicas.buffers import Buffers
 from paceline.torch._replicas.copies import (
@@ -51,6 +52,7 @@ class Replica:
         self.counterparts = copied.counterparts
         self.functions = copied.functions
         self.written: Written | None = None
+        self.arrivals: Arrivals | None = None  # set where parameters come from another memory space, in several buckets
         self.parameters: list[torch.Tensor] = [copied.counterparts[id(parameter)] for parameter in parameters]
         pairs = [(ours, copied.counterparts.get(id(ours), ours)) for _, ours in reach.modules]
         self.modules = [theirs for _, theirs in pairs]
@@ -130,7 +132,7 @@ class Replicas:
                 made = [self._make(device, copies, reach, parameters) for device in range(len(self._places))]
             finally:  # a new module draws initial weights, although the user's parameters replace them
                 random.restore()
-            self._send(copies, parameters)
+            self._send(copies, parameters, made)
         else:
             itself = {id(one): one for one in (*parameters, *modules)}
             made = [Replica(Copied(self._module, itself), reach, parameters, None)]
@@ -195,16 +197,21 @@ class Replicas:
     def _share(self, made: Copied, reach: Reach, device: int) -> None:
         """Called for each device's module when its parameters and buffers are in place."""
 
-    def _send(self, copies: dict[int, dict[int, torch.Tensor]], ours: list[torch.Tensor]) -> None:
-        """Let every step begin by copying the parameters to the other memory spaces."""
+    def _send(self, copies: dict[int, dict[int, torch.Tensor]], ours: list[torch.Tensor], made: list[Replica]) -> None:
+        """Let every step begin by copying the parameters to the other memory spaces, bucket by bucket."""
         if self._places.queues is None:
             return
-        sources = {id(parameter): parameter.data_ptr() for parameter in ours}
-        found = [(space, key, copy) for space, storages in copies.items() for key, copy in storages.items()]
-        self._places.queues.set_copies(
-            [(space, copy.data_ptr(), sources[key], copy.numel() * copy.element_size()) for space, key, copy in found]
-        )
+        buckets = buckets_of(ours)
+        found = sorted((bucket, space, index) for index, bucket in enumerate(buckets) for space in copies)
+        entries = []
+        for bucket, space, index in found:
+            parameter, copy = ours[index], copies[space][id(ours[index])]
+            entries.append((space, copy.data_ptr(), parameter.data_ptr(), copy.numel() * copy.element_size(), bucket))
+        self._places.queues.set_copies(entries)
         self._sent = copies  # keeps the memory alive: the queues have only addresses
+        for replica, space in zip(made, self._places.spaces, strict=True):
+            if space in copies and len(set(buckets)) > 1:
+                replica.arrivals = Arrivals(replica.parameters, buckets, replica.modules)
 
     @property
     def blame(self) -> str:

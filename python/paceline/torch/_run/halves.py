@@ -131,6 +131,7 @@ class BackwardRun(TrainRun):
         self.with_gradient = True
         if self.outside is not None:
             self.outside.hold([*part.inputs, *self._forward.outside_leaves.values()])
+        self.seal_if_last(device)
         with self.draws.watches[device] if self._refuses_recomputation else contextlib.nullcontext():
             backward_watched(roots, gradients)
         return True
