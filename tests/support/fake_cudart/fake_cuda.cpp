@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "driver.hpp"
+#include "entry_points.hpp"
 #include "machine.hpp"
 
 namespace fake {
@@ -22,6 +23,7 @@ void boot(const Settings& settings) {
   release();
   const std::lock_guard lock(machine().mutex);
   forget_contexts();
+  forget_loaded_kernels();
   machine().boot(settings);
 }
 
@@ -41,6 +43,11 @@ int synchronize_calls() {
   return machine().synchronize_calls;
 }
 
+int driver_staged_copies() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().driver_staged_copies;
+}
+
 int made_events() {
   const std::lock_guard lock(machine().mutex);
   return machine().made_events;
@@ -54,6 +61,16 @@ int node_of_pinned_memory() {
 void fail_allocation(int count) {
   const std::lock_guard lock(machine().mutex);
   machine().allocations_until_failure = count;
+}
+
+void set_peer_copy_seconds(double seconds) {
+  const std::lock_guard lock(machine().mutex);
+  machine().peer_copy_seconds = seconds;
+}
+
+void map_own(const void* data) {
+  const std::lock_guard lock(machine().mutex);
+  machine().find(data)->mapped = true;
 }
 
 void poison(int device, cudaError_t error) {

@@ -68,6 +68,11 @@ class Places:
         return [gpu is not None for gpu in self._gpu]
 
     @property
+    def any_part(self) -> bool:
+        """Whether some device is a part of a GPU."""
+        return self._any_part
+
+    @property
     def any_host(self) -> bool:
         """Whether some device is a worker on the host's cores."""
         return None in self._gpu

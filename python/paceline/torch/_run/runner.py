@@ -18,6 +18,7 @@ from paceline.torch._devices.failures import raise_failure, warn_caller
 from paceline.torch._devices.meeting import Meeting, MeetingPoint
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
+from paceline.torch._devices.whole_gpu_kernels import needing_a_whole_gpu, warn_of_whole_gpu_kernels
 from paceline.torch._replicas.batch_norm import CURE, fails_over_one_item, normalised_apart, using_batch_statistics
 from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
@@ -50,6 +51,7 @@ class Runner:
         self._warned = False  # about draws without a seed
         self._synchronises = synchronises  # batch normalisation, if there is any
         self._meeting_point = MeetingPoint()
+        self._warned_of_kernels = False  # that they need a whole GPU
         self._warned_of_norms = False  # that they normalise over a part of the batch
         self._enqueued: Any = None  # the last outcome, committed or not
         self._edits = Edits()
@@ -74,6 +76,11 @@ class Runner:
         self._random = random = RandomStates(self.places)
         self._edits.begin(whole)
         self.replicas.refresh(fn, hooks=hooks)
+        if self.places.any_part and not self._warned_of_kernels:
+            tensors = [*self.replicas.parameters, *(tensor for _, tensor in whole.tensors())]
+            if named := needing_a_whole_gpu(self.replicas.named_modules, tensors):
+                self._warned_of_kernels = True
+                warn_of_whole_gpu_kernels(named)
         least = self.follow_modules(work)
         items = None
         if order is not None:
