@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ class _Scaled(torch.autograd.Function):
     seen: ClassVar[list[bool]] = []
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, values: Any, matrix: Any) -> Any:
         ctx.save_for_backward(matrix)
         return values.float() @ matrix
 
@@ -82,8 +82,11 @@ class _Scaled(torch.autograd.Function):
 
 
 class _WithScaled(nn.Sequential):
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return cast("torch.Tensor", _Scaled.apply(super().forward(values), self.matrix))
+    def forward(self, values: Any) -> Any:
+        apply: Any = _Scaled.apply
+        for part in self:
+            values = part(values)
+        return apply(values, self.matrix)
 
 
 def _scaled() -> tuple[nn.Module, torch.Tensor]:

@@ -209,6 +209,19 @@ class Places:
         """Host memory that GPUs can copy from while the host goes on."""
         return cuda.pinned(count, dtype)
 
+    def must_pin(self, device: int) -> bool:
+        """Whether GPUs copy to and from what this device computes with, which has to be pinned for that."""
+        return self.devices[device].type == "cpu" and self.home.type != "cpu"
+
+    def empty_for(self, device: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of a device that the queues may write to at the beginning of a step. On a GPU it is kept until they are done with it."""
+        if self.must_pin(device):
+            return self.pinned(count, dtype)
+        with self.enter(device):  # its stream has nothing to do before the queues' copies
+            tensor = torch.empty(count, dtype=dtype, device=self.devices[device])
+        self.keep_for_reader(tensor, device)
+        return tensor
+
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor that every device can read while the host goes on."""
         return tensor if self.queues is None else cuda.pin(tensor)

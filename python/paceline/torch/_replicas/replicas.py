@@ -16,7 +16,7 @@ from paceline import InvalidArgument
 from paceline.torch._devices.lanes import SharedPlaces
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.attributes import Attributes, Change, carry, carry_hooks, is_of_a_forward
-from paceline.torch._replicas.buffers import Buffers
+from paceline.torch._replicas.buffers import Buffers, Pair
 from paceline.torch._replicas.copies import (
     Copied,
     Replicate,
@@ -27,6 +27,7 @@ from paceline.torch._replicas.copies import (
     derive,
     made_by,
 )
+from paceline.torch._replicas.flat_buffers import Copy, FlatBuffers
 from paceline.torch._replicas.hooks import Reader, check_global_hooks, guard_hooks
 from paceline.torch._replicas.original import guarded
 from paceline.torch._replicas.parametrized import forget
@@ -54,7 +55,10 @@ class Replica:
         self.parameters: list[torch.Tensor] = [copied.counterparts[id(parameter)] for parameter in parameters]
         pairs = [(ours, copied.counterparts.get(id(ours), ours)) for _, ours in reach.modules]
         self.modules = [theirs for _, theirs in pairs]
-        self.buffers = Buffers(pairs) if self.shared else None
+        self.buffer_pairs: list[Pair] = [
+            (one._buffers, other._buffers, name) for one, other in pairs for name in one._buffers
+        ]
+        self.buffers = Buffers(self.buffer_pairs) if self.shared else None
         self._buffer_slots = [(one._buffers, name) for one in self.modules for name in one._buffers]
         self._module_ids = set(map(id, self.modules))
         # A class with its own way of copying may leave a part of the user's module in the copy.
@@ -114,6 +118,8 @@ class Replicas:
             weakref.WeakSet()
         )  # forwards whose graphs are alive, and keep the buffers they have read
         self.generation = 0  # how often the replicas were made
+        self._flat: FlatBuffers | None = None
+        self._parameter_copies: list[Copy] = []
         with torch.inference_mode(False):
             self._build()
 
@@ -131,6 +137,10 @@ class Replicas:
             finally:  # a new module draws initial weights, although the user's parameters replace them
                 random.restore()
             self._send(copies, parameters)
+            self._flat = FlatBuffers(self._places)
+            for device, replica in enumerate(made) if self._places.queues is not None else ():
+                if self._places.spaces[device] != self._places.home_space:
+                    replica.buffers = self._flat.add(device, replica.buffer_pairs)
         else:
             itself = {id(one): one for one in (*parameters, *modules)}
             made = [Replica(Copied(self._module, itself), reach, parameters, None)]
@@ -201,9 +211,8 @@ class Replicas:
             return
         sources = {id(parameter): parameter.data_ptr() for parameter in ours}
         found = [(space, key, copy) for space, storages in copies.items() for key, copy in storages.items()]
-        self._places.queues.set_copies(
-            [(space, copy.data_ptr(), sources[key], copy.numel() * copy.element_size()) for space, key, copy in found]
-        )
+        self._parameter_copies = [(space, copy.data_ptr(), sources[key], copy.nbytes) for space, key, copy in found]
+        self._places.queues.set_copies(self._parameter_copies)
         self._sent = copies  # keeps the memory alive: the queues have only addresses
 
     @property
@@ -240,7 +249,7 @@ class Replicas:
         """Release the modules of the devices. The user's module stays."""
         self.list = [] if self.shared else self.list
         self._functions = None
-        self._sent = {}
+        self._sent, self._flat = {}, None
 
     def share(self) -> None:
         """From now on a single device has a copy of the module, too. The copy's parameters have no hooks, and a ``.grad`` of their own."""
@@ -285,8 +294,11 @@ class Replicas:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 check_hooks(name, parameter)
         requires_grad, training = list(map(_requires_grad, self.parameters)), list(map(_training, self.modules))
+        anew = bool(self.graphs)
+        if self._flat is not None and self._places.queues is not None and self._flat.pull(anew=anew):
+            self._places.queues.set_copies([*self._parameter_copies, *self._flat.copies])
         for replica in self.list:
-            replica.follow(requires_grad, training, anew=bool(self.graphs))
+            replica.follow(requires_grad, training, anew=anew)
 
     def _follow(self, attributes: Attributes) -> None:
         """Follow attributes and hooks that the user has changed. What a replica's forward has set stays, unless the user has changed it."""

@@ -218,7 +218,7 @@ class Runner:
         marks = self._buffer_marks() if run.divides and run.claims is None else None
         # Version counters are cheap, but batch_norm does not count its writes. So the first run of a mode compares values.
         first = marks is not None and work.mode != run.seen.mode
-        values = KeptBuffers(part for replica in self.replicas.list for part in replica.modules) if first else None
+        values = KeptBuffers(self.replicas.modules) if first and not self.replicas.shared else None
         run.queues_empty = self._queues_are_empty()
         if self.watchdog is not None and self.watchdog.call is not None:
             run.around.insert(0, self.watchdog.call.micro_batch)
@@ -268,7 +268,7 @@ class Runner:
         self._enqueued = None if self.places.queues is None else outcome
         if marks is not None:
             work.mode = run.seen.mode
-            work.writes_buffers = self._buffer_marks() != marks or (values is not None and values.changed)
+            work.writes_buffers = self._buffer_marks() != marks or (first and self._wrote_buffers(values, outcome))
             if work.writes_buffers and outcome.divided:
                 raise _TryAgainError(complete=True)
         if run.lacks_extras:
@@ -276,6 +276,13 @@ class Runner:
             raise _TryAgainError
         self._edits.check()
         return outcome
+
+    def _wrote_buffers(self, before: KeptBuffers | None, outcome: Any) -> bool:
+        """Whether buffers have other values than before the run. Replicas began with those of the user's module."""
+        if before is not None:
+            return before.changed
+        ran = [replica.buffers for replica, items in zip(self.replicas.list, outcome.items, strict=True) if items]
+        return any(buffers is not None and buffers.differ for buffers in ran)
 
     def _run_devices(self, work: Workload, run: Run) -> Any:
         """Let the devices run everything. Returns the outcome, also of a run that has failed."""
