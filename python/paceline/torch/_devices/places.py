@@ -17,7 +17,7 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.moving import Move, same
 from paceline.torch._devices import cuda
 from paceline.torch._devices.caller_state import bytes_of
-from paceline.torch._devices.worker_draws import WorkerGenerator
+from paceline.torch._devices.worker_draws import WorkerGenerator, mixed_seed
 
 _HOST = torch.device("cpu")
 _worker = threading.local()
@@ -189,6 +189,20 @@ class Places:
         if self.queues is None:
             return [torch.default_generator]
         return list(dict.fromkeys([torch.default_generator, *map(self.generator, range(len(self)))]))
+
+    def separate_generators(self) -> None:
+        """Give each GPU whose generator has the seed of an earlier GPU a seed of its own, made of that seed and its place among the GPUs.
+
+        ``torch.manual_seed`` seeds all GPUs alike. They would draw the same dropout for different items.
+        """
+        seeds: set[int] = set()
+        generators = dict.fromkeys(cuda.generator(gpu) for gpu in self._gpu if gpu is not None)
+        for place, generator in enumerate(generators):
+            seed = generator.initial_seed()
+            if seed in seeds:
+                seed = mixed_seed(repr(seed).encode(), place)
+                generator.manual_seed(seed)
+            seeds.add(seed)
 
     def named_generators(self) -> dict[str, torch.Generator]:
         """The same by names that hold on any machine: ``"host"``, and the UUIDs of GPUs."""

@@ -69,6 +69,7 @@ class Runner:
         With `costs` a plan orders the items by cost. A given `order` takes the place of a plan. `hooks`: whether parameters may have
         gradient hooks, since gradients of slices are not theirs to see.
         """
+        self.places.separate_generators()
         self._random = random = RandomStates(self.places)
         self._edits.begin(whole)
         self.replicas.refresh(fn, hooks=hooks)
