@@ -14,6 +14,7 @@ from paceline.torch._batch.edits import Edits
 from paceline.torch._batch.items import Items
 from paceline.torch._devices import forward_ad
 from paceline.torch._devices.caller_state import CallerState
+from paceline.torch._devices.compiling import compiled_for_each, seed_graph_trees
 from paceline.torch._devices.failures import raise_failure, warn_caller
 from paceline.torch._devices.meeting import Meeting, MeetingPoint
 from paceline.torch._devices.places import Places, RandomStates
@@ -224,7 +225,7 @@ class Runner:
         if self.watchdog is not None and self.watchdog.call is not None:
             run.around.insert(0, self.watchdog.call.micro_batch)
         run.around[:0] = profiled(run.places.names)
-        with self._level(run), run.draws.run(), self.replicas.guarded():
+        with self._level(run), run.draws.run(), self.replicas.guarded(), self._compiling(run):
             outcome = self._run_devices(work, run)
         if run.draws.must_run_again() and (run.places.hosts_share or (work.fixed and run.searches)):
             complete = not run.failures
@@ -322,6 +323,15 @@ class Runner:
 
     def _level(self, run: Run) -> contextlib.AbstractContextManager[None]:
         return forward_ad.held(run.seen.forward_ad) if len(self._names) > 1 else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _compiling(self, run: Run) -> Iterator[None]:
+        if not run.seen.compiled:
+            yield
+            return
+        with compiled_for_each(len(self._names), run.state.contexts):
+            yield
+        seed_graph_trees()  # a worker may have loaded them, and the caller's thread may want to use them, too
 
     def _queues_are_empty(self) -> bool:
         """Whether the devices have finished their last step. After a failure they have, because the failed step was waited for."""
