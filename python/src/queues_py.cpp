@@ -104,6 +104,7 @@ void bind_queues(py::module_& module) {
            "Set the copies to other memory spaces at the start of each step: (space, to, from, bytes).")
       .def("restart_run", &TrainerQueues::restart_run, py::arg("device"),
            "Restart the timing of the current run: the device has only waited so far.")
+      .def("release_memory", &TrainerQueues::release_memory, "Give back what the pools of the GPUs hold without use.")
       .def("drain", &TrainerQueues::drain, "Return when all enqueued work is done.");
 }
 

@@ -76,6 +76,11 @@ class Fake:
         return int(self.library.paceline_fake_leftovers())
 
     @property
+    def unused_pool_bytes(self) -> int:
+        """What the pools keep though nothing uses it."""
+        return int(self.library.paceline_fake_unused_pool_bytes())
+
+    @property
     def synchronizations(self) -> int:
         """Calls that held a thread until a GPU was done."""
         return int(self.library.paceline_fake_synchronize_calls())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 from gpu_cases import BOXES, expect_same, module_and_batch, plain, queues_of
 from paceline import DeviceLost, InvalidArgument, Timeout, Unavailable
 from paceline.torch import DataParallel
+from paceline.torch._devices import cuda
 from torch_support import classify
 
 MOST_ALLOCATIONS = 50  # of our own memory, in a step on the largest of the boxes
@@ -46,6 +49,56 @@ class TestMemory:
             loss, _ = plain(module, batch)
             assert torch.allclose(trainer.step(self.short_of(4, ran, RuntimeError, told), batch), loss)
         assert max(ran) <= 4
+
+    def test_unused_memory_is_given_back_before_the_step_runs_again(
+        self, fake: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module, batch = module_and_batch()
+        wide, wide_batch = nn.Linear(300, 300).double(), torch.randn(8, 300, dtype=torch.float64)
+        held: list[weakref.ref[Any]] = []
+        released: list[tuple[bool, bool]] = []  # at the release: whether the pools and cycles hold anything
+        release = cuda.release_memory
+
+        class Holder:
+            """Keeps a tensor in a cycle."""
+
+            def __init__(self) -> None:
+                self.itself, self.tensor = self, torch.ones(3)
+                held.append(weakref.ref(self))
+
+        def loss_fn(one: Any, part: Any) -> Any:
+            holder = Holder() if len(part[0]) > 4 else None
+            if holder is not None:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            released.append((fake.unused_pool_bytes > 0, any(one() is not None for one in held)))
+            return classify(one, part)
+
+        def noted(streams_end: bool) -> None:
+            released.append((fake.unused_pool_bytes > 0, any(one() is not None for one in held)))
+            release(streams_end)
+
+        gc.disable()
+        try:
+            with DataParallel(module, BOXES["two"], balance="even") as trainer:
+                with DataParallel(wide, BOXES["two"], balance="even") as other:
+                    other.step(lambda one, x: one(x).square().mean(), wide_batch)
+                monkeypatch.setattr(cuda, "release_memory", noted)
+                trainer.step(loss_fn, batch)
+        finally:
+            gc.enable()
+        assert released[0] == (True, False), "cycles are collected first"
+        assert released[1][0] is False, "PyTorch's memory was released, and that of the pools after it"
+
+    def test_only_memory_that_runs_out_has_caches_emptied(self, fake: Any) -> None:
+        module, batch = module_and_batch()
+
+        def draws(one: Any, part: Any) -> Any:
+            return classify(one, part) * (1 + 0 * torch.rand(()))
+
+        with DataParallel(module, BOXES["mixed"], balance="even") as trainer:
+            trainer.step(classify, batch)
+            trainer.step(draws, batch)  # runs again, to draw by seeds
+            assert fake.released == 0
 
     @pytest.mark.parametrize("devices", [BOXES["one"], BOXES["two"], BOXES["mixed"], ["host:0", "host:1"]], ids=str)
     def test_the_step_runs_again_in_smaller_pieces(self, fake: Any, devices: list[str]) -> None:

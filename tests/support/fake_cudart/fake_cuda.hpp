@@ -68,6 +68,9 @@ struct Leftovers {
 /// cuda*Synchronize to link to.
 [[nodiscard]] int synchronize_calls();
 
+/// Bytes that pools keep though nothing uses them.
+[[nodiscard]] std::size_t unused_pool_bytes();
+
 /// The number of events that were made since the boot.
 [[nodiscard]] int made_events();
 

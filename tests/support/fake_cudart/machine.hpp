@@ -84,6 +84,7 @@ struct Pool {
   int device = 0;
   std::size_t used = 0;
   std::size_t used_high = 0;
+  std::size_t reserved = 0;  // it keeps what is freed until it is trimmed
 };
 
 struct Allocation {

@@ -271,6 +271,7 @@ class Places:
         """Give unused memory back, after memory ran out and before streams end."""
         if self.queues is not None:
             cuda.release_memory(self._any_part)
+            self.queues.release_memory()
 
     @property
     def holds(self) -> bool:

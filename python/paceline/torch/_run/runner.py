@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -202,15 +203,17 @@ class Runner:
             try:
                 return attempt()
             except _TryAgainError as error:
-                complete = error.complete
+                complete, out_of_memory = error.complete, error.out_of_memory
             except OutOfMemory:  # paceline's own: PyTorch may sit on memory that it does not use
                 if released:
                     raise
-                released, complete = True, False
+                released, complete, out_of_memory = True, False, True
             if self._random is not None:
                 self._edits.run_again(complete=complete)
             # Not in the handler, where the traceback still holds what the first attempt had allocated.
-            self.places.release_memory()
+            if out_of_memory:
+                gc.collect()  # as cycles of the user's objects may, too
+                self.places.release_memory()
             if self._random is not None:
                 self._random.restore()
 
@@ -253,7 +256,7 @@ class Runner:
                     and step_loop.shrink(outcome, isinstance(error, OutOfMemory))
                 ):
                     self.out_of_memory += 1
-                    raise _TryAgainError from error
+                    raise _TryAgainError(out_of_memory=True) from error
                 if fails_over_one_item(error) and run.least == 1 < run.batch.size:
                     work.normalises = True
                     raise _TryAgainError from error
@@ -352,6 +355,7 @@ class _TryAgainError(Exception):
     takes two items; items without weight have extras.
     """
 
-    def __init__(self, *, complete: bool = False) -> None:
+    def __init__(self, *, complete: bool = False, out_of_memory: bool = False) -> None:
         super().__init__()
         self.complete = complete  # whether all items have run
+        self.out_of_memory = out_of_memory  # whether unused memory has to be given back first
