@@ -14,6 +14,7 @@ from torch import nn
 import paceline
 from gpu_cases import BOXES
 from paceline.torch import DataParallel, Module
+from paceline.torch._devices.places import Places
 from torch_support import classify
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*each micro-batch is normalised.*")
@@ -192,3 +193,15 @@ def test_buffers_cross_in_one_copy_for_each_type(far_gpus: Any, box: str) -> Non
         assert far_gpus.take_crossings() == 2, "from the device that ran most items, by PyTorch"
         copies = trainer._execution.replicas._flat.copies  # type: ignore[union-attr]
         assert len(copies) == 2 * (len(devices) - 1), "to all others, by the queues"
+
+
+def test_memory_that_pytorch_fills_is_waited_for(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = normalised(2)
+    drained: list[Places] = []
+    monkeypatch.setattr(Places, "drain", drained.append)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        trainer.step(classify, batch)
+        assert len(drained) == 1, "fresh memory is filled on a stream that the copies do not wait for"
+        trainer.step(classify, batch)
+        assert len(drained) == 1

@@ -144,6 +144,8 @@ class FlatBuffers:
             far.parts = [None if piece is None else piece.of(far.values) for piece in layout]
             for dtype, flat in far.values.items():
                 self.copies.append((space, flat.data_ptr(), self._packed[source][dtype].data_ptr(), flat.nbytes))
+        if torch.are_deterministic_algorithms_enabled():
+            self._places.drain()  # PyTorch has filled the memory on the devices' streams, which the copies do not wait for
 
 
 def _laid_out(values: Iterable[Any], home: torch.device) -> tuple[list[_Piece | None], dict[torch.dtype, int]]:
