@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -23,23 +21,6 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
             f"{package} {metadata.version(package)} from {spec.origin}" if spec else f"{package}: not installed"
         )
     return lines
-
-
-@pytest.fixture(autouse=True)
-def symbolic_tracing_off(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Put back what PyTorch's symbolic tracing changes for all threads. Two workers in ``torch.func.linearize`` may leave it so."""
-    yield
-    tracing = sys.modules.get("torch.fx._symbolic_trace")
-    if tracing is None:
-        return
-    module = tracing.torch.nn.Module
-    before = {"__call__": tracing._orig_module_call, "__getattr__": tracing._orig_module_getattr}
-    changed = [name for name, function in before.items() if vars(module)[name] is not function]
-    for name in changed:
-        setattr(module, name, before[name])
-    if changed or tracing._is_fx_tracing_flag:
-        tracing.__dict__["_is_fx_tracing_flag"] = False
-        warnings.warn(f"{request.node.nodeid} has left PyTorch in the middle of symbolic tracing", stacklevel=1)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace as tracing
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
@@ -117,6 +118,10 @@ def test_a_level_entered_by_hand_is_refused(loss_fn: Any) -> None:
             with pytest.raises(InvalidArgument, match=BY_HAND):
                 trainer.step(loss_fn, batch)
             assert gradients(module) == [None] * 4
+        # Workers that traced at once have left nothing changed.
+        assert vars(torch.nn.Module)["__call__"] is tracing._orig_module_call
+        assert tracing.CURRENT_PATCHER is None
+        assert not tracing._is_fx_tracing_flag
         trainer.step(by_jvp, batch)
         assert_same_gradients(module, wanted)
 

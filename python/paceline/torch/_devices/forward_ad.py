@@ -14,10 +14,11 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
 
 from paceline import InvalidArgument
 
@@ -107,6 +108,7 @@ def refused(error: BaseException) -> BaseException:
     met = wanted(error)
     if met is None or "Nested forward mode" not in str(met):
         return error
+    _end_tracing()
     refusal = InvalidArgument(
         "loss_fn enters a level of forward-mode differentiation by hand (forward_ad.dual_level, torch.func.linearize). PyTorch has one for "
         "the whole process, so the devices would take each other's tangents away. Use torch.func.jvp, jacfwd or hessian, which may "
@@ -114,3 +116,12 @@ def refused(error: BaseException) -> BaseException:
     )
     refusal.__cause__ = error
     return refusal.with_traceback(error.__traceback__)
+
+
+def _end_tracing() -> None:
+    """Put back what symbolic tracing changes for all threads. Two workers that trace at once (``torch.func.linearize``) leave it changed."""
+    tracing, module = cast(Any, _symbolic_trace), cast(Any, torch.nn.Module)
+    tracing.CURRENT_PATCHER = None  # else the next compilation patches the module class again
+    tracing._is_fx_tracing_flag = False
+    module.__call__ = tracing._orig_module_call
+    module.__getattr__ = tracing._orig_module_getattr
