@@ -198,7 +198,7 @@ def test_buffers_cross_in_one_copy_for_each_type(far_gpus: Any, box: str) -> Non
 def test_memory_that_pytorch_fills_is_waited_for(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = normalised(2)
     drained: list[Places] = []
-    monkeypatch.setattr(Places, "drain", drained.append)
+    monkeypatch.setattr(Places, "drain", lambda places: drained.append(places))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
         trainer.step(classify, batch)
