@@ -95,13 +95,13 @@ void write_ledger(StepLoop& step_loop, const std::string& path) {
 // With `queues` the devices work after the call, and are waited for only if the step fails.
 std::shared_ptr<Step> run(StepLoop& step_loop, const std::shared_ptr<BatchPlan>& plan, py::object body,
                           py::object finish, const std::optional<std::shared_ptr<TrainerQueues>>& shared,
-                          py::object outputs, const std::optional<Script>& claims,
+                          const py::object& outputs, const std::optional<Script>& claims,
                           const std::optional<Script>& pieces) {
   const std::shared_ptr<TrainerQueues> queues = shared.value_or(nullptr);
   step_loop.require_idle();
   std::shared_ptr<PythonProgram> program;
   if (queues != nullptr) {
-    program = std::make_shared<QueuedProgram>(std::move(body), std::move(finish), std::move(outputs), queues);
+    program = std::make_shared<QueuedProgram>(std::move(body), std::move(finish), outputs, queues);
   } else {
     program = std::make_shared<PythonProgram>(std::move(body), std::move(finish), step_loop.group().size());
   }

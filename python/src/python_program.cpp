@@ -59,9 +59,10 @@ bool PythonProgram::run(const MicroBatch& micro_batch) {
   return with_interpreter([&] {
     // Plain pointers, because the interpreter may end inside the call, and the unwinding must not touch reference
     // counts.
-    PyObject* arguments[] = {PyLong_FromSize_t(micro_batch.device), PyLong_FromLongLong(micro_batch.begin),
-                             PyLong_FromLongLong(micro_batch.end),
-                             PyLong_FromLong((micro_batch.continues ? 1 : 0) | (micro_batch.measure ? 2 : 0))};
+    PyObject* arguments[] = {
+        PyLong_FromSize_t(micro_batch.device), PyLong_FromLongLong(micro_batch.begin),
+        PyLong_FromLongLong(micro_batch.end),
+        PyLong_FromLong((micro_batch.continues ? 1 : 0) | (micro_batch.measure ? 2 : 0) | (micro_batch.last ? 4 : 0))};
     PyObject* result = nullptr;
     if (std::find(std::begin(arguments), std::end(arguments), nullptr) == std::end(arguments)) {
       pause_collection();
@@ -124,23 +125,25 @@ std::vector<ReductionSegment> PythonProgram::reduction() {
   return segments;
 }
 
-QueuedProgram::QueuedProgram(py::object run, py::object finish, py::object outputs,
+QueuedProgram::QueuedProgram(py::object run, py::object finish, const py::object& outputs,
                              std::shared_ptr<TrainerQueues> queues)
     : PythonProgram(std::move(run), std::move(finish), queues->device_count()),
-      outputs_(std::move(outputs)),
+      outputs_(outputs.is_none() ? std::vector<BufferView>() : views_of(outputs.inc_ref().ptr())),
       queues_(std::move(queues)) {}
 
-QueuedProgram::~QueuedProgram() { drop(outputs_); }
+void QueuedProgram::begin(const Step& step) {
+  times_ = queues_->begin_step(queues_->copies, step.takes_part());
+  queues_->expect(outputs_, 1.0);
+}
 
 void QueuedProgram::release() {
   PythonProgram::release();
-  outputs_ = py::object();
   queues_.reset();  // a step may outlive its trainer
 }
 
 bool QueuedProgram::run(const MicroBatch& micro_batch) {
   const DeviceId d = micro_batch.device;
-  queues_->enter(d);
+  queues_->enter(d, !queues_->in_buckets);
   const bool dry = queues_->begin_run(d, micro_batch.continues);
   const bool first = PythonProgram::run(micro_batch);
   queues_->end_run(d);
@@ -155,11 +158,7 @@ void QueuedProgram::finish(DeviceId d) {
 }
 
 std::vector<ReductionSegment> QueuedProgram::reduction() {
-  std::vector<BufferView> outputs;
-  if (!outputs_.is_none()) {
-    outputs = with_interpreter([&] { return views_of(PyObject_CallNoArgs(outputs_.ptr())); });
-  }
-  queues_->reduce(outputs, 1.0);
+  queues_->reduce();
   queues_->end_step();
   return {};
 }

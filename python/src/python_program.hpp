@@ -27,9 +27,9 @@ class BodyFailed : public std::exception {
 ///
 /// run(device, begin, end, flags) -> int: 0 means done. 1 means done, but the time is no evidence. -1 means failed; the
 /// callable keeps the exception. Bits of `flags`: 1 if another part of the claim has just run. 2 if run() has to return
-/// (int, bytes): the same int, and the memory that the micro-batch took, or -1 bytes if there was nothing to do. A
-/// device that has waited for other devices in its only micro-batch returns (int, 0, seconds), and these do not count
-/// as its time.
+/// (int, bytes): the same int, and the memory that the micro-batch took, or -1 bytes if there was nothing to do. 4 if
+/// it is the device's last one in this step. A device that has waited for other devices in its only micro-batch returns
+/// (int, 0, seconds), and these do not count as its time.
 ///
 /// finish(device) -> list[tuple[int, int, int] | None] | None: the device's gradients, each (address, elements, DType),
 /// with the parameters in the same order on all devices. An entry is None if there is no gradient, or if the caller
@@ -69,18 +69,20 @@ class PythonProgram : public StepProgram {
 struct TrainerQueues : DeviceQueues {
   using DeviceQueues::DeviceQueues;
   std::vector<SpaceCopy> copies{};
+  /// Whether the bodies wait for the parameters themselves, bucket by bucket.
+  bool in_buckets = false;
 };
 
-/// A PythonProgram for asynchronous devices. run() enqueues work. finish() returns the buffers to sum, of equal sizes
-/// on every device. outputs() is called once, after every device's finish(), and returns where the sums go.
+/// A PythonProgram for asynchronous devices. run() enqueues work. finish() returns the buckets to sum, of equal sizes
+/// on every device; those that are sealed already (DeviceQueues::seal) may be None. `outputs` is a list like it, of
+/// where the sums go, or None.
 class QueuedProgram final : public PythonProgram {
  public:
-  QueuedProgram(pybind11::object run, pybind11::object finish, pybind11::object outputs,
+  QueuedProgram(pybind11::object run, pybind11::object finish, const pybind11::object& outputs,
                 std::shared_ptr<TrainerQueues> queues);
-  ~QueuedProgram() override;
 
   /// Begins the step. The devices do not see what the caller enqueues from now on.
-  void begin(const Step& step) override { times_ = queues_->begin_step(queues_->copies, step.takes_part()); }
+  void begin(const Step& step) override;
   [[nodiscard]] const Event* slot(DeviceId d) override { return queues_->slot(d); }
   [[nodiscard]] const Event* idle(DeviceId d) override { return queues_->idle(d); }
   [[nodiscard]] std::chrono::nanoseconds patience() const override { return queues_->patience(); }
@@ -97,7 +99,7 @@ class QueuedProgram final : public PythonProgram {
   void release() override;
 
  private:
-  pybind11::object outputs_;
+  std::vector<BufferView> outputs_;
   std::shared_ptr<TrainerQueues> queues_;
   std::shared_ptr<const StepTimes> times_;
 };

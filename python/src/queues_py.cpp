@@ -55,12 +55,14 @@ auto of_each_device(Of of) {
   };
 }
 
-void set_copies(TrainerQueues& queues,
-                const std::vector<std::tuple<std::size_t, std::uintptr_t, std::uintptr_t, std::size_t>>& copies) {
+void set_copies(
+    TrainerQueues& queues,
+    const std::vector<std::tuple<std::size_t, std::uintptr_t, std::uintptr_t, std::size_t, std::size_t>>& copies) {
   queues.copies.clear();
-  for (const auto& [space, to, from, bytes] : copies) {
-    queues.copies.push_back({space, reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes});
+  for (const auto& [space, to, from, bytes, bucket] : copies) {
+    queues.copies.push_back({space, reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes, bucket});
   }
+  queues.in_buckets = std::ranges::any_of(queues.copies, [](const SpaceCopy& copy) { return copy.bucket > 0; });
 }
 
 }  // namespace
@@ -83,11 +85,6 @@ void bind_queues(py::module_& module) {
           "sources",
           of_each_device([](const TrainerQueues& queues, DeviceId d) { return handle_of(queues.source_stream(d)); }),
           "Per device, the stream of the home GPU that reads for it; None for devices of the home GPU.")
-      .def_property_readonly("readers", of_each_device([](const TrainerQueues& queues, DeviceId d) {
-                               const Stream* const copies = queues.copy_stream(queues.space_of(d));
-                               return handle_of(copies != nullptr ? copies : &queues.home_stream());
-                             }),
-                             "Per device, the stream that reads what it delivers.")
       .def_property_readonly("pool_peaks",
                              of_each_device([](const TrainerQueues& queues, DeviceId d) -> std::optional<std::size_t> {
                                const std::size_t space = queues.space_of(d);
@@ -101,9 +98,21 @@ void bind_queues(py::module_& module) {
           "set_stream", [](TrainerQueues& queues, const Handle& stream) { queues.set_stream(native(stream)); },
           py::arg("stream"), "From now on, order steps on this stream of the caller.")
       .def("set_copies", &set_copies, py::arg("copies"),
-           "Set the copies to other memory spaces at the start of each step: (space, to, from, bytes).")
+           "Set the copies to other memory spaces at the start of each step: (space, to, from, bytes, bucket), by "
+           "bucket. "
+           "With several buckets the body has to call need().")
+      .def("need", &TrainerQueues::need, py::arg("device"), py::arg("bucket"), py::call_guard<py::gil_scoped_release>(),
+           "Let the device's queue wait for this bucket of the parameters.")
       .def("restart_run", &TrainerQueues::restart_run, py::arg("device"),
            "Restart the timing of the current run: the device has only waited so far.")
+      .def(
+          "seal",
+          [](TrainerQueues& queues, DeviceId device, std::size_t k, std::uintptr_t address, std::size_t count,
+             int dtype) {
+            queues.seal(device, k, {reinterpret_cast<void*>(address), count, static_cast<DType>(dtype)});
+          },
+          py::arg("device"), py::arg("k"), py::arg("address"), py::arg("count"), py::arg("dtype"),
+          py::call_guard<py::gil_scoped_release>(), "The device's k-th bucket is final: its sum may begin.")
       .def("release_memory", &TrainerQueues::release_memory, "Give back what the pools of the GPUs hold without use.")
       .def("drain", &TrainerQueues::drain, "Return when all enqueued work is done.");
 }

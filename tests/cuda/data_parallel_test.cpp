@@ -126,7 +126,8 @@ TEST(CudaDataParallel, StepsWithAndWithoutCostsMayBePendingAtOnce) {
     for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
       boot(seed, box.gpus);
       Reference reference;
-      Trainer trainer(group_of(box), {.parameter_count = kWidth, .collectives = {.warm_up_bytes = 64}});
+      Trainer trainer(group_of(box),
+                      {.parameter_count = kWidth, .collectives = {.transport = Transport::nccl, .warm_up_bytes = 64}});
       std::vector<double> expected;
       std::vector<Objective> objectives;
       for (int step = 0; step < 6; ++step) {
@@ -145,7 +146,8 @@ TEST(CudaDataParallel, AddsWhatABodyReturnsToWhatItAddsUpOnTheDevice) {
   for (const Box& box : {Box{"", 1, {"cuda:0"}}, Box{"", 2, {"cuda:0", "cuda:1", "host:0"}}}) {
     boot(1, box.gpus);
     Reference reference;
-    Trainer trainer(group_of(box), {.parameter_count = kWidth, .collectives = {.warm_up_bytes = 64}});
+    Trainer trainer(group_of(box),
+                    {.parameter_count = kWidth, .collectives = {.transport = Transport::nccl, .warm_up_bytes = 64}});
     const double expected = reference.step() + 3.0;
     const Objective objective = trainer.step(kBatch, [](const MicroBatch& mb, Trainer::Replica& replica) {
       return body(mb, replica) + 3.0 * static_cast<double>(mb.size());
@@ -277,10 +279,11 @@ TEST(CudaDataParallel, ReducesNoMoreThanItMust) {
 TEST(CudaDataParallel, AFailedStepAlsoEndsWhatItBeganForDevicesWithoutWork) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 2);
-    Trainer trainer(group_of({"", 2, {"cuda:0", "cuda:1"}}), {.parameter_count = kWidth,
-                                                              .balance = Balance::weighted,
-                                                              .weights = {1.0, 0.0},
-                                                              .collectives = {.warm_up_bytes = 64}});
+    Trainer trainer(group_of({"", 2, {"cuda:0", "cuda:1"}}),
+                    {.parameter_count = kWidth,
+                     .balance = Balance::weighted,
+                     .weights = {1.0, 0.0},
+                     .collectives = {.transport = Transport::nccl, .warm_up_bytes = 64}});
     EXPECT_THROW(
         trainer.step(kBatch, [](const MicroBatch&, Trainer::Replica&) -> double { throw std::runtime_error("no"); }),
         Error);

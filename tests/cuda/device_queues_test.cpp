@@ -41,7 +41,8 @@ TEST_P(Queued, StepsThatNobodyWaitsForAreExactAndTimedInTheEnd) {
       auto* const sums = static_cast<double*>(outputs->data());
       for (int k = 0; k < 6; ++k) {
         // A program of its own for each step, as the PyTorch trainer has: each may still be on its way.
-        auto program = std::make_shared<Summing>(group, static_cast<std::int64_t>(seed % 2));
+        auto program = std::make_shared<Summing>(group, static_cast<std::int64_t>(seed % 2),
+                                                 seed % 3 == 0 ? Transport::nccl : Transport::copies);
         program->begin(1.0 + k, sums + k);
         const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program);
         step->wait();
@@ -68,7 +69,8 @@ TEST_P(Queued, OneStepFollowsTheOtherInTheSameMemory) {
     {
       const DeviceGroup group = group_of(GetParam());
       StepLoop step_loop(group, {.balance = Balance::even, .micro_batch = 2});
-      auto program = std::make_shared<Summing>(group);
+      auto program =
+          std::make_shared<Summing>(group, std::int64_t{1}, seed % 3 == 0 ? Transport::nccl : Transport::copies);
       const std::unique_ptr<Buffer> outputs =
           program->queues.maker(program->queues.home_space()).allocate_pinned(4 * sizeof(double));
       auto* const sums = static_cast<double*>(outputs->data());
@@ -139,6 +141,8 @@ void expect_staged(Transport transport, std::uint64_t seed) {
                static_cast<double>(step + 10 * k));
       }
       const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
+      const BufferView outputs[] = {{output->data(), count, DType::float64}};
+      queues.expect(outputs, 0.5);
       for (std::size_t d = 0; d < group.size(); ++d) {
         if (step == 2 && d + 1 == group.size()) continue;  // had no work
         queues.enter(d);
@@ -158,8 +162,7 @@ void expect_staged(Transport transport, std::uint64_t seed) {
         queues.end_run(d);
         queues.deliver(d, {{sum, count, DType::float64}});
       }
-      const BufferView outputs[] = {{output->data(), count, DType::float64}};
-      queues.reduce(outputs, 0.5);
+      queues.reduce();
       queues.home_stream().copy(static_cast<double*>(totals->data()) + step, output->data(), sizeof(double));
       queues.end_step();
       if (with_host) times->wait();  // its memory is written again by itself
@@ -199,7 +202,7 @@ TEST(DeviceQueues, StagingThatGrowsWaitsForWhatStillReadsIt) {
     boot(seed, 2);
     {
       const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
-      DeviceQueues queues(group, {.collectives = {.warm_up_bytes = 64}});
+      DeviceQueues queues(group, {.collectives = {.transport = Transport::nccl, .warm_up_bytes = 64}});
       std::unique_ptr<Buffer> buffers[2][2];
       for (std::size_t s = 0; s < 2; ++s) {
         Stream& stream = s == queues.home_space() ? queues.home_stream() : *queues.copy_stream(s);
@@ -210,7 +213,7 @@ TEST(DeviceQueues, StagingThatGrowsWaitsForWhatStillReadsIt) {
         queues.home_stream().zero(buffers[home][k]->data(), sizes[k]);
         const SpaceCopy copies[] = {{1 - home, buffers[1 - home][k]->data(), buffers[home][k]->data(), sizes[k]}};
         const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
-        queues.reduce({}, 1.0);
+        queues.reduce();
         queues.end_step();
       }
       queues.drain();
@@ -225,7 +228,7 @@ TEST(DeviceQueues, AStepThatCannotBeginLeavesNothingEnqueued) {
     boot(seed, 2);
     {
       const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
-      DeviceQueues queues(group, {.collectives = {.warm_up_bytes = 64}});
+      DeviceQueues queues(group, {.collectives = {.transport = Transport::nccl, .warm_up_bytes = 64}});
       const std::size_t home = queues.home_space();
       const std::unique_ptr<Buffer> from = queues.maker(home).allocate(64, queues.home_stream());
       const std::unique_ptr<Buffer> to = queues.maker(1 - home).allocate(64, *queues.copy_stream(1 - home));
@@ -336,7 +339,7 @@ TEST(DeviceQueues, AHangIsATimeoutThatNamesTheDeviceAndEndsTheTraining) {
     queues.end_run(d);
     queues.deliver(d, {});
   }
-  queues.reduce({}, 1.0);
+  queues.reduce();
   queues.end_step();
   EXPECT_THROW(times->wait(), Timeout);
   queues.drain();
@@ -367,7 +370,7 @@ TEST(DeviceQueues, ByCopiesNobodyWaitsForAGpuThatStaysOutOfTheStep) {
           if (d == 1) queues.stream(d)->copy(seen->data(), to->data(), kBytes);
           queues.deliver(d, {});
         }
-        queues.reduce({}, 1.0);
+        queues.reduce();
         queues.end_step();
         times->wait();
       };
@@ -378,6 +381,72 @@ TEST(DeviceQueues, ByCopiesNobodyWaitsForAGpuThatStaysOutOfTheStep) {
       step(7.0, true);
       ASSERT_EQ(*static_cast<const double*>(seen->data()), 7.0) << "seed " << seed;
       queues.drain();
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
+TEST(DeviceQueues, ADeviceWaitsOnlyForTheParametersThatItNeeds) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed, 2);
+    {
+      const DeviceGroup group = group_of({"cuda:0", "cuda:1", "host:0"});
+      DeviceQueues queues(group, {.collectives = {.transport = Transport::copies}});
+      constexpr std::size_t kBytes = kBatch * sizeof(double);
+      AsyncDevice& home = queues.maker(0);
+      std::vector<std::unique_ptr<Buffer>> from;
+      std::vector<std::unique_ptr<Buffer>> there;
+      std::vector<std::unique_ptr<Buffer>> on_host;
+      std::vector<SpaceCopy> copies;
+      for (std::size_t bucket = 0; bucket < 2; ++bucket) {
+        from.push_back(home.allocate(kBytes, queues.home_stream()));
+        there.push_back(queues.maker(1).allocate(kBytes, *queues.copy_stream(1)));
+        on_host.push_back(home.allocate_pinned(kBytes));
+        copies.push_back({1, there[bucket]->data(), from[bucket]->data(), kBytes, bucket});
+        copies.push_back({2, on_host[bucket]->data(), from[bucket]->data(), kBytes, bucket});
+      }
+      const std::unique_ptr<Buffer> sum = queues.maker(1).allocate(sizeof(double), *queues.stream(1));
+      const std::unique_ptr<Buffer> seen = home.allocate_pinned(sizeof(double));
+      for (int step = 0; step < 3; ++step) {
+        for (std::size_t bucket = 0; bucket < 2; ++bucket) {
+          ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+          launch(&fill_kernel, queues.home_stream(), static_cast<double*>(from[bucket]->data()),
+                 1.0 + step + 10.0 * static_cast<double>(bucket));
+        }
+        const auto copying = static_cast<cudaStream_t>(queues.copy_stream(1)->native());
+        if (step == 1) fake::hang(copying);
+        const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
+        ASSERT_TRUE(queues.enter(1, false));
+        queues.stream(1)->zero(sum->data(), sizeof(double));  // needs none
+        if (step == 1) {
+          const std::unique_ptr<Event> zeroed = queues.maker(1).make_event(false);
+          queues.stream(1)->record(*zeroed);
+          ASSERT_NO_THROW(wait_for(*zeroed, std::chrono::seconds(30))) << "seed " << seed;
+          fake::go_on(copying);
+        }
+        ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
+        for (std::size_t bucket = 0; bucket < 2; ++bucket) {
+          queues.need(1, bucket);
+          launch(&add_kernel, *queues.stream(1),
+                 Add{static_cast<const double*>(there[bucket]->data()), 0, kBatch, static_cast<double*>(sum->data())});
+        }
+        queues.stream(1)->copy(seen->data(), sum->data(), sizeof(double));
+        queues.deliver(1, {});
+        queues.enter(2, false);
+        for (std::size_t bucket = 0; bucket < 2; ++bucket) {
+          queues.need(2, bucket);
+          ASSERT_EQ(*static_cast<const double*>(on_host[bucket]->data()),
+                    1.0 + step + 10.0 * static_cast<double>(bucket));
+        }
+        queues.deliver(2, {});
+        queues.reduce();
+        queues.end_step();
+        times->wait();
+        ASSERT_EQ(*static_cast<const double*>(seen->data()), kBatch * (12.0 + 2.0 * step)) << "seed " << seed;
+      }
+      queues.drain();
+      on_host.clear();
     }
     ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
     ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;

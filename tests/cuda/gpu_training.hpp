@@ -144,8 +144,8 @@ struct Box {
   const char* name;
   int gpus;
   std::vector<std::string> devices;
-  std::vector<double> fractions{};  ///< of each GPU that is split
-  Transport transport = Transport::automatic;
+  std::vector<double> fractions{};        ///< of each GPU that is split
+  Transport transport = Transport::nccl;  ///< between several GPUs
 };
 
 inline void PrintTo(const Box& box, std::ostream* out) { *out << box.name; }

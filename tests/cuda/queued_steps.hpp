@@ -78,8 +78,8 @@ struct Counted {
 /// Sums a batch that lies at home and changes from step to step. Nobody waits for anything.
 class Summing final : public StepProgram {
  public:
-  explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1)
-      : queues(group, {.run_ahead = run_ahead, .collectives = {.warm_up_bytes = 64}}) {
+  explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1, Transport transport = Transport::nccl)
+      : queues(group, {.run_ahead = run_ahead, .collectives = {.transport = transport, .warm_up_bytes = 64}}) {
     for (std::size_t d = group.size(); d-- > 0;) {
       if (queues.space_of(d) == queues.home_space()) home_index_ = group.devices()[d].index;
     }
@@ -113,8 +113,9 @@ class Summing final : public StepProgram {
   void begin(double value, double* output) {
     ASSERT_EQ(cudaSetDevice(home_index_), cudaSuccess);
     launch(&fill_kernel, queues.home_stream(), static_cast<double*>(batch_->data()), value);
-    output_ = output;
     times_ = queues.begin_step({});
+    const BufferView outputs[] = {{output, 1, DType::float64}};
+    queues.expect(outputs, 1.0);
     for (Part& part : parts_) part.ran = false;
   }
 
@@ -148,8 +149,7 @@ class Summing final : public StepProgram {
   }
 
   std::vector<ReductionSegment> reduction() override {
-    const BufferView outputs[] = {{output_, 1, DType::float64}};
-    queues.reduce(outputs, 1.0);
+    queues.reduce();
     queues.end_step();
     return {};
   }
@@ -190,7 +190,6 @@ class Summing final : public StepProgram {
   int home_index_ = 0;
   std::vector<Part> parts_;
   std::unique_ptr<Buffer> batch_;
-  double* output_ = nullptr;
   std::shared_ptr<const StepTimes> times_;
 };
 

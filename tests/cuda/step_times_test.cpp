@@ -139,7 +139,7 @@ bool excluded(DeviceQueues& queues, const Launched& run) {
   queues.end_run(0);
   if (!run.slowly) fake::go_on(stream);
   queues.deliver(0, {});
-  queues.reduce({}, 1.0);
+  queues.reduce();
   queues.end_step();
   times->wait();
   std::vector<ClaimRecord> claims(1);

@@ -259,8 +259,6 @@ def test_without_corrections_shares_are_run_as_planned() -> None:
         DataParallel(module, TWO, corrections=1)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="needs balance='auto'"):
         DataParallel(module, TWO, corrections=True, balance="even")
-    with pytest.raises(InvalidArgument, match="together with micro_batch=4"):
-        DataParallel(module, TWO, corrections=True, micro_batch=4)
 
 
 def test_a_module_with_batch_norm_never_gets_a_single_item() -> None:

@@ -93,6 +93,12 @@ class DeviceQueues:
         """
         Return when all enqueued work is done.
         """
+    def need(
+        self, device: typing.SupportsInt | typing.SupportsIndex, bucket: typing.SupportsInt | typing.SupportsIndex
+    ) -> None:
+        """
+        Let the device's queue wait for this bucket of the parameters.
+        """
     def release_memory(self) -> None:
         """
         Give back what the pools of the GPUs hold without use.
@@ -100,6 +106,17 @@ class DeviceQueues:
     def restart_run(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         Restart the timing of the current run: the device has only waited so far.
+        """
+    def seal(
+        self,
+        device: typing.SupportsInt | typing.SupportsIndex,
+        k: typing.SupportsInt | typing.SupportsIndex,
+        address: typing.SupportsInt | typing.SupportsIndex,
+        count: typing.SupportsInt | typing.SupportsIndex,
+        dtype: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None:
+        """
+        The device's k-th bucket is final: its sum may begin.
         """
     def set_copies(
         self,
@@ -109,11 +126,12 @@ class DeviceQueues:
                 typing.SupportsInt | typing.SupportsIndex,
                 typing.SupportsInt | typing.SupportsIndex,
                 typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
             ]
         ],
     ) -> None:
         """
-        Set the copies to other memory spaces at the start of each step: (space, to, from, bytes).
+        Set the copies to other memory spaces at the start of each step: (space, to, from, bytes, bucket), by bucket. With several buckets the body has to call need().
         """
     def set_stream(self, stream: typing.SupportsInt | typing.SupportsIndex | None) -> None:
         """
@@ -127,11 +145,6 @@ class DeviceQueues:
     def pool_peaks(self) -> list[int | None]:
         """
         Per device, the most bytes that its GPU's pool has given out at once; None on the host.
-        """
-    @property
-    def readers(self) -> list[int | None]:
-        """
-        Per device, the stream that reads what it delivers.
         """
     @property
     def sources(self) -> list[int | None]:

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 import fake_device  # noqa: E402
 from paceline import _core  # noqa: E402
 from paceline.torch._devices import caller_state, cuda  # noqa: E402
+from paceline.torch._run.flat_gradients import FlatGradients  # noqa: E402
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -138,12 +139,20 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(cuda, "CopyStream", CopyStream)
     monkeypatch.setattr(cuda, "generator", lambda index: torch.default_generator)
     monkeypatch.setattr(cuda, "uuid", lambda index: f"GPU-{index}")
-    monkeypatch.setattr(cuda, "keep_for", lambda tensor, index, handle: None)
     monkeypatch.setattr(cuda, "is_capturing", lambda: False)
     monkeypatch.setattr(cuda, "pinned", lambda count, dtype: torch.empty(count, dtype=dtype))
     monkeypatch.setattr(cuda, "pin", lambda tensor: tensor.clone())
     monkeypatch.setattr(cuda, "prepare_worker", lambda index: None)
     monkeypatch.setattr(cuda, "release_memory", fake.release_memory)
+    kept: list[
+        Any
+    ] = []  # on a GPU memory that is dropped returns in the order of its stream, but here it is the host's
+
+    def drop_sums(flat: FlatGradients) -> None:
+        kept.append(flat._sums)
+        flat._sums = []
+
+    monkeypatch.setattr(FlatGradients, "drop_sums", drop_sums)
     yield fake
     text = ctypes.create_string_buffer(500)
     assert fake.library.paceline_fake_problems(text, 500) == 0, text.value.decode()

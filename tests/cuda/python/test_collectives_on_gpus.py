@@ -35,18 +35,19 @@ def test_gradients_are_those_of_one_device(fake: Any, box: str, transport: Any) 
         )
     # One for the gradients and one for the loss, and one for all parameters, whatever their number.
     gpus = sum(name.startswith("cuda") for name in BOXES[box])
-    assert made == ((0, 0) if transport == "copies" else (3 * 2 * gpus, 4 * gpus))
+    assert made == ((3 * 2 * gpus, 4 * gpus) if transport == "nccl" else (0, 0))
 
 
 def test_explain_says_what_is_used_and_why(fake: Any) -> None:
     module, _ = module_and_batch()
     said = {}
-    for transport in ("auto", "copies"):
+    for transport in ("auto", "nccl"):
         trainer = DataParallel(module, BOXES["two"], transport=transport)
         trainer.close()
         said[transport] = trainer.explain()
-    assert "Between GPUs: NCCL 2.30.7 (" in said["auto"]
-    assert "Between GPUs: copies through cuda:0 (as asked for).\n" in said["copies"]
+    assert "Between GPUs: copies, each bucket while the devices still compute.\n" in said["auto"]
+    assert "Between GPUs: NCCL 2.30.7 (" in said["nccl"]
+    assert "after the devices' last work.\n" in said["nccl"]
     with DataParallel(module, BOXES["one"]) as trainer:
         assert "Between GPUs" not in trainer.explain()
 
@@ -61,7 +62,7 @@ def test_what_is_no_transport_is_refused(fake: Any) -> None:
 def test_a_call_that_fails_discards_the_step_and_names_the_device(fake: Any, function: str) -> None:
     module, batch = module_and_batch()
     _, gradients = plain(module, batch)
-    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+    with DataParallel(module, BOXES["two"], balance="even", transport="nccl") as trainer:
         fake.fail_nccl(function, 1)
         with pytest.raises(Error, match=f"cuda:1: {function} failed") as error:
             trainer.step(classify, batch)
@@ -73,7 +74,7 @@ def test_a_call_that_fails_discards_the_step_and_names_the_device(fake: Any, fun
 
 def test_a_collective_that_hangs_is_told_by_the_next_call(fake: Any) -> None:
     module, batch = module_and_batch()
-    with DataParallel(module, BOXES["two"], balance="even", timeout=1.0) as trainer:
+    with DataParallel(module, BOXES["two"], balance="even", timeout=1.0, transport="nccl") as trainer:
         trainer.step(classify, batch)
         module.zero_grad()
         fake.hang_nccl("ncclReduce")
@@ -90,6 +91,6 @@ def test_a_collective_that_hangs_is_told_by_the_next_call(fake: Any) -> None:
 
 def test_trainers_end_their_communicators(fake: Any) -> None:
     module, batch = module_and_batch()
-    with DataParallel(module, BOXES["four"], balance="even") as trainer:
+    with DataParallel(module, BOXES["four"], balance="even", transport="nccl") as trainer:
         trainer.step(classify, batch)
     assert fake.nccl_calls("ncclCommDestroy") == 4

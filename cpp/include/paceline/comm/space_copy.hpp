@@ -11,6 +11,9 @@ struct SpaceCopy {
   void* to = nullptr;
   const void* from = nullptr;
   std::size_t bytes = 0;
+  /// Copies of one bucket are awaited together (DeviceQueues::need). Those of one space and bucket
+  /// stand together.
+  std::size_t bucket = 0;
 };
 
 }  // namespace paceline

@@ -27,11 +27,14 @@ struct DeviceQueueOptions {
   std::int64_t run_ahead = 1;
   /// Longest wait for enqueued work. Work that takes longer counts as a hang.
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);
-  /// How parameters and sums move between the memory spaces of GPUs. Give it a shorter timeout than `timeout`;
-  /// otherwise a collective that hangs is reported as a device that hangs.
+  /// How parameters and sums move between the memory spaces of GPUs: by copies, which go on while the devices compute,
+  /// or, if asked for, by NCCL after their work. Give it a shorter timeout than `timeout`; otherwise a collective that
+  /// hangs is reported as a device that hangs.
   CommunicatorOptions collectives{};
   /// With NCCL: the most memory on each GPU for parameters under way, if they lie in the caller's memory.
   std::size_t staging_bytes = std::size_t{32} << 20;
+  /// The most bytes that go to a sum at once. By copies, each GPU has memory for about as much.
+  std::size_t chunk_bytes = std::size_t{25} << 20;
 };
 
 /// When a step's micro-batches ran, by the devices' own clocks. It may be used after later steps have begun.
@@ -54,12 +57,13 @@ class PACELINE_API StepTimes {
 /// *Home* is the memory space of the first GPU. Parameters, their update and the reduced gradients live there. The
 /// caller's own work is ordered on the home stream. The order of the work, and the wait that enforces it:
 ///
-///   1. A device begins a step after the parameters are ready. Its stream waits for `ready`, which begin_step() records
-///      on the home stream, or for the copy to its memory space, whose stream waited for `ready`. A host worker waits
-///      on its own thread.
-///   2. The reduction runs after every device's last work. The stream that sums a space waits for what each of its
-///      devices delivered, and the home stream waits for each space's sum.
-///   3. The caller's work after the step runs after the reduction: both are on the home stream.
+///   1. A device uses parameters after they are ready. Its stream waits for `ready`, which begin_step() records on the
+///      home stream, and for the copies to its memory space, whose stream waited for `ready`: for all of them at once,
+///      or for each bucket when it is needed, so that the first layers compute while others' parameters are under way.
+///      A host worker waits on its own thread.
+///   2. A bucket is summed after every device has written it (bucket_sums.hpp).
+///   3. The caller's work after the step runs after the last sum, and after all work of the devices: it is on the home
+///      stream, which waits for what each device delivered.
 ///   4. The next step writes gradients after this reduction has read them: the writes wait for the next `ready`.
 ///   5. The update of the parameters, which follows the reduction, runs after every copy of them. The home stream waits
 ///      for each space's `arrived`, even if no device of that space had work. A space that gets no parameters in a
@@ -71,9 +75,11 @@ class PACELINE_API StepTimes {
 ///
 ///   1. The streams of all GPUs' spaces wait for `ready` before the broadcast of the parameters. Home's own devices do
 ///      not wait for the broadcast, because it only reads.
-///   2. The stream of each space, home's too, waits for what its devices delivered and sums it. A space without
-///      deliveries gives zeros, because all spaces must take part. Then comes the reduction to home. The home stream
-///      waits for every space's `summed`, which is recorded after the reduction.
+///   2. Nothing is summed before all devices have delivered, because NCCL's kernels wait for each other, and a worker
+///   in
+///      user code may hold one up. The stream of each space, home's too, waits for what its devices delivered and sums
+///      it. A space without deliveries gives zeros, because all spaces must take part. Then comes the reduction to
+///      home. The home stream waits for every space's `summed`, which is recorded after the reduction.
 ///   4. This includes the sums themselves: the home stream reads home's sum, which is written again after the next
 ///      `ready`.
 ///   5. Home's `arrived` says that home's part of the broadcast, which reads the parameters, is done.
@@ -82,10 +88,10 @@ class PACELINE_API StepTimes {
 /// step; the next one makes new connections. If a call of NCCL never returns, begin_step() throws DeviceLost from then
 /// on.
 ///
-/// Lifecycle of a step: begin_step() on the caller's thread. On each worker enter(); for every micro-batch slot(), then
-/// begin_run() and end_run() around it; deliver() at the end. When all workers have delivered, reduce() and end_step()
-/// on any one thread. These calls wait on the host only for pacing, for parameters of host workers, and until NCCL's
-/// calls have returned.
+/// Lifecycle of a step: begin_step() and expect() on the caller's thread. On each worker enter(); for every micro-batch
+/// slot(), then begin_run() and end_run() around it; seal() when a bucket is final; deliver() at the end. When all
+/// workers have delivered, reduce() and end_step() on any one thread. These calls wait on the host only for pacing, for
+/// parameters of host workers, and until NCCL's calls have returned.
 class PACELINE_API DeviceQueues {
  public:
   /// Makes NCCL's connections if there are several GPUs.
@@ -134,8 +140,11 @@ class PACELINE_API DeviceQueues {
   /// @throws DeviceLost after a hang; a failure of NCCL in an earlier step.
   [[nodiscard]] std::shared_ptr<const StepTimes> begin_step(std::span<const SpaceCopy> copies,
                                                             const std::vector<bool>& takes_part = {});
-  /// The first call of a step makes the device's queue wait for the parameters, and returns true.
-  bool enter(DeviceId device);
+  /// The first call of a step makes the device's queue wait for the parameters, and returns true. If not `at_once`, it
+  /// waits only for `ready`, and by copies each bucket of parameters has to be waited for by need().
+  bool enter(DeviceId device, bool at_once = true);
+  /// Makes the device's queue wait for this bucket of the parameters. On the device's worker.
+  void need(DeviceId device, std::size_t bucket);
   /// The event after which the device has at most run_ahead micro-batches in addition to the one that it computes.
   /// Null: it has no more than that now.
   [[nodiscard]] const Event* slot(DeviceId device) const;
@@ -152,11 +161,17 @@ class PACELINE_API DeviceQueues {
   /// count.
   void restart_run(DeviceId device);
   void end_run(DeviceId device);
-  /// The buffers to sum of this device, written by the work on its stream so far. Every device gives the same list of
-  /// sizes. Host memory must be pinned. Not called for devices without work.
-  void deliver(DeviceId device, std::vector<BufferView> parts);
-  /// outputs[k] = scale * sum over the devices of their k-th part, in home's memory, on the home stream.
-  void reduce(std::span<const BufferView> outputs, double scale);
+  /// Where the sums go, in home's memory, before the workers begin: outputs[k] = scale * the sum of the devices' k-th
+  /// buckets.
+  void expect(std::span<const BufferView> outputs, double scale);
+  /// The device's k-th bucket is final: work on its stream so far has written it. Its sum begins when every device that
+  /// takes part has sealed it. A bucket that is sealed again is summed again, in the end. Any thread.
+  void seal(DeviceId device, std::size_t k, const BufferView& bucket);
+  /// The device has no more work. Seals its buckets; those without data are sealed already. Every device gives the same
+  /// list of sizes. Host memory must be pinned. Not called for devices without work.
+  void deliver(DeviceId device, const std::vector<BufferView>& parts);
+  /// Sums what is not summed yet, on the home stream.
+  void reduce();
   /// Marks the end of the step on the home stream.
   void end_step();
   /// After a failure: returns when no enqueued work is left, or when it hangs.

@@ -33,6 +33,9 @@ struct StepLoopOptions {
   /// early then take smaller and smaller corrections from that part (plan::plan_hold_back). The default is true for
   /// host devices. It is false for devices that work after the call, because a new size may make them compile, capture
   /// or choose algorithms again. Corrections are multiples of `granularity`.
+  /// With a micro_batch, or costs: devices that finish early take over micro-batches of others. With two GPUs or more
+  /// only if this is true: a device knows its last micro-batch only if it gets no others, and then its gradients can be
+  /// summed while it computes.
   std::optional<bool> corrections{};
   /// The fewest items of a micro-batch. A smaller batch is one micro-batch, and `micro_batch` may be less. Fewer
   /// devices run a small batch, and the micro-batch before a short last one gives up items to it. This is for programs

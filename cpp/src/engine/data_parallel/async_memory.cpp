@@ -147,6 +147,8 @@ class AsyncStep final : public TrainerStep<T> {
 
   void begin(const Step& step) override {
     times_ = queues_.begin_step(async_.copies, step.takes_part());
+    const BufferView outputs[] = {view(async_.gradients), {async_.loss, 1, DType::float64}};
+    queues_.expect(outputs, 1.0 / this->total_weight_);
     loss_ = async_.take_loss();
   }
 
@@ -179,8 +181,7 @@ class AsyncStep final : public TrainerStep<T> {
   }
 
   std::vector<ReductionSegment> reduction() override {
-    const BufferView outputs[] = {view(async_.gradients), {async_.loss, 1, DType::float64}};
-    queues_.reduce(outputs, 1.0 / this->total_weight_);
+    queues_.reduce();
     queues_.home_stream().copy(loss_->data(), async_.loss, sizeof(double));
     queues_.end_step();
     return {};

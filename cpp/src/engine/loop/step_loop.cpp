@@ -60,7 +60,7 @@ std::shared_ptr<Step> StepLoop::prepare(std::shared_ptr<const BatchPlan> plan, s
   // planned.
   options.any_size = state.corrects();
   const bool in_pieces = plan->by_cost() || options.micro_batch > 0;
-  options.stealing = state.options.balance == Balance::automatic && (in_pieces || options.any_size);
+  options.stealing = state.options.balance == Balance::automatic && (in_pieces ? state.helps() : options.any_size);
   options.pieces = std::make_shared<internal::StepPieces>(plan, state.caps,
                                                           script.claims.empty() ? state.search_for(*plan) : nullptr,
                                                           options.least_items, std::move(script.pieces));

@@ -63,6 +63,8 @@ balance::Balancer make_balancer(const DeviceGroup& group, const StepLoopOptions&
 StepLoop::State::State(DeviceGroup the_group, StepLoopOptions the_options)
     : group(std::move(the_group)),
       asynchronous(group.asynchronous()),
+      overlaps(std::ranges::count_if(group.devices(), [](const Device& one) { return one.kind != DeviceKind::host; }) >
+               1),
       options(with_stable_shapes(std::move(the_options), asynchronous)),
       run_ahead(run_ahead_of(group, options)),
       alike(make_balancer(group, options, false)),
@@ -81,10 +83,8 @@ void StepLoop::State::check(const StepLoopOptions& options) {
   if (options.least_items < 1) {
     throw InvalidArgument(fmt::format("least_items is {}; a micro-batch has at least one.", options.least_items));
   }
-  if (options.corrections == true && (options.micro_batch > 0 || options.balance != Balance::automatic)) {
-    throw InvalidArgument(
-        "corrections are pieces of planned shares, of sizes that follow the speeds: they need balance 'auto', and a "
-        "micro_batch of 0. With a micro-batch of fixed size, devices that are done early take over whole ones anyway.");
+  if (options.corrections == true && options.balance != Balance::automatic) {
+    throw InvalidArgument("corrections need balance 'auto': the other policies never move work.");
   }
 }
 

@@ -34,6 +34,8 @@ struct StepLoop::State {
   static void check(const StepLoopOptions& options);
 
   [[nodiscard]] bool corrects() const { return options.corrections.value_or(!asynchronous); }
+  /// Whether devices take over others' micro-batches where the shares run in pieces.
+  [[nodiscard]] bool helps() const { return !overlaps || options.corrections == true; }
 
   [[nodiscard]] std::int64_t least_items() const {
     return options.micro_batch > 0 ? std::min(options.least_items, options.micro_batch) : options.least_items;
@@ -63,6 +65,7 @@ struct StepLoop::State {
 
   DeviceGroup group;
   bool asynchronous;  // any of the devices
+  bool overlaps;      // several of them are, so that gradients are summed while devices compute
   StepLoopOptions options;
   std::vector<std::int64_t> run_ahead;
   // The times of batches with costs and of those without cannot be compared, so each kind has a balancer of its own.

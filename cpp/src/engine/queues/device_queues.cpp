@@ -14,6 +14,7 @@
 #include "comm/link.hpp"
 #include "comm/memory_spaces.hpp"
 #include "comm/space_collectives.hpp"
+#include "engine/queues/bucket_sums.hpp"
 #include "engine/queues/step_times.hpp"
 
 namespace paceline {
@@ -21,16 +22,7 @@ namespace {
 
 constexpr std::size_t kHome = 0;
 
-using Inputs = std::vector<std::vector<const void*>>;  // what goes into each output
-
 std::size_t bytes_of(const BufferView& part) { return part.count * size_of(part.dtype); }
-
-/// The k-th buffer of a list, with at least this size.
-void* reserve(std::vector<std::unique_ptr<Buffer>>& buffers, std::size_t k, std::size_t bytes, AsyncDevice& device,
-              Stream& stream) {
-  if (buffers.size() <= k) buffers.resize(k + 1);
-  return internal::reserve(buffers[k], bytes, device, stream);
-}
 
 }  // namespace
 
@@ -43,7 +35,8 @@ struct DeviceQueues::State {
     std::unique_ptr<Stream> own_stream{};
     std::unique_ptr<Stream> source{};
     std::unique_ptr<Event> delivered{};
-    std::optional<std::vector<BufferView>> parts{};  // none before it has delivered
+    std::vector<BufferView> parts{};  // what it has sealed, for the collectives
+    bool has_delivered = false;
     bool entered = false;
   };
 
@@ -51,12 +44,11 @@ struct DeviceQueues::State {
     // The whole GPU, even if its devices are parts, because work for all of them must not run on one part only. Home's
     // for the host.
     AsyncDevice* maker = nullptr;
-    std::shared_ptr<Stream> copies{};  // null at home without collectives
-    std::unique_ptr<Event> arrived{};  // the parameters
-    std::unique_ptr<Event> summed{};
-    bool takes_part = true;                         // in this step
-    std::vector<std::unique_ptr<Buffer>> sums{};    // one for each part that its queues deliver; none on the host
-    std::vector<std::unique_ptr<Buffer>> landed{};  // at home, one for each part that arrives
+    std::shared_ptr<Stream> copies{};                // null at home without collectives
+    std::unique_ptr<Event> arrived{};                // the parameters
+    std::vector<std::unique_ptr<Event>> arrivals{};  // each bucket of them
+    std::unique_ptr<Event> summed{};                 // by the collectives
+    bool takes_part = true;                          // in this step
   };
 
   State(const DeviceGroup& group, const DeviceQueueOptions& the_options) : options(the_options), memory(group) {
@@ -68,6 +60,7 @@ struct DeviceQueues::State {
       open(spaces[s], on_host(s) ? home_device().make_stream() : memory.spaces()[s].endpoint.stream);
     }
     if (gpu_space_count() > 1) connect();
+    prepare_sums();
   }
 
   [[nodiscard]] std::size_t gpu_space_count() { return memory.spaces().size(); }
@@ -105,6 +98,7 @@ struct DeviceQueues::State {
       home_stream->wait(*moved);
     }
     if (one_whole_gpu) queues.front().stream = home_stream.get();
+    if (sums.has_value()) sums->use(*home_stream);
   }
 
   void open(Queue& queue) {
@@ -124,29 +118,64 @@ struct DeviceQueues::State {
 
   /// Connects several GPUs.
   void connect() {
-    std::string why_none = "as asked for";
-    std::vector<internal::Endpoint> endpoints = memory.endpoints();
-    if (options.collectives.transport != Transport::copies) {
-      auto link = internal::make_native_link(endpoints, options.collectives, why_none);
-      if (link != nullptr) {
-        open(spaces[kHome], endpoints[kHome].stream);
-        collectives =
-            std::make_shared<internal::SpaceCollectives>(std::move(link), std::move(endpoints), options.staging_bytes);
-        transport = collectives->description();
-        return;
-      }
-      if (options.collectives.transport == Transport::nccl) throw Unavailable("DataParallel: " + why_none);
+    if (options.collectives.transport != Transport::nccl) {
+      transport = "copies, each bucket while the devices still compute";
+      return;
     }
-    transport = fmt::format("copies through {} ({})", endpoints[kHome].device.name, why_none);
+    std::string why_none;
+    std::vector<internal::Endpoint> endpoints = memory.endpoints();
+    auto link = internal::make_native_link(endpoints, options.collectives, why_none);
+    if (link == nullptr) throw Unavailable("DataParallel: " + why_none);
+    open(spaces[kHome], endpoints[kHome].stream);
+    collectives =
+        std::make_shared<internal::SpaceCollectives>(std::move(link), std::move(endpoints), options.staging_bytes);
+    transport = fmt::format("{}, after the devices' last work", collectives->description());
   }
 
-  void begin(const std::vector<bool>& takes_part) {
-    for (std::size_t s = 0; s < spaces.size(); ++s) spaces[s].takes_part = collectives != nullptr && !on_host(s);
-    for (std::size_t d = 0; d < queues.size(); ++d) {
-      queues[d].entered = false;
-      queues[d].parts.reset();
-      if (takes_part.empty() || takes_part[d]) spaces[queues[d].space].takes_part = true;
+  /// With collectives these sum what the GPUs have, and the result is one more source, the last one.
+  void prepare_sums() {
+    std::vector<internal::SumSpace> where;
+    for (std::size_t s = 0; s < spaces.size(); ++s) {
+      where.push_back({spaces[s].maker, on_host(s)   ? nullptr
+                                        : s == kHome ? home_stream.get()
+                                                     : spaces[s].copies.get()});
     }
+    std::vector<internal::SumSource> from;
+    for (const Queue& queue : queues) {
+      from.push_back({queue.space, queue.device, queue.own_stream.get()});
+    }
+    if (collectives != nullptr) from.push_back({.space = kHome});
+    sums.emplace(std::move(where), from, options.chunk_bytes);
+    sums->use(*home_stream);
+  }
+
+  void begin(std::vector<bool> takes_part) {
+    for (std::size_t s = 0; s < spaces.size(); ++s) spaces[s].takes_part = collectives != nullptr && !on_host(s);
+    takes_part.resize(queues.size(), takes_part.empty());
+    for (std::size_t d = 0; d < queues.size(); ++d) {
+      queues[d].entered = queues[d].has_delivered = false;
+      queues[d].parts.clear();
+      if (takes_part[d]) spaces[queues[d].space].takes_part = true;
+    }
+    expected = std::move(takes_part);
+    expect({}, 1.0);
+  }
+
+  void expect(std::span<const BufferView> the_outputs, double scale) {
+    outputs.assign(the_outputs.begin(), the_outputs.end());
+    std::vector<bool> sources = expected;
+    if (collectives != nullptr) {
+      for (std::size_t d = 0; d < queues.size(); ++d) sources[d] = sources[d] && on_host(queues[d].space);
+      sources.push_back(true);
+    }
+    sums->begin(sources, outputs, scale);
+  }
+
+  void seal(DeviceId device, std::size_t k, const BufferView& bucket) {
+    Queue& queue = queues[device];
+    if (collectives == nullptr || queue.device == nullptr) return sums->seal(device, k, bucket);
+    if (queue.parts.size() <= k) queue.parts.resize(k + 1);
+    queue.parts[k] = bucket;
   }
 
   /// Copies home's parameters to the other spaces, once they are ready.
@@ -156,86 +185,57 @@ struct DeviceQueues::State {
       if (space.copies != nullptr && space.takes_part) space.copies->wait(*ready);
     }
     if (collectives != nullptr) collectives->broadcast(copies);
-    for (const SpaceCopy& copy : copies) {
-      const Space& space = spaces[copy.space];
-      const bool copied = collectives == nullptr || on_host(copy.space);
-      if (copied && space.takes_part) space.copies->copy(copy.to, copy.from, copy.bytes);
+    for (std::size_t i = 0; i < copies.size(); ++i) {
+      const SpaceCopy& copy = copies[i];
+      Space& space = spaces[copy.space];
+      if (!space.takes_part || (collectives != nullptr && !on_host(copy.space))) continue;
+      space.copies->copy(copy.to, copy.from, copy.bytes);
+      if (i + 1 < copies.size() && copies[i + 1].space == copy.space && copies[i + 1].bucket == copy.bucket) continue;
+      while (space.arrivals.size() <= copy.bucket) space.arrivals.push_back(space.maker->make_event(false));
+      space.copies->record(*space.arrivals[copy.bucket]);
     }
     for (Space& space : spaces) {
       if (space.copies != nullptr && space.takes_part) space.copies->record(*space.arrived);
     }
   }
 
-  /// Makes the space's stream wait for what its devices have delivered.
-  std::vector<const Queue*> gather(Space& space, std::size_t index) {
-    std::vector<const Queue*> here;
-    for (const Queue& queue : queues) {
-      if (!queue.parts || queue.space != index) continue;
-      here.push_back(&queue);
-      if (queue.stream != nullptr) space.copies->wait(*queue.delivered);
-    }
-    home_stream->wait(*space.arrived);
-    return here;
-  }
-
-  /// What these queues have delivered as their k-th part.
-  static std::vector<const void*> parts_of(std::span<const Queue* const> here, std::size_t k) {
+  /// What the space's devices have delivered as their k-th part.
+  [[nodiscard]] std::vector<const void*> parts_in(std::size_t space, std::size_t k) const {
     std::vector<const void*> parts;
-    for (const Queue* queue : here) parts.push_back((*queue->parts)[k].data);
+    for (const Queue& queue : queues) {
+      if (queue.space == space && k < queue.parts.size()) parts.push_back(queue.parts[k].data);
+    }
     return parts;
   }
 
-  /// Sums the parts of all GPUs' devices at home.
-  void collect(std::span<const BufferView> outputs, Inputs& inputs) {
+  /// Sums the parts of all GPUs' devices at home, by the collectives.
+  void collect() {
     collectives->check();  // after a failed broadcast, for example, there is nothing to sum
     std::vector<std::size_t> sizes;
     for (const BufferView& output : outputs) sizes.push_back(bytes_of(output));
     collectives->reserve(sizes);
+    for (const Queue& queue : queues) {
+      if (queue.has_delivered && queue.stream != nullptr) spaces[queue.space].copies->wait(*queue.delivered);
+    }
     for (std::size_t s = 0; s < gpu_space_count(); ++s) {
-      Space& space = spaces[s];
-      const std::vector<const Queue*> here = gather(space, s);
       for (std::size_t k = 0; k < outputs.size(); ++k) {
         void* const sum = collectives->sum(s, k);
-        if (here.empty()) {
-          space.copies->zero(sum, sizes[k]);
+        if (const std::vector<const void*> parts = parts_in(s, k); !parts.empty()) {
+          spaces[s].copies->reduce({parts, sum, outputs[k].count, outputs[k].dtype, 1.0});
         } else {
-          space.copies->reduce({parts_of(here, k), sum, outputs[k].count, outputs[k].dtype, 1.0});
+          spaces[s].copies->zero(sum, sizes[k]);
         }
       }
     }
     for (std::size_t k = 0; k < outputs.size(); ++k) {
       if (outputs[k].count > 0) collectives->reduce(k, outputs[k].count, outputs[k].dtype);
-      inputs[k].push_back(collectives->sum(kHome, k));
     }
     for (std::size_t s = 0; s < gpu_space_count(); ++s) {
       spaces[s].copies->record(*spaces[s].summed);
       home_stream->wait(*spaces[s].summed);
     }
-  }
-
-  void bring_home(Space& space, std::size_t index, Inputs& inputs) {
-    const std::vector<const Queue*> here = gather(space, index);
-    if (here.empty()) return;
-    const auto& like = *here.front()->parts;
-    Inputs coming;
-    for (std::size_t k = 0; k < inputs.size(); ++k) coming.push_back(parts_of(here, k));
-    if (!on_host(index)) {
-      for (std::size_t k = 0; k < inputs.size(); ++k) {
-        void* const sum = reserve(space.sums, k, bytes_of(like[k]), *space.maker, *space.copies);
-        space.copies->reduce({coming[k], sum, like[k].count, like[k].dtype, 1.0});
-        coming[k] = {sum};
-      }
-      // If there is nothing to sum, the caller's work still comes after the devices'.
-      space.copies->record(*space.summed);
-      home_stream->wait(*space.summed);
-    }
-    std::size_t next = 0;
-    for (std::size_t k = 0; k < inputs.size(); ++k) {
-      for (const void* const part : coming[k]) {
-        void* const landed = reserve(space.landed, next++, bytes_of(like[k]), home_device(), *home_stream);
-        home_stream->copy(landed, part, bytes_of(like[k]));
-        inputs[k].push_back(landed);
-      }
+    for (std::size_t k = 0; k < outputs.size(); ++k) {
+      sums->seal(queues.size(), k, {collectives->sum(kHome, k), outputs[k].count, outputs[k].dtype});
     }
   }
 
@@ -267,6 +267,9 @@ struct DeviceQueues::State {
   std::vector<Space> spaces;  // home's first, the host's last
   std::string transport;
   std::shared_ptr<internal::SpaceCollectives> collectives;  // null: copies are used
+  std::optional<internal::BucketSums> sums;
+  std::vector<bool> expected;  // the devices that take part in this step
+  std::vector<BufferView> outputs;
   std::unique_ptr<Stream> home_stream;
   bool owns_home_stream = false;
   std::unique_ptr<Event> ready;
@@ -312,8 +315,6 @@ Stream* DeviceQueues::source_stream(DeviceId device) const noexcept { return sta
 
 void DeviceQueues::set_stream(void* native) {
   if (native == nullptr ? state_->owns_home_stream : native == state_->home_stream->native()) return;
-  // The buffers at home for the old stream's reductions return in its order.
-  for (State::Space& space : state_->spaces) space.landed.clear();
   state_->use(native);
 }
 
@@ -338,11 +339,12 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
   return state.step;
 }
 
-bool DeviceQueues::enter(DeviceId device) {
+bool DeviceQueues::enter(DeviceId device, bool at_once) {
   State& state = *state_;
   State::Queue& queue = state.queues[device];
   if (std::exchange(queue.entered, true)) return false;
-  const Event& arrival = queue.space == kHome ? *state.ready : *state.spaces[queue.space].arrived;
+  const bool needs_none = queue.space == kHome || !(at_once || state.collectives != nullptr);
+  const Event& arrival = needs_none ? *state.ready : *state.spaces[queue.space].arrived;
   if (queue.source != nullptr) queue.source->wait(*state.ready);
   if (queue.stream == nullptr) {
     state.await(arrival);
@@ -350,6 +352,18 @@ bool DeviceQueues::enter(DeviceId device) {
     queue.stream->wait(arrival);
   }
   return true;
+}
+
+void DeviceQueues::need(DeviceId device, std::size_t bucket) {
+  State& state = *state_;
+  State::Queue& queue = state.queues[device];
+  const auto& arrivals = state.spaces[queue.space].arrivals;
+  if (queue.space == kHome || bucket >= arrivals.size()) return;
+  if (queue.stream == nullptr) {
+    state.await(*arrivals[bucket]);
+  } else {
+    queue.stream->wait(*arrivals[bucket]);
+  }
 }
 
 const Event* DeviceQueues::slot(DeviceId device) const {
@@ -379,31 +393,29 @@ void DeviceQueues::end_run(DeviceId device) {
   if (queue.stream != nullptr) state_->step->end_run(device, *queue.stream);
 }
 
-void DeviceQueues::deliver(DeviceId device, std::vector<BufferView> parts) {
+void DeviceQueues::expect(std::span<const BufferView> outputs, double scale) { state_->expect(outputs, scale); }
+
+void DeviceQueues::seal(DeviceId device, std::size_t k, const BufferView& bucket) { state_->seal(device, k, bucket); }
+
+void DeviceQueues::deliver(DeviceId device, const std::vector<BufferView>& parts) {
   State::Queue& queue = state_->queues[device];
-  queue.parts = std::move(parts);
+  for (std::size_t k = 0; k < parts.size(); ++k) {
+    if (parts[k].data != nullptr) state_->seal(device, k, parts[k]);
+  }
+  queue.has_delivered = true;
   if (queue.stream != nullptr) queue.stream->record(*queue.delivered);
 }
 
-void DeviceQueues::reduce(std::span<const BufferView> outputs, double scale) {
+void DeviceQueues::reduce() {
   State& state = *state_;
-  Inputs inputs(outputs.size());
-  const bool collects = state.collectives != nullptr && !outputs.empty();
-  if (collects) state.collect(outputs, inputs);
-  for (std::size_t s = 0; s < state.spaces.size(); ++s) {
-    State::Space& space = state.spaces[s];
-    const bool comes = collects ? state.on_host(s) : space.copies != nullptr;
-    if (comes && space.takes_part) state.bring_home(space, s, inputs);
+  if (state.collectives != nullptr && !state.outputs.empty()) state.collect();
+  for (const State::Space& space : state.spaces) {
+    if (space.copies != nullptr && space.takes_part) state.home_stream->wait(*space.arrived);
   }
-  for (State::Queue& queue : state.queues) {
-    if (collects || !queue.parts || queue.space != kHome) continue;
-    if (queue.own_stream != nullptr) state.home_stream->wait(*queue.delivered);
-    for (std::size_t k = 0; k < outputs.size(); ++k) inputs[k].push_back((*queue.parts)[k].data);
+  for (const State::Queue& queue : state.queues) {
+    if (queue.has_delivered && queue.own_stream != nullptr) state.home_stream->wait(*queue.delivered);
   }
-  for (std::size_t k = 0; k < outputs.size(); ++k) {
-    const BufferView& output = outputs[k];
-    if (!inputs[k].empty()) state.home_stream->reduce({inputs[k], output.data, output.count, output.dtype, scale});
-  }
+  state.sums->finish();
 }
 
 void DeviceQueues::end_step() { state_->home_stream->record(state_->step->over()); }

@@ -32,11 +32,6 @@ def _stream(index: int, handle: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle, device=index)
 
 
-def keep_for(tensor: torch.Tensor, index: int, handle: int) -> None:
-    """Keep PyTorch from reusing the tensor's memory before this stream has finished its present work."""
-    tensor.record_stream(_stream(index, handle))
-
-
 def has_finished(index: int, handle: int) -> bool:
     """Whether the stream has done everything that was enqueued on it."""
     return _stream(index, handle).query()

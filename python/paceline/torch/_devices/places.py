@@ -162,12 +162,6 @@ class Places:
         if self.queues is not None:
             self.queues.restart_run(device)
 
-    def keep_for_reader(self, tensor: torch.Tensor, device: int) -> None:
-        """Keep the tensor's memory for the stream that reads the device's results. PyTorch does not know that stream."""
-        gpu, reader = self._gpu[device], None if self.queues is None else self.queues.readers[device]
-        if gpu is not None and reader is not None:
-            cuda.keep_for(tensor, gpu, reader)
-
     def to_home(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in home's memory. For the caller's thread, between steps."""
         return tensor if tensor.device == self.home else tensor.to(self.home)
@@ -228,13 +222,14 @@ class Places:
         return self.devices[device].type == "cpu" and self.home.type != "cpu"
 
     def empty_for(self, device: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of a device that the queues may write to at the beginning of a step. On a GPU it is kept until they are done with it."""
+        """Memory of a device that the queues may write to at the beginning of a step.
+
+        Whatever takes it later is on the device's stream, which in each step waits for what the queues have copied before.
+        """
         if self.must_pin(device):
             return self.pinned(count, dtype)
-        with self.enter(device):  # its stream has nothing to do before the queues' copies
-            tensor = torch.empty(count, dtype=dtype, device=self.devices[device])
-        self.keep_for_reader(tensor, device)
-        return tensor
+        with self.enter(device):
+            return torch.empty(count, dtype=dtype, device=self.devices[device])
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor that every device can read while the host goes on."""

@@ -20,7 +20,8 @@ _DTYPES = frozenset(
     )
 )
 Flat = dict[torch.dtype, torch.Tensor]
-Copy = tuple[int, int, int, int]  # memory space, to, from, bytes
+BUCKET = 0  # what buffers are awaited with
+Copy = tuple[int, int, int, int, int]  # memory space, to, from, bytes, bucket
 
 
 class _Piece(NamedTuple):
@@ -143,7 +144,9 @@ class FlatBuffers:
             far.values = {dtype: self._places.empty_for(far.device, count, dtype) for dtype, count in sizes.items()}
             far.parts = [None if piece is None else piece.of(far.values) for piece in layout]
             for dtype, flat in far.values.items():
-                self.copies.append((space, flat.data_ptr(), self._packed[source][dtype].data_ptr(), flat.nbytes))
+                self.copies.append(
+                    (space, flat.data_ptr(), self._packed[source][dtype].data_ptr(), flat.nbytes, BUCKET)
+                )
         if torch.are_deterministic_algorithms_enabled():
             self._places.drain()  # PyTorch has filled the memory on the devices' streams, which the copies do not wait for
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._replicas.arrivals import Arrivals, buckets_of
 from paceline.torch._replicas.attributes import Attributes, Change, carry, carry_hooks, is_of_a_forward
 from paceline.torch._replicas.buffers import Buffers, Pair
 from paceline.torch._replicas.copies import (
@@ -26,7 +27,7 @@ from paceline.torch._replicas.copies import (
     derive,
     made_by,
 )
-from paceline.torch._replicas.flat_buffers import Copy, FlatBuffers
+from paceline.torch._replicas.flat_buffers import BUCKET, Copy, FlatBuffers
 from paceline.torch._replicas.hooks import Reader, check_global_hooks, guard_hooks
 from paceline.torch._replicas.original import guarded
 from paceline.torch._replicas.parametrized import forget
@@ -51,6 +52,7 @@ class Replica:
         self.counterparts = copied.counterparts
         self.functions = copied.functions
         self.written: Written | None = None
+        self.arrivals: Arrivals | None = None  # set where parameters come from another memory space, in several buckets
         self.parameters: list[torch.Tensor] = [copied.counterparts[id(parameter)] for parameter in parameters]
         pairs = [(ours, copied.counterparts.get(id(ours), ours)) for _, ours in reach.modules]
         self.modules = [theirs for _, theirs in pairs]
@@ -135,11 +137,11 @@ class Replicas:
                 made = [self._make(device, copies, reach, parameters) for device in range(len(self._places))]
             finally:  # a new module draws initial weights, although the user's parameters replace them
                 random.restore()
-            self._send(copies, parameters)
             self._flat = FlatBuffers(self._places)
             for device, replica in enumerate(made) if self._places.queues is not None else ():
                 if self._places.spaces[device] != self._places.home_space:
                     replica.buffers = self._flat.add(device, replica.buffer_pairs)
+            self._send(copies, parameters, made)
         else:
             itself = {id(one): one for one in (*parameters, *modules)}
             made = [Replica(Copied(self._module, itself), reach, parameters, None)]
@@ -204,15 +206,24 @@ class Replicas:
     def _share(self, made: Copied, reach: Reach, device: int) -> None:
         """Called for each device's module when its parameters and buffers are in place."""
 
-    def _send(self, copies: dict[int, dict[int, torch.Tensor]], ours: list[torch.Tensor]) -> None:
-        """Let every step begin by copying the parameters to the other memory spaces."""
+    def _send(self, copies: dict[int, dict[int, torch.Tensor]], ours: list[torch.Tensor], made: list[Replica]) -> None:
+        """Let every step begin by copying the parameters to the other memory spaces, bucket by bucket."""
         if self._places.queues is None:
             return
-        sources = {id(parameter): parameter.data_ptr() for parameter in ours}
-        found = [(space, key, copy) for space, storages in copies.items() for key, copy in storages.items()]
-        self._parameter_copies = [(space, copy.data_ptr(), sources[key], copy.nbytes) for space, key, copy in found]
+        self._parameter_copies = []
+        buckets = buckets_of(ours)
+        found = sorted((bucket, space, index) for index, bucket in enumerate(buckets) for space in copies)
+        for bucket, space, index in found:
+            parameter, copy = ours[index], copies[space][id(ours[index])]
+            self._parameter_copies.append(
+                (space, copy.data_ptr(), parameter.data_ptr(), copy.numel() * copy.element_size(), bucket)
+            )
         self._places.queues.set_copies(self._parameter_copies)
         self._sent = copies  # keeps the memory alive: the queues have only addresses
+        for replica, space in zip(made, self._places.spaces, strict=True):
+            if space in copies and len(set(buckets)) > 1:
+                first = (BUCKET,) if replica.buffer_pairs else ()
+                replica.arrivals = Arrivals(replica.parameters, buckets, replica.modules, at_once=first)
 
     @property
     def blame(self) -> str:
@@ -295,7 +306,7 @@ class Replicas:
         requires_grad, training = list(map(_requires_grad, self.parameters)), list(map(_training, self.modules))
         anew = bool(self.graphs)
         if self._flat is not None and self._places.queues is not None and self._flat.pull(anew=anew):
-            self._places.queues.set_copies([*self._parameter_copies, *self._flat.copies])
+            self._places.queues.set_copies([*self._flat.copies, *self._parameter_copies])
         for replica in self.list:
             replica.follow(requires_grad, training, anew=anew)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline import DeviceGroup, Error, InvalidArgument
+from paceline import DeviceGroup, InvalidArgument
 from paceline.torch._batch.batch import concatenate
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._batch.objective import Objective
@@ -18,7 +18,6 @@ from paceline.torch._replicas.batch_norm import using_batch_statistics, warn_of_
 from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.around import Around
-from paceline.torch._run.buckets import Buckets
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.ranks import Ranks
@@ -51,8 +50,6 @@ class Execution(Runner):
         self._outside = OutsideGradients()
         self._kept: tuple[int, KeptBuffers] | None = None  # with the replicas' generation
         self.committed: Any = None  # the last committed outcome
-        # Pinned memory that host devices have delivered to GPUs. It is kept until the GPUs have read it; PyTorch would reuse it.
-        self._delivered: list[tuple[Any, Any]] = []
 
     def train(self, work: Workload, run: TrainRun, *, keep: bool = True) -> tuple[torch.Tensor, Gradients, Any]:
         """The objective, the gradients of the batch, and the outcome.
@@ -80,7 +77,7 @@ class Execution(Runner):
             with torch.no_grad():
                 loss = self.places.to_home(run.loss())
                 extras = run.extras.whole(run.items, self.places.to_home)
-                totals = user.totals(run.left_out) if run.buckets is None else run.buckets.totals()
+                totals = user.totals(run.left_out) if run.flat is None else run.flat.totals()
                 if keep and self.ranks is not None:
                     self._check_for_ranks(outcome)
                     loss, totals = self.ranks.sum(
@@ -89,8 +86,6 @@ class Execution(Runner):
                 if keep:
                     self._commit(work, run, user, totals, outcome)
                     self.extras = extras
-            if run.buckets is not None:
-                self._keep_delivered(outcome, run.buckets)
             if not keep:
                 self._put_back(user, kept)
             return loss, totals, outcome
@@ -194,6 +189,8 @@ class Execution(Runner):
 
     def drop_gradients(self) -> None:
         """Drop the replicas' gradients. The user's own stay."""
+        if self.flat is not None:
+            self.flat.drop_sums()
         if self.replicas.shared:
             for replica in self.replicas.list:
                 replica.clear_gradients()
@@ -207,20 +204,13 @@ class Execution(Runner):
     def release(self) -> None:
         """Drop what was kept for the devices to read. Requires: the devices have ended."""
         self.committed = self._enqueued = self._kept = None
-        self._delivered.clear()
+        if self.flat is not None:
+            self.flat.release()
 
     def _most(self, outcome: Any) -> int:
         """The replica that ran most items of a step. What it has written goes to the user's module."""
         ran: list[int] = outcome.items
         return ran.index(max(ran))
-
-    def _keep_delivered(self, outcome: Any, buckets: Buckets) -> None:
-        """Keep pinned memory until the GPUs have read it. Memory on a GPU is kept by PyTorch itself."""
-        pinned = buckets.take_pinned()
-        if pinned:
-            self._delivered.append((outcome, pinned))
-        with contextlib.suppress(Error):  # the next step reports a lost device
-            self._delivered = [entry for entry in self._delivered if not entry[0].settled]
 
     def _commit(self, work: Workload, run: TrainRun, user: UserGradients, totals: Gradients, outcome: Any) -> None:
         if run.carries:

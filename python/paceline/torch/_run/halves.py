@@ -131,6 +131,7 @@ class BackwardRun(TrainRun):
         self.with_gradient = True
         if self.outside is not None:
             self.outside.hold([*part.inputs, *self._forward.outside_leaves.values()])
+        self.seal_if_last(device)
         watch = self.draws.watches[device] if self._refuses_recomputation else contextlib.nullcontext()
         with outside_autocast(), watch:
             backward_watched(roots, gradients)

@@ -246,10 +246,9 @@ class Ranks:
             wanted = [one if there else _FROZEN for one, there in zip(replicas.parameters, present, strict=True)]
             self._laid_out = key, Layout(wanted, replicas.names)
         layout = self._laid_out[1]
-        buckets = []
-        for dtype, count in layout.sizes:
-            buckets.append(torch.empty(count, dtype=dtype, device=self._home))
-            layout.fill(dtype, buckets[-1], gradients)
+        buckets = layout.empty(self._home)
+        for k, bucket in enumerate(buckets):
+            layout.fill(k, bucket, gradients)
         return layout, buckets
 
     @contextlib.contextmanager

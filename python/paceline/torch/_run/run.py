@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.run_draws import RunDraws
 from paceline.torch._replicas.replicas import Replica
 from paceline.torch._run.around import Around
+from paceline.torch._run.flat_gradients import FlatGradients
 from paceline.torch._run.gradients import View
 from paceline.torch._run.memory import metered
 from paceline.torch._run.seen import Seen
@@ -37,6 +39,7 @@ FAILED = -1
 # The bits of the flags that a body gets from the engine.
 CONTINUES = 1
 MEASURE = 2
+LAST = 4
 
 
 class Passage(Protocol):
@@ -68,6 +71,7 @@ class Frame(NamedTuple):
     divides: bool = False  # whether a device may run its part in several micro-batches without being asked to
     synchronised: bool = False  # whether batch normalisation is over the batch of all devices
     passage: Passage | None = None  # set if devices are stages; then `replicas` and others have one entry for each lane
+    flat: FlatGradients | None = None  # where gradients are, with several devices of which some have queues
 
 
 class Run:
@@ -79,11 +83,12 @@ class Run:
         self.batch, self.replicas, self.seen, self.state, _, self.places, self.limits, self.items, self.searches = (
             frame[:9]
         )
-        self.least, self.divides, self.synchronised, self.passage = frame[9:]
+        self.least, self.divides, self.synchronised, self.passage, self.flat = frame[9:]
         self.meeting: Meeting | None = None  # where devices wait for each other in their micro-batches, if they do
         places = self.places
         self._fresh = [True] * len(places)  # per device: whether it runs the first piece of a claim
         self._begun = [False] * len(places)  # per device: whether it has run something
+        self._last = [False] * len(places)  # per device: whether it runs its last micro-batch
         self._brought = [0.0] * len(places)  # per device: when its items had arrived, and Python began to enqueue
         self.queues_empty = True  # whether the devices' queues were empty when this run began
         self.claims: list[list[tuple[int, int]]] | None = None  # per device, in place of planned claims
@@ -148,6 +153,9 @@ class Run:
         """Whether the calling thread is one of the workers that run this."""
         return threading.get_ident() in self._inside.values()
 
+    def first(self, device: int) -> None:
+        """Called on a device's worker before its first micro-batch."""
+
     def end(self, device: int) -> list[View | None] | None:
         """Called on each device's worker when nothing is left to run, also for a device that a cancelled run has given nothing."""
         if self.meeting is not None:
@@ -158,16 +166,19 @@ class Run:
         """Where the gradients are. None if they cannot be used."""
         return []
 
-    def sums(self) -> list[View | None] | None:
-        """Where to put the sums of what `finish` returned. Called on the worker that finished last."""
+    def sums(self) -> list[View | None]:
+        """Where to put the sums of what `finish` returns. Called before the devices begin."""
         return []
 
     def _micro_batch(
         self, device: int, begin: int, end: int, flags: int
     ) -> int | tuple[int, int] | tuple[int, int, float]:
         self._fresh[device] = not flags & CONTINUES
+        self._last[device] = bool(flags & LAST)
         self.replicas[device].forget_cached()
         with self.places.enter(device):
+            if not self._begun[device]:
+                self._begin(device)
             if not flags & MEASURE:
                 _, code = self._timed(device, begin, end)
                 return code if self.meeting is None else (code, 0, self.meeting.waited[device])
@@ -175,6 +186,12 @@ class Run:
             with metered(self.places.devices[device], limit, name) as meter:
                 ran, code = self._timed(device, begin, end)
             return code, meter.used if ran else -1
+
+    def _begin(self, device: int) -> None:
+        arrivals, queues = self.replicas[device].arrivals, self.places.queues
+        if arrivals is not None and queues is not None:
+            arrivals.begin(functools.partial(queues.need, device), compiled=self.seen.compiled)
+        self.first(device)
 
     def _timed(self, device: int, begin: int, end: int) -> tuple[bool, int]:
         if self.around:

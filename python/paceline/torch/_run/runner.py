@@ -25,6 +25,7 @@ from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._replicas.synchronised import synchronised
 from paceline.torch._run.around import profiled
+from paceline.torch._run.flat_gradients import FlatGradients
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.run import Frame, Run
 from paceline.torch._run.watchdog import Watchdog
@@ -55,6 +56,7 @@ class Runner:
         self._enqueued: Any = None  # the last outcome, committed or not
         self._edits = Edits()
         self._random: RandomStates | None = None  # the generators' states when the last attempt began
+        self.flat = FlatGradients(replicas, places) if places.queues is not None and len(places) > 1 else None
 
     def frame(
         self,
@@ -104,6 +106,7 @@ class Runner:
             least,
             divides,
             synchronised,
+            flat=self.flat,
         )
 
     def fill(self) -> None:
@@ -172,9 +175,10 @@ class Runner:
         return least
 
     def explain(self) -> str:
-        """A line about modules that normalise over a part of the batch instead of the whole; empty if there are none."""
+        """Lines about gradients that are summed early, and about modules that normalise over a part of the batch; empty if there is nothing to say."""
+        text = "" if self.flat is None else self.flat.explain()
         norms = using_batch_statistics(self.replicas.norms) if self._warned_of_norms else []
-        return f"{normalised_apart(norms, self.cure_of_norms)}\n" if norms else ""
+        return text + (f"{normalised_apart(norms, self.cure_of_norms)}\n" if norms else "")
 
     def _searches(self, work: Workload) -> bool:
         """Whether to search for sizes. Not if other sizes have to be compiled, or would draw other random numbers under fixed shares."""
@@ -228,8 +232,13 @@ class Runner:
         if self.watchdog is not None and self.watchdog.call is not None:
             run.around.insert(0, self.watchdog.call.micro_batch)
         run.around[:0] = profiled(run.places.names)
-        with self._level(run), run.draws.run(), self.replicas.guarded(), self._compiling(run):
-            outcome = self._run_devices(work, run)
+        try:
+            with self._level(run), run.draws.run(), self.replicas.guarded(), self._compiling(run):
+                outcome = self._run_devices(work, run)
+        finally:
+            for replica in run.replicas:
+                if replica.arrivals is not None:
+                    replica.arrivals.end()
         if run.draws.must_run_again() and (run.places.hosts_share or (work.fixed and run.searches)):
             complete = not run.failures
             run.failures.clear()
@@ -292,7 +301,8 @@ class Runner:
     def _run_devices(self, work: Workload, run: Run) -> Any:
         """Let the devices run everything. Returns the outcome, also of a run that has failed."""
         step_loop = work.step_loop
-        calls = (run.body, run.end, self.places.queues, run.sums)
+        queues = self.places.queues
+        calls = (run.body, run.end, queues, None if queues is None else run.sums())
         plan = run.items.plan if run.items is not None else None
         if plan is None:
             shapes = run.batch.item_shapes

@@ -13,7 +13,6 @@ from paceline import InvalidArgument
 from paceline.torch._batch.extras import Extras, parted
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import backward_watched, outside_autocast
-from paceline.torch._run.buckets import Buckets
 from paceline.torch._run.gradients import OwnStorages, View, views
 from paceline.torch._run.launch import Launch
 from paceline.torch._run.outside import OutsideGradients, code_of
@@ -49,11 +48,12 @@ class TrainRun(Run):
         self.names = names
         self.terms: list[list[tuple[int, torch.Tensor]]] = [[] for _ in replicas]
         self.launches: list[Launch] = []
-        self.buckets = Buckets(replicas, names, places) if places.queues is not None and len(replicas) > 1 else None
+        if self.flat is not None:
+            self.flat.begin()
         self.left_out: dict[int, set[int]] = {}
         self.outside: OutsideGradients | None = None  # set if they are put back after a failure
         self.outside_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their tensors, if the run carries
-        self._storages = [OwnStorages(replica.parameters) for replica in replicas]
+        self._storages = [OwnStorages(replica.parameters) for replica in replicas] if self.flat is None else None
         self.without_gradient = self.with_gradient = False
         self.part = False  # whether other ranks run other parts of the batch, which may have the gradient
 
@@ -81,8 +81,18 @@ class TrainRun(Run):
             self.without_gradient = True
             return False
         self.with_gradient = True
+        self.seal_if_last(device)
         self.backward(device, self.scaled(device, term))
         return True
+
+    def first(self, device: int) -> None:
+        if self.flat is not None:
+            self.flat.start(device)
+
+    def seal_if_last(self, device: int) -> None:
+        """To be called before a device's only backward of a micro-batch."""
+        if self.flat is not None and self._last[device]:
+            self.flat.seal_in_backward(device)
 
     def idle(self, begin: int, end: int) -> bool:
         """Whether the slice is left out, since no item of it has weight. In statistics over the batch such items count, too."""
@@ -94,6 +104,8 @@ class TrainRun(Run):
 
     def any_gradient(self, device: int, begin: int = 0) -> bool:
         """Whether a parameter of the device's replica has a gradient. None has one before the first backward of a run."""
+        if self.flat is not None:
+            return self.flat.any(device)
         if self.passage is not None and not self.passage.begins(begin):
             return False
         return any(parameter.grad is not None for parameter in self.replicas[device].parameters)
@@ -141,16 +153,16 @@ class TrainRun(Run):
     def after(self, device: int) -> None:
         if self.passage is not None:
             self.passage.end()
-        else:
+        elif self._storages is not None:
             self._storages[device].separate()
 
     def finish(self, device: int) -> list[View | None] | None:
         if len(self.replicas) == 1:
             return []
         try:
-            if self.buckets is not None:
+            if self.flat is not None:
                 with self.places.enter(device):
-                    return self.buckets.fill(device, [term for _, term in self.terms[device]])
+                    return self.flat.finish(device, [term for _, term in self.terms[device]])
             found, left_out = views(self.replicas[device], self.names)
         except BaseException as error:
             self.failures.append((device, 0, 0, error))
@@ -158,12 +170,8 @@ class TrainRun(Run):
         self.left_out[device] = set(left_out)
         return found
 
-    def sums(self) -> list[View | None] | None:
-        try:
-            return [] if self.buckets is None else self.buckets.sums()
-        except BaseException as error:
-            self.failures.append((None, 0, 0, error))
-            return None
+    def sums(self) -> list[View | None]:
+        return [] if self.flat is None else self.flat.sums()
 
     def check(self) -> None:
         """After all have run: raise if there is no gradient, or one that is silently wrong."""
@@ -186,9 +194,9 @@ class TrainRun(Run):
 
     def loss(self) -> torch.Tensor:
         """The objective: the sum of the terms, in the order of the items where they lie in one memory."""
-        if self.buckets is not None:
+        if self.flat is not None:
             dtypes = [term.dtype for terms in self.terms for _, term in terms]
-            return self.buckets.loss().to(dtypes[0] if dtypes else torch.float32)
+            return self.flat.loss().to(dtypes[0] if dtypes else torch.float32)
         if not any(self.terms):  # the caller's backward passes were their own
             return torch.zeros((), device=self.places.home)
         terms = [

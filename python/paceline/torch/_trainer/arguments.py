@@ -92,17 +92,12 @@ def policy_of(balance: Balance, call: str = "DataParallel", unit: str = "device"
     return "weighted", [float(ratio) for ratio in balance]
 
 
-def check_corrections(corrections: object, policy: str, micro_batch: int | None) -> None:
-    """Raise if `corrections` is not a choice, or if nothing could be held back for them."""
+def check_corrections(corrections: object, policy: str) -> None:
+    """Raise if `corrections` is not a choice, or if nothing may move for them."""
     if corrections is not None and not isinstance(corrections, bool):
         raise InvalidArgument(f"DataParallel: corrections is {corrections!r}; it must be True, False or None.")
     if corrections and policy != "auto":
         raise InvalidArgument("DataParallel: corrections=True needs balance='auto'; other policies never move work.")
-    if corrections and micro_batch is not None:
-        raise InvalidArgument(
-            f"DataParallel: corrections=True together with micro_batch={micro_batch}. Micro-batches of a fixed size are taken over whole "
-            "by devices that are done early; leave one of the two out."
-        )
 
 
 def check_batch_norm(batch_norm: object, **options: Any) -> None:

@@ -150,6 +150,7 @@ class FunctionRun(TrainRun):
         if parameters is not None:
             wanted = _indices_of(parameters, replicas.parameters)
             self._wanted = [_parted(replica.parameters, wanted) for replica in self.replicas]
+            self._unwanted = [index for index in range(len(replicas.parameters)) if index not in wanted]
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         if self.idle(begin, end):
@@ -166,8 +167,11 @@ class FunctionRun(TrainRun):
         if part.terms:
             self.terms[device].append((begin, torch.stack([term.to(part.terms[0]) for term in part.terms]).sum()))
         if self._wanted is not None:  # a backward that the caller's function calls itself fills all gradients
-            for parameter in self._wanted[device][1]:
-                parameter.grad = None
+            if self.flat is not None:
+                self.flat.forget(device, self._unwanted)
+            else:
+                for parameter in self._wanted[device][1]:
+                    parameter.grad = None
         if not self.with_gradient and self.any_gradient(device):
             self.with_gradient = True  # never reset, so workers may set it at the same time
         return True

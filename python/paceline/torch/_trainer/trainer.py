@@ -90,9 +90,10 @@ class DataParallel(Trainer):
     timeout
         Seconds that anything enqueued on a GPU may take. What takes longer counts as a hang.
     transport
-        What brings the parameters to several GPUs, and the sums of their gradients to the first GPU: ``"nccl"``, ``"copies"`` through the
-        first GPU's memory, or ``"auto"``: NCCL if it is found. `explain` says which one is in use and why. NCCL has a minute for a
-        collective (half of `timeout` if that is less).
+        What brings the parameters to several GPUs, and the sums of their gradients to the first GPU. ``"copies"``, which is what ``"auto"``
+        means: each bucket of gradients is pulled and summed in slices by all GPUs, while they still compute. ``"nccl"``: all gradients after
+        the devices' last work, because NCCL's kernels wait for each other, and user code on a worker may hold one up. `explain` says which
+        one is in use. NCCL has a minute for a collective (half of `timeout` if that is less).
     memory
         What one micro-batch may take of a device's memory, beyond parameters and gradients: bytes, or a fraction of the device's memory,
         which devices that share a memory divide evenly. A dictionary limits only some devices, by name. Two sizes are measured, and then
@@ -102,8 +103,9 @@ class DataParallel(Trainer):
         Whether each device holds back a part of its share if times vary. Devices that are done early then take ever smaller micro-batches
         from these parts within the step. None: on host devices, unless the forward writes buffers, as batch and spectral normalisation in
         training do; then each device runs one micro-batch. On GPUs you have to ask for corrections, since a new size may need compilation,
-        a new capture, or the search for an algorithm. `granularity` bounds the number of sizes. Needs ``balance="auto"`` and no
-        `micro_batch`.
+        a new capture, or the search for an algorithm. `granularity` bounds the number of sizes. With `micro_batch`, or costs: devices that
+        are done early take over micro-batches that others have not begun; on two GPUs or more only if this is True. A GPU that may still get
+        work does not know its last micro-batch, so its gradients are summed after the step's last work. Needs ``balance="auto"``.
     granularity
         Shares, and what devices take over from each other, are multiples of so many items. So no more than ``batch / granularity`` sizes of
         micro-batches ever run (and one for the rest of the batch). For modules that compile or tune for each size. With 1 any size up to
@@ -189,7 +191,7 @@ class DataParallel(Trainer):
         check_sizes(micro_batch, granularity)
         check_transport(transport)
         policy, weights = policy_of(balance)
-        check_corrections(corrections, policy, micro_batch)
+        check_corrections(corrections, policy)
         if verify_every is not None:
             check_count("DataParallel", "verify_every", verify_every)
         folder = watchdog_folder(watchdog, watchdog_path)

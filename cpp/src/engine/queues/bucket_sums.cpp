@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/queues/bucket_sums.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <set>
+#include <utility>
+
+#include "comm/link.hpp"
+
+namespace paceline::internal {
+namespace {
+
+constexpr std::size_t kHome = 0;
+constexpr std::size_t kAlignment = 16;  // bytes; kernels load so many at a time
+// A bucket below this size takes longer to cut than to pull.
+constexpr std::size_t kLeastCut = std::size_t{256} << 10;
+
+std::size_t rounded_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
+
+const void* at(const void* data, std::size_t bytes) { return static_cast<const char*>(data) + bytes; }
+void* at(void* data, std::size_t bytes) { return static_cast<char*>(data) + bytes; }
+
+}  // namespace
+
+BucketSums::BucketSums(std::vector<SumSpace> spaces, const std::vector<SumSource>& sources, std::size_t chunk_bytes)
+    : chunk_bytes_(std::max(chunk_bytes, kAlignment)) {
+  for (const SumSpace& space : spaces) {
+    spaces_.push_back({space});
+    if (space.stream != nullptr) spaces_.back().summed = space.maker->make_event(false);
+  }
+  for (const SumSource& source : sources) sources_.push_back({source});
+  for (auto& event : pulled_) event = spaces_[kHome].maker->make_event(false);
+}
+
+void BucketSums::use(Stream& home) {
+  const std::lock_guard lock(mutex_);
+  spaces_[kHome].landing.reset();
+  spaces_[kHome].stream = &home;
+  for (auto& event : pulled_) home.record(*event);
+}
+
+void BucketSums::begin(const std::vector<bool>& takes_part, std::span<const BufferView> outputs, double scale) {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t d = 0; d < sources_.size(); ++d) {
+    sources_[d].takes_part = takes_part.empty() || takes_part[d];
+    for (Bucket& bucket : sources_[d].buckets) bucket.sealed = false;
+  }
+  outputs_.assign(outputs.begin(), outputs.end());
+  scale_ = scale;
+  next_ = 0;
+  again_.assign(outputs.size(), false);
+}
+
+void BucketSums::seal(DeviceId device, std::size_t k, const BufferView& bucket) {
+  const std::lock_guard lock(mutex_);
+  Source& source = sources_[device];
+  if (source.buckets.size() <= k) source.buckets.resize(k + 1);
+  Bucket& here = source.buckets[k];
+  here.data = bucket.data;
+  if (source.stream != nullptr) {
+    if (here.written == nullptr) here.written = source.device->make_event(false);
+    source.stream->record(*here.written);
+  }
+  here.sealed = true;
+  if (k < next_) again_[k] = true;
+  while (next_ < outputs_.size() && complete(next_)) sum(next_++);
+}
+
+void BucketSums::finish() {
+  const std::lock_guard lock(mutex_);
+  while (next_ < outputs_.size()) sum(next_++);
+  for (std::size_t k = 0; k < again_.size(); ++k) {
+    if (again_[k]) sum(k);
+  }
+}
+
+bool BucketSums::has(const Source& source, std::size_t k) {
+  return k < source.buckets.size() && source.buckets[k].sealed;
+}
+
+bool BucketSums::complete(std::size_t k) const {
+  return std::ranges::all_of(sources_, [&](const Source& source) { return !source.takes_part || has(source, k); });
+}
+
+/// The spaces that sum a slice of the bucket each.
+std::vector<std::size_t> BucketSums::owners(std::size_t k) const {
+  std::set<std::size_t> in_use{kHome};
+  for (const Source& source : sources_) {
+    if (has(source, k)) in_use.insert(source.space);
+  }
+  std::vector<std::size_t> found{kHome};
+  if (in_use.size() <= 2 || outputs_[k].count * size_of(outputs_[k].dtype) < kLeastCut) return found;
+  for (const std::size_t s : in_use) {
+    if (s != kHome && spaces_[s].stream != nullptr) found.push_back(s);
+  }
+  return found;
+}
+
+void BucketSums::sum(std::size_t k) {
+  const BufferView& output = outputs_[k];
+  const std::vector<std::size_t> shares = owners(k);
+  for (const std::size_t s : shares) {
+    for (const Source& source : sources_) {
+      if (source.stream != nullptr && has(source, k)) spaces_[s].stream->wait(*source.buckets[k].written);
+    }
+  }
+  const std::size_t chunk = chunk_bytes_ / kAlignment * kAlignment / size_of(output.dtype);
+  for (std::size_t begin = 0; begin < output.count; begin += chunk) {
+    sum_chunk(k, shares, begin, std::min(begin + chunk, output.count));
+  }
+}
+
+void BucketSums::sum_chunk(std::size_t k, std::span<const std::size_t> owners, std::size_t begin, std::size_t end) {
+  const BufferView& output = outputs_[k];
+  const std::size_t size = size_of(output.dtype);
+  const std::size_t length = rounded_up((end - begin + owners.size() - 1) / owners.size(), kAlignment);
+  std::vector<Slice> elsewhere;
+  for (const std::size_t s : owners) {
+    Slice slice{.space = s, .begin = begin, .end = std::min(begin + length, end)};
+    begin = slice.end;
+    if (slice.begin == slice.end) break;
+    if (s == kHome) {
+      slice.sum = at(output.data, slice.begin * size);
+      sum_slice(k, slice);
+      continue;
+    }
+    Space& space = spaces_[s];
+    space.stream->wait(*pulled_[parity_]);
+    slice.sum = reserve(space.sums[parity_], length * size, *space.maker, *space.stream);
+    sum_slice(k, slice);
+    space.stream->record(*space.summed);
+    elsewhere.push_back(slice);
+  }
+  if (elsewhere.empty()) return;
+  Stream& home = *spaces_[kHome].stream;
+  for (const Slice& slice : elsewhere) {
+    home.wait(*spaces_[slice.space].summed);
+    home.copy(at(output.data, slice.begin * size), slice.sum, (slice.end - slice.begin) * size);
+  }
+  home.record(*pulled_[parity_]);
+  parity_ = 1 - parity_;
+}
+
+void BucketSums::sum_slice(std::size_t k, const Slice& slice) {
+  Space& space = spaces_[slice.space];
+  const DType dtype = outputs_[k].dtype;
+  const std::size_t offset = slice.begin * size_of(dtype), bytes = (slice.end - slice.begin) * size_of(dtype);
+  const auto comes = [&](const Source& source) { return has(source, k) && source.space != slice.space; };
+  char* landed = nullptr;
+  if (const auto count = static_cast<std::size_t>(std::ranges::count_if(sources_, comes)); count > 0) {
+    // The kernel loads 16 bytes at a time if all its buffers have the same alignment.
+    const std::size_t shift = reinterpret_cast<std::uintptr_t>(slice.sum) % kAlignment;
+    const std::size_t room = count * rounded_up(bytes, kAlignment) + shift;
+    landed = static_cast<char*>(reserve(space.landing, room, *space.maker, *space.stream)) + shift;
+  }
+  std::vector<const void*> inputs;
+  for (const Source& source : sources_) {
+    if (!has(source, k)) continue;
+    const void* const data = at(source.buckets[k].data, offset);
+    inputs.push_back(comes(source) ? landed : data);
+    if (!comes(source)) continue;
+    space.stream->copy(landed, data, bytes);
+    landed += rounded_up(bytes, kAlignment);
+  }
+  if (!inputs.empty()) space.stream->reduce({inputs, slice.sum, bytes / size_of(dtype), dtype, scale_});
+}
+
+}  // namespace paceline::internal

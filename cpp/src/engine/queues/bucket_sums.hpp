@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include <paceline/comm/buffer_view.hpp>
+#include <paceline/device_id.hpp>
+#include <paceline/runtime/async_device.hpp>
+
+namespace paceline::internal {
+
+/// A memory space whose devices give buckets, and the stream that pulls and sums in it. The first one is home's.
+struct SumSpace {
+  AsyncDevice* maker = nullptr;
+  Stream* stream = nullptr;  ///< null: host memory, which others only read
+};
+
+/// Where a device's buckets lie, and the stream that writes them; null on the host, and for home's own stream.
+struct SumSource {
+  std::size_t space = 0;
+  AsyncDevice* device = nullptr;
+  Stream* stream = nullptr;
+};
+
+/// Sums the buckets of a step's devices at home, one after the other in a fixed order, while devices still compute.
+///
+/// A bucket is summed as soon as every device that takes part has sealed it, and all buckets before it are summed. The
+/// work is copies and one kernel for each slice, ordered by events; nothing spins. With three memory spaces of GPUs or
+/// more, each of these sums a slice of the bucket: it pulls the slice from the others, and home pulls the sums. So no
+/// link carries more than twice the bucket. With two, home pulls the bucket. Large buckets go in chunks.
+///
+/// Each sum adds the devices in the order of the group, so that the result has the bits of the host's.
+///
+/// The order of the work, and the wait that enforces it:
+///
+///   1. A space pulls and sums a bucket after every device has written it. Its stream waits for each `sealed`.
+///   2. Home pulls a slice after its sum. Home's stream waits for the space's `summed`.
+///   3. A space overwrites a sum after home has pulled it. Its stream waits for the `pulled` of two chunks before.
+///   4. What home's stream gets later runs after all reading: home waits for every sum, and a sum for its pulls.
+class BucketSums {
+ public:
+  BucketSums(std::vector<SumSpace> spaces, const std::vector<SumSource>& sources, std::size_t chunk_bytes);
+
+  /// Home's stream from now on. Memory for the old one returns in its order.
+  void use(Stream& home);
+  /// Begins a step. `takes_part`: per device; empty: all. outputs[k] = scale * the sum of all k-th buckets, at home.
+  void begin(const std::vector<bool>& takes_part, std::span<const BufferView> outputs, double scale);
+  /// The device's k-th bucket is final; work on its stream so far has written it. Sealed again: it is summed again, in
+  /// the end. Any thread.
+  void seal(DeviceId device, std::size_t k, const BufferView& bucket);
+  /// Sums what is left. Devices that have sealed nothing give nothing.
+  void finish();
+
+ private:
+  struct Bucket {
+    const void* data = nullptr;
+    std::unique_ptr<Event> written{};  // null without a stream
+    bool sealed = false;
+  };
+  struct Source : SumSource {
+    bool takes_part = true;
+    std::vector<Bucket> buckets{};
+  };
+  struct Space : SumSpace {
+    std::unique_ptr<Buffer> landing{};  // what was pulled from others
+    std::unique_ptr<Buffer> sums[2]{};  // of slices, until home has pulled them; not used at home
+    std::unique_ptr<Event> summed{};
+  };
+
+  /// Elements [begin, end) of a bucket, and the space that sums them.
+  struct Slice {
+    std::size_t space = 0;
+    std::size_t begin = 0;
+    std::size_t end = 0;
+    void* sum = nullptr;
+  };
+
+  [[nodiscard]] static bool has(const Source& source, std::size_t k);
+  [[nodiscard]] bool complete(std::size_t k) const;
+  [[nodiscard]] std::vector<std::size_t> owners(std::size_t k) const;
+  void sum(std::size_t k);
+  void sum_chunk(std::size_t k, std::span<const std::size_t> owners, std::size_t begin, std::size_t end);
+  void sum_slice(std::size_t k, const Slice& slice);
+
+  std::mutex mutex_;
+  std::vector<Space> spaces_;
+  std::vector<Source> sources_;
+  std::size_t chunk_bytes_;
+  std::unique_ptr<Event> pulled_[2];
+  std::size_t parity_ = 0;
+  std::vector<BufferView> outputs_;
+  double scale_ = 1.0;
+  std::size_t next_ = 0;     // the buckets before it are summed
+  std::vector<bool> again_;  // sealed again after that
+};
+
+}  // namespace paceline::internal

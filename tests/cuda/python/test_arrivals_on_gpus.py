@@ -1,0 +1,168 @@
+"""Devices in other memory spaces wait for parameters when they first use them, whoever uses them, and how."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gpu_cases import BOXES, expect_same, module_and_batch, plain
+from paceline.torch import DataParallel
+from paceline.torch._devices.places import Places
+from paceline.torch._replicas import arrivals
+from torch_support import classify
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter in a bucket of its own."""
+    monkeypatch.setattr(arrivals, "MOST_BYTES", 1)
+
+
+class Watched:
+    """What the devices wait for, in place of the queues' own `need`."""
+
+    def __init__(self, queues: Any) -> None:
+        self._queues = queues
+        self.needs: dict[int, list[int]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queues, name)
+
+    def need(self, device: int, bucket: int) -> None:
+        self.needs.setdefault(device, []).append(bucket)
+        self._queues.need(device, bucket)
+
+
+def watched(trainer: DataParallel, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    places: Places = trainer._execution.places
+    watch = Watched(places.queues)
+    replicas = trainer._execution.replicas
+    begin = arrivals.Arrivals.begin
+
+    def begun(one: arrivals.Arrivals, need: Any, *, compiled: bool) -> None:
+        device = next(k for k, replica in enumerate(replicas.list) if replica.arrivals is one)
+        begin(one, lambda bucket: watch.need(device, bucket), compiled=compiled)
+
+    monkeypatch.setattr(arrivals.Arrivals, "begin", begun)
+    return watch
+
+
+class Tangled(nn.Module):
+    """Uses a parameter of another module before that module runs, ties two, and leaves one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(2, 2)
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = functional.linear(x, self.second.weight)
+        out: torch.Tensor = self.second(self.tied(self.first(x))) + early
+        return out
+
+
+def test_first_uses_are_waited_for_in_their_order_and_once(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, (_, batch) = Tangled().double(), module_and_batch()
+    names = [name for name, _ in module.named_parameters()]
+    with DataParallel(module, BOXES["mixed"], balance="even", micro_batch=2) as trainer:
+        watch = watched(trainer, monkeypatch)
+        for _ in range(3):
+            _, gradients = plain(module, batch)
+            module.zero_grad()
+            watch.needs.clear()
+            trainer.step(classify, batch)
+            expect_same(module, gradients)
+            wanted = ["second.weight", "first.weight", "first.bias", "second.bias"]
+            home = trainer._execution.places.home_space
+            foreign = [k for k, space in enumerate(trainer._execution.places.spaces) if space != home]
+            assert sorted(watch.needs) == foreign
+            for order in watch.needs.values():
+                assert [names[bucket] for bucket in order] == wanted
+
+
+def all_at_once(one: Any, part: Any) -> Any:
+    return classify(one, part) + 0.0 * sum(parameter.sum() for parameter in one.parameters())
+
+
+def copied(one: Any, part: Any) -> Any:
+    return classify(one, part) + 0.0 * sum(parameter.sum() for parameter in copy.deepcopy(one).parameters())
+
+
+def called(one: Any, part: Any) -> Any:
+    return functional.cross_entropy(torch.func.functional_call(one, dict(one.named_parameters()), part[0]), part[1])
+
+
+@pytest.mark.parametrize("loss_fn", [all_at_once, copied, called])
+def test_whoever_reads_all_parameters_waits_for_all(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, loss_fn: Callable[..., Any]
+) -> None:
+    module, (_, batch) = Tangled().double(), module_and_batch()
+    count = len(list(module.parameters()))
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        watch = watched(trainer, monkeypatch)
+        _, gradients = plain(module, batch, loss_fn)
+        trainer.step(loss_fn, batch)
+        expect_same(module, gradients)
+        assert sorted(watch.needs[1]) == list(range(count))
+
+
+class Held(nn.Module):
+    """Holds parameters outside of the modules' own dictionaries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.rnn = nn.GRU(8, 4, batch_first=True)  # has a list of its weights
+        self.last = nn.Linear(4, 3)
+        self.also = [self.last.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.rnn(self.first(x)[:, None])
+        return functional.linear(hidden[:, 0], self.also[0], self.last.bias)
+
+
+def test_what_is_held_elsewhere_is_waited_for_at_once(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, (_, batch) = Held().double(), module_and_batch()
+    names = [name for name, _ in module.named_parameters()]
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        watch = watched(trainer, monkeypatch)
+        _, gradients = plain(module, batch)
+        trainer.step(classify, batch)
+        expect_same(module, gradients)
+        at_once = [name for name in names if name.startswith("rnn") or name == "last.weight"]
+        order = [names[bucket] for bucket in watch.needs[1]]
+        assert order == [*at_once, "first.weight", "first.bias", "last.bias"]
+
+
+def test_compiled_code_waits_for_all_before_it_begins(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    module, batch = module_and_batch()
+    module.compile(backend="eager")
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        watch = watched(trainer, monkeypatch)
+        _, gradients = plain(module, batch)
+        trainer.step(classify, batch)
+        expect_same(module, gradients)
+        assert watch.needs[1] == [0, 1, 2, 3]
+        assert all(type(part._parameters) is dict for part in trainer._execution.replicas.list[1].modules)
+    torch.compiler.reset()
+
+
+def test_nothing_is_waited_for_between_steps(fake: Any) -> None:
+    module, (_, batch) = Tangled().double(), module_and_batch()
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        for _ in range(2):
+            trainer.step(classify, batch)
+            mine: Any = trainer._execution.replicas.list[1].arrivals
+            assert mine.waiting == set()
+        with pytest.raises(RuntimeError, match="no"):
+            trainer.step(lambda one, part: (_ for _ in ()).throw(RuntimeError("no")), batch)
+        assert mine.waiting == set()
+        trainer.step(classify, batch)
