@@ -121,3 +121,30 @@ def test_a_thousand_steps_take_no_more_memory_and_close_gives_all_back(box: Box)
     assert torch.cuda.memory_allocated() <= allocated
     # By the driver's count, which knows all pools; contexts of parts and loaded kernels may stay.
     assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)
+
+
+def peak_of(module: nn.Module, step: Any) -> int:
+    """The most bytes that PyTorch's allocator has given out during three steps, gradients and an optimizer's state included."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
+    forget_streams()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        step()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.boxes("one_gpu", "two_equal_parts")
+def test_the_peak_is_that_of_plain_pytorch_and_the_gradients_of_each_part(box: Box) -> None:
+    module = box.put(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))))
+    x = torch.randn(512, 2048, device=box.torch_device)
+    gradient_bytes = sum(each.numel() * each.element_size() for each in module.parameters())
+    wanted = peak_of(module, lambda: squares(module, x).backward())
+    with DataParallel(module, box.devices, balance="even") as trainer:
+        peak = peak_of(module, lambda: trainer.step(squares, x))
+        pools = trainer.report()["memory"]
+    peak += sum(each.get("pool_peak_bytes", 0) for each in pools.values())
+    workspace = 64 << 20  # of cuBLAS, for each stream: 32 MiB on Hopper
+    assert peak <= wanted + len(box) * (gradient_bytes + workspace), (peak, wanted, gradient_bytes)

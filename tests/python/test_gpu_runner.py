@@ -1,4 +1,4 @@
-"""The runner of tests/gpu/run: time-outs, failures, counts, and a record that is complete at every moment."""
+"""The runner of tests/gpu/run: time-outs, failures, counts, goals, rehearsals, and a record that is complete at every moment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from runner import plan, sanitizer
+from runner import goals, plan, sanitizer
 from runner.main import Run
 from runner.record import Record
 from runner.stage import Running, Stage
 from runner.stage import test_counts as counts_in
+from timeline import Kernel, hidden
 
 ENVIRONMENT = dict(os.environ)
 
@@ -66,15 +67,53 @@ def test_one_stage_that_fails_stops_no_other_but_those_that_need_it(tmp_path: Pa
     assert run.record.failed == ["breaks", "absent"]
 
 
-def test_when_time_is_up_the_rest_is_skipped_and_the_last_stage_still_runs(tmp_path: Path) -> None:
+def test_the_limits_of_later_stages_are_kept_for_them(tmp_path: Path) -> None:
     run = Run(Record(tmp_path), ENVIRONMENT, time.monotonic() + 30)
-    run.stage(python("late", "print(1)"))
-    run.stage(python("last", "print(1)"), last=True)
+    run.stages(
+        [python("late", "print(1)"), python("never", "print(1)", 500, why_not="no"), python("last", "print(1)", 27)]
+    )
     assert [(entry["stage"], entry["status"]) for entry in run.record.stages] == [
         ("late", "skipped"),
+        ("never", "skipped"),
         ("last", "passed"),
     ]
     assert run.record.stages[0]["why"] == "time is up"
+
+
+def test_a_stage_may_use_what_others_have_saved_but_no_more_than_its_limit_again(tmp_path: Path) -> None:
+    run = Run(Record(tmp_path), ENVIRONMENT, time.monotonic() + 1000)
+    run.stages([python("slow", "import time; time.sleep(1.2)", 1), python("hangs", "import time; time.sleep(60)", 0.5)])
+    slow, hangs = run.record.stages
+    assert (slow["status"], hangs["status"]) == ("passed", "timed out")
+
+
+def test_the_limits_add_up_to_less_than_the_whole_time(tmp_path: Path) -> None:
+    setting = plan.Setting(tmp_path, tmp_path)
+    limits = {stage.name: stage.limit for stage in [plan.build(setting), *plan.after_build(setting)]}
+    assert sum(limits.values()) <= 60 * plan.MINUTES - 10, limits  # what remains unpacks and describes the machine
+    assert sum(stage.limit for stage in plan.probes(setting)) <= limits["build"], "they run beside it"
+    names = list(limits)
+    for measured in ("measure", "race_gpu", "verify"):
+        for destructive in ("python_children", "allocators", "sticky"):
+            assert names.index(measured) < names.index(destructive)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be halved")
+def test_a_stage_keeps_to_its_cores_until_it_may_use_others() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    program = """
+import os, subprocess, sys, time
+before = os.sched_getaffinity(0)
+while os.sched_getaffinity(0) == before:
+    time.sleep(0.01)
+child = subprocess.run([sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"], capture_output=True, text=True)
+print(len(before), child.stdout.strip())
+"""
+    running = Running(python("build", program, cores=cores[:1]), ENVIRONMENT)
+    time.sleep(0.5)  # the program has begun, on one core
+    running.use(cores)
+    record, output = running.finish(20)
+    assert (record["status"], output.split()) == ("passed", ["1", str(len(cores))])
 
 
 def test_a_run_that_is_killed_has_told_what_it_was_at(tmp_path: Path) -> None:
@@ -151,16 +190,16 @@ def test_without_the_sanitizer_or_its_programs_its_stages_say_what_is_missing(
 ) -> None:
     run = Run(Record(tmp_path), ENVIRONMENT, time.monotonic() + 1000)
     run.done({"stage": "build", "status": "passed", "seconds": 0.0})
-    stages = {stage.name: stage for stage in plan.after_build(tmp_path, "", gpu=True)}
+    stages = {stage.name: stage for stage in plan.after_build(plan.Setting(tmp_path, tmp_path))}
     run.stage(stages["cpp_reduction"])  # a program that does not exist
     monkeypatch.setenv("PATH", str(tmp_path))
     run.stage(sanitizer.stages(tmp_path, gpu=True)[0])
     monkeypatch.setenv("PATH", str(fake_sanitizer(tmp_path, "", 0)))
     run.stage(sanitizer.stages(tmp_path, gpu=True)[0])
     assert [entry.get("why") for entry in run.record.stages[1:]] == [
-        "not built: no GoogleTest",
+        "not built: no GoogleTest, or as the stage programs says",
         "compute-sanitizer is not installed",
-        "cpp_reduction did not pass (not built: no GoogleTest)",
+        "cpp_reduction did not pass (not built: no GoogleTest, or as the stage programs says)",
     ]
     assert run.record.failed == []
 
@@ -169,11 +208,28 @@ def test_tests_run_side_by_side_where_that_was_carried_along(tmp_path: Path) -> 
     site = tmp_path / "site"
     (site / "xdist").mkdir(parents=True)
     (site / "xdist" / "__init__.py").touch()
-    stages = {stage.name: stage for stage in plan.after_build(tmp_path, f"{site}{os.pathsep}/no/such/folder", gpu=True)}
+    setting = plan.Setting(tmp_path, tmp_path, python_path=f"{site}{os.pathsep}/no/such/folder")
+    stages = {stage.name: stage for stage in plan.after_build(setting)}
     for name in ("python_exactness", "python_children"):
         command = list(stages[name].command)
-        assert command[command.index("-n") + 1] == "8"
+        assert int(command[command.index("-n") + 1]) == min(8, len(os.sched_getaffinity(0)))
+        assert stages[name].environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] == "1"
+        assert command[command.index("-n") - 2 : command.index("-n")] == ["-p", "xdist"], "plugins are off"
     assert "-n" not in stages["python_alone"].command
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ('note\n{"a": [1]}\n[W123] a warning at the end\n', {"a": [1]}),
+        ('[{"first": 1}]\n{\n "b": [\n{}\n]}\n', {"b": [{}]}),
+        ('{"broken": ', None),
+        ("[1] is no result", None),
+    ],
+)
+def test_the_result_is_the_last_json_on_lines_of_its_own(text: str, result: object) -> None:
+    record, _ = Running(python("prints", f"print({text!r})", json_result=True), ENVIRONMENT).finish(20)
+    assert record.get("result") == result
 
 
 @pytest.mark.parametrize(
@@ -210,3 +266,88 @@ def test_a_program_that_measures_what_must_not_be_fails_and_says_so() -> None:
     record, _ = Running(python("probe", program, json_result=True), ENVIRONMENT).finish(20)
     assert (record["status"], record["why"]) == ("failed", "the same SMs")
     assert record["result"]["disjoint"] is False
+
+
+RESULTS: dict[str, dict[str, object]] = {
+    "measure": {
+        "overheads": {
+            "long": {"plain_milliseconds": 20.0, "plain_over_paceline": 0.985},
+            "short": {"plain_milliseconds": 2.0, "plain_over_paceline": 0.5},
+        },
+        "overlap": {"hidden": 0.9},
+    },
+    "race_gpu": {
+        "races": [
+            {"part": "a: one device", "network": "compute", "fraction_of_ideal": 0.995, "counts": True},
+            {"part": "b: 2 parts", "network": "compute", "fraction_of_ideal": 0.9, "counts": True},
+            {"part": "b: 2 parts", "network": "memory", "fraction_of_ideal": 0.1, "counts": False},
+            {"part": "b: 3 parts", "network": "memory", "failed": "out of memory"},
+        ]
+    },
+    "sum_bandwidth": {"sums": [{"inputs": 2, "dtype": "float32", "of_copy": 0.85}]},
+}
+
+
+def test_goals_are_met_or_missed_by_what_was_measured_and_counts() -> None:
+    stages = [{"stage": name, "result": result} for name, result in RESULTS.items()]
+    found = {(each["goal"].split(":")[0], each["of"]): each["met"] for each in goals.goals(stages)}
+    assert found == {
+        ("one GPU", "long"): False,
+        ("one GPU", "short"): None,
+        ("one GPU", "a: one device compute"): True,
+        ("parts", "b: 2 parts compute"): False,
+        ("parts", "b: 2 parts memory"): None,
+        ("parts", "b: 3 parts memory"): None,
+        ("sum in one memory", "2 x float32"): True,
+        ("all-reduce in one memory", "not measured"): None,
+        ("reduction hidden behind backward", "two parts"): True,
+    }
+    assert "MISSED" in goals.table(goals.goals(stages), rehearsal=False)
+    assert {each["met"] for each in goals.goals(stages, rehearsal=True)} == {None}, "a rehearsal meets nothing"
+    assert {each["of"] for each in goals.goals([])} == {"not measured"}
+
+
+def test_what_is_hidden_is_the_time_of_sums_in_which_other_kernels_run() -> None:
+    sums = [Kernel("paceline_reduce_float32", 10, 20), Kernel("paceline_reduce_float32", 95, 105)]
+    backward = [Kernel("gemm", 0, 15), Kernel("gemm", 5, 12), Kernel("gemm", 18, 100)]
+    assert hidden([*sums, *backward]) == (5 + 2 + 5) / 20
+    assert hidden(sums) == 0.0
+    assert hidden(backward) is None
+
+
+def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    program = Path(plan.GPU_TESTS / "run")
+    return subprocess.run(
+        [sys.executable, str(program), "--carried", "/nonexistent", *arguments],
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_rehearsal_is_recorded_as_one_and_runs_the_chosen_stages_alone(tmp_path: Path) -> None:
+    (tmp_path / "build" / "python_package").mkdir(parents=True)
+    build = ("--build", str(tmp_path / "build"))
+    done = run_script("--rehearse", *build, "--only", "probe_torch,sticky", str(tmp_path / "out"))
+    record = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
+    assert record["rehearsal"] is True
+    assert record["state"] == "complete"
+    assert [stage["stage"] for stage in record["stages"]] == ["probe_torch", "build", "programs", "sticky"], done.stdout
+    assert "these numbers mean nothing" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--rehearse", str(plan.ROOT / "benchmarks" / "results")), "a rehearsal measures nothing"),
+        (("--rehearse", "--build", "/nonexistent", "{tmp}"), "run tests/run first"),
+        (("--build", "{tmp}", "--only", "rase", "{tmp}"), "no stage begins with 'rase'; there are build, probe,"),
+    ],
+)
+def test_wrong_arguments_say_what_to_do(arguments: tuple[str, ...], why: str, tmp_path: Path) -> None:
+    (tmp_path / "python_package").mkdir()
+    done = run_script(*(each.replace("{tmp}", str(tmp_path)) for each in arguments))
+    assert done.returncode == 2
+    assert why in " ".join(done.stderr.split())

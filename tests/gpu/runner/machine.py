@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -26,17 +27,23 @@ print(json.dumps({
 
 def describe(environment: dict[str, str]) -> dict[str, Any]:
     """Hardware and versions; what cannot be found out is None."""
-    import json
+
+    def line(command: list[str], which: int = 0) -> str | None:
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=True)
+            return done.stdout.strip().splitlines()[which]
+        except (OSError, IndexError, subprocess.SubprocessError):
+            return None
 
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)),
-        "driver": _line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
-        "nvcc": _line(["nvcc", "--version"], -1),
-        "cmake": _line(["cmake", "--version"]),
-        "ninja": _line(["ninja", "--version"]),
-        "compiler": _line(["c++", "--version"]),
+        "driver": line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "nvcc": line(["nvcc", "--version"], -1),
+        "cmake": line(["cmake", "--version"]),
+        "ninja": line(["ninja", "--version"]),
+        "compiler": line(["c++", "--version"]),
         "compute_sanitizer": shutil.which("compute-sanitizer") is not None,
     }
     try:
@@ -49,12 +56,10 @@ def describe(environment: dict[str, str]) -> dict[str, Any]:
     return facts
 
 
-def _line(command: list[str], which: int = 0) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return done.stdout.strip().splitlines()[which]
-    except (OSError, IndexError, subprocess.SubprocessError):
-        return None
+def nccl_library(python_path: str) -> str:
+    """The file of the NCCL that came with PyTorch; empty if there is none."""
+    folders = [Path(folder) for folder in [*python_path.split(os.pathsep), *sys.path] if folder]
+    return next((str(path) for folder in folders for path in folder.glob("nvidia/*/lib/libnccl.so.2")), "")
 
 
 @dataclass
@@ -68,6 +73,9 @@ class Carried:
     @classmethod
     def unpack(cls, folder: Path, into: Path) -> Carried:
         found = cls(dict(os.environ))
+        # The machine's own CMake may be too old. The CUDA toolkit's installers change no PATH.
+        places = [into / "site" / "bin", Path(sys.executable).parent, os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+        found.environment["PATH"] = os.pathsep.join(map(str, places))
         shutil.rmtree(into, ignore_errors=True)
         wheels, packages = sorted(folder.glob("*.whl")), sorted(folder.glob("*.deb"))
         if wheels:

@@ -7,14 +7,18 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from runner import plan
+from runner import goals, plan
 from runner.machine import Carried, describe
 from runner.record import Record
 from runner.stage import Running, Stage, skipped
 
-LAST_STAGE_SECONDS = 45.0  # kept for it: the others may have taken all the rest
+# What earlier stages have saved goes to a stage that needs more than its limit. One that hangs must not take all of it.
+MOST_OF_ITS_LIMIT = 2.0
+LEAST_SECONDS = 5.0  # in less, no stage gets anywhere
+REHEARSAL_SLACK = 5.0  # the limits are for sixteen idle cores; a rehearsal may share two
 
 
 class Run:
@@ -23,16 +27,21 @@ class Run:
         self._environment = environment
         self._deadline = deadline
 
-    def stage(self, stage: Stage, *, last: bool = False) -> None:
+    def stages(self, stages: Sequence[Stage]) -> None:
+        """One after the other. The limits of those to come are kept for them."""
+        for index, stage in enumerate(stages):
+            self.stage(stage, kept=sum(later.limit for later in stages[index + 1 :] if not later.why_not))
+
+    def stage(self, stage: Stage, *, kept: float = 0.0) -> None:
         why = stage.why_not or self._lacks(stage)
-        left = self._deadline - time.monotonic() - (0 if last else LAST_STAGE_SECONDS)
-        if not why and left < min(stage.limit, 10):
+        left = self._deadline - time.monotonic() - kept
+        if not why and left < min(stage.limit, LEAST_SECONDS):
             why = "time is up"
         if why:
             self.done(skipped(stage, why))
             return
         self.record.write(f"running {stage.name}")
-        self.done(*self.start(stage).finish(min(stage.limit, left)))
+        self.done(*self.start(stage).finish(min(MOST_OF_ITS_LIMIT * stage.limit, left)))
 
     def start(self, stage: Stage) -> Running:
         return Running(stage, self._environment)
@@ -52,55 +61,109 @@ class Run:
 
 
 def main(text: str | None) -> int:
-    args = _arguments(text)
-    deadline = time.monotonic() + 60 * args.minutes
-    folder = Path(args.folder or os.environ.get("OUT") or plan.ROOT / "build" / "gpu-results")
-    record = Record(folder)
-    build_folder = Path(args.build).resolve() if args.build else plan.ROOT / "build" / "gpu"
+    parser = _parser(text)
+    args = parser.parse_args(sys.argv[1:])
+    slack = REHEARSAL_SLACK if args.rehearse else 1.0
+    deadline = time.monotonic() + 60 * args.minutes * slack
+    build_dir = Path(os.environ.get("PACELINE_BUILD_DIR") or plan.ROOT / "build")
+    folder = Path(args.folder or os.environ.get("OUT") or build_dir / ("rehearsal" if args.rehearse else "gpu-results"))
+    if args.rehearse and (plan.ROOT / "benchmarks") in folder.resolve().parents:
+        parser.error(
+            f"{folder}: a rehearsal measures nothing, and benchmarks/ holds what was measured. Name another folder"
+        )
+    built = Path(args.build).resolve() if args.build else build_dir / "dev" if args.rehearse else None
+    if built is not None and not (built / "python_package").is_dir():
+        parser.error(
+            f"{built} is no build of paceline with its tests and its binding: run tests/run first, or name one with --build"
+        )
+    record = Record(folder, rehearsal=args.rehearse)
     with tempfile.TemporaryDirectory(prefix="gpu") as scratch:
         carried = Carried.unpack(Path(args.carried), Path(scratch) / "carried")
         record.machine = describe(carried.environment) | {"carried_problems": carried.problems}
-        gpu = bool(record.machine.get("gpus"))
-        path = carried.environment.get("PYTHONPATH", "")
+        setting = plan.Setting(
+            scratch=Path(scratch),
+            build=built or build_dir / "gpu",
+            path=carried.environment["PATH"],
+            python_path=carried.environment.get("PYTHONPATH", ""),
+            cmake=carried.cmake,
+            gpu=bool(record.machine.get("gpus")) and not args.rehearse,
+            rehearsal=args.rehearse,
+            given=built is not None,
+        )
+        build, probes, after = plan.build(setting), plan.probes(setting), plan.after_build(setting)
+        for stage in (build, *probes, *after):
+            stage.limit *= slack
+        chosen = _chosen(parser, [stage.name for stage in (build, *probes, *after)], args.only)
         run = Run(record, carried.environment, deadline)
-        building = None
-        build = plan.build(build_folder, carried.cmake, gpu=gpu, jobs=len(os.sched_getaffinity(0)))
-        if args.build:
+        probes = [stage for stage in probes if stage.name in chosen]
+        if any(stage.name in chosen for stage in after):
+            chosen.add("programs")  # they may be what a chosen stage runs
+        later = [stage for stage in after if stage.name in chosen]
+        kept = sum(stage.limit for stage in later if not stage.why_not)
+        if built is not None and not args.rehearse:
             run.done({"stage": "build", "status": "passed", "seconds": 0.0, "why": f"given: {args.build}"})
+            run.stages(probes)
+        elif "build" in chosen or later:
+            _build_and_probe(run, build, probes, deadline - kept)
         else:
-            building = run.start(build)
-        try:
-            for stage in plan.probes(Path(scratch), gpu=gpu):
-                run.stage(stage)
-        finally:  # also after Ctrl-C: what was started is ended
-            if building is not None:
-                record.write("waiting for the build")
-                run.done(*building.finish(build.limit))
-        stages = [stage for stage in plan.after_build(build_folder, path, gpu=gpu) if _chosen(stage.name, args.only)]
-        for stage in stages:
-            run.stage(stage, last=stage is stages[-1])
+            run.stages(probes)
+        run.stages(later)
+    record.goals = goals.goals(record.stages, rehearsal=args.rehearse)
     record.write("complete")
-    print(f"\n{'failed: ' + ', '.join(record.failed) if record.failed else 'nothing failed'}; see {folder}/gpu.json")
+    print("\n" + goals.table(record.goals, rehearsal=args.rehearse))
+    print(f"{'failed: ' + ', '.join(record.failed) if record.failed else 'nothing failed'}; see {record.path}")
     return 1 if record.failed else 0
 
 
-def _chosen(name: str, only: str | None) -> bool:
-    return only is None or any(name.startswith(each) for each in only.split(","))
+def _build_and_probe(run: Run, build: Stage, probes: Sequence[Stage], deadline: float) -> None:
+    """Build on half of the cores while the probes, which measure, have the other half to themselves."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    building = run.start(_on(cores[:half], build))
+    try:
+        for stage in probes:
+            run.stage(_on(cores[half:] if half else (), stage))
+    finally:  # also after Ctrl-C: what was started is ended
+        building.use(cores)
+        run.record.write("waiting for the build")
+        run.done(*building.finish(min(MOST_OF_ITS_LIMIT * build.limit, deadline - time.monotonic())))
 
 
-def _arguments(text: str | None) -> argparse.Namespace:
+def _on(cores: Collection[int], stage: Stage) -> Stage:
+    stage.cores = cores
+    return stage
+
+
+def _chosen(parser: argparse.ArgumentParser, names: list[str], only: str | None) -> set[str]:
+    if only is None:
+        return set(names)
+    begins = only.split(",")
+    unknown = [begin for begin in begins if not begin or not any(name.startswith(begin) for name in names)]
+    if unknown:
+        parser.error(f"--only: no stage begins with {', '.join(map(repr, unknown))}; there are {', '.join(names)}")
+    return {name for name in names if name.startswith(tuple(begins))}
+
+
+def _parser(text: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tests/gpu/run", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "folder", nargs="?", help="where gpu.json and gpu.log go (default: $OUT, else build/gpu-results)"
-    )
+    parser.add_argument("folder", nargs="?", help="where the results go (default: $OUT, else build/gpu-results)")
     parser.add_argument(
         "--build", metavar="FOLDER", help="a finished build with PACELINE_GPU_TESTS, instead of a new one"
     )
     parser.add_argument(
         "--carried", default=str(plan.GPU_TESTS / "carried"), metavar="FOLDER", help="what tests/gpu/pack has fetched"
     )
-    parser.add_argument("--minutes", type=float, default=8.8, help="for everything (default: 8.8)")
-    parser.add_argument("--only", metavar="STAGE,...", help="of the stages after the build those that begin so")
-    return parser.parse_args(sys.argv[1:])
+    parser.add_argument(
+        "--minutes", type=float, default=plan.MINUTES, help=f"for everything (default: {plan.MINUTES:g})"
+    )
+    parser.add_argument(
+        "--only", metavar="STAGE,...", help="only stages whose names begin so, and what they need of the build"
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="without a GPU: every stage on fakes and host devices, with the programs of a dev build (default: build/dev)",
+    )
+    return parser

@@ -1,4 +1,4 @@
-"""gpu.json and gpu.log: complete at every moment, whenever the run is killed."""
+"""gpu.json and gpu.log, or rehearsal.json and rehearsal.log: complete at every moment, whenever the run is killed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 
 
 class Record:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, rehearsal: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "gpu.json"
-        self._log = folder / "gpu.log"
+        self._rehearsal = rehearsal
+        self.path = folder / ("rehearsal.json" if rehearsal else "gpu.json")
+        self._log = self.path.with_suffix(".log")
         self._log.write_text("")
         self._begin = time.monotonic()
         self.machine: dict[str, Any] = {}
         self.stages: list[dict[str, Any]] = []
+        self.goals: list[dict[str, Any]] = []
         self.write("starting")
 
     def status_of(self, stage: str) -> str | None:
@@ -38,12 +40,14 @@ class Record:
     def write(self, state: str) -> None:
         """Replace the file at once: a reader, or a kill, never meets half of it."""
         whole = {
+            "rehearsal": self._rehearsal,
             "state": state,
             "failed": self.failed,
             "seconds": round(time.monotonic() - self._begin, 1),
             "machine": self.machine,
+            "goals": self.goals,
             "stages": self.stages,
         }
-        beside = self._path.with_suffix(".json.new")
+        beside = self.path.with_suffix(".json.new")
         beside.write_text(json.dumps(whole, indent=1))
-        beside.replace(self._path)
+        beside.replace(self.path)
