@@ -15,6 +15,7 @@ import paceline
 from gpu_cases import BOXES
 from paceline.torch import DataParallel, Module
 from paceline.torch._devices.places import Places
+from paceline.torch._replicas import arrivals
 from torch_support import classify
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*each micro-batch is normalised.*")
@@ -208,3 +209,29 @@ def test_memory_that_pytorch_fills_is_waited_for(fake: Any, monkeypatch: pytest.
                 trainer.step(classify, batch)
             counts.append(len(drained))
     assert counts[1] == counts[0] + 1, "memory is filled once, on a stream that the copies do not wait for"
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+def test_buffers_are_waited_for_before_the_forward(
+    far_gpus: Any, monkeypatch: pytest.MonkeyPatch, buffers: bool
+) -> None:
+    monkeypatch.setattr(arrivals, "MOST_BYTES", 16)  # parameters come in many buckets, each awaited where it is used
+    module, batch = normalised(2) if buffers else (nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), normalised(1)[1])
+    module.to("hpu:0")
+    plain = copy.deepcopy(module).cpu()
+    waiting: list[set[int]] = []
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        replica = trainer._execution.replicas.list[1]
+        if one is replica.module:
+            assert replica.arrivals is not None
+            waiting.append(set(replica.arrivals.waiting))
+        return classify(one, part)
+
+    with DataParallel(module, BOXES["two"], balance=[1.0, 2.0], transport="copies") as trainer:
+        for _ in range(2):
+            trainer.step(loss_fn, batch)
+            plain(batch[0][8:])
+    assert [0 in buckets for buckets in waiting] == [not buffers] * 2
+    assert all(len(buckets) > 1 for buckets in waiting)
+    expect_buffers_of(module, plain, torch.device("hpu:0"))
