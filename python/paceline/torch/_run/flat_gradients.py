@@ -67,14 +67,14 @@ class FlatGradients:
         key = self._replicas.generation, tuple(one.requires_grad for one in self._replicas.parameters)
         ready = max((one.ready for one in self._devices), key=len, default=[])
         if key != self._key:
-            self._key, self._ordered = key, False
             self._lay_out(range(len(self._replicas.parameters) - 1, -1, -1))
+            self._key, self._ordered = key, False
         elif ready and not self._ordered:
-            self._ordered = True
             known = set(ready)
             order = [*dict.fromkeys(ready), *(index for index in self._order if index not in known)]
             if order != self._order:
                 self._lay_out(order)
+            self._key, self._ordered = key, True
         for one in self._devices:
             one.begun, one.waiting, one.ready = False, None, []
             one.found.clear()
@@ -156,14 +156,13 @@ class FlatGradients:
         if not self._devices:
             return ""
         count = len(self._layout.buckets)
-        return f"Gradients: {self.early} of {plural(count, 'bucket')} final on all devices, and their sums begun, before the last backward ended.\n"
+        return f"Gradients: {self.early} of {plural(count, 'bucket')} were final on all devices before the last backward ended.\n"
 
     def _lay_out(self, order: Sequence[int]) -> None:
         replicas = self._replicas
         _refuse_sparse(replicas)
         self._places.drain()  # the memory so far may still be read
         self.release()
-        self._key = replicas.generation, tuple(one.requires_grad for one in replicas.parameters)
         self._order = list(order)
         self._layout = Layout(replicas.parameters, replicas.names, self._order, MOST_BYTES)
         self._bucket_of = {piece.index: k for k, one in enumerate(self._layout.buckets) for piece in one.pieces}
