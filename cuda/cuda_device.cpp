@@ -328,6 +328,7 @@ class CudaDevice final : public AsyncDevice {
   std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) override {
     return std::make_unique<PinnedBuffer>(ordinal_, bytes);
   }
+  void release_memory() override { pool_->trim(); }
   [[nodiscard]] std::size_t peak_bytes() const override { return pool_->peak_bytes(); }
   [[nodiscard]] bool accesses(const AsyncDevice& other) const override {
     return routes_->direct(ordinal_, static_cast<const CudaDevice&>(other).ordinal_);

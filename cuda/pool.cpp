@@ -77,6 +77,11 @@ void* Pool::allocate(std::size_t bytes, cudaStream_t stream) {
   return data;
 }
 
+void Pool::trim() {
+  const DeviceGuard guard(device_);
+  check(cudaMemPoolTrimTo(pool_, 0), "giving memory back", device_);
+}
+
 std::size_t Pool::attribute(cudaMemPoolAttr which) const {
   std::uint64_t value = 0;
   check(cudaMemPoolGetAttribute(pool_, which, &value), "asking a memory pool", device_);

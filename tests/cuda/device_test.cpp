@@ -97,6 +97,21 @@ TEST(CudaDevice, GivesBackAllItTook) {
   EXPECT_EQ(fake::synchronize_calls(), 0);
 }
 
+TEST(CudaDevice, GivesUnusedMemoryBackOnRequest) {
+  boot_machine({.device_count = 1});
+  const auto device = open();
+  const auto stream = device->make_stream();
+  const auto event = device->make_event(false);
+  const auto used = device->allocate(1000, *stream);
+  device->allocate(5000, *stream).reset();
+  stream->record(*event);
+  wait_for(*event);
+  EXPECT_GE(fake::unused_pool_bytes(), 5000U) << "the pool keeps what is freed";
+  device->release_memory();
+  EXPECT_EQ(fake::unused_pool_bytes(), 0U);
+  stream->zero(used->data(), 1000);
+}
+
 TEST(CudaDevice, UsesStreamsAgainThatHaveNothingLeftToDo) {
   boot_machine({.device_count = 2});
   const auto device = open();

@@ -38,6 +38,13 @@ std::vector<std::string> problems() {
   return machine().problems;
 }
 
+std::size_t unused_pool_bytes() {
+  const std::lock_guard lock(machine().mutex);
+  std::size_t bytes = 0;
+  for (const auto& [key, pool] : machine().pools) bytes += pool->reserved - pool->used;
+  return bytes;
+}
+
 int synchronize_calls() {
   const std::lock_guard lock(machine().mutex);
   return machine().synchronize_calls;

@@ -78,6 +78,9 @@ struct Leftovers {
 /// stages them through the host, and need not overlap them with other work.
 [[nodiscard]] int driver_staged_copies();
 
+/// Bytes that pools keep though nothing uses them.
+[[nodiscard]] std::size_t unused_pool_bytes();
+
 /// The number of events that were made since the boot.
 [[nodiscard]] int made_events();
 

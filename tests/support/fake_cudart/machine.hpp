@@ -89,6 +89,8 @@ struct Pool {
   std::size_t used = 0;
   std::size_t used_high = 0;
   std::set<int> peers;  ///< other devices with access
+
+  std::size_t reserved = 0;  // it keeps what is freed until it is trimmed
 };
 
 struct Allocation {

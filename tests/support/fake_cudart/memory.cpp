@@ -79,6 +79,14 @@ cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool, const cudaMemAccessDesc* ac
   return cudaSuccess;
 }
 
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, std::size_t bytes) {
+  const std::lock_guard lock(machine().mutex);
+  fake::Pool& target = *reinterpret_cast<fake::Pool*>(pool);
+  if (const cudaError_t error = machine().health(target.device); error != cudaSuccess) return fail(error);
+  target.reserved = std::max(target.used, std::min(target.reserved, bytes));
+  return cudaSuccess;
+}
+
 cudaError_t cudaMallocFromPoolAsync(void** data, std::size_t bytes, cudaMemPool_t pool, cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
   use_context(__func__);
@@ -89,6 +97,7 @@ cudaError_t cudaMallocFromPoolAsync(void** data, std::size_t bytes, cudaMemPool_
   made->pool = from;
   from->used += bytes;
   from->used_high = std::max(from->used_high, from->used);
+  from->reserved = std::max(from->reserved, from->used);
   *data = made->data;
   // Uses of the memory must come after this operation.
   return enqueue(stream, "an allocation", [made] { fake::writes(made->data, made->bytes); });

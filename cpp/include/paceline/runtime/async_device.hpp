@@ -85,6 +85,8 @@ class PACELINE_API AsyncDevice {
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) = 0;
   /// Host memory that every device can copy from and to.
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) = 0;
+  /// Gives memory back that allocate() has given out and nothing uses any more. Memory whose work is pending stays.
+  virtual void release_memory() = 0;
   /// The largest amount of this device's memory that allocate() has given out at once, since the device was first
   /// opened.
   [[nodiscard]] virtual std::size_t peak_bytes() const = 0;

@@ -315,6 +315,10 @@ std::unique_ptr<Buffer> DeviceQueues::allocate(std::size_t space, std::size_t by
                                         : maker(space).allocate(bytes, *stream);
 }
 
+void DeviceQueues::release_memory() {
+  for (std::size_t s = 0; s < state_->gpu_space_count(); ++s) maker(s).release_memory();
+}
+
 AsyncDevice& DeviceQueues::maker(std::size_t space) const noexcept { return *state_->spaces[space].maker; }
 Stream& DeviceQueues::home_stream() const noexcept { return *state_->home_stream; }
 Stream* DeviceQueues::copy_stream(std::size_t space) const noexcept { return state_->spaces[space].copies.get(); }
