@@ -7,6 +7,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -15,6 +18,8 @@
 #include "device_guard.hpp"
 #include "error.hpp"
 #include "green_context.hpp"
+#include "host_path.hpp"
+#include "peer_access.hpp"
 #include "pool.hpp"
 #include "reduce.hpp"
 #include "runtime/thread_place.hpp"
@@ -170,9 +175,61 @@ int gpu_of(const void* data, int device) {
   return attributes.type == cudaMemoryTypeDevice ? attributes.device : -1;
 }
 
+static_assert(DType::float32 == DType{0} && DType::float64 == DType{1} && DType::float16 == DType{2} &&
+              DType::bfloat16 == DType{3} && DType::int32 == DType{4} && DType::int64 == DType{5});
+/// In the order of DType.
+void (*const kKernels[])(ReductionArguments) = {&paceline_reduce_float32, &paceline_reduce_float64,
+                                                &paceline_reduce_float16, &paceline_reduce_bfloat16,
+                                                &paceline_reduce_int32,   &paceline_reduce_int64};
+
+/// The reduction kernels on one device, loaded now. Loading at the first launch can wait for a running kernel, which
+/// may wait for us.
+class Kernels {
+ public:
+  Kernels(int device, int sm_count) {
+    const DeviceGuard guard(device);
+    for (std::size_t k = 0; k < std::size(kKernels); ++k) {
+      const auto* const kernel = reinterpret_cast<const void*>(kKernels[k]);
+      cudaFuncAttributes attributes{};
+      int blocks = 0;
+      check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel", device);
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kReductionBlock, 0), "asking for occupancy",
+            device);
+      most_blocks_[k] = static_cast<std::size_t>(std::max(1, blocks * sm_count));
+    }
+  }
+
+  /// The blocks that run at once on the device's SMs.
+  [[nodiscard]] std::size_t most_blocks(std::size_t kernel) const { return most_blocks_[kernel]; }
+
+ private:
+  std::size_t most_blocks_[std::size(kKernels)] = {};
+};
+
+/// How one open device's streams reach the memory of other GPUs. Shared with the streams. Any thread.
+class Routes {
+ public:
+  explicit Routes(int device) : peers_(PeerAccess::open(device)) {}
+
+  [[nodiscard]] bool direct(int one, int other) const { return peers_->between(one, other); }
+  [[nodiscard]] HostPath& through_host(int source, int target) {
+    const std::lock_guard lock(mutex_);
+    std::shared_ptr<HostPath>& path = paths_[{source, target}];
+    if (path == nullptr) path = HostPath::of(source, target);
+    return *path;
+  }
+
+ private:
+  std::shared_ptr<PeerAccess> peers_;
+  std::mutex mutex_;
+  std::map<std::pair<int, int>, std::shared_ptr<HostPath>> paths_;
+};
+
 class CudaStream final : public Stream {
  public:
-  CudaStream(int device, std::shared_ptr<StreamHandle> handle) : device_(device), handle_(std::move(handle)) {}
+  CudaStream(int device, std::shared_ptr<StreamHandle> handle, std::shared_ptr<Routes> routes,
+             std::shared_ptr<const Kernels> kernels)
+      : device_(device), handle_(std::move(handle)), routes_(std::move(routes)), kernels_(std::move(kernels)) {}
 
   [[nodiscard]] void* native() const noexcept override { return handle_->get(); }
   [[nodiscard]] const std::shared_ptr<StreamHandle>& handle() const noexcept { return handle_; }
@@ -197,11 +254,15 @@ class CudaStream final : public Stream {
     const DeviceGuard guard(device_);
     const int target = gpu_of(to, device_);
     const int source = gpu_of(from, device_);
-    // If GPUs cannot access each other, only this call copies through the host, and it also does so for pool memory.
-    const cudaError_t error = target >= 0 && source >= 0 && target != source
-                                  ? cudaMemcpyPeerAsync(to, target, from, source, bytes, handle_->get())
-                                  : cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, handle_->get());
-    check(error, "copying", device_);
+    if (target < 0 || source < 0 || target == source) {
+      check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, handle_->get()), "copying", device_);
+    } else if (routes_->direct(source, target)) {
+      // This call works for all memory. Some that PyTorch allocates is not mapped on the peer; the driver copies that.
+      check(cudaMemcpyPeerAsync(to, target, from, source, bytes, handle_->get()), "copying", device_);
+    } else {
+      if (begun_ == nullptr) begun_ = std::make_unique<CudaEvent>(device_, false);
+      routes_->through_host(source, target).copy(*this, *begun_, to, from, bytes);
+    }
   }
 
   void reduce(const DeviceReduction& reduction) override;
@@ -209,14 +270,10 @@ class CudaStream final : public Stream {
  private:
   int device_;
   std::shared_ptr<StreamHandle> handle_;
+  std::shared_ptr<Routes> routes_;
+  std::shared_ptr<const Kernels> kernels_;
+  std::unique_ptr<CudaEvent> begun_;  // of a copy through the host
 };
-
-static_assert(DType::float32 == DType{0} && DType::float64 == DType{1} && DType::float16 == DType{2} &&
-              DType::bfloat16 == DType{3} && DType::int32 == DType{4} && DType::int64 == DType{5});
-/// In the order of DType.
-void (*const kKernels[])(ReductionArguments) = {&paceline_reduce_float32, &paceline_reduce_float64,
-                                                &paceline_reduce_float16, &paceline_reduce_bfloat16,
-                                                &paceline_reduce_int32,   &paceline_reduce_int64};
 
 void CudaStream::reduce(const DeviceReduction& reduction) {
   const std::size_t input_count = reduction.inputs.size();
@@ -235,11 +292,10 @@ void CudaStream::reduce(const DeviceReduction& reduction) {
   arguments.count = reduction.count;
   arguments.scale = reduction.scale;
   arguments.divisor = static_cast<std::int64_t>(reduction.divisor == 0 ? input_count : reduction.divisor);
-  // One thread per 16 bytes, up to a grid that fills the largest GPU several times. The kernel loops over the rest.
-  constexpr unsigned int block = 256;
-  constexpr std::size_t most_blocks = 4096;
+  // One thread per 16 bytes, up to as many as run at once. The kernel loops over the rest.
+  constexpr unsigned int block = kReductionBlock;
   const std::size_t packs = reduction.count * size_of(reduction.dtype) / 16 + 1;
-  const auto grid = static_cast<unsigned int>(std::min(most_blocks, (packs + block - 1) / block));
+  const auto grid = static_cast<unsigned int>(std::min(kernels_->most_blocks(type), (packs + block - 1) / block));
   void* argument_list[] = {&arguments};
   const DeviceGuard guard(device_);
   check(cudaLaunchKernel(reinterpret_cast<const void*>(kKernels[type]), dim3(grid), dim3(block), argument_list, 0,
@@ -250,22 +306,20 @@ void CudaStream::reduce(const DeviceReduction& reduction) {
 class CudaDevice final : public AsyncDevice {
  public:
   CudaDevice(int ordinal, std::shared_ptr<GreenContext> part)
-      : ordinal_(ordinal), part_(std::move(part)), pool_(Pool::of(ordinal)) {
-    // Loads the kernel now. Loading at the first launch can wait for a running kernel, which may wait for us.
-    const DeviceGuard guard(ordinal);
-    for (auto* const kernel : kKernels) {
-      cudaFuncAttributes attributes{};
-      check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "loading a kernel", ordinal);
-    }
-  }
+      : ordinal_(ordinal),
+        part_(std::move(part)),
+        pool_(Pool::of(ordinal)),
+        routes_(std::make_shared<Routes>(ordinal)),
+        kernels_(std::make_shared<Kernels>(
+            ordinal, part_ != nullptr ? part_->sm_count() : attribute(cudaDevAttrMultiProcessorCount, ordinal, 1))) {}
 
   std::unique_ptr<Stream> make_stream() override {
-    return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, part_));
+    return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, part_), routes_, kernels_);
   }
   std::unique_ptr<Stream> adopt_stream(void* native) override {
     // Null means the same stream, but it would look like a forgotten stream.
     cudaStream_t stream = native == nullptr ? cudaStreamLegacy : static_cast<cudaStream_t>(native);
-    return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, stream));
+    return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, stream), routes_, kernels_);
   }
   std::unique_ptr<Event> make_event(bool timed) override { return std::make_unique<CudaEvent>(ordinal_, timed); }
   std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) override {
@@ -274,12 +328,19 @@ class CudaDevice final : public AsyncDevice {
   std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) override {
     return std::make_unique<PinnedBuffer>(ordinal_, bytes);
   }
+  void release_memory() override { pool_->trim(); }
   [[nodiscard]] std::size_t peak_bytes() const override { return pool_->peak_bytes(); }
+  [[nodiscard]] bool accesses(const AsyncDevice& other) const override {
+    return routes_->direct(ordinal_, static_cast<const CudaDevice&>(other).ordinal_);
+  }
+  [[nodiscard]] bool shares(const void* data) const override { return pool_->shares(data); }
 
  private:
   int ordinal_;
   std::shared_ptr<GreenContext> part_;
   std::shared_ptr<Pool> pool_;
+  std::shared_ptr<Routes> routes_;
+  std::shared_ptr<const Kernels> kernels_;
 };
 
 }  // namespace

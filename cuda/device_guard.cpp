@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device_guard.hpp"
 
-#include <fmt/format.h>
-
 #include <map>
 #include <mutex>
 
-#include <paceline/error.hpp>
-
 #include "driver.hpp"
+#include "error.hpp"
 
 namespace paceline::cuda {
 namespace {
@@ -20,24 +17,16 @@ CUcontext primary_context(int device) {
   CUcontext& context = (*contexts)[device];
   if (context != nullptr) return context;
   CUdevice handle = 0;
-  CUresult result = driver().device_get(&handle, device);
-  if (result == CUDA_SUCCESS) result = driver().primary_context_retain(&context, handle);
-  if (result != CUDA_SUCCESS) {
-    context = nullptr;
-    throw Error(fmt::format("cuda:{}: its context cannot be had (driver error {})", device, static_cast<int>(result)),
-                fmt::format("cuda:{}", device));
-  }
-  return context;
+  check(driver().device_get(&handle, device), "finding the device", device);
+  CUcontext retained = nullptr;
+  check(driver().primary_context_retain(&retained, handle), "making its context", device);
+  return context = retained;
 }
 
 }  // namespace
 
 DeviceGuard::DeviceGuard(int device) {
-  const CUresult result = driver().context_push(primary_context(device));
-  if (result != CUDA_SUCCESS) {
-    throw Error(fmt::format("cuda:{}: cannot be made current (driver error {})", device, static_cast<int>(result)),
-                fmt::format("cuda:{}", device));
-  }
+  check(driver().context_push(primary_context(device)), "making the device current", device);
   // The context must be current, here and below. On a thread without a context this call would make and keep GPU 0's.
   if (cudaThreadExchangeStreamCaptureMode(&capture_before_) != cudaSuccess) static_cast<void>(cudaGetLastError());
 }

@@ -41,6 +41,7 @@ const Driver& driver() {
     find(driver.primary_context_retain, "cuDevicePrimaryCtxRetain", kOldestAbi);
     find(driver.context_push, "cuCtxPushCurrent", kOldestAbi);
     find(driver.context_pop, "cuCtxPopCurrent", kOldestAbi);
+    find(driver.pointer_attributes, "cuPointerGetAttributes", kOldestAbi);
     return driver;
   }();
   return loaded;

@@ -11,6 +11,7 @@ struct Driver {
   decltype(&cuDevicePrimaryCtxRetain) primary_context_retain = nullptr;
   decltype(&cuCtxPushCurrent) context_push = nullptr;
   decltype(&cuCtxPopCurrent) context_pop = nullptr;
+  decltype(&cuPointerGetAttributes) pointer_attributes = nullptr;
 };
 
 /// @throws Unavailable if there is no driver, or if the driver lacks a function, which the message names.

@@ -3,7 +3,11 @@
 
 #include <fmt/format.h>
 
+#include <cstddef>
+
 #include <paceline/error.hpp>
+
+#include "device_guard.hpp"
 
 namespace paceline::cuda {
 namespace {
@@ -16,11 +20,14 @@ static_assert(static_cast<int>(cudaErrorContained) == kContained &&
               static_cast<int>(cudaErrorTensorMemoryLeak) == kTensorMemoryLeak);
 #endif
 
-/// Errors after which CUDA needs a new process. The context returns them from every further call.
-bool is_sticky(cudaError_t error) noexcept {
+constexpr char kHardware[] =
+    "The hardware failed: `nvidia-smi -q` and the kernel's log (Xid) say how. Leave this GPU out if it happens again";
+
+/// For errors after which CUDA needs a new process: what happened, and what else to do. Null for other errors. The
+/// context returns such an error from every further call. For most, the runtime's header says that the process must end
+/// and start again; for the last three errors it says nothing better.
+const char* why_lost(cudaError_t error) noexcept {
   switch (error) {
-    // The runtime's header says for each that the process must end and start again. The last two are hardware errors,
-    // for which the header says nothing better.
     case cudaErrorIllegalAddress:
     case cudaErrorLaunchTimeout:
     case cudaErrorAssert:
@@ -30,13 +37,20 @@ bool is_sticky(cudaError_t error) noexcept {
     case cudaErrorInvalidAddressSpace:
     case cudaErrorInvalidPc:
     case cudaErrorLaunchFailure:
+      return "A kernel broke the device's context. CUDA_LAUNCH_BLOCKING=1 on one device, or compute-sanitizer, shows "
+             "which one";
     case cudaErrorMpsClientTerminated:
+      return "The MPS server ended this client, perhaps because another client failed; its log says why";
+    case cudaErrorContextIsDestroyed:
+      return "Somebody destroyed the device's context (cudaDeviceReset, for example)";
     case cudaErrorExternalDevice:
     case cudaErrorECCUncorrectable:
     case cudaErrorNvlinkUncorrectable:
-      return true;
+      return kHardware;
     default:
-      return static_cast<int>(error) == kContained || static_cast<int>(error) == kTensorMemoryLeak;
+      if (static_cast<int>(error) == kContained) return kHardware;
+      return static_cast<int>(error) == kTensorMemoryLeak ? "A kernel ended without giving its tensor memory back"
+                                                          : nullptr;
   }
 }
 
@@ -55,13 +69,24 @@ void check(cudaError_t error, const char* doing, int device, std::source_locatio
         fmt::format("{}: {} failed: the device has no memory left. Use a smaller batch or model.", name, doing), name,
         where);
   }
-  if (is_sticky(error)) {
-    throw DeviceLost(fmt::format("{}: {} failed: {}. A kernel or the hardware broke the device's context, which CUDA "
-                                 "repairs only for a new process: save what you need and start again.",
-                                 name, doing, text_of(error)),
+  if (const char* const why = why_lost(error)) {
+    throw DeviceLost(fmt::format("{}: {} failed: {}. {}. CUDA repairs the device only for a new process: save what you "
+                                 "need and start again.",
+                                 name, doing, text_of(error), why),
                      name, where);
   }
   throw Error(fmt::format("{}: {} failed: {}", name, doing, text_of(error)), name, where);
+}
+
+void check(CUresult result, const char* doing, int device, std::source_location where) {
+  check(static_cast<cudaError_t>(result), doing, device, where);
+}
+
+void check_alive(int device) {
+  const DeviceGuard guard(device);
+  std::size_t free = 0;
+  std::size_t total = 0;
+  check(cudaMemGetInfo(&free, &total), "asking whether it still works", device);
 }
 
 int attribute(cudaDeviceAttr which, int ordinal, int otherwise) noexcept {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <source_location>
@@ -15,6 +16,13 @@ namespace paceline::cuda {
 /// failed". Clears the runtime's last error, so that no other check finds it.
 void check(cudaError_t error, const char* doing, int device,
            std::source_location where = std::source_location::current());
+
+/// The same for calls of the driver, which numbers its errors as the runtime does.
+void check(CUresult result, const char* doing, int device,
+           std::source_location where = std::source_location::current());
+
+/// Throws DeviceLost if the device has failed, perhaps at earlier work.
+void check_alive(int device);
 
 /// The value of the attribute, or `otherwise` if the driver does not know the attribute.
 [[nodiscard]] int attribute(cudaDeviceAttr which, int ordinal, int otherwise) noexcept;

@@ -8,12 +8,6 @@
 namespace paceline::cuda {
 namespace {
 
-// The runtime numbers its errors as the driver does.
-void check(CUresult result, const char* doing, int device,
-           std::source_location where = std::source_location::current()) {
-  cuda::check(static_cast<cudaError_t>(result), doing, device, where);
-}
-
 CUdevice handle_of(int device) {
   CUdevice handle = 0;
   check(driver().device_get(&handle, device), "finding the device", device);

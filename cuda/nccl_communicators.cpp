@@ -12,6 +12,7 @@
 #include <paceline/error.hpp>
 
 #include "device_guard.hpp"
+#include "error.hpp"
 
 namespace paceline::nccl {
 namespace {
@@ -255,6 +256,16 @@ std::string Communicators::name_of_rank(std::size_t rank) const {
 
 std::exception_ptr Communicators::error_of(Result result, const char* function, std::size_t rank) const {
   const char* const last = library_.get_last_error(rank == kEveryRank ? nullptr : comms_[rank]);
+  // NCCL does not say which of CUDA's errors it met. One that needs a new process is the device's own.
+  if (result == kUnhandledCudaError || result == kSystemError || result == kInternalError) {
+    for (const internal::Endpoint& endpoint : endpoints_) {
+      try {
+        cuda::check_alive(endpoint.device.index);
+      } catch (const DeviceLost&) {
+        return std::current_exception();
+      }
+    }
+  }
   const std::string detail = last == nullptr || *last == '\0' ? "" : fmt::format(" NCCL says: {}", last);
   return std::make_exception_ptr(Error(
       fmt::format("{}: {} failed: {} (NCCL error {}).{} All connections were given up; the next call makes new ones. "

@@ -80,6 +80,8 @@ class NcclLink final : public internal::Link {
     return fmt::format("NCCL {} ({})", version_text(library_.version), library_.path);
   }
 
+  [[nodiscard]] bool accesses_peers() const noexcept override { return true; }
+
   void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype, ReduceOp op) override {
     if (drops_nans(dtype, op)) return copies_->all_reduce(buffers, count, dtype, op);
     open();

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "device_guard.hpp"
+#include "driver.hpp"
 #include "error.hpp"
 
 namespace paceline::cuda {
@@ -76,10 +77,27 @@ void* Pool::allocate(std::size_t bytes, cudaStream_t stream) {
   return data;
 }
 
+void Pool::trim() {
+  const DeviceGuard guard(device_);
+  check(cudaMemPoolTrimTo(pool_, 0), "giving memory back", device_);
+}
+
 std::size_t Pool::attribute(cudaMemPoolAttr which) const {
   std::uint64_t value = 0;
   check(cudaMemPoolGetAttribute(pool_, which, &value), "asking a memory pool", device_);
   return static_cast<std::size_t>(value);
+}
+
+bool Pool::shares(const void* data) const {
+  cudaMemPool_t owner = nullptr;
+  int from_malloc = 0;
+  CUpointer_attribute asked[] = {CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE};
+  void* answers[] = {&owner, &from_malloc};
+  const DeviceGuard guard(device_);
+  const CUresult result =
+      driver().pointer_attributes(2, asked, answers, static_cast<CUdeviceptr>(reinterpret_cast<std::uintptr_t>(data)));
+  check(result, "asking whose memory it is", device_);
+  return owner == pool_ || (owner == nullptr && from_malloc != 0);
 }
 
 std::size_t Pool::bytes_in_use() const { return attribute(cudaMemPoolAttrUsedMemCurrent); }

@@ -24,7 +24,12 @@ class Pool {
 
   /// Allocates in the order of `stream`. @throws OutOfMemory
   [[nodiscard]] void* allocate(std::size_t bytes, cudaStream_t stream);
+  /// Gives memory back that nothing uses.
+  void trim();
   [[nodiscard]] std::size_t bytes_in_use() const;
+  /// Whether peers may access this memory of the GPU: it is from this pool or from cudaMalloc. Other pools, and
+  /// mappings such as PyTorch's expandable segments, give access to whom their owner chose.
+  [[nodiscard]] bool shares(const void* data) const;
   [[nodiscard]] std::size_t peak_bytes() const;
 
  private:

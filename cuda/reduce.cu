@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Reduces the buffers of one GPU's partitions. The kernels are bound by memory: they read k inputs once and write one
-// output, with loads of 16 bytes where the pointers allow it.
+// output, with loads of 16 bytes where the pointers allow it, two per thread and input at a time.
 #include "reduce.hpp"
 
 #include <cuda_bf16.h>
@@ -115,26 +115,41 @@ struct alignas(16) Pack {
   T values[kSize];
 };
 
-/// `begin` is the first element whose address is a multiple of 16 bytes in every buffer.
-template <class T, class Op>
-__device__ void reduce_pack(const ReductionArguments& arguments, std::size_t begin, std::size_t pack) {
+/// Reduces kPacks packs that lie `stride` apart. All loads of one input come before their use, so they are under way at
+/// the same time. `begin` is the first element whose address is a multiple of 16 bytes in every buffer.
+template <int kPacks, class T, class Op>
+__device__ void reduce_packs(const ReductionArguments& arguments, std::size_t begin, std::size_t pack,
+                             std::size_t stride) {
   constexpr int size = Pack<T>::kSize;
-  const auto at = [&](const void* buffer) {
-    return reinterpret_cast<const Pack<T>*>(static_cast<const T*>(buffer) + begin) + pack;
+  const auto load = [&](Pack<T>(&packs)[kPacks], int k) {
+    const auto* const from =
+        reinterpret_cast<const Pack<T>*>(static_cast<const T*>(arguments.inputs[k]) + begin) + pack;
+#pragma unroll
+    for (int n = 0; n < kPacks; ++n) packs[n] = from[static_cast<std::size_t>(n) * stride];
   };
-  Value<T> values[size];
-  const Pack<T> first = *at(arguments.inputs[0]);
+  Pack<T> packs[kPacks];
+  Value<T> values[kPacks][size];
+  load(packs, 0);
 #pragma unroll
-  for (int j = 0; j < size; ++j) values[j] = widen(first.values[j]);
-  for (int k = 1; k < arguments.input_count; ++k) {
-    const Pack<T> next = *at(arguments.inputs[k]);
+  for (int n = 0; n < kPacks; ++n) {
 #pragma unroll
-    for (int j = 0; j < size; ++j) values[j] = Op::combine(values[j], widen(next.values[j]));
+    for (int j = 0; j < size; ++j) values[n][j] = widen(packs[n].values[j]);
   }
-  Pack<T> result;
+  for (int k = 1; k < arguments.input_count; ++k) {
+    load(packs, k);
 #pragma unroll
-  for (int j = 0; j < size; ++j) result.values[j] = narrow<T>(Op::finish(values[j], arguments));
-  *(reinterpret_cast<Pack<T>*>(static_cast<T*>(arguments.output) + begin) + pack) = result;
+    for (int n = 0; n < kPacks; ++n) {
+#pragma unroll
+      for (int j = 0; j < size; ++j) values[n][j] = Op::combine(values[n][j], widen(packs[n].values[j]));
+    }
+  }
+  auto* const to = reinterpret_cast<Pack<T>*>(static_cast<T*>(arguments.output) + begin) + pack;
+#pragma unroll
+  for (int n = 0; n < kPacks; ++n) {
+#pragma unroll
+    for (int j = 0; j < size; ++j) packs[n].values[j] = narrow<T>(Op::finish(values[n][j], arguments));
+    to[static_cast<std::size_t>(n) * stride] = packs[n];
+  }
 }
 
 template <class T, class Op>
@@ -152,7 +167,9 @@ __device__ void reduce_with(const ReductionArguments& arguments) {
   if (begin > arguments.count) begin = arguments.count;
   const std::size_t packs = (arguments.count - begin) / Pack<T>::kSize;
   const std::size_t end = begin + packs * Pack<T>::kSize;
-  for (std::size_t i = thread; i < packs; i += threads) reduce_pack<T, Op>(arguments, begin, i);
+  std::size_t i = thread;
+  for (; i + threads < packs; i += 2 * threads) reduce_packs<2, T, Op>(arguments, begin, i, threads);
+  if (i < packs) reduce_packs<1, T, Op>(arguments, begin, i, threads);
   if (thread < begin) reduce_one<T, Op>(arguments, thread);
   if (thread < arguments.count - end) reduce_one<T, Op>(arguments, end + thread);
 }
@@ -170,11 +187,23 @@ __device__ void reduce(const ReductionArguments& arguments) {
 
 }  // namespace
 
-__global__ void paceline_reduce_float32(ReductionArguments arguments) { reduce<float>(arguments); }
-__global__ void paceline_reduce_float64(ReductionArguments arguments) { reduce<double>(arguments); }
-__global__ void paceline_reduce_float16(ReductionArguments arguments) { reduce<__half>(arguments); }
-__global__ void paceline_reduce_bfloat16(ReductionArguments arguments) { reduce<__nv_bfloat16>(arguments); }
-__global__ void paceline_reduce_int32(ReductionArguments arguments) { reduce<std::int32_t>(arguments); }
-__global__ void paceline_reduce_int64(ReductionArguments arguments) { reduce<std::int64_t>(arguments); }
+__global__ void __launch_bounds__(kReductionBlock) paceline_reduce_float32(ReductionArguments arguments) {
+  reduce<float>(arguments);
+}
+__global__ void __launch_bounds__(kReductionBlock) paceline_reduce_float64(ReductionArguments arguments) {
+  reduce<double>(arguments);
+}
+__global__ void __launch_bounds__(kReductionBlock) paceline_reduce_float16(ReductionArguments arguments) {
+  reduce<__half>(arguments);
+}
+__global__ void __launch_bounds__(kReductionBlock) paceline_reduce_bfloat16(ReductionArguments arguments) {
+  reduce<__nv_bfloat16>(arguments);
+}
+__global__ void __launch_bounds__(kReductionBlock) paceline_reduce_int32(ReductionArguments arguments) {
+  reduce<std::int32_t>(arguments);
+}
+__global__ void __launch_bounds__(kReductionBlock) paceline_reduce_int64(ReductionArguments arguments) {
+  reduce<std::int64_t>(arguments);
+}
 
 }  // namespace paceline::cuda

@@ -12,6 +12,8 @@ namespace paceline::cuda {
 
 constexpr int kMaxReductionInputs = 128;  // a kernel's arguments are limited to 4 KiB
 
+constexpr int kReductionBlock = 256;  // threads
+
 /// The arguments of the kernels, by value.
 struct ReductionArguments {
   const void* inputs[kMaxReductionInputs];

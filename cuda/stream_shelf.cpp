@@ -5,6 +5,8 @@
 #include <map>
 #include <utility>
 
+#include <paceline/error.hpp>
+
 #include "device_guard.hpp"
 
 namespace paceline::cuda {
@@ -63,8 +65,12 @@ void StreamShelf::put(cudaStream_t stream) noexcept {
 bool StreamShelf::idle() {
   const std::lock_guard lock(mutex_);
   if (streams_.empty()) return true;
-  const DeviceGuard guard(device_);
-  return std::none_of(streams_.begin(), streams_.end(), busy);
+  try {
+    const DeviceGuard guard(device_);
+    return std::none_of(streams_.begin(), streams_.end(), busy);
+  } catch (const DeviceLost&) {
+    return true;
+  }
 }
 
 void StreamShelf::clear() noexcept {

@@ -124,6 +124,7 @@ void bind_balancer(py::module_& module) {
   py::class_<StepPlan>(module, "StepPlan", "What each device runs in the next step, and the estimates behind it.")
       .def_readonly("step", &StepPlan::step, "Steps recorded before this one.")
       .def_readonly("batch_size", &StepPlan::batch_size, "Items of the whole batch.")
+      .def_readonly("granularity", &StepPlan::granularity, "What the shares are multiples of, but for the rest.")
       .def_readonly("shares", &StepPlan::shares, "Items per device; they sum to the batch.")
       .def_readonly("models", &StepPlan::models,
                     "The present estimate per device, a `plan.CostModel`; empty before the first timing.")
@@ -152,7 +153,7 @@ device_classes
 weights
     For "weighted": one weight per device, zeros allowed.
 granularity
-    Shares are multiples of this number.
+    Shares are multiples of this number. 0, for "auto" only: of about 1/32 of an even share.
 minimum, maximum
     The smallest nonzero share and the largest share, for all devices or one per device. None: no limit.
 may_be_zero

@@ -113,6 +113,7 @@ void bind_queues(py::module_& module) {
           },
           py::arg("device"), py::arg("k"), py::arg("address"), py::arg("count"), py::arg("dtype"),
           py::call_guard<py::gil_scoped_release>(), "The device's k-th bucket is final: its sum may begin.")
+      .def("release_memory", &TrainerQueues::release_memory, "Give back what the pools of the GPUs hold without use.")
       .def("drain", &TrainerQueues::drain, "Return when all enqueued work is done.");
 }
 

@@ -141,7 +141,7 @@ class Buckets {
 class BucketSums : public ::testing::TestWithParam<std::vector<std::string>> {};
 
 TEST_P(BucketSums, AreThoseOfTheHostWhoeverSealsWhenAndHow) {
-  for (std::uint64_t seed = 0; seed < kOrders / 40; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders / 16; ++seed) {
     boot_with_writes(seed, 4);
     std::minstd_rand random(static_cast<std::uint32_t>(seed) + 1);
     {
@@ -186,7 +186,7 @@ TEST_P(BucketSums, AreThoseOfTheHostWhoeverSealsWhenAndHow) {
 }
 
 TEST_P(BucketSums, BeginWhileTheDevicesStillCompute) {
-  for (std::uint64_t seed = 0; seed < kOrders / 40; ++seed) {
+  for (std::uint64_t seed = 0; seed < kOrders / 16; ++seed) {
     boot_with_writes(seed, 4);
     {
       const DeviceGroup group = group_of(GetParam());

@@ -8,15 +8,19 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 #include "collective_cases.hpp"
 #include "interrupts.hpp"
+#include "nccl_communicators.hpp"
+#include "nccl_library.hpp"
 #include "nccl_machine.hpp"
 #include "orders.hpp"
 
@@ -119,6 +123,23 @@ TEST(CudaCommunicatorFailures, NamesTheDeviceThatBroke) {
       EXPECT_EQ(error.device(), "cuda:1") << error.what();
     }
   }
+}
+
+/// NCCL only says that a call of CUDA failed.
+TEST(CudaCommunicatorFailures, NamesTheLostDeviceWhereNcclNoticesItFirst) {
+  fake::Nccl& nccl = boot(1, 2);
+  const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+  std::vector<internal::Endpoint> endpoints;
+  for (const Device& device : group.devices()) {
+    const std::shared_ptr<AsyncDevice> opened = backend_of(device).open(device);
+    endpoints.push_back({device, opened, opened->make_stream()});
+  }
+  nccl::Communicators communicators(nccl::library(), endpoints, std::chrono::seconds(30));
+  nccl.fail("ncclGetUniqueId", fake::Nccl::kAnyRank, nccl::kUnhandledCudaError);
+  fake::poison(1, cudaErrorECCUncorrectable);
+  const auto lost = thrown_by<DeviceLost>([&] { communicators.open(0); });
+  EXPECT_EQ(lost.device(), "cuda:1");
+  EXPECT_TRUE(says(lost, "cudaErrorECCUncorrectable")) << lost.what();
 }
 
 TEST(CudaCommunicatorFailures, LeavesTheBuffersToTheirOwnersAfterAFailure) {

@@ -174,6 +174,50 @@ INSTANTIATE_TEST_SUITE_P(Cuda, InPlace,
                                            Box{"TwoByTwo", 2, {"cuda:0/0", "cuda:0/1", "cuda:1/0", "cuda:1/1"}}),
                          [](const auto& param) { return param.param.name; });
 
+/// NCCL's kernels access buffers of other GPUs. What they could not access goes through memory of paceline's.
+class Owners : public ::testing::TestWithParam<Owner> {};
+
+TEST_P(Owners, GiveNcclOnlyWhatItsKernelsCanAccess) {
+  constexpr std::size_t count = 6;
+  const bool in_place = GetParam() == Owner::paceline || GetParam() == Owner::program;
+  for (std::uint64_t seed = 0; seed < kOrders / 10; ++seed) {
+    fake::Nccl& nccl = boot(seed, 2);
+    const DeviceGroup group = group_of({"cuda:0/0", "cuda:0/1", "cuda:1", "host:0"});
+    const std::size_t devices = group.size();
+    {
+      Communicator communicator(group, {.transport = Transport::nccl, .warm_up_bytes = 64});
+      GpuArrays parts(group, count, GetParam());
+      GpuArrays whole(group, count * devices, GetParam());
+      std::vector<Words> before;
+      std::vector<Words> summed(devices);
+      std::vector<Words> sent(devices);
+      std::vector<Words> gathered(devices);
+      for (std::size_t d = 0; d < devices; ++d) before.emplace_back(count, static_cast<float>(d + 1));
+      for (std::size_t root = 0; root < devices; ++root) {
+        for (std::size_t d = 0; d < devices; ++d) parts.fill(d, before[d]);
+        communicator.all_gather(parts.views(), whole.views());
+        for (std::size_t d = 0; d < devices; ++d) whole.read(d, gathered[d]);
+        communicator.broadcast(parts.views(), root);
+        for (std::size_t d = 0; d < devices; ++d) parts.read(d, sent[d]);
+        communicator.all_reduce(parts.views());
+        for (std::size_t d = 0; d < devices; ++d) parts.read(d, summed[d]);
+        parts.wait();
+        whole.wait();
+        for (std::size_t d = 0; d < devices; ++d) {
+          ASSERT_EQ(sent[d], before[root]) << "seed " << seed;
+          ASSERT_EQ(summed[d], Words(count, static_cast<float>(devices * (root + 1)))) << "seed " << seed;
+          for (std::size_t i = 0; i < count * devices; ++i) ASSERT_EQ(gathered[d][i], before[i / count][0]);
+        }
+      }
+      ASSERT_EQ(nccl.used(parts.views()[2].data, count * sizeof(float)), in_place);
+      ASSERT_EQ(nccl.used(whole.views()[2].data, count * sizeof(float)), in_place);
+    }
+    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cuda, Owners, ::testing::Values(Owner::paceline, Owner::program, Owner::mapping, Owner::pool));
+
 /// NCCL would fault on them.
 TEST(CudaCommunicator, ReducesElementsThatLieAcrossTheirBorders) {
   std::mt19937_64 random(1);
@@ -342,7 +386,8 @@ TEST(CudaCommunicator, SaysHowDataGetsAcross) {
   };
   EXPECT_EQ(description({"cuda:0", "cuda:1"}, Transport::automatic),
             std::string("NCCL 2.30.7 (") + FAKE_NCCL_PATH + ")");
-  EXPECT_EQ(description({"cuda:1", "cuda:0"}, Transport::copies), "copies through cuda:1 (as asked for)");
+  EXPECT_EQ(description({"cuda:1", "cuda:0"}, Transport::copies),
+            "copies through cuda:1 (as asked for), by peer access");
   EXPECT_EQ(description({"cuda:0/0", "cuda:0/1"}, Transport::nccl), "the memory of cuda:0");
   EXPECT_EQ(description({"host:0", "host:1"}, Transport::automatic), "the host's memory");
 }

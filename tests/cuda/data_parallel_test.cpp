@@ -91,6 +91,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Box{"FourGpus", 4, {"cuda:0", "cuda:3", "cuda:2", "cuda:1"}},
                       Box{"Everything", 2, {"host:0", "cuda:0/0", "cuda:0/1", "cuda:1/0", "cuda:1/1"}},
                       Box{"TwoGpusByCopies", 2, {"cuda:0", "cuda:1"}, {}, Transport::copies},
+                      Box{"TwoGpusThroughTheHost", 3, {"cuda:0", "cuda:2"}, {}, Transport::copies},
                       Box{"EverythingByCopies",
                           2,
                           {"host:0", "cuda:0/0", "cuda:0/1", "cuda:1/0", "cuda:1/1"},

@@ -13,10 +13,13 @@
 #include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device.hpp>
+#include <paceline/runtime/partition.hpp>
 
+#include "../cpp/comm/reference.hpp"
 #include "cuda_backend.hpp"
 #include "device_guard.hpp"
 #include "fake_cuda.hpp"
+#include "reduce.hpp"
 #include "runtime/thread_place.hpp"
 #include "twins.hpp"
 
@@ -92,6 +95,21 @@ TEST(CudaDevice, GivesBackAllItTook) {
   EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
   EXPECT_TRUE(fake::problems().empty());
   EXPECT_EQ(fake::synchronize_calls(), 0);
+}
+
+TEST(CudaDevice, GivesUnusedMemoryBackOnRequest) {
+  boot_machine({.device_count = 1});
+  const auto device = open();
+  const auto stream = device->make_stream();
+  const auto event = device->make_event(false);
+  const auto used = device->allocate(1000, *stream);
+  device->allocate(5000, *stream).reset();
+  stream->record(*event);
+  wait_for(*event);
+  EXPECT_GE(fake::unused_pool_bytes(), 5000U) << "the pool keeps what is freed";
+  device->release_memory();
+  EXPECT_EQ(fake::unused_pool_bytes(), 0U);
+  stream->zero(used->data(), 1000);
 }
 
 TEST(CudaDevice, UsesStreamsAgainThatHaveNothingLeftToDo) {
@@ -195,6 +213,47 @@ TEST(CudaDevice, PinsMemoryOnTheGpusNumaNode) {
   const auto buffer = device->allocate_pinned(1 << 20);
   EXPECT_EQ(fake::node_of_pinned_memory(), 0);
   EXPECT_EQ(PreferredNode::current(), before) << "the caller's own memory comes from where it came before";
+}
+
+/// A collective's kernels wait for each other. A kernel that is loaded in the middle of their launches waits for them.
+TEST(CudaDevice, LaunchesItsKernelsWithoutLoadingThem) {
+  boot_machine({.device_count = 2});
+  for (const int ordinal : {0, 1}) {
+    const auto device = open(ordinal);
+    const auto stream = device->make_stream();
+    const auto waiting = device->make_stream();
+    const auto buffer = device->allocate(64, *stream);
+    const void* const inputs[] = {buffer->data()};
+    fake::hang(static_cast<cudaStream_t>(waiting->native()));
+    const auto event = device->make_event(false);
+    waiting->record(*event);
+    for (const DType dtype : reference::kDTypes) stream->reduce({inputs, buffer->data(), 4, dtype, 1.0});
+    EXPECT_EQ(fake::problems(), std::vector<std::string>{});
+    fake::go_on(static_cast<cudaStream_t>(waiting->native()));
+  }
+}
+
+/// The largest grid that runs at once, for a GPU and for a part of it. The fake runs four blocks per SM.
+TEST(CudaDevice, ReducesWithAsManyBlocksAsRunAtOnce) {
+  boot_machine({.multiprocessors = 16});
+  std::vector<unsigned int> grids;
+  fake::twin(&cuda::paceline_reduce_float32,
+             [&](const fake::Launch& launch, const cuda::ReductionArguments&) { grids.push_back(launch.grid.x); });
+  const auto reduce = [](AsyncDevice& device, std::size_t count) {
+    const auto stream = device.make_stream();
+    const auto event = device.make_event(false);
+    const auto buffer = device.allocate(count * sizeof(float), *stream);
+    const void* const inputs[] = {buffer->data()};
+    stream->reduce({inputs, buffer->data(), count, DType::float32, 1.0});
+    stream->record(*event);
+    wait_for(*event);
+  };
+  reduce(*open(), 1 << 20);
+  reduce(*open(), 1 << 12);
+  const std::vector<Device> parts = partition("cuda:0", std::vector<double>{0.5, 0.5});
+  reduce(*CudaBackend().open(parts[0]), 1 << 20);
+  release_partitions("cuda:0");
+  EXPECT_EQ(grids, (std::vector<unsigned int>{64, 5, 32}));
 }
 
 TEST(CudaDevice, SumsInTheOrderOfTheInputs) {

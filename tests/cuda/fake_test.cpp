@@ -10,6 +10,10 @@
 
 #include "fake_cuda.hpp"
 
+// What nvcc's host code calls for each kernel.
+extern "C" void __cudaRegisterFunction(void**, const char*, char*, const char*, int, uint3*, uint3*, dim3*, dim3*,
+                                       int*);
+
 namespace fake {
 namespace {
 
@@ -148,6 +152,65 @@ TEST(FakeCuda, InjectsFailures) {
   poison(0, cudaErrorIllegalAddress);
   EXPECT_EQ(cudaEventQuery(pair.written), cudaErrorIllegalAddress);
   EXPECT_EQ(cudaMemsetAsync(pair.data, 0, 1, pair.reader), cudaErrorIllegalAddress);
+}
+
+void lazy_kernel(int) {}
+
+/// A kernel as nvcc registers it, which is loaded by its first launch.
+void launch_lazy(cudaStream_t stream) {
+  static const bool registered = [] {
+    __cudaRegisterFunction(nullptr, reinterpret_cast<const char*>(&lazy_kernel), nullptr, "lazy_kernel", 0, nullptr,
+                           nullptr, nullptr, nullptr, nullptr);
+    return true;
+  }();
+  static_cast<void>(registered);
+  twin(&lazy_kernel, [](const Launch&, int) {});
+  int value = 0;
+  void* arguments[] = {&value};
+  EXPECT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(&lazy_kernel), dim3(1), dim3(1), arguments, 0, stream),
+            cudaSuccess);
+}
+
+TEST(FakeCuda, WaitsForTheDeviceAtTheFirstLaunchOfAKernel) {
+  const Pair pair = set_up(10);
+  EXPECT_EQ(cudaMemsetAsync(pair.data, 7, kBytes, pair.writer), cudaSuccess);
+  launch_lazy(pair.reader);
+  EXPECT_EQ(static_cast<unsigned char*>(pair.data)[0], 7) << "all that was enqueued before has run";
+  EXPECT_TRUE(problems().empty());
+}
+
+/// As between the first and the last launch of a collective's kernels, which wait for each other.
+TEST(FakeCuda, NoticesAFirstLaunchThatWouldWaitForItself) {
+  for (const bool loaded : {false, true}) {
+    const Pair pair = set_up(10);
+    cudaFuncAttributes attributes{};
+    if (loaded) {
+      EXPECT_EQ(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&lazy_kernel)), cudaSuccess);
+    }
+    hang(pair.writer);
+    EXPECT_EQ(cudaMemsetAsync(pair.data, 7, kBytes, pair.writer), cudaSuccess);
+    launch_lazy(pair.reader);
+    EXPECT_EQ(problems().size(), loaded ? 0U : 1U);
+    if (!loaded) {
+      EXPECT_NE(problems().front().find("the first launch of lazy_kernel"), std::string::npos);
+    }
+    launch_lazy(pair.reader);
+    EXPECT_EQ(problems().size(), loaded ? 0U : 1U) << "only the first one loads";
+  }
+}
+
+TEST(FakeCuda, WaitsWhereAQueueIsFullAndNoticesADeadlock) {
+  const Pair pair = set_up(11);
+  const auto fill = [&] {
+    for (int k = 0; k < 2000; ++k) EXPECT_EQ(cudaMemsetAsync(pair.data, 7, kBytes, pair.writer), cudaSuccess);
+  };
+  fill();
+  EXPECT_LE(leftovers().queued, 1024U);
+  EXPECT_TRUE(problems().empty());
+  hang(pair.writer);
+  fill();
+  ASSERT_FALSE(problems().empty());
+  EXPECT_NE(problems().front().find("the queue of a stream is full"), std::string::npos);
 }
 
 TEST(FakeCuda, MeasuresOnAClockOfItsOwn) {

@@ -47,11 +47,49 @@ inline void set_user_twins() {
   });
 }
 
+/// Who allocates an array: paceline; the program by cudaMalloc, as PyTorch does; the program as PyTorch does with
+/// expandable segments, or with a pool of its own, where peers have no access.
+enum class Owner { paceline, program, mapping, pool };
+
+/// Memory of the program's own.
+class OwnBuffer final : public Buffer {
+ public:
+  OwnBuffer(int device, std::size_t bytes, Owner owner, cudaStream_t stream)
+      : device_(device), bytes_(bytes), stream_(stream) {
+    EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
+    if (owner == Owner::pool) {
+      cudaMemPoolProps properties{};
+      properties.location.id = device;
+      EXPECT_EQ(cudaMemPoolCreate(&pool_, &properties), cudaSuccess);
+      EXPECT_EQ(cudaMallocFromPoolAsync(&data_, bytes, pool_, stream), cudaSuccess);
+    } else {
+      EXPECT_EQ(cudaMalloc(&data_, bytes), cudaSuccess);
+      if (owner == Owner::mapping) fake::map_own(data_);
+    }
+  }
+  ~OwnBuffer() override {
+    EXPECT_EQ(cudaSetDevice(device_), cudaSuccess);
+    EXPECT_EQ(pool_ == nullptr ? cudaFree(data_) : cudaFreeAsync(data_, stream_), cudaSuccess);
+    if (pool_ != nullptr) {
+      EXPECT_EQ(cudaMemPoolDestroy(pool_), cudaSuccess);
+    }
+  }
+  [[nodiscard]] void* data() const noexcept override { return data_; }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
+
+ private:
+  int device_;
+  std::size_t bytes_;
+  cudaStream_t stream_;
+  cudaMemPool_t pool_ = nullptr;
+  void* data_ = nullptr;
+};
+
 /// One array per device, used as somebody would who never waits: written by a kernel on a stream of its device and read
 /// by another one there. Host devices' arrays are ordinary memory.
 class GpuArrays {
  public:
-  GpuArrays(const DeviceGroup& group, std::size_t count) : count_(count) {
+  GpuArrays(const DeviceGroup& group, std::size_t count, Owner owner = Owner::paceline) : count_(count) {
     for (const Device& device : group.devices()) {
       Array& array = arrays_.emplace_back();
       array.index = device.index;
@@ -61,7 +99,13 @@ class GpuArrays {
       array.data = array.host.data();
       if (array.device == nullptr) continue;
       array.stream = array.device->make_stream();
-      array.memory = array.device->allocate(count * sizeof(float) + kOffset, *array.stream);
+      const std::size_t bytes = count * sizeof(float) + kOffset;
+      if (owner == Owner::paceline) {
+        array.memory = array.device->allocate(bytes, *array.stream);
+      } else {
+        array.memory =
+            std::make_unique<OwnBuffer>(device.index, bytes, owner, static_cast<cudaStream_t>(array.stream->native()));
+      }
       array.data = reinterpret_cast<float*>(static_cast<char*>(array.memory->data()) + kOffset);
     }
   }

@@ -174,6 +174,7 @@ inline void make_whole(const Box& box) {
 inline void expect_clean(std::uint64_t seed) {
   const std::vector<std::string> problems = fake::problems();
   ASSERT_TRUE(problems.empty()) << "seed " << seed << ": " << problems.front();
+  ASSERT_EQ(fake::driver_staged_copies(), 0) << "seed " << seed;
 }
 
 }  // namespace paceline

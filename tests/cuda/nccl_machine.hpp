@@ -25,6 +25,7 @@ inline fake::Nccl& boot(std::uint64_t seed, int gpus) {
 
 inline void expect_clean(const fake::Nccl& nccl, std::uint64_t seed) {
   ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+  ASSERT_EQ(fake::driver_staged_copies(), 0) << "seed " << seed;
   ASSERT_EQ(nccl.problems(), std::vector<std::string>{}) << "seed " << seed;
   ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
   ASSERT_EQ(nccl.communicators(), 0) << "seed " << seed;

@@ -113,7 +113,7 @@ class Summing final : public StepProgram {
   void begin(double value, double* output) {
     ASSERT_EQ(cudaSetDevice(home_index_), cudaSuccess);
     launch(&fill_kernel, queues.home_stream(), static_cast<double*>(batch_->data()), value);
-    times_ = queues.begin_step({});
+    times_ = queues.begin_step(parameters);
     const BufferView outputs[] = {{output, 1, DType::float64}};
     queues.expect(outputs, 1.0);
     for (Part& part : parts_) part.ran = false;
@@ -126,7 +126,7 @@ class Summing final : public StepProgram {
   bool run(const MicroBatch& mb) override {
     Part& part = parts_[mb.device];
     Stream* const stream = queues.stream(mb.device);
-    const bool entered = queues.enter(mb.device);
+    const bool entered = queues.enter(mb.device, at_once);
     if (entered && stream != nullptr) stream->zero(part.sum->data(), sizeof(double));
     if (entered && stream == nullptr) *static_cast<double*>(part.sum->data()) = 0.0;
     queues.begin_run(mb.device, mb.continues);
@@ -160,6 +160,8 @@ class Summing final : public StepProgram {
 
   Counted counted;  // first, that is, the last of it to go
   DeviceQueues queues;
+  std::vector<SpaceCopy> parameters{};
+  bool at_once = true;  // whether a device waits for all of them before it begins
 
  private:
   struct Part {

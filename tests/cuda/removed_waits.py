@@ -42,6 +42,7 @@ SOURCES = {
     ROOMS / "comm" / "async_collectives.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "copy_link.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "memory_spaces.cpp": OF_COLLECTIVES,
+    PROJECT / "cuda" / "host_path.cpp": ["peer_access"],
 }
 # A statement that waits: a stream for an event, the host for an event, the host for all of a stream; or that calls those.
 WAIT = re.compile(

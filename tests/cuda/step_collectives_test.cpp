@@ -66,7 +66,8 @@ TEST(StepCollectives, UseTheTrainersParametersInPlace) {
     Bench bench(kTwo);
     ASSERT_NO_FATAL_FAILURE(bench.expect_right());
     EXPECT_TRUE(nccl.used(bench.trainer.parameters().data(), bench.trainer.parameters().size_bytes()));
-    EXPECT_TRUE(bench.trainer.explain().ends_with("Between GPUs: NCCL 2.30.7 (" FAKE_NCCL_PATH "), after the devices' last work.\n"))
+    EXPECT_TRUE(bench.trainer.explain().ends_with("Between GPUs: NCCL 2.30.7 (" FAKE_NCCL_PATH
+                                                  "), after the devices' last work.\n"))
         << bench.trainer.explain();
   }
   ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, 1));
@@ -77,7 +78,8 @@ TEST(StepCollectives, AreCopiesWhereTheyAreAskedForOrAllThereIs) {
   const auto explained = [](const Box& box, Transport transport) {
     return Trainer(group_of(box), {.parameter_count = kWidth, .collectives = {.transport = transport}}).explain();
   };
-  EXPECT_TRUE(explained(kTwo, Transport::copies).ends_with("Between GPUs: copies, each bucket while the devices still compute.\n"));
+  EXPECT_TRUE(explained(kTwo, Transport::copies)
+                  .ends_with("Between GPUs: copies, each bucket while the devices still compute, by peer access.\n"));
   EXPECT_EQ(explained({"", 1, {"cuda:0/0", "cuda:0/1"}}, Transport::nccl).find("Between GPUs"), std::string::npos);
   EXPECT_EQ(nccl.made(), 0);
 }

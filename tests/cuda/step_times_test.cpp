@@ -162,6 +162,84 @@ TEST(StepTimes, TheTimeOfLaunchingIsNoEvidenceWhereThereIsBetter) {
   EXPECT_TRUE(excluded(queues, {.slowly = true}));
 }
 
+/// Steps of two GPUs, the second of which gets its parameters late.
+class LateParameters {
+ public:
+  /// Two buckets, each of which takes so long.
+  explicit LateParameters(double seconds, bool at_once = true)
+      : group_(group_of({"cuda:0", "cuda:1"})),
+        program_(std::make_shared<Summing>(group_, 1, Transport::copies)),
+        here_(queues().allocate(0, 8, &queues().home_stream())),
+        there_(queues().allocate(1, 8, queues().copy_stream(1))),
+        output_(queues().maker(0).allocate_pinned(sizeof(double))) {
+    fake::set_peer_copy_seconds(seconds);
+    for (const std::size_t bucket : {0, 1}) {
+      program_->parameters.push_back({1, there_->data(), here_->data(), 8, bucket});
+    }
+    program_->at_once = at_once;
+  }
+  ~LateParameters() { queues().drain(); }
+  LateParameters(const LateParameters&) = delete;
+  LateParameters& operator=(const LateParameters&) = delete;
+
+  [[nodiscard]] const DeviceGroup& group() const { return group_; }
+
+  void step(StepLoop& step_loop) {
+    program_->begin(1.0, static_cast<double*>(output_->data()));
+    const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program_);
+    step->wait();
+    ASSERT_EQ(step->failure(), nullptr);
+    step_loop.commit(step);
+    step_loop.settle();
+  }
+
+ private:
+  [[nodiscard]] DeviceQueues& queues() const { return program_->queues; }
+
+  DeviceGroup group_;
+  std::shared_ptr<Summing> program_;
+  std::unique_ptr<Buffer> here_;
+  std::unique_ptr<Buffer> there_;
+  std::unique_ptr<Buffer> output_;
+};
+
+TEST(StepTimes, KnowHowLateADeviceHadItsParameters) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    boot(seed, 2);
+    LateParameters late(0.125);
+    StepLoop step_loop(late.group(), {.balance = Balance::even, .micro_batch = 3});
+    late.step(step_loop);
+    const StepRecord& record = step_loop.last_step();
+    ASSERT_EQ(record.startup_seconds.size(), 2U);
+    EXPECT_EQ(record.startup_seconds[0], 0.0);
+    EXPECT_NEAR(record.startup_seconds[1].value_or(0.0), 0.25, 1e-3);
+    EXPECT_GT(record.compute_seconds, 0.25) << "a step is as long as its last device takes";
+    double seconds = 0.0;
+    for (const ClaimRecord& claim : record.claims) seconds += claim.finish_seconds - claim.start_seconds;
+    EXPECT_NEAR(seconds, 1e-3 * kBatch, 1e-4) << "and its devices are as fast as ever";
+  }
+}
+
+TEST(StepTimes, KnowThatADeviceBeginsWithItsFirstBucketIfItMay) {
+  boot(1, 2);
+  LateParameters late(0.125, false);
+  StepLoop step_loop(late.group(), {.balance = Balance::even, .micro_batch = 3});
+  late.step(step_loop);
+  EXPECT_NEAR(step_loop.last_step().startup_seconds[1].value_or(0.0), 0.125, 1e-3);
+}
+
+TEST(StepTimes, LetTheBalancerGiveALateDeviceLess) {
+  boot(1, 2);
+  LateParameters late(0.002);
+  StepLoop step_loop(late.group(), {});
+  for (int k = 0; k < 40; ++k) late.step(step_loop);
+  // An item takes 1 ms: 8 items here take as long as 4 items 4 ms later.
+  EXPECT_EQ(step_loop.plan(kBatch)->shares, (std::vector<std::int64_t>{8, 4}));
+  const balance::BalanceReport report = step_loop.balancer().report();
+  EXPECT_NEAR(report.devices[1].startup_seconds, 0.004, 1e-4);
+  EXPECT_GT(report.devices[1].speed, 0.98) << "it is late, not slow";
+}
+
 TEST(StepTimes, UseTheEventsOfEarlierStepsAgain) {
   boot(1, 1);
   DeviceQueues queues(group_of({"cuda:0"}), {});

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.torch import DataParallel
 from torch_support import TWO, hosts
@@ -223,3 +226,58 @@ def test_buffers_are_as_before_after_a_failure(devices: int, make: Any) -> None:
             trainer.step(mean_of_squares, torch.cat([batch[: len(batch) // devices]] * devices))
             for ours, theirs in zip(values(module), wanted, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that the caller's thread runs. The workers run under it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+        self._caller = threading.get_ident()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if threading.get_ident() == self._caller:
+            self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_device_keeps_many_buffers_by_one_copy_for_each_type() -> None:
+    module = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(53)), nn.Linear(4, 4))
+    module.register_buffer("scale", torch.ones(()))
+    batch = torch.randn(8, 4)
+    with DataParallel(module, ["host:0"]) as trainer:
+        trainer.step(mean_of_squares, batch)
+        with Calls() as calls:
+            trainer.step(mean_of_squares, batch)
+        assert calls.counts["_foreach_copy_.default"] == 2, "160 buffers of two types"
+        assert calls.counts["clone.default"] == 1, "the loss"
+
+
+def test_one_device_goes_back_to_buffers_that_have_changed_between_steps() -> None:
+    module: Any = batch_norm()
+    norm = module[1]
+    batch = torch.randn(8, 4, dtype=torch.double)
+
+    def fails(replica: nn.Module, part: torch.Tensor) -> Any:
+        mean_of_squares(replica, part)
+        raise LookupError
+
+    with DataParallel(module, ["host:0"]) as trainer:
+        trainer.step(mean_of_squares, batch)
+        for change in (
+            lambda: norm.running_mean.fill_(3.0),
+            lambda: setattr(norm, "running_mean", torch.full((4,), 5.0, dtype=torch.double)),
+            lambda: setattr(norm, "num_batches_tracked", torch.tensor(7, dtype=torch.int32)),
+            lambda: setattr(norm, "num_batches_tracked", None),
+            lambda: norm.register_buffer("more", torch.arange(3)),
+            lambda: module.append(nn.BatchNorm1d(4).double()),
+        ):
+            change()
+            before, objects = values(module), list(module.buffers())
+            with pytest.raises(LookupError):
+                trainer.step(fails, batch)
+            assert same(values(module), before)
+            assert all(a is b for a, b in zip(module.buffers(), objects, strict=True))
+            trainer.step(mean_of_squares, batch)
+            assert not same(values(module), before)

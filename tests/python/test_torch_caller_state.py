@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline import InvalidArgument
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, Module, Pipeline
 from torch_support import (
     TWO,
     assert_same_gradients,
@@ -62,6 +63,91 @@ def test_gradients_under_autocast_are_those_of_one_device_under_autocast() -> No
     assert worst_difference(gradients(module), wanted) < 2e-2  # bfloat16 has 8 bits
     _, exact = plain(module, classify, batch)
     assert worst_difference(gradients(module), exact) > 1e-5, "this was not autocast"
+
+
+class _Scaled(torch.autograd.Function):
+    """Multiplies by a matrix, in the backward too, where it notes whether autocast is on."""
+
+    seen: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx: Any, values: Any, matrix: Any) -> Any:
+        ctx.save_for_backward(matrix)
+        return values.float() @ matrix
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _Scaled.seen.append(torch.is_autocast_enabled("cpu"))
+        return gradient.float() @ ctx.saved_tensors[0].mT, None
+
+
+class _WithScaled(nn.Sequential):
+    def forward(self, values: Any) -> Any:
+        apply: Any = _Scaled.apply
+        for part in self:
+            values = part(values)
+        return apply(values, self.matrix)
+
+
+def _scaled() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    module = _WithScaled(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    module.register_buffer("matrix", torch.randn(8, 8))
+    return module, torch.randn(6, 8)
+
+
+def _squares(module: Any, batch: torch.Tensor) -> Any:
+    return module(batch).float().square().mean()
+
+
+def _runs_of_batch(module: nn.Module, batch: torch.Tensor) -> None:
+    with DataParallel(module, ["host:0"]) as trainer, trainer.batch(batch) as whole:
+        whole.run(lambda replica, part: part.backward(_squares(replica, part.data)))
+
+
+def _step(module: nn.Module, batch: torch.Tensor) -> None:
+    with DataParallel(module, ["host:0"]) as trainer:
+        trainer.step(_squares, batch)
+
+
+def _step_of_pipeline(module: nn.Module, batch: torch.Tensor) -> None:
+    with Pipeline(module, TWO, micro_batches=1) as trainer:
+        trainer.step(_squares, batch)
+
+
+def _backward_of_loss(module: nn.Module, batch: torch.Tensor) -> None:
+    with DataParallel(module, ["host:0"]) as trainer:
+        trainer.loss(_squares, batch).backward()
+
+
+def _backward_of_outputs(module: nn.Module, batch: torch.Tensor) -> None:
+    with Module(module, ["host:0"]) as parallel:
+        _squares(parallel, batch).backward()
+
+
+@pytest.mark.parametrize("train", [_step, _runs_of_batch, _step_of_pipeline, _backward_of_loss, _backward_of_outputs])
+def test_backward_runs_outside_of_the_callers_autocast(train: Callable[[nn.Module, torch.Tensor], None]) -> None:
+    module, batch = _scaled()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = _squares(module, batch)
+    loss.backward()
+    wanted = gradients(module)
+    module.zero_grad()
+    _Scaled.seen.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        train(module, batch)
+        assert torch.is_autocast_enabled("cpu"), "the caller's own is as before"
+    assert set(_Scaled.seen) == {False}
+    assert worst_difference(gradients(module), wanted) == 0.0
+
+
+def test_check_runs_backward_outside_of_autocast() -> None:
+    module, batch = _scaled()
+    _Scaled.seen.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with DataParallel(module, ["host:0"]) as trainer:
+            trainer.check(_squares, batch)
+    assert set(_Scaled.seen) == {False}
 
 
 @contextlib.contextmanager

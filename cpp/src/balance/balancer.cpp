@@ -21,9 +21,12 @@ constexpr std::size_t kBatchSizes = 64;  // shares are remembered for so many; s
 
 void check(const BalancerOptions& options) {
   if (options.devices.empty()) throw InvalidArgument("a balancer needs at least one device");
-  if (options.granularity < 1) {
+  const bool chosen = options.granularity == 0 && options.policy == Balance::automatic;
+  if (options.granularity < 1 && !chosen) {
     throw InvalidArgument(
-        fmt::format("granularity is {}: shares are multiples of at least one item", options.granularity));
+        fmt::format("granularity is {}: shares are multiples of at least one item; 0, for \"auto\" only, has it chosen "
+                    "by the batch",
+                    options.granularity));
   }
 }
 
@@ -107,6 +110,7 @@ PolicyContext Balancer::State::context(std::int64_t batch_size) const {
           .reduction_seconds = reduction.seconds(),
           .step = step,
           .batch_size = batch_size,
+          .granularity = granularity_of(options, batch_size),
           .incumbent = incumbent == incumbents.end() ? nullptr : &incumbent->second.shares,
           .hints = hints.empty() ? nullptr : &hints};
 }
@@ -144,6 +148,7 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
   StepPlan made;
   made.step = step;
   made.batch_size = batch_size;
+  made.granularity = granularity_of(options, batch_size);
   made.reason = std::move(proposal.reason);
   const auto incumbent = incumbents.find(batch_size);
   made.moved = incumbent != incumbents.end() && incumbent->second.planned != proposal.shares;
@@ -325,7 +330,10 @@ BalanceReport Balancer::report() const {
   report.moves = state.moves;
   if (state.automatic) state.automatic->describe(report);
   report.possible_gain = state.possible_gain();
-  if (state.plan) report.last_reason = state.plan->reason;
+  if (state.plan) {
+    report.last_reason = state.plan->reason;
+    report.granularity = state.plan->granularity;
+  }
   const std::vector<DeviceEstimate>& estimates = state.estimator.devices();
   for (std::size_t i = 0; i < estimates.size(); ++i) {
     const DeviceEstimate& estimate = estimates[i];

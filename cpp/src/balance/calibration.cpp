@@ -60,7 +60,7 @@ std::vector<bool> choose_drops(const PolicyContext& context, const std::vector<s
 std::optional<std::vector<std::int64_t>> Calibration::shares(const PolicyContext& context,
                                                              const std::vector<std::int64_t>& even) const {
   if (done_) return std::nullopt;
-  const std::int64_t grain = context.options.granularity;
+  const std::int64_t grain = context.granularity;
   std::vector<std::size_t> active;
   for (std::size_t i = 0; i < even.size(); ++i) {
     if (even[i] > 0) active.push_back(i);

@@ -87,8 +87,9 @@ std::string describe(const BalanceReport& report, std::int64_t batch_size, std::
   std::string out = fmt::format("{} balance, {} measured, {}", report.policy, plural(report.steps, "step"),
                                 plural(report.moves, "move"));
   if (report.taken_back > 0) out += fmt::format(", {} taken back", report.taken_back);
-  out +=
-      batch_size > 0 ? fmt::format("; shares of a batch of {}, as planned\n", batch_size) : "; nothing planned yet\n";
+  const std::string multiples = report.granularity > 1 ? fmt::format(", in multiples of {}", report.granularity) : "";
+  out += batch_size > 0 ? fmt::format("; shares of a batch of {}, as planned{}\n", batch_size, multiples)
+                        : "; nothing planned yet\n";
   for (std::size_t i = 0; i < report.devices.size(); ++i) {
     out += device_line(report.devices[i]);
     if (i < causes.size() && !causes[i].empty()) out += fmt::format("    what may slow it: {}\n", causes[i]);

@@ -26,6 +26,7 @@ struct PolicyContext {
   const std::vector<double>& reduction_seconds;  ///< as in plan::SplitOptions, measured or given
   std::int64_t step = 0;                         ///< number of the step being planned or observed
   std::int64_t batch_size = 0;
+  std::int64_t granularity = 1;                          ///< of this batch size
   const std::vector<std::int64_t>* incumbent = nullptr;  ///< the split in force for this batch size, or null
   const std::vector<plan::CostModel>* hints = nullptr;   ///< what an earlier run measured of all devices, or null
 };
@@ -36,6 +37,9 @@ struct Proposal {
   /// If `shares` are for this step only, to learn from it: the split that stays in force. Otherwise empty.
   std::vector<std::int64_t> in_force = {};
 };
+
+/// What shares of a batch are multiples of: as the options say, or chosen by the sizes.
+[[nodiscard]] std::int64_t granularity_of(const BalancerOptions& options, std::int64_t batch_size);
 
 /// The ratios of the policies "even" and "weighted", which do not depend on what is measured; none for "auto".
 /// @throws InvalidArgument for weights that do not fit.

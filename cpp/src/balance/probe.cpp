@@ -34,7 +34,7 @@ std::vector<plan::ShareLimits> Probe::in_time(const PolicyContext& context, std:
 /// The number of items that device `i` can run before the others finish, by the estimates; at least its minimum.
 std::int64_t Probe::size(const PolicyContext& context, const plan::CostModel& model, std::size_t i,
                          double others_seconds) {
-  const std::int64_t grain = context.options.granularity;
+  const std::int64_t grain = context.granularity;
   const plan::ShareLimits& limits = context.limits[i];
   const std::int64_t least = (std::max(limits.minimum, grain) + grain - 1) / grain * grain;
   const std::int64_t most = std::min(limits.maximum, context.batch_size);
@@ -124,7 +124,7 @@ bool Probe::could_pay(const PolicyContext& context, const std::vector<plan::Cost
 
 /// Moves `wanted` items, or fewer but at least its minimum, from the device with the most items to device `i`.
 bool Probe::take(const PolicyContext& context, std::vector<std::int64_t>& shares, std::size_t i, std::int64_t wanted) {
-  const std::int64_t grain = context.options.granularity;
+  const std::int64_t grain = context.granularity;
   const auto giver = std::max_element(shares.begin(), shares.end());
   const plan::ShareLimits& limits = context.limits[static_cast<std::size_t>(giver - shares.begin())];
   const std::int64_t spare = (*giver - std::max(limits.minimum, grain)) / grain * grain;

@@ -57,6 +57,7 @@ class AsyncCollectives final : public Collectives {
     if (memory_.spaces().size() == 1) return;
     link_ = make_link(memory_.endpoints(), options);
     description_ = link_->description();
+    if (!link_->accesses_peers()) description_ += ", " + memory_.routes();
   }
 
   ~AsyncCollectives() override {
@@ -81,8 +82,8 @@ class AsyncCollectives final : public Collectives {
       std::vector<void*> results;
       for (Space& space : memory_.spaces()) {
         const BufferView& lead = buffers[space.lead()];
-        const bool in_place = link_ == nullptr || aligned(lead);
-        results.push_back(in_place ? lead.data : MemorySpaces::reserve(space, space.scratch, bytes_of(like)));
+        const bool in_elements = link_ == nullptr || aligned(lead);
+        results.push_back(in_elements ? for_link(space, lead) : scratch(space, bytes_of(like)));
         reduce(space, stages, buffers, hosts, {results.back(), like.count, like.dtype});
       }
       if (link_ != nullptr) link_->all_reduce(results, like.count, like.dtype, stages.between);
@@ -107,7 +108,7 @@ class AsyncCollectives final : public Collectives {
       const HostPart hosts = host_.bring_in(inputs, op);
       std::vector<void*> results;
       for (Space& space : memory_.spaces()) {
-        results.push_back(MemorySpaces::reserve(space, space.scratch, bytes_of(whole)));
+        results.push_back(scratch(space, bytes_of(whole)));
         reduce(space, stages, inputs, hosts, {results.back(), whole.count, whole.dtype});
       }
       const std::vector<Piece> pieces = parts_of(results, part);
@@ -132,7 +133,7 @@ class AsyncCollectives final : public Collectives {
     memory_.enter(outputs);
     run({inputs, outputs}, [&] {
       std::vector<void*> gathered;
-      for (const Space& space : memory_.spaces()) gathered.push_back(outputs[space.lead()].data);
+      for (Space& space : memory_.spaces()) gathered.push_back(for_link(space, outputs[space.lead()]));
       const std::vector<Piece> pieces = parts_of(gathered, part);
       for (std::size_t d = 0; d < pieces.size(); ++d) {
         const void* const from =
@@ -153,15 +154,16 @@ class AsyncCollectives final : public Collectives {
     memory_.enter(buffers);
     run({buffers}, [&] {
       Piece piece{.root = endpoint_of(root)};
-      for (const Space& space : memory_.spaces()) piece.at.push_back(buffers[space.lead()].data);
-      if (memory_.on_host(root)) {
-        copy(memory_.home(), piece.at.front(), host_.stage(like, 0, bytes_of(like)), bytes_of(like));
-      } else {
-        piece.at[piece.root] = like.data;
+      for (std::size_t s = 0; s < memory_.spaces().size(); ++s) {
+        const bool has_it = s == piece.root && !memory_.on_host(root);
+        Space& space = memory_.spaces()[s];
+        piece.at.push_back(for_link(space, has_it ? like : buffers[space.lead()]));
       }
+      copy(memory_.spaces()[piece.root], piece.at[piece.root],
+           memory_.on_host(root) ? host_.stage(like, 0, bytes_of(like)) : like.data, bytes_of(like));
       if (link_ != nullptr) link_->broadcast({&piece, 1}, bytes_of(like));
       spread(piece.at, buffers);
-      host_.take_out(buffers[memory_.home().lead()].data, bytes_of(like), 0, bytes_of(like));
+      host_.take_out(piece.at.front(), bytes_of(like), 0, bytes_of(like));
     });
     finish_on_host();
     host_.give_all(like, buffers, root);
@@ -212,6 +214,14 @@ class AsyncCollectives final : public Collectives {
  private:
   static void copy(const Space& space, void* to, const void* from, std::size_t bytes) {
     if (to != from) space.endpoint.stream->copy(to, from, bytes);
+  }
+
+  static void* scratch(Space& space, std::size_t bytes) { return MemorySpaces::reserve(space, space.scratch, bytes); }
+
+  /// The buffer itself, if the link may use it in place. Otherwise memory of the space, of the same size.
+  void* for_link(Space& space, const BufferView& buffer) {
+    const bool in_place = link_ == nullptr || !link_->accesses_peers() || space.endpoint.opened->shares(buffer.data);
+    return in_place ? buffer.data : scratch(space, bytes_of(buffer));
   }
 
   [[nodiscard]] std::unique_lock<std::mutex> begin(const char* call) {

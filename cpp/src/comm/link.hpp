@@ -40,6 +40,8 @@ class Link {
 
   /// "NCCL 2.30.7 (/path)"
   [[nodiscard]] virtual std::string description() const = 0;
+  /// Whether its kernels access the buffers of other devices. Otherwise it only copies.
+  [[nodiscard]] virtual bool accesses_peers() const noexcept { return false; }
   /// Every buffers[r] = op over all buffers, in place. op is sum, min or max.
   virtual void all_reduce(std::span<void* const> buffers, std::size_t count, DType dtype, ReduceOp op) = 0;
   /// For each piece: at[root] = op over all of `at`. The others are only read. No two pieces overlap.
@@ -61,7 +63,7 @@ class Link {
 /// this function, or host_only.cpp in a build without the CUDA backend.
 /// Its devices access each other's memory themselves, as NCCL's kernels do. They reach the memory of AsyncDevice, and
 /// may be unable to reach memory that somebody else allocated. So SpaceCollectives gives the link only memory of
-/// AsyncDevice. AsyncCollectives gives it the buffers of the caller, who answers for them.
+/// AsyncDevice, and AsyncCollectives only what AsyncDevice::shares().
 /// @throws Unavailable where the library would certainly hang; Error, Timeout if it cannot connect the GPUs.
 [[nodiscard]] std::unique_ptr<Link> make_native_link(const std::vector<Endpoint>& endpoints,
                                                      const CommunicatorOptions& options, std::string& why_none);

@@ -2,6 +2,7 @@
 #include "comm/memory_spaces.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <deque>
@@ -79,6 +80,22 @@ std::vector<Endpoint> MemorySpaces::endpoints() const {
   std::vector<Endpoint> all;
   for (const Space& space : spaces_) all.push_back(space.endpoint);
   return all;
+}
+
+std::string MemorySpaces::routes() const {
+  std::vector<std::string> staged;
+  for (std::size_t s = 0; s < spaces_.size(); ++s) {
+    for (std::size_t other = s + 1; other < spaces_.size(); ++other) {
+      const Endpoint& one = spaces_[s].endpoint;
+      const Endpoint& two = spaces_[other].endpoint;
+      if (!one.opened->accesses(*two.opened)) {
+        staged.push_back(fmt::format("{} and {}", one.device.name, two.device.name));
+      }
+    }
+  }
+  if (staged.empty()) return "by peer access";
+  const bool all = staged.size() == spaces_.size() * (spaces_.size() - 1) / 2;
+  return all ? "through the host" : fmt::format("by peer access; between {} through the host", fmt::join(staged, ", "));
 }
 
 void MemorySpaces::enter(std::span<const BufferView> buffers) {

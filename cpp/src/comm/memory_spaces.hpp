@@ -47,6 +47,8 @@ class MemorySpaces {
   }
   [[nodiscard]] Space& space_of(DeviceId device) { return spaces_[devices_[device].space]; }
   [[nodiscard]] std::vector<Endpoint> endpoints() const;
+  /// How copies between the spaces go: "by peer access", "through the host", or where each of both.
+  [[nodiscard]] std::string routes() const;
 
   /// Work enqueued on the spaces' streams from now on runs after the work that the buffers' streams already have.
   void enter(std::span<const BufferView> buffers);

@@ -156,6 +156,11 @@ class StepPlan:
         Items of the whole batch.
         """
     @property
+    def granularity(self) -> int:
+        """
+        What the shares are multiples of, but for the rest.
+        """
+    @property
     def models(self) -> list[paceline._core.plan.CostModel]:
         """
         The present estimate per device, a `plan.CostModel`; empty before the first timing.
@@ -208,7 +213,7 @@ class Balancer:
     weights
         For "weighted": one weight per device, zeros allowed.
     granularity
-        Shares are multiples of this number.
+        Shares are multiples of this number. 0, for "auto" only: of about 1/32 of an even share.
     minimum, maximum
         The smallest nonzero share and the largest share, for all devices or one per device. None: no limit.
     may_be_zero

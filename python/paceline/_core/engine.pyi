@@ -99,6 +99,10 @@ class DeviceQueues:
         """
         Let the device's queue wait for this bucket of the parameters.
         """
+    def release_memory(self) -> None:
+        """
+        Give back what the pools of the GPUs hold without use.
+        """
     def restart_run(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         Restart the timing of the current run: the device has only waited so far.

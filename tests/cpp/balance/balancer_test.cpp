@@ -103,8 +103,11 @@ TEST(Balancer, RefusesWhatMakesNoSenseByName) {
   options.weights = {1.0, 1.0, 1.0};
   EXPECT_NE(message(options).find("weights are for"), std::string::npos);
   options = three(Balance::automatic);
+  options.granularity = -1;
+  EXPECT_NE(message(options).find("granularity is -1"), std::string::npos);
+  options = three(Balance::even);
   options.granularity = 0;
-  EXPECT_NE(message(options).find("granularity"), std::string::npos);
+  EXPECT_NE(message(options).find("granularity is 0"), std::string::npos);
 }
 
 TEST(Balancer, RefusesRecordsThatCannotBe) {

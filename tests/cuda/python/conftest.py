@@ -78,6 +78,11 @@ class Fake:
         return int(self.library.paceline_fake_leftovers())
 
     @property
+    def unused_pool_bytes(self) -> int:
+        """What the pools keep though nothing uses it."""
+        return int(self.library.paceline_fake_unused_pool_bytes())
+
+    @property
     def synchronizations(self) -> int:
         """Calls that held a thread until a GPU was done."""
         return int(self.library.paceline_fake_synchronize_calls())
@@ -171,3 +176,27 @@ def gpus(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield built
     torch.set_num_threads(threads)
     assert built.take_problems() == []
+
+
+@pytest.fixture
+def far_gpus(fake: Fake, gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The fake device under the queues of the fake runtime. Its tensors are on other devices, so a missing copy is an error."""
+
+    @contextlib.contextmanager
+    def on_stream(index: int, handle: int) -> Iterator[None]:
+        before = gpus.device()
+        with fake.on_stream(index, handle):
+            gpus.enter(index, gpus.current(index))
+            try:
+                yield
+            finally:
+                gpus.enter(before, gpus.current(before))
+
+    class FarCopyStream(CopyStream):
+        def bring(self, tensor: Any, handle: int) -> Any:
+            return tensor.to(fake_device.device(self._index))
+
+    monkeypatch.setattr(cuda, "on_stream", on_stream)
+    monkeypatch.setattr(cuda, "CopyStream", FarCopyStream)
+    monkeypatch.setattr(cuda, "prepare_worker", lambda index: gpus.enter(index, gpus.current(index)))
+    return gpus

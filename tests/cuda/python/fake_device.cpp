@@ -202,6 +202,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   if (out) m.use(base_of(source), first, false, "copy");
   if (in) m.use(base_of(target), first, true, "copy");
   if (first != last) m.wait(last, m.mark(first));
+  if (out && in && source.device() != target.device()) ++m.crossings;
   if (out && !in && non_blocking && to.is_contiguous()) {
     const at::Tensor bytes = from.to(to.scalar_type()).contiguous();
     const auto* data = static_cast<const char*>(bytes.const_data_ptr());
@@ -411,6 +412,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       Free());
   m.def("reset_peak", [](int device) { machine().peak[device] = machine().in_use[device]; });
   m.def("peak", [](int device) { return machine().peak[device]; });
+  m.def("take_crossings", [] { return std::exchange(machine().crossings, 0); });
   m.def(
       "take_problems",
       [] {

@@ -50,6 +50,7 @@ struct Machine {
   std::map<int, std::vector<Seen>> freed;  // by stream: uses of memory that its next allocation may take
   Seen host;                               // what the host has waited for
   std::vector<std::string> problems;
+  int crossings = 0;  // copies from one device to another, with two events each
   std::size_t in_use[kDevices] = {}, peak[kDevices] = {}, limit[kDevices] = {};
 
   Machine() {

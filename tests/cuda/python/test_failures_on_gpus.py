@@ -1,4 +1,4 @@
-"""Memory that runs out, failures, hangs, lost devices, and what is refused: nothing is lost, and the device is named."""
+"""Failures, hangs, lost devices, and what is refused: nothing is lost, and the device is named."""
 
 from __future__ import annotations
 
@@ -14,138 +14,8 @@ from torch import nn
 from gpu_cases import BOXES, expect_same, module_and_batch, plain, queues_of
 from paceline import DeviceLost, InvalidArgument, Timeout, Unavailable
 from paceline.torch import DataParallel
+from paceline.torch._devices import cuda
 from torch_support import classify
-
-MOST_ALLOCATIONS = 50  # of our own memory, in a step on the largest of the boxes
-
-
-class TestMemory:
-    """Memory that runs out."""
-
-    @staticmethod
-    def short_of(limit: int, ran: list[int], error: type[Exception] = torch.OutOfMemoryError, told: str = "") -> Any:
-        def loss_fn(module: Any, part: Any) -> Any:
-            if len(part[0]) > limit:
-                raise error(told or "CUDA out of memory. Tried to allocate 2.00 GiB.")
-            ran.append(len(part[0]))
-            return classify(module, part)
-
-        return loss_fn
-
-    @pytest.mark.parametrize(
-        "told",
-        [
-            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-            "CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA",
-        ],
-    )
-    def test_libraries_and_the_driver_may_be_those_who_say_so(self, fake: Any, told: str) -> None:
-        module, batch = module_and_batch()
-        ran: list[int] = []
-        with DataParallel(module, BOXES["two"], balance="even") as trainer:
-            loss, _ = plain(module, batch)
-            assert torch.allclose(trainer.step(self.short_of(4, ran, RuntimeError, told), batch), loss)
-        assert max(ran) <= 4
-
-    @pytest.mark.parametrize("devices", [BOXES["one"], BOXES["two"], BOXES["mixed"], ["host:0", "host:1"]], ids=str)
-    def test_the_step_runs_again_in_smaller_pieces(self, fake: Any, devices: list[str]) -> None:
-        module, batch = module_and_batch()
-        ran: list[int] = []
-        with DataParallel(module, devices, balance="even") as trainer:
-            for _ in range(2):
-                loss, gradients = plain(module, batch)
-                assert torch.allclose(trainer.step(self.short_of(4, ran), batch), loss)
-                expect_same(module, gradients)
-                module.zero_grad()
-            assert max(ran) <= 4
-            assert "ran out of memory" in trainer.explain()
-            assert trainer.report()["steps"] == 2
-
-    def test_only_the_memory_that_ran_out_gets_a_cap(self, fake: Any) -> None:
-        module, batch = module_and_batch()
-        sizes: dict[int, list[int]] = {}
-
-        def loss_fn(one: Any, part: Any) -> Any:
-            gpu = fake.streams[-1][0]
-            if gpu == 1 and len(part[0]) > 3:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            sizes.setdefault(gpu, []).append(len(part[0]))
-            return classify(one, part)
-
-        with DataParallel(module, BOXES["two"], balance="even") as trainer:
-            trainer.step(loss_fn, batch)
-            assert "cuda:1: at most 3 items" in trainer.explain()
-            assert "cuda:0: at most" not in trainer.explain()
-        assert max(sizes[0]) == 12
-        assert max(sizes[1]) <= 3
-
-    def test_random_draws_are_those_of_the_first_try(self, fake: Any) -> None:
-        module, batch = module_and_batch()
-        drawn: list[float] = []
-        refused: list[int] = []
-
-        def loss_fn(one: Any, part: Any) -> Any:
-            value = torch.rand(())
-            if not refused:
-                refused.append(1)
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            drawn.append(float(value))
-            return classify(one, part)
-
-        torch.manual_seed(5)
-        expected = float(torch.rand(()))
-        torch.manual_seed(5)
-        with DataParallel(module, BOXES["one"]) as trainer:
-            trainer.step(loss_fn, batch)
-        assert drawn[0] == expected
-
-    def test_one_item_that_does_not_fit_is_an_error(self, fake: Any) -> None:
-        module, batch = module_and_batch()
-        with DataParallel(module, BOXES["two"], balance="even") as trainer:
-            with pytest.raises(torch.OutOfMemoryError):
-                trainer.step(self.short_of(0, []), batch)
-            assert all(parameter.grad is None for parameter in module.parameters())
-            loss, gradients = plain(module, batch)
-            assert torch.allclose(trainer.step(classify, batch), loss)
-            expect_same(module, gradients)
-
-    def test_predict_runs_again_too(self, fake: Any) -> None:
-        module, batch = module_and_batch()
-
-        def forward(one: Any, part: Any) -> Any:
-            if len(part) > 5:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return one(part)
-
-        with DataParallel(module, BOXES["two"]) as trainer:
-            torch.testing.assert_close(trainer.predict(batch[0], forward), module(batch[0]).detach())
-
-
-def test_memory_of_our_own_that_ran_out_is_asked_for_again(fake: Any) -> None:
-    module, batch = module_and_batch()
-    _, expected = plain(module, batch)
-    with DataParallel(module, BOXES["two"], balance="even", transport="copies") as trainer:
-        fake.library.paceline_fake_fail_allocation(0)  # where the second GPU's gradients come home
-        trainer.step(classify, batch)
-        assert (fake.released, fake.streams_ended) == (1, 0), "streams of whole GPUs stay, and what belongs to them"
-    expect_same(module, expected)
-
-
-@pytest.mark.parametrize("box", ["two", "four", "mixed"])
-def test_memory_of_our_own_may_run_out_anywhere_in_a_step(fake: Any, box: str) -> None:
-    module, batch = module_and_batch()
-    _, expected = plain(module, batch)
-    again = 0
-    for after in range(MOST_ALLOCATIONS):
-        module.zero_grad()
-        with DataParallel(module, BOXES[box], balance="even", transport="copies") as trainer:
-            fake.released = 0
-            fake.library.paceline_fake_fail_allocation(after)
-            trainer.step(classify, batch)
-            again += fake.released > 0
-            fake.library.paceline_fake_fail_allocation(-1)
-        expect_same(module, expected)
-    assert 0 < again < MOST_ALLOCATIONS, "every allocation of a step has failed once, and further ones were not come to"
 
 
 def test_a_failed_step_commits_nothing_and_the_next_one_works(fake: Any) -> None:
@@ -274,7 +144,6 @@ def test_ctrl_c_leaves_every_wait_for_a_gpu_that_hangs(fake: Any) -> None:
 
 
 def test_a_module_elsewhere_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.torch._devices import cuda
 
     monkeypatch.setattr(cuda, "device", lambda index: torch.device("meta"))
     module, _ = module_and_batch()
@@ -336,7 +205,6 @@ def test_a_parameter_with_gaps_is_not_sent(fake: Any) -> None:
 
 
 def test_a_step_inside_a_graph_capture_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.torch._devices import cuda
 
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["two"]) as trainer:

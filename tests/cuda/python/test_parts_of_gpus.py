@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 import paceline
 from gpu_cases import expect_same, module_and_batch, plain
 from paceline import InvalidArgument
 from paceline.torch import DataParallel, Pipeline
+from paceline.torch._devices.whole_gpu_kernels import WholeGpuKernelsWarning
 from torch_support import classify
 
 BOXES = {
@@ -107,3 +111,58 @@ def test_pipelines_want_whole_gpus() -> None:
     paceline.partition("cuda:0", [0.5, 0.5])
     with pytest.raises(InvalidArgument, match="cuda:0/0 is a part of a GPU"):
         Pipeline(module_and_batch()[0], ["cuda:0/0", "cuda:0/1"], blocks="")
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 5, batch_first=True).double()
+        self.head = nn.Linear(5, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.rnn(x[:, None])[0][:, -1])
+        return scores
+
+
+class Normalised(nn.Sequential):
+    def __init__(self, memory_format: torch.memory_format = torch.contiguous_format) -> None:
+        layers = nn.Unflatten(1, (3, 1, 2)), nn.Conv2d(3, 4, (1, 2)), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 3)
+        super().__init__(*layers)
+        self.double().to(memory_format=memory_format)  # type: ignore[call-overload]
+
+
+@pytest.mark.usefixtures("whole_afterwards")
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (Recurrent, r"rnn \(LSTM\)"),
+        (lambda: Normalised(torch.channels_last), r"2 \(BatchNorm2d\)"),
+        (Normalised, ""),
+        (lambda: module_and_batch()[0], ""),
+    ],
+    ids=["recurrent", "channels last", "contiguous", "neither"],
+)
+def test_modules_whose_kernels_need_a_whole_gpu_are_warned_of_once(make: Callable[[], nn.Module], named: str) -> None:
+    paceline.partition("cuda:0", [0.5, 0.5])
+    batch = module_and_batch()[1]
+    with warnings.catch_warnings(record=True) as seen, DataParallel(make(), ["cuda:0/0", "cuda:0/1"]) as trainer:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            trainer.step(classify, batch)
+    seen = [one for one in seen if one.category is WholeGpuKernelsWarning]
+    assert len(seen) == bool(named)
+    if named:
+        assert re.search(named, str(seen[0].message))
+        assert "cudnn" in str(seen[0].message)
+        assert seen[0].filename == __file__
+
+
+@pytest.mark.usefixtures("whole_afterwards")
+@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0/0", "cuda:0/1"]], ids=["whole", "without cuDNN"])
+def test_whole_gpus_and_modules_without_cudnn_are_not_warned_of(devices: list[str]) -> None:
+    paceline.partition("cuda:0", [0.5, 0.5])
+    batch = module_and_batch()[1]
+    off = torch.backends.cudnn.flags(enabled=len(devices) == 1)
+    with warnings.catch_warnings(), off, DataParallel(Recurrent(), devices) as trainer:
+        warnings.simplefilter("error", WholeGpuKernelsWarning)
+        trainer.step(classify, batch)

@@ -135,6 +135,32 @@ def test_moving_shares_bring_no_new_sizes(fake: Any) -> None:
     assert sizes == {4}
 
 
+@pytest.mark.parametrize("granularity", [None, 1])
+def test_shares_that_move_have_few_sizes(fake: Any, granularity: int | None) -> None:
+    module, _ = module_and_batch()
+    batch = torch.randn(512, 6, dtype=torch.float64), torch.randint(0, 3, (512,))
+    with DataParallel(module, BOXES["two"], granularity=granularity) as trainer:
+        trainer.step(classify, batch)
+        multiples = "in multiples of 8" in trainer.explain()
+        shares = [trainer.shares[name] for name in BOXES["two"]]  # the first are off the even split
+        report = trainer.report()
+    assert multiples == (granularity is None)
+    assert sum(shares) == 512
+    if granularity is None:
+        assert [share % 8 for share in shares] == [0, 0]
+        assert all(int(size) % 8 == 0 for sizes in report["sizes"].values() for size in sizes)
+
+
+def test_costs_and_fixed_ratios_go_without_a_granularity(fake: Any) -> None:
+    module, _ = module_and_batch()
+    batch = torch.randn(514, 6, dtype=torch.float64), torch.randint(0, 3, (514,))
+    with DataParallel(module, BOXES["two"]) as trainer:
+        trainer.step(classify, batch, cost=torch.rand(514))
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        trainer.step(classify, batch)
+        assert list(trainer.shares.values()) == [257, 257]
+
+
 def test_corrections_have_to_be_asked_for(fake: Any) -> None:
     module, batch = module_and_batch()
     plain = copy.deepcopy(module)

@@ -55,6 +55,14 @@ void Machine::free(Allocation* allocation) {
   std::memset(allocation->data, kFreed, allocation->bytes);
 }
 
+bool Machine::reaches(int device, const Allocation& allocation) const {
+  if (allocation.device < 0 || allocation.device == device) return true;
+  if (allocation.mapped) return false;
+  if (allocation.pool == nullptr) return peer_access.contains({device, allocation.device});
+  // Access to a device does not include its pools. A pool of an earlier machine gave access to that one's devices.
+  return !pools.contains(allocation.pool) || allocation.pool->peers.contains(device);
+}
+
 void Machine::access(const void* data, std::size_t bytes, bool write) {
   // After a sticky error CUDA runs nothing more on the device. Here work still runs, but its accesses do not count.
   if (bytes == 0 || sticky.contains(current_stream->device)) return;
@@ -65,6 +73,11 @@ void Machine::access(const void* data, std::size_t bytes, bool write) {
     complain(std::string(name) + " touches memory that no device has");
     return;
   }
+  if (!reaches(current_stream->device, *allocation)) {
+    if (name != kCopy) return break_down(current_stream->device, cudaErrorIllegalAddress);
+    ++driver_staged_copies;
+  }
+  if (allocation->device >= 0 && allocation->device != current_stream->device) current_cost += peer_copy_seconds;
   const auto begin = static_cast<std::size_t>(static_cast<const std::byte*>(data) - allocation->data);
   const std::size_t end = begin + bytes;
   if (end > allocation->bytes) complain(std::string(name) + " goes beyond the end of an allocation");

@@ -44,6 +44,8 @@ PACELINE_FAKE_API int paceline_fake_leftovers() {
          fake::the_nccl().communicators();
 }
 
+PACELINE_FAKE_API long paceline_fake_unused_pool_bytes() { return static_cast<long>(fake::unused_pool_bytes()); }
+
 PACELINE_FAKE_API int paceline_fake_synchronize_calls() { return fake::synchronize_calls(); }
 
 PACELINE_FAKE_API int paceline_fake_problems(char* text, int size) {

@@ -3,6 +3,7 @@
 // Entry points of the CUDA runtime for devices, errors, kernels and the driver.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <string>
 #include <utility>
@@ -53,6 +54,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrClockRate:
       *value = 1'980'000;
       break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = machine().settings().multiprocessors;
+      break;
     case cudaDevAttrHostNumaId:
       *value = 0;
       break;
@@ -96,9 +100,21 @@ cudaError_t cudaSetDevice(int device) {
 }
 
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
-  // Neighbours form pairs, as if each two GPUs shared a switch.
-  *can = device / 2 == peer / 2 && device != peer ? 1 : 0;
+  const std::lock_guard lock(machine().mutex);
+  if (std::max(device, peer) >= machine().settings().device_count) return fail(cudaErrorInvalidDevice);
+  *can = machine().can_access(device, peer) ? 1 : 0;
   return cudaSuccess;
+}
+
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned int flags) {
+  const std::lock_guard lock(machine().mutex);
+  fake::use_context(__func__);
+  const int device = fake::current_device();
+  if (const cudaError_t error = machine().health(device); error != cudaSuccess) return fail(error);
+  if (const cudaError_t error = machine().health(peer); error != cudaSuccess) return fail(error);
+  if (flags != 0) return fail(cudaErrorInvalidValue);
+  if (!machine().can_access(device, peer)) return fail(cudaErrorPeerAccessUnsupported);
+  return machine().peer_access.emplace(device, peer).second ? cudaSuccess : fail(cudaErrorPeerAccessAlreadyEnabled);
 }
 
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
@@ -118,6 +134,8 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorInsufficientDriver";
     case cudaErrorIllegalAddress:
       return "cudaErrorIllegalAddress";
+    case cudaErrorECCUncorrectable:
+      return "cudaErrorECCUncorrectable";
     case cudaErrorInvalidResourceHandle:
       return "cudaErrorInvalidResourceHandle";
     default:
@@ -135,11 +153,12 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   return cudaSuccess;
 }
 
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
   const std::lock_guard lock(machine().mutex);
   fake::use_context(__func__);
-  *attributes = {};
-  return cudaSuccess;
+  *free = *total = machine().settings().memory_bytes;
+  const cudaError_t error = machine().health(fake::current_device());
+  return error == cudaSuccess ? error : fail(error);
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned int version,

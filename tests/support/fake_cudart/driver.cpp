@@ -34,6 +34,9 @@ CUresult retain(CUcontext* context, CUdevice device) {
 }
 
 CUresult push(CUcontext context) {
+  const std::lock_guard lock(machine().mutex);
+  const cudaError_t error = machine().health(device_of(context));
+  if (machine().settings().push_fails && error != cudaSuccess) return static_cast<CUresult>(error);
   stack.push_back(context);
   return CUDA_SUCCESS;
 }
@@ -50,6 +53,28 @@ CUresult get_current(CUcontext* context) {
   return CUDA_SUCCESS;
 }
 
+/// For memory that the fake has not allocated, the answers of cudaMalloc's: PyTorch's allocator uses it.
+CUresult pointer_attributes(unsigned int count, CUpointer_attribute* asked, void** answers, CUdeviceptr data) {
+  const std::lock_guard lock(machine().mutex);
+  const Allocation* const allocation = machine().find(reinterpret_cast<const void*>(data));
+  Pool* const pool = allocation == nullptr ? nullptr : allocation->pool;
+  if (const cudaError_t error = machine().health(current_device()); error != cudaSuccess) {
+    return static_cast<CUresult>(error);
+  }
+  const bool from_malloc = allocation == nullptr ? machine().settings().foreign_memory
+                                                 : pool == nullptr && allocation->device >= 0 && !allocation->mapped;
+  for (unsigned int k = 0; k < count; ++k) {
+    if (asked[k] == CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE) {
+      *static_cast<Pool**>(answers[k]) = pool;
+    } else if (asked[k] == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE) {
+      *static_cast<int*>(answers[k]) = from_malloc ? 1 : 0;
+    } else {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+  }
+  return CUDA_SUCCESS;
+}
+
 struct Entry {
   const char* name;
   unsigned int since;  ///< the CUDA version of the first driver that has it
@@ -62,6 +87,7 @@ const Entry kEntries[] = {
     {"cuCtxPushCurrent", 4000, reinterpret_cast<void*>(&push)},
     {"cuCtxPopCurrent", 4000, reinterpret_cast<void*>(&pop)},
     {"cuCtxGetCurrent", 4000, reinterpret_cast<void*>(&get_current)},
+    {"cuPointerGetAttributes", 7000, reinterpret_cast<void*>(&pointer_attributes)},
     {"cuDeviceGetDevResource", 12040, reinterpret_cast<void*>(&device_resource)},
     {"cuDevSmResourceSplitByCount", 12040, reinterpret_cast<void*>(&split_by_count)},
     {"cuDevResourceGenerateDesc", 12040, reinterpret_cast<void*>(&describe)},

@@ -19,4 +19,7 @@ cudaError_t fail(cudaError_t error);
 /// Enqueues work, or returns the device's sticky error.
 cudaError_t enqueue(cudaStream_t stream, const char* name, std::function<void()> body);
 
+/// As after the start of a process.
+void forget_loaded_kernels();
+
 }  // namespace fake

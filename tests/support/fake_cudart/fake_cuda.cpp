@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "driver.hpp"
+#include "entry_points.hpp"
 #include "machine.hpp"
 
 namespace fake {
@@ -22,6 +23,7 @@ void boot(const Settings& settings) {
   release();
   const std::lock_guard lock(machine().mutex);
   forget_contexts();
+  forget_loaded_kernels();
   machine().boot(settings);
 }
 
@@ -36,9 +38,21 @@ std::vector<std::string> problems() {
   return machine().problems;
 }
 
+std::size_t unused_pool_bytes() {
+  const std::lock_guard lock(machine().mutex);
+  std::size_t bytes = 0;
+  for (const auto& [key, pool] : machine().pools) bytes += pool->reserved - pool->used;
+  return bytes;
+}
+
 int synchronize_calls() {
   const std::lock_guard lock(machine().mutex);
   return machine().synchronize_calls;
+}
+
+int driver_staged_copies() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().driver_staged_copies;
 }
 
 int made_events() {
@@ -54,6 +68,16 @@ int node_of_pinned_memory() {
 void fail_allocation(int count) {
   const std::lock_guard lock(machine().mutex);
   machine().allocations_until_failure = count;
+}
+
+void set_peer_copy_seconds(double seconds) {
+  const std::lock_guard lock(machine().mutex);
+  machine().peer_copy_seconds = seconds;
+}
+
+void map_own(const void* data) {
+  const std::lock_guard lock(machine().mutex);
+  machine().find(data)->mapped = true;
 }
 
 void poison(int device, cudaError_t error) {

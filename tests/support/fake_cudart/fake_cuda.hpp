@@ -8,6 +8,10 @@
 //   - Each access of a kernel or copy is compared with all earlier accesses of the same bytes. If one of two accesses
 //     writes, they must be ordered by streams, events or a host that saw the first one finish (vector clocks, as in
 //     data race detection). So a missing wait is found in every order that the seed may choose.
+//   - Access to another GPU's memory is off until it is enabled. Without it a kernel breaks its device down, and a copy
+//     is staged by the driver (driver_staged_copies).
+//   - The first launch of a kernel on a device loads it, unless it is loaded: that waits until the device is idle.
+//     A launch into a full queue waits, too. If what they wait for cannot run, that is a problem: a deadlock.
 //   - Memory is poisoned when it is allocated and when it is freed.
 //   - A call that would create GPU 0's context, because its thread has none, is reported (use_context).
 //   - Waiting for an event that was never recorded ends the program. CUDA would not wait at all.
@@ -35,8 +39,10 @@ struct Settings {
   std::string model{};                              ///< of all devices; empty: "Fake GPU" and the device's number
   int multiprocessors = 132;
   int sm_granularity = 8;  ///< green contexts have a multiple of this number of SMs
+  int switch_size = 2;     ///< the number of neighbours that can access each other's memory; 1: no GPU can
   int driver_version = 13000;
   bool driver_present = true;
+  bool push_fails = false;      ///< also making a lost device current returns its error
   bool eager = false;           ///< run everything as soon as possible, and time it by the host's clock
   std::uint64_t lag = 0;        ///< an event looks unfinished for so many queries
   bool foreign_memory = false;  ///< accept memory that no device has allocated as foreign, without checks
@@ -68,6 +74,13 @@ struct Leftovers {
 /// cuda*Synchronize to link to.
 [[nodiscard]] int synchronize_calls();
 
+/// The number of copies between GPUs that have no access to each other. On a GPU they work, but slowly: the driver
+/// stages them through the host, and need not overlap them with other work.
+[[nodiscard]] int driver_staged_copies();
+
+/// Bytes that pools keep though nothing uses them.
+[[nodiscard]] std::size_t unused_pool_bytes();
+
 /// The number of events that were made since the boot.
 [[nodiscard]] int made_events();
 
@@ -77,8 +90,12 @@ struct Leftovers {
 /// Makes one allocation fail for lack of memory, after `count` further ones. Making a green context counts as an
 /// allocation.
 void fail_allocation(int count);
+/// Makes memory of cudaMalloc look like an expandable segment of PyTorch: mapped without access for peers.
+void map_own(const void* data);
 /// From now on every call for `device` returns `error`, as after a kernel's illegal access.
 void poison(int device, cudaError_t error);
+/// What each access to another GPU's memory adds to the time of a copy, on the virtual clock.
+void set_peer_copy_seconds(double seconds);
 /// Stops the stream until it is resumed.
 void hang(cudaStream_t stream);
 void go_on(cudaStream_t stream);

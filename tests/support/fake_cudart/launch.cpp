@@ -4,10 +4,12 @@
 #include <cuda_runtime_api.h>
 
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 
 #include "driver.hpp"
+#include "entry_points.hpp"
 #include "machine.hpp"
 
 namespace fake {
@@ -16,11 +18,28 @@ namespace {
 struct Kernels {
   std::map<const void*, std::string> names;  // by the address of the kernel's host function
   std::map<const void*, Bind> twins;
+  std::set<std::pair<const void*, int>> loaded;  // kernel and device, since the boot
 };
 
 Kernels& kernels() {
   static Kernels* const all = new Kernels;  // leaked, because static constructors register before main
   return *all;
+}
+
+/// Lazy loading: the first launch of a kernel on a device loads it, which waits until the device has nothing to do.
+/// Tests' own kernels, which nvcc has not compiled, count as loaded.
+void load_at_launch(const void* kernel, int device) {
+  if (kernels().names[kernel].empty() || !kernels().loaded.emplace(kernel, device).second) return;
+  if (!machine().finish_all(device)) {
+    machine().complain("the first launch of " + kernels().names[kernel] +
+                       " waits for work of the device that waits for the calling thread: a deadlock");
+  }
+}
+
+cudaError_t load(const void* kernel) {
+  use_context("a kernel's loading");
+  kernels().loaded.emplace(kernel, current_device());
+  return machine().health(current_device());
 }
 
 cudaError_t launch(const void* kernel, const Launch& how, void** arguments) {
@@ -33,6 +52,7 @@ cudaError_t launch(const void* kernel, const Launch& how, void** arguments) {
   if (const cudaError_t error = machine().health(stream->device); error != cudaSuccess) return error;
   const auto twin = kernels().twins.find(kernel);
   if (twin == kernels().twins.end()) misuse("a kernel without a twin was launched: " + kernels().names[kernel]);
+  load_at_launch(kernel, stream->device);
   Operation operation;
   const std::string& name = kernels().names[kernel];
   operation.name = name.empty() ? "a kernel" : name.c_str();
@@ -48,9 +68,25 @@ void set_twin(const void* kernel, Bind bind) {
   kernels().twins[kernel] = std::move(bind);
 }
 
+void forget_loaded_kernels() { kernels().loaded.clear(); }
+
 }  // namespace fake
 
 extern "C" {
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  const std::lock_guard lock(fake::machine().mutex);
+  *attributes = {};
+  const cudaError_t error = fake::load(kernel);
+  return error == cudaSuccess ? error : fake::fail(error);
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* kernel, int, std::size_t) {
+  const std::lock_guard lock(fake::machine().mutex);
+  *blocks = 4;
+  const cudaError_t error = fake::load(kernel);
+  return error == cudaSuccess ? error : fake::fail(error);
+}
 
 void** __cudaRegisterFatBinary(void*) {
   static void* handle = nullptr;

@@ -13,6 +13,7 @@ namespace fake {
 namespace {
 
 constexpr double kDefaultSeconds = 1e-6;
+constexpr std::size_t kQueueLimit = 1024;
 
 }  // namespace
 
@@ -62,6 +63,9 @@ void Machine::boot(const Settings& settings) {
   used_.clear();
   problems.clear();
   sticky.clear();
+  peer_access.clear();
+  driver_staged_copies = 0;
+  peer_copy_seconds = 0.0;
   synchronize_calls = 0;
   made_events = 0;
   node_of_pinned_memory = -1;
@@ -74,6 +78,10 @@ void Machine::boot(const Settings& settings) {
 cudaError_t Machine::health(int device) const {
   const auto found = sticky.find(device);
   return found == sticky.end() ? cudaSuccess : found->second;
+}
+
+bool Machine::can_access(int device, int peer) const {
+  return device != peer && device / settings_.switch_size == peer / settings_.switch_size;
 }
 
 /// All the device's work counts as finished, for whoever learns of the error.
@@ -158,6 +166,12 @@ Event* Machine::make_event(int device, bool timed) {
 bool Machine::destroy(Event* event) { return events_.erase(event) == 1; }
 
 void Machine::enqueue(Stream* stream, Operation operation) {
+  // A launch into a full queue waits until one of its launches has run.
+  if (stream->queue.size() >= kQueueLimit && current == nullptr) {
+    if (!run_until([&] { return stream->queue.size() < kQueueLimit; })) {
+      complain("the queue of a stream is full, and its work waits for the thread that launches: a deadlock");
+    }
+  }
   operation.known = host_;
   stream->queue.push_back(std::move(operation));
   if (settings_.eager) {
@@ -205,6 +219,14 @@ bool Machine::run_until(const std::function<bool()>& done) {
     if (!run_one()) return false;
   }
   return true;
+}
+
+bool Machine::finish_all(int device) {
+  return run_until([&] {
+    return std::all_of(streams_.begin(), streams_.end(), [&](const auto& entry) {
+      return entry.second->device != device || entry.second->queue.empty();
+    });
+  });
 }
 
 void Machine::run_a_few() {

@@ -11,7 +11,9 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fake_cuda.hpp"
@@ -45,7 +47,9 @@ struct Operation {
   const char* name = "";
 };
 
-inline constexpr char kRelease[] = "a release";  // an array: one address, by which it is known
+// Arrays: one address each, by which they are known.
+inline constexpr char kRelease[] = "a release";
+inline constexpr char kCopy[] = "a copy";
 
 struct GreenContext {
   int device = 0;
@@ -84,6 +88,9 @@ struct Pool {
   int device = 0;
   std::size_t used = 0;
   std::size_t used_high = 0;
+  std::set<int> peers;  ///< other devices with access
+
+  std::size_t reserved = 0;  // it keeps what is freed until it is trimmed
 };
 
 struct Allocation {
@@ -92,6 +99,7 @@ struct Allocation {
   std::size_t bytes = 0;
   int device = 0;  ///< -1 for pinned host memory
   Pool* pool = nullptr;
+  bool mapped = false;      ///< by the program itself, which gave no peer access (map_own)
   bool given_back = false;  ///< its release is enqueued
   bool freed = false;
   std::vector<Access> accesses;
@@ -106,6 +114,8 @@ class Machine {
   /// cudaSuccess, or the sticky error of the device.
   [[nodiscard]] cudaError_t health(int device) const;
   void break_down(int device, cudaError_t error);
+  /// Whether the hardware lets one device access the other's memory.
+  [[nodiscard]] bool can_access(int device, int peer) const;
 
   Stream* make_stream(int device, const GreenContext* green = nullptr);
   bool destroy(Stream* stream);
@@ -128,6 +138,8 @@ class Machine {
   bool query(Stream* stream);
   /// Runs work until `done` returns true. False if nothing more can run.
   bool run_until(const std::function<bool()>& done);
+  /// Runs all work of the device, and of others what it waits for. False if some cannot run.
+  bool finish_all(int device);
   /// Lets some work run, as much as the seed wants.
   void run_a_few();
 
@@ -135,6 +147,8 @@ class Machine {
   Allocation* allocate(int device, std::size_t bytes);
   [[nodiscard]] Allocation* find(const void* data);
   void free(Allocation* allocation);
+  /// Whether kernels of the device may access the memory.
+  [[nodiscard]] bool reaches(int device, const Allocation& allocation) const;
   void access(const void* data, std::size_t bytes, bool write);
   /// Adds a sentence to problems().
   void complain(std::string problem);
@@ -147,6 +161,8 @@ class Machine {
   std::vector<std::string> problems;
   std::map<int, cudaError_t> sticky;
   std::map<const Pool*, std::unique_ptr<Pool>> pools;
+  std::set<std::pair<int, int>> peer_access;  ///< enabled: who accesses whom
+  int driver_staged_copies = 0;
   int synchronize_calls = 0;
   int made_events = 0;
   int node_of_pinned_memory = -1;
@@ -155,6 +171,7 @@ class Machine {
   Operation* current = nullptr;
   Stream* current_stream = nullptr;
   double current_cost = 0.0;
+  double peer_copy_seconds = 0.0;
 
  private:
   bool out_of_memory_is_due();

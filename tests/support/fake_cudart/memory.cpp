@@ -33,6 +33,7 @@ extern "C" {
 
 cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps* properties) {
   const std::lock_guard lock(machine().mutex);
+  if (const cudaError_t error = machine().health(properties->location.id); error != cudaSuccess) return fail(error);
   auto made = std::make_unique<fake::Pool>();
   made->device = properties->location.id;
   fake::Pool* const raw = made.get();
@@ -67,7 +68,24 @@ cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribut
   return cudaSuccess;
 }
 
-cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, std::size_t) { return cudaSuccess; }
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool, const cudaMemAccessDesc* access, std::size_t count) {
+  const std::lock_guard lock(machine().mutex);
+  fake::Pool& target = *reinterpret_cast<fake::Pool*>(pool);
+  for (const cudaMemAccessDesc* each = access; each != access + count; ++each) {
+    const int peer = each->location.id;
+    if (peer != target.device && !machine().can_access(peer, target.device)) return fail(cudaErrorInvalidDevice);
+    target.peers.insert(peer);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, std::size_t bytes) {
+  const std::lock_guard lock(machine().mutex);
+  fake::Pool& target = *reinterpret_cast<fake::Pool*>(pool);
+  if (const cudaError_t error = machine().health(target.device); error != cudaSuccess) return fail(error);
+  target.reserved = std::max(target.used, std::min(target.reserved, bytes));
+  return cudaSuccess;
+}
 
 cudaError_t cudaMallocFromPoolAsync(void** data, std::size_t bytes, cudaMemPool_t pool, cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
@@ -79,6 +97,7 @@ cudaError_t cudaMallocFromPoolAsync(void** data, std::size_t bytes, cudaMemPool_
   made->pool = from;
   from->used += bytes;
   from->used_high = std::max(from->used_high, from->used);
+  from->reserved = std::max(from->reserved, from->used);
   *data = made->data;
   // Uses of the memory must come after this operation.
   return enqueue(stream, "an allocation", [made] { fake::writes(made->data, made->bytes); });
@@ -97,9 +116,32 @@ cudaError_t cudaFreeAsync(void* data, cudaStream_t stream) {
   });
 }
 
+// Memory of the program's own: PyTorch's, for example.
+cudaError_t cudaMalloc(void** data, std::size_t bytes) {
+  const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
+  fake::Allocation* const made = machine().allocate(fake::current_device(), bytes);
+  if (made == nullptr) return fail(cudaErrorMemoryAllocation);
+  *data = made->data;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFree(void* data) {
+  const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
+  fake::Allocation* const allocation = machine().find(data);
+  if (allocation == nullptr || allocation->data != data || allocation->pool != nullptr || allocation->freed) {
+    fake::misuse("cudaFree of memory that cudaMalloc did not give");
+  }
+  machine().run_until([] { return false; });  // CUDA waits here for all work of the device
+  machine().free(allocation);
+  return cudaSuccess;
+}
+
 cudaError_t cudaHostAlloc(void** data, std::size_t bytes, unsigned int) {
   const std::lock_guard lock(machine().mutex);
   use_context(__func__);
+  if (const cudaError_t error = machine().health(fake::current_device()); error != cudaSuccess) return fail(error);
   fake::Allocation* const made = machine().allocate(-1, bytes);
   if (made == nullptr) return fail(cudaErrorMemoryAllocation);
   machine().node_of_pinned_memory = paceline::PreferredNode::current();
@@ -135,7 +177,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
   use_context(__func__);
   if (!on_a_device(to)) fake::misuse("an asynchronous copy into pageable memory, which holds the calling thread");
   if (on_a_device(from)) {
-    return enqueue(stream, "a copy", [=] {
+    return enqueue(stream, fake::kCopy, [=] {
       fake::reads(from, bytes);
       fake::writes(to, bytes);
       std::memcpy(to, from, bytes);
@@ -143,7 +185,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
   }
   // For pageable memory, CUDA has read the bytes when the call returns.
   const auto* const begin = static_cast<const std::byte*>(from);
-  return enqueue(stream, "a copy", [to, taken = std::vector<std::byte>(begin, begin + bytes)] {
+  return enqueue(stream, fake::kCopy, [to, taken = std::vector<std::byte>(begin, begin + bytes)] {
     fake::writes(to, taken.size());
     std::memcpy(to, taken.data(), taken.size());
   });
@@ -151,6 +193,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* data) {
   const std::lock_guard lock(machine().mutex);
+  if (const cudaError_t error = machine().health(fake::current_device()); error != cudaSuccess) return fail(error);
   *attributes = {};
   attributes->type = cudaMemoryTypeUnregistered;
   attributes->device = -1;

@@ -109,6 +109,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEve
   const std::lock_guard lock(machine().mutex);
   const fake::Event* const first = as_event(begin);
   const fake::Event* const second = as_event(end);
+  if (const cudaError_t error = machine().health(second->device); error != cudaSuccess) return fail(error);
   if (!first->timed || !second->timed || first->device != second->device) return fail(cudaErrorInvalidResourceHandle);
   if (first->latest == nullptr || second->latest == nullptr) fake::misuse("time from an event that was never recorded");
   const auto seen = [](const fake::Recording& one) { return one.done && machine().queries >= one.visible; };

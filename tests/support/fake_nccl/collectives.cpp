@@ -52,6 +52,8 @@ Result Fake::collective(const Call& wanted) {
     const auto address =
         reinterpret_cast<std::uintptr_t>(wanted.send) | reinterpret_cast<std::uintptr_t>(wanted.receive);
     if (address % size_of(wanted.type) != 0) complain("a buffer lies across the borders of its elements");
+    if (!host_.shared(wanted.send) || !host_.shared(wanted.receive))
+      complain(std::string(wanted.function) + " of a buffer that peers cannot access");
     used_.insert(static_cast<const std::byte*>(wanted.send));
     group().calls.push_back(wanted);
     return kSuccess;

@@ -32,6 +32,7 @@ struct NcclHost {
                   const Signal& given);
   int (*device_of)(cudaStream_t stream);
   int (*current_device)();
+  bool (*shared)(const void* data);  ///< whether kernels of all peers may access it
   void (*reads)(const void* data, std::size_t bytes);
   void (*writes)(const void* data, std::size_t bytes);
   /// Reduces as NCCL does, whose minima and maxima drop NaNs.

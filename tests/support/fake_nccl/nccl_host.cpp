@@ -68,6 +68,18 @@ void reduce(std::span<const void* const> inputs, void* output, std::size_t count
   }
 }
 
+/// NCCL itself enables access to memory of cudaMalloc.
+bool shared(const void* data) {
+  const std::lock_guard lock(machine().mutex);
+  const Allocation* const allocation = machine().find(data);
+  if (allocation == nullptr) return machine().settings().foreign_memory;
+  if (allocation->pool == nullptr) return !allocation->mapped;
+  for (int peer = 0; peer < machine().settings().device_count; ++peer) {
+    if (machine().can_access(peer, allocation->device) && !machine().reaches(peer, *allocation)) return false;
+  }
+  return true;
+}
+
 const NcclHost kHost = {
     .make_signal = [] { return Signal(std::make_shared<Recording>()); },
     .give =
@@ -82,6 +94,7 @@ const NcclHost kHost = {
           return machine().resolve(stream)->device;
         },
     .current_device = &current_device,
+    .shared = &shared,
     .reads = &reads,
     .writes = &writes,
     .reduce = &reduce,

@@ -64,6 +64,7 @@ struct BalanceReport {
   double required_gain = 0.0;        ///< what a move must promise at present ("auto"), else 0
   std::int64_t firm_until_step = 0;  ///< no move before this step because one was taken back; 0: none
   std::string last_reason;
+  std::int64_t granularity = 1;  ///< of the last plan
   std::vector<DeviceReport> devices;
   std::vector<MoveReport> recent_moves;  ///< at most the last 16, oldest first
 };

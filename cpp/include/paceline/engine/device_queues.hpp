@@ -116,6 +116,9 @@ class PACELINE_API DeviceQueues {
   /// contents without staging. Destroy it before the queues, when nothing uses it.
   [[nodiscard]] std::unique_ptr<Buffer> allocate(std::size_t space, std::size_t bytes, Stream* stream) const;
 
+  /// Gives back what the pools of the GPUs hold and nothing uses. @throws Error if a device has failed.
+  void release_memory();
+
   /// The device that makes the resources of a space: its first device; for the host, home's.
   [[nodiscard]] AsyncDevice& maker(std::size_t space) const noexcept;
   [[nodiscard]] Stream& home_stream() const noexcept;

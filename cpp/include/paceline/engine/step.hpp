@@ -32,6 +32,8 @@ struct ClaimRecord {
   double start_seconds = 0.0;
   double finish_seconds = 0.0;
   bool excluded = false;
+  /// For a device's first one: seconds from the parameters being ready at home until they were at the device.
+  double arrival_seconds = 0.0;
 };
 
 /// The work of one step. The worker threads call it, concurrently for different devices.

@@ -27,6 +27,7 @@ struct StepLoopOptions {
   Balance balance = Balance::automatic;  ///< even and weighted: exactly the shares, nothing is taken over
   std::vector<double> weights{};         ///< for weighted: the ratios, one per device
   std::int64_t micro_batch = 0;          ///< > 0: fixed size; 0: one planned chunk per device, then corrections
+  /// As balance::BalancerOptions::granularity. 0 means 1 on host devices, with fixed ratios, and for items with costs.
   std::int64_t granularity = 1;
   /// With micro_batch 0 and Balance::automatic: whether devices hold back a part of their shares. Devices that finish
   /// early then take smaller and smaller corrections from that part (plan::plan_hold_back). The default is true for

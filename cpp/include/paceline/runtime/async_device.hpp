@@ -85,9 +85,17 @@ class PACELINE_API AsyncDevice {
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) = 0;
   /// Host memory that every device can copy from and to.
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) = 0;
+  /// Gives memory back that allocate() has given out and nothing uses any more. Memory whose work is pending stays.
+  virtual void release_memory() = 0;
   /// The largest amount of this device's memory that allocate() has given out at once, since the device was first
   /// opened.
   [[nodiscard]] virtual std::size_t peak_bytes() const = 0;
+  /// Whether this device and another one of its backend access each other's memory. If they do not, Stream::copy() goes
+  /// through pinned host memory.
+  [[nodiscard]] virtual bool accesses(const AsyncDevice& other) const = 0;
+  /// Whether kernels of such devices may access this memory of this device. Memory of allocate() always is; memory of
+  /// the program's own pools and mappings may not be.
+  [[nodiscard]] virtual bool shares(const void* data) const = 0;
 };
 
 /// Waits until the event is done. Polls without a pause for 50 us, then with growing pauses of at most 100 us. Calls

@@ -53,7 +53,7 @@ std::shared_ptr<Step> StepLoop::prepare(std::shared_ptr<const BatchPlan> plan, s
   options.models = plan->balance.models;
   options.noise = plan->balance.noise;
   options.micro_batch = state.options.micro_batch;
-  options.granularity = state.options.granularity;
+  options.granularity = plan->balance.granularity;
   options.least_items = state.least_items();
   options.run_ahead = state.run_ahead;
   // Corrections of any size would be new sizes. Asynchronous devices keep to sizes that the user chose or that are

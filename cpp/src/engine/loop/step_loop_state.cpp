@@ -22,12 +22,14 @@ std::vector<std::string> of_each(const DeviceGroup& group, std::string Device::*
   return values;
 }
 
+constexpr std::int64_t kOne = 1;
 constexpr std::size_t kMostSearches = 8;  // kinds of batches that have a search for sizes
 
 /// Keeps the sizes of micro-batches the same when shares move, for devices that compile, capture or choose algorithms
 /// by size: with a fixed micro-batch, every share is a multiple of it, except for the rest of the batch.
 StepLoopOptions with_stable_shapes(StepLoopOptions options, bool asynchronous) {
-  if (asynchronous && options.micro_batch > 0 && options.granularity == 1) options.granularity = options.micro_batch;
+  if (asynchronous && options.micro_batch > 0 && options.granularity <= 1) options.granularity = options.micro_batch;
+  if (!asynchronous || options.balance != Balance::automatic) options.granularity = std::max(options.granularity, kOne);
   return options;
 }
 
@@ -47,7 +49,7 @@ balance::Balancer make_balancer(const DeviceGroup& group, const StepLoopOptions&
   balancer.proportional = proportional;
   balancer.policy = options.balance;
   balancer.weights = options.weights;
-  balancer.granularity = options.granularity;
+  balancer.granularity = proportional ? std::max(options.granularity, kOne) : options.granularity;
   for (const Device& device : group.devices()) {
     balance::DeviceProfile& profile = balancer.devices.emplace_back();
     profile.name = device.name;

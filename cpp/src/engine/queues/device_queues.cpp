@@ -65,6 +65,11 @@ struct DeviceQueues::State {
 
   [[nodiscard]] std::size_t gpu_space_count() { return memory.spaces().size(); }
   [[nodiscard]] bool on_host(std::size_t space) { return space == gpu_space_count(); }
+  [[nodiscard]] std::vector<std::size_t> space_of_device() const {
+    std::vector<std::size_t> spaces_of;
+    for (const Queue& queue : queues) spaces_of.push_back(queue.space);
+    return spaces_of;
+  }
   [[nodiscard]] AsyncDevice& home_device() const { return *spaces[kHome].maker; }
 
   void find_spaces(const DeviceGroup& group) {
@@ -119,7 +124,7 @@ struct DeviceQueues::State {
   /// Connects several GPUs.
   void connect() {
     if (options.collectives.transport != Transport::nccl) {
-      transport = "copies, each bucket while the devices still compute";
+      transport = "copies, each bucket while the devices still compute, " + memory.routes();
       return;
     }
     std::string why_none;
@@ -181,8 +186,11 @@ struct DeviceQueues::State {
   /// Copies home's parameters to the other spaces, once they are ready.
   void distribute(std::span<const SpaceCopy> copies) {
     home_stream->record(*ready);
-    for (Space& space : spaces) {
-      if (space.copies != nullptr && space.takes_part) space.copies->wait(*ready);
+    for (std::size_t s = 0; s < spaces.size(); ++s) {
+      Space& space = spaces[s];
+      if (space.copies == nullptr || !space.takes_part) continue;
+      space.copies->wait(*ready);
+      if (s != kHome) step->begin_arrival(s, *space.maker, *space.copies);
     }
     if (collectives != nullptr) collectives->broadcast(copies);
     for (std::size_t i = 0; i < copies.size(); ++i) {
@@ -193,9 +201,13 @@ struct DeviceQueues::State {
       if (i + 1 < copies.size() && copies[i + 1].space == copy.space && copies[i + 1].bucket == copy.bucket) continue;
       while (space.arrivals.size() <= copy.bucket) space.arrivals.push_back(space.maker->make_event(false));
       space.copies->record(*space.arrivals[copy.bucket]);
+      step->note_first_arrival(copy.space, *space.maker, *space.copies);
     }
-    for (Space& space : spaces) {
-      if (space.copies != nullptr && space.takes_part) space.copies->record(*space.arrived);
+    for (std::size_t s = 0; s < spaces.size(); ++s) {
+      Space& space = spaces[s];
+      if (space.copies == nullptr || !space.takes_part) continue;
+      if (s != kHome) step->end_arrival(s, *space.copies);
+      space.copies->record(*space.arrived);
     }
   }
 
@@ -303,6 +315,10 @@ std::unique_ptr<Buffer> DeviceQueues::allocate(std::size_t space, std::size_t by
                                         : maker(space).allocate(bytes, *stream);
 }
 
+void DeviceQueues::release_memory() {
+  for (std::size_t s = 0; s < state_->gpu_space_count(); ++s) maker(s).release_memory();
+}
+
 AsyncDevice& DeviceQueues::maker(std::size_t space) const noexcept { return *state_->spaces[space].maker; }
 Stream& DeviceQueues::home_stream() const noexcept { return *state_->home_stream; }
 Stream* DeviceQueues::copy_stream(std::size_t space) const noexcept { return state_->spaces[space].copies.get(); }
@@ -323,7 +339,7 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
         "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
   }
   if (state.collectives != nullptr) state.collectives->check();
-  state.step = std::make_shared<internal::RecordedTimes>(state.evidence, state.spare_events, state.queues.size(),
+  state.step = std::make_shared<internal::RecordedTimes>(state.evidence, state.spare_events, state.space_of_device(),
                                                          state.home_device(), state.options.timeout, state.collectives);
   state.begin(takes_part);
   try {
@@ -340,6 +356,7 @@ bool DeviceQueues::enter(DeviceId device, bool at_once) {
   State::Queue& queue = state.queues[device];
   if (std::exchange(queue.entered, true)) return false;
   const bool needs_none = queue.space == kHome || !(at_once || state.collectives != nullptr);
+  state.step->enter(device, !needs_none);
   const Event& arrival = needs_none ? *state.ready : *state.spaces[queue.space].arrived;
   if (queue.source != nullptr) queue.source->wait(*state.ready);
   if (queue.stream == nullptr) {

@@ -59,6 +59,32 @@ void SpareEvents::put(std::unique_ptr<Event> end, std::vector<std::vector<Span>>
   }
 }
 
+RecordedTimes::~RecordedTimes() {
+  std::ranges::move(arrivals_, std::back_inserter(spans_));
+  spare_->put(std::move(over_), std::move(spans_));
+}
+
+void RecordedTimes::begin_arrival(std::size_t space, AsyncDevice& maker, Stream& stream) {
+  if (arrivals_.size() <= space) arrivals_.resize(space + 1);
+  arrivals_[space].push_back(spare_->take_span(spans_.size() + space, maker));
+  stream.record(*arrivals_[space].back().start);
+}
+
+void RecordedTimes::end_arrival(std::size_t space, Stream& stream) { stream.record(*arrivals_[space].front().end); }
+
+void RecordedTimes::note_first_arrival(std::size_t space, AsyncDevice& maker, Stream& stream) {
+  if (arrivals_.size() <= space || arrivals_[space].size() != 1) return;
+  arrivals_[space].push_back(spare_->take_span(spans_.size() + space, maker));
+  stream.record(*arrivals_[space].back().end);
+}
+
+double RecordedTimes::arrival_seconds(DeviceId d) const {
+  const std::size_t space = space_of_[d];
+  if (space >= arrivals_.size() || arrivals_[space].empty()) return 0.0;
+  const Span& awaited = needs_all_[d] != 0 ? arrivals_[space].front() : arrivals_[space].back();
+  return awaited.end->seconds_since(*arrivals_[space].front().start);
+}
+
 void RecordedTimes::wait() const {
   wait_for(*over_, timeout_);
   // A collective that was given up lets its stream go on, and that is known by then.
@@ -76,10 +102,11 @@ void RecordedTimes::stamp(std::vector<ClaimRecord>& claims) const {
     ClaimRecord& claim = claims[i];
     const DeviceId d = claim.micro_batch.device;
     const std::vector<Span>& spans = spans_[d];
+    const std::size_t k = next[d]++;
+    if (k == 0) claim.arrival_seconds = arrival_seconds(d);
     if (spans.empty()) continue;
     ran[d] = 1;
-    const std::size_t k = next[d]++;
-    if (k == 0) origin[d] = claim.start_seconds;
+    if (k == 0) origin[d] = claim.start_seconds + claim.arrival_seconds;
     claim.start_seconds = origin[d] + spans[k].start->seconds_since(*spans[0].start);
     const double seconds = spans[k].end->seconds_since(*spans[k].start);
     claim.finish_seconds = claim.start_seconds + seconds;

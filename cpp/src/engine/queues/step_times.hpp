@@ -52,7 +52,7 @@ class SpareEvents {
   /// An untimed event of the home device.
   [[nodiscard]] std::unique_ptr<Event> take_end(AsyncDevice& home);
   [[nodiscard]] Span take_span(DeviceId d, AsyncDevice& maker);
-  /// `spans`: of each device.
+  /// `spans`: of each device, then of each space's arrival.
   void put(std::unique_ptr<Event> end, std::vector<std::vector<Span>> spans) noexcept;
 
  private:
@@ -64,17 +64,20 @@ class SpareEvents {
 /// The times of one step. It may outlive the queues. Each device's worker records the runs of its device.
 class RecordedTimes final : public StepTimes {
  public:
-  /// `evidence` and `spare`: of all steps of the group. `home` makes the event that ends the step; `timeout` is for
-  /// wait().
-  RecordedTimes(std::shared_ptr<Evidence> evidence, std::shared_ptr<SpareEvents> spare, std::size_t device_count,
-                AsyncDevice& home, std::chrono::nanoseconds timeout, std::weak_ptr<SpaceCollectives> collectives)
-      : spans_(device_count),
+  /// `evidence` and `spare`: of all steps of the group. `home`, the device of space 0, makes the event that ends the
+  /// step; `timeout` is for wait().
+  RecordedTimes(std::shared_ptr<Evidence> evidence, std::shared_ptr<SpareEvents> spare,
+                std::vector<std::size_t> space_of_device, AsyncDevice& home, std::chrono::nanoseconds timeout,
+                std::weak_ptr<SpaceCollectives> collectives)
+      : space_of_(std::move(space_of_device)),
+        spans_(space_of_.size()),
+        needs_all_(space_of_.size(), 1),
         over_(spare->take_end(home)),
         evidence_(std::move(evidence)),
         spare_(std::move(spare)),
         timeout_(timeout),
         collectives_(std::move(collectives)) {}
-  ~RecordedTimes() override { spare_->put(std::move(over_), std::move(spans_)); }
+  ~RecordedTimes() override;
   RecordedTimes(const RecordedTimes&) = delete;
   RecordedTimes& operator=(const RecordedTimes&) = delete;
 
@@ -89,11 +92,24 @@ class RecordedTimes final : public StepTimes {
   void end_run(DeviceId d, Stream& stream);
   /// The end of the run that is `back` runs before the device's last one; null if there were not that many.
   [[nodiscard]] const Event* end_of_run(DeviceId d, std::size_t back) const;
+  /// Around the arrival of the parameters in a space, on the stream that brings them. Home's are there before.
+  void begin_arrival(std::size_t space, AsyncDevice& maker, Stream& stream);
+  void end_arrival(std::size_t space, Stream& stream);
+  /// After the first bucket of parameters, if they come in buckets. Later ones change nothing.
+  void note_first_arrival(std::size_t space, AsyncDevice& maker, Stream& stream);
+  /// Whether the device begins when it has all parameters, or when it has the first bucket. On the device's worker.
+  void enter(DeviceId d, bool needs_all) { needs_all_[d] = static_cast<char>(needs_all); }
   /// Recorded when everything of the step is on its way.
   [[nodiscard]] Event& over() noexcept { return *over_; }
 
  private:
+  [[nodiscard]] double arrival_seconds(DeviceId d) const;
+
+  std::vector<std::size_t> space_of_;     // of each device
   std::vector<std::vector<Span>> spans_;  // of each device
+  std::vector<std::vector<Span>>
+      arrivals_;                 // of each space: of all parameters, and one that ends with their first bucket
+  std::vector<char> needs_all_;  // of each device
   std::unique_ptr<Event> over_;
   std::shared_ptr<Evidence> evidence_;
   std::shared_ptr<SpareEvents> spare_;

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
+#include <optional>
 #include <utility>
 
 #include "runtime/deadline.hpp"
@@ -93,9 +95,9 @@ StepRecord StepSource::record() const {
     last = std::max(last, claim.finish_seconds);
   }
   record.compute_seconds = std::max(0.0, last - first);
-  if (!asynchronous_) {
-    record.reduce_seconds = std::max(0.0, reduced_at_ - last);
-    if (!scripted_) record.startup_seconds = startups(first, record.compute_seconds);
+  if (!asynchronous_) record.reduce_seconds = std::max(0.0, reduced_at_ - last);
+  if (!scripted_) {
+    record.startup_seconds = asynchronous_ ? arrivals(record.claims) : startups(first, record.compute_seconds);
   }
   // Asynchronous devices may still work when the host is done.
   record.step_seconds = std::max(reduced_at_, record.compute_seconds);
@@ -213,6 +215,21 @@ std::vector<std::optional<double>> StepSource::startups(double first, double com
     } else {
       seconds.push_back(state.takes_part ? std::optional(compute_seconds) : std::nullopt);
     }
+  }
+  return seconds;
+}
+
+/// By how much later than the first device each device had its parameters. The times at which workers claimed say
+/// nothing of when asynchronous devices began.
+std::vector<std::optional<double>> StepSource::arrivals(const std::vector<ClaimRecord>& claims) const {
+  std::vector<std::optional<double>> seconds(devices_.size());
+  double first = std::numeric_limits<double>::max();
+  for (auto claim = claims.rbegin(); claim != claims.rend(); ++claim) {
+    seconds[claim->micro_batch.device] = claim->arrival_seconds;
+  }
+  for (const auto& each : seconds) first = std::min(first, each.value_or(first));
+  for (auto& each : seconds) {
+    if (each) *each -= first;
   }
   return seconds;
 }

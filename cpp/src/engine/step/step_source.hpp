@@ -73,6 +73,7 @@ class StepSource final : public WorkSource {
   void fail(std::exception_ptr error, const std::optional<MicroBatch>& micro_batch) noexcept;
   [[nodiscard]] double seconds_at(Clock::time_point time) const;
   [[nodiscard]] std::vector<std::optional<double>> startups(double first, double compute_seconds) const;
+  [[nodiscard]] std::vector<std::optional<double>> arrivals(const std::vector<ClaimRecord>& claims) const;
 
   std::shared_ptr<StepProgram> program_;
   std::unique_ptr<internal::BlockReduction> reduction_;

@@ -15,6 +15,7 @@ from torch import nn
 from paceline.torch._batch.extras import parted
 from paceline.torch._batch.objective import Objective
 from paceline.torch._batch.terms import Terms
+from paceline.torch._devices.caller_state import outside_autocast
 from paceline.torch._devices.noise import Noise, OtherGenerators
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.buffers import KeptBuffers
@@ -153,7 +154,8 @@ class Probe:
                     total += term.item()
                     if term.requires_grad:
                         outside.watch(term)
-                        term.backward()
+                        with outside_autocast():
+                            term.backward()
                 storages.separate()
             self.noise.lost |= dict.fromkeys(others.moved)
             if replays and random.moved:

@@ -69,6 +69,19 @@ class CallerState:
         return contextlib.nullcontext() if self._plain else self._replayed()
 
 
+@contextlib.contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Turn autocast off on the calling thread, around a backward pass: its operators take the types that the forward chose."""
+    on = [kind for kind in _NEW_THREAD_AUTOCAST_DTYPE if torch.is_autocast_enabled(kind)]
+    for kind in on:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)
+
+
 class RecomputeWatch(TorchFunctionMode):
     """Notices that a forward runs again during a backward pass (activation checkpointing).
 

@@ -18,7 +18,7 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.moving import Move, same
 from paceline.torch._devices import cuda
 from paceline.torch._devices.caller_state import bytes_of
-from paceline.torch._devices.worker_draws import WorkerGenerator
+from paceline.torch._devices.worker_draws import WorkerGenerator, mixed_seed
 
 _HOST = torch.device("cpu")
 _worker = threading.local()
@@ -67,6 +67,11 @@ class Places:
     def on_gpu(self) -> list[bool]:
         """For each device, whether it is a GPU or a part of a GPU."""
         return [gpu is not None for gpu in self._gpu]
+
+    @property
+    def any_part(self) -> bool:
+        """Whether some device is a part of a GPU."""
+        return self._any_part
 
     @property
     def any_host(self) -> bool:
@@ -192,6 +197,20 @@ class Places:
             return [torch.default_generator]
         return list(dict.fromkeys([torch.default_generator, *map(self.generator, range(len(self)))]))
 
+    def separate_generators(self) -> None:
+        """Give each GPU whose generator has the seed of an earlier GPU a seed of its own, made of that seed and its place among the GPUs.
+
+        ``torch.manual_seed`` seeds all GPUs alike. They would draw the same dropout for different items.
+        """
+        seeds: set[int] = set()
+        generators = dict.fromkeys(cuda.generator(gpu) for gpu in self._gpu if gpu is not None)
+        for place, generator in enumerate(generators):
+            seed = generator.initial_seed()
+            if seed in seeds:
+                seed = mixed_seed(repr(seed).encode(), place)
+                generator.manual_seed(seed)
+            seeds.add(seed)
+
     def named_generators(self) -> dict[str, torch.Generator]:
         """The same by names that hold on any machine: ``"host"``, and the UUIDs of GPUs."""
         gpus = {cuda.uuid(gpu): cuda.generator(gpu) for gpu in self._gpu if gpu is not None}
@@ -210,6 +229,20 @@ class Places:
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory that GPUs can copy from while the host goes on."""
         return cuda.pinned(count, dtype)
+
+    def must_pin(self, device: int) -> bool:
+        """Whether GPUs copy to and from what this device computes with, which has to be pinned for that."""
+        return self.devices[device].type == "cpu" and self.home.type != "cpu"
+
+    def empty_for(self, device: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of a device that the queues may write to at the beginning of a step.
+
+        Whatever takes it later is on the device's stream, which in each step waits for what the queues have copied before.
+        """
+        if self.must_pin(device):
+            return self.pinned(count, dtype)
+        with self.enter(device):
+            return torch.empty(count, dtype=dtype, device=self.devices[device])
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor that every device can read while the host goes on."""
@@ -246,6 +279,7 @@ class Places:
         """Give unused memory back, after memory ran out and before streams end."""
         if self.queues is not None:
             cuda.release_memory(self._any_part)
+            self.queues.release_memory()
 
     @property
     def holds(self) -> bool:

@@ -30,14 +30,15 @@ class WorkerGenerator(torch.Generator):
 
     def begin(self, key: bytes, first: int) -> None:
         self._first = first
-        super().manual_seed(_mixed(key, first))
+        super().manual_seed(mixed_seed(key, first))
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        return super().manual_seed(_mixed(repr(seed).encode(), self._first))
+        return super().manual_seed(mixed_seed(repr(seed).encode(), self._first))
 
 
-def _mixed(key: bytes, first: int) -> int:
-    return int.from_bytes(hashlib.blake2b(key + first.to_bytes(8, "little"), digest_size=8).digest(), "little")
+def mixed_seed(key: bytes, number: int) -> int:
+    """A seed for this number of a series. The same key gives the same seeds."""
+    return int.from_bytes(hashlib.blake2b(key + number.to_bytes(8, "little"), digest_size=8).digest(), "little")
 
 
 class WorkerDraws:

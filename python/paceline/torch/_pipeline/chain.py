@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline import InvalidArgument
 from paceline.torch._batch.extras import parted
+from paceline.torch._devices.caller_state import outside_autocast
 from paceline.torch._pipeline.blocks import Block, OtherOrderError
 from paceline.torch._pipeline.gates import calls_replaced, refuse_transforms
 from paceline.torch._pipeline.measure import BlockClock
@@ -253,7 +254,8 @@ def _backward(roots: Sequence[torch.Tensor]) -> float:
     gradients = [torch.ones_like(one) for one in roots]
     began = time.perf_counter()
     try:
-        torch.autograd.backward(roots, gradients, retain_graph=True)
+        with outside_autocast():
+            torch.autograd.backward(roots, gradients, retain_graph=True)
         return time.perf_counter() - began
     finally:
         for leaf, gradient in before.values():

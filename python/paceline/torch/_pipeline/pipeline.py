@@ -23,7 +23,7 @@ from paceline.torch._pipeline.placed_execution import PlacedExecution
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.reports import PipelineReports, PipelineTracing
 from paceline.torch._replicas.copies import Replicate
-from paceline.torch._replicas.replicas import LaneReplicas
+from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.arguments import Memory, check_count, check_devices, memory_limits, named_devices
 from paceline.torch._trainer.base import Trainer

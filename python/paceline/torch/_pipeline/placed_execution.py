@@ -19,7 +19,7 @@ from paceline.torch._pipeline.placed import PlacedPassage
 from paceline.torch._pipeline.placement import Placement
 from paceline.torch._pipeline.plans import PipelinePlan
 from paceline.torch._pipeline.visited import visited_in
-from paceline.torch._replicas.replicas import LaneReplicas
+from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._run.workload import Workload
 
 _ELSEWHERE = "Expected all tensors to be on the same device"  # PyTorch's words, for which it has no type

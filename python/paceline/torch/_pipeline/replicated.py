@@ -18,7 +18,7 @@ from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.replicas_execution import ReplicasExecution
 from paceline.torch._pipeline.replicas_plan import ReplicasPlanner
 from paceline.torch._replicas.copies import Replicate
-from paceline.torch._replicas.replicas import LaneReplicas
+from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._trainer.arguments import Memory, memory_limits
 
 

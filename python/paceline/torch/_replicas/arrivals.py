@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,15 +34,22 @@ class Arrivals:
     without its module's dictionary, so it is waited for at once.
     """
 
-    def __init__(self, parameters: list[torch.Tensor], buckets: Sequence[int], modules: Sequence[nn.Module]) -> None:
-        """`parameters`: those of the device's replica, whose list it is; `buckets`: the bucket of each."""
+    def __init__(
+        self,
+        parameters: list[torch.Tensor],
+        buckets: Sequence[int],
+        modules: Sequence[nn.Module],
+        *,
+        at_once: Iterable[int] = (),
+    ) -> None:
+        """`parameters`: those of the device's replica, whose list it is; `buckets`: the bucket of each; `at_once`: buckets to wait for first."""
         self.waiting: set[int] = set()
         self._all = frozenset(buckets)
         self._bucket_of = dict(zip(map(id, parameters), buckets, strict=True))
         self._need: Callable[[int], None] | None = None
         self._modules = [module for module in dict.fromkeys(modules) if module._parameters]
         uses = Counter(id(one) for module in self._modules for one in module._parameters.values())
-        self._at_once = {
+        self._at_once = set(at_once) | {
             buckets[k]
             for k in range(len(parameters))
             if sys.getrefcount(parameters[k]) > _KNOWN + uses[id(parameters[k])]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 Slots = dict[str, Any]  # a module's own buffers, by name; an entry may be None
+Pair = tuple[Slots, Slots, str]  # two modules' buffers, and a name in both
 
 
 class Buffers:
@@ -20,35 +21,49 @@ class Buffers:
     normalisation writes to its statistics, nor what is written through ``.data``.
     """
 
-    def __init__(self, modules: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-        """Take pairs of a user's module and the replica's module."""
-        self._pairs = [(ours._buffers, theirs._buffers, name) for ours, theirs in modules for name in ours._buffers]
+    def __init__(self, pairs: list[Pair]) -> None:
+        """Take triples: the user's dictionary, the replica's, the name in both."""
+        self.pairs = pairs
 
     def pull(self, *, anew: bool = False) -> None:
         """Copy the user's values into the replica, or `anew` into new tensors, so that graphs of earlier forwards keep the old ones."""
-        if anew:
-            for source, target, name in self._pairs:
-                value = source.get(name)
-                target[name] = (
-                    None if value is None else value.to(getattr(target.get(name), "device", value.device), copy=True)
-                )
-        else:
-            _copy(self._pairs)
+        copy_slots(self.pairs, anew=anew)
 
     def push(self) -> None:
         """Copy the replica's values into the user's module."""
-        _copy((theirs, ours, name) for ours, theirs, name in self._pairs)
+        copy_slots((theirs, ours, name) for ours, theirs, name in self.pairs)
+
+    @property
+    def differ(self) -> bool:
+        """Whether the replica has other values than the user's module. NaN counts as another value."""
+        return any_differs(self.pairs)
 
 
 class KeptBuffers:
-    """The present buffers of modules, to go back to."""
+    """The buffers of modules at one moment, to go back to. The copies of their values are allocated once."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._kept: list[tuple[Slots, str, Any, Any]] = [
-            (owner._buffers, name, buffer, None if buffer is None else buffer.clone())
-            for owner in modules
-            for name, buffer in owner._buffers.items()
-        ]
+        self._modules = list(modules)
+        self._kept: list[tuple[Slots, str, Any, Any]] = []
+        self.note()
+
+    def note(self) -> None:
+        """Go back to the present buffers from now on."""
+        copies = {(id(slots), name): value for slots, name, _, value in self._kept}
+        slots = [(owner._buffers, name) for owner in self._modules for name in owner._buffers]
+        self._kept = []
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        with torch.no_grad():
+            for own, name in slots:
+                buffer, value = own[name], copies.get((id(own), name))
+                if buffer is not None and value is not None and lies_like(value, buffer):
+                    targets.append(value)
+                    sources.append(buffer)
+                else:
+                    value = None if buffer is None else buffer.clone()
+                self._kept.append((own, name, buffer, value))
+            copy_all(targets, sources)
 
     @property
     def changed(self) -> bool:
@@ -60,10 +75,13 @@ class KeptBuffers:
 
     def restore(self) -> None:
         """Put the same tensors back, with the same values."""
+        targets, sources = [], []
         for slots, name, buffer, value in self._kept:
             slots[name] = buffer
             if buffer is not None and not _overlaps(buffer):
-                buffer.copy_(value)
+                targets.append(buffer)
+                sources.append(value)
+        copy_all(targets, sources)
 
 
 class KeptAttributes:
@@ -91,25 +109,59 @@ class KeptAttributes:
                 container.extend(before)
 
 
-def _copy(pairs: Iterable[tuple[Slots, Slots, str]]) -> None:
+def copy_slots(pairs: Iterable[Pair], place: torch.device | None = None, *, anew: bool = False) -> None:
+    """Copy buffers from the first dictionary to the second. `place`: the memory of buffers that the second one does not have yet."""
     sources: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
     for source, target, name in pairs:
         value, old = source.get(name), target.get(name)
-        if value is old:
+        if value is old and not anew:
             continue
+        where = place if old is None else old.device
         if value is None:
             target[name] = None
-        elif old is None or old.shape != value.shape or old.dtype != value.dtype:
-            target[name] = value.clone()
+        elif anew or old is None or old.shape != value.shape or old.dtype != value.dtype:
+            target[name] = value.to(value.device if where is None else where, copy=True)
         elif _overlaps(old):
-            if not torch.equal(old, value):
-                target[name] = value.clone()
+            if not torch.equal(old, value.to(old.device)):
+                target[name] = value.to(old.device, copy=True)
         else:
             sources.append(value)
             targets.append(old)
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    copy_all(targets, sources)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors to tensors, by one call for each pair of memories and types: one kernel copies such a list."""
+    groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        key = target.device, target.dtype, source.device, source.dtype
+        group = groups.setdefault(key, ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for group in groups.values():
+        torch._foreach_copy_(*group)
+
+
+def any_differs(pairs: Iterable[Pair]) -> bool:
+    """Whether a buffer has another value in the second dictionary than in the first. NaN counts as another value."""
+    for ours, theirs, name in pairs:
+        value, other = ours.get(name), theirs.get(name)
+        if value is None or other is None:
+            if value is not other:
+                return True
+        elif value.layout is torch.strided and not torch.equal(value, other.to(value.device)):
+            return True
+    return False
+
+
+def lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a copy from the one to the other is a copy of memory."""
+    return (
+        one.layout is other.layout is torch.strided
+        and (one.device, one.dtype, one.shape) == (other.device, other.dtype, other.shape)
+        and not (_overlaps(one) or _overlaps(other))
+    )
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

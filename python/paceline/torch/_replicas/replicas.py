@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch._devices.lanes import SharedPlaces
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.arrivals import Arrivals, buckets_of
 from paceline.torch._replicas.attributes import Attributes, Change, carry, carry_hooks, is_of_a_forward
-from paceline.torch._replicas.buffers import Buffers
+from paceline.torch._replicas.buffers import Buffers, Pair
 from paceline.torch._replicas.copies import (
     Copied,
     Replicate,
@@ -28,6 +27,7 @@ from paceline.torch._replicas.copies import (
     derive,
     made_by,
 )
+from paceline.torch._replicas.flat_buffers import BUCKET, Copy, FlatBuffers
 from paceline.torch._replicas.hooks import Reader, check_global_hooks, guard_hooks
 from paceline.torch._replicas.original import guarded
 from paceline.torch._replicas.parametrized import forget
@@ -56,7 +56,10 @@ class Replica:
         self.parameters: list[torch.Tensor] = [copied.counterparts[id(parameter)] for parameter in parameters]
         pairs = [(ours, copied.counterparts.get(id(ours), ours)) for _, ours in reach.modules]
         self.modules = [theirs for _, theirs in pairs]
-        self.buffers = Buffers(pairs) if self.shared else None
+        self.buffer_pairs: list[Pair] = [
+            (one._buffers, other._buffers, name) for one, other in pairs for name in one._buffers
+        ]
+        self.buffers = Buffers(self.buffer_pairs) if self.shared else None
         self._buffer_slots = [(one._buffers, name) for one in self.modules for name in one._buffers]
         self._module_ids = set(map(id, self.modules))
         # A class with its own way of copying may leave a part of the user's module in the copy.
@@ -117,6 +120,8 @@ class Replicas:
         )  # forwards whose graphs are alive, and keep the buffers they have read
         self.generation = 0  # how often the replicas were made
         self.changes = 0  # how often they followed changed attributes
+        self._flat: FlatBuffers | None = None
+        self._parameter_copies: list[Copy] = []
         with torch.inference_mode(False):
             self._build()
 
@@ -133,6 +138,10 @@ class Replicas:
                 made = [self._make(device, copies, reach, parameters) for device in range(len(self._places))]
             finally:  # a new module draws initial weights, although the user's parameters replace them
                 random.restore()
+            self._flat = FlatBuffers(self._places)
+            for device, replica in enumerate(made) if self._places.queues is not None else ():
+                if self._places.spaces[device] != self._places.home_space:
+                    replica.buffers = self._flat.add(device, replica.buffer_pairs)
             self._send(copies, parameters, made)
         else:
             itself = {id(one): one for one in (*parameters, *modules)}
@@ -202,17 +211,20 @@ class Replicas:
         """Let every step begin by copying the parameters to the other memory spaces, bucket by bucket."""
         if self._places.queues is None:
             return
+        self._parameter_copies = []
         buckets = buckets_of(ours)
         found = sorted((bucket, space, index) for index, bucket in enumerate(buckets) for space in copies)
-        entries = []
         for bucket, space, index in found:
             parameter, copy = ours[index], copies[space][id(ours[index])]
-            entries.append((space, copy.data_ptr(), parameter.data_ptr(), copy.numel() * copy.element_size(), bucket))
-        self._places.queues.set_copies(entries)
+            self._parameter_copies.append(
+                (space, copy.data_ptr(), parameter.data_ptr(), copy.numel() * copy.element_size(), bucket)
+            )
+        self._places.queues.set_copies(self._parameter_copies)
         self._sent = copies  # keeps the memory alive: the queues have only addresses
         for replica, space in zip(made, self._places.spaces, strict=True):
             if space in copies and len(set(buckets)) > 1:
-                replica.arrivals = Arrivals(replica.parameters, buckets, replica.modules)
+                first = (BUCKET,) if replica.buffer_pairs else ()
+                replica.arrivals = Arrivals(replica.parameters, buckets, replica.modules, at_once=first)
 
     @property
     def blame(self) -> str:
@@ -248,7 +260,7 @@ class Replicas:
         """Release the modules of the devices. The user's module stays."""
         self.list = [] if self.shared else self.list
         self._functions = None
-        self._sent = {}
+        self._sent, self._flat = {}, None
 
     def share(self) -> None:
         """From now on a single device has a copy of the module, too. The copy's parameters have no hooks, and a ``.grad`` of their own."""
@@ -293,8 +305,11 @@ class Replicas:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 check_hooks(name, parameter)
         requires_grad, training = list(map(_requires_grad, self.parameters)), list(map(_training, self.modules))
+        anew = bool(self.graphs)
+        if self._flat is not None and self._places.queues is not None and self._flat.pull(anew=anew):
+            self._places.queues.set_copies([*self._flat.copies, *self._parameter_copies])
         for replica in self.list:
-            replica.follow(requires_grad, training, anew=bool(self.graphs))
+            replica.follow(requires_grad, training, anew=anew)
 
     def _follow(self, attributes: Attributes) -> None:
         """Follow attributes and hooks that the user has changed. What a replica's forward has set stays, unless the user has changed it."""
@@ -359,60 +374,6 @@ class Replicas:
         """Every parameter (None if it is not set) and every submodule, in the order of the modules."""
         parameters, modules = self._dicts[::3], self._dicts[2::3]
         return list(chain(*map(dict.values, parameters), *map(dict.values, modules)))
-
-
-class LaneReplicas(Replicas):
-    """Modules of lanes, which each carry one micro-batch at a time through all stages of a pipeline.
-
-    Those of a pipeline share gradients and buffers, too: each stage takes micro-batches in order, so these are what they would be with one
-    module. What a forward writes to attributes of its module belongs to its micro-batch, so each lane has a module of its own. Its compiled
-    parts are those of the first lane, since each module compiles by itself.
-    """
-
-    def __init__(self, module: nn.Module, places: SharedPlaces, replicate: Replicate | None) -> None:
-        self._lanes = places
-        self._aliases: dict[tuple[int, int], torch.Tensor] = {}
-        self._first: dict[int, Copied] = {}  # the module of each pipeline's first lane
-        super().__init__(module, places, replicate)
-        self.share()
-
-    def need(self, lanes: Mapping[int, int]) -> None:
-        """Have modules for at least so many lanes of these pipelines."""
-        self._lanes.need(lanes)
-        if len(self.list) < len(self._lanes):
-            with torch.inference_mode(False):
-                self._build()
-
-    def of(self, pipeline: int) -> list[Replica]:
-        """Those of the lanes of a pipeline."""
-        return [one for one, owner in zip(self.list, self._lanes.pipelines, strict=True) if owner == pipeline]
-
-    def _build(self) -> None:
-        self._aliases.clear()
-        self._first.clear()
-        super()._build()
-        for pipeline in set(self._lanes.pipelines):
-            for replica in self.of(pipeline)[1:]:
-                replica.buffers = None  # those of the first one
-
-    def _alias(self, parameter: torch.Tensor, storage: torch.Tensor | None, device: int) -> torch.Tensor:
-        key = self._lanes.pipelines[device], id(parameter)
-        if key not in self._aliases:
-            self._aliases[key] = super()._alias(parameter, storage, device)
-        return self._aliases[key]
-
-    def _share(self, made: Copied, reach: Reach, device: int) -> None:
-        first = self._first.setdefault(self._lanes.pipelines[device], made)
-        if first is made:
-            return
-        for _, ours in reach.modules:
-            vars(made.counterparts[id(ours)])["_buffers"] = first.counterparts[id(ours)]._buffers
-        for _, ours in reach.modules:
-            for name, part in ours._modules.items():
-                if part is not None and compiles(part):
-                    made.counterparts[id(ours)]._modules[name] = first.counterparts[id(part)]
-                    for inner in part.modules():
-                        made.counterparts[id(inner)] = first.counterparts[id(inner)]
 
 
 def _watched(reach: Reach, counterparts: dict[int, Any]) -> Attributes:

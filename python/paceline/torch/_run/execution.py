@@ -48,6 +48,7 @@ class Execution(Runner):
         self.ranks: Ranks | None = None  # the other processes that train the module
         self.sampler: GlobalBatchSampler | None = None  # the trainer's own; it is told what was trained on
         self._outside = OutsideGradients()
+        self._kept: tuple[int, KeptBuffers] | None = None  # with the replicas' generation
         self.committed: Any = None  # the last committed outcome
 
     def train(self, work: Workload, run: TrainRun, *, keep: bool = True) -> tuple[torch.Tensor, Gradients, Any]:
@@ -56,7 +57,7 @@ class Execution(Runner):
         With `keep` the user's ``.grad``, the buffers and the balancer get the results of the step. Without, all three are as before.
         """
         # With one device the user's module itself runs, so its buffers are saved in case the step fails.
-        kept = None if self.replicas.shared else KeptBuffers(self.replicas.modules)
+        kept = None if self.replicas.shared else self._kept_buffers()
         user = UserGradients(self.replicas, adds=not run.carries)
         try:
             run.outside = self._outside
@@ -154,6 +155,14 @@ class Execution(Runner):
                 "over the ranks, and no others: make it a parameter of the module, or detach it."
             )
 
+    def _kept_buffers(self) -> KeptBuffers:
+        """The present buffers, in memory that is allocated once for the modules as they are now."""
+        if self._kept is None or self._kept[0] != self.replicas.generation:
+            self._kept = self.replicas.generation, KeptBuffers(self.replicas.modules)
+        else:
+            self._kept[1].note()
+        return self._kept[1]
+
     def _put_back(self, user: UserGradients, kept: KeptBuffers | None) -> None:
         self._outside.restore()
         user.restore()  # last, because a tensor that was outside may be a part of the module by now
@@ -194,7 +203,7 @@ class Execution(Runner):
 
     def release(self) -> None:
         """Drop what was kept for the devices to read. Requires: the devices have ended."""
-        self.committed = self._enqueued = None
+        self.committed = self._enqueued = self._kept = None
         if self.graphs is not None:
             self.graphs.clear()
         if self.flat is not None:

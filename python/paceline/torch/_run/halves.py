@@ -13,7 +13,7 @@ import torch
 from paceline import InvalidArgument
 from paceline.torch._batch.batch import Batch, Piece, joined, rows_of
 from paceline.torch._batch.objective import Objective
-from paceline.torch._devices.caller_state import RecomputeWatch, backward_watched
+from paceline.torch._devices.caller_state import RecomputeWatch, backward_watched, outside_autocast
 from paceline.torch._run.outside import leaves_of
 from paceline.torch._run.run import Frame, PredictRun
 from paceline.torch._run.train_run import TrainRun
@@ -132,7 +132,8 @@ class BackwardRun(TrainRun):
         if self.outside is not None:
             self.outside.hold([*part.inputs, *self._forward.outside_leaves.values()])
         self.seal_if_last(device)
-        with self.draws.watches[device] if self._refuses_recomputation else contextlib.nullcontext():
+        watch = self.draws.watches[device] if self._refuses_recomputation else contextlib.nullcontext()
+        with outside_autocast(), watch:
             backward_watched(roots, gradients)
         return True
 

@@ -18,6 +18,7 @@ from paceline._core.engine import BatchPlan, collect_garbage_if_due
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import Items, OrderedBatch
 from paceline.torch._devices.caller_state import CallerState
+from paceline.torch._devices.compiling import seed_graph_trees
 from paceline.torch._devices.meeting import Meeting, MeetingOffError
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.run_draws import RunDraws
@@ -227,6 +228,8 @@ class Run:
         gated = self.seen.compiled or self.seen.captures
         gate = self.seen.gate.enter(first) if gated else contextlib.nullcontext(False)
         with gate as waited, self.draws.micro_batch(device, begin), self.state.replayed():
+            if self.seen.compiled:
+                seed_graph_trees()
             ran = self.compute(device, begin, end)
         if ran:
             self.seen.ever[device].add(end - begin)

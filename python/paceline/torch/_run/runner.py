@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -14,10 +15,12 @@ from paceline.torch._batch.edits import Edits
 from paceline.torch._batch.items import Items
 from paceline.torch._devices import forward_ad
 from paceline.torch._devices.caller_state import CallerState
+from paceline.torch._devices.compiling import compiled_for_each, seed_graph_trees
 from paceline.torch._devices.failures import raise_failure, warn_caller
 from paceline.torch._devices.meeting import Meeting, MeetingPoint
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
+from paceline.torch._devices.whole_gpu_kernels import needing_a_whole_gpu, warn_of_whole_gpu_kernels
 from paceline.torch._replicas.batch_norm import CURE, fails_over_one_item, normalised_apart, using_batch_statistics
 from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
@@ -51,6 +54,7 @@ class Runner:
         self._warned = False  # about draws without a seed
         self._synchronises = synchronises  # batch normalisation, if there is any
         self._meeting_point = MeetingPoint()
+        self._warned_of_kernels = False  # that they need a whole GPU
         self._warned_of_norms = False  # that they normalise over a part of the batch
         self._enqueued: Any = None  # the last outcome, committed or not
         self._edits = Edits()
@@ -73,9 +77,15 @@ class Runner:
         With `costs` a plan orders the items by cost. A given `order` takes the place of a plan. `hooks`: whether parameters may have
         gradient hooks, since gradients of slices are not theirs to see.
         """
+        self.places.separate_generators()
         self._random = random = RandomStates(self.places)
         self._edits.begin(whole)
         self.replicas.refresh(fn, hooks=hooks)
+        if self.places.any_part and not self._warned_of_kernels:
+            tensors = [*self.replicas.parameters, *(tensor for _, tensor in whole.tensors())]
+            if named := needing_a_whole_gpu(self.replicas.named_modules, tensors):
+                self._warned_of_kernels = True
+                warn_of_whole_gpu_kernels(named)
         least = self.follow_modules(work)
         items = None
         if order is not None:
@@ -206,15 +216,17 @@ class Runner:
             try:
                 return attempt()
             except _TryAgainError as error:
-                complete = error.complete
+                complete, out_of_memory = error.complete, error.out_of_memory
             except OutOfMemory:  # paceline's own: PyTorch may sit on memory that it does not use
                 if released:
                     raise
-                released, complete = True, False
+                released, complete, out_of_memory = True, False, True
             if self._random is not None:
                 self._edits.run_again(complete=complete)
             # Not in the handler, where the traceback still holds what the first attempt had allocated.
-            self.places.release_memory()
+            if out_of_memory:
+                gc.collect()  # as cycles of the user's objects may, too
+                self.places.release_memory()
             if self._random is not None:
                 self._random.restore()
 
@@ -224,13 +236,13 @@ class Runner:
         marks = self._buffer_marks() if run.divides and run.claims is None else None
         # Version counters are cheap, but batch_norm does not count its writes. So the first run of a mode compares values.
         first = marks is not None and work.mode != run.seen.mode
-        values = KeptBuffers(part for replica in self.replicas.list for part in replica.modules) if first else None
+        values = KeptBuffers(self.replicas.modules) if first and not self.replicas.shared else None
         run.queues_empty = self._queues_are_empty()
         if self.watchdog is not None and self.watchdog.call is not None:
             run.around.insert(0, self.watchdog.call.micro_batch)
         run.around[:0] = profiled(run.places.names)
         try:
-            with self._level(run), run.draws.run(), self.replicas.guarded():
+            with self._level(run), run.draws.run(), self.replicas.guarded(), self._compiling(run):
                 outcome = self._run_devices(work, run)
         finally:
             for replica in run.replicas:
@@ -262,7 +274,7 @@ class Runner:
                     and step_loop.shrink(outcome, isinstance(error, OutOfMemory))
                 ):
                     self.out_of_memory += 1
-                    raise _TryAgainError from error
+                    raise _TryAgainError(out_of_memory=True) from error
                 if fails_over_one_item(error) and run.least == 1 < run.batch.size:
                     work.normalises = True
                     raise _TryAgainError from error
@@ -279,7 +291,7 @@ class Runner:
         self._enqueued = None if self.places.queues is None else outcome
         if marks is not None:
             work.mode = run.seen.mode
-            work.writes_buffers = self._buffer_marks() != marks or (values is not None and values.changed)
+            work.writes_buffers = self._buffer_marks() != marks or (first and self._wrote_buffers(values, outcome))
             if work.writes_buffers and outcome.divided:
                 raise _TryAgainError(complete=True)
         if run.lacks_extras:
@@ -287,6 +299,13 @@ class Runner:
             raise _TryAgainError
         self._edits.check()
         return outcome
+
+    def _wrote_buffers(self, before: KeptBuffers | None, outcome: Any) -> bool:
+        """Whether buffers have other values than before the run. Replicas began with those of the user's module."""
+        if before is not None:
+            return before.changed
+        ran = [replica.buffers for replica, items in zip(self.replicas.list, outcome.items, strict=True) if items]
+        return any(buffers is not None and buffers.differ for buffers in ran)
 
     def _run_devices(self, work: Workload, run: Run) -> Any:
         """Let the devices run everything. Returns the outcome, also of a run that has failed."""
@@ -327,6 +346,15 @@ class Runner:
     def _level(self, run: Run) -> contextlib.AbstractContextManager[None]:
         return forward_ad.held(run.seen.forward_ad) if len(self._names) > 1 else contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def _compiling(self, run: Run) -> Iterator[None]:
+        if not run.seen.compiled:
+            yield
+            return
+        with compiled_for_each(len(self._names), run.state.contexts):
+            yield
+        seed_graph_trees()  # a worker may have loaded them, and the caller's thread may want to use them, too
+
     def _queues_are_empty(self) -> bool:
         """Whether the devices have finished their last step. After a failure they have, because the failed step was waited for."""
         if self._enqueued is None:
@@ -346,6 +374,7 @@ class _TryAgainError(Exception):
     takes two items; items without weight have extras.
     """
 
-    def __init__(self, *, complete: bool = False) -> None:
+    def __init__(self, *, complete: bool = False, out_of_memory: bool = False) -> None:
         super().__init__()
         self.complete = complete  # whether all items have run
+        self.out_of_memory = out_of_memory  # whether unused memory has to be given back first

@@ -12,7 +12,7 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._batch.extras import Extras, parted
 from paceline.torch._batch.objective import Objective
-from paceline.torch._devices.caller_state import backward_watched
+from paceline.torch._devices.caller_state import backward_watched, outside_autocast
 from paceline.torch._run.gradients import OwnStorages, View, views
 from paceline.torch._run.launch import Launch
 from paceline.torch._run.outside import OutsideGradients, code_of
@@ -123,13 +123,14 @@ class TrainRun(Run):
         if inputs is None and self.outside is not None:
             self.outside.look(root)
         roots = [root] if self.passage is None else [root, *self.passage.turn_back()]
-        if self.draws.watches:
-            with self.draws.watches[device]:
-                backward_watched(roots, [torch.ones_like(one) for one in roots], retain_graph, inputs)
-        elif len(roots) > 1:
-            torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
-        else:
-            root.backward(retain_graph=retain_graph, inputs=inputs)
+        with outside_autocast():
+            if self.draws.watches:
+                with self.draws.watches[device]:
+                    backward_watched(roots, [torch.ones_like(one) for one in roots], retain_graph, inputs)
+            elif len(roots) > 1:
+                torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
+            else:
+                root.backward(retain_graph=retain_graph, inputs=inputs)
         if not retain_graph:  # PyTorch itself empties the cache only when no thread is inside cached()
             self.replicas[device].forget_cached()
 

@@ -199,14 +199,16 @@ def _memory_bytes(device: Device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_sizes(micro_batch: int | None, granularity: int) -> None:
+def check_sizes(micro_batch: int | None, granularity: int | None) -> None:
     """Raise if one of them, which both count items, is not a positive integer."""
     if micro_batch is not None and (not isinstance(micro_batch, int) or micro_batch < 1):
         raise InvalidArgument(
             f"DataParallel: micro_batch is {micro_batch}; it must be an integer of at least 1, or None to have it planned."
         )
-    if not isinstance(granularity, int) or granularity < 1:
-        raise InvalidArgument(f"DataParallel: granularity is {granularity}; it must be an integer of at least 1.")
+    if granularity is not None and (not isinstance(granularity, int) or granularity < 1):
+        raise InvalidArgument(
+            f"DataParallel: granularity is {granularity}; it must be an integer of at least 1, or None to have it chosen."
+        )
 
 
 def check_count(call: str, name: str, value: object) -> None:
