@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline import _cli_simulate_pipeline
+from paceline import InvalidArgument, _cli_simulate_gpus, _cli_simulate_pipeline
 from paceline._words import plural
 
 if TYPE_CHECKING:
@@ -41,6 +41,13 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="instead of one box: every scenario of the library (noise, flapping, drift, warm-up, ...), each beside its "
         "computed optimum and held against its bounds; exits with 1 if one is not kept",
+    )
+    what.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="what gradients and parameters between N equal GPUs cost beyond computing: in series, as paceline does it, with a "
+        "sharded optimizer, and in DDP's ring",
     )
     parser.add_argument("--seeds", type=count, default=5, metavar="N", help="with --suite: runs of each scenario (5)")
     parser.add_argument("--batch", type=count, default=512, metavar="ITEMS", help="items per step (512)")
@@ -84,11 +91,16 @@ def add_parser(subparsers: Any) -> None:
         metavar="DEVICE:FACTOR@FROM-TO",
         help=f"{throttled}; repeatable, and the same as --throttle",
     )
+    _cli_simulate_gpus.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate all policies and print. Returns the exit status; bad arguments exit with 2."""
+    if args.gpus is not None:
+        if args.pipeline:
+            raise InvalidArgument("--gpus is not for pipelines; --speeds is")
+        return _cli_simulate_gpus.run(args)
     if args.pipeline:
         return _cli_simulate_pipeline.run(args)
     if args.suite:

@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> Any:
     group.add_argument(
         "--parameters",
         type=float,
-        default=_PARAMETERS_GIB,
         metavar="GIB",
         help=f"parameters, gradients and optimizer state of the model ({_PARAMETERS_GIB:g})",
     )
@@ -44,8 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> Any:
     )
     group.add_argument(
         "--link",
-        type=float,
-        default=0.0,
         metavar="GB/S",
         help="each device has its own memory, and sends and moves of blocks take time (one memory for all)",
     )
@@ -57,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan, simulate and print. Returns the exit status."""
     from paceline.sim import simulate_pipeline
 
+    args.parameters = _PARAMETERS_GIB if args.parameters is None else args.parameters
+    args.link = _bandwidth(args.link)
     unused = (("--suite", args.suite), ("--fail", args.fail), ("--lasting-noise", args.lasting_noise))
     for option, given in unused:
         if given:
@@ -87,6 +86,13 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         _draw(args.plot, found["planned"])
     return 0
+
+
+def _bandwidth(given: str | None) -> float:
+    try:
+        return 0.0 if given is None else float(given)
+    except ValueError:
+        raise InvalidArgument(f"--link is {given!r}; with --pipeline it is a number of GB/s") from None
 
 
 def _summary(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:

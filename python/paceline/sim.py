@@ -8,6 +8,7 @@ from paceline._core.sim import (
     run_suite,
     scenarios,
     simulate,
+    simulate_data_path,
     simulate_pipeline,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "run_suite",
     "scenarios",
     "simulate",
+    "simulate_data_path",
     "simulate_pipeline",
 ]

@@ -154,15 +154,24 @@ void BucketSums::sum_slice(std::size_t k, const Slice& slice) {
     const std::size_t room = count * rounded_up(bytes, kAlignment) + shift;
     landed = static_cast<char*>(reserve(space.landing, room, *space.maker, *space.stream)) + shift;
   }
+  // Each space pulls from the next one first. If all began with the same one, they would share its port.
+  struct Pull {
+    std::size_t distance;
+    void* to;
+    const void* from;
+  };
   std::vector<const void*> inputs;
+  std::vector<Pull> pulls;
   for (const Source& source : sources_) {
     if (!has(source, k)) continue;
     const void* const data = at(source.buckets[k].data, offset);
     inputs.push_back(comes(source) ? landed : data);
     if (!comes(source)) continue;
-    space.stream->copy(landed, data, bytes);
+    pulls.push_back({(source.space + spaces_.size() - slice.space) % spaces_.size(), landed, data});
     landed += rounded_up(bytes, kAlignment);
   }
+  std::ranges::stable_sort(pulls, {}, &Pull::distance);
+  for (const Pull& pull : pulls) space.stream->copy(pull.to, pull.from, bytes);
   if (!inputs.empty()) space.stream->reduce({inputs, slice.sum, bytes / size_of(dtype), dtype, scale_});
 }
 

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/sim/data_path.hpp>
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include <paceline/error.hpp>
+
+#include "sim/stream_machine.hpp"
+
+namespace paceline::sim {
+namespace {
+
+using internal::StreamMachine;
+
+GpuLinks links(double pair, double port, double latency = 0.0) { return {pair, port, 0.0, latency}; }
+
+TEST(StreamMachine, RunsAStreamInOrderAndWaitsForEvents) {
+  StreamMachine machine(2, 2, links(1e9, 1e9, 0.5));
+  machine.compute(0, 2.0);
+  const auto first = machine.record(0);
+  machine.wait(1, first);
+  machine.copy(1, 0, 1, 1e9);
+  const auto second = machine.record(1);
+  machine.run();
+  EXPECT_NEAR(machine.time_of(first), 2.0, 1e-9);
+  EXPECT_NEAR(machine.time_of(second), 3.5, 1e-9);
+}
+
+TEST(StreamMachine, CopiesShareAPortFairly) {
+  StreamMachine machine(3, 4, links(10.0, 12.0));
+  machine.copy(0, 0, 1, 60.0);  // two out of GPU 0, at 6 each
+  machine.copy(1, 0, 2, 120.0);
+  machine.copy(2, 3, 1, 60.0);  // shares the way into GPU 1, of which 6 are left
+  const std::vector<StreamMachine::Event> ends{machine.record(0), machine.record(1), machine.record(2)};
+  machine.run();
+  EXPECT_NEAR(machine.time_of(ends[0]), 10.0, 1e-6);
+  EXPECT_NEAR(machine.time_of(ends[2]), 10.0, 1e-6);
+  EXPECT_NEAR(machine.time_of(ends[1]), 16.0, 1e-6) << "the rest at 10, which is the pair's";
+}
+
+/// One bucket, so that nothing overlaps, and no time for launches and memory.
+DataPathOptions plain(std::size_t gpus) {
+  return {.gpus = gpus,
+          .parameters = 1e9,
+          .bytes_each = 1.0,
+          .forward_seconds = 1.0,
+          .backward_seconds = 2.0,
+          .update_seconds = 0.5,
+          .bucket_bytes = 2e9,
+          .pieces = 1,
+          .memory_bytes_per_second = 1e30,
+          .launch_seconds = 0.0,
+          .links = links(1e9, 1e9)};
+}
+
+double exposed(const DataPathOptions& options, std::size_t way) {
+  return simulate_data_path(options)[way].exposed_seconds;
+}
+
+TEST(DataPath, WithoutOverlapIsWhatTheFormulasSay) {
+  for (const std::size_t n : {2U, 3U, 4U, 8U}) {
+    const auto count = static_cast<double>(n);
+    const DataPathOptions options = plain(n);
+    // All gradients into home, and all parameters out of it.
+    EXPECT_NEAR(exposed(options, 0), 2.0 * (count - 1.0), 1e-6) << n;
+    // (n-1)/n of a bucket into each GPU, the same into home, and all parameters out of it.
+    EXPECT_NEAR(exposed(options, 1), 2.0 * (count - 1.0) / count + (count - 1.0), 1e-6) << n;
+    // The same into each GPU for gradients and for parameters, and only a part of the update.
+    EXPECT_NEAR(exposed(options, 2), 2.0 * (count - 1.0) / count - 0.5 * (count - 1.0) / count, 1e-6) << n;
+    EXPECT_NEAR(exposed(options, 3), 2.0 * (count - 1.0) / count, 1e-6) << n;
+  }
+}
+
+TEST(DataPath, AddsTheLatencyOfEachCopy) {
+  DataPathOptions options = plain(4);
+  const double before = exposed(options, 3);
+  options.links.latency_seconds = 0.01;
+  EXPECT_NEAR(exposed(options, 3) - before, 6 * 0.01, 1e-6) << "two rounds of three";
+}
+
+TEST(DataPath, HidesAllButTheLastBucketOfAFastLink) {
+  DataPathOptions options = plain(4);
+  options.bucket_bytes = 1e7;  // 100 buckets
+  options.links = links(20e9, 20e9);
+  EXPECT_NEAR(exposed(options, 3), 2.0 * 0.75 * 1e7 / 20e9, 1e-6);
+  EXPECT_LT(exposed(options, 2), 0.0) << "the update is shared";
+  EXPECT_LT(exposed(options, 1), 0.25);
+  EXPECT_NEAR(exposed(options, 0), 2.0 * 3.0 / 20.0, 1e-6) << "nothing of it overlaps";
+}
+
+TEST(DataPath, IsNeverSlowerOnAFasterLink) {
+  for (std::size_t way = 0; way < 4; ++way) {
+    double before = 1e30;
+    for (const double bandwidth : {1e9, 3e9, 10e9, 30e9, 100e9}) {
+      DataPathOptions options = plain(8);
+      options.bucket_bytes = 5e7;
+      options.links = links(bandwidth, bandwidth);
+      const double now = exposed(options, way);
+      EXPECT_LE(now, before * (1.0 + 1e-9)) << way;
+      before = now;
+    }
+  }
+}
+
+TEST(DataPath, RefusesWhatCannotBe) {
+  DataPathOptions options = plain(1);
+  EXPECT_THROW(static_cast<void>(simulate_data_path(options)), InvalidArgument);
+  options = plain(2);
+  options.forward_seconds = std::nan("");
+  EXPECT_THROW(static_cast<void>(simulate_data_path(options)), InvalidArgument);
+  options = plain(2);
+  options.bucket_bytes = 1.0;
+  EXPECT_THROW(static_cast<void>(simulate_data_path(options)), InvalidArgument);
+  EXPECT_THROW(static_cast<void>(gpu_links("token ring")), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace paceline::sim
