@@ -33,6 +33,7 @@ OF_PIPELINES = ["pipeline"]
 SOURCES = {
     ROOMS / "engine" / "queues" / "bucket_sums.cpp": OF_STEPS,
     ROOMS / "engine" / "queues" / "device_queues.cpp": OF_STEPS,
+    ROOMS / "engine" / "queues" / "relayed_copies.cpp": OF_STEPS,
     ROOMS / "engine" / "queues" / "step_times.cpp": OF_STEPS,
     ROOMS / "engine" / "data_parallel" / "async_memory.cpp": OF_STEPS,
     ROOMS / "engine" / "pipeline" / "pipeline_core.cpp": OF_PIPELINES,

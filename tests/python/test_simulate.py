@@ -88,7 +88,7 @@ def test_table_is_aligned_ascii(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "one of the arguments --speeds --suite is required"),
+        ([], "one of the arguments --speeds --suite --gpus is required"),
         (["--suite", "--speeds", "1,1"], "argument --speeds: not allowed with argument --suite"),
         (["--suite", "--seeds", "0"], "0 seeds"),
         (["--speeds", "1,x"], "argument --speeds: invalid numbers value: '1,x'"),

@@ -144,10 +144,23 @@ class Buckets final : public Way {
     std::vector<Events> arrived{Events(buckets_, updated)};
     for (std::size_t g = 1; g < n_; ++g) {
       machine_.wait(moving(g), updated);
-      Events& mine = arrived.emplace_back();
-      for (std::size_t k = 0; k < buckets_; ++k) {
-        machine_.copy(moving(g), kHome, g, bytes_);
-        mine.push_back(machine_.record(moving(g)));
+      arrived.emplace_back();
+    }
+    const std::size_t others = n_ - 1;
+    const double part = bytes_ / static_cast<double>(others);
+    for (std::size_t k = 0; k < buckets_; ++k) {
+      Events relayed(n_);
+      for (std::size_t g = 1; g < n_; ++g) {
+        machine_.copy(moving(g), kHome, g, part);
+        relayed[g] = machine_.record(moving(g));
+      }
+      for (std::size_t g = 1; g < n_; ++g) {
+        for (std::size_t j = 1; j < others; ++j) {
+          const std::size_t other = 1 + (g - 1 + j) % others;
+          machine_.wait(moving(g), relayed[other]);
+          machine_.copy(moving(g), other, g, part);
+        }
+        arrived[g].push_back(machine_.record(moving(g)));
       }
     }
     return arrived;

@@ -11,6 +11,7 @@ __all__: list[str] = [
     "run_suite",
     "scenarios",
     "simulate",
+    "simulate_data_path",
     "simulate_pipeline",
 ]
 
@@ -331,6 +332,53 @@ def simulate(
     ------
     InvalidArgument
         For invalid arguments. The message names the device or event.
+    """
+
+def simulate_data_path(
+    *,
+    gpus: typing.SupportsInt | typing.SupportsIndex,
+    parameters: typing.SupportsFloat | typing.SupportsIndex,
+    bytes_each: typing.SupportsFloat | typing.SupportsIndex = 2.0,
+    forward_seconds: typing.SupportsFloat | typing.SupportsIndex,
+    backward_seconds: typing.SupportsFloat | typing.SupportsIndex,
+    update_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    link: str = "nvlink4",
+    bandwidth: typing.SupportsFloat | typing.SupportsIndex | None = None,
+    latency_seconds: typing.SupportsFloat | typing.SupportsIndex | None = None,
+    bucket_bytes: typing.SupportsFloat | typing.SupportsIndex = 26214400.0,
+) -> dict[str, typing.Any]:
+    """
+    A data parallel step on equal GPUs, on a virtual clock: what gradients and parameters cost beyond the computing.
+
+    Deterministic. A model with assumed links (`paceline/sim/data_path.hpp`), not a measurement.
+
+    Parameters
+    ----------
+    gpus
+        Their number, 2 to 64.
+    parameters, bytes_each
+        The number of parameters, and the bytes of each and of its gradient.
+    forward_seconds, backward_seconds
+        Of a step on each GPU. They come to the buckets at an even pace.
+    update_seconds
+        The optimizer over all parameters, on one GPU.
+    link
+        ``"nvlink4"``, ``"nvlink5"``, ``"pcie4"``, ``"pcie5"``, or ``"host"``: PCIe 4 without peer access.
+    bandwidth, latency_seconds
+        Bytes per second of a pair and of a port, in one direction, and the start of a copy. Default: those of `link`.
+    bucket_bytes
+        The size of a bucket.
+
+    Returns
+    -------
+    dict
+        For each way, ``serial``, ``buckets``, ``sharded`` and ``ring``, a dict with `step_seconds`, and `exposed_seconds`: what a step
+        takes beyond forward, backward and update.
+
+    Raises
+    ------
+    InvalidArgument
+        For invalid arguments.
     """
 
 def simulate_pipeline(

@@ -67,8 +67,8 @@ TEST(DataPath, WithoutOverlapIsWhatTheFormulasSay) {
     const DataPathOptions options = plain(n);
     // All gradients into home, and all parameters out of it.
     EXPECT_NEAR(exposed(options, 0), 2.0 * (count - 1.0), 1e-6) << n;
-    // (n-1)/n of a bucket into each GPU, the same into home, and all parameters out of it.
-    EXPECT_NEAR(exposed(options, 1), 2.0 * (count - 1.0) / count + (count - 1.0), 1e-6) << n;
+    // (n-1)/n of a bucket into each GPU, the same into home, all parameters out of it, and n-2 parts to each other.
+    EXPECT_NEAR(exposed(options, 1), 2.0 * (count - 1.0) / count + 1.0 + (count - 2.0) / (count - 1.0), 1e-6) << n;
     // The same into each GPU for gradients and for parameters, and only a part of the update.
     EXPECT_NEAR(exposed(options, 2), 2.0 * (count - 1.0) / count - 0.5 * (count - 1.0) / count, 1e-6) << n;
     EXPECT_NEAR(exposed(options, 3), 2.0 * (count - 1.0) / count, 1e-6) << n;

@@ -11,8 +11,8 @@ struct SpaceCopy {
   void* to = nullptr;
   const void* from = nullptr;
   std::size_t bytes = 0;
-  /// Copies of one bucket are awaited together (DeviceQueues::need). Those of one space and bucket
-  /// stand together.
+  /// Copies of one bucket are awaited together (DeviceQueues::need). Copies come in the order of their
+  /// buckets, and those of one space and bucket stand together.
   std::size_t bucket = 0;
 };
 

@@ -15,6 +15,7 @@
 #include "comm/memory_spaces.hpp"
 #include "comm/space_collectives.hpp"
 #include "engine/queues/bucket_sums.hpp"
+#include "engine/queues/relayed_copies.hpp"
 #include "engine/queues/step_times.hpp"
 
 namespace paceline {
@@ -47,6 +48,7 @@ struct DeviceQueues::State {
     std::shared_ptr<Stream> copies{};                // null at home without collectives
     std::unique_ptr<Event> arrived{};                // the parameters
     std::vector<std::unique_ptr<Event>> arrivals{};  // each bucket of them
+    std::unique_ptr<Event> relayed{};                // what other spaces pull of the bucket that is under way
     std::unique_ptr<Event> summed{};                 // by the collectives
     bool takes_part = true;                          // in this step
   };
@@ -118,6 +120,7 @@ struct DeviceQueues::State {
   static void open(Space& space, std::shared_ptr<Stream> copies) {
     space.copies = std::move(copies);
     space.arrived = space.maker->make_event(false);
+    space.relayed = space.maker->make_event(false);
     space.summed = space.maker->make_event(false);
   }
 
@@ -193,15 +196,25 @@ struct DeviceQueues::State {
       if (s != kHome) step->begin_arrival(s, *space.maker, *space.copies);
     }
     if (collectives != nullptr) collectives->broadcast(copies);
-    for (std::size_t i = 0; i < copies.size(); ++i) {
-      const SpaceCopy& copy = copies[i];
-      Space& space = spaces[copy.space];
-      if (!space.takes_part || (collectives != nullptr && !on_host(copy.space))) continue;
-      space.copies->copy(copy.to, copy.from, copy.bytes);
-      if (i + 1 < copies.size() && copies[i + 1].space == copy.space && copies[i + 1].bucket == copy.bucket) continue;
-      while (space.arrivals.size() <= copy.bucket) space.arrivals.push_back(space.maker->make_event(false));
-      space.copies->record(*space.arrivals[copy.bucket]);
-      step->note_first_arrival(copy.space, *space.maker, *space.copies);
+    for (std::size_t i = 0; i < copies.size();) {
+      std::vector<std::size_t> gets;  // this bucket
+      std::vector<internal::CopyTarget> gpus;
+      for (const std::size_t bucket = copies[i].bucket; i < copies.size() && copies[i].bucket == bucket;) {
+        const std::size_t begin = i;
+        const std::size_t s = copies[i].space;
+        while (i < copies.size() && copies[i].bucket == bucket && copies[i].space == s) ++i;
+        if (!spaces[s].takes_part || (collectives != nullptr && !on_host(s))) continue;
+        const internal::CopyTarget target{spaces[s].copies.get(), spaces[s].relayed.get(),
+                                          copies.subspan(begin, i - begin)};
+        gets.push_back(s);
+        if (on_host(s)) {
+          internal::copy_to_all({&target, 1});
+        } else {
+          gpus.push_back(target);
+        }
+      }
+      internal::copy_to_all(gpus);
+      for (const std::size_t s : gets) note_arrival(spaces[s], s, copies[i - 1].bucket);
     }
     for (std::size_t s = 0; s < spaces.size(); ++s) {
       Space& space = spaces[s];
@@ -209,6 +222,12 @@ struct DeviceQueues::State {
       if (s != kHome) step->end_arrival(s, *space.copies);
       space.copies->record(*space.arrived);
     }
+  }
+
+  void note_arrival(Space& space, std::size_t index, std::size_t bucket) {
+    while (space.arrivals.size() <= bucket) space.arrivals.push_back(space.maker->make_event(false));
+    space.copies->record(*space.arrivals[bucket]);
+    step->note_first_arrival(index, *space.maker, *space.copies);
   }
 
   /// What the space's devices have delivered as their k-th part.

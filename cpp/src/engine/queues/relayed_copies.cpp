@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/queues/relayed_copies.hpp"
+
+#include <algorithm>
+#include <cstddef>
+
+namespace paceline::internal {
+namespace {
+
+// Fewer bytes take longer to cut than to send several times.
+constexpr std::size_t kLeastRelayed = std::size_t{256} << 10;
+constexpr std::size_t kAlignment = 256;  // of cuts
+
+std::size_t bytes_of(const CopyTarget& target) {
+  std::size_t bytes = 0;
+  for (const SpaceCopy& copy : target.copies) bytes += copy.bytes;
+  return bytes;
+}
+
+bool alike(const CopyTarget& a, const CopyTarget& b) {
+  return std::ranges::equal(a.copies, b.copies, [](const SpaceCopy& one, const SpaceCopy& other) {
+    return one.from == other.from && one.bytes == other.bytes;
+  });
+}
+
+/// Bytes [begin, end) of all copies one after the other, out of the memory of `source`; null: out of home's.
+void pull(const CopyTarget& target, const CopyTarget* source, std::size_t begin, std::size_t end) {
+  std::size_t passed = 0;
+  for (std::size_t i = 0; i < target.copies.size(); ++i) {
+    const SpaceCopy& copy = target.copies[i];
+    const std::size_t first = std::max(begin, passed);
+    const std::size_t last = std::min(end, passed + copy.bytes);
+    if (first < last) {
+      const void* const from = source != nullptr ? source->copies[i].to : copy.from;
+      const std::size_t offset = first - passed;
+      target.stream->copy(static_cast<char*>(copy.to) + offset, static_cast<const char*>(from) + offset, last - first);
+    }
+    passed += copy.bytes;
+  }
+}
+
+}  // namespace
+
+void copy_to_all(std::span<const CopyTarget> targets) {
+  if (targets.empty()) return;
+  const std::size_t total = bytes_of(targets.front());
+  const std::size_t count = targets.size();
+  const auto like_the_first = [&](const CopyTarget& target) { return alike(target, targets.front()); };
+  if (count == 1 || total < kLeastRelayed || !std::ranges::all_of(targets, like_the_first)) {
+    for (const CopyTarget& target : targets) pull(target, nullptr, 0, bytes_of(target));
+    return;
+  }
+  const std::size_t part = (total + count * kAlignment - 1) / (count * kAlignment) * kAlignment;
+  for (std::size_t t = 0; t < count; ++t) {
+    pull(targets[t], nullptr, t * part, (t + 1) * part);
+    targets[t].stream->record(*targets[t].relayed);
+  }
+  for (std::size_t t = 0; t < count; ++t) {
+    for (std::size_t k = 1; k < count; ++k) {
+      const std::size_t other = (t + k) % count;
+      targets[t].stream->wait(*targets[other].relayed);
+      pull(targets[t], &targets[other], other * part, (other + 1) * part);
+    }
+  }
+}
+
+}  // namespace paceline::internal
