@@ -50,8 +50,8 @@ struct DataPathOutcome {
 ///   there.
 ///               It updates the parameters and sends them in pieces, before the next forward.
 ///   buckets     Buckets are summed in slices while backward goes on, and pulled by the first GPU. It updates the
-///               parameters. Of each bucket the others pull a part each, and the rest from each other. Forward waits for
-///               each bucket.
+///               parameters. Of each bucket the others pull a part each, and the rest from each other. Forward waits
+///               for each bucket.
 ///   sharded     Each GPU updates the slices that it has summed, and the others pull them bucket by bucket.
 ///   ring        PyTorch's DDP: a ring all-reduce of each bucket while backward goes on; every GPU updates everything.
 ///
