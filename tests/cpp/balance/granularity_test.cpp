@@ -15,7 +15,8 @@ namespace paceline::balance {
 namespace {
 
 BalancerOptions chosen(std::size_t devices) {
-  BalancerOptions options{.granularity = 0};
+  BalancerOptions options;
+  options.granularity = 0;
   for (std::size_t d = 0; d < devices; ++d) options.devices.push_back({"cuda:" + std::to_string(d), "gpu", {}});
   return options;
 }

@@ -143,6 +143,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(cuda, "generator", lambda index: torch.default_generator)
     monkeypatch.setattr(cuda, "uuid", lambda index: f"GPU-{index}")
     monkeypatch.setattr(cuda, "is_capturing", lambda: False)
+    monkeypatch.setattr(cuda, "let_follow_current", lambda index, handle: None)
     monkeypatch.setattr(cuda, "pinned", lambda count, dtype: torch.empty(count, dtype=dtype))
     monkeypatch.setattr(cuda, "pin", lambda tensor: tensor.clone())
     monkeypatch.setattr(cuda, "prepare_worker", lambda index: None)

@@ -143,6 +143,32 @@ def test_what_is_held_elsewhere_is_waited_for_at_once(fake: Any, monkeypatch: py
         assert order == [*at_once, "first.weight", "first.bias", "last.bias"]
 
 
+class Caching(nn.Module):
+    """Keeps a list of its parameters from the first forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.kept: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.kept:
+            self.kept.extend(self.parameters())
+        weight, bias, *_ = self.kept
+        out: torch.Tensor = self.last(functional.linear(x, weight, bias))
+        return out
+
+
+def test_what_a_forward_has_kept_is_waited_for_at_once_from_then_on(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, (_, batch) = Caching().double(), module_and_batch()
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        watch = watched(trainer, monkeypatch)
+        for _ in range(3):
+            watch.needs.clear()
+            trainer.step(classify, batch)
+            assert sorted(watch.needs[1]) == [0, 1, 2, 3]
+
+
 def test_compiled_code_waits_for_all_before_it_begins(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     module, batch = module_and_batch()

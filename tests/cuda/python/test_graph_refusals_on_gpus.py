@@ -85,6 +85,24 @@ def test_hooks_attributes_and_outside_tensors_are_refused(fake: Any) -> None:
 
     third_step_is_refused(nn.Sequential(module, Remembers()), batch, classify, "sets its attribute 'mean'")
 
+    class Averages(nn.Module):
+        mean: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()  # another tensor, which the graph would not keep
+            return x
+
+    averaging = nn.Sequential(module, Averages())
+    with (
+        DataParallel(averaging, BOXES["two"], balance="even", graphs=True, micro_batch=2) as trainer,
+        pytest.raises(InvalidArgument, match="sets its attribute 'mean'"),
+    ):
+        trainer.step(classify, batch)
+
 
 def test_graphs_need_gpus_and_one_weight(fake: Any) -> None:
     module, batch = module_and_batch()

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gpu_cases import BOXES, expect_same, module_and_batch, plain
 from paceline import InvalidArgument
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, Module
+from paceline.torch._devices import cuda
 from paceline.torch._run import flat_gradients
 from torch_support import classify
 
@@ -199,6 +200,29 @@ def test_accumulation_frozen_parts_and_new_modules(fake: Any) -> None:
             module.zero_grad()
             trainer.step(classify, batch)
             expect_same(module, once)
+
+
+def test_a_seal_follows_the_stream_that_autograd_adds_on(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = module_and_batch()
+    followed: list[tuple[int, int]] = []
+    with DataParallel(module, BOXES["mixed"], balance="even") as trainer:
+        trainer.step(classify, batch)
+        monkeypatch.setattr(cuda, "let_follow_current", lambda index, handle: followed.append((index, handle)))
+        trainer.step(classify, batch)
+        streams = trainer._execution.places.queues.streams  # type: ignore[union-attr]
+    assert sorted(followed) == sorted([*[(1, streams[1])] * 4, *[(0, streams[3])] * 4])
+
+
+def test_everything_may_be_frozen_but_the_inputs(fake: Any) -> None:
+    module, batch = module_and_batch()
+    module.requires_grad_(False)
+    inputs = batch[0].clone().requires_grad_()
+    wrapped = Module(module, BOXES["two"])
+    wrapped(inputs).square().sum().backward()
+    plainly = batch[0].clone().requires_grad_()
+    module(plainly).square().sum().backward()
+    torch.testing.assert_close(inputs.grad, plainly.grad)
+    wrapped.close()
 
 
 def test_sparse_gradients_are_refused(fake: Any) -> None:

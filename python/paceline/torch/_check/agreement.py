@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -141,7 +141,7 @@ def verify(
             return ReplicaReport(span, {}, tolerance, {}, unknown)
         found = {places.names[device]: distance(own, on(device)) for device in devices}
         places.drain()
-        copies = differing_copies(replicas, places)
+        copies = differing_copies(replicas, places, devices)
         if noise.lost:
             found, unknown = {}, f"random draws could not be repeated ({', '.join(noise.lost)})"
         return ReplicaReport(span, found, tolerance, copies, unknown)
@@ -170,10 +170,11 @@ def _unknown(own: Probed, repeated: float, tolerance: float) -> str:
     return ""
 
 
-def differing_copies(replicas: Replicas, places: Places) -> dict[str, tuple[str, ...]]:
-    """For each memory space but home: the names of the parameters whose copy has other bits. Every step begins by copying them."""
+def differing_copies(replicas: Replicas, places: Places, devices: Iterable[int]) -> dict[str, tuple[str, ...]]:
+    """For each memory space of these devices but home: the names of the parameters whose copy has other bits. Every step begins by copying them."""
     found: dict[str, tuple[str, ...]] = {}
-    for device, space in enumerate(places.spaces):
+    for device in devices:
+        space = places.spaces[device]
         if space != places.home_space and places.space_names[device] not in found:
             pairs = zip(replicas.names, replicas.parameters, replicas.list[device].parameters, strict=True)
             found[places.space_names[device]] = tuple(name for name, ours, copy in pairs if not same_bits(ours, copy))

@@ -38,6 +38,13 @@ def has_finished(index: int, handle: int) -> bool:
     return _stream(index, handle).query()
 
 
+def let_follow_current(index: int, handle: int) -> None:
+    """Let the stream of that handle wait for the calling thread's stream on that GPU, if it is another one."""
+    current = torch.cuda.current_stream(index)
+    if (current.cuda_stream or _LEGACY_STREAM) != handle:
+        _stream(index, handle).wait_stream(current)
+
+
 def is_capturing() -> bool:
     """Whether the calling thread is capturing a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()

@@ -141,6 +141,12 @@ class Places:
         source = self._home_gpu, self.queues.sources[device]  # for reads from the home GPU's memory
         return _on_streams(source, (self._gpu[device], self.queues.streams[device]))
 
+    def follow_current(self, device: int) -> None:
+        """Let the device's queue wait for the stream that the calling worker is on now, if that is another one."""
+        gpu, stream = self._gpu[device], None if self.queues is None else self.queues.streams[device]
+        if gpu is not None and stream is not None:
+            cuda.let_follow_current(gpu, stream)
+
     def at_home(self) -> contextlib.AbstractContextManager[None]:
         """Send the operators of the calling thread to the stream that the step is ordered on."""
         return _on_streams((self._home_gpu, None if self.queues is None else self.queues.home_stream))

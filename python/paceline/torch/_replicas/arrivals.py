@@ -48,12 +48,10 @@ class Arrivals:
         self._bucket_of = dict(zip(map(id, parameters), buckets, strict=True))
         self._need: Callable[[int], None] | None = None
         self._modules = [module for module in dict.fromkeys(modules) if module._parameters]
+        self._at_once = set(at_once)
+        self._parameters, self._buckets = parameters, buckets
         uses = Counter(id(one) for module in self._modules for one in module._parameters.values())
-        self._at_once = set(at_once) | {
-            buckets[k]
-            for k in range(len(parameters))
-            if sys.getrefcount(parameters[k]) > _KNOWN + uses[id(parameters[k])]
-        }
+        self._known = [_KNOWN + uses[id(parameter)] for parameter in parameters]
         for module in self._modules:
             module._parameters = _Parameters(module._parameters, self)
 
@@ -65,8 +63,13 @@ class Arrivals:
             self._modules, self._at_once = [], set(self._all)
         self._need = need
         self.waiting = set(self._all)
-        for bucket in sorted(self._at_once):
+        for bucket in sorted(self._at_once | self._held()):
             self.wait_for(bucket)
+
+    def _held(self) -> set[int]:
+        """The buckets of parameters that somebody beside the modules holds by now, as a list that the last forward has made."""
+        ours, known = self._parameters, self._known
+        return {self._buckets[k] for k in range(len(ours)) if sys.getrefcount(ours[k]) > known[k]}
 
     def end(self) -> None:
         """The devices have no more work in this step."""
@@ -74,9 +77,9 @@ class Arrivals:
 
     def wait_for(self, bucket: int) -> None:
         if bucket in self.waiting:
-            self.waiting.discard(bucket)
             if self._need is not None:
                 self._need(bucket)
+            self.waiting.discard(bucket)  # last, for another thread of the user's that uses the replica, too
 
     def wait_for_all(self) -> None:
         for bucket in sorted(self.waiting):

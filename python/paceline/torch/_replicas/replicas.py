@@ -180,7 +180,9 @@ class Replicas:
         if place.type == "cpu" and self._places.home.type != "cpu":
             flat = self._places.pinned(parameter.numel(), parameter.dtype)
             return flat.as_strided(parameter.shape, parameter.stride())
-        return torch.empty_like(parameter, device=place, requires_grad=False)
+        # On the device's stream, whose earlier work in the same memory comes before that of the copies, as these wait for a step's begin.
+        with self._places.enter(device):
+            return torch.empty_like(parameter, device=place, requires_grad=False)
 
     def _make(
         self, device: int, copies: dict[int, dict[int, torch.Tensor]], reach: Reach, parameters: list[torch.Tensor]
@@ -220,6 +222,8 @@ class Replicas:
                 (space, copy.data_ptr(), parameter.data_ptr(), copy.numel() * copy.element_size(), bucket)
             )
         self._places.queues.set_copies(self._parameter_copies)
+        if copies and torch.are_deterministic_algorithms_enabled():
+            self._places.drain()  # PyTorch has filled the memory on the devices' streams, which the copies do not wait for
         self._sent = copies  # keeps the memory alive: the queues have only addresses
         for replica, space in zip(made, self._places.spaces, strict=True):
             if space in copies and len(set(buckets)) > 1:

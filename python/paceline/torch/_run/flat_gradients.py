@@ -90,7 +90,8 @@ class FlatGradients:
     def start(self, device: int) -> None:
         """Let the device's replica have zero gradients, on its worker, before its first micro-batch of a step."""
         one = self._devices[device]
-        torch._foreach_zero_(one.buckets)
+        if one.buckets:  # there are none if everything is frozen
+            torch._foreach_zero_(one.buckets)
         for parameter, view in zip(self._replicas.list[device].parameters, one.views, strict=True):
             parameter.grad = view
         one.begun = True
@@ -217,6 +218,8 @@ class FlatGradients:
             parameter.grad = view
         if one.waiting is None:
             return
+        # Autograd adds on the stream on which the parameter's node was made, which is another one if its graph comes from somewhere else.
+        self._places.follow_current(device)
         k = self._bucket_of[index]
         left = one.waiting[k]
         if not left:

@@ -145,7 +145,7 @@ class DeviceGraphs:
         """Capture `body`, which reads the inputs and sets the outputs. Called on the device's worker."""
         captured.inputs.check()
         _check_hooks(replica)
-        attributes = [dict(vars(module)) for module in replica.modules]
+        attributes = [(dict(vars(module)), dict(module._buffers)) for module in replica.modules]
         try:
             with self._gradients_of(replica, captured), _capture, captured.graph.capturing():
                 body(captured)
@@ -268,9 +268,10 @@ def _check_hooks(replica: Replica) -> None:
         )
 
 
-def _check_attributes(replica: Replica, before: list[dict[str, Any]]) -> None:
-    for module, old in zip(replica.modules, before, strict=True):
-        for name, value in vars(module).items():
+def _check_attributes(replica: Replica, before: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for module, (attributes, buffers) in zip(replica.modules, before, strict=True):
+        for name, value in chain(vars(module).items(), module._buffers.items()):
+            old = buffers if name in module._buffers else attributes
             if name not in old or old[name] is not value:
                 raise InvalidArgument(
                     f"step: graphs=True: the forward of {type(module).__name__} sets its attribute '{name}', which a replay would not do. Return "
