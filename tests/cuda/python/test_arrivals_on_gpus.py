@@ -183,6 +183,19 @@ def test_compiled_code_waits_for_all_before_it_begins(fake: Any, monkeypatch: py
     torch.compiler.reset()
 
 
+def test_a_compiled_function_inside_of_the_loss_waits_for_all(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    module, batch = module_and_batch()
+    compiled = torch.compile(classify, backend="eager")
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        watch = watched(trainer, monkeypatch)
+        _, gradients = plain(module, batch)
+        trainer.step(lambda one, part: compiled(one, part), batch)
+        expect_same(module, gradients)
+        assert watch.needs[1] == [0, 1, 2, 3]
+    torch.compiler.reset()
+
+
 def test_nothing_is_waited_for_between_steps(fake: Any) -> None:
     module, (_, batch) = Tangled().double(), module_and_batch()
     with DataParallel(module, BOXES["two"], balance="even") as trainer:

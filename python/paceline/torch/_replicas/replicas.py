@@ -7,6 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable
 from itertools import chain
+from types import CellType
 from typing import Any
 
 import torch
@@ -399,3 +400,15 @@ def compiles(module: nn.Module) -> bool:
 def is_compiled_function(fn: Any) -> bool:
     """Whether `fn` is what ``torch.compile`` returned for a function."""
     return getattr(fn, "_torchdynamo_orig_callable", None) is not None
+
+
+def calls_compiled(fn: Any) -> bool:
+    """Whether something compiled is in the closure of a function, or among the globals that it names."""
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return False
+    named = (fn.__globals__.get(name) for name in code.co_names)
+    enclosed = (cell.cell_contents for cell in fn.__closure__ or () if cell != CellType())
+    return any(
+        is_compiled_function(one) or (isinstance(one, nn.Module) and is_compiled(one)) for one in (*named, *enclosed)
+    )

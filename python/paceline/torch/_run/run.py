@@ -190,7 +190,7 @@ class Run:
     def _begin(self, device: int) -> None:
         arrivals, queues = self.replicas[device].arrivals, self.places.queues
         if arrivals is not None and queues is not None:
-            arrivals.begin(functools.partial(queues.need, device), compiled=self.seen.compiled)
+            arrivals.begin(functools.partial(queues.need, device), compiled=self.seen.waits_at_once)
         self.first(device)
 
     def _timed(self, device: int, begin: int, end: int) -> tuple[bool, int]:

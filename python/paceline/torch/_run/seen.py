@@ -14,7 +14,7 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import OrderedBatch
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.run_draws import Drawing
-from paceline.torch._replicas.replicas import Replicas, is_compiled, is_compiled_function
+from paceline.torch._replicas.replicas import Replicas, calls_compiled, is_compiled, is_compiled_function
 
 
 class Seen:
@@ -31,6 +31,7 @@ class Seen:
         self.extras: set[Any] = (
             set()
         )  # functions that return extras, so that their items without weight have to run, too
+        self.waits_at_once = False  # whether all parameters have to be there before the first micro-batch
         self._generation = 0
         self._compiled_module = False
 
@@ -51,6 +52,8 @@ class Seen:
             for sizes in self.sizes:
                 sizes.clear()
         self.compiled = self._compiled_module or compiled_fn
+        # Compiled code reads parameters behind the back of what waits for them.
+        self.waits_at_once = self.compiled or calls_compiled(fn)
         # cuDNN searches the fastest algorithm for each new size. Like compilation and capture, this takes long once.
         self.captures = captures
         self.tunes = self.compiled or captures or (state.on_gpu and torch.backends.cudnn.benchmark)
