@@ -53,7 +53,8 @@ class Seen:
                 sizes.clear()
         self.compiled = self._compiled_module or compiled_fn
         # Compiled code reads parameters behind the back of what waits for them.
-        self.waits_at_once = self.compiled or calls_compiled(fn)
+        waits = any(replica.arrivals is not None for replica in replicas.list)
+        self.waits_at_once = waits and (self.compiled or calls_compiled(fn))
         # cuDNN searches the fastest algorithm for each new size. Like compilation and capture, this takes long once.
         self.captures = captures
         self.tunes = self.compiled or captures or (state.on_gpu and torch.backends.cudnn.benchmark)
