@@ -16,7 +16,8 @@ from paceline.torch._check.tolerance import tolerance_for
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.buffers import KeptAttributes
-from paceline.torch._replicas.replicas import Replicas, is_compiled, is_compiled_function
+from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
+from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.train_run import LossFunction

@@ -34,7 +34,7 @@ from paceline.torch._devices.places import RandomStates
 from paceline.torch._devices.run_draws import Drawing, RunDraws
 from paceline.torch._replicas.batch_norm import fails_over_one_item, standing_still, using_batch_statistics
 from paceline.torch._replicas.buffers import KeptAttributes
-from paceline.torch._replicas.replicas import is_compiled, is_compiled_function
+from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.run import Frame

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch._replicas.replicas import compiles
+from paceline.torch._replicas.compiled import compiles
 
 Blocks = str | Sequence[nn.Module]
 _ENOUGH = 4  # blocks; with fewer, smaller ones are looked for inside of them

@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._pipeline.blocks import Block
-from paceline.torch._replicas.replicas import compiles
+from paceline.torch._replicas.compiled import compiles
 
 
 class Visited(NamedTuple):

@@ -1,7 +1,8 @@
-"""Compiles the copy of a module as the module is compiled. A copy of a module loses what ``module.compile()`` has made of it."""
+"""What is compiled: finds it, and compiles the copy of a module as the module is, since a copy loses what ``module.compile()`` has made of it."""
 
 from __future__ import annotations
 
+from types import CellType
 from typing import Any
 
 from torch import nn
@@ -22,3 +23,30 @@ def _context_of(call: Any) -> Any:
         return None
     options = dict(zip(code.co_freevars, cells, strict=True)).get("self")
     return options.cell_contents if options is not None and callable(options.cell_contents) else None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` or a part of it runs through ``torch.compile``."""
+    return any(map(compiles, module.modules()))
+
+
+def compiles(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` or ``module.compile()`` has compiled this very module."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_compiled_function(fn: Any) -> bool:
+    """Whether `fn` is what ``torch.compile`` returned for a function."""
+    return getattr(fn, "_torchdynamo_orig_callable", None) is not None
+
+
+def calls_compiled(fn: Any) -> bool:
+    """Whether something compiled is in the closure of a function, or among the globals that it names."""
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return False
+    named = (fn.__globals__.get(name) for name in code.co_names)
+    enclosed = (cell.cell_contents for cell in fn.__closure__ or () if cell != CellType())
+    return any(
+        is_compiled_function(one) or (isinstance(one, nn.Module) and is_compiled(one)) for one in (*named, *enclosed)
+    )

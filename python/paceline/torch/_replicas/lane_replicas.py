@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from paceline.torch._devices.lanes import SharedPlaces
+from paceline.torch._replicas.compiled import compiles
 from paceline.torch._replicas.copies import Copied, Replicate
 from paceline.torch._replicas.reach import Reach
-from paceline.torch._replicas.replicas import Replica, Replicas, compiles
+from paceline.torch._replicas.replicas import Replica, Replicas
 
 
 class LaneReplicas(Replicas):

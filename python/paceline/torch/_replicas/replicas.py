@@ -7,7 +7,6 @@ import operator
 import weakref
 from collections.abc import Callable
 from itertools import chain
-from types import CellType
 from typing import Any
 
 import torch
@@ -181,7 +180,7 @@ class Replicas:
         if place.type == "cpu" and self._places.home.type != "cpu":
             flat = self._places.pinned(parameter.numel(), parameter.dtype)
             return flat.as_strided(parameter.shape, parameter.stride())
-        # On the device's stream, whose earlier work in the same memory comes before that of the copies, as these wait for a step's begin.
+        # PyTorch gives memory of this stream again only to this stream, whose work ends before a step begins to copy.
         with self._places.enter(device):
             return torch.empty_like(parameter, device=place, requires_grad=False)
 
@@ -385,30 +384,3 @@ def _watched(reach: Reach, counterparts: dict[int, Any]) -> Attributes:
     """The attributes whose changes are followed. Objects that were not copied, such as loggers, are left out, since replicas share them."""
     reach.objects = {path: one for path, one in reach.objects.items() if counterparts.get(id(one), one) is not one}
     return Attributes(reach)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `module` or a part of it runs through ``torch.compile``."""
-    return any(map(compiles, module.modules()))
-
-
-def compiles(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` or ``module.compile()`` has compiled this very module."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def is_compiled_function(fn: Any) -> bool:
-    """Whether `fn` is what ``torch.compile`` returned for a function."""
-    return getattr(fn, "_torchdynamo_orig_callable", None) is not None
-
-
-def calls_compiled(fn: Any) -> bool:
-    """Whether something compiled is in the closure of a function, or among the globals that it names."""
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        return False
-    named = (fn.__globals__.get(name) for name in code.co_names)
-    enclosed = (cell.cell_contents for cell in fn.__closure__ or () if cell != CellType())
-    return any(
-        is_compiled_function(one) or (isinstance(one, nn.Module) and is_compiled(one)) for one in (*named, *enclosed)
-    )

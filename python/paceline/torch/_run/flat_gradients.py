@@ -218,7 +218,7 @@ class FlatGradients:
             parameter.grad = view
         if one.waiting is None:
             return
-        # Autograd adds on the stream on which the parameter's node was made, which is another one if its graph comes from somewhere else.
+        # Autograd adds on the stream where the parameter's node was made. That is another stream if the graph was made elsewhere.
         self._places.follow_current(device)
         k = self._bucket_of[index]
         left = one.waiting[k]

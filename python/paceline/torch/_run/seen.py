@@ -14,7 +14,8 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import OrderedBatch
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.run_draws import Drawing
-from paceline.torch._replicas.replicas import Replicas, calls_compiled, is_compiled, is_compiled_function
+from paceline.torch._replicas.compiled import calls_compiled, is_compiled, is_compiled_function
+from paceline.torch._replicas.replicas import Replicas
 
 
 class Seen:
