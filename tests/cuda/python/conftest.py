@@ -147,6 +147,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(cuda, "pinned", lambda count, dtype: torch.empty(count, dtype=dtype))
     monkeypatch.setattr(cuda, "pin", lambda tensor: tensor.clone())
     monkeypatch.setattr(cuda, "prepare_worker", lambda index: None)
+    monkeypatch.setattr(cuda, "spare_memory", lambda index: 2**34)
+    monkeypatch.setattr(cuda, "memory_bandwidth", lambda index: None)
     monkeypatch.setattr(cuda, "release_memory", fake.release_memory)
     kept: list[
         Any

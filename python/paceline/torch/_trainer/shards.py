@@ -1,0 +1,377 @@
+"""The state of an optimizer in ranges on several GPUs, each of which updates its range of the parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline import InvalidArgument
+from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.shard_ranges import Range, ranges_of, shares_of
+
+_HOST = torch.device("cpu")
+_ELEMENTWISE = frozenset("ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split())
+_KINDS = (torch.Tensor, torch.nn.Parameter)  # PyTorch runs other code for subclasses
+# Bytes of state for each byte of a parameter where nothing is known yet, and of the update's intermediate results.
+_STATE_SIZES, _WORKING_SIZES = 2, 1
+
+Step = Callable[[Any], Any]
+State = dict[torch.Tensor, dict[str, Any]]
+
+
+@dataclasses.dataclass
+class _Piece:
+    """A range of a parameter, in the memory of the GPU that updates it."""
+
+    parameter: torch.Tensor
+    begin: int
+    end: int
+    whole: bool
+    tensor: torch.Tensor  # at home a part of the parameter itself, elsewhere of the replica's
+    gradient: torch.Tensor | None  # where the gradient is copied to; None at home
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This range of a tensor like the parameter."""
+        if self.whole:
+            return tensor
+        return tensor.as_strided((self.end - self.begin,), (1,), tensor.storage_offset() + self.begin)
+
+    @property
+    def byte_count(self) -> int:
+        return (self.end - self.begin) * self.parameter.element_size()
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """Where this range of a tensor like the parameter begins."""
+        return tensor.data_ptr() + self.begin * tensor.element_size()
+
+
+@dataclasses.dataclass
+class _Owner:
+    """A GPU with its ranges."""
+
+    device: int
+    at_home: bool
+    groups: list[list[torch.Tensor]]  # the pieces of each group of parameters
+    state: defaultdict[torch.Tensor, Any] = dataclasses.field(default_factory=lambda: defaultdict(dict))
+    options: dict[Any, torch.Tensor] = dataclasses.field(default_factory=dict)  # tensors among the options
+
+
+class Shards:
+    """Keeps an optimizer's state in ranges on the GPUs of a trainer. Does not keep the trainer alive.
+
+    The user's parameters and gradients at home stay what counts: each owner pulls its range of both, updates it by a step of the optimizer's
+    class over these pieces, on its own stream, and home pulls the result. Events order it all. The calling thread enqueues everything: there is
+    little to enqueue, and workers would take turns under Python's lock.
+
+    The state is in one of three places: in the ranges; at home, where the optimizer has it (`gather`); or, on the way between other ranges,
+    on the host.
+    """
+
+    def __init__(self, cls: type[Optimizer], lifetime: Lifetime) -> None:
+        self._cls = cls
+        self._lifetime = weakref.ref(lifetime)
+        self._places = lifetime.places
+        self._optimizer: Callable[[], Any] = lambda: None
+        self._key: Any = None  # what the ranges were made for
+        self._owners: list[_Owner] = []
+        self._pieces: dict[torch.Tensor, list[tuple[_Owner, _Piece]]] = {}
+        self._between: State = {}  # on the host
+        self._of_gpus: set[tuple[int, str]] = set()  # the tensors among them that belong on GPUs
+
+    def attach(self, optimizer: Any) -> None:
+        """Belong to this optimizer."""
+        self._optimizer = weakref.ref(optimizer)
+        lifetime = self._lifetime()
+        if lifetime is not None:
+            lifetime.shards.add(self)
+
+    def step(self, step: Step) -> bool:
+        """One step of the optimizer's class on all ranges. False: nothing was done; the state has to be at home."""
+        lifetime = self._lifetime()
+        if lifetime is None:
+            return False
+        with lifetime.if_idle() as idle:
+            if not idle or self._places.queues is None:
+                return False
+            self._places.follow_caller("optimizer.step")
+            if not self._prepared(lifetime):
+                return False
+            self._run(step)
+            return True
+
+    def gather(self) -> None:
+        """Bring the state home, to the optimizer."""
+        if self._owners or self._between:
+            own = self._optimizer().__dict__["state"]
+            own.update(self._assembled(self._places.home))
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop the state."""
+        self._key, self._owners, self._pieces = None, [], {}
+        self._between, self._of_gpus = {}, set()
+
+    def on_host(self) -> State:
+        """A copy of the state in the host's memory."""
+        return self._assembled(_HOST)
+
+    def explain(self) -> str:
+        """A line about who holds how much; empty if the state is at home."""
+        parts = []
+        for owner in self._owners:
+            count = sum(piece.end - piece.begin for one, piece in self._all() if one is owner)
+            held = sum(map(_bytes_of, owner.state.values()))
+            parts.append((self._places.names[owner.device], count, held))
+        total = sum(count for _, count, _ in parts)
+        if not total:
+            return ""
+        texts = [f"{name} {count / total:.0%} ({held / 2**20:.1f} MiB)" for name, count, held in parts]
+        return f"Optimizer: {self._cls.__name__} is sharded: {', '.join(texts)} of the parameters and of its state.\n"
+
+    def _all(self) -> Iterator[tuple[_Owner, _Piece]]:
+        for pieces in self._pieces.values():
+            yield from pieces
+
+    def _prepared(self, lifetime: Lifetime) -> bool:
+        """Whether there are ranges that fit the parameters as they are now. Moves the state to new ones if need be."""
+        groups = self._optimizer().param_groups
+        parameters = [one for group in groups for one in group["params"]]
+        if any(group.get("differentiable") for group in groups) or not all(map(_has_plain_gradient, parameters)):
+            return False
+        devices = self._owning_devices(lifetime)
+        marks = [(one.data_ptr(), one.shape, one.dtype) for one in parameters]
+        key = (lifetime.replicas.generation, devices, list(map(id, parameters)), marks, [len(g["params"]) for g in groups])
+        if self._key == key:
+            return True
+        working = [device for device in devices if device not in lifetime.works.retired]
+        if len(working) < 2 or not _can_be_cut(parameters) or not self._fit(lifetime.replicas, parameters):
+            return False
+        held = {owner.device: sum(map(_bytes_of, owner.state.values())) for owner in self._owners}
+        between = self._assembled(_HOST) if self._owners else self._between
+        self._owners, self._pieces, self._between = [], {}, between
+        free = [self._places.spare_memory(device) + held.get(device, 0) if device in working else 0 for device in devices]
+        self._cut(lifetime.replicas, devices, groups, free)
+        self._key = key
+        return True
+
+    def _fit(self, replicas: Replicas, parameters: list[torch.Tensor]) -> bool:
+        """Whether the devices' copies of the parameters are still like the parameters."""
+        for parameter in parameters:
+            for copy in replicas.copies_of(parameter).values():
+                if (copy.shape, copy.stride(), copy.dtype) != (parameter.shape, parameter.stride(), parameter.dtype):
+                    return False
+        return True
+
+    def _owning_devices(self, lifetime: Lifetime) -> list[int]:
+        """The first working device of each GPU's memory, home's first."""
+        places = self._places
+        found: dict[int, int] = {}
+        for device, space in enumerate(places.spaces):
+            if places.on_gpu[device] and device not in lifetime.works.retired:
+                found.setdefault(space, device)
+        if places.home_space not in found:  # it still updates what it alone has
+            found[places.home_space] = places.spaces.index(places.home_space)
+        return sorted(found.values(), key=lambda device: places.spaces[device] != places.home_space)
+
+    def _cut(self, replicas: Replicas, devices: list[int], groups: list[dict[str, Any]], free: list[int]) -> None:
+        """Make ranges for these devices, and move the state there."""
+        places = self._places
+        parameters = [one for group in groups for one in group["params"]]
+        sizes = [one.numel() if replicas.copies_of(one) else 0 for one in parameters]
+        each = max(one.element_size() for one in parameters)
+        amsgrad = any(group.get("amsgrad") for group in groups)
+        bytes_each = each * (_STATE_SIZES + amsgrad + _WORKING_SIZES + 1)
+        shares = shares_of(sum(sizes), bytes_each, free, [places.bandwidth(device) for device in devices])
+        ranges = ranges_of(sizes, shares, whole=self._cls.__name__ not in _ELEMENTWISE)
+        owners = [
+            _Owner(device, places.spaces[device] == places.home_space, [[] for _ in groups]) for device in devices
+        ]
+        pieces: dict[torch.Tensor, list[tuple[_Owner, _Piece]]] = {}
+        found = iter(zip(parameters, sizes, ranges, strict=True))
+        for index, group in enumerate(groups):
+            for _ in group["params"]:
+                parameter, size, cuts = next(found)
+                cuts = cuts if size else [(0, 0, parameter.numel())]  # what no replica has stays at home
+                pieces[parameter] = [
+                    (owners[cut[0]], self._piece(parameter, owners[cut[0]], cut, replicas)) for cut in cuts
+                ]
+                for owner, piece in pieces[parameter]:
+                    owner.groups[index].append(piece.tensor)
+        own = self._optimizer().__dict__["state"]
+        for parameter, of_it in pieces.items():
+            values = self._between.get(parameter) or own.get(parameter)
+            for owner, piece in of_it if values else ():
+                moved = {name: self._placed(owner, piece, name, value) for name, value in values.items()}
+                owner.state[piece.tensor] = moved
+        for parameter in pieces:
+            own.pop(parameter, None)
+        self._owners, self._pieces = owners, pieces
+        self._between, self._of_gpus = {}, set()
+
+    def _piece(self, parameter: torch.Tensor, owner: _Owner, cut: Range, replicas: Replicas) -> _Piece:
+        _, begin, end = cut
+        piece = _Piece(parameter, begin, end, end - begin == parameter.numel(), parameter, None)
+        if owner.at_home:
+            piece.tensor = piece.of(parameter.detach())  # it shares the version counter
+            return piece
+        copy = replicas.copies_of(parameter)[self._places.spaces[owner.device]]
+        piece.tensor = piece.of(copy).data  # with a version counter of its own
+        with self._places.enter(owner.device):
+            piece.gradient = torch.empty_like(piece.tensor)
+        return piece
+
+    def _placed(self, owner: _Owner, piece: _Piece, name: str, value: Any) -> Any:
+        """A value of the parameter's state, or its range of it, where the owner computes."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        parameter = piece.parameter
+        if not piece.whole and value.shape == parameter.shape:
+            if value.stride() != parameter.stride():
+                value = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+            value = piece.of(value)
+        on_gpu = value.device != _HOST or (id(parameter), name) in self._of_gpus or self._places.home == _HOST
+        target = self._places.devices[owner.device] if on_gpu else _HOST
+        with contextlib.nullcontext() if owner.at_home else self._places.on_own_stream(owner.device):
+            return torch.empty_like(value, device=target).copy_(value)
+
+    def _assembled(self, place: torch.device) -> State:
+        """The state as one device has it, in new memory there."""
+        found: State = {}
+        for parameter, values in self._between.items():
+            found[parameter] = {
+                name: value.to(place) if (id(parameter), name) in self._of_gpus else value for name, value in values.items()
+            }
+        for parameter, pieces in self._pieces.items():
+            owner, first = pieces[0]
+            for name, value in owner.state.get(first.tensor, {}).items():
+                found.setdefault(parameter, {})[name] = self._joined(parameter, pieces, name, value, place)
+        return found
+
+    def _joined(
+        self, parameter: torch.Tensor, pieces: list[tuple[_Owner, _Piece]], name: str, value: Any, place: torch.device
+    ) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        of_gpu = value.device != _HOST
+        if of_gpu and place == _HOST:
+            self._of_gpus.add((id(parameter), name))
+        target = place if of_gpu else _HOST
+        cut = not pieces[0][1].whole and value.shape == pieces[0][1].tensor.shape
+        like = parameter if cut else value
+        joined = torch.empty_like(like, dtype=value.dtype, device=target, requires_grad=False)
+        for owner, piece in pieces if cut else pieces[:1]:
+            part = owner.state[piece.tensor][name]
+            # The queue of the owner has written it. PyTorch orders a copy between two GPUs on the present streams of both.
+            with contextlib.nullcontext() if owner.at_home else self._places.on_own_stream(owner.device):
+                (piece.of(joined) if cut else joined).copy_(part)
+        return joined
+
+    def _run(self, step: Step) -> None:
+        optimizer, queues = self._optimizer(), self._places.queues
+        assert queues is not None
+        scaled = getattr(optimizer, "grad_scale", None) is not None  # then the step also writes the gradients
+        pulls: list[tuple[int, int, int, int]] = []
+        results: list[tuple[int, int, int, int]] = []
+        written: dict[torch.Tensor, None] = {}
+        kept = []
+        for parameter, pieces in self._pieces.items():
+            gradient = parameter.grad
+            if gradient is not None and gradient.stride() != parameter.stride():
+                gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+                kept.append(gradient)
+            for owner, piece in pieces:
+                if gradient is None or piece.gradient is None:
+                    piece.tensor.grad = None if gradient is None else piece.of(gradient)
+                    continue
+                piece.tensor.grad = piece.gradient
+                there, here = piece.gradient.data_ptr(), piece.address(gradient)
+                pulls.append((owner.device, there, here, piece.byte_count))
+                results += [(owner.device, here, there, piece.byte_count)] if scaled else []
+                there, here = piece.tensor.data_ptr(), piece.address(parameter)
+                pulls.append((owner.device, there, here, piece.byte_count))
+                results.append((owner.device, here, there, piece.byte_count))
+                written[parameter] = None
+        parts = []
+        for owner in self._owners:
+            part, copies = self._part(optimizer, owner)
+            parts.append((owner, part))
+            pulls += copies
+        devices = [owner.device for owner in self._owners]
+        queues.begin_update(devices, pulls)
+        try:
+            for owner, part in parts:
+                with self._places.enter(owner.device):
+                    step(part)
+        finally:
+            queues.end_update(devices, results)
+            torch.autograd.graph.increment_version(list(written))
+            for _, piece in self._all():
+                piece.tensor.grad = None
+
+    def _part(self, optimizer: Any, owner: _Owner) -> tuple[Any, list[tuple[int, int, int, int]]]:
+        """An optimizer of the owner's pieces with the present options, and the copies of those that are tensors at home."""
+        copies: list[tuple[int, int, int, int]] = []
+
+        def there(value: Any, *name: Any) -> Any:
+            if isinstance(value, tuple | list) and any(isinstance(one, torch.Tensor) for one in value):
+                return type(value)(there(one, *name, index) for index, one in enumerate(value))
+            if owner.at_home or not isinstance(value, torch.Tensor) or value.device != self._places.home:
+                return value
+            if name not in owner.options or owner.options[name].shape != value.shape:
+                with self._places.enter(owner.device):
+                    owner.options[name] = torch.empty_like(value, device=self._places.devices[owner.device])
+            copy = owner.options[name]
+            copies.append((owner.device, copy.data_ptr(), value.data_ptr(), value.numel() * value.element_size()))
+            return copy
+
+        groups = [
+            {**{name: there(value, index, name) for name, value in group.items() if name != "params"}, "params": pieces}
+            for index, (group, pieces) in enumerate(zip(optimizer.param_groups, owner.groups, strict=True))
+            if pieces
+        ]
+        scaling = {
+            name: there(getattr(optimizer, name), name)
+            for name in ("grad_scale", "found_inf")
+            if hasattr(optimizer, name)
+        }
+        part = self._cls.__new__(self._cls)
+        part.__dict__.update(optimizer.__dict__, param_groups=groups, state=owner.state, **scaling)
+        return part, copies
+
+
+def _bytes_of(values: dict[str, Any]) -> int:
+    return sum(
+        value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor)
+    )
+
+
+def _has_plain_gradient(parameter: torch.Tensor) -> bool:
+    gradient = parameter.grad
+    return gradient is None or (
+        gradient.layout is torch.strided and gradient.dtype == parameter.dtype and gradient.device == parameter.device
+    )
+
+
+def _can_be_cut(parameters: list[torch.Tensor]) -> bool:
+    """Whether each is a plain tensor without gaps, in memory of its own."""
+    for one in parameters:
+        if type(one) not in _KINDS or torch.empty_like(one, device="meta").stride() != one.stride():
+            return False
+    spans = sorted((one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()) for one in parameters)
+    return all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+
+
+def check_shard(shard: object) -> None:
+    """Raise if `shard` is not one of its values."""
+    if not (shard is True or shard is False or (isinstance(shard, str) and shard == "auto")):
+        raise InvalidArgument(
+            f"optimizer: shard is {shard!r}; it must be 'auto' (sharded from three GPUs on), True (from two on) or False."
+        )
