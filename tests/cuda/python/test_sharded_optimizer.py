@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import paceline
 from gpu_cases import BOXES
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
@@ -170,6 +171,8 @@ def test_shard_says_from_how_many_gpus_on(fake: Any) -> None:
 
 
 def test_parts_of_a_gpu_are_one_owner(fake: Any) -> None:
+    for gpu in ("cuda:0", "cuda:1"):
+        paceline.partition(gpu, [0.5, 0.5])
     with DataParallel(network(), ["cuda:0/0", "cuda:0/1", "cuda:1/0", "cuda:1/1", "cuda:2"]) as trainer:
         pair = Pair(trainer, torch.optim.Adam, {"lr": 0.01})
         for batch in batches(3):
@@ -355,7 +358,7 @@ def test_parameters_that_overlap_are_updated_as_always(fake: Any) -> None:
     with DataParallel(module, BOXES["four"]) as trainer:
         optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1)
         trainer.step(classify, batches(1)[0])
-        module[0].bias.data = module[0].weight.data[0, :1].expand(24)
+        module[0].bias.data = module[0].weight.data.view(-1)[:24]
         optimizer.step()
         assert not optimizer._shards._owners  # type: ignore[attr-defined]
 
@@ -410,7 +413,7 @@ def test_a_step_inside_of_another_call_is_a_plain_one(fake: Any) -> None:
             assert stepped.wait(30)
             return module(batch[0])
 
-        thread = threading.Thread(target=lambda: trainer.predict(waiting, few[0]))
+        thread = threading.Thread(target=lambda: trainer.predict(few[0], waiting))
         thread.start()
         assert inside.wait(30)
         try:
@@ -486,10 +489,9 @@ def test_an_error_in_a_range_comes_out_and_the_next_step_works(fake: Any, monkey
                 raise ValueError("broken")
             return enter(device)
 
-        monkeypatch.setattr(places, "enter", fail)
-        with pytest.raises(ValueError, match="broken"):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="broken"):
+            patch.setattr(places, "enter", fail)
             pair.optimizer.step()
-        monkeypatch.undo()
         pair.reference.load_state_dict(pair.module.state_dict())
         pair.step(few[1])
 
@@ -518,6 +520,7 @@ def test_states_lie_where_their_owners_are(far_gpus: Any, name: str) -> None:
     with DataParallel(module, BOXES["four"]) as trainer:
         optimizer = trainer.optimizer(cls, **options)
         plain = cls((reference := copy.deepcopy(module)).parameters(), **options)
+        counterparts = dict(zip(module.parameters(), reference.parameters(), strict=True))
         for batch in batches(3):
             optimizer.zero_grad()
             trainer.step(classify, batch)
@@ -528,12 +531,11 @@ def test_states_lie_where_their_owners_are(far_gpus: Any, name: str) -> None:
             plain.step()
             for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
                 assert torch.equal(ours, theirs)
-            for owner in optimizer._shards._owners:  # type: ignore[attr-defined]
-                for tensor, values in owner.state.items():
-                    assert tensor.device == cuda.device(owner.device)
-                    for key, value in values.items():
-                        on_host = plain.state[next(reference.parameters())][key].device.type == "cpu"
-                        assert value.device == (torch.device("cpu") if on_host else tensor.device), key
+            for owner, piece in optimizer._shards._all():  # type: ignore[attr-defined]
+                assert piece.tensor.device == cuda.device(owner.device)
+                for key, value in owner.state[piece.tensor].items():
+                    on_host = plain.state[counterparts[piece.parameter]][key].device.type == "cpu"
+                    assert value.device == (torch.device("cpu") if on_host else piece.tensor.device), key
             trainer.retire("cuda:3")  # moves the ranges once, over the host
         saved = optimizer.state_dict()
         assert all(

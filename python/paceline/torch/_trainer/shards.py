@@ -147,11 +147,12 @@ class Shards:
         if any(group.get("differentiable") for group in groups) or not all(map(_has_plain_gradient, parameters)):
             return False
         devices = self._owning_devices(lifetime)
+        working = [device for device in devices if device not in lifetime.works.retired]
         marks = [(one.data_ptr(), one.shape, one.dtype) for one in parameters]
-        key = (lifetime.replicas.generation, devices, list(map(id, parameters)), marks, [len(g["params"]) for g in groups])
+        counts = [len(group["params"]) for group in groups]
+        key = (lifetime.replicas.generation, devices, working, list(map(id, parameters)), marks, counts)
         if self._key == key:
             return True
-        working = [device for device in devices if device not in lifetime.works.retired]
         if len(working) < 2 or not _can_be_cut(parameters) or not self._fit(lifetime.replicas, parameters):
             return False
         held = {owner.device: sum(map(_bytes_of, owner.state.values())) for owner in self._owners}
