@@ -83,9 +83,9 @@ class Places:
         if self.queues is not None and self._home_gpu is not None:
             for place, path in batch.places.items():
                 self._check_place(place, f"batch: {path}")
-            self.follow_caller("step")
+            self.order_on_caller("step")
 
-    def follow_caller(self, call: str) -> None:
+    def order_on_caller(self, call: str) -> None:
         """Order what follows on the stream that the caller is on now."""
         if self.queues is not None and self._home_gpu is not None:
             if self._is_capturing():

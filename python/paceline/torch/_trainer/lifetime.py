@@ -171,7 +171,9 @@ class Lifetime:
         self._recent.settle()
         self.places.drain()  # a late device may still write to memory that is about to be released
         for shards in list(self.shards):
-            with contextlib.suppress(torch.OutOfMemoryError):  # then they stay where they are until the optimizer needs them
+            with contextlib.suppress(
+                torch.OutOfMemoryError
+            ):  # then they stay where they are until the optimizer needs them
                 shards.gather()
         self._execution.release()
         self._execution.replicas.release()

@@ -46,7 +46,8 @@ _sharded_classes: dict[type[Optimizer], Any] = {}
 def _sharded_class(cls: type[Optimizer]) -> Any:
     class Sharded(cls):  # type: ignore[misc, valid-type]
         def __init__(self, parameters: Iterable[Any], *, shards: Shards, workers: Workers, **options: Any) -> None:
-            self._shards, self._workers, self._shown = shards, workers, None
+            self._shards, self._workers = shards, workers
+            self._shown: Any = None  # the state that a call of state_dict sees
             shards.attach(self)
             super().__init__(parameters, **options)
 

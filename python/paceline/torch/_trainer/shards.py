@@ -7,6 +7,7 @@ import dataclasses
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.shard_ranges import Range, ranges_of, shares_of
 
 _HOST = torch.device("cpu")
-_ELEMENTWISE = frozenset("ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split())
+_OF_WHOLE_TENSORS = (
+    "Adafactor",
+    "Muon",
+)  # the other separable ones update each element from its own gradient and state
 _KINDS = (torch.Tensor, torch.nn.Parameter)  # PyTorch runs other code for subclasses
 # Bytes of state for each byte of a parameter where nothing is known yet, and of the update's intermediate results.
 _STATE_SIZES, _WORKING_SIZES = 2, 1
@@ -39,7 +43,7 @@ class _Piece:
     gradient: torch.Tensor | None  # where the gradient is copied to; None at home
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This range of a tensor like the parameter."""
+        """The same range of a tensor like the parameter."""
         if self.whole:
             return tensor
         return tensor.as_strided((self.end - self.begin,), (1,), tensor.storage_offset() + self.begin)
@@ -49,7 +53,7 @@ class _Piece:
         return (self.end - self.begin) * self.parameter.element_size()
 
     def address(self, tensor: torch.Tensor) -> int:
-        """Where this range of a tensor like the parameter begins."""
+        """Where the same range of a tensor like the parameter begins."""
         return tensor.data_ptr() + self.begin * tensor.element_size()
 
 
@@ -101,7 +105,7 @@ class Shards:
         with lifetime.if_idle() as idle:
             if not idle or self._places.queues is None:
                 return False
-            self._places.follow_caller("optimizer.step")
+            self._places.order_on_caller("optimizer.step")
             if not self._prepared(lifetime):
                 return False
             self._run(step)
@@ -158,7 +162,9 @@ class Shards:
         held = {owner.device: sum(map(_bytes_of, owner.state.values())) for owner in self._owners}
         between = self._assembled(_HOST) if self._owners else self._between
         self._owners, self._pieces, self._between = [], {}, between
-        free = [self._places.spare_memory(device) + held.get(device, 0) if device in working else 0 for device in devices]
+        free = [
+            self._places.spare_memory(device) + held.get(device, 0) if device in working else 0 for device in devices
+        ]
         self._cut(lifetime.replicas, devices, groups, free)
         self._key = key
         return True
@@ -191,7 +197,7 @@ class Shards:
         amsgrad = any(group.get("amsgrad") for group in groups)
         bytes_each = each * (_STATE_SIZES + amsgrad + _WORKING_SIZES + 1)
         shares = shares_of(sum(sizes), bytes_each, free, [places.bandwidth(device) for device in devices])
-        ranges = ranges_of(sizes, shares, whole=self._cls.__name__ not in _ELEMENTWISE)
+        ranges = ranges_of(sizes, shares, whole=self._cls.__name__ in _OF_WHOLE_TENSORS)
         owners = [
             _Owner(device, places.spaces[device] == places.home_space, [[] for _ in groups]) for device in devices
         ]
@@ -248,7 +254,8 @@ class Shards:
         found: State = {}
         for parameter, values in self._between.items():
             found[parameter] = {
-                name: value.to(place) if (id(parameter), name) in self._of_gpus else value for name, value in values.items()
+                name: value.to(place) if (id(parameter), name) in self._of_gpus else value
+                for name, value in values.items()
             }
         for parameter, pieces in self._pieces.items():
             owner, first = pieces[0]
@@ -349,9 +356,7 @@ class Shards:
 
 
 def _bytes_of(values: dict[str, Any]) -> int:
-    return sum(
-        value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor)
-    )
+    return sum(value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor))
 
 
 def _has_plain_gradient(parameter: torch.Tensor) -> bool:
@@ -367,7 +372,7 @@ def _can_be_cut(parameters: list[torch.Tensor]) -> bool:
         if type(one) not in _KINDS or torch.empty_like(one, device="meta").stride() != one.stride():
             return False
     spans = sorted((one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()) for one in parameters)
-    return all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+    return all(end <= begin for (_, end), (begin, _) in pairwise(spans))
 
 
 def check_shard(shard: object) -> None:
