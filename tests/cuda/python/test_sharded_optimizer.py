@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -173,6 +174,18 @@ def test_shard_says_from_how_many_gpus_on(fake: Any) -> None:
         for wrong in ("yes", 1, None):
             with pytest.raises(InvalidArgument, match=r"shard is .*'auto'"):
                 trainer.optimizer(torch.optim.SGD, lr=0.1, shard=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"graphs": True}, {"transport": "nccl"}, {"micro_batch": 2}], ids=str)
+def test_trainers_of_all_kinds_shard(fake: Any, options: dict[str, Any]) -> None:
+    with DataParallel(network(), BOXES["four"], **options) as trainer:
+        pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
+        for batch in batches(5):
+            pair.step(batch)
+        assert held(pair.optimizer)
+        pair.expect_same_state()
+        inputs = batches(1)[0][0]
+        torch.testing.assert_close(trainer.predict(inputs), pair.reference(inputs).detach())
 
 
 def test_parts_of_a_gpu_are_one_owner(fake: Any) -> None:
@@ -555,3 +568,18 @@ def test_states_lie_where_their_owners_are(far_gpus: Any, name: str) -> None:
         plain.step()
         for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_a_dropped_optimizer_leaves_nothing_to_the_garbage_collector(fake: Any) -> None:
+    gc.disable()
+    try:
+        with DataParallel(network(), BOXES["four"]) as trainer:
+            optimizer: Any = trainer.optimizer(torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False)
+            trainer.step(classify, batches(1)[0])
+            optimizer.step()
+            shards = weakref.ref(optimizer._shards)
+            del optimizer
+            assert shards() is None
+            trainer.step(classify, batches(1)[0])
+    finally:
+        gc.enable()

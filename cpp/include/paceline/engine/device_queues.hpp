@@ -191,7 +191,7 @@ class PACELINE_API DeviceQueues {
   /// (copies.from is in home's memory). Enqueue the update on the streams, then call end_update().
   /// @throws DeviceLost after a hang
   void begin_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies);
-  /// The home stream waits for the updates and pulls the results (copies.to is in home's memory).
+  /// The home stream waits for one device after the other and pulls its results (copies.to is in home's memory).
   void end_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies);
   /// After a failure: returns when no enqueued work is left, or when it hangs.
   /// @throws what the poll hook of waits throws (Ctrl-C); then work may still run, and the next step first waits for

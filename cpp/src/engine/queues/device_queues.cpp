@@ -469,8 +469,10 @@ void DeviceQueues::end_update(std::span<const DeviceId> devices, std::span<const
     State::Queue& queue = state.queues[device];
     queue.stream->record(*queue.delivered);
     state.home_stream->wait(*queue.delivered);
+    for (const DeviceCopy& copy : copies) {
+      if (copy.device == device) state.home_stream->copy(copy.to, copy.from, copy.bytes);
+    }
   }
-  for (const DeviceCopy& copy : copies) state.home_stream->copy(copy.to, copy.from, copy.bytes);
 }
 
 void DeviceQueues::drain() {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ _STATE_SIZES, _WORKING_SIZES = 2, 1
 
 Step = Callable[[Any], Any]
 State = dict[torch.Tensor, dict[str, Any]]
+_Copy = tuple[int, int, int, int]  # the owner's device, to, from, bytes
 
 
 @dataclasses.dataclass
@@ -113,9 +115,9 @@ class Shards:
 
     def gather(self) -> None:
         """Bring the state home, to the optimizer."""
-        if self._owners or self._between:
-            own = self._optimizer().__dict__["state"]
-            own.update(self._assembled(self._places.home))
+        optimizer = self._optimizer()
+        if optimizer is not None and (self._owners or self._between):
+            optimizer.__dict__["state"].update(self._assembled(self._places.home))
             self.forget()
 
     def forget(self) -> None:
@@ -286,15 +288,11 @@ class Shards:
         optimizer, queues = self._optimizer(), self._places.queues
         assert queues is not None
         scaled = getattr(optimizer, "grad_scale", None) is not None  # then the step also writes the gradients
-        pulls: list[tuple[int, int, int, int]] = []
-        results: list[tuple[int, int, int, int]] = []
+        pulls: list[_Copy] = []
+        results: list[_Copy] = []
         written: dict[torch.Tensor, None] = {}
-        kept = []
         for parameter, pieces in self._pieces.items():
             gradient = parameter.grad
-            if gradient is not None and gradient.stride() != parameter.stride():
-                gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
-                kept.append(gradient)
             for owner, piece in pieces:
                 if gradient is None or piece.gradient is None:
                     piece.tensor.grad = None if gradient is None else piece.of(gradient)
@@ -324,22 +322,10 @@ class Shards:
             for _, piece in self._all():
                 piece.tensor.grad = None
 
-    def _part(self, optimizer: Any, owner: _Owner) -> tuple[Any, list[tuple[int, int, int, int]]]:
+    def _part(self, optimizer: Any, owner: _Owner) -> tuple[Any, list[_Copy]]:
         """An optimizer of the owner's pieces with the present options, and the copies of those that are tensors at home."""
-        copies: list[tuple[int, int, int, int]] = []
-
-        def there(value: Any, *name: Any) -> Any:
-            if isinstance(value, tuple | list) and any(isinstance(one, torch.Tensor) for one in value):
-                return type(value)(there(one, *name, index) for index, one in enumerate(value))
-            if owner.at_home or not isinstance(value, torch.Tensor) or value.device != self._places.home:
-                return value
-            if name not in owner.options or owner.options[name].shape != value.shape:
-                with self._places.enter(owner.device):
-                    owner.options[name] = torch.empty_like(value, device=self._places.devices[owner.device])
-            copy = owner.options[name]
-            copies.append((owner.device, copy.data_ptr(), value.data_ptr(), value.numel() * value.element_size()))
-            return copy
-
+        copies: list[_Copy] = []
+        there = functools.partial(self._there, owner, copies)
         groups = [
             {**{name: there(value, index, name) for name, value in group.items() if name != "params"}, "params": pieces}
             for index, (group, pieces) in enumerate(zip(optimizer.param_groups, owner.groups, strict=True))
@@ -354,15 +340,31 @@ class Shards:
         part.__dict__.update(optimizer.__dict__, param_groups=groups, state=owner.state, **scaling)
         return part, copies
 
+    def _there(self, owner: _Owner, copies: list[_Copy], value: Any, *name: Any) -> Any:
+        """An option for the owner. If it is a tensor at home, one in the owner's memory, with the copy that is to be made."""
+        if isinstance(value, tuple | list) and any(isinstance(one, torch.Tensor) for one in value):
+            return type(value)(self._there(owner, copies, one, *name, index) for index, one in enumerate(value))
+        if owner.at_home or not isinstance(value, torch.Tensor) or value.device != self._places.home:
+            return value
+        copy = owner.options.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
+            with self._places.enter(owner.device):
+                copy = owner.options[name] = torch.empty_like(value, device=self._places.devices[owner.device])
+        copies.append((owner.device, copy.data_ptr(), value.data_ptr(), value.numel() * value.element_size()))
+        return copy
+
 
 def _bytes_of(values: dict[str, Any]) -> int:
     return sum(value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor))
 
 
 def _has_plain_gradient(parameter: torch.Tensor) -> bool:
+    """Whether the gradient, if there is one, is like the parameter in memory."""
     gradient = parameter.grad
     return gradient is None or (
-        gradient.layout is torch.strided and gradient.dtype == parameter.dtype and gradient.device == parameter.device
+        gradient.layout is torch.strided
+        and (gradient.dtype, gradient.device) == (parameter.dtype, parameter.device)
+        and (gradient.stride() == parameter.stride() or (gradient.is_contiguous() and parameter.is_contiguous()))
     )
 
 
