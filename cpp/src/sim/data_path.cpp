@@ -126,9 +126,13 @@ class Serial final : public Way {
   }
 };
 
-class Buckets final : public Way {
+class Buckets : public Way {
  public:
   using Way::Way;
+
+ protected:
+  /// Runs the update between home's last sum and the first parameters that are sent.
+  virtual void update() { machine_.compute(moving(kHome), o_.update_seconds); }
 
  private:
   std::vector<Events> exchange(const std::vector<Events>& ready) override {
@@ -144,7 +148,7 @@ class Buckets final : public Way {
       }
       pulled.push_back(machine_.record(moving(kHome)));
     }
-    machine_.compute(moving(kHome), o_.update_seconds);
+    update();
     const Event updated = machine_.record(moving(kHome));
     std::vector<Events> arrived{Events(buckets_, updated)};
     for (std::size_t g = 1; g < n_; ++g) {
@@ -169,6 +173,30 @@ class Buckets final : public Way {
       }
     }
     return arrived;
+  }
+};
+
+class Ranges final : public Buckets {
+ public:
+  using Buckets::Buckets;
+
+ private:
+  void update() override {
+    const double range = o_.parameters * o_.bytes_each / static_cast<double>(n_);
+    const double seconds = o_.update_seconds / static_cast<double>(n_);
+    const Event begun = machine_.record(moving(kHome));
+    Events updated(n_);
+    for (std::size_t g = 1; g < n_; ++g) {
+      machine_.wait(moving(g), begun);
+      machine_.copy(moving(g), kHome, g, 2.0 * range);
+      machine_.compute(moving(g), seconds);
+      updated[g] = machine_.record(moving(g));
+    }
+    machine_.compute(moving(kHome), seconds);
+    for (std::size_t g = 1; g < n_; ++g) {
+      machine_.wait(moving(kHome), updated[g]);
+      machine_.copy(moving(kHome), g, kHome, range);
+    }
   }
 };
 
@@ -283,8 +311,8 @@ GpuLinks gpu_links(const std::string& name) {
 
 std::vector<DataPathOutcome> simulate_data_path(const DataPathOptions& options) {
   check(options);
-  return {Serial(options).run("serial"), Buckets(options).run("buckets"), Sharded(options).run("sharded"),
-          Ring(options).run("ring")};
+  return {Serial(options).run("serial"), Buckets(options).run("buckets"), Ranges(options).run("ranges"),
+          Sharded(options).run("sharded"), Ring(options).run("ring")};
 }
 
 }  // namespace paceline::sim
