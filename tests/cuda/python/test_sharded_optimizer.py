@@ -147,11 +147,11 @@ def test_ranges_follow_memory_and_bandwidth(fake: Any, monkeypatch: pytest.Monke
         text = trainer.explain()
         assert "Optimizer: AdamW is sharded: cuda:0 2" in text
         monkeypatch.setattr(cuda, "spare_memory", lambda index: 4000 if index == 1 else 2**30)
-        optimizer: Any = trainer.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        optimizer: Any = trainer.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, shard=True)
         optimizer.step()
         assert held(optimizer)[1] <= 4000 // 16 + 16
         monkeypatch.setattr(cuda, "spare_memory", lambda index: (10 + 10 * (index == 2)) * 4)
-        optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, shard=True)
         optimizer.step()  # too little for all, and nothing better is known
         assert held(optimizer) == pytest.approx([count / 5, count / 5, 2 * count / 5, count / 5], abs=17)
 
@@ -174,6 +174,32 @@ def test_shard_says_from_how_many_gpus_on(fake: Any) -> None:
         for wrong in ("yes", 1, None):
             with pytest.raises(InvalidArgument, match=r"shard is .*'auto'"):
                 trainer.optimizer(torch.optim.SGD, lr=0.1, shard=wrong)  # type: ignore[arg-type]
+
+
+def test_auto_shards_what_the_first_gpu_has_no_room_for(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = sum(one.numel() for one in network().parameters())
+    needed = 4 * 4 * count  # two moments, the gradient and what the update computes with
+    for free, sharded in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr(cuda, "spare_memory", lambda index, free=free: 2**34 if index else free)
+        with DataParallel(network(), BOXES["four"]) as trainer:
+            pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01, "shard": "auto"})
+            assert "Optimizer" not in trainer.explain()
+            pair.step(batches(1)[0])
+            assert bool(held(pair.optimizer)) is sharded
+            found = trainer.explain()
+            if sharded:
+                assert "Optimizer: AdamW is sharded: cuda:0" in found
+                assert pair.optimizer.state, "which brings it home"
+                monkeypatch.setattr(cuda, "spare_memory", lambda index: 2**34)
+            else:
+                assert (
+                    "Optimizer: AdamW is not sharded, since it needs 0.0 MiB and cuda:0 has 0.0 MiB free. shard=True"
+                    in found
+                )
+                monkeypatch.setattr(cuda, "spare_memory", lambda index: 0)
+            pair.step(batches(1)[0])
+            assert bool(held(pair.optimizer)) is sharded, "it stays as it was at the first step"
+            pair.expect_same_state()
 
 
 @pytest.mark.parametrize("options", [{"graphs": True}, {"transport": "nccl"}, {"micro_batch": 2}], ids=str)
@@ -450,7 +476,7 @@ def test_a_step_inside_of_another_call_is_a_plain_one(fake: Any) -> None:
 def test_a_closure_and_hooks_come_once(fake: Any) -> None:
     calls: list[str] = []
     with DataParallel(network(), BOXES["four"]) as trainer:
-        optimizer: Any = trainer.optimizer(torch.optim.AdamW, lr=0.01)
+        optimizer: Any = trainer.optimizer(torch.optim.AdamW, lr=0.01, shard=True)
         optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
         optimizer.register_step_post_hook(lambda *_: calls.append("after"))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -537,7 +563,7 @@ def test_states_lie_where_their_owners_are(far_gpus: Any, name: str) -> None:
         options = options | {"fused": None}
     module = network().to(cuda.device(0))
     with DataParallel(module, BOXES["four"]) as trainer:
-        optimizer: Any = trainer.optimizer(cls, **options)
+        optimizer: Any = trainer.optimizer(cls, shard=True, **options)
         plain = cls((reference := copy.deepcopy(module)).parameters(), **options)
         counterparts = dict(zip(module.parameters(), reference.parameters(), strict=True))
         for batch in batches(3):
@@ -574,7 +600,7 @@ def test_a_dropped_optimizer_leaves_nothing_to_the_garbage_collector(fake: Any) 
     gc.disable()
     try:
         with DataParallel(network(), BOXES["four"]) as trainer:
-            optimizer: Any = trainer.optimizer(torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False)
+            optimizer: Any = trainer.optimizer(torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False, shard=True)
             trainer.step(classify, batches(1)[0])
             optimizer.step()
             shards = weakref.ref(optimizer._shards)

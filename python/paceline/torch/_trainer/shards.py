@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from paceline import InvalidArgument
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.shard_pieces import Owner, Piece, bytes_each, bytes_of, can_be_cut, has_plain_gradient
 from paceline.torch._trainer.shard_ranges import Range, ranges_of, shares_of
 
 _HOST = torch.device("cpu")
@@ -24,50 +21,10 @@ _OF_WHOLE_TENSORS = (
     "Adafactor",
     "Muon",
 )  # the other separable ones update each element from its own gradient and state
-_KINDS = (torch.Tensor, torch.nn.Parameter)  # PyTorch runs other code for subclasses
-# Bytes of state for each byte of a parameter where nothing is known yet, and of the update's intermediate results.
-_STATE_SIZES, _WORKING_SIZES = 2, 1
 
 Step = Callable[[Any], Any]
 State = dict[torch.Tensor, dict[str, Any]]
 _Copy = tuple[int, int, int, int]  # the owner's device, to, from, bytes
-
-
-@dataclasses.dataclass
-class _Piece:
-    """A range of a parameter, in the memory of the GPU that updates it."""
-
-    parameter: torch.Tensor
-    begin: int
-    end: int
-    whole: bool
-    tensor: torch.Tensor  # at home a part of the parameter itself, elsewhere of the replica's
-    gradient: torch.Tensor | None  # where the gradient is copied to; None at home
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same range of a tensor like the parameter."""
-        if self.whole:
-            return tensor
-        return tensor.as_strided((self.end - self.begin,), (1,), tensor.storage_offset() + self.begin)
-
-    @property
-    def byte_count(self) -> int:
-        return (self.end - self.begin) * self.parameter.element_size()
-
-    def address(self, tensor: torch.Tensor) -> int:
-        """Where the same range of a tensor like the parameter begins."""
-        return tensor.data_ptr() + self.begin * tensor.element_size()
-
-
-@dataclasses.dataclass
-class _Owner:
-    """A GPU with its ranges."""
-
-    device: int
-    at_home: bool
-    groups: list[list[torch.Tensor]]  # the pieces of each group of parameters
-    state: defaultdict[torch.Tensor, Any] = dataclasses.field(default_factory=lambda: defaultdict(dict))
-    options: dict[Any, torch.Tensor] = dataclasses.field(default_factory=dict)  # tensors among the options
 
 
 class Shards:
@@ -81,14 +38,19 @@ class Shards:
     on the host.
     """
 
-    def __init__(self, cls: type[Optimizer], lifetime: Lifetime) -> None:
+    def __init__(self, cls: type[Optimizer], lifetime: Lifetime, *, always: bool) -> None:
+        """`always`: also where home has room for the state, where it costs less time."""
         self._cls = cls
+        self._always = always
+        self._room: tuple[int, int] | None = (
+            None  # if home has room: the bytes that the state needs, and those that are free
+        )
         self._lifetime = weakref.ref(lifetime)
         self._places = lifetime.places
         self._optimizer: Callable[[], Any] = lambda: None
         self._key: Any = None  # what the ranges were made for
-        self._owners: list[_Owner] = []
-        self._pieces: dict[torch.Tensor, list[tuple[_Owner, _Piece]]] = {}
+        self._owners: list[Owner] = []
+        self._pieces: dict[torch.Tensor, list[tuple[Owner, Piece]]] = {}
         self._between: State = {}  # on the host
         self._of_gpus: set[tuple[int, str]] = set()  # the tensors among them that belong on GPUs
 
@@ -130,19 +92,25 @@ class Shards:
         return self._assembled(_HOST)
 
     def explain(self) -> str:
-        """A line about who holds how much; empty if the state is at home."""
+        """A line about who holds how much, or why it is not sharded; empty before the first step."""
         parts = []
         for owner in self._owners:
             count = sum(piece.end - piece.begin for one, piece in self._all() if one is owner)
-            held = sum(map(_bytes_of, owner.state.values()))
+            held = sum(map(bytes_of, owner.state.values()))
             parts.append((self._places.names[owner.device], count, held))
         total = sum(count for _, count, _ in parts)
+        if not total and self._room is not None and self._key is not None:
+            needed, free = (one / 2**20 for one in self._room)
+            return (
+                f"Optimizer: {self._cls.__name__} is not sharded, since it needs {needed:.1f} MiB and {self._places.names[0]} has {free:.1f} MiB "
+                "free. shard=True shards it nevertheless.\n"
+            )
         if not total:
             return ""
         texts = [f"{name} {count / total:.0%} ({held / 2**20:.1f} MiB)" for name, count, held in parts]
         return f"Optimizer: {self._cls.__name__} is sharded: {', '.join(texts)} of the parameters and of its state.\n"
 
-    def _all(self) -> Iterator[tuple[_Owner, _Piece]]:
+    def _all(self) -> Iterator[tuple[Owner, Piece]]:
         for pieces in self._pieces.values():
             yield from pieces
 
@@ -150,7 +118,7 @@ class Shards:
         """Whether there are ranges that fit the parameters as they are now. Moves the state to new ones if need be."""
         groups = self._optimizer().param_groups
         parameters = [one for group in groups for one in group["params"]]
-        if any(group.get("differentiable") for group in groups) or not all(map(_has_plain_gradient, parameters)):
+        if any(group.get("differentiable") for group in groups) or not all(map(has_plain_gradient, parameters)):
             return False
         devices = self._owning_devices(lifetime)
         working = [device for device in devices if device not in lifetime.works.retired]
@@ -158,18 +126,30 @@ class Shards:
         counts = [len(group["params"]) for group in groups]
         key = (lifetime.replicas.generation, devices, working, list(map(id, parameters)), marks, counts)
         if self._key == key:
-            return True
-        if len(working) < 2 or not _can_be_cut(parameters) or not self._fit(lifetime.replicas, parameters):
+            return bool(self._owners)
+        if len(working) < 2 or not can_be_cut(parameters) or not self._fit(lifetime.replicas, parameters):
             return False
-        held = {owner.device: sum(map(_bytes_of, owner.state.values())) for owner in self._owners}
+        if not (self._always or self._owners or self._between):
+            self._room = self._room_at_home(groups, devices[0])
+            if self._room is not None:
+                self._key = key
+                return False
+        held = {owner.device: sum(map(bytes_of, owner.state.values())) for owner in self._owners}
         between = self._assembled(_HOST) if self._owners else self._between
         self._owners, self._pieces, self._between = [], {}, between
         free = [
             self._places.spare_memory(device) + held.get(device, 0) if device in working else 0 for device in devices
         ]
         self._cut(lifetime.replicas, devices, groups, free)
-        self._key = key
+        self._key, self._always = key, True  # from now on, whatever memory there is later
         return True
+
+    def _room_at_home(self, groups: list[dict[str, Any]], home: int) -> tuple[int, int] | None:
+        """The bytes that home still needs to update everything, and those that are free, if these suffice."""
+        elements = sum(one.numel() for group in groups for one in group["params"])
+        there = sum(map(bytes_of, self._optimizer().__dict__["state"].values()))
+        needed, free = max(0, elements * bytes_each(groups) - there), self._places.spare_memory(home)
+        return (needed, free) if needed <= free else None
 
     def _fit(self, replicas: Replicas, parameters: list[torch.Tensor]) -> bool:
         """Whether the devices' copies of the parameters are still like the parameters."""
@@ -195,15 +175,10 @@ class Shards:
         places = self._places
         parameters = [one for group in groups for one in group["params"]]
         sizes = [one.numel() if replicas.copies_of(one) else 0 for one in parameters]
-        each = max(one.element_size() for one in parameters)
-        amsgrad = any(group.get("amsgrad") for group in groups)
-        bytes_each = each * (_STATE_SIZES + amsgrad + _WORKING_SIZES + 1)
-        shares = shares_of(sum(sizes), bytes_each, free, [places.bandwidth(device) for device in devices])
+        shares = shares_of(sum(sizes), bytes_each(groups), free, [places.bandwidth(device) for device in devices])
         ranges = ranges_of(sizes, shares, whole=self._cls.__name__ in _OF_WHOLE_TENSORS)
-        owners = [
-            _Owner(device, places.spaces[device] == places.home_space, [[] for _ in groups]) for device in devices
-        ]
-        pieces: dict[torch.Tensor, list[tuple[_Owner, _Piece]]] = {}
+        owners = [Owner(device, places.spaces[device] == places.home_space, [[] for _ in groups]) for device in devices]
+        pieces: dict[torch.Tensor, list[tuple[Owner, Piece]]] = {}
         found = iter(zip(parameters, sizes, ranges, strict=True))
         for index, group in enumerate(groups):
             for _ in group["params"]:
@@ -225,9 +200,9 @@ class Shards:
         self._owners, self._pieces = owners, pieces
         self._between, self._of_gpus = {}, set()
 
-    def _piece(self, parameter: torch.Tensor, owner: _Owner, cut: Range, replicas: Replicas) -> _Piece:
+    def _piece(self, parameter: torch.Tensor, owner: Owner, cut: Range, replicas: Replicas) -> Piece:
         _, begin, end = cut
-        piece = _Piece(parameter, begin, end, end - begin == parameter.numel(), parameter, None)
+        piece = Piece(parameter, begin, end, end - begin == parameter.numel(), parameter, None)
         if owner.at_home:
             piece.tensor = piece.of(parameter.detach())  # it shares the version counter
             return piece
@@ -237,7 +212,7 @@ class Shards:
             piece.gradient = torch.empty_like(piece.tensor)
         return piece
 
-    def _placed(self, owner: _Owner, piece: _Piece, name: str, value: Any) -> Any:
+    def _placed(self, owner: Owner, piece: Piece, name: str, value: Any) -> Any:
         """A value of the parameter's state, or its range of it, where the owner computes."""
         if not isinstance(value, torch.Tensor):
             return value
@@ -266,7 +241,7 @@ class Shards:
         return found
 
     def _joined(
-        self, parameter: torch.Tensor, pieces: list[tuple[_Owner, _Piece]], name: str, value: Any, place: torch.device
+        self, parameter: torch.Tensor, pieces: list[tuple[Owner, Piece]], name: str, value: Any, place: torch.device
     ) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
@@ -322,7 +297,7 @@ class Shards:
             for _, piece in self._all():
                 piece.tensor.grad = None
 
-    def _part(self, optimizer: Any, owner: _Owner) -> tuple[Any, list[_Copy]]:
+    def _part(self, optimizer: Any, owner: Owner) -> tuple[Any, list[_Copy]]:
         """An optimizer of the owner's pieces with the present options, and the copies of those that are tensors at home."""
         copies: list[_Copy] = []
         there = functools.partial(self._there, owner, copies)
@@ -340,7 +315,7 @@ class Shards:
         part.__dict__.update(optimizer.__dict__, param_groups=groups, state=owner.state, **scaling)
         return part, copies
 
-    def _there(self, owner: _Owner, copies: list[_Copy], value: Any, *name: Any) -> Any:
+    def _there(self, owner: Owner, copies: list[_Copy], value: Any, *name: Any) -> Any:
         """An option for the owner. If it is a tensor at home, one in the owner's memory, with the copy that is to be made."""
         if isinstance(value, tuple | list) and any(isinstance(one, torch.Tensor) for one in value):
             return type(value)(self._there(owner, copies, one, *name, index) for index, one in enumerate(value))
@@ -352,34 +327,3 @@ class Shards:
                 copy = owner.options[name] = torch.empty_like(value, device=self._places.devices[owner.device])
         copies.append((owner.device, copy.data_ptr(), value.data_ptr(), value.numel() * value.element_size()))
         return copy
-
-
-def _bytes_of(values: dict[str, Any]) -> int:
-    return sum(value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor))
-
-
-def _has_plain_gradient(parameter: torch.Tensor) -> bool:
-    """Whether the gradient, if there is one, is like the parameter in memory."""
-    gradient = parameter.grad
-    return gradient is None or (
-        gradient.layout is torch.strided
-        and (gradient.dtype, gradient.device) == (parameter.dtype, parameter.device)
-        and (gradient.stride() == parameter.stride() or (gradient.is_contiguous() and parameter.is_contiguous()))
-    )
-
-
-def _can_be_cut(parameters: list[torch.Tensor]) -> bool:
-    """Whether each is a plain tensor without gaps, in memory of its own."""
-    for one in parameters:
-        if type(one) not in _KINDS or torch.empty_like(one, device="meta").stride() != one.stride():
-            return False
-    spans = sorted((one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()) for one in parameters)
-    return all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-
-
-def check_shard(shard: object) -> None:
-    """Raise if `shard` is not one of its values."""
-    if not (shard is True or shard is False or (isinstance(shard, str) and shard == "auto")):
-        raise InvalidArgument(
-            f"optimizer: shard is {shard!r}; it must be 'auto' (sharded from three GPUs on), True (from two on) or False."
-        )
