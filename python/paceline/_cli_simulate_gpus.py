@@ -17,7 +17,7 @@ _WAYS = {
     "serial": "all gradients to the first GPU after backward, all parameters back",
     "buckets": "paceline: buckets summed in slices during backward, parameters in buckets",
     "ranges": "paceline, sharded optimizer: ranges pulled from the first GPU, updated, and pulled back",
-    "sharded": "planned: each GPU updates the slices that it has summed",
+    "sharded": "as that could be: each GPU updates the slices that it has summed",
     "ring": "PyTorch's DDP: a ring all-reduce of each bucket during backward",
 }
 

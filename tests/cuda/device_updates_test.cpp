@@ -29,6 +29,7 @@ struct Updated {
 
 class DeviceUpdates : public ::testing::TestWithParam<std::vector<std::string>> {};
 
+/// In two rounds, of which each has parameters of its own.
 TEST_P(DeviceUpdates, RunBetweenWhatTheCallerDoesBeforeAndAfter) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 3);
@@ -37,13 +38,16 @@ TEST_P(DeviceUpdates, RunBetweenWhatTheCallerDoesBeforeAndAfter) {
       DeviceQueues queues(group, {.collectives = {.transport = Transport::copies}});
       AsyncDevice& home = queues.maker(queues.home_space());
       std::vector<DeviceId> devices;
-      std::vector<Updated> updated(group.size());
-      std::vector<DeviceCopy> pulls;
-      std::vector<DeviceCopy> results;
-      for (DeviceId d = 0; d < group.size(); ++d) {
+      constexpr std::size_t kRounds = 2;
+      std::vector<Updated> updated(kRounds * group.size());
+      std::vector<DeviceCopy> pulls[kRounds];
+      std::vector<DeviceCopy> results[kRounds];
+      for (std::size_t i = 0; i < updated.size(); ++i) {
+        const DeviceId d = i % group.size();
+        const std::size_t round = i / group.size();
         if (queues.stream(d) == nullptr) continue;
-        devices.push_back(d);
-        Updated& one = updated[d];
+        if (round == 0) devices.push_back(d);
+        Updated& one = updated[i];
         one.parameter = home.allocate(sizeof(double), queues.home_stream());
         one.gradient = home.allocate(kBytes, queues.home_stream());
         queues.home_stream().zero(one.parameter->data(), sizeof(double));
@@ -51,39 +55,44 @@ TEST_P(DeviceUpdates, RunBetweenWhatTheCallerDoesBeforeAndAfter) {
         AsyncDevice& maker = queues.maker(queues.space_of(d));
         one.its_parameter = maker.allocate(sizeof(double), *queues.stream(d));
         one.its_gradient = maker.allocate(kBytes, *queues.stream(d));
-        pulls.push_back({d, one.its_parameter->data(), one.parameter->data(), sizeof(double)});
-        pulls.push_back({d, one.its_gradient->data(), one.gradient->data(), kBytes});
-        results.push_back({d, one.parameter->data(), one.its_parameter->data(), sizeof(double)});
+        pulls[round].push_back({d, one.its_parameter->data(), one.parameter->data(), sizeof(double)});
+        pulls[round].push_back({d, one.its_gradient->data(), one.gradient->data(), kBytes});
+        results[round].push_back({d, one.parameter->data(), one.its_parameter->data(), sizeof(double)});
       }
-      constexpr std::size_t kRounds = 3;
-      const std::unique_ptr<Buffer> seen = home.allocate_pinned(kRounds * group.size() * sizeof(double));
+      constexpr std::size_t kSteps = 3;
+      const std::unique_ptr<Buffer> seen = home.allocate_pinned(kSteps * updated.size() * sizeof(double));
       auto* const values = static_cast<double*>(seen->data());
-      for (std::size_t round = 0; round < kRounds; ++round) {
+      const auto gradient_of = [](std::size_t step, std::size_t i) { return static_cast<double>(1 + step + 10 * i); };
+      for (std::size_t step = 0; step < kSteps; ++step) {
         ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
-        for (const DeviceId d : devices) {
-          launch(&fill_kernel, queues.home_stream(), static_cast<double*>(updated[d].gradient->data()),
-                 static_cast<double>(1 + round + 10 * d));
+        for (std::size_t i = 0; i < updated.size(); ++i) {
+          if (updated[i].gradient == nullptr) continue;
+          launch(&fill_kernel, queues.home_stream(), static_cast<double*>(updated[i].gradient->data()),
+                 gradient_of(step, i));
         }
-        queues.begin_update(devices, pulls);
-        for (const DeviceId d : devices) {
-          const Updated& one = updated[d];
-          const bool at_home = one.its_parameter == nullptr;
-          ASSERT_EQ(cudaSetDevice(group.devices()[d].index), cudaSuccess);
-          launch(&add_kernel, *queues.stream(d),
-                 Add{static_cast<const double*>((at_home ? one.gradient : one.its_gradient)->data()), 0, kBatch,
-                     static_cast<double*>((at_home ? one.parameter : one.its_parameter)->data())});
+        for (std::size_t round = 0; round < kRounds; ++round) {
+          queues.begin_update(round == 0 ? devices : std::vector<DeviceId>{}, pulls[round]);
+          for (const DeviceId d : devices) {
+            const Updated& one = updated[round * group.size() + d];
+            const bool at_home = one.its_parameter == nullptr;
+            ASSERT_EQ(cudaSetDevice(group.devices()[d].index), cudaSuccess);
+            launch(&add_kernel, *queues.stream(d),
+                   Add{static_cast<const double*>((at_home ? one.gradient : one.its_gradient)->data()), 0, kBatch,
+                       static_cast<double*>((at_home ? one.parameter : one.its_parameter)->data())});
+          }
+          queues.end_update(devices, results[round]);
         }
-        queues.end_update(devices, results);
-        for (const DeviceId d : devices) {
-          queues.home_stream().copy(values + (round * group.size() + d), updated[d].parameter->data(), sizeof(double));
+        for (std::size_t i = 0; i < updated.size(); ++i) {
+          if (updated[i].parameter == nullptr) continue;
+          queues.home_stream().copy(values + (step * updated.size() + i), updated[i].parameter->data(), sizeof(double));
         }
       }
       queues.drain();
-      for (const DeviceId d : devices) {
+      for (std::size_t i = 0; i < updated.size(); ++i) {
         double expected = 0.0;
-        for (std::size_t round = 0; round < kRounds; ++round) {
-          expected += kBatch * static_cast<double>(1 + round + 10 * d);
-          ASSERT_EQ(values[round * group.size() + d], expected) << "seed " << seed << ", device " << d;
+        for (std::size_t step = 0; updated[i].parameter != nullptr && step < kSteps; ++step) {
+          expected += kBatch * gradient_of(step, i);
+          ASSERT_EQ(values[step * updated.size() + i], expected) << "seed " << seed << ", parameter " << i;
         }
       }
     }

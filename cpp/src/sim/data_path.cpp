@@ -19,7 +19,8 @@ using Event = StreamMachine::Event;
 using Events = std::vector<Event>;
 
 constexpr std::size_t kHome = 0;
-constexpr int kSteps = 4;  // those before the last one lead to the steady state: the first gets no parameters
+constexpr std::size_t kRounds = 4;  // in which a sharded optimizer updates a range
+constexpr int kSteps = 4;           // those before the last one lead to the steady state: the first gets no parameters
 
 /// One way of several steps. Each GPU has a stream that computes, one that moves what it pulls, and home one for the
 /// caller's work.
@@ -182,20 +183,20 @@ class Ranges final : public Buckets {
 
  private:
   void update() override {
-    const double range = o_.parameters * o_.bytes_each / static_cast<double>(n_);
-    const double seconds = o_.update_seconds / static_cast<double>(n_);
+    // In rounds, so that what goes out of home and what comes into it overlap.
+    const auto parts = static_cast<double>(n_ * kRounds);
+    const double range = o_.parameters * o_.bytes_each / parts;
+    const double seconds = o_.update_seconds / parts;
     const Event begun = machine_.record(moving(kHome));
-    Events updated(n_);
-    for (std::size_t g = 1; g < n_; ++g) {
-      machine_.wait(moving(g), begun);
-      machine_.copy(moving(g), kHome, g, 2.0 * range);
-      machine_.compute(moving(g), seconds);
-      updated[g] = machine_.record(moving(g));
-    }
-    machine_.compute(moving(kHome), seconds);
-    for (std::size_t g = 1; g < n_; ++g) {
-      machine_.wait(moving(kHome), updated[g]);
-      machine_.copy(moving(kHome), g, kHome, range);
+    for (std::size_t g = 1; g < n_; ++g) machine_.wait(moving(g), begun);
+    for (std::size_t round = 0; round < kRounds; ++round) {
+      machine_.compute(moving(kHome), seconds);
+      for (std::size_t g = 1; g < n_; ++g) {
+        machine_.copy(moving(g), kHome, g, 2.0 * range);
+        machine_.compute(moving(g), seconds);
+        machine_.wait(moving(kHome), machine_.record(moving(g)));
+        machine_.copy(moving(kHome), g, kHome, range);
+      }
     }
   }
 };

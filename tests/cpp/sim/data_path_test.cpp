@@ -70,8 +70,8 @@ TEST(DataPath, WithoutOverlapIsWhatTheFormulasSay) {
     // (n-1)/n of a bucket into each GPU, the same into home, all parameters out of it, and n-2 parts to each other.
     const double buckets = 2.0 * (count - 1.0) / count + 1.0 + (count - 2.0) / (count - 1.0);
     EXPECT_NEAR(exposed(options, 1), buckets, 1e-6) << n;
-    // Twice (n-1)/n out of home and once into it, and only a part of the update.
-    EXPECT_NEAR(exposed(options, 2), buckets + 2.5 * (count - 1.0) / count, 1e-6) << n;
+    // Twice (n-1)/n out of home, a quarter of (n-1)/n into it after the last round, and only a part of the update.
+    EXPECT_NEAR(exposed(options, 2), buckets + (2.0 + 0.25 - 0.5) * (count - 1.0) / count, 1e-6) << n;
     // The same into each GPU for gradients and for parameters, and only a part of the update.
     EXPECT_NEAR(exposed(options, 3), 2.0 * (count - 1.0) / count - 0.5 * (count - 1.0) / count, 1e-6) << n;
     EXPECT_NEAR(exposed(options, 4), 2.0 * (count - 1.0) / count, 1e-6) << n;

@@ -19,7 +19,7 @@ from gpu_cases import BOXES
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
-from paceline.torch._trainer import shard_ranges
+from paceline.torch._trainer import shard_ranges, shards
 from torch_support import classify
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -46,8 +46,9 @@ Make = Callable[..., torch.optim.Optimizer]
 
 @pytest.fixture(autouse=True)
 def small_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut small tensors, too."""
+    """Cut small tensors, too, in several rounds."""
     monkeypatch.setattr(shard_ranges, "ALIGNMENT", 16)
+    monkeypatch.setattr(shards, "_LEAST_BYTES_OF_ROUNDS", 1)
 
 
 def network() -> Any:
@@ -63,9 +64,11 @@ def batches(count: int) -> list[Any]:
 
 
 def held(optimizer: Any) -> list[int]:
-    """How many elements of the parameters each owner has."""
-    shards = optimizer._shards
-    return [sum(p.end - p.begin for one, p in shards._all() if one is owner) for owner in shards._owners]
+    """How many elements of the parameters each device has."""
+    counts = {owner.device: 0 for owner in optimizer._shards._owners}
+    for owner, piece in optimizer._shards._all():
+        counts[owner.device] += piece.end - piece.begin
+    return list(counts.values())
 
 
 class Pair:
@@ -131,6 +134,16 @@ def test_ranges_give_the_bits_of_the_whole(fake: Any, name: str, box: str) -> No
         for batch in batches(2):
             pair.step(batch)
     assert isinstance(pair.optimizer, cls)
+
+
+def test_small_ranges_are_updated_in_one_round(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for least, rounds in ((1, {0, 1, 2, 3}), (1 << 20, {0})):
+        monkeypatch.setattr(shards, "_LEAST_BYTES_OF_ROUNDS", least)
+        with DataParallel(network(), BOXES["four"]) as trainer:
+            pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
+            pair.step(batches(1)[0])
+            assert {owner.round for owner, _ in pair.optimizer._shards._all()} == rounds
+            pair.expect_same_state()
 
 
 def test_ranges_follow_memory_and_bandwidth(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +427,7 @@ def test_devices_retire_and_come_back_with_their_ranges(fake: Any) -> None:
         pair.step(few[0])
         trainer.retire("cuda:2")
         pair.step(few[1])
-        assert [one.device for one in pair.optimizer._shards._owners] == [0, 1, 3]
+        assert list(dict.fromkeys(one.device for one in pair.optimizer._shards._owners)) == [0, 1, 3]
         trainer.retire("cuda:0")  # home, where the parameters are
         pair.step(few[0])
         assert held(pair.optimizer)[0] == 0
@@ -603,9 +616,9 @@ def test_a_dropped_optimizer_leaves_nothing_to_the_garbage_collector(fake: Any) 
             optimizer: Any = trainer.optimizer(torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False, shard=True)
             trainer.step(classify, batches(1)[0])
             optimizer.step()
-            shards = weakref.ref(optimizer._shards)
+            watch = weakref.ref(optimizer._shards)
             del optimizer
-            assert shards() is None
+            assert watch() is None
             trainer.step(classify, batches(1)[0])
     finally:
         gc.enable()

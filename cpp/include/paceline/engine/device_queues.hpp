@@ -188,7 +188,8 @@ class PACELINE_API DeviceQueues {
   /// Marks the end of the step on the home stream.
   void end_step();
   /// Begins an update between two steps. The streams of these GPUs wait for the caller's work so far, and pull
-  /// (copies.from is in home's memory). Enqueue the update on the streams, then call end_update().
+  /// (copies.from is in home's memory). Enqueue the update on the streams, then call end_update(). An update may have
+  /// several rounds of other parameters: begin_update() without devices only pulls, since the streams have waited.
   /// @throws DeviceLost after a hang
   void begin_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies);
   /// The home stream waits for one device after the other and pulls its results (copies.to is in home's memory).

@@ -42,9 +42,10 @@ class Piece:
 
 @dataclasses.dataclass
 class Owner:
-    """A GPU with its ranges."""
+    """A GPU with the ranges that it updates in one round."""
 
     device: int
+    round: int
     at_home: bool
     groups: list[list[torch.Tensor]]  # the pieces of each group of parameters
     state: defaultdict[torch.Tensor, Any] = dataclasses.field(default_factory=lambda: defaultdict(dict))

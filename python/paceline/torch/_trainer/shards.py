@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,10 @@ from paceline.torch._trainer.shard_pieces import Owner, Piece, bytes_each, bytes
 from paceline.torch._trainer.shard_ranges import Range, ranges_of, shares_of
 
 _HOST = torch.device("cpu")
+# What home sends for one round goes out while it gets the results of the round before. In one round there is nothing to overlap, and rounds
+# of small ranges take longer to launch than they save.
+_ROUNDS = 4
+_LEAST_BYTES_OF_ROUNDS = 64 << 20  # that an owner needs for its range
 _OF_WHOLE_TENSORS = (
     "Adafactor",
     "Muon",
@@ -31,7 +36,7 @@ class Shards:
     """Keeps an optimizer's state in ranges on the GPUs of a trainer. Does not keep the trainer alive.
 
     The user's parameters and gradients at home stay what counts: each owner pulls its range of both, updates it by a step of the optimizer's
-    class over these pieces, on its own stream, and home pulls the result. Events order it all. The calling thread enqueues everything: there is
+    class over these pieces, on its own stream, and home pulls the result, in rounds. Events order it all. The calling thread enqueues everything: there is
     little to enqueue, and workers would take turns under Python's lock.
 
     The state is in one of three places: in the ranges; at home, where the optimizer has it (`gather`); or, on the way between other ranges,
@@ -93,12 +98,10 @@ class Shards:
 
     def explain(self) -> str:
         """A line about who holds how much, or why it is not sharded; empty before the first step."""
-        parts = []
-        for owner in self._owners:
-            count = sum(piece.end - piece.begin for one, piece in self._all() if one is owner)
-            held = sum(map(bytes_of, owner.state.values()))
-            parts.append((self._places.names[owner.device], count, held))
-        total = sum(count for _, count, _ in parts)
+        counts: Counter[int] = Counter()
+        for owner, piece in self._all():
+            counts[owner.device] += piece.end - piece.begin
+        total = counts.total()
         if not total and self._room is not None and self._key is not None:
             needed, free = (one / 2**20 for one in self._room)
             return (
@@ -107,8 +110,16 @@ class Shards:
             )
         if not total:
             return ""
-        texts = [f"{name} {count / total:.0%} ({held / 2**20:.1f} MiB)" for name, count, held in parts]
+        held, names = self._held(), self._places.names
+        texts = [f"{names[d]} {counts[d] / total:.0%} ({held[d] / 2**20:.1f} MiB)" for d in counts]
         return f"Optimizer: {self._cls.__name__} is sharded: {', '.join(texts)} of the parameters and of its state.\n"
+
+    def _held(self) -> Counter[int]:
+        """The bytes of state that each device has."""
+        held: Counter[int] = Counter()
+        for owner in self._owners:
+            held[owner.device] += sum(map(bytes_of, owner.state.values()))
+        return held
 
     def _all(self) -> Iterator[tuple[Owner, Piece]]:
         for pieces in self._pieces.values():
@@ -134,12 +145,10 @@ class Shards:
             if self._room is not None:
                 self._key = key
                 return False
-        held = {owner.device: sum(map(bytes_of, owner.state.values())) for owner in self._owners}
+        held = self._held()
         between = self._assembled(_HOST) if self._owners else self._between
         self._owners, self._pieces, self._between = [], {}, between
-        free = [
-            self._places.spare_memory(device) + held.get(device, 0) if device in working else 0 for device in devices
-        ]
+        free = [self._places.spare_memory(device) + held[device] if device in working else 0 for device in devices]
         self._cut(lifetime.replicas, devices, groups, free)
         self._key, self._always = key, True  # from now on, whatever memory there is later
         return True
@@ -176,8 +185,14 @@ class Shards:
         parameters = [one for group in groups for one in group["params"]]
         sizes = [one.numel() if replicas.copies_of(one) else 0 for one in parameters]
         shares = shares_of(sum(sizes), bytes_each(groups), free, [places.bandwidth(device) for device in devices])
+        rounds = _ROUNDS if sum(sizes) * bytes_each(groups) >= _LEAST_BYTES_OF_ROUNDS * len(devices) else 1
+        shares = [share // rounds + (share % rounds) * (k == 0) for share in shares for k in range(rounds)]
         ranges = ranges_of(sizes, shares, whole=self._cls.__name__ in _OF_WHOLE_TENSORS)
-        owners = [Owner(device, places.spaces[device] == places.home_space, [[] for _ in groups]) for device in devices]
+        owners = [
+            Owner(device, k, places.spaces[device] == places.home_space, [[] for _ in groups])
+            for device in devices
+            for k in range(rounds)
+        ]
         pieces: dict[torch.Tensor, list[tuple[Owner, Piece]]] = {}
         found = iter(zip(parameters, sizes, ranges, strict=True))
         for index, group in enumerate(groups):
@@ -263,8 +278,9 @@ class Shards:
         optimizer, queues = self._optimizer(), self._places.queues
         assert queues is not None
         scaled = getattr(optimizer, "grad_scale", None) is not None  # then the step also writes the gradients
-        pulls: list[_Copy] = []
-        results: list[_Copy] = []
+        rounds = 1 + self._owners[-1].round
+        pulls: list[list[_Copy]] = [[] for _ in range(rounds)]
+        results: list[list[_Copy]] = [[] for _ in range(rounds)]
         written: dict[torch.Tensor, None] = {}
         for parameter, pieces in self._pieces.items():
             gradient = parameter.grad
@@ -274,25 +290,29 @@ class Shards:
                     continue
                 piece.tensor.grad = piece.gradient
                 there, here = piece.gradient.data_ptr(), piece.address(gradient)
-                pulls.append((owner.device, there, here, piece.byte_count))
-                results += [(owner.device, here, there, piece.byte_count)] if scaled else []
+                pulls[owner.round].append((owner.device, there, here, piece.byte_count))
+                results[owner.round] += [(owner.device, here, there, piece.byte_count)] if scaled else []
                 there, here = piece.tensor.data_ptr(), piece.address(parameter)
-                pulls.append((owner.device, there, here, piece.byte_count))
-                results.append((owner.device, here, there, piece.byte_count))
+                pulls[owner.round].append((owner.device, there, here, piece.byte_count))
+                results[owner.round].append((owner.device, here, there, piece.byte_count))
                 written[parameter] = None
         parts = []
         for owner in self._owners:
             part, copies = self._part(optimizer, owner)
             parts.append((owner, part))
-            pulls += copies
-        devices = [owner.device for owner in self._owners]
-        queues.begin_update(devices, pulls)
+            pulls[owner.round] += copies
+        devices = list(dict.fromkeys(owner.device for owner in self._owners))
         try:
-            for owner, part in parts:
-                with self._places.enter(owner.device):
-                    step(part)
+            for k in range(rounds):
+                queues.begin_update([] if k else devices, pulls[k])  # what follows a round on a stream has waited, too
+                try:
+                    for owner, part in parts:
+                        if owner.round == k:
+                            with self._places.enter(owner.device):
+                                step(part)
+                finally:
+                    queues.end_update(devices, results[k])
         finally:
-            queues.end_update(devices, results)
             torch.autograd.graph.increment_version(list(written))
             for _, piece in self._all():
                 piece.tensor.grad = None
