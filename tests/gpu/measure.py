@@ -16,6 +16,7 @@ import contextlib
 import copy
 import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -102,11 +103,20 @@ def plain_step(module: nn.Module, batch: Pair) -> Callable[[], torch.Tensor]:
     return step
 
 
-def paced_step(trainer: DataParallel, batch: Pair) -> Callable[[], torch.Tensor]:
+def paced_step(trainer: DataParallel, batch: Pair, before: list[float] | None = None) -> Callable[[], torch.Tensor]:
+    """`before` gets the milliseconds of each step before the loss is called: a GPU that waits for this step is idle so long."""
     optimizer = trainer.optimizer(torch.optim.SGD, lr=1e-3, momentum=0.9)
+    began = 0.0
+
+    def loss_fn(one: nn.Module, part: Pair) -> torch.Tensor:
+        if before is not None:
+            before.append(1e3 * (time.perf_counter() - began))
+        return classify_in_bfloat16(one, part)
 
     def step() -> torch.Tensor:
-        loss = trainer.step(classify_in_bfloat16, batch)
+        nonlocal began
+        began = time.perf_counter()
+        loss = trainer.step(loss_fn, batch)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -117,7 +127,8 @@ def paced_step(trainer: DataParallel, batch: Pair) -> Callable[[], torch.Tensor]
 def overhead(size: Size, home: torch.device, device: str, *, read: bool) -> dict[str, Any]:
     module, batch = network(size, home)
     with DataParallel(copy.deepcopy(module), [device]) as trainer:
-        steps = {"plain": plain_step(module, batch), "paceline": paced_step(trainer, batch)}
+        before: list[float] = []
+        steps = {"plain": plain_step(module, batch), "paceline": paced_step(trainer, batch, before)}
 
         def run(name: str) -> float:
             synchronize(home)
@@ -135,6 +146,7 @@ def overhead(size: Size, home: torch.device, device: str, *, read: bool) -> dict
         "buffers": sum(1 for _ in module.buffers()),
         "plain_milliseconds": round(shortest["plain"], 3),
         "paceline_milliseconds": round(shortest["paceline"], 3),
+        "milliseconds_before_forward": round(statistics.median(before), 3),
         "plain_over_paceline": round(shortest["plain"] / shortest["paceline"], 4),
     }
 
