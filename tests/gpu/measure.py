@@ -6,6 +6,7 @@
 Overheads: a network of ResNet-50's size with its 159 buffers in bfloat16, without and with a read of the loss in each step. Plain
 PyTorch and paceline take turns; each figure is the shortest of several rounds. Memory: the most that PyTorch's allocator and paceline's
 pool had given out. Overlap: which part of the sums of gradients runs while the parts' kernels run, by PyTorch's profiler.
+Launch-bound: a step that Python cannot launch as fast as the GPU runs it, with and without CUDA graphs, on one GPU and on four parts of it.
 Prints one JSON object.
 """
 
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -71,6 +74,7 @@ def main() -> int:
         },
         "memory": lambda: memory(size, home, first),
         "overlap": lambda: overlap(size, home, named.split(",") if named else None),
+        "launch-bound": lambda: launch_bound(size, home) if named is None else {"why": "about GPUs alone"},
     }
     broken = []
     for name, question in questions.items():
@@ -219,6 +223,40 @@ def overlap(size: Size, home: torch.device, named: list[str] | None) -> dict[str
     if not found:
         return {"hidden": None, "why": f"the profiler saw no kernel {timeline.OURS}"}
     return {"hidden": round(max(found), 4), "of_three_steps": [round(each, 4) for each in found]}
+
+
+def launch_bound(size: Size, home: torch.device) -> dict[str, Any]:
+    """Milliseconds of a step whose kernels are over sooner than Python launches them: plain PyTorch, and paceline with and without graphs."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(2 * size.layers) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    module = nn.Sequential(*layers).to(home)
+    batch = torch.randn(512, 256, device=home)
+
+    def loss_fn(one: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = one(x).square().mean()
+        return loss
+
+    def milliseconds(step: Step) -> float:
+        def run(_: str) -> float:
+            synchronize(home)
+            begin = time.perf_counter()
+            for _repeat in range(10):
+                step()
+                module.zero_grad()
+            synchronize(home)
+            return 100 * (time.perf_counter() - begin)
+
+        return round(shortest_of(run, ["step"], size.rounds)["step"], 3)
+
+    found: dict[str, Any] = {"plain": milliseconds(lambda: loss_fn(module, batch).backward())}
+    for count, graphs in itertools.product((1, 4), (False, True)):
+        gc.collect()
+        paceline.release_partitions("cuda:0")
+        devices: list[Any] = paceline.partition("cuda:0", [1 / count] * count) if count > 1 else ["cuda:0"]
+        with DataParallel(module, devices, balance="even", graphs=graphs) as trainer:
+            name = f"{'four parts' if count > 1 else 'one GPU'}{', graphs' if graphs else ''}"
+            found[name] = milliseconds(functools.partial(trainer.step, loss_fn, batch))
+    return found
 
 
 def synchronize(home: torch.device) -> None:
