@@ -90,9 +90,39 @@ class DeviceQueues:
         timeout: typing.SupportsFloat | typing.SupportsIndex = 600.0,
         transport: str = "auto",
     ) -> None: ...
+    def begin_update(
+        self,
+        devices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        copies: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+    ) -> None:
+        """
+        Let the devices wait for the caller's work so far and pull (device, to, from, bytes) from home's memory.
+        """
     def drain(self) -> None:
         """
         Return when all enqueued work is done.
+        """
+    def end_update(
+        self,
+        devices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        copies: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+    ) -> None:
+        """
+        Let the home stream wait for the devices and pull (device, to, from, bytes) into home's memory.
         """
     def need(
         self, device: typing.SupportsInt | typing.SupportsIndex, bucket: typing.SupportsInt | typing.SupportsIndex

@@ -25,6 +25,7 @@ import fake_graph  # noqa: E402
 from paceline import _core  # noqa: E402
 from paceline.torch._devices import caller_state, cuda  # noqa: E402
 from paceline.torch._run.flat_gradients import FlatGradients  # noqa: E402
+from paceline.torch._trainer import shard_ranges, shards  # noqa: E402
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -147,6 +148,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(cuda, "pinned", lambda count, dtype: torch.empty(count, dtype=dtype))
     monkeypatch.setattr(cuda, "pin", lambda tensor: tensor.clone())
     monkeypatch.setattr(cuda, "prepare_worker", lambda index: None)
+    monkeypatch.setattr(cuda, "spare_memory", lambda index: 2**34)
+    monkeypatch.setattr(cuda, "memory_bandwidth", lambda index: None)
     monkeypatch.setattr(cuda, "release_memory", fake.release_memory)
     kept: list[
         Any
@@ -201,3 +204,10 @@ def far_gpus(fake: Fake, gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cuda, "CopyStream", FarCopyStream)
     monkeypatch.setattr(cuda, "prepare_worker", lambda index: gpus.enter(index, gpus.current(index)))
     return gpus
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharded optimizers cut small tensors, too, in several rounds."""
+    monkeypatch.setattr(shard_ranges, "ALIGNMENT", 16)
+    monkeypatch.setattr(shards, "_LEAST_BYTES_OF_ROUNDS", 1)

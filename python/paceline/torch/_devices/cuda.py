@@ -230,6 +230,19 @@ def free_memory(index: int) -> int:
     return max(0, free + unused - whole // 16)
 
 
+def spare_memory(index: int) -> int:
+    """The bytes of a GPU that nobody has, but for a sixteenth of all. What PyTorch keeps without using it is for the next step's activations."""
+    free, whole = torch.cuda.mem_get_info(index)
+    return max(0, free - whole // 16)
+
+
+def memory_bandwidth(index: int) -> float | None:
+    """Of a GPU's memory, in bytes per second: two transfers in each clock. None if PyTorch does not say."""
+    facts: Any = torch.cuda.get_device_properties(index)
+    kilohertz, bits = getattr(facts, "memory_clock_rate", 0), getattr(facts, "memory_bus_width", 0)
+    return 2e3 * kilohertz * bits / 8 or None
+
+
 def release_memory(streams_end: bool) -> None:
     """Let PyTorch give back unused memory.
 

@@ -122,6 +122,7 @@ class Replicas:
         self.changes = 0  # how often they followed changed attributes
         self._flat: FlatBuffers | None = None
         self._parameter_copies: list[Copy] = []
+        self._sent: dict[int, dict[int, torch.Tensor]] = {}
         self._registered = ModuleContents(["_parameters", "_modules"], objects=True)
         self._buffer_names = ModuleContents(["_buffers"], objects=False)
         with torch.inference_mode(False):
@@ -237,6 +238,10 @@ class Replicas:
             if space in copies and len(set(buckets)) > 1:
                 first = (BUCKET,) if replica.buffer_pairs else ()
                 replica.arrivals = Arrivals(replica.parameters, buckets, replica.modules, at_once=first)
+
+    def copies_of(self, parameter: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The copies that other memory spaces have of a parameter, by space."""
+        return {space: copies[id(parameter)] for space, copies in self._sent.items() if id(parameter) in copies}
 
     @property
     def blame(self) -> str:
