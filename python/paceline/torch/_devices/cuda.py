@@ -80,6 +80,7 @@ class Graph:
         self._index = index
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
+        self._marks: list[torch.cuda.Event] = []
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -99,6 +100,13 @@ class Graph:
                 raise
             self._graph.capture_end()
         current.wait_stream(stream)
+
+    def mark(self) -> int:
+        """In a capture: CUDA's handle of an event that each replay records behind what was captured so far. The graph owns it."""
+        event = torch.cuda.Event(external=True)
+        event.record(torch.cuda.current_stream(self._index))
+        self._marks.append(event)
+        return event.cuda_event
 
     def replay(self) -> None:
         """Run the work on the calling thread's stream, with the next numbers of the GPU's generator."""

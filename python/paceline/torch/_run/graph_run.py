@@ -117,7 +117,7 @@ class GraphRun(TrainRun):
             captured.weights.copy_(weights, non_blocking=True)
         if captured.scale is not None and scale is not None:
             captured.scale.copy_(scale)
-        graphs.replay(self.replicas[device], captured)
+        graphs.replay(self.replicas[device], captured, last=self._last[device])
         self.terms[device].append((begin, captured.term.clone()))
         if captured.extras is not None:
             self.extras.add(begin, end, _each(begin, end, captured.extras, torch.Tensor.clone))
