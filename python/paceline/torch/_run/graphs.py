@@ -115,6 +115,7 @@ class DeviceGraphs:
         self._flat = flat
         self._seen: dict[Any, int] = {}  # how often a key was met
         self.captured: dict[Any, Captured] = {}
+        self.drew: set[Any] = set()  # keys of micro-batches that drew from a generator that another device has, too
         self._pool: Any = None
         self._gradients: list[torch.Tensor | None] = []
         self.captures = self.replays = 0  # so far
@@ -123,6 +124,7 @@ class DeviceGraphs:
         """Drop all graphs. Requires: the device has finished its work."""
         self.captured.clear()
         self._seen.clear()
+        self.drew.clear()
         self._gradients = []
         self._pool = None
 
@@ -132,6 +134,7 @@ class DeviceGraphs:
             return False
         if len(self._seen) >= _MOST_KEYS:
             self._seen.clear()
+            self.drew.clear()
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         return seen > WARM_UPS and len(self.captured) < MOST_GRAPHS
 
