@@ -118,11 +118,13 @@ void bind_queues(py::module_& module) {
       .def(
           "seal",
           [](TrainerQueues& queues, DeviceId device, std::size_t k, std::uintptr_t address, std::size_t count,
-             int dtype) {
-            queues.seal(device, k, {reinterpret_cast<void*>(address), count, static_cast<DType>(dtype)});
+             int dtype, std::uintptr_t written) {
+            queues.seal(device, k, {reinterpret_cast<void*>(address), count, static_cast<DType>(dtype)},
+                        reinterpret_cast<void*>(written));
           },
           py::arg("device"), py::arg("k"), py::arg("address"), py::arg("count"), py::arg("dtype"),
-          py::call_guard<py::gil_scoped_release>(), "The device's k-th bucket is final: its sum may begin.")
+          py::arg("written") = 0, py::call_guard<py::gil_scoped_release>(),
+          "The device's k-th bucket is final: its sum may begin after this event, 0: after the stream's work so far.")
       .def(
           "begin_update",
           [](TrainerQueues& queues, const std::vector<DeviceId>& devices, const DeviceCopies& copies) {

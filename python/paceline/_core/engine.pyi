@@ -145,9 +145,10 @@ class DeviceQueues:
         address: typing.SupportsInt | typing.SupportsIndex,
         count: typing.SupportsInt | typing.SupportsIndex,
         dtype: typing.SupportsInt | typing.SupportsIndex,
+        written: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None:
         """
-        The device's k-th bucket is final: its sum may begin.
+        The device's k-th bucket is final: its sum may begin after this event, 0: after the stream's work so far.
         """
     def set_copies(
         self,

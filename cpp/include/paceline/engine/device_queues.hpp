@@ -177,9 +177,10 @@ class PACELINE_API DeviceQueues {
   /// Where the sums go, in home's memory, before the workers begin: outputs[k] = scale * the sum of the devices' k-th
   /// buckets.
   void expect(std::span<const BufferView> outputs, double scale);
-  /// The device's k-th bucket is final: work on its stream so far has written it. Its sum begins when every device that
-  /// takes part has sealed it. A bucket that is sealed again is summed again, in the end. Any thread.
-  void seal(DeviceId device, std::size_t k, const BufferView& bucket);
+  /// The device's k-th bucket is final: work on its stream so far has written it, or only what comes before the
+  /// caller's event `written` (cudaEvent_t), which a graph has recorded. Its sum begins when every device that takes
+  /// part has sealed it. A bucket that is sealed again is summed again, in the end. Any thread.
+  void seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written = nullptr);
   /// The device has no more work. Seals its buckets; those without data are sealed already. Every device gives the same
   /// list of sizes. Host memory must be pinned. Not called for devices without work.
   void deliver(DeviceId device, const std::vector<BufferView>& parts);

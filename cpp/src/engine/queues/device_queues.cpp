@@ -179,9 +179,9 @@ struct DeviceQueues::State {
     sums->begin(sources, outputs, scale);
   }
 
-  void seal(DeviceId device, std::size_t k, const BufferView& bucket) {
+  void seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written = nullptr) {
     Queue& queue = queues[device];
-    if (collectives == nullptr || queue.device == nullptr) return sums->seal(device, k, bucket);
+    if (collectives == nullptr || queue.device == nullptr) return sums->seal(device, k, bucket, written);
     if (queue.parts.size() <= k) queue.parts.resize(k + 1);
     queue.parts[k] = bucket;
   }
@@ -430,7 +430,9 @@ void DeviceQueues::end_run(DeviceId device) {
 
 void DeviceQueues::expect(std::span<const BufferView> outputs, double scale) { state_->expect(outputs, scale); }
 
-void DeviceQueues::seal(DeviceId device, std::size_t k, const BufferView& bucket) { state_->seal(device, k, bucket); }
+void DeviceQueues::seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written) {
+  state_->seal(device, k, bucket, written);
+}
 
 void DeviceQueues::deliver(DeviceId device, const std::vector<BufferView>& parts) {
   State::Queue& queue = state_->queues[device];
