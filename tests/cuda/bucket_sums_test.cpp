@@ -24,30 +24,6 @@
 namespace paceline {
 namespace {
 
-struct Write {
-  float* to;
-  std::size_t count;
-  std::uint32_t seed;
-};
-
-void write_kernel(Write) {}
-
-/// Values whose sum depends on the order of the additions.
-void write(const Write& one) {
-  std::minstd_rand random(one.seed);
-  for (std::size_t i = 0; i < one.count; ++i) {
-    one.to[i] = static_cast<float>(random() % 2000003) * (random() % 2 == 0 ? 1e-3F : -1e3F);
-  }
-}
-
-void boot_with_writes(std::uint64_t seed, int gpus) {
-  boot(seed, gpus);
-  fake::twin(&write_kernel, [](const fake::Launch&, const Write& one) {
-    fake::writes(one.to, one.count * sizeof(float));
-    write(one);
-  });
-}
-
 /// Large enough to be cut into slices, and a tail that is not a whole number of them.
 constexpr std::size_t kCounts[] = {90'000, 3, 70'001};
 
@@ -231,76 +207,6 @@ INSTANTIATE_TEST_SUITE_P(
                       std::vector<std::string>{"cuda:2", "cuda:0", "cuda:1"},
                       std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3"},
                       std::vector<std::string>{"host:0", "cuda:1/0", "cuda:1/1", "cuda:0", "cuda:2"}));
-
-TEST(ParametersOfGpus, LeaveHomeOnceAndAreRelayed) {
-  for (std::uint64_t seed = 0; seed < kOrders / 8; ++seed) {
-    boot_with_writes(seed, 4);
-    {
-      const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3"});
-      DeviceQueues queues(group, {.collectives = {.transport = Transport::copies}});
-      constexpr std::size_t kSizes[] = {300, 90'001, 7, 20'000, 1};  // the last bucket is too small to be cut
-      constexpr std::size_t kBucketOf[] = {0, 0, 0, 0, 1};
-      std::vector<std::vector<std::unique_ptr<Buffer>>> memory(4);
-      std::vector<std::unique_ptr<Buffer>> seen;
-      std::vector<SpaceCopy> copies;
-      for (const std::size_t size : kSizes) {
-        for (std::size_t s = 0; s < 4; ++s) {
-          Stream& stream = s == 0 ? queues.home_stream() : *queues.copy_stream(s);
-          memory[s].push_back(queues.maker(s).allocate(size * sizeof(float), stream));
-        }
-      }
-      for (std::size_t bucket = 0; bucket < 2; ++bucket) {
-        for (std::size_t s = 1; s < 4; ++s) {
-          seen.push_back(queues.maker(0).allocate_pinned(120'000 * sizeof(float)));
-          for (std::size_t k = 0; k < std::size(kSizes); ++k) {
-            if (kBucketOf[k] != bucket) continue;
-            copies.push_back({s, memory[s][k]->data(), memory[0][k]->data(), kSizes[k] * sizeof(float), bucket});
-          }
-        }
-      }
-      for (int step = 0; step < 3; ++step) {
-        ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
-        const auto value = [&](std::size_t k) {
-          return Write{static_cast<float*>(memory[0][k]->data()), kSizes[k],
-                       static_cast<std::uint32_t>(9 * step + k + 1)};
-        };
-        for (std::size_t k = 0; k < std::size(kSizes); ++k) launch(&write_kernel, queues.home_stream(), value(k));
-        const std::vector<bool> takes_part{true, true, step != 1, true};
-        const std::shared_ptr<const StepTimes> times = queues.begin_step(copies, takes_part);
-        for (DeviceId d = 1; d < 4; ++d) {
-          if (!takes_part[d]) continue;
-          queues.enter(d, false);
-          std::size_t offset = 0;
-          for (std::size_t k = 0; k < std::size(kSizes); ++k) {
-            queues.need(d, kBucketOf[k]);
-            queues.stream(d)->copy(static_cast<float*>(seen[d]->data()) + offset, memory[d][k]->data(),
-                                   kSizes[k] * sizeof(float));
-            offset += kSizes[k];
-          }
-          queues.deliver(d, {});
-        }
-        queues.reduce();
-        queues.end_step();
-        times->wait();
-        for (DeviceId d = 1; d < 4; ++d) {
-          std::size_t offset = 0;
-          for (std::size_t k = 0; takes_part[d] && k < std::size(kSizes); ++k) {
-            std::vector<float> wanted(kSizes[k]);
-            write({wanted.data(), kSizes[k], value(k).seed});
-            ASSERT_EQ(
-                std::memcmp(wanted.data(), static_cast<float*>(seen[d]->data()) + offset, kSizes[k] * sizeof(float)), 0)
-                << "seed " << seed << ", step " << step << ", device " << d << ", parameter " << k;
-            offset += kSizes[k];
-          }
-        }
-      }
-      queues.drain();
-      seen.clear();
-    }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
-}
 
 TEST(BucketSumsOfGpus, AreMadeInSlicesByAllOfThem) {
   boot_with_writes(1, 4);

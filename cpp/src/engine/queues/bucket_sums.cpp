@@ -11,7 +11,6 @@
 namespace paceline::internal {
 namespace {
 
-constexpr std::size_t kHome = 0;
 constexpr std::size_t kAlignment = 16;  // bytes; kernels load so many at a time
 // A bucket below this size takes longer to cut than to pull.
 constexpr std::size_t kLeastCut = std::size_t{256} << 10;

@@ -13,6 +13,8 @@
 
 namespace paceline::internal {
 
+inline constexpr std::size_t kHome = 0;  ///< the memory space of the first GPU
+
 /// A memory space whose devices give buckets, and the stream that pulls and sums in it. The first one is home's.
 struct SumSpace {
   AsyncDevice* maker = nullptr;
