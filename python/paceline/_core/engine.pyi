@@ -11,6 +11,7 @@ __all__: list[str] = [
     "DeviceQueues",
     "LaneThreads",
     "Lanes",
+    "ModuleContents",
     "PipelineOutcome",
     "StepLoop",
     "StepOutcome",
@@ -408,6 +409,20 @@ class StepLoop:
     def metrics(self) -> dict[str, typing.Any]:
         """
         One snapshot: per device share, items, busy and idle seconds, rate; totals; the last moves.
+        """
+
+class ModuleContents:
+    """
+    What modules hold in the dictionaries of these names. It keeps nothing alive.
+    """
+    def __init__(self, names: collections.abc.Sequence[str], *, objects: bool) -> None: ...
+    def note(self, modules: list[typing.Any]) -> None:
+        """
+        Remember the present contents.
+        """
+    def same(self, modules: list[typing.Any]) -> bool:
+        """
+        Whether dictionaries, keys and, with objects, the objects are those that were noted.
         """
 
 def collect_garbage_if_due() -> None:

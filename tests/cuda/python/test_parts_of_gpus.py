@@ -166,3 +166,21 @@ def test_whole_gpus_and_modules_without_cudnn_are_not_warned_of(devices: list[st
     with warnings.catch_warnings(), off, DataParallel(Recurrent(), devices) as trainer:
         warnings.simplefilter("error", WholeGpuKernelsWarning)
         trainer.step(classify, batch)
+
+
+@pytest.mark.usefixtures("whole_afterwards")
+@pytest.mark.parametrize("how", ["module", "part", "function"])
+def test_graphs_of_the_compiler_are_refused_on_parts_of_a_gpu(how: str) -> None:
+    """PyTorch 2.11 aborts the process."""
+    module: Any = nn.Sequential(nn.Linear(4, 4))
+    loss_fn = lambda one, x: one(x).mean()  # noqa: E731
+    if how == "module":
+        module = torch.compile(module, mode="reduce-overhead")
+    elif how == "part":
+        module[0].compile(mode="max-autotune")
+    else:
+        loss_fn = torch.compile(loss_fn, mode="reduce-overhead")
+    paceline.partition("cuda:0", [0.5, 0.5])
+    with DataParallel(module, ["cuda:0/0", "cuda:0/1"]) as trainer:
+        with pytest.raises(InvalidArgument, match="several parts of one GPU"):
+            trainer.step(loss_fn, torch.randn(4, 4))

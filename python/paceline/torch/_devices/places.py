@@ -74,6 +74,12 @@ class Places:
         return self._any_part
 
     @property
+    def share_gpu(self) -> bool:
+        """Whether two devices are parts of one GPU."""
+        gpus = [gpu for gpu in self._gpu if gpu is not None]
+        return len(set(gpus)) < len(gpus)
+
+    @property
     def any_host(self) -> bool:
         """Whether some device is a worker on the host's cores."""
         return None in self._gpu
