@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
@@ -68,6 +69,10 @@ class PACELINE_API Stream {
   /// Copies between any two memories of the machine. Host memory must be pinned.
   virtual void copy(void* to, const void* from, std::size_t bytes) = 0;
   virtual void reduce(const DeviceReduction& reduction) = 0;
+  /// Converts from float32 to float16 or bfloat16, rounded to nearest even (float16 becomes infinite beyond 65504), or
+  /// back. The memory belongs to the stream's device, is aligned to its elements and does not overlap.
+  /// @throws InvalidArgument for any other two types.
+  virtual void convert(void* to, DType to_type, const void* from, DType from_type, std::size_t count) = 0;
 };
 
 /// A device whose work runs after the call that enqueued it, with its streams, events and memory. Every call throws
