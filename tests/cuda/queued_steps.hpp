@@ -157,6 +157,7 @@ class Summing final : public StepProgram {
     queues.begin_run(mb.device, mb.continues);
     if (entered && part.batch != nullptr) bring(part, mb.device, stream);
     if (!mb.continues) queues.restart_run(mb.device);
+    for (const std::size_t bucket : needs) queues.need(mb.device, bucket);
     const Buffer& batch = part.batch != nullptr ? *part.batch : *batch_;
     const Add add{static_cast<const double*>(batch.data()), mb.begin, mb.end, static_cast<double*>(part.sum->data())};
     if (stream != nullptr) {
@@ -186,7 +187,8 @@ class Summing final : public StepProgram {
   Counted counted;  // first, that is, the last of it to go
   DeviceQueues queues;
   std::vector<SpaceCopy> parameters{};
-  bool at_once = true;  // whether a device waits for all of them before it begins
+  bool at_once = true;               // whether a device waits for all of them before it begins
+  std::vector<std::size_t> needs{};  // the buckets that each run waits for
 
  private:
   struct Part {

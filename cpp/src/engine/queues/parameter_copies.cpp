@@ -99,9 +99,11 @@ void DeviceQueues::need(DeviceId device, std::size_t bucket) {
   if (queue.space == State::kHome || bucket >= arrivals.size()) return;
   if (queue.stream == nullptr) {
     state.await(*arrivals[bucket]);
-  } else {
-    queue.stream->wait(*arrivals[bucket]);
+    return;
   }
+  state.step->begin_wait(device, *queue.device, *queue.stream);
+  queue.stream->wait(*arrivals[bucket]);
+  state.step->end_wait(device, *queue.stream);
 }
 
 }  // namespace paceline
