@@ -367,6 +367,16 @@ class CudaDevice final : public AsyncDevice {
   [[nodiscard]] bool accesses(const AsyncDevice& other) const override {
     return routes_->direct(ordinal_, static_cast<const CudaDevice&>(other).ordinal_);
   }
+  [[nodiscard]] LinkKind link_to(const AsyncDevice& other) const override {
+    if (!accesses(other)) return LinkKind::through_host;
+    int native_atomics = 0;
+    const int peer = static_cast<const CudaDevice&>(other).ordinal_;
+    if (cudaDeviceGetP2PAttribute(&native_atomics, cudaDevP2PAttrNativeAtomicSupported, ordinal_, peer) !=
+        cudaSuccess) {
+      static_cast<void>(cudaGetLastError());  // it only has no name then
+    }
+    return native_atomics != 0 ? LinkKind::nvlink : LinkKind::pcie_peer;
+  }
   [[nodiscard]] bool shares(const void* data) const override { return pool_->shares(data); }
 
  private:

@@ -8,14 +8,17 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
 #include <paceline/comm/reduce.hpp>
 #include <paceline/engine/device_queues.hpp>
+#include <paceline/error.hpp>
 #include <paceline/runtime/device_group.hpp>
 
+#include "../cpp/comm/reference.hpp"
 #include "fake_cuda.hpp"
 #include "helpers.hpp"
 #include "orders.hpp"
@@ -26,6 +29,16 @@ namespace {
 
 /// Large enough to be cut into slices, and a tail that is not a whole number of them.
 constexpr std::size_t kCounts[] = {90'000, 3, 70'001};
+
+/// Rounds to the type, if there is one.
+void round(std::vector<float>& values, std::optional<DType> type) {
+  if (!type.has_value()) return;
+  const int exponent_bits = *type == DType::float16 ? 5 : 8;
+  for (float& value : values) {
+    const std::uint16_t bits = reference::half_bits(value, exponent_bits, 15 - exponent_bits);
+    value = reference::half_value(bits, exponent_bits, 15 - exponent_bits);
+  }
+}
 
 /// The devices' buckets, in memory that stays, and the sums.
 class Buckets {
@@ -85,9 +98,10 @@ class Buckets {
     queues.end_step();
   }
 
-  /// The sums of what these seeds give, in the order of the devices, to the bit.
-  void expect_sums(const std::vector<std::vector<std::uint32_t>>& seeds) {
+  /// The sums of what these seeds give, in the order of the devices, to the bit. `travels`: between GPUs.
+  void expect_sums(const std::vector<std::vector<std::uint32_t>>& seeds, std::optional<DType> travels = std::nullopt) {
     times->wait();
+    if (queues.on_host(1) || queues.space_count() == 1) travels.reset();  // there is one GPU
     for (std::size_t k = 0; k < std::size(kCounts); ++k) {
       std::vector<std::vector<float>> parts;
       std::vector<const void*> inputs;
@@ -95,10 +109,12 @@ class Buckets {
         if (device.empty()) continue;  // had no work
         parts.emplace_back(kCounts[k]);
         write({parts.back().data(), kCounts[k], device[k]});
+        round(parts.back(), travels);
       }
       for (const std::vector<float>& part : parts) inputs.push_back(part.data());
       std::vector<float> sum(kCounts[k]);
       reduce_block(inputs, sum.data(), kCounts[k], DType::float32, ReduceOp::sum);
+      round(sum, travels);
       ASSERT_EQ(std::memcmp(sum.data(), results[k]->data(), kCounts[k] * sizeof(float)), 0) << "bucket " << k;
     }
   }
@@ -123,8 +139,11 @@ TEST_P(BucketSums, AreThoseOfTheHostWhoeverSealsWhenAndHow) {
     {
       const DeviceGroup group = group_of(GetParam());
       const bool nccl = seed % 5 == 0 && GetParam().size() == 2;  // whose own order of two is the same
+      std::optional<DType> travels;
+      if (seed % 3 != 0 && !nccl) travels = seed % 3 == 1 ? DType::bfloat16 : DType::float16;
       Buckets buckets(group, {.collectives = {.transport = nccl ? Transport::nccl : Transport::copies},
-                              .chunk_bytes = seed % 2 == 0 ? std::size_t{25} << 20 : std::size_t{200'000}});
+                              .chunk_bytes = seed % 2 == 0 ? std::size_t{25} << 20 : std::size_t{200'000},
+                              .reduce_dtype = travels});
       for (int step = 0; step < 3; ++step) {
         std::vector<std::vector<std::uint32_t>> seeds(group.size());
         std::vector<bool> takes_part(group.size(), true);
@@ -153,7 +172,7 @@ TEST_P(BucketSums, AreThoseOfTheHostWhoeverSealsWhenAndHow) {
           buckets.deliver(d, sealed[d]);
         }
         buckets.end();
-        ASSERT_NO_FATAL_FAILURE(buckets.expect_sums(seeds)) << "seed " << seed << ", step " << step;
+        ASSERT_NO_FATAL_FAILURE(buckets.expect_sums(seeds, travels)) << "seed " << seed << ", step " << step;
       }
     }
     ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
@@ -224,6 +243,50 @@ TEST(BucketSumsOfGpus, AreMadeInSlicesByAllOfThem) {
   ASSERT_NO_FATAL_FAILURE(buckets.expect_sums({same, same, same, same}));
   // Home pulls three quarters of a bucket from others, and no more; all of it would be three buckets.
   EXPECT_LE(buckets.queues.maker(0).peak_bytes() - before, kCounts[0] * sizeof(float));
+}
+
+TEST(BucketSumsOfGpus, InAHalfTypeDoNotDependOnWhoSumsWhat) {
+  for (const std::size_t chunk_bytes : {std::size_t{25} << 20, std::size_t{4096}}) {  // the latter is summed at home
+    boot_with_writes(1, 4);
+    const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "host:0"});
+    Buckets buckets(group, {.chunk_bytes = chunk_bytes, .reduce_dtype = DType::bfloat16});
+    buckets.begin();
+    for (DeviceId d = 0; d < group.size(); ++d) {
+      buckets.queues.enter(d);
+      for (std::size_t k = 0; k < std::size(kCounts); ++k)
+        ASSERT_NO_FATAL_FAILURE(buckets.fill(d, k, static_cast<std::uint32_t>(7 + d)));
+      buckets.deliver(d, {false, false, false});
+    }
+    buckets.end();
+    ASSERT_NO_FATAL_FAILURE(buckets.expect_sums({{7, 7, 7}, {8, 8, 8}, {9, 9, 9}, {10, 10, 10}}, DType::bfloat16));
+  }
+}
+
+TEST(BucketSumsOfGpus, AHalfTypeHalvesWhatLinksCarry) {
+  const auto bytes_between_gpus = [](std::optional<DType> travels) {
+    boot_with_writes(1, 4);
+    const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3"});
+    Buckets buckets(group, {.reduce_dtype = travels});
+    buckets.begin();
+    for (DeviceId d = 0; d < group.size(); ++d) {
+      buckets.queues.enter(d);
+      EXPECT_NO_FATAL_FAILURE(buckets.fill(d, 0, 7));
+      buckets.queues.seal(d, 0, buckets.view(d, 0));
+    }
+    buckets.queues.drain();
+    return fake::bytes_between_gpus();
+  };
+  const std::size_t whole = bytes_between_gpus(std::nullopt);
+  EXPECT_GE(whole, kCounts[0] * sizeof(float));
+  EXPECT_EQ(2 * bytes_between_gpus(DType::bfloat16), whole);
+}
+
+TEST(BucketSumsOfGpus, RefuseTypesThatAreNoHalfTypesAndNccl) {
+  boot_with_writes(1, 2);
+  const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1"});
+  EXPECT_THROW(DeviceQueues(group, {.reduce_dtype = DType::float64}), InvalidArgument);
+  EXPECT_THROW(DeviceQueues(group, {.collectives = {.transport = Transport::nccl}, .reduce_dtype = DType::bfloat16}),
+               InvalidArgument);
 }
 
 }  // namespace

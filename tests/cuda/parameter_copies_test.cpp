@@ -324,5 +324,52 @@ TEST(ParametersOfGpus, LeaveHomeOnceAndAreRelayed) {
   }
 }
 
+/// A device writes to its buffers as soon as it has them. So nobody may pull them from it.
+TEST(BuffersOfGpus, AreNotRelayed) {
+  constexpr std::size_t kCount = 90'000;  // large enough to be cut
+  for (std::uint64_t seed = 0; seed < kOrders / 8; ++seed) {
+    boot_with_writes(seed, 4);
+    {
+      const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3"});
+      DeviceQueues queues(group, {});
+      std::vector<std::vector<std::unique_ptr<Buffer>>> memory(4);  // a buffer and a parameter
+      std::vector<SpaceCopy> copies;
+      for (std::size_t k = 0; k < 2; ++k) {
+        for (std::size_t s = 0; s < 4; ++s) {
+          Stream& stream = s == 0 ? queues.home_stream() : *queues.copy_stream(s);
+          memory[s].push_back(queues.maker(s).allocate(kCount * sizeof(float), stream));
+          if (s == 0) continue;
+          copies.push_back({.space = s,
+                            .to = memory[s][k]->data(),
+                            .from = memory[0][k]->data(),
+                            .bytes = kCount * sizeof(float),
+                            .bucket = k,
+                            .relayed = k == 1});
+        }
+      }
+      for (int step = 0; step < 2; ++step) {
+        const auto write = [&](std::size_t s, std::size_t k, Stream& stream) {
+          ASSERT_EQ(cudaSetDevice(static_cast<int>(s)), cudaSuccess);
+          launch(&write_kernel, stream, Write{static_cast<float*>(memory[s][k]->data()), kCount, 5});
+        };
+        for (std::size_t k = 0; k < 2; ++k) ASSERT_NO_FATAL_FAILURE(write(0, k, queues.home_stream()));
+        const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
+        for (DeviceId d = 1; d < 4; ++d) {
+          queues.enter(d, false);
+          queues.need(d, 0);
+          ASSERT_NO_FATAL_FAILURE(write(d, 0, *queues.stream(d)));
+          queues.deliver(d, {});
+        }
+        queues.reduce();
+        queues.end_step();
+        times->wait();
+      }
+      queues.drain();
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
 }  // namespace
 }  // namespace paceline

@@ -75,6 +75,11 @@ class PACELINE_API Stream {
   virtual void convert(void* to, DType to_type, const void* from, DType from_type, std::size_t count) = 0;
 };
 
+/// How copies between the memories of two GPUs go.
+enum class LinkKind : std::uint8_t { nvlink, pcie_peer, through_host };
+/// "NVLink", "PCIe peer", "through the host"
+[[nodiscard]] PACELINE_API const char* name_of(LinkKind kind) noexcept;
+
 /// A device whose work runs after the call that enqueued it, with its streams, events and memory. Every call throws
 /// Error if the device refuses.
 class PACELINE_API AsyncDevice {
@@ -98,6 +103,9 @@ class PACELINE_API AsyncDevice {
   /// Whether this device and another one of its backend access each other's memory. If they do not, Stream::copy() goes
   /// through pinned host memory.
   [[nodiscard]] virtual bool accesses(const AsyncDevice& other) const = 0;
+  /// How copies between this GPU's memory and another one's go. Where they access each other's memory: NVLink if CUDA
+  /// says that the link has native atomics, which PCIe lacks.
+  [[nodiscard]] virtual LinkKind link_to(const AsyncDevice& other) const = 0;
   /// Whether kernels of such devices may access this memory of this device. Memory of allocate() always is; memory of
   /// the program's own pools and mappings may not be.
   [[nodiscard]] virtual bool shares(const void* data) const = 0;

@@ -10,6 +10,7 @@
 #include <paceline/runtime/backend.hpp>
 
 #include "comm/link.hpp"
+#include "comm/measured_links.hpp"
 #include "engine/queues/queue_state.hpp"
 
 namespace paceline {
@@ -21,6 +22,11 @@ std::size_t bytes_of(const BufferView& part) { return part.count * size_of(part.
 
 DeviceQueues::State::State(const DeviceGroup& group, const DeviceQueueOptions& the_options)
     : options(the_options), memory(group) {
+  if (const DType type = options.reduce_dtype.value_or(DType::bfloat16);
+      type != DType::bfloat16 && type != DType::float16) {
+    throw InvalidArgument(
+        fmt::format("DataParallel: reduce_dtype is {}; use bfloat16 or float16, or none.", name_of(type)));
+  }
   find_spaces(group);
   use(options.stream);
   ready = home_device().make_event(false);
@@ -83,8 +89,23 @@ void DeviceQueues::State::open(Space& space, std::shared_ptr<Stream> copies) {
 
 void DeviceQueues::State::connect() {
   if (options.collectives.transport != Transport::nccl) {
-    transport = "copies, each bucket while the devices still compute, " + memory.routes();
+    const std::string in = options.reduce_dtype.has_value()
+                               ? fmt::format("float32 gradients in {}, ", name_of(*options.reduce_dtype))
+                               : "";
+    transport = fmt::format("copies, each bucket while the devices still compute, {}{}", in, memory.routes());
+    if (!options.measure_links) return;
+    links = internal::known_links(memory.endpoints());
+    const std::size_t others = gpu_space_count() - 1;
+    if (others < 2) return;
+    relays = relays_pay(others, links.spread_bytes_per_second, links.exchange_bytes_per_second);
+    transport += relays ? ", parameters relayed from GPU to GPU" : ", all parameters from the first GPU";
     return;
+  }
+  if (options.reduce_dtype.has_value()) {
+    throw InvalidArgument(
+        "DataParallel: reduce_dtype together with transport 'nccl': NCCL would not only send, but add in that type. "
+        "Use "
+        "'copies' (the default), which add in float32, or leave reduce_dtype out.");
   }
   std::string why_none;
   std::vector<internal::Endpoint> endpoints = memory.endpoints();
@@ -106,7 +127,7 @@ void DeviceQueues::State::prepare_sums() {
     from.push_back({queue.space, queue.device, queue.own_stream.get()});
   }
   if (collectives != nullptr) from.push_back({.space = kHome});
-  sums.emplace(std::move(where), from, options.chunk_bytes);
+  sums.emplace(std::move(where), from, options.chunk_bytes, options.reduce_dtype);
   sums->use(*home_stream);
 }
 
@@ -212,6 +233,7 @@ std::size_t DeviceQueues::home_space() const noexcept { return State::kHome; }
 std::size_t DeviceQueues::space_of(DeviceId device) const noexcept { return state_->queues[device].space; }
 bool DeviceQueues::on_host(std::size_t space) const noexcept { return state_->on_host(space); }
 std::string DeviceQueues::transport() const { return state_->transport; }
+const GpuLinks& DeviceQueues::links() const noexcept { return state_->links; }
 
 std::unique_ptr<Buffer> DeviceQueues::allocate(std::size_t space, std::size_t bytes, Stream* stream) const {
   if (on_host(space)) return maker(space).allocate_pinned(bytes);

@@ -27,18 +27,22 @@ void DeviceQueues::State::distribute(std::span<const SpaceCopy> copies) {
     for (const std::size_t bucket = copies[i].bucket; i < copies.size() && copies[i].bucket == bucket;) {
       const std::size_t begin = i;
       const std::size_t s = copies[i].space;
-      while (i < copies.size() && copies[i].bucket == bucket && copies[i].space == s) ++i;
+      const bool alone = on_host(s) || !copies[i].relayed;
+      while (i < copies.size() && copies[i].bucket == bucket && copies[i].space == s &&
+             copies[i].relayed == copies[begin].relayed) {
+        ++i;
+      }
       if (!spaces[s].takes_part || (collectives != nullptr && !on_host(s))) continue;
       const internal::CopyTarget target{spaces[s].copies.get(), spaces[s].relayed.get(),
                                         copies.subspan(begin, i - begin)};
       gets.push_back(s);
-      if (on_host(s)) {
-        internal::copy_to_all({&target, 1});
+      if (alone) {
+        internal::copy_to_all({&target, 1}, false);
       } else {
         gpus.push_back(target);
       }
     }
-    internal::copy_to_all(gpus);
+    internal::copy_to_all(gpus, relays);
     for (const std::size_t s : gets) note_arrival(spaces[s], s, copies[i - 1].bucket);
   }
   for (std::size_t s = 0; s < spaces.size(); ++s) {

@@ -88,6 +88,8 @@ struct DeviceQueues::State {
   std::vector<Queue> queues;
   std::vector<Space> spaces;  // home's first, the host's last
   std::string transport;
+  GpuLinks links;
+  bool relays = true;                                       // of parameters between GPUs
   std::shared_ptr<internal::SpaceCollectives> collectives;  // null: copies are used
   std::optional<internal::BucketSums> sums;
   std::vector<bool> expected;  // the devices that take part in this step
