@@ -15,6 +15,7 @@
 
 #include <paceline/error.hpp>
 
+#include "convert.hpp"
 #include "device_guard.hpp"
 #include "error.hpp"
 #include "green_context.hpp"
@@ -185,14 +186,31 @@ void (*const kKernels[])(ReductionArguments) = {&paceline_reduce_float32, &pacel
                                                 &paceline_reduce_float16, &paceline_reduce_bfloat16,
                                                 &paceline_reduce_int32,   &paceline_reduce_int64};
 
-/// The reduction kernels on one device, loaded now. Loading at the first launch can wait for a running kernel, which
+struct Conversion {
+  DType to;
+  DType from;
+  void (*kernel)(ConversionArguments);
+};
+const Conversion kConversions[] = {{DType::float16, DType::float32, &paceline_to_float16},
+                                   {DType::bfloat16, DType::float32, &paceline_to_bfloat16},
+                                   {DType::float32, DType::float16, &paceline_from_float16},
+                                   {DType::float32, DType::bfloat16, &paceline_from_bfloat16}};
+
+/// All of them, the conversions last.
+constexpr std::size_t kKernelCount = std::size(kKernels) + std::size(kConversions);
+const void* kernel_at(std::size_t k) {
+  return k < std::size(kKernels) ? reinterpret_cast<const void*>(kKernels[k])
+                                 : reinterpret_cast<const void*>(kConversions[k - std::size(kKernels)].kernel);
+}
+
+/// The kernels on one device, loaded now. Loading at the first launch can wait for a running kernel, which
 /// may wait for us.
 class Kernels {
  public:
   Kernels(int device, int sm_count) {
     const DeviceGuard guard(device);
-    for (std::size_t k = 0; k < std::size(kKernels); ++k) {
-      const auto* const kernel = reinterpret_cast<const void*>(kKernels[k]);
+    for (std::size_t k = 0; k < kKernelCount; ++k) {
+      const void* const kernel = kernel_at(k);
       cudaFuncAttributes attributes{};
       int blocks = 0;
       check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel", device);
@@ -206,7 +224,7 @@ class Kernels {
   [[nodiscard]] std::size_t most_blocks(std::size_t kernel) const { return most_blocks_[kernel]; }
 
  private:
-  std::size_t most_blocks_[std::size(kKernels)] = {};
+  std::size_t most_blocks_[kKernelCount] = {};
 };
 
 /// How one open device's streams reach the memory of other GPUs. Shared with the streams. Any thread.
@@ -269,8 +287,11 @@ class CudaStream final : public Stream {
   }
 
   void reduce(const DeviceReduction& reduction) override;
+  void convert(void* to, DType to_type, const void* from, DType from_type, std::size_t count) override;
 
  private:
+  void launch(std::size_t kernel, std::size_t packs, void* arguments, const char* what);
+
   int device_;
   std::shared_ptr<StreamHandle> handle_;
   std::shared_ptr<Routes> routes_;
@@ -295,15 +316,28 @@ void CudaStream::reduce(const DeviceReduction& reduction) {
   arguments.count = reduction.count;
   arguments.scale = reduction.scale;
   arguments.divisor = static_cast<std::int64_t>(reduction.divisor == 0 ? input_count : reduction.divisor);
-  // One thread per 16 bytes, up to as many as run at once. The kernel loops over the rest.
+  launch(type, reduction.count * size_of(reduction.dtype) / 16 + 1, &arguments, "reducing");
+}
+
+void CudaStream::convert(void* to, DType to_type, const void* from, DType from_type, std::size_t count) {
+  const auto* const found = std::ranges::find_if(
+      kConversions, [&](const Conversion& one) { return one.to == to_type && one.from == from_type; });
+  if (found == std::end(kConversions)) {
+    throw InvalidArgument(fmt::format("convert: from {} to {}; it converts between float32 and float16 or bfloat16.",
+                                      name_of(from_type), name_of(to_type)));
+  }
+  if (count == 0) return;
+  ConversionArguments arguments{to, from, count};
+  const auto kernel = std::size(kKernels) + static_cast<std::size_t>(found - std::begin(kConversions));
+  launch(kernel, count / 4 + 1, &arguments, "converting");
+}
+
+/// One thread for each pack of elements, up to as many as run at once. The kernels loop over the rest.
+void CudaStream::launch(std::size_t kernel, std::size_t packs, void* arguments, const char* what) {
   constexpr unsigned int block = kReductionBlock;
-  const std::size_t packs = reduction.count * size_of(reduction.dtype) / 16 + 1;
-  const auto grid = static_cast<unsigned int>(std::min(kernels_->most_blocks(type), (packs + block - 1) / block));
-  void* argument_list[] = {&arguments};
+  const auto grid = static_cast<unsigned int>(std::min(kernels_->most_blocks(kernel), (packs + block - 1) / block));
   const DeviceGuard guard(device_);
-  check(cudaLaunchKernel(reinterpret_cast<const void*>(kKernels[type]), dim3(grid), dim3(block), argument_list, 0,
-                         handle_->get()),
-        "reducing", device_);
+  check(cudaLaunchKernel(kernel_at(kernel), dim3(grid), dim3(block), &arguments, 0, handle_->get()), what, device_);
 }
 
 class CudaDevice final : public AsyncDevice {
@@ -338,6 +372,16 @@ class CudaDevice final : public AsyncDevice {
   [[nodiscard]] std::size_t peak_bytes() const override { return pool_->peak_bytes(); }
   [[nodiscard]] bool accesses(const AsyncDevice& other) const override {
     return routes_->direct(ordinal_, static_cast<const CudaDevice&>(other).ordinal_);
+  }
+  [[nodiscard]] LinkKind link_to(const AsyncDevice& other) const override {
+    if (!accesses(other)) return LinkKind::through_host;
+    int native_atomics = 0;
+    const int peer = static_cast<const CudaDevice&>(other).ordinal_;
+    if (cudaDeviceGetP2PAttribute(&native_atomics, cudaDevP2PAttrNativeAtomicSupported, ordinal_, peer) !=
+        cudaSuccess) {
+      static_cast<void>(cudaGetLastError());  // it only has no name then
+    }
+    return native_atomics != 0 ? LinkKind::nvlink : LinkKind::pcie_peer;
   }
   [[nodiscard]] bool shares(const void* data) const override { return pool_->shares(data); }
 

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         "what is missing and why it matters.",
     )
     info.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    info.add_argument("--links", action="store_true", help="also measure the links between GPUs, for at most a second")
     info.set_defaults(run=_info)
     add_simulate(commands)
     add_replay(commands)
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 def _info(options: argparse.Namespace) -> None:
     from paceline.info import collect, render
 
-    facts = collect()
+    facts = collect(links=options.links)
     print(json.dumps(facts, indent=2) if options.json else render(facts))
 
 

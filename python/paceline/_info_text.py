@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from paceline import _links_text
+
 
 def render(facts: Mapping[str, Any]) -> str:
     """Format the result of `collect` as text, without a trailing newline."""
@@ -31,6 +33,7 @@ def render(facts: Mapping[str, Any]) -> str:
         ("Devices", [(device["name"], _device_text(device)) for device in facts["devices"]]),
         ("Memory", [("space " + space, ", ".join(names)) for space, names in facts["memory_spaces"].items()]),
         ("GPUs", [*_gpu_rows(facts["gpus"]), *_gpu_library_rows(facts["gpu_libraries"])]),
+        ("Links between GPUs", _links_text.rows(facts["gpu_links"])),
         (
             "Build",
             [

@@ -7,8 +7,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline._core.comm import reduce_isa
-from paceline._core.runtime import Device, build_facts, device_health, devices, gpu_facts, host_facts, why_no_devices
+from paceline._core.comm import measure_links, reduce_isa
+from paceline._core.runtime import (
+    Device,
+    DeviceGroup,
+    build_facts,
+    device_health,
+    devices,
+    gpu_facts,
+    host_facts,
+    why_no_devices,
+)
 from paceline._info_search import LIBRARIES, NCCL, PACKAGES, find_nccl, find_package, find_shared_library
 from paceline._info_text import render
 from paceline._nccl import nccl_info
@@ -19,16 +28,21 @@ __all__ = ["collect", "render"]
 _OF_A_DEVICE = ("name", "kind", "index", "memory_space", "cores", "numa_node")
 
 
-def collect() -> dict[str, Any]:
+def collect(*, links: bool = False) -> dict[str, Any]:
     """Collect everything that `paceline info` shows, as plain values that `json` can write.
 
     Imports none of the packages it looks for. It opens the shared libraries, NVML also to read the health of GPUs.
 
+    Parameters
+    ----------
+    links
+        Whether to measure the links between GPUs, by copies: at most a second, and 64 MiB on each GPU.
+
     Returns
     -------
     dict
-        ``version``, ``devices``, ``memory_spaces``, ``gpus`` (facts about each GPU and its present ``health``), ``gpu_libraries``,
-        ``cpu``, ``backends``, ``libraries``, ``missing``, ``build``, ``python``, ``platform``.
+        ``version``, ``devices``, ``memory_spaces``, ``gpus`` (facts about each GPU and its present ``health``), ``gpu_links`` (for each two
+        GPUs, both ways: ``from``, ``to``, ``kind``, ``bytes_per_second``, 0 if unknown; empty unless asked for), ``gpu_libraries``, ``cpu``, ``backends``, ``libraries``, ``missing``, ``build``, ``python``, ``platform``.
     """
     build = build_facts()
     host = host_facts()
@@ -47,6 +61,7 @@ def collect() -> dict[str, Any]:
         ],
         "memory_spaces": spaces,
         "gpus": _gpus(found),
+        "gpu_links": _links(found) if links else [],
         # The library that moves data between GPUs: version and path, or why there is none.
         "gpu_libraries": {"NCCL": nccl} if nccl is not None else {},
         "cpu": {
@@ -77,6 +92,14 @@ def _gpus(found: list[Device]) -> list[dict[str, Any]]:
         for device in found
         if device.kind == "cuda"
     ]
+
+
+def _links(found: list[Device]) -> list[dict[str, Any]]:
+    gpus = [device for device in found if device.kind == "cuda"]
+    if len(gpus) < 2:
+        return []
+    with DeviceGroup(gpus) as group:
+        return measure_links(group)
 
 
 def _backend(kind: str, found: list[Device]) -> dict[str, Any]:

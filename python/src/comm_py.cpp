@@ -16,6 +16,7 @@
 
 #include "bindings.hpp"
 #include "borrowed_array.hpp"
+#include "gpu_links_py.hpp"
 
 namespace py = pybind11;
 
@@ -135,6 +136,19 @@ Transport transport_of(const char* call, const std::string& name) {
   throw InvalidArgument(fmt::format("{}: there is no transport '{}'; use 'auto', 'nccl' or 'copies'", call, name));
 }
 
+py::list list_of(const GpuLinks& links) {
+  py::list list;
+  for (const GpuLink& link : links.pairs) {
+    py::dict entry;
+    entry["from"] = link.from;
+    entry["to"] = link.to;
+    entry["kind"] = name_of(link.kind);
+    entry["bytes_per_second"] = link.bytes_per_second;
+    list.append(entry);
+  }
+  return list;
+}
+
 void bind_comm(py::module_& module) {
   py::class_<Communicator>(module, "Communicator", "The compiled part of `paceline.Communicator`.")
       .def(py::init(&make), py::arg("group"), py::arg("transport"), py::arg("timeout"))
@@ -151,6 +165,18 @@ void bind_comm(py::module_& module) {
              "needs no GPU.");
   module.def("set_nccl_path", &set_nccl_path, py::arg("path"),
              "Set where NCCL is installed. No effect once NCCL is loaded.");
+  module.def(
+      "measure_links",
+      [](const DeviceGroup& group) {
+        const GpuLinks links = [&] {
+          const BlockingRegion region;
+          return measure_links(group);
+        }();
+        return list_of(links);
+      },
+      py::arg("group"),
+      "The links between the GPUs of a group, measured once in a process, within a second: ``from``, ``to``, ``kind``, "
+      "``bytes_per_second`` (0: unknown).");
   module.def("reduce_isa", &reduce_isa, "The instruction set that the reduction kernels use on this processor.");
 }
 

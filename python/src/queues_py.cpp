@@ -17,6 +17,7 @@
 #include <paceline/runtime/blocking.hpp>
 
 #include "bindings.hpp"
+#include "gpu_links_py.hpp"
 #include "python_program.hpp"
 
 namespace py = pybind11;
@@ -34,11 +35,16 @@ Handle handle_of(const Stream* stream) {
 void* native(const Handle& handle) { return reinterpret_cast<void*>(handle.value_or(0)); }
 
 std::shared_ptr<TrainerQueues> make(const DeviceGroup& group, const Handle& stream, std::int64_t run_ahead,
-                                    double timeout, const std::string& transport) {
+                                    double timeout, const std::string& transport,
+                                    const std::optional<std::string>& reduce_dtype) {
   if (!(timeout > 0.0)) throw InvalidArgument(fmt::format("timeout is {} s; it must be positive.", timeout));
   const std::chrono::nanoseconds limit = nanoseconds_of(timeout);
   DeviceQueueOptions options{.stream = native(stream), .run_ahead = run_ahead, .timeout = limit};
   options.collectives.transport = transport_of("DataParallel", transport);
+  options.measure_links = options.collectives.transport == Transport::automatic;
+  if (reduce_dtype.has_value()) {
+    options.reduce_dtype = *reduce_dtype == name_of(DType::float16) ? DType::float16 : DType::bfloat16;
+  }
   // Half the limit, so that a hanging collective is reported before its device counts as hanging.
   options.collectives.timeout = std::min(options.collectives.timeout, limit / 2);
   const BlockingRegion region;
@@ -55,12 +61,15 @@ auto of_each_device(Of of) {
   };
 }
 
-void set_copies(
-    TrainerQueues& queues,
-    const std::vector<std::tuple<std::size_t, std::uintptr_t, std::uintptr_t, std::size_t, std::size_t>>& copies) {
+using Copies = std::vector<std::tuple<std::size_t, std::uintptr_t, std::uintptr_t, std::size_t, std::size_t>>;
+
+void set_copies(TrainerQueues& queues, const Copies& parameters, const Copies& buffers) {
   queues.copies.clear();
-  for (const auto& [space, to, from, bytes, bucket] : copies) {
-    queues.copies.push_back({space, reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes, bucket});
+  for (const Copies* const copies : {&buffers, &parameters}) {
+    for (const auto& [space, to, from, bytes, bucket] : *copies) {
+      queues.copies.push_back({space, reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes, bucket,
+                               copies == &parameters});
+    }
   }
   queues.in_buckets = std::ranges::any_of(queues.copies, [](const SpaceCopy& copy) { return copy.bucket > 0; });
 }
@@ -81,9 +90,13 @@ void bind_queues(py::module_& module) {
   py::class_<TrainerQueues, std::shared_ptr<TrainerQueues>>(
       module, "DeviceQueues", "The queues of a group's devices during steps, and the waits between them.")
       .def(py::init(&make), py::arg("group"), py::kw_only(), py::arg("stream") = py::none(), py::arg("run_ahead") = 1,
-           py::arg("timeout") = 600.0, py::arg("transport") = "auto")
+           py::arg("timeout") = 600.0, py::arg("transport") = "auto", py::arg("reduce_dtype") = py::none())
       .def_property_readonly("transport", &TrainerQueues::transport,
                              "How data gets from one GPU to another, with the reason; empty with one GPU.")
+      .def_property_readonly(
+          "links", [](const TrainerQueues& queues) { return list_of(queues.links()); },
+          "The links between GPUs: ``from``, ``to``, ``kind``, ``bytes_per_second`` (0: unknown). Empty if not "
+          "measured.")
       .def_property_readonly("home_space", &TrainerQueues::home_space)
       .def_property_readonly("spaces", of_each_device(&TrainerQueues::space_of),
                              "Per device, the number of its memory space.")
@@ -107,9 +120,9 @@ void bind_queues(py::module_& module) {
       .def(
           "set_stream", [](TrainerQueues& queues, const Handle& stream) { queues.set_stream(native(stream)); },
           py::arg("stream"), "From now on, order steps on this stream of the caller.")
-      .def("set_copies", &set_copies, py::arg("copies"),
+      .def("set_copies", &set_copies, py::arg("parameters"), py::arg("buffers") = Copies{},
            "Set the copies to other memory spaces at the start of each step: (space, to, from, bytes, bucket), by "
-           "bucket. "
+           "bucket; buffers all with the first one. Parameters may be relayed from space to space. "
            "With several buckets the body has to call need().")
       .def("need", &TrainerQueues::need, py::arg("device"), py::arg("bucket"), py::call_guard<py::gil_scoped_release>(),
            "Let the device's queue wait for this bucket of the parameters.")

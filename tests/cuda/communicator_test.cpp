@@ -387,7 +387,7 @@ TEST(CudaCommunicator, SaysHowDataGetsAcross) {
   EXPECT_EQ(description({"cuda:0", "cuda:1"}, Transport::automatic),
             std::string("NCCL 2.30.7 (") + FAKE_NCCL_PATH + ")");
   EXPECT_EQ(description({"cuda:1", "cuda:0"}, Transport::copies),
-            "copies through cuda:1 (as asked for), by peer access");
+            "copies through cuda:1 (as asked for), by PCIe peer access");
   EXPECT_EQ(description({"cuda:0/0", "cuda:0/1"}, Transport::nccl), "the memory of cuda:0");
   EXPECT_EQ(description({"host:0", "host:1"}, Transport::automatic), "the host's memory");
 }

@@ -19,6 +19,7 @@
 #include "cuda_backend.hpp"
 #include "device_guard.hpp"
 #include "fake_cuda.hpp"
+#include "helpers.hpp"
 #include "reduce.hpp"
 #include "runtime/thread_place.hpp"
 #include "twins.hpp"
@@ -228,6 +229,10 @@ TEST(CudaDevice, LaunchesItsKernelsWithoutLoadingThem) {
     const auto event = device->make_event(false);
     waiting->record(*event);
     for (const DType dtype : reference::kDTypes) stream->reduce({inputs, buffer->data(), 4, dtype, 1.0});
+    for (const DType half : {DType::float16, DType::bfloat16}) {
+      stream->convert(static_cast<char*>(buffer->data()) + 32, half, buffer->data(), DType::float32, 4);
+      stream->convert(static_cast<char*>(buffer->data()) + 32, DType::float32, buffer->data(), half, 4);
+    }
     EXPECT_EQ(fake::problems(), std::vector<std::string>{});
     fake::go_on(static_cast<cudaStream_t>(waiting->native()));
   }
@@ -284,6 +289,35 @@ TEST(CudaDevice, SumsInTheOrderOfTheInputs) {
   EXPECT_TRUE(fake::problems().empty());
   EXPECT_THROW(stream->reduce({{}, buffers[0]->data(), 1, DType::float32, 1.0}), InvalidArgument);
   EXPECT_THROW(stream->reduce({inputs, buffers[0]->data(), 1, static_cast<DType>(9), 1.0}), InvalidArgument);
+}
+
+TEST(CudaDevice, ConvertsBetweenFloat32AndHalfTypes) {
+  boot_machine();
+  const auto device = open();
+  const auto stream = device->make_stream();
+  const auto event = device->make_event(false);
+  const std::vector<float> values{1.0F, 1.0F + 1.0F / 512.0F, -3.1415927F, 70000.0F, 1e-9F};
+  const std::size_t count = values.size();
+  const auto there = device->allocate(64, *stream);
+  const auto half = device->allocate(64, *stream);
+  const auto result = device->allocate_pinned(64);
+  const auto round_trip = [&](DType type) {
+    stream->copy(there->data(), values.data(), count * sizeof(float));
+    stream->convert(half->data(), type, there->data(), DType::float32, count);
+    stream->convert(there->data(), DType::float32, half->data(), type, count);
+    stream->copy(result->data(), there->data(), count * sizeof(float));
+    stream->record(*event);
+    wait_for(*event);
+    const auto* const begin = static_cast<const float*>(result->data());
+    return std::vector<float>(begin, begin + count);
+  };
+  EXPECT_EQ(round_trip(DType::bfloat16), (std::vector<float>{1.0F, 1.0F, -3.140625F, 70144.0F, 0x1.12p-30F}));
+  const float infinite = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(round_trip(DType::float16), (std::vector<float>{1.0F, 1.0F + 1.0F / 512.0F, -3.140625F, infinite, 0.0F}));
+  EXPECT_TRUE(fake::problems().empty());
+  const auto refused = thrown_by<InvalidArgument>(
+      [&] { stream->convert(half->data(), DType::int32, there->data(), DType::float32, count); });
+  EXPECT_TRUE(says(refused, "from float32 to int32"));
 }
 
 }  // namespace

@@ -211,10 +211,10 @@ TEST(HostPath, IsNamedByTheTransport) {
     boot_machine({.device_count = 3, .switch_size = switch_size});
     return Communicator(group_of(devices), {.transport = Transport::copies}).description();
   };
-  EXPECT_TRUE(description(3, {"cuda:0", "cuda:1", "cuda:2"}).ends_with("(as asked for), by peer access"));
+  EXPECT_TRUE(description(3, {"cuda:0", "cuda:1", "cuda:2"}).ends_with("(as asked for), by PCIe peer access"));
   EXPECT_TRUE(description(kNoPeers, {"cuda:0", "cuda:1", "cuda:2"}).ends_with("(as asked for), through the host"));
   EXPECT_TRUE(description(2, {"cuda:0", "cuda:1", "cuda:2"})
-                  .ends_with("by peer access; between cuda:0 and cuda:2, cuda:1 and cuda:2 through the host"));
+                  .ends_with("by PCIe peer access; between cuda:0 and cuda:2, cuda:1 and cuda:2 through the host"));
 }
 
 }  // namespace

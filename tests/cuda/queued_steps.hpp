@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What tests of steps that nobody waits for share: a program that sums, its kernels, and groups by name.
+// What tests of steps that nobody waits for share: a program that sums, its kernels, and kernels that write.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -65,6 +66,30 @@ void launch(K* kernel, Stream& stream, A... values) {
   ASSERT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(1), dim3(1), arguments, 0,
                              static_cast<cudaStream_t>(stream.native())),
             cudaSuccess);
+}
+
+struct Write {
+  float* to;
+  std::size_t count;
+  std::uint32_t seed;
+};
+
+inline void write_kernel(Write) {}
+
+/// Values whose sum depends on the order of the additions.
+inline void write(const Write& one) {
+  std::minstd_rand random(one.seed);
+  for (std::size_t i = 0; i < one.count; ++i) {
+    one.to[i] = static_cast<float>(random() % 2000003) * (random() % 2 == 0 ? 1e-3F : -1e3F);
+  }
+}
+
+inline void boot_with_writes(std::uint64_t seed, int gpus) {
+  boot(seed, gpus);
+  fake::twin(&write_kernel, [](const fake::Launch&, const Write& one) {
+    fake::writes(one.to, one.count * sizeof(float));
+    write(one);
+  });
 }
 
 struct Counted {
@@ -132,6 +157,7 @@ class Summing final : public StepProgram {
     queues.begin_run(mb.device, mb.continues);
     if (entered && part.batch != nullptr) bring(part, mb.device, stream);
     if (!mb.continues) queues.restart_run(mb.device);
+    for (const std::size_t bucket : needs) queues.need(mb.device, bucket);
     const Buffer& batch = part.batch != nullptr ? *part.batch : *batch_;
     const Add add{static_cast<const double*>(batch.data()), mb.begin, mb.end, static_cast<double*>(part.sum->data())};
     if (stream != nullptr) {
@@ -161,7 +187,8 @@ class Summing final : public StepProgram {
   Counted counted;  // first, that is, the last of it to go
   DeviceQueues queues;
   std::vector<SpaceCopy> parameters{};
-  bool at_once = true;  // whether a device waits for all of them before it begins
+  bool at_once = true;               // whether a device waits for all of them before it begins
+  std::vector<std::size_t> needs{};  // the buckets that each run waits for
 
  private:
   struct Part {

@@ -26,13 +26,14 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
 ROOMS = PROJECT / "cpp" / "src"
-OF_STEPS = ["bucket_sums", "data_parallel", "device_queues", "device_updates", "step_times"]
+OF_STEPS = ["bucket_sums", "data_parallel", "device_queues", "device_updates", "parameter_copies", "step_times"]
 OF_COLLECTIVES = ["communicator", "communicator_failures"]
 OF_PIPELINES = ["pipeline"]
 # Each source, and the tests that run it.
 SOURCES = {
     ROOMS / "engine" / "queues" / "bucket_sums.cpp": OF_STEPS,
     ROOMS / "engine" / "queues" / "device_queues.cpp": OF_STEPS,
+    ROOMS / "engine" / "queues" / "parameter_copies.cpp": OF_STEPS,
     ROOMS / "engine" / "queues" / "relayed_copies.cpp": OF_STEPS,
     ROOMS / "engine" / "queues" / "step_times.cpp": OF_STEPS,
     ROOMS / "engine" / "data_parallel" / "async_memory.cpp": OF_STEPS,

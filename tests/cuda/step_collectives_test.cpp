@@ -78,8 +78,9 @@ TEST(StepCollectives, AreCopiesWhereTheyAreAskedForOrAllThereIs) {
   const auto explained = [](const Box& box, Transport transport) {
     return Trainer(group_of(box), {.parameter_count = kWidth, .collectives = {.transport = transport}}).explain();
   };
-  EXPECT_TRUE(explained(kTwo, Transport::copies)
-                  .ends_with("Between GPUs: copies, each bucket while the devices still compute, by peer access.\n"));
+  EXPECT_TRUE(
+      explained(kTwo, Transport::copies)
+          .ends_with("Between GPUs: copies, each bucket while the devices still compute, by PCIe peer access.\n"));
   EXPECT_EQ(explained({"", 1, {"cuda:0/0", "cuda:0/1"}}, Transport::nccl).find("Between GPUs"), std::string::npos);
   EXPECT_EQ(nccl.made(), 0);
 }

@@ -166,7 +166,7 @@ TEST(StepTimes, TheTimeOfLaunchingIsNoEvidenceWhereThereIsBetter) {
 class LateParameters {
  public:
   /// Two buckets, each of which takes so long.
-  explicit LateParameters(double seconds, bool at_once = true)
+  explicit LateParameters(double seconds, bool at_once = true, std::vector<std::size_t> needs = {})
       : group_(group_of({"cuda:0", "cuda:1"})),
         program_(std::make_shared<Summing>(group_, 1, Transport::copies)),
         here_(queues().allocate(0, 8, &queues().home_stream())),
@@ -177,6 +177,7 @@ class LateParameters {
       program_->parameters.push_back({1, there_->data(), here_->data(), 8, bucket});
     }
     program_->at_once = at_once;
+    program_->needs = std::move(needs);
   }
   ~LateParameters() { queues().drain(); }
   LateParameters(const LateParameters&) = delete;
@@ -226,6 +227,21 @@ TEST(StepTimes, KnowThatADeviceBeginsWithItsFirstBucketIfItMay) {
   StepLoop step_loop(late.group(), {.balance = Balance::even, .micro_batch = 3});
   late.step(step_loop);
   EXPECT_NEAR(step_loop.last_step().startup_seconds[1].value_or(0.0), 0.125, 1e-3);
+}
+
+TEST(StepTimes, TakeAWaitForALaterBucketForLatenessNotForWork) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    boot(seed, 2);
+    LateParameters late(0.125, false, {0, 1});
+    StepLoop step_loop(late.group(), {.balance = Balance::even, .micro_batch = 3});
+    late.step(step_loop);
+    const StepRecord& record = step_loop.last_step();
+    EXPECT_NEAR(record.startup_seconds[1].value_or(0.0), 0.25, 1e-3) << "0.125 for each bucket";
+    EXPECT_GT(record.compute_seconds, 0.25);
+    double seconds = 0.0;
+    for (const ClaimRecord& claim : record.claims) seconds += claim.finish_seconds - claim.start_seconds;
+    EXPECT_NEAR(seconds, 1e-3 * kBatch, 1e-4);
+  }
 }
 
 TEST(StepTimes, LetTheBalancerGiveALateDeviceLess) {

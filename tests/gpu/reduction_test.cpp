@@ -153,5 +153,38 @@ TEST_F(Reduction, TakesAsManyInputsAsItSays) {
   ASSERT_NO_FATAL_FAILURE(check({DType::float32, most, 100, aligned, false}, random));
 }
 
+TEST_F(Reduction, ConversionsEqualTheirTwinsForEverySizeAndAlignment) {
+  constexpr std::size_t kRoom = 65536;
+  std::mt19937_64 random(5);
+  const auto before = device_->allocate_pinned(kRoom);
+  const auto after = device_->allocate_pinned(kRoom);
+  const auto from = device_->allocate(kRoom, *stream_);
+  const auto to = device_->allocate(kRoom, *stream_);
+  for (const DType half : {DType::float16, DType::bfloat16}) {
+    const int exponent_bits = half == DType::float16 ? 5 : 8;
+    for (const bool narrows : {true, false}) {
+      const DType source = narrows ? DType::float32 : half, target = narrows ? half : DType::float32;
+      for (int round = 0; round < 100; ++round) {
+        const std::size_t count = 1 + random() % 9000, skip = random() % 5;  // elements beside 16 bytes
+        reference::fill(before->data(), count, source, random);
+        void* const there = static_cast<char*>(from->data()) + skip * size_of(source);
+        void* const result = static_cast<char*>(to->data()) + (round % 2) * size_of(target);
+        stream_->copy(there, before->data(), count * size_of(source));
+        stream_->convert(result, target, there, source, count);
+        stream_->copy(after->data(), result, count * size_of(target));
+        stream_->record(*done_);
+        wait_for(*done_);
+        std::vector<char> expected(count * size_of(target));
+        cuda::conversion_twin({expected.data(), before->data(), count}, exponent_bits, 15 - exponent_bits, narrows);
+        for (std::size_t i = 0; i < count; ++i) {
+          ASSERT_TRUE(reference::same(reference::bits_of(after->data(), i, target),
+                                      reference::bits_of(expected.data(), i, target), target))
+              << name_of(source) << " to " << name_of(target) << ", element " << i << " of " << count;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace paceline

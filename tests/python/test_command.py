@@ -59,7 +59,7 @@ def test_help_lists_the_commands() -> None:
 def test_a_mistake_is_one_line_and_not_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse() -> None:
+    def refuse(*, links: bool) -> None:
         raise paceline.InvalidArgument("host:7 does not exist")
 
     monkeypatch.setattr(info, "collect", refuse)
@@ -68,7 +68,7 @@ def test_a_mistake_is_one_line_and_not_a_traceback(
 
 
 def test_an_interrupt_ends_it_quietly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
+    def interrupt(*, links: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(info, "collect", interrupt)

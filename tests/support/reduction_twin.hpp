@@ -11,6 +11,7 @@
 #include <paceline/comm/reduce.hpp>
 
 #include "../cpp/comm/reference.hpp"
+#include "convert.hpp"
 #include "reduce.hpp"
 
 namespace paceline::cuda {
@@ -59,6 +60,19 @@ inline void reduction_twin(const ReductionArguments& arguments, DType dtype) {
   if (dtype == DType::bfloat16) half(8, 7);
   if (dtype == DType::int32) plain(std::int32_t{}, std::uint32_t{});
   if (dtype == DType::int64) plain(std::int64_t{}, std::uint64_t{});
+}
+
+/// The kernels of convert.hpp likewise. `narrows`: from float32 to the half type of so many bits.
+inline void conversion_twin(const ConversionArguments& arguments, int exponent_bits, int mantissa_bits, bool narrows) {
+  for (std::size_t i = 0; i < arguments.count; ++i) {
+    if (narrows) {
+      const float value = static_cast<const float*>(arguments.from)[i];
+      static_cast<std::uint16_t*>(arguments.to)[i] = reference::half_bits(value, exponent_bits, mantissa_bits);
+    } else {
+      const std::uint16_t bits = static_cast<const std::uint16_t*>(arguments.from)[i];
+      static_cast<float*>(arguments.to)[i] = reference::half_value(bits, exponent_bits, mantissa_bits);
+    }
+  }
 }
 
 }  // namespace paceline::cuda

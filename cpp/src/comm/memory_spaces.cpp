@@ -83,19 +83,23 @@ std::vector<Endpoint> MemorySpaces::endpoints() const {
 }
 
 std::string MemorySpaces::routes() const {
-  std::vector<std::string> staged;
+  std::map<LinkKind, std::vector<std::string>> pairs;
   for (std::size_t s = 0; s < spaces_.size(); ++s) {
     for (std::size_t other = s + 1; other < spaces_.size(); ++other) {
       const Endpoint& one = spaces_[s].endpoint;
       const Endpoint& two = spaces_[other].endpoint;
-      if (!one.opened->accesses(*two.opened)) {
-        staged.push_back(fmt::format("{} and {}", one.device.name, two.device.name));
-      }
+      pairs[one.opened->link_to(*two.opened)].push_back(fmt::format("{} and {}", one.device.name, two.device.name));
     }
   }
-  if (staged.empty()) return "by peer access";
-  const bool all = staged.size() == spaces_.size() * (spaces_.size() - 1) / 2;
-  return all ? "through the host" : fmt::format("by peer access; between {} through the host", fmt::join(staged, ", "));
+  const auto words = [](LinkKind kind) {
+    if (kind == LinkKind::through_host) return std::string(name_of(kind));
+    return fmt::format("by {}{}", name_of(kind), kind == LinkKind::pcie_peer ? " access" : "");
+  };
+  std::string text;  // the best kind, and then which pairs go otherwise
+  for (const auto& [kind, names] : pairs) {
+    text += text.empty() ? words(kind) : fmt::format("; between {} {}", fmt::join(names, ", "), words(kind));
+  }
+  return text;
 }
 
 void MemorySpaces::enter(std::span<const BufferView> buffers) {

@@ -47,7 +47,7 @@ class MemorySpaces {
   }
   [[nodiscard]] Space& space_of(DeviceId device) { return spaces_[devices_[device].space]; }
   [[nodiscard]] std::vector<Endpoint> endpoints() const;
-  /// How copies between the spaces go: "by peer access", "through the host", or where each of both.
+  /// How copies between the spaces go: "by PCIe peer access", "by NVLink", "through the host", or which pairs how.
   [[nodiscard]] std::string routes() const;
 
   /// Work enqueued on the spaces' streams from now on runs after the work that the buffers' streams already have.

@@ -20,6 +20,18 @@ Buffer::~Buffer() = default;
 Stream::~Stream() = default;
 AsyncDevice::~AsyncDevice() = default;
 
+const char* name_of(LinkKind kind) noexcept {
+  switch (kind) {
+    case LinkKind::nvlink:
+      return "NVLink";
+    case LinkKind::pcie_peer:
+      return "PCIe peer";
+    case LinkKind::through_host:
+      return "through the host";
+  }
+  return "unknown";
+}
+
 void throw_late(const Event& event, std::chrono::nanoseconds timeout) {
   const std::string device = event.device();
   throw Timeout(fmt::format("{}: what was enqueued has not ended within {:.3g} s. A kernel hangs, or waits for "

@@ -4,7 +4,7 @@ import typing
 
 import paceline._core.runtime
 
-__all__: list[str] = ["Communicator", "nccl_info", "reduce_isa", "set_nccl_path"]
+__all__: list[str] = ["Communicator", "measure_links", "nccl_info", "reduce_isa", "set_nccl_path"]
 
 class Communicator:
     """
@@ -30,6 +30,11 @@ class Communicator:
         target: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
     def wait(self) -> None: ...
+
+def measure_links(group: paceline._core.runtime.DeviceGroup) -> list[typing.Any]:
+    """
+    The links between the GPUs of a group, measured once in a process, within a second: ``from``, ``to``, ``kind``, ``bytes_per_second`` (0: unknown).
+    """
 
 def nccl_info() -> dict[str, str]:
     """

@@ -89,6 +89,7 @@ class DeviceQueues:
         run_ahead: typing.SupportsInt | typing.SupportsIndex = 1,
         timeout: typing.SupportsFloat | typing.SupportsIndex = 600.0,
         transport: str = "auto",
+        reduce_dtype: str | None = None,
     ) -> None: ...
     def begin_update(
         self,
@@ -152,7 +153,7 @@ class DeviceQueues:
         """
     def set_copies(
         self,
-        copies: collections.abc.Sequence[
+        parameters: collections.abc.Sequence[
             tuple[
                 typing.SupportsInt | typing.SupportsIndex,
                 typing.SupportsInt | typing.SupportsIndex,
@@ -161,9 +162,18 @@ class DeviceQueues:
                 typing.SupportsInt | typing.SupportsIndex,
             ]
         ],
+        buffers: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ] = [],
     ) -> None:
         """
-        Set the copies to other memory spaces at the start of each step: (space, to, from, bytes, bucket), by bucket. With several buckets the body has to call need().
+        Set the copies to other memory spaces at the start of each step: (space, to, from, bytes, bucket), by bucket; buffers all with the first one. Parameters may be relayed from space to space. With several buckets the body has to call need().
         """
     def set_stream(self, stream: typing.SupportsInt | typing.SupportsIndex | None) -> None:
         """
@@ -173,6 +183,11 @@ class DeviceQueues:
     def home_space(self) -> int: ...
     @property
     def home_stream(self) -> int | None: ...
+    @property
+    def links(self) -> list[typing.Any]:
+        """
+        The links between GPUs: ``from``, ``to``, ``kind``, ``bytes_per_second`` (0: unknown). Empty if not measured.
+        """
     @property
     def pool_peaks(self) -> list[int | None]:
         """

@@ -45,7 +45,7 @@ def test_explain_says_what_is_used_and_why(fake: Any) -> None:
         trainer = DataParallel(module, BOXES["two"], transport=transport)
         trainer.close()
         said[transport] = trainer.explain()
-    assert "Between GPUs: copies, each bucket while the devices still compute, by peer access.\n" in said["auto"]
+    assert "Between GPUs: copies, each bucket while the devices still compute, by PCIe peer access.\n" in said["auto"]
     assert "Between GPUs: NCCL 2.30.7 (" in said["nccl"]
     assert "after the devices' last work.\n" in said["nccl"]
     with DataParallel(module, BOXES["one"]) as trainer:

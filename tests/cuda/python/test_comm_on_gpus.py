@@ -104,7 +104,7 @@ def test_arrays_of_gpus_are_reduced_in_place_on_their_own_streams(fake: Any) -> 
         communicator.send(arrays[0], sent := Array([0, 0, 0], 1), source=0, target=1)
         communicator.send(sent, host, source=1, target=2)
         assert host.tolist() == [111, 222, 333]
-        assert communicator.description == "copies through cuda:0 (as asked for), by peer access"
+        assert communicator.description == "copies through cuda:0 (as asked for), by PCIe peer access"
         communicator.wait()
         communicator.close()
         with pytest.raises(Unavailable, match="closed"):

@@ -106,6 +106,14 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
   return cudaSuccess;
 }
 
+cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr attribute, int source, int target) {
+  const std::lock_guard lock(machine().mutex);
+  if (attribute != cudaDevP2PAttrNativeAtomicSupported || source == target) return fail(cudaErrorInvalidValue);
+  if (std::max(source, target) >= machine().settings().device_count) return fail(cudaErrorInvalidDevice);
+  *value = machine().settings().nvlink && machine().can_access(source, target) ? 1 : 0;
+  return cudaSuccess;
+}
+
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned int flags) {
   const std::lock_guard lock(machine().mutex);
   fake::use_context(__func__);

@@ -75,6 +75,16 @@ void set_peer_copy_seconds(double seconds) {
   machine().peer_copy_seconds = seconds;
 }
 
+void set_link(int source, int target, double bytes_per_second) {
+  const std::lock_guard lock(machine().mutex);
+  machine().links[{source, target}] = bytes_per_second;
+}
+
+std::size_t bytes_between_gpus() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().bytes_between_gpus;
+}
+
 void map_own(const void* data) {
   const std::lock_guard lock(machine().mutex);
   machine().find(data)->mapped = true;

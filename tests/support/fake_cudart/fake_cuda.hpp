@@ -40,6 +40,7 @@ struct Settings {
   int multiprocessors = 132;
   int sm_granularity = 8;  ///< green contexts have a multiple of this number of SMs
   int switch_size = 2;     ///< the number of neighbours that can access each other's memory; 1: no GPU can
+  bool nvlink = false;     ///< whether such neighbours are connected by NVLink
   int driver_version = 13000;
   bool driver_present = true;
   bool push_fails = false;      ///< also making a lost device current returns its error
@@ -96,6 +97,10 @@ void map_own(const void* data);
 void poison(int device, cudaError_t error);
 /// What each access to another GPU's memory adds to the time of a copy, on the virtual clock.
 void set_peer_copy_seconds(double seconds);
+/// The speed of copies from one GPU's memory to another's, on the virtual clock. Until then they take no time.
+void set_link(int source, int target, double bytes_per_second);
+/// The bytes that copies have moved from one GPU's memory to another's.
+[[nodiscard]] std::size_t bytes_between_gpus();
 /// Stops the stream until it is resumed.
 void hang(cudaStream_t stream);
 void go_on(cudaStream_t stream);

@@ -66,6 +66,8 @@ void Machine::boot(const Settings& settings) {
   peer_access.clear();
   driver_staged_copies = 0;
   peer_copy_seconds = 0.0;
+  links.clear();
+  bytes_between_gpus = 0;
   synchronize_calls = 0;
   made_events = 0;
   node_of_pinned_memory = -1;

@@ -172,6 +172,8 @@ class Machine {
   Stream* current_stream = nullptr;
   double current_cost = 0.0;
   double peer_copy_seconds = 0.0;
+  std::map<std::pair<int, int>, double> links;  ///< bytes per second, by source and target
+  std::size_t bytes_between_gpus = 0;
 
  private:
   bool out_of_memory_is_due();

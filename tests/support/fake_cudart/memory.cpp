@@ -204,6 +204,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   return cudaSuccess;
 }
 
+// Copies between GPUs that the driver does not stage.
 cudaError_t cudaMemcpyPeerAsync(void* to, int target, const void* from, int source, std::size_t bytes,
                                 cudaStream_t stream) {
   for (const auto& [data, device] : {std::pair<const void*, int>{to, target}, {from, source}}) {
@@ -212,7 +213,16 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int target, const void* from, int sour
     if (allocation == nullptr || allocation->device != device)
       fake::misuse("a copy between GPUs that names the wrong one");
   }
-  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
+  const std::lock_guard lock(machine().mutex);
+  use_context(__func__);
+  return enqueue(stream, fake::kCopy, [=] {
+    fake::reads(from, bytes);
+    fake::writes(to, bytes);
+    std::memcpy(to, from, bytes);
+    machine().bytes_between_gpus += bytes;
+    const auto link = machine().links.find({source, target});
+    if (link != machine().links.end()) fake::takes(static_cast<double>(bytes) / link->second);
+  });
 }
 
 }  // extern "C"

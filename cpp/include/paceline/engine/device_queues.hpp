@@ -5,12 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include <paceline/comm/buffer_view.hpp>
 #include <paceline/comm/communicator.hpp>
+#include <paceline/comm/gpu_links.hpp>
 #include <paceline/comm/space_copy.hpp>
 #include <paceline/device_id.hpp>
 #include <paceline/engine/step.hpp>
@@ -35,6 +37,13 @@ struct DeviceQueueOptions {
   std::size_t staging_bytes = std::size_t{32} << 20;
   /// The most bytes that go to a sum at once. By copies, each GPU has memory for about as much.
   std::size_t chunk_bytes = std::size_t{25} << 20;
+  /// float16 or bfloat16: sums of float32 go between GPUs in this type, which halves what links carry. Each device's
+  /// part is rounded to it once, the parts are added in float32, and the sum is rounded once. By copies only. Without
+  /// two GPUs nothing changes.
+  std::optional<DType> reduce_dtype{};
+  /// By copies: measure the links between GPUs (measure_links), and relay parameters only if relays_pay(). Otherwise
+  /// nothing is measured, and from three GPUs on parameters are relayed.
+  bool measure_links = false;
 };
 
 /// A copy between home's memory and that of a device, which updates a part of the parameters.
@@ -107,9 +116,10 @@ class PACELINE_API StepTimes {
 /// parameters of host workers, and until NCCL's calls have returned.
 class PACELINE_API DeviceQueues {
  public:
-  /// Makes NCCL's connections if there are several GPUs.
+  /// Makes NCCL's connections, or measures links if asked to, if there are several GPUs.
   /// @throws InvalidArgument if no device of the group works after the call, Unavailable if the transport asked for is
-  /// not available, Error, Timeout if a device or NCCL refuses.
+  /// not available, Error, Timeout if a device or NCCL refuses; InvalidArgument also for a reduce_dtype that is no half
+  /// type, or together with NCCL, which would add in that type.
   DeviceQueues(const DeviceGroup& group, const DeviceQueueOptions& options);
   /// Like drain(), but ignores its errors.
   ~DeviceQueues();
@@ -124,6 +134,8 @@ class PACELINE_API DeviceQueues {
 
   /// How parameters and sums move between GPUs, with the reason. Empty if the group has one GPU only.
   [[nodiscard]] std::string transport() const;
+  /// The links between the GPUs; empty if they were not measured.
+  [[nodiscard]] const GpuLinks& links() const noexcept;
 
   /// Memory of a space: pinned on the host; on a GPU in the order of `stream`, and such that begin_step() moves its
   /// contents without staging. Destroy it before the queues, when nothing uses it.

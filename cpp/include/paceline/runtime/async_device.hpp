@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
@@ -68,7 +69,16 @@ class PACELINE_API Stream {
   /// Copies between any two memories of the machine. Host memory must be pinned.
   virtual void copy(void* to, const void* from, std::size_t bytes) = 0;
   virtual void reduce(const DeviceReduction& reduction) = 0;
+  /// Converts from float32 to float16 or bfloat16, rounded to nearest even (float16 becomes infinite beyond 65504), or
+  /// back. The memory belongs to the stream's device, is aligned to its elements and does not overlap.
+  /// @throws InvalidArgument for any other two types.
+  virtual void convert(void* to, DType to_type, const void* from, DType from_type, std::size_t count) = 0;
 };
+
+/// How copies between the memories of two GPUs go.
+enum class LinkKind : std::uint8_t { nvlink, pcie_peer, through_host };
+/// "NVLink", "PCIe peer", "through the host"
+[[nodiscard]] PACELINE_API const char* name_of(LinkKind kind) noexcept;
 
 /// A device whose work runs after the call that enqueued it, with its streams, events and memory. Every call throws
 /// Error if the device refuses.
@@ -95,6 +105,9 @@ class PACELINE_API AsyncDevice {
   /// Whether this device and another one of its backend access each other's memory. If they do not, Stream::copy() goes
   /// through pinned host memory.
   [[nodiscard]] virtual bool accesses(const AsyncDevice& other) const = 0;
+  /// How copies between this GPU's memory and another one's go. Where they access each other's memory: NVLink if CUDA
+  /// says that the link has native atomics, which PCIe lacks.
+  [[nodiscard]] virtual LinkKind link_to(const AsyncDevice& other) const = 0;
   /// Whether kernels of such devices may access this memory of this device. Memory of allocate() always is; memory of
   /// the program's own pools and mappings may not be.
   [[nodiscard]] virtual bool shares(const void* data) const = 0;

@@ -11,7 +11,6 @@
 namespace paceline::internal {
 namespace {
 
-constexpr std::size_t kHome = 0;
 constexpr std::size_t kAlignment = 16;  // bytes; kernels load so many at a time
 // A bucket below this size takes longer to cut than to pull.
 constexpr std::size_t kLeastCut = std::size_t{256} << 10;
@@ -23,11 +22,16 @@ void* at(void* data, std::size_t bytes) { return static_cast<char*>(data) + byte
 
 }  // namespace
 
-BucketSums::BucketSums(std::vector<SumSpace> spaces, const std::vector<SumSource>& sources, std::size_t chunk_bytes)
+BucketSums::BucketSums(std::vector<SumSpace> spaces, const std::vector<SumSource>& sources, std::size_t chunk_bytes,
+                       std::optional<DType> travels)
     : chunk_bytes_(std::max(chunk_bytes, kAlignment)) {
+  const auto on_gpu = [](const SumSpace& space) { return space.stream != nullptr; };
+  if (std::ranges::count_if(spaces, on_gpu) > 1) travels_ = travels;
   for (const SumSpace& space : spaces) {
     spaces_.push_back({space});
-    if (space.stream != nullptr) spaces_.back().summed = space.maker->make_event(false);
+    if (!on_gpu(space)) continue;
+    spaces_.back().summed = space.maker->make_event(false);
+    spaces_.back().rounded = space.maker->make_event(false);
   }
   for (const SumSource& source : sources) sources_.push_back({source});
   for (auto& event : pulled_) event = spaces_[kHome].maker->make_event(false);
@@ -36,6 +40,8 @@ BucketSums::BucketSums(std::vector<SumSpace> spaces, const std::vector<SumSource
 void BucketSums::use(Stream& home) {
   const std::lock_guard lock(mutex_);
   spaces_[kHome].landing.reset();
+  spaces_[kHome].sums[0].reset();
+  for (auto& half : spaces_[kHome].halves) half.reset();
   spaces_[kHome].stream = &home;
   for (auto& event : pulled_) home.record(*event);
 }
@@ -106,6 +112,7 @@ void BucketSums::sum(std::size_t k) {
   const BufferView& output = outputs_[k];
   const std::vector<std::size_t> shares = owners(k);
   for (const std::size_t s : shares) {
+    if (rounds(output.dtype)) break;  // round() waits
     for (const Source& source : sources_) {
       if (source.stream != nullptr && has(source, k)) spaces_[s].stream->wait(*source.buckets[k].written);
     }
@@ -118,40 +125,93 @@ void BucketSums::sum(std::size_t k) {
 
 void BucketSums::sum_chunk(std::size_t k, std::span<const std::size_t> owners, std::size_t begin, std::size_t end) {
   const BufferView& output = outputs_[k];
-  const std::size_t size = size_of(output.dtype);
-  const std::size_t length = rounded_up((end - begin + owners.size() - 1) / owners.size(), kAlignment);
+  const bool rounding = rounds(output.dtype);
+  const DType dtype = rounding ? *travels_ : output.dtype;
+  const std::size_t size = size_of(dtype), count = end - begin;
+  Space& home = spaces_[kHome];
+  void* const result = at(output.data, begin * size_of(output.dtype));
+  void* total = result;
+  if (rounding) {
+    round(k, owners, begin, count);
+    total = reserve(home.sums[0], count * size, *home.maker, *home.stream);
+  } else {
+    for (Source& source : sources_) {
+      if (!has(source, k)) continue;
+      source.chunk = at(source.buckets[k].data, begin * size);
+      source.place = source.space;
+    }
+  }
+  const std::size_t length = rounded_up((count + owners.size() - 1) / owners.size(), kAlignment);
   std::vector<Slice> elsewhere;
+  std::size_t next = 0;
   for (const std::size_t s : owners) {
-    Slice slice{.space = s, .begin = begin, .end = std::min(begin + length, end)};
-    begin = slice.end;
+    Slice slice{.space = s, .begin = next, .end = std::min(next + length, count)};
+    next = slice.end;
     if (slice.begin == slice.end) break;
     if (s == kHome) {
-      slice.sum = at(output.data, slice.begin * size);
-      sum_slice(k, slice);
+      slice.sum = at(total, slice.begin * size);
+      sum_slice(k, slice, dtype);
       continue;
     }
     Space& space = spaces_[s];
-    space.stream->wait(*pulled_[parity_]);
+    if (!rounding) space.stream->wait(*pulled_[parity_]);  // otherwise round() has waited
     slice.sum = reserve(space.sums[parity_], length * size, *space.maker, *space.stream);
-    sum_slice(k, slice);
+    sum_slice(k, slice, dtype);
     space.stream->record(*space.summed);
     elsewhere.push_back(slice);
   }
-  if (elsewhere.empty()) return;
-  Stream& home = *spaces_[kHome].stream;
   for (const Slice& slice : elsewhere) {
-    home.wait(*spaces_[slice.space].summed);
-    home.copy(at(output.data, slice.begin * size), slice.sum, (slice.end - slice.begin) * size);
+    home.stream->wait(*spaces_[slice.space].summed);
+    home.stream->copy(at(total, slice.begin * size), slice.sum, (slice.end - slice.begin) * size);
   }
-  home.record(*pulled_[parity_]);
+  if (rounding) home.stream->convert(result, output.dtype, total, dtype, count);
+  if (elsewhere.empty() && !rounding) return;
+  home.stream->record(*pulled_[parity_]);
   parity_ = 1 - parity_;
 }
 
-void BucketSums::sum_slice(std::size_t k, const Slice& slice) {
+void BucketSums::round(std::size_t k, std::span<const std::size_t> owners, std::size_t begin, std::size_t count) {
+  const std::size_t wide = count * sizeof(float);
+  const std::size_t each = rounded_up(count * size_of(*travels_), kAlignment);
+  std::vector<std::size_t> givers;
+  for (std::size_t s = 0; s < spaces_.size(); ++s) {
+    const auto gives = [&](const Source& source) {
+      return has(source, k) && (spaces_[source.space].stream == nullptr ? kHome : source.space) == s;
+    };
+    const auto sources = static_cast<std::size_t>(std::ranges::count_if(sources_, gives));
+    if (sources == 0) continue;
+    givers.push_back(s);
+    Space& space = spaces_[s];
+    if (s != kHome) space.stream->wait(*pulled_[parity_]);
+    void* half = reserve(space.halves[parity_], sources * each, *space.maker, *space.stream);
+    for (Source& source : sources_) {
+      if (!gives(source)) continue;
+      const void* from = at(source.buckets[k].data, begin * sizeof(float));
+      if (source.space != s) {  // the host's
+        void* const landing = reserve(space.landing, wide, *space.maker, *space.stream);
+        space.stream->copy(landing, from, wide);
+        from = landing;
+      } else if (source.stream != nullptr) {
+        space.stream->wait(*source.buckets[k].written);
+      }
+      space.stream->convert(half, *travels_, from, DType::float32, count);
+      source.chunk = half;
+      source.place = s;
+      half = at(half, each);
+    }
+    space.stream->record(*space.rounded);
+  }
+  for (const std::size_t owner : owners) {
+    for (const std::size_t giver : givers) {
+      if (giver != owner) spaces_[owner].stream->wait(*spaces_[giver].rounded);
+    }
+  }
+}
+
+void BucketSums::sum_slice(std::size_t k, const Slice& slice, DType dtype) {
   Space& space = spaces_[slice.space];
-  const DType dtype = outputs_[k].dtype;
   const std::size_t offset = slice.begin * size_of(dtype), bytes = (slice.end - slice.begin) * size_of(dtype);
-  const auto comes = [&](const Source& source) { return has(source, k) && source.space != slice.space; };
+  const auto comes = [&](const Source& source) { return has(source, k) && source.place != slice.space; };
   char* landed = nullptr;
   if (const auto count = static_cast<std::size_t>(std::ranges::count_if(sources_, comes)); count > 0) {
     // The kernel loads 16 bytes at a time if all its buffers have the same alignment.
@@ -169,10 +229,10 @@ void BucketSums::sum_slice(std::size_t k, const Slice& slice) {
   std::vector<Pull> pulls;
   for (const Source& source : sources_) {
     if (!has(source, k)) continue;
-    const void* const data = at(source.buckets[k].data, offset);
+    const void* const data = at(source.chunk, offset);
     inputs.push_back(comes(source) ? landed : data);
     if (!comes(source)) continue;
-    pulls.push_back({(source.space + spaces_.size() - slice.space) % spaces_.size(), landed, data});
+    pulls.push_back({(source.place + spaces_.size() - slice.space) % spaces_.size(), landed, data});
     landed += rounded_up(bytes, kAlignment);
   }
   std::ranges::stable_sort(pulls, {}, &Pull::distance);

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -12,6 +13,8 @@
 #include <paceline/runtime/async_device.hpp>
 
 namespace paceline::internal {
+
+inline constexpr std::size_t kHome = 0;  ///< the memory space of the first GPU
 
 /// A memory space whose devices give buckets, and the stream that pulls and sums in it. The first one is home's.
 struct SumSpace {
@@ -35,15 +38,25 @@ struct SumSource {
 ///
 /// Each sum adds the devices in the order of the group, so that the result has the bits of the host's.
 ///
+/// With `travels`, sums of float32 go between GPUs in that half type. Each device's bucket is rounded to it once, then
+/// added in float32, and the sum is rounded once. What a GPU reads in its own memory is rounded, too, so the result
+/// does not depend on who sums what, nor on the number of GPUs. The space that holds a bucket rounds it; home does so
+/// with the host's buckets, which come in float32. With fewer than two GPUs nothing is rounded.
+///
 /// The order of the work, and the wait that enforces it:
 ///
 ///   1. A space pulls and sums a bucket after every device has written it. Its stream waits for each `sealed`.
 ///   2. Home pulls a slice after its sum. Home's stream waits for the space's `summed`.
 ///   3. A space overwrites a sum after home has pulled it. Its stream waits for the `pulled` of two chunks before.
-///   4. What home's stream gets later runs after all reading: home waits for every sum, and a sum for its pulls.
+///   4. With `travels`, a space rounds its buckets after its devices have written them, and into memory that others
+///   have
+///      read: its stream waits for each `sealed` and for that `pulled`. A space reads what another one has rounded
+///      after the other's `rounded`.
+///   5. What home's stream gets later runs after all reading: home waits for every sum, and a sum for its pulls.
 class BucketSums {
  public:
-  BucketSums(std::vector<SumSpace> spaces, const std::vector<SumSource>& sources, std::size_t chunk_bytes);
+  BucketSums(std::vector<SumSpace> spaces, const std::vector<SumSource>& sources, std::size_t chunk_bytes,
+             std::optional<DType> travels = std::nullopt);
 
   /// Home's stream from now on. Memory for the old one returns in its order.
   void use(Stream& home);
@@ -66,14 +79,18 @@ class BucketSums {
   struct Source : SumSource {
     bool takes_part = true;
     std::vector<Bucket> buckets{};
+    const void* chunk = nullptr;  // of the bucket that is being summed, in the type that travels
+    std::size_t place = 0;        // the space where the chunk is
   };
   struct Space : SumSpace {
-    std::unique_ptr<Buffer> landing{};  // what was pulled from others
-    std::unique_ptr<Buffer> sums[2]{};  // of slices, until home has pulled them; not used at home
+    std::unique_ptr<Buffer> landing{};    // what was pulled from others
+    std::unique_ptr<Buffer> sums[2]{};    // of slices, until home has pulled them; at home only if it is widened then
+    std::unique_ptr<Buffer> halves[2]{};  // what its devices give, rounded, until the others have pulled it
+    std::unique_ptr<Event> rounded{};
     std::unique_ptr<Event> summed{};
   };
 
-  /// Elements [begin, end) of a bucket, and the space that sums them.
+  /// Elements [begin, end) of a chunk, and the space that sums them.
   struct Slice {
     std::size_t space = 0;
     std::size_t begin = 0;
@@ -86,12 +103,16 @@ class BucketSums {
   [[nodiscard]] std::vector<std::size_t> owners(std::size_t k) const;
   void sum(std::size_t k);
   void sum_chunk(std::size_t k, std::span<const std::size_t> owners, std::size_t begin, std::size_t end);
-  void sum_slice(std::size_t k, const Slice& slice);
+  /// Rounds what each space gives to elements [begin, begin + count), and lets the owners wait for it.
+  void round(std::size_t k, std::span<const std::size_t> owners, std::size_t begin, std::size_t count);
+  void sum_slice(std::size_t k, const Slice& slice, DType dtype);
+  [[nodiscard]] bool rounds(DType dtype) const { return travels_.has_value() && dtype == DType::float32; }
 
   std::mutex mutex_;
   std::vector<Space> spaces_;
   std::vector<Source> sources_;
   std::size_t chunk_bytes_;
+  std::optional<DType> travels_;
   std::unique_ptr<Event> pulled_[2];
   std::size_t parity_ = 0;
   std::vector<BufferView> outputs_;

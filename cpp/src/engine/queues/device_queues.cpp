@@ -4,318 +4,224 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <atomic>
-#include <optional>
 #include <utility>
 
 #include <paceline/error.hpp>
 #include <paceline/runtime/backend.hpp>
 
 #include "comm/link.hpp"
-#include "comm/memory_spaces.hpp"
-#include "comm/space_collectives.hpp"
-#include "engine/queues/bucket_sums.hpp"
-#include "engine/queues/relayed_copies.hpp"
-#include "engine/queues/step_times.hpp"
+#include "comm/measured_links.hpp"
+#include "engine/queues/queue_state.hpp"
 
 namespace paceline {
 namespace {
-
-constexpr std::size_t kHome = 0;
 
 std::size_t bytes_of(const BufferView& part) { return part.count * size_of(part.dtype); }
 
 }  // namespace
 
-/// The streams of a group by device (queues) and by memory space, and what a step enqueues on them.
-struct DeviceQueues::State {
-  struct Queue {
-    std::size_t space = 0;
-    AsyncDevice* device = nullptr;  // null on the host
-    Stream* stream = nullptr;       // null on the host; the home stream if there is only one device
-    std::unique_ptr<Stream> own_stream{};
-    std::unique_ptr<Stream> source{};
-    std::unique_ptr<Event> delivered{};
-    std::vector<BufferView> parts{};  // what it has sealed, for the collectives
-    bool has_delivered = false;
-    bool entered = false;
-  };
-
-  struct Space {
-    // The whole GPU, even if its devices are parts, because work for all of them must not run on one part only. Home's
-    // for the host.
-    AsyncDevice* maker = nullptr;
-    std::shared_ptr<Stream> copies{};                // null at home without collectives
-    std::unique_ptr<Event> arrived{};                // the parameters
-    std::vector<std::unique_ptr<Event>> arrivals{};  // each bucket of them
-    std::unique_ptr<Event> relayed{};                // what other spaces pull of the bucket that is under way
-    std::unique_ptr<Event> summed{};                 // by the collectives
-    bool takes_part = true;                          // in this step
-  };
-
-  State(const DeviceGroup& group, const DeviceQueueOptions& the_options) : options(the_options), memory(group) {
-    find_spaces(group);
-    use(options.stream);
-    ready = home_device().make_event(false);
-    for (Queue& queue : queues) open(queue);
-    for (std::size_t s = 1; s < spaces.size(); ++s) {
-      open(spaces[s], on_host(s) ? home_device().make_stream() : memory.spaces()[s].endpoint.stream);
-    }
-    if (gpu_space_count() > 1) connect();
-    prepare_sums();
+DeviceQueues::State::State(const DeviceGroup& group, const DeviceQueueOptions& the_options)
+    : options(the_options), memory(group) {
+  if (const DType type = options.reduce_dtype.value_or(DType::bfloat16);
+      type != DType::bfloat16 && type != DType::float16) {
+    throw InvalidArgument(
+        fmt::format("DataParallel: reduce_dtype is {}; use bfloat16 or float16, or none.", name_of(type)));
   }
-
-  [[nodiscard]] std::size_t gpu_space_count() { return memory.spaces().size(); }
-  [[nodiscard]] bool on_host(std::size_t space) { return space == gpu_space_count(); }
-  [[nodiscard]] std::vector<std::size_t> space_of_device() const {
-    std::vector<std::size_t> spaces_of;
-    for (const Queue& queue : queues) spaces_of.push_back(queue.space);
-    return spaces_of;
+  find_spaces(group);
+  use(options.stream);
+  ready = home_device().make_event(false);
+  for (Queue& queue : queues) open(queue);
+  for (std::size_t s = 1; s < spaces.size(); ++s) {
+    open(spaces[s], on_host(s) ? home_device().make_stream() : memory.spaces()[s].endpoint.stream);
   }
-  [[nodiscard]] AsyncDevice& home_device() const { return *spaces[kHome].maker; }
+  if (gpu_space_count() > 1) connect();
+  prepare_sums();
+}
 
-  void find_spaces(const DeviceGroup& group) {
-    if (gpu_space_count() == 0) {
-      throw InvalidArgument("DeviceQueues: every device of the group works during the call; there is nothing to queue");
-    }
-    for (std::size_t d = 0; d < group.size(); ++d) {
-      const Device& device = group.devices()[d];
-      if (const std::string why = group.size() > 1 ? backend_of(device).why_in_turns() : ""; !why.empty()) {
-        throw Unavailable(
-            fmt::format("DataParallel: {}: several devices would take turns, and collectives hang. Unset it, or use "
-                        "one device.",
-                        why));
-      }
-      queues.push_back({.space = memory.index_of_space(d), .device = memory.device(d)});
-      one_whole_gpu = group.size() == 1 && device.name == device.memory_space;
-    }
-    for (const internal::Space& space : memory.spaces()) spaces.push_back({.maker = space.endpoint.opened.get()});
-    if (!memory.host_devices().empty()) spaces.push_back({.maker = &home_device()});
+void DeviceQueues::State::find_spaces(const DeviceGroup& group) {
+  if (gpu_space_count() == 0) {
+    throw InvalidArgument("DeviceQueues: every device of the group works during the call; there is nothing to queue");
   }
-
-  /// Orders steps on this stream of the caller from now on; null: on one of our own.
-  void use(void* native) {
-    AsyncDevice& device = home_device();
-    const std::unique_ptr<Stream> before =
-        std::exchange(home_stream, native != nullptr ? device.adopt_stream(native) : device.make_stream());
-    owns_home_stream = native == nullptr;
-    if (before != nullptr) {  // work on the old stream stays before work on the new one
-      const std::unique_ptr<Event> moved = device.make_event(false);
-      before->record(*moved);
-      home_stream->wait(*moved);
+  for (std::size_t d = 0; d < group.size(); ++d) {
+    const Device& device = group.devices()[d];
+    if (const std::string why = group.size() > 1 ? backend_of(device).why_in_turns() : ""; !why.empty()) {
+      throw Unavailable(
+          fmt::format("DataParallel: {}: several devices would take turns, and collectives hang. Unset it, or use "
+                      "one device.",
+                      why));
     }
-    if (one_whole_gpu) queues.front().stream = home_stream.get();
-    if (sums.has_value()) sums->use(*home_stream);
+    queues.push_back({.space = memory.index_of_space(d), .device = memory.device(d)});
+    one_whole_gpu = group.size() == 1 && device.name == device.memory_space;
   }
+  for (const internal::Space& space : memory.spaces()) spaces.push_back({.maker = space.endpoint.opened.get()});
+  if (!memory.host_devices().empty()) spaces.push_back({.maker = &home_device()});
+}
 
-  void open(Queue& queue) {
-    if (queue.space != kHome) queue.source = home_device().make_stream();
-    if (queue.device == nullptr) return;
-    queue.delivered = queue.device->make_event(false);
-    if (queue.stream != nullptr) return;
-    queue.own_stream = queue.device->make_stream();
-    queue.stream = queue.own_stream.get();
+void DeviceQueues::State::use(void* native) {
+  AsyncDevice& device = home_device();
+  const std::unique_ptr<Stream> before =
+      std::exchange(home_stream, native != nullptr ? device.adopt_stream(native) : device.make_stream());
+  owns_home_stream = native == nullptr;
+  if (before != nullptr) {  // work on the old stream stays before work on the new one
+    const std::unique_ptr<Event> moved = device.make_event(false);
+    before->record(*moved);
+    home_stream->wait(*moved);
   }
+  if (one_whole_gpu) queues.front().stream = home_stream.get();
+  if (sums.has_value()) sums->use(*home_stream);
+}
 
-  static void open(Space& space, std::shared_ptr<Stream> copies) {
-    space.copies = std::move(copies);
-    space.arrived = space.maker->make_event(false);
-    space.relayed = space.maker->make_event(false);
-    space.summed = space.maker->make_event(false);
+void DeviceQueues::State::open(Queue& queue) {
+  if (queue.space != kHome) queue.source = home_device().make_stream();
+  if (queue.device == nullptr) return;
+  queue.delivered = queue.device->make_event(false);
+  if (queue.stream != nullptr) return;
+  queue.own_stream = queue.device->make_stream();
+  queue.stream = queue.own_stream.get();
+}
+
+void DeviceQueues::State::open(Space& space, std::shared_ptr<Stream> copies) {
+  space.copies = std::move(copies);
+  space.arrived = space.maker->make_event(false);
+  space.relayed = space.maker->make_event(false);
+  space.summed = space.maker->make_event(false);
+}
+
+void DeviceQueues::State::connect() {
+  if (options.collectives.transport != Transport::nccl) {
+    const std::string in = options.reduce_dtype.has_value()
+                               ? fmt::format("float32 gradients in {}, ", name_of(*options.reduce_dtype))
+                               : "";
+    transport = fmt::format("copies, each bucket while the devices still compute, {}{}", in, memory.routes());
+    if (!options.measure_links) return;
+    links = internal::known_links(memory.endpoints());
+    const std::size_t others = gpu_space_count() - 1;
+    if (others < 2) return;
+    relays = relays_pay(others, links.spread_bytes_per_second, links.exchange_bytes_per_second);
+    transport += relays ? ", parameters relayed from GPU to GPU" : ", all parameters from the first GPU";
+    return;
   }
-
-  /// Connects several GPUs.
-  void connect() {
-    if (options.collectives.transport != Transport::nccl) {
-      transport = "copies, each bucket while the devices still compute, " + memory.routes();
-      return;
-    }
-    std::string why_none;
-    std::vector<internal::Endpoint> endpoints = memory.endpoints();
-    auto link = internal::make_native_link(endpoints, options.collectives, why_none);
-    if (link == nullptr) throw Unavailable("DataParallel: " + why_none);
-    open(spaces[kHome], endpoints[kHome].stream);
-    collectives =
-        std::make_shared<internal::SpaceCollectives>(std::move(link), std::move(endpoints), options.staging_bytes);
-    transport = fmt::format("{}, after the devices' last work", collectives->description());
+  if (options.reduce_dtype.has_value()) {
+    throw InvalidArgument(
+        "DataParallel: reduce_dtype together with transport 'nccl': NCCL would not only send, but add in that type. "
+        "Use "
+        "'copies' (the default), which add in float32, or leave reduce_dtype out.");
   }
+  std::string why_none;
+  std::vector<internal::Endpoint> endpoints = memory.endpoints();
+  auto link = internal::make_native_link(endpoints, options.collectives, why_none);
+  if (link == nullptr) throw Unavailable("DataParallel: " + why_none);
+  open(spaces[kHome], endpoints[kHome].stream);
+  collectives =
+      std::make_shared<internal::SpaceCollectives>(std::move(link), std::move(endpoints), options.staging_bytes);
+  transport = fmt::format("{}, after the devices' last work", collectives->description());
+}
 
-  /// With collectives these sum what the GPUs have, and the result is one more source, the last one.
-  void prepare_sums() {
-    std::vector<internal::SumSpace> where;
-    for (std::size_t s = 0; s < spaces.size(); ++s) {
-      where.push_back({spaces[s].maker, on_host(s)   ? nullptr
-                                        : s == kHome ? home_stream.get()
-                                                     : spaces[s].copies.get()});
-    }
-    std::vector<internal::SumSource> from;
-    for (const Queue& queue : queues) {
-      from.push_back({queue.space, queue.device, queue.own_stream.get()});
-    }
-    if (collectives != nullptr) from.push_back({.space = kHome});
-    sums.emplace(std::move(where), from, options.chunk_bytes);
-    sums->use(*home_stream);
+void DeviceQueues::State::prepare_sums() {
+  std::vector<internal::SumSpace> where;
+  for (std::size_t s = 0; s < spaces.size(); ++s) {
+    where.push_back({spaces[s].maker, on_host(s) ? nullptr : s == kHome ? home_stream.get() : spaces[s].copies.get()});
   }
-
-  void begin(std::vector<bool> takes_part) {
-    for (std::size_t s = 0; s < spaces.size(); ++s) spaces[s].takes_part = collectives != nullptr && !on_host(s);
-    takes_part.resize(queues.size(), takes_part.empty());
-    for (std::size_t d = 0; d < queues.size(); ++d) {
-      queues[d].entered = queues[d].has_delivered = false;
-      queues[d].parts.clear();
-      if (takes_part[d]) spaces[queues[d].space].takes_part = true;
-    }
-    expected = std::move(takes_part);
-    expect({}, 1.0);
+  std::vector<internal::SumSource> from;
+  for (const Queue& queue : queues) {
+    from.push_back({queue.space, queue.device, queue.own_stream.get()});
   }
+  if (collectives != nullptr) from.push_back({.space = kHome});
+  sums.emplace(std::move(where), from, options.chunk_bytes, options.reduce_dtype);
+  sums->use(*home_stream);
+}
 
-  void expect(std::span<const BufferView> the_outputs, double scale) {
-    outputs.assign(the_outputs.begin(), the_outputs.end());
-    std::vector<bool> sources = expected;
-    if (collectives != nullptr) {
-      for (std::size_t d = 0; d < queues.size(); ++d) sources[d] = sources[d] && on_host(queues[d].space);
-      sources.push_back(true);
-    }
-    sums->begin(sources, outputs, scale);
+void DeviceQueues::State::begin(std::vector<bool> takes_part) {
+  for (std::size_t s = 0; s < spaces.size(); ++s) spaces[s].takes_part = collectives != nullptr && !on_host(s);
+  takes_part.resize(queues.size(), takes_part.empty());
+  for (std::size_t d = 0; d < queues.size(); ++d) {
+    queues[d].entered = queues[d].has_delivered = false;
+    queues[d].parts.clear();
+    if (takes_part[d]) spaces[queues[d].space].takes_part = true;
   }
+  expected = std::move(takes_part);
+  expect({}, 1.0);
+}
 
-  void seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written = nullptr) {
-    Queue& queue = queues[device];
-    if (collectives == nullptr || queue.device == nullptr) return sums->seal(device, k, bucket, written);
-    if (queue.parts.size() <= k) queue.parts.resize(k + 1);
-    queue.parts[k] = bucket;
+void DeviceQueues::State::expect(std::span<const BufferView> the_outputs, double scale) {
+  outputs.assign(the_outputs.begin(), the_outputs.end());
+  std::vector<bool> sources = expected;
+  if (collectives != nullptr) {
+    for (std::size_t d = 0; d < queues.size(); ++d) sources[d] = sources[d] && on_host(queues[d].space);
+    sources.push_back(true);
   }
+  sums->begin(sources, outputs, scale);
+}
 
-  /// Copies home's parameters to the other spaces, once they are ready.
-  void distribute(std::span<const SpaceCopy> copies) {
-    home_stream->record(*ready);
-    for (std::size_t s = 0; s < spaces.size(); ++s) {
-      Space& space = spaces[s];
-      if (space.copies == nullptr || !space.takes_part) continue;
-      space.copies->wait(*ready);
-      if (s != kHome) step->begin_arrival(s, *space.maker, *space.copies);
-    }
-    if (collectives != nullptr) collectives->broadcast(copies);
-    for (std::size_t i = 0; i < copies.size();) {
-      std::vector<std::size_t> gets;  // this bucket
-      std::vector<internal::CopyTarget> gpus;
-      for (const std::size_t bucket = copies[i].bucket; i < copies.size() && copies[i].bucket == bucket;) {
-        const std::size_t begin = i;
-        const std::size_t s = copies[i].space;
-        while (i < copies.size() && copies[i].bucket == bucket && copies[i].space == s) ++i;
-        if (!spaces[s].takes_part || (collectives != nullptr && !on_host(s))) continue;
-        const internal::CopyTarget target{spaces[s].copies.get(), spaces[s].relayed.get(),
-                                          copies.subspan(begin, i - begin)};
-        gets.push_back(s);
-        if (on_host(s)) {
-          internal::copy_to_all({&target, 1});
-        } else {
-          gpus.push_back(target);
-        }
-      }
-      internal::copy_to_all(gpus);
-      for (const std::size_t s : gets) note_arrival(spaces[s], s, copies[i - 1].bucket);
-    }
-    for (std::size_t s = 0; s < spaces.size(); ++s) {
-      Space& space = spaces[s];
-      if (space.copies == nullptr || !space.takes_part) continue;
-      if (s != kHome) step->end_arrival(s, *space.copies);
-      space.copies->record(*space.arrived);
-    }
+void DeviceQueues::State::seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written) {
+  Queue& queue = queues[device];
+  if (collectives == nullptr || queue.device == nullptr) return sums->seal(device, k, bucket, written);
+  if (queue.parts.size() <= k) queue.parts.resize(k + 1);
+  queue.parts[k] = bucket;
+}
+
+std::vector<const void*> DeviceQueues::State::parts_in(std::size_t space, std::size_t k) const {
+  std::vector<const void*> parts;
+  for (const Queue& queue : queues) {
+    if (queue.space == space && k < queue.parts.size()) parts.push_back(queue.parts[k].data);
   }
+  return parts;
+}
 
-  void note_arrival(Space& space, std::size_t index, std::size_t bucket) {
-    while (space.arrivals.size() <= bucket) space.arrivals.push_back(space.maker->make_event(false));
-    space.copies->record(*space.arrivals[bucket]);
-    step->note_first_arrival(index, *space.maker, *space.copies);
+void DeviceQueues::State::collect() {
+  collectives->check();  // after a failed broadcast, for example, there is nothing to sum
+  std::vector<std::size_t> sizes;
+  for (const BufferView& output : outputs) sizes.push_back(bytes_of(output));
+  collectives->reserve(sizes);
+  for (const Queue& queue : queues) {
+    if (queue.has_delivered && queue.stream != nullptr) spaces[queue.space].copies->wait(*queue.delivered);
   }
-
-  /// What the space's devices have delivered as their k-th part.
-  [[nodiscard]] std::vector<const void*> parts_in(std::size_t space, std::size_t k) const {
-    std::vector<const void*> parts;
-    for (const Queue& queue : queues) {
-      if (queue.space == space && k < queue.parts.size()) parts.push_back(queue.parts[k].data);
-    }
-    return parts;
-  }
-
-  /// Sums the parts of all GPUs' devices at home, by the collectives.
-  void collect() {
-    collectives->check();  // after a failed broadcast, for example, there is nothing to sum
-    std::vector<std::size_t> sizes;
-    for (const BufferView& output : outputs) sizes.push_back(bytes_of(output));
-    collectives->reserve(sizes);
-    for (const Queue& queue : queues) {
-      if (queue.has_delivered && queue.stream != nullptr) spaces[queue.space].copies->wait(*queue.delivered);
-    }
-    for (std::size_t s = 0; s < gpu_space_count(); ++s) {
-      for (std::size_t k = 0; k < outputs.size(); ++k) {
-        void* const sum = collectives->sum(s, k);
-        if (const std::vector<const void*> parts = parts_in(s, k); !parts.empty()) {
-          spaces[s].copies->reduce({parts, sum, outputs[k].count, outputs[k].dtype, 1.0});
-        } else {
-          spaces[s].copies->zero(sum, sizes[k]);
-        }
-      }
-    }
+  for (std::size_t s = 0; s < gpu_space_count(); ++s) {
     for (std::size_t k = 0; k < outputs.size(); ++k) {
-      if (outputs[k].count > 0) collectives->reduce(k, outputs[k].count, outputs[k].dtype);
-    }
-    for (std::size_t s = 0; s < gpu_space_count(); ++s) {
-      spaces[s].copies->record(*spaces[s].summed);
-      home_stream->wait(*spaces[s].summed);
-    }
-    for (std::size_t k = 0; k < outputs.size(); ++k) {
-      sums->seal(queues.size(), k, {collectives->sum(kHome, k), outputs[k].count, outputs[k].dtype});
+      void* const sum = collectives->sum(s, k);
+      if (const std::vector<const void*> parts = parts_in(s, k); !parts.empty()) {
+        spaces[s].copies->reduce({parts, sum, outputs[k].count, outputs[k].dtype, 1.0});
+      } else {
+        spaces[s].copies->zero(sum, sizes[k]);
+      }
     }
   }
-
-  /// Waits, and remembers a hang, because every later wait would take as long again.
-  void await(const Event& event) {
-    try {
-      wait_for(event, options.timeout);
-    } catch (const Timeout&) {
-      hung = true;
-      throw;
-    }
+  for (std::size_t k = 0; k < outputs.size(); ++k) {
+    if (outputs[k].count > 0) collectives->reduce(k, outputs[k].count, outputs[k].dtype);
   }
-
-  void check() const {
-    if (!hung) return;
-    throw DeviceLost(
-        "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
+  for (std::size_t s = 0; s < gpu_space_count(); ++s) {
+    spaces[s].copies->record(*spaces[s].summed);
+    home_stream->wait(*spaces[s].summed);
   }
-
-  /// Waits until the stream has no work left. A device that fails here has none left either.
-  void drain(AsyncDevice* device, Stream* stream) {
-    if (device == nullptr || stream == nullptr || hung) return;
-    try {
-      const std::unique_ptr<Event> event = device->make_event(false);
-      stream->record(*event);
-      await(*event);
-    } catch (const Error&) {
-    }
+  for (std::size_t k = 0; k < outputs.size(); ++k) {
+    sums->seal(queues.size(), k, {collectives->sum(kHome, k), outputs[k].count, outputs[k].dtype});
   }
+}
 
-  DeviceQueueOptions options;
-  internal::MemorySpaces memory;
-  bool one_whole_gpu = false;  // the only device, which computes on the home stream
-  std::vector<Queue> queues;
-  std::vector<Space> spaces;  // home's first, the host's last
-  std::string transport;
-  std::shared_ptr<internal::SpaceCollectives> collectives;  // null: copies are used
-  std::optional<internal::BucketSums> sums;
-  std::vector<bool> expected;  // the devices that take part in this step
-  std::vector<BufferView> outputs;
-  std::unique_ptr<Stream> home_stream;
-  bool owns_home_stream = false;
-  std::unique_ptr<Event> ready;
-  std::shared_ptr<internal::Evidence> evidence = std::make_shared<internal::Evidence>();  // of all steps
-  std::shared_ptr<internal::SpareEvents> spare_events = std::make_shared<internal::SpareEvents>();
-  std::shared_ptr<internal::RecordedTimes> step;
-  std::atomic<bool> hung{false};
-  bool left = false;  // a drain did not end
-};
+void DeviceQueues::State::await(const Event& event) {
+  try {
+    wait_for(event, options.timeout);
+  } catch (const Timeout&) {
+    hung = true;
+    throw;
+  }
+}
+
+void DeviceQueues::State::check() const {
+  if (!hung) return;
+  throw DeviceLost(
+      "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
+}
+
+void DeviceQueues::State::drain(AsyncDevice* device, Stream* stream) {
+  if (device == nullptr || stream == nullptr || hung) return;
+  try {
+    const std::unique_ptr<Event> event = device->make_event(false);
+    stream->record(*event);
+    await(*event);
+  } catch (const Error&) {
+  }
+}
 
 DeviceQueues::DeviceQueues(const DeviceGroup& group, const DeviceQueueOptions& options)
     : state_(std::make_unique<State>(group, options)) {}
@@ -329,10 +235,11 @@ DeviceQueues::~DeviceQueues() {
 
 std::size_t DeviceQueues::device_count() const noexcept { return state_->queues.size(); }
 std::size_t DeviceQueues::space_count() const noexcept { return state_->spaces.size(); }
-std::size_t DeviceQueues::home_space() const noexcept { return kHome; }
+std::size_t DeviceQueues::home_space() const noexcept { return State::kHome; }
 std::size_t DeviceQueues::space_of(DeviceId device) const noexcept { return state_->queues[device].space; }
 bool DeviceQueues::on_host(std::size_t space) const noexcept { return state_->on_host(space); }
 std::string DeviceQueues::transport() const { return state_->transport; }
+const GpuLinks& DeviceQueues::links() const noexcept { return state_->links; }
 
 std::unique_ptr<Buffer> DeviceQueues::allocate(std::size_t space, std::size_t bytes, Stream* stream) const {
   if (on_host(space)) return maker(space).allocate_pinned(bytes);
@@ -353,52 +260,6 @@ Stream* DeviceQueues::source_stream(DeviceId device) const noexcept { return sta
 void DeviceQueues::set_stream(void* native) {
   if (native == nullptr ? state_->owns_home_stream : native == state_->home_stream->native()) return;
   state_->use(native);
-}
-
-std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceCopy> copies,
-                                                          const std::vector<bool>& takes_part) {
-  State& state = *state_;
-  if (state.left) drain();
-  state.check();
-  if (state.collectives != nullptr) state.collectives->check();
-  state.step = std::make_shared<internal::RecordedTimes>(state.evidence, state.spare_events, state.space_of_device(),
-                                                         state.home_device(), state.options.timeout, state.collectives);
-  state.begin(takes_part);
-  try {
-    state.distribute(copies);
-  } catch (...) {
-    drain();  // nobody else would: the step has not begun
-    throw;
-  }
-  return state.step;
-}
-
-bool DeviceQueues::enter(DeviceId device, bool at_once) {
-  State& state = *state_;
-  State::Queue& queue = state.queues[device];
-  if (std::exchange(queue.entered, true)) return false;
-  const bool needs_none = queue.space == kHome || !(at_once || state.collectives != nullptr);
-  state.step->enter(device, !needs_none);
-  const Event& arrival = needs_none ? *state.ready : *state.spaces[queue.space].arrived;
-  if (queue.source != nullptr) queue.source->wait(*state.ready);
-  if (queue.stream == nullptr) {
-    state.await(arrival);
-  } else if (queue.own_stream != nullptr) {
-    queue.stream->wait(arrival);
-  }
-  return true;
-}
-
-void DeviceQueues::need(DeviceId device, std::size_t bucket) {
-  State& state = *state_;
-  State::Queue& queue = state.queues[device];
-  const auto& arrivals = state.spaces[queue.space].arrivals;
-  if (queue.space == kHome || bucket >= arrivals.size()) return;
-  if (queue.stream == nullptr) {
-    state.await(*arrivals[bucket]);
-  } else {
-    queue.stream->wait(*arrivals[bucket]);
-  }
 }
 
 const Event* DeviceQueues::slot(DeviceId device) const {

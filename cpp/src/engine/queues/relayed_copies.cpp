@@ -41,12 +41,12 @@ void pull(const CopyTarget& target, const CopyTarget* source, std::size_t begin,
 
 }  // namespace
 
-void copy_to_all(std::span<const CopyTarget> targets) {
+void copy_to_all(std::span<const CopyTarget> targets, bool relays) {
   if (targets.empty()) return;
   const std::size_t total = bytes_of(targets.front());
   const std::size_t count = targets.size();
   const auto like_the_first = [&](const CopyTarget& target) { return alike(target, targets.front()); };
-  if (count == 1 || total < kLeastRelayed || !std::ranges::all_of(targets, like_the_first)) {
+  if (!relays || count == 1 || total < kLeastRelayed || !std::ranges::all_of(targets, like_the_first)) {
     for (const CopyTarget& target : targets) pull(target, nullptr, 0, bytes_of(target));
     return;
   }

@@ -16,7 +16,8 @@ StepTimes::~StepTimes() = default;
 namespace paceline::internal {
 namespace {
 
-constexpr int kPatience = 8;  // steps that better evidence counts for
+constexpr std::size_t kBefore = ~std::size_t{0};  // a wait before a run
+constexpr int kPatience = 8;                      // steps that better evidence counts for
 
 }  // namespace
 
@@ -60,6 +61,9 @@ void SpareEvents::put(std::unique_ptr<Event> end, std::vector<std::vector<Span>>
 }
 
 RecordedTimes::~RecordedTimes() {
+  for (std::size_t d = 0; d < waits_.size(); ++d) {
+    for (Wait& wait : waits_[d]) spans_[d].push_back(std::move(wait.span));
+  }
   std::ranges::move(arrivals_, std::back_inserter(spans_));
   spare_->put(std::move(over_), std::move(spans_));
 }
@@ -85,6 +89,14 @@ double RecordedTimes::arrival_seconds(DeviceId d) const {
   return awaited.end->seconds_since(*arrivals_[space].front().start);
 }
 
+double RecordedTimes::waited_seconds(DeviceId d, std::size_t run) const {
+  double seconds = 0.0;
+  for (const Wait& wait : waits_[d]) {
+    if (wait.run == run) seconds += wait.span.end->seconds_since(*wait.span.start);
+  }
+  return seconds;
+}
+
 void RecordedTimes::wait() const {
   wait_for(*over_, timeout_);
   // A collective that was given up lets its stream go on, and that is known by then.
@@ -107,8 +119,10 @@ void RecordedTimes::stamp(std::vector<ClaimRecord>& claims) const {
     if (spans.empty()) continue;
     ran[d] = 1;
     if (k == 0) origin[d] = claim.start_seconds + claim.arrival_seconds;
-    claim.start_seconds = origin[d] + spans[k].start->seconds_since(*spans[0].start);
-    const double seconds = spans[k].end->seconds_since(*spans[k].start);
+    const double waited = waited_seconds(d, k);
+    if (k == 0) claim.arrival_seconds += waited;
+    claim.start_seconds = origin[d] + spans[k].start->seconds_since(*spans[0].start) + waited;
+    const double seconds = spans[k].end->seconds_since(*spans[k].start) - waited;
     claim.finish_seconds = claim.start_seconds + seconds;
     held_up[i] = static_cast<char>(spans[k].held_up(seconds));
     if (held_up[i] == 0 && !claim.excluded) clean[d] = 1;
@@ -129,7 +143,15 @@ bool RecordedTimes::begin_run(DeviceId d, AsyncDevice& maker, Stream& stream, bo
   return dry;
 }
 
+void RecordedTimes::begin_wait(DeviceId d, AsyncDevice& maker, Stream& stream) {
+  waits_[d].push_back({spans_[d].size() - 1, spare_->take_span(d, maker)});
+  stream.record(*waits_[d].back().span.start);
+}
+
 void RecordedTimes::restart_run(DeviceId d, Stream& stream) {
+  for (Wait& wait : waits_[d]) {
+    if (wait.run + 1 == spans_[d].size()) wait.run = kBefore;
+  }
   Span& span = spans_[d].back();
   stream.record(*span.start);
   span.opened = std::chrono::steady_clock::now();

@@ -71,6 +71,7 @@ class RecordedTimes final : public StepTimes {
                 std::weak_ptr<SpaceCollectives> collectives)
       : space_of_(std::move(space_of_device)),
         spans_(space_of_.size()),
+        waits_(space_of_.size()),
         needs_all_(space_of_.size(), 1),
         over_(spare->take_end(home)),
         evidence_(std::move(evidence)),
@@ -90,6 +91,9 @@ class RecordedTimes final : public StepTimes {
   bool begin_run(DeviceId d, AsyncDevice& maker, Stream& stream, bool continues);
   void restart_run(DeviceId d, Stream& stream);
   void end_run(DeviceId d, Stream& stream);
+  /// Around what the device waits for inside a run, on its stream. It does not count as the run's time, but as arrival.
+  void begin_wait(DeviceId d, AsyncDevice& maker, Stream& stream);
+  void end_wait(DeviceId d, Stream& stream) { stream.record(*waits_[d].back().span.end); }
   /// The end of the run that is `back` runs before the device's last one; null if there were not that many.
   [[nodiscard]] const Event* end_of_run(DeviceId d, std::size_t back) const;
   /// Around the arrival of the parameters in a space, on the stream that brings them. Home's are there before.
@@ -104,9 +108,16 @@ class RecordedTimes final : public StepTimes {
 
  private:
   [[nodiscard]] double arrival_seconds(DeviceId d) const;
+  [[nodiscard]] double waited_seconds(DeviceId d, std::size_t run) const;
+
+  struct Wait {
+    std::size_t run = 0;  // of the device
+    Span span;
+  };
 
   std::vector<std::size_t> space_of_;     // of each device
   std::vector<std::vector<Span>> spans_;  // of each device
+  std::vector<std::vector<Wait>> waits_;  // of each device, inside its runs
   std::vector<std::vector<Span>>
       arrivals_;                 // of each space: of all parameters, and one that ends with their first bucket
   std::vector<char> needs_all_;  // of each device

@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline import DeviceGroup, DeviceLost, Error, InvalidArgument
 from paceline._core.engine import DeviceQueues
+from paceline._links_text import text as links_text
 from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
 from paceline.torch._batch.batch import Batch
@@ -31,7 +32,14 @@ class Places:
     `queues`, and steps are ordered on the caller's stream of the home GPU.
     """
 
-    def __init__(self, group: DeviceGroup, module: nn.Module, timeout: float, transport: Transport) -> None:
+    def __init__(
+        self,
+        group: DeviceGroup,
+        module: nn.Module,
+        timeout: float,
+        transport: Transport,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
         gpus = [device for device in group.devices if device.kind == "cuda"]
         self.names = [device.name for device in group.devices]
         self.space_names = [device.memory_space for device in group.devices]
@@ -50,8 +58,10 @@ class Places:
             if len({device.memory_space for device in gpus}) > 1:
                 find_installed_nccl()
             stream = cuda.current_stream(self._home_gpu)
-            self.queues = DeviceQueues(group, stream=stream, timeout=timeout, transport=transport)
+            half = None if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
+            self.queues = DeviceQueues(group, stream=stream, timeout=timeout, transport=transport, reduce_dtype=half)
         self.transport = self.queues.transport if self.queues is not None else ""
+        self.links = self.queues.links if self.queues is not None else []
         self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
         self.home_space = self.queues.home_space if self.queues is not None else 0
         hosts = self._gpu.count(None)
@@ -281,7 +291,7 @@ class Places:
 
     def explain(self) -> str:
         """How data gets from one GPU to another. Empty if there are no two GPUs."""
-        return f"Between GPUs: {self.transport}.\n" if self.transport else ""
+        return f"Between GPUs: {self.transport}.\n{links_text(self.links)}" if self.transport else ""
 
     def pool_peaks(self) -> dict[str, int]:
         """For each GPU, the most bytes that paceline's pool had given out at once. After `close`, or if the GPU is lost: as last known."""

@@ -324,7 +324,7 @@ class Replicas:
         requires_grad, training = list(map(_requires_grad, self.parameters)), list(map(_training, self.modules))
         anew = bool(self.graphs)
         if self._flat is not None and self._places.queues is not None and self._flat.pull(anew=anew):
-            self._places.queues.set_copies([*self._flat.copies, *self._parameter_copies])
+            self._places.queues.set_copies(self._parameter_copies, self._flat.copies)
         for replica in self.list:
             replica.follow(requires_grad, training, anew=anew)
 

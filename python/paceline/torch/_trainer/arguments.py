@@ -52,6 +52,19 @@ def check_transport(transport: object) -> None:
         )
 
 
+def check_reduce_dtype(reduce_dtype: object, transport: Transport) -> None:
+    """Raise if gradients cannot travel in this type, even if there is nothing to carry."""
+    if reduce_dtype not in (None, torch.bfloat16, torch.float16):
+        raise InvalidArgument(
+            f"DataParallel: reduce_dtype is {reduce_dtype!r}; it must be torch.bfloat16, torch.float16 or None."
+        )
+    if reduce_dtype is not None and transport == "nccl":
+        raise InvalidArgument(
+            f"DataParallel: reduce_dtype={reduce_dtype} together with transport='nccl': NCCL would not only send, but add in that type. Leave "
+            "transport= out, since copies add in float32, or leave reduce_dtype= out."
+        )
+
+
 def _has_cores_of_its_own() -> bool:
     """Whether the launcher has divided the cores: it may run on more of them than this process. In a container, `os.cpu_count` would not tell."""
     try:

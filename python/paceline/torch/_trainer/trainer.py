@@ -31,6 +31,7 @@ from paceline.torch._trainer.arguments import (
     check_count,
     check_devices,
     check_graphs,
+    check_reduce_dtype,
     check_sizes,
     check_transport,
     memory_limits,
@@ -92,10 +93,18 @@ class DataParallel(Trainer):
     timeout
         Seconds that anything enqueued on a GPU may take. What takes longer counts as a hang.
     transport
-        What brings the parameters to several GPUs, and the sums of their gradients to the first GPU. ``"copies"``, which is what ``"auto"``
-        means: each bucket of gradients is pulled and summed in slices by all GPUs, while they still compute. ``"nccl"``: all gradients after
+        What brings the parameters to several GPUs, and the sums of their gradients to the first GPU. ``"copies"``: each bucket of gradients is
+        pulled and summed in slices by all GPUs, while they still compute; from three GPUs on each pulls a part of the parameters from the
+        first GPU and the rest from the others. ``"auto"``: the same, but the links are measured first, once in a process and in at most a
+        second, and if each GPU gets all parameters sooner from the first one, it does so. ``"nccl"``: all gradients after
         the devices' last work, because NCCL's kernels wait for each other, and user code on a worker may hold one up. `explain` says which
-        one is in use. NCCL has a minute for a collective (half of `timeout` if that is less).
+        one is in use, and how fast the links are. NCCL has a minute for a collective (half of `timeout` if that is less).
+    reduce_dtype
+        ``torch.bfloat16`` or ``torch.float16``: float32 gradients go from GPU to GPU in this type, which halves what links carry. Each device's
+        gradient is rounded to it once, added in float32 in the order of the devices, and the sum is rounded once; ``.grad`` is float32 as ever.
+        The result does not depend on which GPU sums what. Gradients of other types stay as they are. In float16, values beyond 65504 become
+        infinite, which a `GradScaler` takes for an overflow. Nothing changes on host devices, on a single GPU, or on its parts. Host
+        devices beside GPUs send float32, which is rounded like the others. Not with ``transport="nccl"``. None: gradients travel as they are.
     memory
         What one micro-batch may take of a device's memory, beyond parameters and gradients: bytes, or a fraction of the device's memory,
         which devices that share a memory divide evenly. A dictionary limits only some devices, by name. Two sizes are measured, and then
@@ -185,6 +194,7 @@ class DataParallel(Trainer):
         replicate: Replicate | None = None,
         timeout: float = 600.0,
         transport: Transport = "auto",
+        reduce_dtype: torch.dtype | None = None,
         memory: Memory | None = None,
         corrections: bool | None = None,
         granularity: int | None = None,
@@ -205,6 +215,7 @@ class DataParallel(Trainer):
         if not isinstance(graphs, bool):
             raise InvalidArgument(f"DataParallel: graphs is {graphs!r}; it must be True or False.")
         check_transport(transport)
+        check_reduce_dtype(reduce_dtype, transport)
         policy, weights = policy_of(balance)
         check_corrections(corrections, policy)
         if verify_every is not None:
@@ -213,7 +224,7 @@ class DataParallel(Trainer):
         local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = local is not devices
         try:
-            places = Places(local, module, timeout, transport)
+            places = Places(local, module, timeout, transport, reduce_dtype)
             if graphs:
                 check_graphs(places.names, places.on_gpu)
             ranks = _ranks_of(group, reducer, module, places.home)

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include <paceline/export.hpp>
+#include <paceline/runtime/async_device.hpp>
+#include <paceline/runtime/device_group.hpp>
+
+namespace paceline {
+
+/// The way from one GPU's memory to another's.
+struct GpuLink {
+  std::string from;
+  std::string to;
+  LinkKind kind = LinkKind::through_host;
+  double bytes_per_second = 0.0;  ///< 0: not measured
+};
+
+/// The ways between several GPUs.
+struct GpuLinks {
+  std::vector<GpuLink> pairs{};  ///< both directions of each two GPUs
+  /// What the first GPU sends in total when all others pull from it at once. 0: not measured, or fewer than three GPUs.
+  double spread_bytes_per_second = 0.0;
+  /// What each of the others gets when they pull from each other at once. 0 as above.
+  double exchange_bytes_per_second = 0.0;
+};
+
+/// Finds the links between the GPUs of the group, and measures them by timed copies of 32 MiB: at most one second, once
+/// in a process. Each GPU lends 64 MiB. What cannot be measured (no memory left, a GPU that is busy for a second) stays
+/// unknown; that is no error. Empty with fewer than two GPUs.
+[[nodiscard]] PACELINE_API GpuLinks measure_links(const DeviceGroup& group);
+
+/// Whether the first GPU's memory reaches `others` GPUs sooner if each of them pulls a part from it and the rest from
+/// each other, than if each pulls all of it from the first GPU. True if a speed is 0, that is, unknown: relays are
+/// never much slower, and direct copies may be slower by the number of GPUs.
+[[nodiscard]] PACELINE_API bool relays_pay(std::size_t others, double spread_bytes_per_second,
+                                           double exchange_bytes_per_second) noexcept;
+
+}  // namespace paceline

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <span>
+
+#include <paceline/comm/gpu_links.hpp>
+
+#include "comm/link.hpp"
+
+namespace paceline::internal {
+
+/// The links between the endpoints, measured now, within `budget`.
+[[nodiscard]] GpuLinks measure_links(std::span<const Endpoint> endpoints, std::chrono::nanoseconds budget);
+
+/// The same, within a second. Endpoints of the same names are measured once in a process. Any thread.
+[[nodiscard]] GpuLinks known_links(std::span<const Endpoint> endpoints);
+
+}  // namespace paceline::internal

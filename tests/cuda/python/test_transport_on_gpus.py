@@ -1,0 +1,169 @@
+"""How fast links are, what follows from it, and gradients that travel in another type."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import paceline.torch._devices.places as places
+from gpu_cases import BOXES, expect_same, module_and_batch, plain
+from paceline import DeviceGroup, InvalidArgument, _cli, info
+from paceline._core.engine import DeviceQueues
+from paceline.torch import DataParallel
+from torch_support import classify
+
+
+def gradients_of(devices: list[str], dtype: torch.dtype = torch.float32, **options: Any) -> list[torch.Tensor]:
+    """Of the last of three steps, the second of which has laid memory out anew."""
+    module, batch = module_and_batch(dtype)
+    with DataParallel(module, devices, balance="even", **options) as trainer:
+        for _ in range(3):
+            module.zero_grad()
+            trainer.step(classify, batch)
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("box", ["two", "four", "mixed"])
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_gradients_travel_in_the_type_asked_for(
+    fake: Any, box: str, half: torch.dtype, micro_batch: int | None
+) -> None:
+    module, batch = module_and_batch(torch.float32)
+    _, exact = plain(module, batch)
+    rounded = gradients_of(BOXES[box], reduce_dtype=half, micro_batch=micro_batch)
+    # Each of n parts and the sum are rounded once, each by half a unit of the last place at most. Parts may be larger than their sum.
+    tolerance = 4 * torch.finfo(half).eps
+    for one, wanted in zip(rounded, exact, strict=True):
+        assert wanted is not None
+        assert one.dtype == torch.float32
+        assert torch.equal(one, one.to(half).float()), "the sum is rounded"
+        torch.testing.assert_close(one, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
+    assert any(not torch.equal(one, wanted) for one, wanted in zip(rounded, exact, strict=True) if wanted is not None)
+
+
+@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "host:0"], ["host:0", "host:1"]], ids=str)
+def test_nothing_is_rounded_without_a_second_gpu(fake: Any, devices: list[str]) -> None:
+    as_ever = gradients_of(devices)
+    for one, wanted in zip(gradients_of(devices, reduce_dtype=torch.bfloat16), as_ever, strict=True):
+        assert torch.equal(one, wanted)
+
+
+def test_other_types_travel_as_they_are(fake: Any) -> None:
+    module, batch = module_and_batch()
+    _, exact = plain(module, batch)
+    with DataParallel(module, BOXES["four"], balance="even", reduce_dtype=torch.bfloat16) as trainer:
+        trainer.step(classify, batch)
+    expect_same(module, exact)
+
+
+def test_an_overflow_in_float16_is_one_for_the_scaler(fake: Any) -> None:
+    module, batch = module_and_batch(torch.float32)
+    before = copy.deepcopy(module.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    with DataParallel(module, BOXES["two"], balance="even", reduce_dtype=torch.float16) as trainer:
+        optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1)
+        trainer.step(classify, batch, scaler=scaler)
+        assert any(parameter.grad is not None and parameter.grad.isinf().any() for parameter in module.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**23
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), "the step was left out"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"reduce_dtype": torch.float64},
+            "reduce_dtype is torch.float64; it must be torch.bfloat16, torch.float16 or None",
+        ),
+        ({"reduce_dtype": "bfloat16"}, "reduce_dtype is 'bfloat16'"),
+        ({"reduce_dtype": torch.float16, "transport": "nccl"}, "NCCL would not only send, but add in that type"),
+    ],
+    ids=["type", "word", "nccl"],
+)
+def test_what_cannot_travel_is_refused(options: Any, words: str) -> None:
+    module, _ = module_and_batch()
+    with pytest.raises(InvalidArgument, match=words):
+        DataParallel(module, ["host:0", "host:1"], **options)
+
+
+def test_explain_says_what_travels_and_how_fast_links_are(fake: Any) -> None:
+    module, _ = module_and_batch()
+    with DataParallel(module, BOXES["two"], reduce_dtype=torch.bfloat16) as trainer:
+        lines = trainer.explain().splitlines()
+    begin = lines.index(
+        "Between GPUs: copies, each bucket while the devices still compute, float32 gradients in bfloat16, by PCIe peer access."
+    )
+    assert lines[begin + 1].split() == ["GB/s", "to", "cuda:0", "cuda:1"]
+    name, first, second = lines[begin + 2].split()[1:]
+    assert (name, first) == ("cuda:0", "-")
+    assert second == "?" or float(second) > 0
+    assert lines[begin + 4].split(maxsplit=2) == ["PCIe", "peer", "all pairs"]
+
+
+def test_auto_measures_links_and_says_what_follows_for_parameters(fake: Any) -> None:
+    module, _ = module_and_batch()
+    said = {}
+    for transport in ("auto", "copies"):
+        with DataParallel(module, BOXES["four"], transport=transport) as trainer:
+            said[transport] = trainer.explain()
+    follows = ", parameters relayed from GPU to GPU.", ", all parameters from the first GPU."
+    assert sum(words in said["auto"] for words in follows) == 1
+    assert "GB/s to" in said["auto"]
+    assert "GB/s to" not in said["copies"], "nothing is measured that nothing follows from"
+
+
+def test_info_measures_links_if_asked(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert info.collect()["gpu_links"] == []
+    _cli.main(["info", "--links", "--json"])
+    links = json.loads(capsys.readouterr().out)["gpu_links"]
+    assert len(links) == 4 * 3
+    assert {link["kind"] for link in links if {link["from"], link["to"]} == {"cuda:2", "cuda:3"}} == {"PCIe peer"}
+    assert {link["kind"] for link in links if {link["from"], link["to"]} == {"cuda:1", "cuda:2"}} == {
+        "through the host"
+    }
+    assert all(link["bytes_per_second"] >= 0 for link in links), "0 where a second was too short, on a busy machine"
+    _cli.main(["info", "--links"])
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "Links between GPUs" in rows
+    assert "PCIe peer cuda:0 and cuda:1, cuda:2 and cuda:3" in rows
+
+
+@pytest.mark.filterwarnings("ignore:.*each micro-batch is normalised.*")
+def test_buffers_are_not_among_what_may_be_relayed(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device writes to its buffers while others would still pull them from it."""
+    given: list[tuple[Any, Any]] = []
+
+    class Recording(DeviceQueues):
+        def set_copies(self, parameters: Any, buffers: Any = ()) -> None:
+            given.append((parameters, buffers))
+            super().set_copies(parameters, buffers)
+
+    monkeypatch.setattr(places, "DeviceQueues", Recording)
+    module, batch = (
+        torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)),
+        module_and_batch(torch.float32)[1],
+    )
+    with DataParallel(module, BOXES["four"], balance="even") as trainer:
+        trainer.step(classify, batch)
+        replicas = trainer._execution.replicas.list
+        far = {buffer.data_ptr() for replica in replicas[1:] for buffer in replica.module.buffers()}
+    parameters, buffers = given[-1]
+    assert len({to for _, to, *_ in parameters}) == 3 * 6
+    ranges = [(to, to + size) for _, to, _, size, _ in buffers]
+    assert all(any(begin <= address < end for begin, end in ranges) for address in far)
+    assert far.isdisjoint({to for _, to, *_ in parameters})
+
+
+def test_links_of_a_group_are_measured_once(fake: Any) -> None:
+    from paceline._core.comm import measure_links
+
+    with DeviceGroup(["cuda:1", "cuda:0"]) as group:
+        assert measure_links(group) == measure_links(group)
