@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-import fake_graph
 from gpu_cases import BOXES, expect_same, module_and_batch, plain
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
@@ -218,31 +218,27 @@ def test_nothing_is_waited_for_between_steps(fake: Any) -> None:
 
 
 def test_a_replay_waits_for_all_parameters(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "Graph", Looking)
+    """On the second GPU nothing is waited for any more when a capture or a replay begins."""
+    found: list[set[int]] = []
+
+    def look(graph: Any) -> None:
+        if graph.index == 1:
+            found.append(set(trainer._execution.replicas.list[1].arrivals.waiting))  # type: ignore[union-attr]
+
+    graph: Any = cuda.Graph
+
+    class Looking(graph.func):  # type: ignore[misc]
+        def capturing(self) -> Any:
+            look(self)
+            return super().capturing()
+
+        def replay(self) -> None:
+            look(self)
+            super().replay()
+
+    monkeypatch.setattr(cuda, "Graph", functools.partial(Looking, fake))
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
-        Looking.found = []
-        Looking.arrivals = trainer._execution.replicas.list[1].arrivals
-        assert Looking.arrivals is not None
         for _ in range(5):
             trainer.step(classify, batch)
-    assert Looking.found == [set()] * 4, "a capture and three replays"
-
-
-class Looking(fake_graph.Graph):
-    """Notes what the second GPU has not waited for."""
-
-    found: ClassVar[list[set[int]]]
-    arrivals: ClassVar[Any]
-
-    def capturing(self) -> Any:
-        self.note()
-        return super().capturing()
-
-    def replay(self) -> None:
-        self.note()
-        super().replay()
-
-    def note(self) -> None:
-        if self.index == 1:
-            self.found.append(set(self.arrivals.waiting))
+    assert found == [set()] * 4, "a capture and three replays"
