@@ -180,6 +180,8 @@ configure_dev() {
   need_build_tools
   need_python_headers
   need_header gtest/gtest.h GoogleTest libgtest-dev
+  # With nvcc a test reads the kernels' machine code.
+  if command -v nvcc >/dev/null && ! command -v cuobjdump >/dev/null; then pip_once nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm; fi
   cmake --preset dev -S "$root" -B "$dev_dir" -DPACELINE_WERROR="$werror" -DPACELINE_PYTHON=ON \
     -DPython_EXECUTABLE="$venv/bin/python" ${CMAKE_ARGS:-} "$@"
 }

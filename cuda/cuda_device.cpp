@@ -70,8 +70,10 @@ class CudaEvent final : public Event {
     check(cudaEventCreateWithFlags(&event_, timed ? cudaEventDefault : cudaEventDisableTiming), "making an event",
           device);
   }
+  /// Of the caller, who has recorded it.
+  CudaEvent(int device, cudaEvent_t event) : device_(device), owned_(false), recorded_(true), event_(event) {}
   ~CudaEvent() override {
-    destroy_on(device_, [this] { return cudaEventDestroy(event_); });
+    if (owned_) destroy_on(device_, [this] { return cudaEventDestroy(event_); });
   }
 
   [[nodiscard]] bool done() const override {
@@ -112,6 +114,7 @@ class CudaEvent final : public Event {
 
  private:
   int device_;
+  bool owned_ = true;
   bool recorded_ = false;
   cudaEvent_t event_ = nullptr;
 };
@@ -322,6 +325,9 @@ class CudaDevice final : public AsyncDevice {
     return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, stream), routes_, kernels_);
   }
   std::unique_ptr<Event> make_event(bool timed) override { return std::make_unique<CudaEvent>(ordinal_, timed); }
+  std::unique_ptr<Event> adopt_event(void* native) override {
+    return std::make_unique<CudaEvent>(ordinal_, static_cast<cudaEvent_t>(native));
+  }
   std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) override {
     return std::make_unique<DeviceBuffer>(ordinal_, pool_, static_cast<CudaStream&>(stream).handle(), bytes);
   }

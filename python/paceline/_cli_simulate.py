@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
         type=int,
         metavar="N",
         help="what gradients and parameters between N equal GPUs cost beyond computing: in series, as paceline does it, with a "
-        "sharded optimizer, and in DDP's ring",
+        "sharded optimizer, as that could do it, and in DDP's ring",
     )
     parser.add_argument("--seeds", type=count, default=5, metavar="N", help="with --suite: runs of each scenario (5)")
     parser.add_argument("--batch", type=count, default=512, metavar="ITEMS", help="items per step (512)")

@@ -16,7 +16,8 @@ _UPDATE_SECONDS = 28 / 2.7e12
 _WAYS = {
     "serial": "all gradients to the first GPU after backward, all parameters back",
     "buckets": "paceline: buckets summed in slices during backward, parameters in buckets",
-    "sharded": "planned: each GPU updates the slices that it has summed",
+    "ranges": "paceline, sharded optimizer: ranges pulled from the first GPU, updated, and pulled back",
+    "sharded": "as that could be: each GPU updates the slices that it has summed",
     "ring": "PyTorch's DDP: a ring all-reduce of each bucket during backward",
 }
 

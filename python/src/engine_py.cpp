@@ -21,6 +21,7 @@
 #include "bindings.hpp"
 #include "garbage_collection.hpp"
 #include "interruptible.hpp"
+#include "module_contents.hpp"
 #include "python_program.hpp"
 #include "step_loop_reports.hpp"
 #include "what_if_arguments.hpp"
@@ -289,6 +290,12 @@ void bind_engine(py::module_& module) {
         return step_loop.explain();
       });
 
+  py::class_<ModuleContents>(module, "ModuleContents",
+                             "What modules hold in the dictionaries of these names. It keeps nothing alive.")
+      .def(py::init<const std::vector<std::string>&, bool>(), py::arg("names"), py::kw_only(), py::arg("objects"))
+      .def("note", &ModuleContents::note, py::arg("modules"), "Remember the present contents.")
+      .def("same", &ModuleContents::same, py::arg("modules"),
+           "Whether dictionaries, keys and, with objects, the objects are those that were noted.");
   module.def(
       "collect_garbage_if_due", &collect_if_due,
       "On a worker between two pieces of work: what Python's collector, which waits meanwhile, would have collected.");

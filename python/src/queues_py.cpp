@@ -65,6 +65,16 @@ void set_copies(
   queues.in_buckets = std::ranges::any_of(queues.copies, [](const SpaceCopy& copy) { return copy.bucket > 0; });
 }
 
+using DeviceCopies = std::vector<std::tuple<DeviceId, std::uintptr_t, std::uintptr_t, std::size_t>>;
+
+std::vector<DeviceCopy> list_of(const DeviceCopies& copies) {
+  std::vector<DeviceCopy> list;
+  for (const auto& [device, to, from, bytes] : copies) {
+    list.push_back({device, reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes});
+  }
+  return list;
+}
+
 }  // namespace
 
 void bind_queues(py::module_& module) {
@@ -108,11 +118,27 @@ void bind_queues(py::module_& module) {
       .def(
           "seal",
           [](TrainerQueues& queues, DeviceId device, std::size_t k, std::uintptr_t address, std::size_t count,
-             int dtype) {
-            queues.seal(device, k, {reinterpret_cast<void*>(address), count, static_cast<DType>(dtype)});
+             int dtype, std::uintptr_t written) {
+            queues.seal(device, k, {reinterpret_cast<void*>(address), count, static_cast<DType>(dtype)},
+                        reinterpret_cast<void*>(written));
           },
           py::arg("device"), py::arg("k"), py::arg("address"), py::arg("count"), py::arg("dtype"),
-          py::call_guard<py::gil_scoped_release>(), "The device's k-th bucket is final: its sum may begin.")
+          py::arg("written") = 0, py::call_guard<py::gil_scoped_release>(),
+          "The device's k-th bucket is final: its sum may begin after this event, 0: after the stream's work so far.")
+      .def(
+          "begin_update",
+          [](TrainerQueues& queues, const std::vector<DeviceId>& devices, const DeviceCopies& copies) {
+            queues.begin_update(devices, list_of(copies));
+          },
+          py::arg("devices"), py::arg("copies"), py::call_guard<py::gil_scoped_release>(),
+          "Let the devices wait for the caller's work so far and pull (device, to, from, bytes) from home's memory.")
+      .def(
+          "end_update",
+          [](TrainerQueues& queues, const std::vector<DeviceId>& devices, const DeviceCopies& copies) {
+            queues.end_update(devices, list_of(copies));
+          },
+          py::arg("devices"), py::arg("copies"), py::call_guard<py::gil_scoped_release>(),
+          "Let the home stream wait for the devices and pull (device, to, from, bytes) into home's memory.")
       .def("release_memory", &TrainerQueues::release_memory, "Give back what the pools of the GPUs hold without use.")
       .def("drain", &TrainerQueues::drain, "Return when all enqueued work is done.");
 }

@@ -10,6 +10,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <paceline/comm/reduce.hpp>
@@ -75,6 +76,7 @@ class Buckets {
     for (DeviceId d = 0; d < group_.size(); ++d) {
       if (queues.stream(d) == nullptr) buckets_[d].clear();
     }
+    for (cudaEvent_t event : marks_) cudaEventDestroy(event);
   }
 
   void begin(const std::vector<bool>& takes_part = {}) {
@@ -93,6 +95,16 @@ class Buckets {
     if (queues.stream(d) == nullptr) return write(one);
     ASSERT_EQ(cudaSetDevice(group_.devices()[d].index), cudaSuccess);
     launch(&write_kernel, *queues.stream(d), one);
+  }
+
+  /// Records an event of the caller behind the device's work so far, as a graph would. Null on the host.
+  void* mark(DeviceId d) {
+    if (queues.stream(d) == nullptr) return nullptr;
+    cudaEvent_t& event = marks_.emplace_back();
+    EXPECT_EQ(cudaSetDevice(group_.devices()[d].index), cudaSuccess);
+    EXPECT_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
+    EXPECT_EQ(cudaEventRecord(event, static_cast<cudaStream_t>(queues.stream(d)->native())), cudaSuccess);
+    return event;
   }
 
   void deliver(DeviceId d, const std::vector<bool>& sealed) {
@@ -131,6 +143,7 @@ class Buckets {
   DeviceGroup group_;
   std::vector<std::vector<std::unique_ptr<Buffer>>> buckets_;
   std::vector<std::unique_ptr<Buffer>> sums_;
+  std::vector<cudaEvent_t> marks_;
 
  public:
   DeviceQueues queues;
@@ -160,16 +173,23 @@ TEST_P(BucketSums, AreThoseOfTheHostWhoeverSealsWhenAndHow) {
         }
         std::shuffle(devices.begin(), devices.end(), random);
         std::vector<std::vector<bool>> sealed(group.size(), std::vector<bool>(std::size(kCounts), false));
+        std::vector<std::tuple<DeviceId, std::size_t, void*>> marked;  // sealed later, by an event
         for (const DeviceId d : devices) {
           buckets.queues.enter(d);
           for (std::size_t k = 0; k < std::size(kCounts); ++k) {
             seeds[d].push_back(static_cast<std::uint32_t>(random()));
             ASSERT_NO_FATAL_FAILURE(buckets.fill(d, k, seeds[d][k]));
-            if (random() % 3 == 0) continue;
-            buckets.queues.seal(d, k, buckets.view(d, k));
+            const auto how = random() % 4;
+            if (how == 0) continue;
             sealed[d][k] = true;
+            if (how == 1) {
+              marked.push_back({d, k, buckets.mark(d)});
+            } else {
+              buckets.queues.seal(d, k, buckets.view(d, k));
+            }
           }
         }
+        for (const auto& [d, k, mark] : marked) buckets.queues.seal(d, k, buckets.view(d, k), mark);
         std::shuffle(devices.begin(), devices.end(), random);
         for (const DeviceId d : devices) {
           const std::size_t k = random() % std::size(kCounts);
@@ -194,14 +214,17 @@ TEST_P(BucketSums, BeginWhileTheDevicesStillCompute) {
       DeviceQueues& queues = buckets.queues;
       buckets.begin();
       std::vector<std::vector<std::uint32_t>> seeds(group.size(), {11, 12, 13});
+      std::vector<void*> marks(group.size(), nullptr);
+      const bool by_event = seed % 2 == 1;  // of the caller, and sealed when more work is enqueued already
       for (DeviceId d = 0; d < group.size(); ++d) {
         queues.enter(d);
         ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 0, 11));
-        queues.seal(d, 0, buckets.view(d, 0));
+        if (by_event) {
+          marks[d] = buckets.mark(d);
+        } else {
+          queues.seal(d, 0, buckets.view(d, 0));
+        }
       }
-      AsyncDevice& home = queues.maker(queues.home_space());
-      const std::unique_ptr<Event> summed = home.make_event(false);
-      queues.home_stream().record(*summed);
       for (DeviceId d = 0; d < group.size(); ++d) {
         ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 1, 12));  // more work, which nobody may wait for
         if (queues.stream(d) != nullptr) {
@@ -212,6 +235,10 @@ TEST_P(BucketSums, BeginWhileTheDevicesStillCompute) {
         }
         ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 2, 13));
       }
+      for (DeviceId d = 0; by_event && d < group.size(); ++d) queues.seal(d, 0, buckets.view(d, 0), marks[d]);
+      AsyncDevice& home = queues.maker(queues.home_space());
+      const std::unique_ptr<Event> summed = home.make_event(false);
+      queues.home_stream().record(*summed);
       ASSERT_NO_THROW(wait_for(*summed, std::chrono::seconds(30))) << "seed " << seed;
       for (DeviceId d = 0; d < group.size(); ++d) {
         if (queues.stream(d) != nullptr) fake::go_on(static_cast<cudaStream_t>(queues.stream(d)->native()));

@@ -26,7 +26,7 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
 ROOMS = PROJECT / "cpp" / "src"
-OF_STEPS = ["bucket_sums", "data_parallel", "device_queues", "step_times"]
+OF_STEPS = ["bucket_sums", "data_parallel", "device_queues", "device_updates", "step_times"]
 OF_COLLECTIVES = ["communicator", "communicator_failures"]
 OF_PIPELINES = ["pipeline"]
 # Each source, and the tests that run it.

@@ -6,6 +6,7 @@
 Overheads: a network of ResNet-50's size with its 159 buffers in bfloat16, without and with a read of the loss in each step. Plain
 PyTorch and paceline take turns; each figure is the shortest of several rounds. Memory: the most that PyTorch's allocator and paceline's
 pool had given out. Overlap: which part of the sums of gradients runs while the parts' kernels run, by PyTorch's profiler.
+Launch-bound: a step that Python cannot launch as fast as the GPU runs it, with and without CUDA graphs, on one GPU and on four parts of it.
 Prints one JSON object.
 """
 
@@ -14,8 +15,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import gc
+import itertools
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +74,7 @@ def main() -> int:
         },
         "memory": lambda: memory(size, home, first),
         "overlap": lambda: overlap(size, home, named.split(",") if named else None),
+        "launch-bound": lambda: launch_bound(size, home) if named is None else {"why": "about GPUs alone"},
     }
     broken = []
     for name, question in questions.items():
@@ -102,11 +107,20 @@ def plain_step(module: nn.Module, batch: Pair) -> Callable[[], torch.Tensor]:
     return step
 
 
-def paced_step(trainer: DataParallel, batch: Pair) -> Callable[[], torch.Tensor]:
+def paced_step(trainer: DataParallel, batch: Pair, before: list[float] | None = None) -> Callable[[], torch.Tensor]:
+    """`before` gets the milliseconds of each step before the loss is called: a GPU that waits for this step is idle so long."""
     optimizer = trainer.optimizer(torch.optim.SGD, lr=1e-3, momentum=0.9)
+    began = 0.0
+
+    def loss_fn(one: nn.Module, part: Pair) -> torch.Tensor:
+        if before is not None:
+            before.append(1e3 * (time.perf_counter() - began))
+        return classify_in_bfloat16(one, part)
 
     def step() -> torch.Tensor:
-        loss = trainer.step(classify_in_bfloat16, batch)
+        nonlocal began
+        began = time.perf_counter()
+        loss = trainer.step(loss_fn, batch)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -117,7 +131,8 @@ def paced_step(trainer: DataParallel, batch: Pair) -> Callable[[], torch.Tensor]
 def overhead(size: Size, home: torch.device, device: str, *, read: bool) -> dict[str, Any]:
     module, batch = network(size, home)
     with DataParallel(copy.deepcopy(module), [device]) as trainer:
-        steps = {"plain": plain_step(module, batch), "paceline": paced_step(trainer, batch)}
+        before: list[float] = []
+        steps = {"plain": plain_step(module, batch), "paceline": paced_step(trainer, batch, before)}
 
         def run(name: str) -> float:
             synchronize(home)
@@ -135,6 +150,7 @@ def overhead(size: Size, home: torch.device, device: str, *, read: bool) -> dict
         "buffers": sum(1 for _ in module.buffers()),
         "plain_milliseconds": round(shortest["plain"], 3),
         "paceline_milliseconds": round(shortest["paceline"], 3),
+        "milliseconds_before_forward": round(statistics.median(before), 3),
         "plain_over_paceline": round(shortest["plain"] / shortest["paceline"], 4),
     }
 
@@ -207,6 +223,40 @@ def overlap(size: Size, home: torch.device, named: list[str] | None) -> dict[str
     if not found:
         return {"hidden": None, "why": f"the profiler saw no kernel {timeline.OURS}"}
     return {"hidden": round(max(found), 4), "of_three_steps": [round(each, 4) for each in found]}
+
+
+def launch_bound(size: Size, home: torch.device) -> dict[str, Any]:
+    """Milliseconds of a step whose kernels are over sooner than Python launches them: plain PyTorch, and paceline with and without graphs."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(2 * size.layers) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    module = nn.Sequential(*layers).to(home)
+    batch = torch.randn(512, 256, device=home)
+
+    def loss_fn(one: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = one(x).square().mean()
+        return loss
+
+    def milliseconds(step: Step) -> float:
+        def run(_: str) -> float:
+            synchronize(home)
+            begin = time.perf_counter()
+            for _repeat in range(10):
+                step()
+                module.zero_grad()
+            synchronize(home)
+            return 100 * (time.perf_counter() - begin)
+
+        return round(shortest_of(run, ["step"], size.rounds)["step"], 3)
+
+    found: dict[str, Any] = {"plain": milliseconds(lambda: loss_fn(module, batch).backward())}
+    for count, graphs in itertools.product((1, 4), (False, True)):
+        gc.collect()
+        paceline.release_partitions("cuda:0")
+        devices: list[Any] = paceline.partition("cuda:0", [1 / count] * count) if count > 1 else ["cuda:0"]
+        with DataParallel(module, devices, balance="even", graphs=graphs) as trainer:
+            name = f"{'four parts' if count > 1 else 'one GPU'}{', graphs' if graphs else ''}"
+            found[name] = milliseconds(functools.partial(trainer.step, loss_fn, batch))
+    return found
 
 
 def synchronize(home: torch.device) -> None:

@@ -74,7 +74,6 @@ def versions() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["nccl"] = torch.cuda.nccl.version()
         found["cudnn"] = torch.backends.cudnn.version()
-        found["driver_api"] = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
     found["nccl_header"] = nccl_header()
     found["green_context"] = hasattr(torch.cuda, "GreenContext") or hasattr(torch.cuda, "green_contexts")
     found["gil"] = bool(getattr(sys, "_is_gil_enabled", lambda: True)())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import paceline
 from gpu_support import Box
 from paceline.torch import DataParallel
 from torch_support import classifier, classify, gradients, plain, worst_difference
@@ -26,7 +27,19 @@ def options(box: Box) -> dict[str, Any]:
     return {"mode": "reduce-overhead"} if box.is_cuda else {"backend": "aot_eager"}
 
 
-@pytest.mark.boxes("one_gpu", "two_unequal_parts")
+@pytest.mark.needs_cuda
+@pytest.mark.boxes("two_unequal_parts")
+def test_graphs_of_the_compiler_are_refused_on_parts(box: Box) -> None:
+    """Seen with PyTorch 2.11: the process is aborted in a backward on one part while the other part replays."""
+    module, batch = classifier(48, dtype=torch.float32)
+    module, batch = box.put(module), box.put(batch)
+    compiled: Any = torch.compile(module, mode="reduce-overhead")
+    with DataParallel(compiled, box.devices) as trainer:
+        with pytest.raises(paceline.InvalidArgument, match="several parts of one GPU"):
+            trainer.step(classify, batch)
+
+
+@pytest.mark.boxes("one_gpu")
 def test_graphs_of_the_compiler_train_on_workers_and_then_run_on_the_callers_thread(box: Box) -> None:
     module, batch = classifier(48, dtype=torch.float32)
     module, batch = box.put(module), box.put(batch)

@@ -1,4 +1,4 @@
-"""Memory: a share that does not fit is run in smaller parts, a thousand steps take no more, and close() gives all back."""
+"""Memory: a share that does not fit is run in smaller parts, hundreds of steps take no more, and close() gives all back."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_item_that_does_not_fit_is_an_error_and_nothing_is_lost(box: Box) -> 
         assert worst_difference(gradients(module), wanted) <= 1e-12
 
 
-def test_a_thousand_steps_take_no_more_memory_and_close_gives_all_back(box: Box) -> None:
+def test_hundreds_of_steps_take_no_more_memory_and_close_gives_all_back(box: Box) -> None:
     module, batch = classifier(64, dtype=torch.float32)
     module, batch = box.put(module), box.put(batch)
     module(batch[0]).sum().backward()  # what PyTorch itself keeps: its handles and workspaces
@@ -107,11 +107,11 @@ def test_a_thousand_steps_take_no_more_memory_and_close_gives_all_back(box: Box)
     trainer = DataParallel(module, box.devices, micro_batch=10)
     optimizer = trainer.optimizer(torch.optim.SGD, lr=1e-3)
     early = late = 0
-    for step in range(1000):
+    for step in range(400):
         trainer.step(classify, batch)
         optimizer.step()
         optimizer.zero_grad()
-        if step in (200, 999):
+        if step in (100, 399):
             torch.cuda.synchronize()
             early, late = late, torch.cuda.memory_reserved()
     assert late <= early

@@ -24,7 +24,7 @@ PLACES += [f"{what} {device}" for what in ("forward", "backward") for device in 
 def delay_streams(trainer: DataParallel, place: str) -> None:
     """Of the streams that bring devices their parameters and what they deliver, or of the one that reduces."""
     queues = queues_of(trainer)
-    handles = {queues.home_stream} if place == "reduction" else {*queues.readers} - {queues.home_stream, None}
+    handles = {queues.home_stream} if place == "reduction" else {*queues.sources} - {None}
     assert handles, f"this box has nothing to delay for {place}"
     with torch.cuda.device(torch.device("cuda", 0)):
         for handle in handles:

@@ -21,7 +21,7 @@ class Kernel(NamedTuple):
 def kernels_of(call: Callable[[], object]) -> list[Kernel]:
     """The kernels of one call, copies left out; none where the profiler sees no GPU."""
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()
         torch.cuda.synchronize()
     return [

@@ -24,10 +24,25 @@ class Graph:
         self.index = index
         self._records: list[Any] = []
 
+    def mark(self) -> int:
+        """An event that each replay records at this place."""
+        event = self.make_event()
+        self._records.append(event)
+        return event
+
+    def make_event(self) -> int:
+        """An event that belongs to the graph. For who has streams."""
+        raise NotImplementedError
+
+    def record_event(self, event: int) -> None:
+        """Record it on the calling thread's stream."""
+        raise NotImplementedError
+
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Record the operators of the ``with`` block."""
-        recorder, generator = _Recorder(), torch.default_generator.get_state()
+        self._records = []
+        recorder, generator = _Recorder(self._records), torch.default_generator.get_state()
         try:
             with recorder:
                 yield
@@ -39,12 +54,15 @@ class Graph:
                     if tensor.is_floating_point():
                         tensor.detach().fill_(torch.nan)
             torch.default_generator.set_state(generator)
-        self._records = recorder.records
 
     def replay(self) -> None:
         """Run what was recorded."""
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-            for operator, args, options, kept in self._records:
+            for record in self._records:
+                if isinstance(record, int):
+                    self.record_event(record)
+                    continue
+                operator, args, options, kept = record
                 results = tree_leaves(operator(*args, **options))
                 for tensor, result in zip(kept, results, strict=True):
                     if tensor is not None:
@@ -52,9 +70,9 @@ class Graph:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, records: list[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.records: list[Any] = []
+        self.records = records
         self.made: list[torch.Tensor] = []
         self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._own: set[int] = set()

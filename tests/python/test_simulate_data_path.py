@@ -13,7 +13,7 @@ from paceline.sim import simulate_data_path
 CASE = ["simulate", "--gpus", "8", "--parameters", "1e9", "--tokens", "8192"]
 
 
-def test_the_table_has_the_four_ways(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_all_ways(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*CASE, "--link", "nvlink4"]) == 0
     text = capsys.readouterr().out
     assert (
@@ -21,7 +21,7 @@ def test_the_table_has_the_four_ways(capsys: pytest.CaptureFixture[str]) -> None
         in text
     )
     assert "not a measurement" in text
-    assert [line.split()[0] for line in text.splitlines()[4:]] == ["serial", "buckets", "sharded", "ring"]
+    assert [line.split()[0] for line in text.splitlines()[4:]] == ["serial", "buckets", "ranges", "sharded", "ring"]
 
 
 def test_json_says_what_a_step_takes_beyond_computing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -268,9 +268,12 @@ def test_one_device_goes_back_to_buffers_that_have_changed_between_steps() -> No
         for change in (
             lambda: norm.running_mean.fill_(3.0),
             lambda: setattr(norm, "running_mean", torch.full((4,), 5.0, dtype=torch.double)),
+            lambda: setattr(norm.running_mean, "data", torch.full((4,), 6.0, dtype=torch.double)),
             lambda: setattr(norm, "num_batches_tracked", torch.tensor(7, dtype=torch.int32)),
             lambda: setattr(norm, "num_batches_tracked", None),
             lambda: norm.register_buffer("more", torch.arange(3)),
+            lambda: setattr(norm.more, "data", torch.arange(5)),
+            lambda: norm.register_buffer("renamed", norm._buffers.pop("more")),
             lambda: module.append(nn.BatchNorm1d(4).double()),
         ):
             change()

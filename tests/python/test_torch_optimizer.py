@@ -54,7 +54,7 @@ def set_gradients(module: nn.Module, seed: int) -> None:
 def threads_of_steps(monkeypatch: pytest.MonkeyPatch, cls: type[torch.optim.Optimizer]) -> set[int]:
     """Filled with the threads that the class's own step runs on."""
     threads: set[int] = set()
-    whole: Any = _optimizer._unhooked(cls.step)
+    whole: Any = _optimizer.unhooked(cls.step)
 
     def noting(self: Any, closure: Any = None) -> Any:
         threads.add(threading.get_ident())

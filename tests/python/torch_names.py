@@ -14,6 +14,7 @@ NAMES = [
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._cuda_clearCublasWorkspaces",
+    "torch._C._cuda_endAllocateToPool",
     "torch._C._current_graph_task_id",
     "torch._C._enter_dual_level",
     "torch._C._exit_dual_level",
@@ -50,7 +51,7 @@ NAMES = [
 ]
 
 # Not in builds of PyTorch without CUDA.
-NEED_CUDA = {"torch._C._cuda_clearCublasWorkspaces"}
+NEED_CUDA = {"torch._C._cuda_clearCublasWorkspaces", "torch._C._cuda_endAllocateToPool"}
 
 # Attributes of PyTorch's objects, by the kind of object.
 ATTRIBUTES = {

@@ -19,7 +19,8 @@ using Event = StreamMachine::Event;
 using Events = std::vector<Event>;
 
 constexpr std::size_t kHome = 0;
-constexpr int kSteps = 4;  // those before the last one lead to the steady state: the first gets no parameters
+constexpr std::size_t kRounds = 4;  // in which a sharded optimizer updates a range
+constexpr int kSteps = 4;           // those before the last one lead to the steady state: the first gets no parameters
 
 /// One way of several steps. Each GPU has a stream that computes, one that moves what it pulls, and home one for the
 /// caller's work.
@@ -126,9 +127,13 @@ class Serial final : public Way {
   }
 };
 
-class Buckets final : public Way {
+class Buckets : public Way {
  public:
   using Way::Way;
+
+ protected:
+  /// Runs the update between home's last sum and the first parameters that are sent.
+  virtual void update() { machine_.compute(moving(kHome), o_.update_seconds); }
 
  private:
   std::vector<Events> exchange(const std::vector<Events>& ready) override {
@@ -144,7 +149,7 @@ class Buckets final : public Way {
       }
       pulled.push_back(machine_.record(moving(kHome)));
     }
-    machine_.compute(moving(kHome), o_.update_seconds);
+    update();
     const Event updated = machine_.record(moving(kHome));
     std::vector<Events> arrived{Events(buckets_, updated)};
     for (std::size_t g = 1; g < n_; ++g) {
@@ -169,6 +174,30 @@ class Buckets final : public Way {
       }
     }
     return arrived;
+  }
+};
+
+class Ranges final : public Buckets {
+ public:
+  using Buckets::Buckets;
+
+ private:
+  void update() override {
+    // In rounds, so that what goes out of home and what comes into it overlap.
+    const auto parts = static_cast<double>(n_ * kRounds);
+    const double range = o_.parameters * o_.bytes_each / parts;
+    const double seconds = o_.update_seconds / parts;
+    const Event begun = machine_.record(moving(kHome));
+    for (std::size_t g = 1; g < n_; ++g) machine_.wait(moving(g), begun);
+    for (std::size_t round = 0; round < kRounds; ++round) {
+      machine_.compute(moving(kHome), seconds);
+      for (std::size_t g = 1; g < n_; ++g) {
+        machine_.copy(moving(g), kHome, g, 2.0 * range);
+        machine_.compute(moving(g), seconds);
+        machine_.wait(moving(kHome), machine_.record(moving(g)));
+        machine_.copy(moving(kHome), g, kHome, range);
+      }
+    }
   }
 };
 
@@ -283,8 +312,8 @@ GpuLinks gpu_links(const std::string& name) {
 
 std::vector<DataPathOutcome> simulate_data_path(const DataPathOptions& options) {
   check(options);
-  return {Serial(options).run("serial"), Buckets(options).run("buckets"), Sharded(options).run("sharded"),
-          Ring(options).run("ring")};
+  return {Serial(options).run("serial"), Buckets(options).run("buckets"), Ranges(options).run("ranges"),
+          Sharded(options).run("sharded"), Ring(options).run("ring")};
 }
 
 }  // namespace paceline::sim

@@ -11,6 +11,7 @@ __all__: list[str] = [
     "DeviceQueues",
     "LaneThreads",
     "Lanes",
+    "ModuleContents",
     "PipelineOutcome",
     "StepLoop",
     "StepOutcome",
@@ -89,9 +90,39 @@ class DeviceQueues:
         timeout: typing.SupportsFloat | typing.SupportsIndex = 600.0,
         transport: str = "auto",
     ) -> None: ...
+    def begin_update(
+        self,
+        devices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        copies: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+    ) -> None:
+        """
+        Let the devices wait for the caller's work so far and pull (device, to, from, bytes) from home's memory.
+        """
     def drain(self) -> None:
         """
         Return when all enqueued work is done.
+        """
+    def end_update(
+        self,
+        devices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        copies: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+    ) -> None:
+        """
+        Let the home stream wait for the devices and pull (device, to, from, bytes) into home's memory.
         """
     def need(
         self, device: typing.SupportsInt | typing.SupportsIndex, bucket: typing.SupportsInt | typing.SupportsIndex
@@ -114,9 +145,10 @@ class DeviceQueues:
         address: typing.SupportsInt | typing.SupportsIndex,
         count: typing.SupportsInt | typing.SupportsIndex,
         dtype: typing.SupportsInt | typing.SupportsIndex,
+        written: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None:
         """
-        The device's k-th bucket is final: its sum may begin.
+        The device's k-th bucket is final: its sum may begin after this event, 0: after the stream's work so far.
         """
     def set_copies(
         self,
@@ -408,6 +440,20 @@ class StepLoop:
     def metrics(self) -> dict[str, typing.Any]:
         """
         One snapshot: per device share, items, busy and idle seconds, rate; totals; the last moves.
+        """
+
+class ModuleContents:
+    """
+    What modules hold in the dictionaries of these names. It keeps nothing alive.
+    """
+    def __init__(self, names: collections.abc.Sequence[str], *, objects: bool) -> None: ...
+    def note(self, modules: list[typing.Any]) -> None:
+        """
+        Remember the present contents.
+        """
+    def same(self, modules: list[typing.Any]) -> bool:
+        """
+        Whether dictionaries, keys and, with objects, the objects are those that were noted.
         """
 
 def collect_garbage_if_due() -> None:

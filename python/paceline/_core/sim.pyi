@@ -372,7 +372,7 @@ def simulate_data_path(
     Returns
     -------
     dict
-        For each way, ``serial``, ``buckets``, ``sharded`` and ``ring``, a dict with `step_seconds`, and `exposed_seconds`: what a step
+        For each way, ``serial``, ``buckets``, ``ranges``, ``sharded`` and ``ring``, a dict with `step_seconds`, and `exposed_seconds`: what a step
         takes beyond forward, backward and update.
 
     Raises

@@ -68,32 +68,35 @@ TEST(DataPath, WithoutOverlapIsWhatTheFormulasSay) {
     // All gradients into home, and all parameters out of it.
     EXPECT_NEAR(exposed(options, 0), 2.0 * (count - 1.0), 1e-6) << n;
     // (n-1)/n of a bucket into each GPU, the same into home, all parameters out of it, and n-2 parts to each other.
-    EXPECT_NEAR(exposed(options, 1), 2.0 * (count - 1.0) / count + 1.0 + (count - 2.0) / (count - 1.0), 1e-6) << n;
+    const double buckets = 2.0 * (count - 1.0) / count + 1.0 + (count - 2.0) / (count - 1.0);
+    EXPECT_NEAR(exposed(options, 1), buckets, 1e-6) << n;
+    // Twice (n-1)/n out of home, a quarter of (n-1)/n into it after the last round, and only a part of the update.
+    EXPECT_NEAR(exposed(options, 2), buckets + (2.0 + 0.25 - 0.5) * (count - 1.0) / count, 1e-6) << n;
     // The same into each GPU for gradients and for parameters, and only a part of the update.
-    EXPECT_NEAR(exposed(options, 2), 2.0 * (count - 1.0) / count - 0.5 * (count - 1.0) / count, 1e-6) << n;
-    EXPECT_NEAR(exposed(options, 3), 2.0 * (count - 1.0) / count, 1e-6) << n;
+    EXPECT_NEAR(exposed(options, 3), 2.0 * (count - 1.0) / count - 0.5 * (count - 1.0) / count, 1e-6) << n;
+    EXPECT_NEAR(exposed(options, 4), 2.0 * (count - 1.0) / count, 1e-6) << n;
   }
 }
 
 TEST(DataPath, AddsTheLatencyOfEachCopy) {
   DataPathOptions options = plain(4);
-  const double before = exposed(options, 3);
+  const double before = exposed(options, 4);
   options.links.latency_seconds = 0.01;
-  EXPECT_NEAR(exposed(options, 3) - before, 6 * 0.01, 1e-6) << "two rounds of three";
+  EXPECT_NEAR(exposed(options, 4) - before, 6 * 0.01, 1e-6) << "two rounds of three";
 }
 
 TEST(DataPath, HidesAllButTheLastBucketOfAFastLink) {
   DataPathOptions options = plain(4);
   options.bucket_bytes = 1e7;  // 100 buckets
   options.links = links(20e9, 20e9);
-  EXPECT_NEAR(exposed(options, 3), 2.0 * 0.75 * 1e7 / 20e9, 1e-6);
-  EXPECT_LT(exposed(options, 2), 0.0) << "the update is shared";
+  EXPECT_NEAR(exposed(options, 4), 2.0 * 0.75 * 1e7 / 20e9, 1e-6);
+  EXPECT_LT(exposed(options, 3), 0.0) << "the update is shared";
   EXPECT_LT(exposed(options, 1), 0.25);
   EXPECT_NEAR(exposed(options, 0), 2.0 * 3.0 / 20.0, 1e-6) << "nothing of it overlaps";
 }
 
 TEST(DataPath, IsNeverSlowerOnAFasterLink) {
-  for (std::size_t way = 0; way < 4; ++way) {
+  for (std::size_t way = 0; way < 5; ++way) {
     double before = 1e30;
     for (const double bandwidth : {1e9, 3e9, 10e9, 30e9, 100e9}) {
       DataPathOptions options = plain(8);

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import threading
 from collections.abc import Iterator
@@ -22,9 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import fake_device  # noqa: E402
 import fake_graph  # noqa: E402
+import paceline  # noqa: E402
 from paceline import _core  # noqa: E402
 from paceline.torch._devices import caller_state, cuda  # noqa: E402
 from paceline.torch._run.flat_gradients import FlatGradients  # noqa: E402
+from paceline.torch._trainer import shard_ranges, shards  # noqa: E402
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -39,6 +42,8 @@ class Fake:
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(_core.__file__)
+        if hasattr(self.library, "paceline_fake_make_event"):
+            self.library.paceline_fake_make_event.restype = ctypes.c_void_p
         self.released = 0
         self.streams_ended = 0
         self.broken = ""  # what PyTorch says of a GPU that has failed
@@ -126,6 +131,29 @@ class CopyStream:
         return tensor.clone()
 
 
+class Graph(fake_graph.Graph):
+    """Stands for `cuda.Graph`, with events of the fake."""
+
+    def __init__(self, fake: Fake, index: int, pool: Any) -> None:
+        super().__init__(index, pool)
+        self._fake = fake
+        self._events: list[int] = []
+
+    def __del__(self) -> None:
+        for event in self._events:
+            self._fake.library.paceline_fake_destroy_event(ctypes.c_void_p(event))
+
+    def make_event(self) -> int:
+        """An event that goes with the graph."""
+        self._events.append(self._fake.library.paceline_fake_make_event(self.index))
+        return self._events[-1]
+
+    def record_event(self, event: int) -> None:
+        """Record it on the stream that the calling thread is on."""
+        _, stream = self._fake.streams[-1]
+        self._fake.library.paceline_fake_record(ctypes.c_void_p(event), ctypes.c_void_p(stream))
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     """Four GPUs; afterwards nothing may have gone wrong that the fake has noticed."""
@@ -138,7 +166,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(cuda, "current_stream", lambda index: None)
     monkeypatch.setattr(cuda, "on_stream", fake.on_stream)
     monkeypatch.setattr(cuda, "CopyStream", CopyStream)
-    monkeypatch.setattr(cuda, "Graph", fake_graph.Graph)
+    monkeypatch.setattr(cuda, "Graph", functools.partial(Graph, fake))
     monkeypatch.setattr(cuda, "graph_pool", object)
     monkeypatch.setattr(cuda, "generator", lambda index: torch.default_generator)
     monkeypatch.setattr(cuda, "uuid", lambda index: f"GPU-{index}")
@@ -147,6 +175,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(cuda, "pinned", lambda count, dtype: torch.empty(count, dtype=dtype))
     monkeypatch.setattr(cuda, "pin", lambda tensor: tensor.clone())
     monkeypatch.setattr(cuda, "prepare_worker", lambda index: None)
+    monkeypatch.setattr(cuda, "spare_memory", lambda index: 2**34)
+    monkeypatch.setattr(cuda, "memory_bandwidth", lambda index: None)
     monkeypatch.setattr(cuda, "release_memory", fake.release_memory)
     kept: list[
         Any
@@ -161,6 +191,15 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     text = ctypes.create_string_buffer(500)
     assert fake.library.paceline_fake_problems(text, 500) == 0, text.value.decode()
     assert fake.synchronizations == 0
+
+
+@pytest.fixture
+def whole_afterwards(fake: Any) -> Iterator[None]:
+    """What the process knows of parts must not outlive the machine they were on."""
+    yield
+    gc.collect()
+    paceline.release_partitions("cuda:0")
+    assert fake.leftovers == 0
 
 
 @pytest.fixture
@@ -201,3 +240,10 @@ def far_gpus(fake: Fake, gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cuda, "CopyStream", FarCopyStream)
     monkeypatch.setattr(cuda, "prepare_worker", lambda index: gpus.enter(index, gpus.current(index)))
     return gpus
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharded optimizers cut small tensors, too, in several rounds."""
+    monkeypatch.setattr(shard_ranges, "ALIGNMENT", 16)
+    monkeypatch.setattr(shards, "_LEAST_BYTES_OF_ROUNDS", 1)

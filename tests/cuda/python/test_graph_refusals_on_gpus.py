@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import paceline
 from gpu_cases import BOXES, expect_same, module_and_batch, plain
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
@@ -119,3 +120,22 @@ def test_graphs_need_gpus_and_one_weight(fake: Any) -> None:
         pytest.raises(InvalidArgument, match="a weight= that is a mapping"),
     ):
         trainer.step(lambda one, part: {"a": classify(one, part)}, batch, weight={"a": None})
+
+
+@pytest.mark.usefixtures("whole_afterwards")
+def test_draws_on_parts_of_one_gpu_are_refused() -> None:
+    paceline.partition("cuda:0", [0.5, 0.5])
+    module = nn.Sequential(nn.Linear(6, 10), nn.Dropout(0.5), nn.Linear(10, 3)).double()
+    _, batch = module_and_batch()
+    with DataParallel(module, ["cuda:0/0", "cuda:0/1"], balance="even", graphs=True) as trainer:
+        for _ in range(2):
+            trainer.step(classify, batch)
+        with pytest.raises(InvalidArgument, match=r"cuda:0/0, cuda:0/1 are parts of one GPU, which share its random"):
+            trainer.step(classify, batch)
+        module.eval()
+        for _ in range(4):
+            module.zero_grad()
+            _, expected = plain(module, batch)
+            trainer.step(classify, batch)
+            expect_same(module, expected)
+        assert "2 captured" in trainer.explain()

@@ -110,13 +110,13 @@ class Running:
     def _end_all(self) -> None:
         """What the stage left running must not disturb the next one."""
         assert self._process is not None
-        for number, grace in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, _GRACE_SECONDS)):
+        for number in (signal.SIGINT, signal.SIGKILL):  # interrupted, pytest still prints what has failed
             try:
                 os.killpg(self._process.pid, number)
             except ProcessLookupError:
                 return
             try:
-                self._process.wait(grace)
+                self._process.wait(_GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 continue
 

@@ -2,10 +2,14 @@
 //
 // Controls the fake from Python tests, through ctypes. There PyTorch's CPU tensors stand for the GPU's tensors. The
 // fake has not allocated their memory, and their operators run during the call. So all enqueued work runs at once, too.
+#include <cuda_runtime_api.h>
+
+#include <mutex>
 #include <string>
 #include <utility>
 
 #include "fake_cuda.hpp"
+#include "machine.hpp"
 #include "nccl_host.hpp"
 #include "twins.hpp"
 
@@ -29,6 +33,22 @@ PACELINE_FAKE_API int paceline_fake_nccl_calls(const char* function) { return fa
 PACELINE_FAKE_API void paceline_fake_hang(void* stream) { fake::hang(static_cast<cudaStream_t>(stream)); }
 
 PACELINE_FAKE_API void paceline_fake_go_on(void* stream) { fake::go_on(static_cast<cudaStream_t>(stream)); }
+
+/// An event of a graph, which records it whenever it is launched.
+PACELINE_FAKE_API void* paceline_fake_make_event(int device) {
+  const std::lock_guard lock(fake::machine().mutex);
+  return fake::machine().make_event(device, false);
+}
+
+PACELINE_FAKE_API void paceline_fake_record(void* event, void* stream) {
+  const std::lock_guard lock(fake::machine().mutex);
+  fake::machine().record(fake::machine().resolve(static_cast<cudaStream_t>(stream)), static_cast<fake::Event*>(event));
+}
+
+PACELINE_FAKE_API void paceline_fake_destroy_event(void* event) {
+  const std::lock_guard lock(fake::machine().mutex);
+  fake::machine().destroy(static_cast<fake::Event*>(event));
+}
 
 PACELINE_FAKE_API void paceline_fake_poison(int device, int error) {
   fake::poison(device, static_cast<cudaError_t>(error));

@@ -37,6 +37,14 @@ struct DeviceQueueOptions {
   std::size_t chunk_bytes = std::size_t{25} << 20;
 };
 
+/// A copy between home's memory and that of a device, which updates a part of the parameters.
+struct DeviceCopy {
+  DeviceId device = 0;
+  void* to = nullptr;
+  const void* from = nullptr;
+  std::size_t bytes = 0;
+};
+
 /// When a step's micro-batches ran, by the devices' own clocks. It may be used after later steps have begun.
 class PACELINE_API StepTimes {
  public:
@@ -70,7 +78,10 @@ class PACELINE_API StepTimes {
 ///   5. The update of the parameters, which follows the reduction, runs after every copy of them. The home stream waits
 ///      for each space's `arrived`, even if no device of that space had work. A space that gets no parameters in a
 ///      step, because none of its devices takes part, is left out.
-///   6. After a failed step drain() waits for all work, so that the caller may free what the step used.
+///   6. If devices update parts of the parameters between two steps, their streams wait for the caller's work so far,
+///   pull
+///      what they need from home and do the update. The home stream waits for each of them and pulls the results.
+///   7. After a failed step drain() waits for all work, so that the caller may free what the step used.
 ///
 /// With NCCL between several GPUs, home has one more stream for collectives. Other spaces use the stream of their
 /// copies. Then these points change:
@@ -166,9 +177,10 @@ class PACELINE_API DeviceQueues {
   /// Where the sums go, in home's memory, before the workers begin: outputs[k] = scale * the sum of the devices' k-th
   /// buckets.
   void expect(std::span<const BufferView> outputs, double scale);
-  /// The device's k-th bucket is final: work on its stream so far has written it. Its sum begins when every device that
-  /// takes part has sealed it. A bucket that is sealed again is summed again, in the end. Any thread.
-  void seal(DeviceId device, std::size_t k, const BufferView& bucket);
+  /// The device's k-th bucket is final: work on its stream so far has written it, or only what comes before the
+  /// caller's event `written` (cudaEvent_t), which a graph has recorded. Its sum begins when every device that takes
+  /// part has sealed it. A bucket that is sealed again is summed again, in the end. Any thread.
+  void seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written = nullptr);
   /// The device has no more work. Seals its buckets; those without data are sealed already. Every device gives the same
   /// list of sizes. Host memory must be pinned. Not called for devices without work.
   void deliver(DeviceId device, const std::vector<BufferView>& parts);
@@ -176,6 +188,13 @@ class PACELINE_API DeviceQueues {
   void reduce();
   /// Marks the end of the step on the home stream.
   void end_step();
+  /// Begins an update between two steps. The streams of these GPUs wait for the caller's work so far, and pull
+  /// (copies.from is in home's memory). Enqueue the update on the streams, then call end_update(). An update may have
+  /// several rounds of other parameters: begin_update() without devices only pulls, since the streams have waited.
+  /// @throws DeviceLost after a hang
+  void begin_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies);
+  /// The home stream waits for one device after the other and pulls its results (copies.to is in home's memory).
+  void end_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies);
   /// After a failure: returns when no enqueued work is left, or when it hangs.
   /// @throws what the poll hook of waits throws (Ctrl-C); then work may still run, and the next step first waits for
   /// it.

@@ -80,6 +80,8 @@ class PACELINE_API AsyncDevice {
   [[nodiscard]] virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
   /// @param timed whether Event::seconds_since() will be called on it.
   [[nodiscard]] virtual std::unique_ptr<Event> make_event(bool timed) = 0;
+  /// Wraps an event of this device (cudaEvent_t) that the caller has recorded and keeps owning.
+  [[nodiscard]] virtual std::unique_ptr<Event> adopt_event(void* native) = 0;
   /// Uninitialised memory of the device, for use in the order of `stream`.
   /// @throws OutOfMemory naming the device and the size.
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) = 0;

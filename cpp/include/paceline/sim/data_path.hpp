@@ -43,7 +43,7 @@ struct DataPathOutcome {
   double exposed_seconds = 0.0;  ///< beyond forward, backward and update
 };
 
-/// Runs four ways on a virtual clock. Backward and forward come to the buckets at an even pace, backward in the reverse
+/// Runs five ways on a virtual clock. Backward and forward come to the buckets at an even pace, backward in the reverse
 /// order. Copies that run at once share ports fairly (max-min).
 ///
 ///   serial      Flat gradients after the last micro-batch, pulled by the first GPU one after the other and summed
@@ -52,6 +52,9 @@ struct DataPathOutcome {
 ///   buckets     Buckets are summed in slices while backward goes on, and pulled by the first GPU. It updates the
 ///               parameters. Of each bucket the others pull a part each, and the rest from each other. Forward waits
 ///               for each bucket.
+///   ranges      Like buckets, with a sharded optimizer: each GPU pulls a range of the gradients and the parameters
+///   from
+///               the first GPU and updates it. The first GPU pulls the results.
 ///   sharded     Each GPU updates the slices that it has summed, and the others pull them bucket by bucket.
 ///   ring        PyTorch's DDP: a ring all-reduce of each bucket while backward goes on; every GPU updates everything.
 ///

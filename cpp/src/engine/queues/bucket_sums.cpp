@@ -52,15 +52,20 @@ void BucketSums::begin(const std::vector<bool>& takes_part, std::span<const Buff
   again_.assign(outputs.size(), false);
 }
 
-void BucketSums::seal(DeviceId device, std::size_t k, const BufferView& bucket) {
+void BucketSums::seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written) {
   const std::lock_guard lock(mutex_);
   Source& source = sources_[device];
   if (source.buckets.size() <= k) source.buckets.resize(k + 1);
   Bucket& here = source.buckets[k];
   here.data = bucket.data;
   if (source.stream != nullptr) {
-    if (here.written == nullptr) here.written = source.device->make_event(false);
-    source.stream->record(*here.written);
+    if (written != nullptr) {
+      here.adopted = source.device->adopt_event(written);
+    } else {
+      if (here.own == nullptr) here.own = source.device->make_event(false);
+      source.stream->record(*here.own);
+    }
+    here.written = written != nullptr ? here.adopted.get() : here.own.get();
   }
   here.sealed = true;
   if (k < next_) again_[k] = true;

@@ -49,16 +49,18 @@ class BucketSums {
   void use(Stream& home);
   /// Begins a step. `takes_part`: per device; empty: all. outputs[k] = scale * the sum of all k-th buckets, at home.
   void begin(const std::vector<bool>& takes_part, std::span<const BufferView> outputs, double scale);
-  /// The device's k-th bucket is final; work on its stream so far has written it. Sealed again: it is summed again, in
-  /// the end. Any thread.
-  void seal(DeviceId device, std::size_t k, const BufferView& bucket);
+  /// The device's k-th bucket is final; work on its stream so far has written it, or what this event of the caller
+  /// follows. Sealed again: it is summed again, in the end. Any thread.
+  void seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written = nullptr);
   /// Sums what is left. Devices that have sealed nothing give nothing.
   void finish();
 
  private:
   struct Bucket {
     const void* data = nullptr;
-    std::unique_ptr<Event> written{};  // null without a stream
+    std::unique_ptr<Event> own{};      // null without a stream
+    std::unique_ptr<Event> adopted{};  // of the caller, in place of our own
+    const Event* written = nullptr;    // one of the two
     bool sealed = false;
   };
   struct Source : SumSource {

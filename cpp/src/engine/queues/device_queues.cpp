@@ -179,9 +179,9 @@ struct DeviceQueues::State {
     sums->begin(sources, outputs, scale);
   }
 
-  void seal(DeviceId device, std::size_t k, const BufferView& bucket) {
+  void seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written = nullptr) {
     Queue& queue = queues[device];
-    if (collectives == nullptr || queue.device == nullptr) return sums->seal(device, k, bucket);
+    if (collectives == nullptr || queue.device == nullptr) return sums->seal(device, k, bucket, written);
     if (queue.parts.size() <= k) queue.parts.resize(k + 1);
     queue.parts[k] = bucket;
   }
@@ -280,6 +280,12 @@ struct DeviceQueues::State {
     }
   }
 
+  void check() const {
+    if (!hung) return;
+    throw DeviceLost(
+        "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
+  }
+
   /// Waits until the stream has no work left. A device that fails here has none left either.
   void drain(AsyncDevice* device, Stream* stream) {
     if (device == nullptr || stream == nullptr || hung) return;
@@ -353,10 +359,7 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
                                                           const std::vector<bool>& takes_part) {
   State& state = *state_;
   if (state.left) drain();
-  if (state.hung) {
-    throw DeviceLost(
-        "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
-  }
+  state.check();
   if (state.collectives != nullptr) state.collectives->check();
   state.step = std::make_shared<internal::RecordedTimes>(state.evidence, state.spare_events, state.space_of_device(),
                                                          state.home_device(), state.options.timeout, state.collectives);
@@ -427,7 +430,9 @@ void DeviceQueues::end_run(DeviceId device) {
 
 void DeviceQueues::expect(std::span<const BufferView> outputs, double scale) { state_->expect(outputs, scale); }
 
-void DeviceQueues::seal(DeviceId device, std::size_t k, const BufferView& bucket) { state_->seal(device, k, bucket); }
+void DeviceQueues::seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written) {
+  state_->seal(device, k, bucket, written);
+}
 
 void DeviceQueues::deliver(DeviceId device, const std::vector<BufferView>& parts) {
   State::Queue& queue = state_->queues[device];
@@ -451,6 +456,26 @@ void DeviceQueues::reduce() {
 }
 
 void DeviceQueues::end_step() { state_->home_stream->record(state_->step->over()); }
+
+void DeviceQueues::begin_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies) {
+  State& state = *state_;
+  state.check();
+  state.home_stream->record(*state.ready);
+  for (const DeviceId device : devices) state.queues[device].stream->wait(*state.ready);
+  for (const DeviceCopy& copy : copies) state.queues[copy.device].stream->copy(copy.to, copy.from, copy.bytes);
+}
+
+void DeviceQueues::end_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies) {
+  State& state = *state_;
+  for (const DeviceId device : devices) {
+    State::Queue& queue = state.queues[device];
+    queue.stream->record(*queue.delivered);
+    state.home_stream->wait(*queue.delivered);
+    for (const DeviceCopy& copy : copies) {
+      if (copy.device == device) state.home_stream->copy(copy.to, copy.from, copy.bytes);
+    }
+  }
+}
 
 void DeviceQueues::drain() {
   State& state = *state_;

@@ -73,6 +73,9 @@ class CopyStream:
         return there
 
 
+_failed: list[Any] = []  # graphs whose capture has failed
+
+
 class Graph:
     """A CUDA graph of the work that a thread sends to a GPU. Its memory stays in the pool, so every replay uses the same addresses."""
 
@@ -80,6 +83,7 @@ class Graph:
         self._index = index
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
+        self._marks: list[torch.cuda.Event] = []
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -95,10 +99,36 @@ class Graph:
                 yield
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # what ended the capture is the error to see
-                    self._graph.capture_end()
+                    self._end()
                 raise
-            self._graph.capture_end()
+            self._end()
         current.wait_stream(stream)
+
+    def _end(self) -> None:
+        """End the capture. If that fails, put back what PyTorch leaves as it is in a capture.
+
+        Before 2.12 `capture_end` stops at CUDA's error. Then the pool takes no other capture, and the generator refuses to draw. A capture that
+        succeeds sets the generator back. The allocator goes on asking the graph which streams it captures, so the graph has to stay.
+        """
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            _failed.append(self._graph)
+            with contextlib.suppress(RuntimeError):  # newer versions have ended it
+                torch._C._cuda_endAllocateToPool(self._index, self._pool)
+            with contextlib.suppress(RuntimeError):
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(capture_error_mode="relaxed")
+                torch.zeros(1, device=device(self._index))
+                graph.capture_end()
+            raise
+
+    def mark(self) -> int:
+        """In a capture: CUDA's handle of an event that each replay records behind what was captured so far. The graph owns it."""
+        event = torch.cuda.Event(external=True)
+        event.record(torch.cuda.current_stream(self._index))
+        self._marks.append(event)
+        return event.cuda_event
 
     def replay(self) -> None:
         """Run the work on the calling thread's stream, with the next numbers of the GPU's generator."""
@@ -228,6 +258,19 @@ def free_memory(index: int) -> int:
     free, whole = torch.cuda.mem_get_info(index)
     unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
     return max(0, free + unused - whole // 16)
+
+
+def spare_memory(index: int) -> int:
+    """The bytes of a GPU that nobody has, but for a sixteenth of all. What PyTorch keeps without using it is for the next step's activations."""
+    free, whole = torch.cuda.mem_get_info(index)
+    return max(0, free - whole // 16)
+
+
+def memory_bandwidth(index: int) -> float | None:
+    """Of a GPU's memory, in bytes per second: two transfers in each clock. None if PyTorch does not say."""
+    facts: Any = torch.cuda.get_device_properties(index)
+    kilohertz, bits = getattr(facts, "memory_clock_rate", 0), getattr(facts, "memory_bus_width", 0)
+    return 2e3 * kilohertz * bits / 8 or None
 
 
 def release_memory(streams_end: bool) -> None:

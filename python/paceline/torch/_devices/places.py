@@ -74,6 +74,12 @@ class Places:
         return self._any_part
 
     @property
+    def share_gpu(self) -> bool:
+        """Whether two devices are parts of one GPU."""
+        gpus = [gpu for gpu in self._gpu if gpu is not None]
+        return len(set(gpus)) < len(gpus)
+
+    @property
     def any_host(self) -> bool:
         """Whether some device is a worker on the host's cores."""
         return None in self._gpu
@@ -83,10 +89,15 @@ class Places:
         if self.queues is not None and self._home_gpu is not None:
             for place, path in batch.places.items():
                 self._check_place(place, f"batch: {path}")
+            self.order_on_caller("step")
+
+    def order_on_caller(self, call: str) -> None:
+        """Order what follows on the stream that the caller is on now."""
+        if self.queues is not None and self._home_gpu is not None:
             if self._is_capturing():
                 raise InvalidArgument(
-                    "step: called while a CUDA graph is captured, which cannot hold what several devices do on their own streams. Capture "
-                    "what is inside loss_fn, or step outside of the capture."
+                    f"{call}: called while a CUDA graph is captured, which cannot hold what several devices do on their own streams. Capture "
+                    f"what is inside loss_fn, or call {call} outside of the capture."
                 )
             self.queues.set_stream(cuda.current_stream(self._home_gpu))
 
@@ -140,6 +151,20 @@ class Places:
             return contextlib.nullcontext()
         source = self._home_gpu, self.queues.sources[device]  # for reads from the home GPU's memory
         return _on_streams(source, (self._gpu[device], self.queues.streams[device]))
+
+    def on_own_stream(self, device: int) -> contextlib.AbstractContextManager[None]:
+        """Send what the calling thread does on the device's GPU to the device's own queue."""
+        return _on_streams((self._gpu[device], None if self.queues is None else self.queues.streams[device]))
+
+    def spare_memory(self, device: int) -> int:
+        """The bytes of a GPU that nobody has, but for a margin."""
+        gpu = self._gpu[device]
+        return 0 if gpu is None else cuda.spare_memory(gpu)
+
+    def bandwidth(self, device: int) -> float | None:
+        """Of a GPU's memory, in bytes per second, if it is known."""
+        gpu = self._gpu[device]
+        return None if gpu is None else cuda.memory_bandwidth(gpu)
 
     def follow_current(self, device: int) -> None:
         """Let the device's queue wait for the stream that the calling worker is on now, if that is another one."""

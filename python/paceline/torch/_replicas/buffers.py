@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,8 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline._core.engine import ModuleContents
+
 Slots = dict[str, Any]  # a module's own buffers, by name; an entry may be None
 Pair = tuple[Slots, Slots, str]  # two modules' buffers, and a name in both
+_Copy = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources of one type each, in one memory each
+
+_dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
 
 
 class Buffers:
@@ -44,26 +50,40 @@ class KeptBuffers:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
+        self._contents = ModuleContents(["_buffers"], objects=True)
         self._kept: list[tuple[Slots, str, Any, Any]] = []
+        self._copied: list[torch.Tensor] = []  # the buffers whose values are copied in place
+        self._form: list[Any] = []  # of these
+        self._copies: list[_Copy] = []
+        self._lasts = False  # whether the copies can be made in later steps, too
         self.note()
 
     def note(self) -> None:
         """Go back to the present buffers from now on."""
-        copies = {(id(slots), name): value for slots, name, _, value in self._kept}
-        slots = [(owner._buffers, name) for owner in self._modules for name in owner._buffers]
-        self._kept = []
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
         with torch.no_grad():
-            for own, name in slots:
-                buffer, value = own[name], copies.get((id(own), name))
+            # A step asks this about hundreds of buffers. The loops are not Python's.
+            if not (self._lasts and self._contents.same(self._modules) and _form(self._copied) == self._form):
+                self._lay_out()
+            for targets, sources in self._copies:
+                torch._foreach_copy_(targets, sources)
+
+    def _lay_out(self) -> None:
+        values = {(id(own), name): value for own, name, _, value in self._kept}
+        self._contents.note(self._modules)
+        self._kept, self._copied, self._lasts = [], [], True
+        targets: list[torch.Tensor] = []
+        for own in [owner._buffers for owner in self._modules]:
+            for name, buffer in own.items():
+                value = None if buffer is None else values.get((id(own), name))
                 if buffer is not None and value is not None and lies_like(value, buffer):
                     targets.append(value)
-                    sources.append(buffer)
-                else:
-                    value = None if buffer is None else buffer.clone()
+                    self._copied.append(buffer)
+                elif buffer is not None:
+                    value = buffer.clone()
+                    self._lasts = False
                 self._kept.append((own, name, buffer, value))
-            copy_all(targets, sources)
+        self._form = _form(self._copied)
+        self._copies = _copies(targets, self._copied)
 
     @property
     def changed(self) -> bool:
@@ -133,14 +153,23 @@ def copy_slots(pairs: Iterable[Pair], place: torch.device | None = None, *, anew
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy tensors to tensors, by one call for each pair of memories and types: one kernel copies such a list."""
-    groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for copied in _copies(targets, sources):
+        torch._foreach_copy_(*copied)
+
+
+def _copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[_Copy]:
+    groups: dict[Any, _Copy] = {}
     for target, source in zip(targets, sources, strict=True):
         key = target.device, target.dtype, source.device, source.dtype
         group = groups.setdefault(key, ([], []))
         group[0].append(target)
         group[1].append(source)
-    for group in groups.values():
-        torch._foreach_copy_(*group)
+    return list(groups.values())
+
+
+def _form(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """What ``.data`` changes of a tensor that stays the same object, and a copy of it must follow."""
+    return [list(map(one, tensors)) for one in (_dtype, _shape)]
 
 
 def any_differs(pairs: Iterable[Pair]) -> bool:

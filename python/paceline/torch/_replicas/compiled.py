@@ -40,6 +40,13 @@ def is_compiled_function(fn: Any) -> bool:
     return getattr(fn, "_torchdynamo_orig_callable", None) is not None
 
 
+def captures_graphs(compiled: Any) -> bool:
+    """Whether PyTorch captures CUDA graphs of what ``torch.compile`` has compiled, as in ``mode="reduce-overhead"``."""
+    call = getattr(compiled, "_compiled_call_impl", None) or compiled
+    options = getattr(call, "get_compiler_config", lambda: None)()
+    return bool(options and options.get("triton.cudagraphs"))
+
+
 def calls_compiled(fn: Any) -> bool:
     """Whether something compiled is in the closure of a function, or among the globals that it names."""
     code = getattr(fn, "__code__", None)

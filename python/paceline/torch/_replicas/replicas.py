@@ -6,13 +6,13 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline import InvalidArgument
+from paceline._core.engine import ModuleContents
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.arrivals import Arrivals, buckets_of
 from paceline.torch._replicas.attributes import Attributes, Change, carry, carry_hooks, is_of_a_forward
@@ -122,6 +122,9 @@ class Replicas:
         self.changes = 0  # how often they followed changed attributes
         self._flat: FlatBuffers | None = None
         self._parameter_copies: list[Copy] = []
+        self._sent: dict[int, dict[int, torch.Tensor]] = {}
+        self._registered = ModuleContents(["_parameters", "_modules"], objects=True)
+        self._buffer_names = ModuleContents(["_buffers"], objects=False)
         with torch.inference_mode(False):
             self._build()
 
@@ -156,9 +159,15 @@ class Replicas:
         self.named_modules, self.modules = reach.modules, modules  # also those in plain lists
         self._original = set(map(id, modules))
         self.norms = [entry for entry in reach.modules if isinstance(entry[1], nn.modules.batchnorm._BatchNorm)]
-        self._dicts = self._all_dicts()
-        self._keys = list(map(list, self._dicts))
-        self._entries = self._all_entries()
+        for contents in (self._registered, self._buffer_names):
+            contents.note(self.modules)
+        # They compare addresses, so that what they have noted has to stay. A buffer may be replaced in each step.
+        dicts = [contents for module in modules for contents in _contents(module)]
+        self._held = [
+            dicts,
+            list(map(list, dicts)),
+            [[*part._parameters.values(), *part._modules.values()] for part in modules],
+        ]
         self._storages = list(map(_data_ptr, self.parameters))
 
     def _copies(self, named: dict[str, torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
@@ -229,6 +238,10 @@ class Replicas:
             if space in copies and len(set(buckets)) > 1:
                 first = (BUCKET,) if replica.buffer_pairs else ()
                 replica.arrivals = Arrivals(replica.parameters, buckets, replica.modules, at_once=first)
+
+    def copies_of(self, parameter: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The copies that other memory spaces have of a parameter, by space."""
+        return {space: copies[id(parameter)] for space, copies in self._sent.items() if id(parameter) in copies}
 
     @property
     def blame(self) -> str:
@@ -362,22 +375,12 @@ class Replicas:
     def _fits(self) -> bool:
         """Whether structure, identity and storage of the parameters are still those that the replicas were made from."""
         return (
-            all(map(operator.is_, self._all_dicts(), self._dicts))
-            and list(map(list, self._dicts)) == self._keys
-            and all(map(operator.is_, self._all_entries(), self._entries))
+            self._registered.same(self.modules)
+            and self._buffer_names.same(self.modules)
             and list(map(_data_ptr, self.parameters)) == self._storages
             and (self._attributes is None or self._attributes.same_types)
             and (self._functions is None or all(seen.same for seen in self._functions.seen))
         )
-
-    def _all_dicts(self) -> list[dict[str, Any]]:
-        """For each module its dicts of parameters, buffers and submodules."""
-        return list(chain.from_iterable(map(_contents, self.modules)))
-
-    def _all_entries(self) -> list[Any]:
-        """Every parameter (None if it is not set) and every submodule, in the order of the modules."""
-        parameters, modules = self._dicts[::3], self._dicts[2::3]
-        return list(chain(*map(dict.values, parameters), *map(dict.values, modules)))
 
 
 def _watched(reach: Reach, counterparts: dict[int, Any]) -> Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,16 @@ class _Device:
     ready: list[int] = dataclasses.field(
         default_factory=list
     )  # parameters in the order in which the last backward came to them
+    capture: Capture | None = None  # what is being captured: such a backward seals nothing
+
+
+@dataclasses.dataclass
+class Capture:
+    """What a captured backward adds to."""
+
+    mark: Callable[[], int]  # makes an event that each replay records behind what was captured so far
+    used: list[int] = dataclasses.field(default_factory=list)  # the parameters that get gradients
+    events: dict[int, int] = dataclasses.field(default_factory=dict)  # by bucket: behind its last gradient
 
 
 class FlatGradients:
@@ -48,6 +58,8 @@ class FlatGradients:
     order. Later ones use the order in which the first backward came to them, as DDP does (Li et al., PyTorch Distributed, VLDB 2020).
 
     A gradient that comes after its bucket's seal (reentrant checkpoints call backward in the backward) marks the bucket to be summed again.
+
+    A captured backward records an event behind each bucket. A replay of it, which calls no hook, seals the buckets by these events.
     """
 
     def __init__(self, replicas: Replicas, places: Places) -> None:
@@ -105,18 +117,32 @@ class FlatGradients:
         return bool(self._devices[device].found)
 
     @contextlib.contextmanager
-    def captured(self, device: int) -> Iterator[set[int]]:
-        """Yield a set that gets the parameters to which the ``with`` block, which is captured and does not run, adds gradients."""
+    def captured(self, device: int, capture: Capture) -> Iterator[None]:
+        """Note to which gradients the ``with`` block adds, which is captured and does not run."""
         one = self._devices[device]
-        before, one.found = one.found, set()
+        before = one.found, one.waiting, one.again, one.ready
+        one.found, one.again, one.ready, one.capture = set(), set(), [], capture
+        self.seal_in_backward(device)
         try:
-            yield one.found
+            yield
+            capture.used = sorted(one.found)
+            for k in one.again:  # written again after their event
+                del capture.events[k]
         finally:
-            one.found = before
+            one.found, one.waiting, one.again, one.ready = before
+            one.capture = None
 
-    def replayed(self, device: int, indices: Iterable[int]) -> None:
-        """Note that a replay has added to the gradients of these parameters. No hook has been called."""
-        self._devices[device].found.update(indices)
+    def replayed(self, device: int, capture: Capture, *, last: bool) -> None:
+        """Note that a replay was enqueued, which calls no hooks. `last`: it is the device's last backward in this step."""
+        one, queues = self._devices[device], self._places.queues
+        one.found.update(capture.used)
+        if not last:
+            return
+        self.seal_in_backward(device)
+        for k, event in capture.events.items():
+            if one.waiting is not None and queues is not None:
+                one.waiting[k].clear()
+                queues.seal(device, k, *_view(one.buckets[k]), event)
 
     @property
     def addresses(self) -> list[int]:
@@ -228,7 +254,11 @@ class FlatGradients:
         left.discard(index)
         one.ready.append(index)
         queues = self._places.queues
-        if not left and queues is not None:
+        if left or queues is None:
+            return
+        if one.capture is not None:
+            one.capture.events[k] = one.capture.mark()
+        else:
             queues.seal(device, k, *_view(one.buckets[k]))
 
 

@@ -46,7 +46,10 @@ class GraphRun(TrainRun):
         graphs, key = self._graphs.devices[device], self._keys[device]
         captured = graphs.captured.get(key)
         if self.idle(begin, end) or (captured is None and not self._capturing[device]):
-            return super().compute(device, begin, end)
+            ran = super().compute(device, begin, end)
+            if self.draws.drew:
+                graphs.drew.add(key)
+            return ran
         arrivals = self.replicas[device].arrivals
         if arrivals is not None:  # a replay reads no dictionary that would wait
             arrivals.wait_for_all()
@@ -54,6 +57,7 @@ class GraphRun(TrainRun):
             with torch.no_grad():
                 inputs = self._inputs(device, begin, end, keep=captured is None)
             if captured is None:
+                self._check_draws(graphs.drew, key)
                 captured = self._capture(device, key, inputs, begin, end)
             elif not captured.inputs.fits(inputs):
                 return super().compute(device, begin, end)
@@ -73,6 +77,14 @@ class GraphRun(TrainRun):
                 self.failures.append((device, 0, 0, error))
                 return None
         return super().finish(device)
+
+    def _check_draws(self, drew: set[Any], key: Any) -> None:
+        if key in drew:  # noticed only where devices share a generator
+            raise InvalidArgument(
+                f"step: graphs=True: random numbers are drawn (dropout?), and among {', '.join(self.places.names)} are parts of one GPU, which share "
+                "its random generator. Their replays would run at once and overwrite each other's place in its sequence. Set dropout to 0, use "
+                "whole GPUs, or train without graphs=True."
+            )
 
     def _inputs(self, device: int, begin: int, end: int, *, keep: bool) -> Inputs:
         """The slice on the device. `keep`: in memory of its own, which no later step takes."""
@@ -117,7 +129,7 @@ class GraphRun(TrainRun):
             captured.weights.copy_(weights, non_blocking=True)
         if captured.scale is not None and scale is not None:
             captured.scale.copy_(scale)
-        graphs.replay(self.replicas[device], captured)
+        graphs.replay(self.replicas[device], captured, last=self._last[device])
         self.terms[device].append((begin, captured.term.clone()))
         if captured.extras is not None:
             self.extras.add(begin, end, _each(begin, end, captured.extras, torch.Tensor.clone))

@@ -24,7 +24,7 @@ from paceline.torch._devices.places import Places
 from paceline.torch._replicas.hooks import hooks_of_user, sign_of
 from paceline.torch._replicas.reach import SIMPLE
 from paceline.torch._replicas.replicas import Replica, Replicas
-from paceline.torch._run.flat_gradients import FlatGradients
+from paceline.torch._run.flat_gradients import Capture, FlatGradients
 
 WARM_UPS = (
     2  # micro-batches of a size that run without a graph first: libraries load, allocate and choose algorithms in them
@@ -103,7 +103,7 @@ class Captured:
         self.dims = 0  # of the loss
         self.term = self.factor
         self.extras: Any = None  # detached, or None
-        self.used: list[int] = []  # the parameters that get gradients
+        self.gradients = Capture(graph.mark)
 
 
 class DeviceGraphs:
@@ -115,6 +115,7 @@ class DeviceGraphs:
         self._flat = flat
         self._seen: dict[Any, int] = {}  # how often a key was met
         self.captured: dict[Any, Captured] = {}
+        self.drew: set[Any] = set()  # keys of micro-batches that drew from a generator that another device has, too
         self._pool: Any = None
         self._gradients: list[torch.Tensor | None] = []
         self.captures = self.replays = 0  # so far
@@ -123,6 +124,7 @@ class DeviceGraphs:
         """Drop all graphs. Requires: the device has finished its work."""
         self.captured.clear()
         self._seen.clear()
+        self.drew.clear()
         self._gradients = []
         self._pool = None
 
@@ -132,6 +134,7 @@ class DeviceGraphs:
             return False
         if len(self._seen) >= _MOST_KEYS:
             self._seen.clear()
+            self.drew.clear()
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         return seen > WARM_UPS and len(self.captured) < MOST_GRAPHS
 
@@ -162,9 +165,8 @@ class DeviceGraphs:
     def _gradients_of(self, replica: Replica, captured: Captured) -> Iterator[None]:
         """Let the static gradients be those of the replica in a capture, and note which parameters get some."""
         if self._flat is not None:  # these are static
-            with self._flat.captured(self._device) as found:
+            with self._flat.captured(self._device, captured.gradients):
                 yield
-            captured.used = sorted(found)
             return
         if not self._gradients:
             self._gradients = [
@@ -184,24 +186,24 @@ class DeviceGraphs:
                         "adding to it, so a replay would not find it. Train without graphs=True."
                     )
                 if gradient is not None and gradient._version != versions[index]:
-                    captured.used.append(index)
+                    captured.gradients.used.append(index)
         finally:
             for parameter, gradient in zip(replica.parameters, before, strict=True):
                 parameter.grad = gradient
 
-    def replay(self, replica: Replica, captured: Captured) -> None:
-        """Run a graph, whose inputs are in place. Adds to the gradients of the replica."""
+    def replay(self, replica: Replica, captured: Captured, *, last: bool) -> None:
+        """Run a graph, whose inputs are in place. Adds to the gradients of the replica. `last`: in this step."""
         if self._flat is None:
             self._take_gradients(replica, captured)
-        else:
-            self._flat.replayed(self._device, captured.used)
         captured.graph.replay()
+        if self._flat is not None:
+            self._flat.replayed(self._device, captured.gradients, last=last)
         self.replays += 1
 
     def _take_gradients(self, replica: Replica, captured: Captured) -> None:
         """Let the static gradients be those of the replica: zeros, or what the step has added up without a graph."""
         zeros = []
-        for index in captured.used:
+        for index in captured.gradients.used:
             parameter, static = replica.parameters[index], self._gradients[index]
             if static is None or parameter.grad is static:
                 continue

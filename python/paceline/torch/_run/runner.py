@@ -95,6 +95,12 @@ class Runner:
             items = Items(list(plan.order), whole, self.places.pin, costs, plan)
         state = CallerState(self.places.types, len(self._names))
         work.seen.follow(self.replicas, self.module, fn, state, captures=self.graphs is not None)
+        if work.seen.compiler_captures and self.places.share_gpu:
+            raise InvalidArgument(
+                "torch.compile with CUDA graphs of its own (mode='reduce-overhead' or 'max-autotune') together with several parts of one GPU. PyTorch "
+                "keeps the memory of such graphs in a way that one thread for each GPU may use, and ends the process if there are two. Use "
+                "mode='max-autotune-no-cudagraphs' or no mode, or whole GPUs."
+            )
         synchronised = self.synchronised
         if synchronised:
             self._check_synchronised(work, costs)

@@ -14,7 +14,7 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import OrderedBatch
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.run_draws import Drawing
-from paceline.torch._replicas.compiled import calls_compiled, is_compiled, is_compiled_function
+from paceline.torch._replicas.compiled import calls_compiled, captures_graphs, is_compiled, is_compiled_function
 from paceline.torch._replicas.replicas import Replicas
 
 
@@ -34,7 +34,8 @@ class Seen:
         )  # functions that return extras, so that their items without weight have to run, too
         self.waits_at_once = False  # whether all parameters have to be there before the first micro-batch
         self._generation = 0
-        self._compiled_module = False
+        self._compiled_module = self._module_captures = False
+        self.compiler_captures = False  # whether torch.compile makes CUDA graphs of its own
 
     def follow(
         self,
@@ -50,9 +51,11 @@ class Seen:
         if replicas.generation != self._generation:
             self._generation = replicas.generation
             self._compiled_module = is_compiled(module)
+            self._module_captures = self._compiled_module and any(map(captures_graphs, module.modules()))
             for sizes in self.sizes:
                 sizes.clear()
         self.compiled = self._compiled_module or compiled_fn
+        self.compiler_captures = self._module_captures or (compiled_fn and captures_graphs(fn))
         # Compiled code reads parameters behind the back of what waits for them.
         waits = any(replica.arrivals is not None for replica in replicas.list)
         self.waits_at_once = waits and (self.compiled or calls_compiled(fn))

@@ -163,6 +163,14 @@ def check_optimizer(cls: object, parameters: object) -> None:
         )
 
 
+def check_shard(shard: object) -> None:
+    """Raise if `shard` is not one of its values."""
+    if not (shard is True or shard is False or (isinstance(shard, str) and shard == "auto")):
+        raise InvalidArgument(
+            f"optimizer: shard is {shard!r}; it must be 'auto' (from three GPUs on, if the first one lacks memory), True (from two on) or False."
+        )
+
+
 def memory_limits(memory: Memory | None, group: DeviceGroup) -> list[int | None]:
     """Bytes for each device, None where there is no limit."""
     names = [device.name for device in group.devices]

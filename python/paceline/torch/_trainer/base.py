@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from paceline.torch._batch.splits import Split
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._trainer.alarms import Alarms
+from paceline.torch._trainer.arguments import check_shard
 from paceline.torch._trainer.data import Data
 from paceline.torch._trainer.host_workers import HostWorkers
 from paceline.torch._trainer.lifetime import Lifetime
@@ -28,6 +29,8 @@ from paceline.torch._trainer.predictions import Predictions
 from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.saving import Saving
+from paceline.torch._trainer.sharded_optimizer import is_sharded, sharded
+from paceline.torch._trainer.shards import Shards
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.tracing import Tracing
 from paceline.torch._trainer.training import Training
@@ -260,7 +263,13 @@ class Trainer:
         return self._execution.extras
 
     def optimizer(
-        self, cls: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, /, **options: Any
+        self,
+        cls: type[torch.optim.Optimizer],
+        parameters: Iterable[Any] | None = None,
+        /,
+        *,
+        shard: bool | Literal["auto"] = "auto",
+        **options: Any,
     ) -> torch.optim.Optimizer:
         """Make ``cls(parameters, **options)``, by default over the module's parameters. They may come in groups, as `cls` takes them.
 
@@ -268,14 +277,36 @@ class Trainer:
         `cls` is an optimizer of PyTorch that treats parameters one by one (all but LBFGS and SparseAdam). The result is the same bit for
         bit. Instances, states, hooks and schedulers are those of `cls`.
 
+        On several GPUs the same optimizers can be sharded: each GPU has the state of a range of the parameters, updates that range and sends
+        it. So large states find room. On PCIe a step takes longer by it. Adafactor and Muon are divided between whole tensors. Reading ``state`` brings the state to the module's GPU until the next step;
+        ``state_dict()`` has host tensors and leaves it where it is.
+
+        Parameters
+        ----------
+        cls
+            The class of the optimizer.
+        parameters
+            Parameters or groups of them.
+        shard
+            Whether to shard the state: True from two GPUs on, False never. ``"auto"``: from three GPUs on, if the first one has too little free
+            memory for all of it at the first step. `explain` says which.
+        **options
+            What `cls` takes.
+
         Raises
         ------
+        InvalidArgument
+            If an argument cannot be used.
         Exception
             What `cls` raises for these parameters and options. If its ``step`` raises on a worker, as for a gradient of another type, the
             parts of other workers may be updated or not. Go on from what you saved last.
         """
         workers = HostWorkers(self._lifetime, self._recent.optimizer_times)
-        return spread(cls, self.module.parameters() if parameters is None else parameters, workers, options)
+        parameters = self.module.parameters() if parameters is None else parameters
+        check_shard(shard)
+        if is_sharded(cls, shard, self._execution.places):
+            return sharded(cls, parameters, Shards(cls, self._lifetime, always=shard is True), workers, options)
+        return spread(cls, parameters, workers, options)
 
     def retire(self, device: str | Device) -> None:
         """Give the device no work from the next call on. Nothing waits for it. Its share goes to the others; no item is lost.

@@ -7,9 +7,13 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
+
+import torch
 
 from paceline import DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
 from paceline.torch._devices.caller_state import CallerThreads
+from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.run import Run
 from paceline.torch._save.background import Saver
@@ -37,6 +41,7 @@ class Lifetime:
         self.places = execution.places
         self.works = works
         self.saver = Saver()
+        self.shards: weakref.WeakSet[Any] = weakref.WeakSet()  # states of optimizers that lie on the devices
         self._execution = execution
         self._gaps = gaps
         self._recent = recent
@@ -54,6 +59,11 @@ class Lifetime:
     def is_open(self) -> bool:
         """Whether `close` has not been called yet."""
         return self._finalizer.alive
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas of the trainer."""
+        return self._execution.replicas
 
     def close(self) -> None:
         """End the workers and give the caller its PyTorch threads back. A second call does nothing.
@@ -160,6 +170,11 @@ class Lifetime:
                 work.step_loop.settle()
         self._recent.settle()
         self.places.drain()  # a late device may still write to memory that is about to be released
+        for shards in list(self.shards):
+            with contextlib.suppress(
+                torch.OutOfMemoryError
+            ):  # then they stay where they are until the optimizer needs them
+                shards.gather()
         self._execution.release()
         self._execution.replicas.release()
         self.places.close()

@@ -18,7 +18,7 @@ from paceline.torch._trainer.arguments import check_optimizer
 # Optimizers that update each parameter from its own gradient and state alone, so that any division gives the same bits. Others run as they
 # are. So do subclasses, since they may do anything.
 _NAMES = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
-_SEPARABLE = frozenset(getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name))
+SEPARABLE = frozenset(getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name))
 # With fewer elements, handing the work over costs more than it brings (benchmarks/python/optimizer.py). The loop over single parameters holds
 # Python's lock between its operators, so two such loops hinder each other unless their parameters are large.
 _LEAST_ELEMENTS = 1 << 21
@@ -47,7 +47,7 @@ def spread(cls: type[Optimizer], parameters: Iterable[Any], workers: Workers, op
     It is an instance of `cls` with all of its state in its own ``state``. A copy or a pickle of it is a plain `cls`.
     """
     check_optimizer(cls, parameters)
-    if cls not in _SEPARABLE:
+    if cls not in SEPARABLE:
         return cls(parameters, **options)
     if cls not in _spread_classes:
         _spread_classes[cls] = _spread_class(cls)
@@ -71,14 +71,14 @@ def _spread_class(cls: type[Optimizer]) -> Any:
                 with torch.enable_grad():
                     loss = closure()
             began = time.perf_counter()
-            step = _unhooked(cls.step)
+            step = unhooked(cls.step)
             if not self._runs_in_parts(step):
                 step(self)
             self._workers.stepped(began)
             return loss
 
         def _runs_in_parts(self, step: Callable[[Any], Any]) -> bool:
-            if _is_observed():
+            if is_observed():
                 return False
             parts = self._divided(self._workers.part_count())
             tasks = [functools.partial(step, _part(cls, self, part)) for part in parts]
@@ -93,25 +93,25 @@ def _spread_class(cls: type[Optimizer]) -> Any:
             return self._parts[1]
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return _empty, (cls,), self.__getstate__()
+            return empty, (cls,), self.__getstate__()
 
     Spread.__name__, Spread.__qualname__, Spread.__doc__ = cls.__name__, cls.__qualname__, cls.__doc__
     Spread.__module__ = cls.__module__
     return Spread
 
 
-def _empty(cls: type[Optimizer]) -> Optimizer:
+def empty(cls: type[Optimizer]) -> Optimizer:
     """An object of the class without state, for `copy` and `pickle`."""
     return cls.__new__(cls)
 
 
-def _unhooked(step: Any) -> Callable[[Any], Any]:
+def unhooked(step: Any) -> Callable[[Any], Any]:
     """The step of the class without the calls of hooks, which come once for all parts."""
     plain: Callable[[Any], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return plain
 
 
-def _is_observed() -> bool:
+def is_observed() -> bool:
     """Whether the calling thread has a mode on, which would not see what other threads do."""
     return bool(
         torch.is_inference_mode_enabled() or _get_current_function_mode_stack() or _get_current_dispatch_mode_stack()

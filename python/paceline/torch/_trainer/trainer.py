@@ -147,8 +147,8 @@ class DataParallel(Trainer):
         buffers get other memory, or attributes change, everything is captured again. What Python computes while a graph is captured stays as
         it was: `loss_fn` may not depend on values that change elsewhere, and what it returns beside the loss are tensors. Refused at the capture, with
         the line: waits for the GPU such as ``item()``, or an ``if`` on a tensor. Also: hooks on modules, attributes that a forward sets, losses
-        that reach tensors outside of the module, a `weight` that is a mapping, and ``batch_norm="synchronised"``. A single GPU works on a copy
-        of the module, too. **Not measured: no GPU has run this yet.**
+        that reach tensors outside of the module, a `weight` that is a mapping, dropout on parts of one GPU, and ``batch_norm="synchronised"``. A
+        single GPU works on a copy of the module, too. **Not measured: no GPU has run this yet.**
 
     Notes
     -----

@@ -1,0 +1,123 @@
+"""How `cuda.Graph` captures, on stand-ins for `torch.cuda` that keep the state of PyTorch 2.11 and of 2.13."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.torch._devices import cuda
+
+
+class State:
+    """What PyTorch's allocator and generator hold during captures."""
+
+    def __init__(self, *, ends_all: bool) -> None:
+        self.ends_all = ends_all  # whether a failed capture_end ends the rest nevertheless
+        self.broken = False  # whether CUDA refuses to end the present capture
+        self.pools: list[Any] = []  # that allocations of a capture go to
+        self.generator_captures = False
+        self.current = "side"
+        self.recorded: list[tuple[str, str]] = []  # events, with their stream
+
+    def draw(self) -> None:
+        """What a random operator checks outside of a capture."""
+        if self.generator_captures:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
+    def end_pool(self, index: int, pool: Any) -> None:
+        if pool not in self.pools:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.pools.remove(pool)
+
+
+@pytest.fixture(params=[False, True], ids=["2.11", "2.13"])
+def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> State:
+    state = State(ends_all=request.param)
+
+    class CUDAGraph:
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+            assert capture_error_mode == "relaxed"
+            self.pool = self if pool is None else pool
+            if self.pool in state.pools:
+                raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+            state.pools.append(self.pool)
+            state.generator_captures = True
+
+        def capture_end(self) -> None:
+            broken, state.broken = state.broken, False
+            if broken and not state.ends_all:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            state.end_pool(0, self.pool)
+            state.generator_captures = False
+            if broken:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    class Stream(str):
+        __slots__ = ()
+        cuda_stream = 7
+
+        def wait_stream(self, other: Any) -> None: ...
+
+    class Event:
+        cuda_event = 11
+
+        def __init__(self, *, external: bool) -> None:
+            assert external, "another stream could not wait for what a replay records"
+
+        def record(self, stream: Any) -> None:
+            state.recorded.append(("event", str(stream)))
+
+    @contextlib.contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        before, state.current = state.current, stream
+        try:
+            yield
+        finally:
+            state.current = before
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream(state.current))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda index: Stream("default"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: Stream("new"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", state.end_pool, raising=False)
+    monkeypatch.setattr(cuda, "device", lambda index: torch.device("cpu"))
+    return state
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_after_a_failed_capture_the_gpu_draws_and_captures_again(state: State, raises: bool) -> None:
+    def capture() -> None:
+        with cuda.Graph(0, "pool").capturing():
+            state.broken = True
+            if raises:
+                raise RuntimeError("cannot wait")
+
+    with pytest.raises(RuntimeError, match="cannot wait" if raises else "previous error during capture"):
+        capture()
+    state.draw()
+    assert state.pools == []
+    with cuda.Graph(0, "pool").capturing():
+        pass
+    state.draw()
+
+
+def test_an_error_of_the_program_ends_the_capture(state: State) -> None:
+    with pytest.raises(ZeroDivisionError), cuda.Graph(0, "pool").capturing():
+        raise ZeroDivisionError
+    state.draw()
+    assert state.pools == []
+
+
+@pytest.mark.parametrize(("current", "captured"), [("default", "new"), ("side", "side")])
+def test_marks_are_external_events_on_the_stream_that_is_captured(state: State, current: str, captured: str) -> None:
+    state.current = current
+    graph = cuda.Graph(0, "pool")
+    with graph.capturing():
+        assert graph.mark() == 11
+    assert state.recorded == [("event", captured)]
