@@ -59,7 +59,8 @@ ReduceOp parse_op(const char* call, const std::string& name) {
   throw InvalidArgument(fmt::format("{}: there is no operation '{}'; use 'sum', 'mean', 'min' or 'max'", call, name));
 }
 
-std::unique_ptr<Communicator> make(const DeviceGroup& group, const std::string& transport, double timeout) {
+std::unique_ptr<Communicator> make_communicator(const DeviceGroup& group, const std::string& transport,
+                                                double timeout) {
   CommunicatorOptions options{.transport = transport_of("Communicator", transport)};
   if (!(timeout > 0.0)) {
     throw InvalidArgument(fmt::format("Communicator: timeout is {}; use a positive number of seconds", timeout));
@@ -72,7 +73,7 @@ std::unique_ptr<Communicator> make(const DeviceGroup& group, const std::string& 
 /// Makes the call without the GIL. Ctrl-C does not interrupt it, because the arrays are in use until it returns. If a
 /// producer's stream is unknown, the caller waits for the result.
 template <class Call>
-void run(Communicator& communicator, bool stream_unknown, Call call) {
+void run_call(Communicator& communicator, bool stream_unknown, Call call) {
   const py::gil_scoped_release without_gil;
   call();
   if (stream_unknown) communicator.wait();
@@ -81,29 +82,29 @@ void run(Communicator& communicator, bool stream_unknown, Call call) {
 void all_reduce(Communicator& communicator, py::handle buffers, const std::string& op) {
   const ReduceOp operation = parse_op("all_reduce", op);
   const ArrayList arrays(buffers, "all_reduce", "buffers", Access::write, communicator.group());
-  run(communicator, arrays.stream_unknown(), [&] { communicator.all_reduce(arrays.views(), operation); });
+  run_call(communicator, arrays.stream_unknown(), [&] { communicator.all_reduce(arrays.views(), operation); });
 }
 
 void reduce_scatter(Communicator& communicator, py::handle inputs, py::handle outputs, const std::string& op) {
   const ReduceOp operation = parse_op("reduce_scatter", op);
   const ArrayList from(inputs, "reduce_scatter", "inputs", Access::read, communicator.group());
   const ArrayList to(outputs, "reduce_scatter", "outputs", Access::write, communicator.group());
-  run(communicator, from.stream_unknown() || to.stream_unknown(),
-      [&] { communicator.reduce_scatter(from.views(), to.views(), operation); });
+  run_call(communicator, from.stream_unknown() || to.stream_unknown(),
+           [&] { communicator.reduce_scatter(from.views(), to.views(), operation); });
 }
 
 void all_gather(Communicator& communicator, py::handle inputs, py::handle outputs) {
   const ArrayList from(inputs, "all_gather", "inputs", Access::read, communicator.group());
   const ArrayList to(outputs, "all_gather", "outputs", Access::write, communicator.group());
-  run(communicator, from.stream_unknown() || to.stream_unknown(),
-      [&] { communicator.all_gather(from.views(), to.views()); });
+  run_call(communicator, from.stream_unknown() || to.stream_unknown(),
+           [&] { communicator.all_gather(from.views(), to.views()); });
 }
 
 void broadcast(Communicator& communicator, py::handle buffers, std::int64_t root) {
   if (root < 0) throw InvalidArgument(fmt::format("broadcast: root is {}; use the index of a device, from 0", root));
   const ArrayList arrays(buffers, "broadcast", "buffers", Access::write, communicator.group());
-  run(communicator, arrays.stream_unknown(),
-      [&] { communicator.broadcast(arrays.views(), static_cast<std::size_t>(root)); });
+  run_call(communicator, arrays.stream_unknown(),
+           [&] { communicator.broadcast(arrays.views(), static_cast<std::size_t>(root)); });
 }
 
 void send(Communicator& communicator, py::handle input, py::handle output, std::int64_t source, std::int64_t target) {
@@ -117,7 +118,7 @@ void send(Communicator& communicator, py::handle input, py::handle output, std::
   const Device& writer = device_at("target", target);
   const BorrowedArray from(input, "send: input", Access::read, reader);
   const BorrowedArray to(output, "send: output", Access::write, writer);
-  run(communicator, from.stream_unknown() || to.stream_unknown(), [&] {
+  run_call(communicator, from.stream_unknown() || to.stream_unknown(), [&] {
     communicator.send(from.view(), to.view(), static_cast<std::size_t>(source), static_cast<std::size_t>(target));
   });
 }
@@ -151,7 +152,7 @@ py::list list_of(const GpuLinks& links) {
 
 void bind_comm(py::module_& module) {
   py::class_<Communicator>(module, "Communicator", "The compiled part of `paceline.Communicator`.")
-      .def(py::init(&make), py::arg("group"), py::arg("transport"), py::arg("timeout"))
+      .def(py::init(&make_communicator), py::arg("group"), py::arg("transport"), py::arg("timeout"))
       .def("all_reduce", &all_reduce, py::arg("buffers"), py::arg("op"))
       .def("reduce_scatter", &reduce_scatter, py::arg("inputs"), py::arg("outputs"), py::arg("op"))
       .def("all_gather", &all_gather, py::arg("inputs"), py::arg("outputs"))

@@ -27,7 +27,7 @@ using Facts = py::typing::Dict<py::str, py::object>;
 
 const char* kind_name(DeviceKind kind) { return kind == DeviceKind::cuda ? "cuda" : "host"; }
 
-std::string repr(const Device& device) {
+std::string device_repr(const Device& device) {
   std::string text = fmt::format("<paceline.Device {}", device.name);
   if (!device.cores.empty()) {
     text += fmt::format(" {} {}", device.cores.size() == 1 ? "core" : "cores", fmt::join(device.cores, ","));
@@ -113,7 +113,7 @@ A plain value: the name and the properties of the place. `devices`, `find_device
           "numa_node",
           [](const Device& device) { return device.numa_node < 0 ? std::nullopt : std::optional(device.numa_node); },
           "The NUMA node of the cores; None if unknown or if there are several.")
-      .def("__repr__", &repr)
+      .def("__repr__", &device_repr)
       .def("__str__", [](const Device& device) { return device.name; })
       .def("__hash__", [](const Device& device) { return std::hash<std::string>{}(device.name); })
       .def("__eq__", [](const Device& self, const py::object& other) {

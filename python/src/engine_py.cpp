@@ -94,10 +94,10 @@ void write_ledger(StepLoop& step_loop, const std::string& path) {
 }
 
 // With `queues` the devices work after the call, and are waited for only if the step fails.
-std::shared_ptr<Step> run(StepLoop& step_loop, const std::shared_ptr<BatchPlan>& plan, py::object body,
-                          py::object finish, const std::optional<std::shared_ptr<TrainerQueues>>& shared,
-                          const py::object& outputs, const std::optional<Script>& claims,
-                          const std::optional<Script>& pieces) {
+std::shared_ptr<Step> run_plan(StepLoop& step_loop, const std::shared_ptr<BatchPlan>& plan, py::object body,
+                               py::object finish, const std::optional<std::shared_ptr<TrainerQueues>>& shared,
+                               const py::object& outputs, const std::optional<Script>& claims,
+                               const std::optional<Script>& pieces) {
   const std::shared_ptr<TrainerQueues> queues = shared.value_or(nullptr);
   step_loop.require_idle();
   std::shared_ptr<PythonProgram> program;
@@ -245,7 +245,7 @@ void bind_engine(py::module_& module) {
           py::arg("costs"), "Plan a batch with one cost per item.")
       .def_property_readonly("items", &items_dict,
                              "What items cost and what padding was saved; None before the first plan with costs.")
-      .def("run", &run, py::arg("plan"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
+      .def("run", &run_plan, py::arg("plan"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
            py::arg("outputs") = py::none(), py::arg("claims") = py::none(), py::arg("pieces") = py::none(),
            "Run the last plan: body(device, begin, end, flags) -> int per micro-batch, finish(device) -> gradients. "
            "With costs begin and end are positions in the plan's order. claims: for each device, (begin, end) of the "

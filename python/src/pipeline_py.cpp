@@ -106,8 +106,8 @@ void PythonLanes::Body::call(std::size_t lane, std::int64_t micro_batch) const {
   });
 }
 
-std::shared_ptr<LaneStep> run(const DeviceGroup& group, const std::shared_ptr<PythonLanes>& lanes,
-                              const std::string& schedule, std::vector<DeviceId> devices) {
+std::shared_ptr<LaneStep> run_lanes(const DeviceGroup& group, const std::shared_ptr<PythonLanes>& lanes,
+                                    const std::string& schedule, std::vector<DeviceId> devices) {
   std::shared_ptr<LaneStep> step(new LaneStep{
       PipelineStep(group, lanes->lanes(), plan::schedule_of(schedule), std::move(devices)), lanes->lanes()});
   lanes->begin(step);
@@ -227,7 +227,7 @@ void bind_pipeline(py::module_& module) {
       py::arg("schedule"), py::arg("times"),
       "When the actions of a schedule run, as PipelineOutcome.record. times: per stage (forward, backward, send "
       "forward, send backward) in seconds.");
-  module.def("run_pipeline", &run, py::arg("group"), py::arg("lanes"), py::arg("schedule"), py::arg("devices"),
+  module.def("run_pipeline", &run_lanes, py::arg("group"), py::arg("lanes"), py::arg("schedule"), py::arg("devices"),
              "Run one step: the schedule as text (plan.to_text), with the device index of each stage.");
 }
 

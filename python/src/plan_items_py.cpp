@@ -65,7 +65,7 @@ ItemCostFit fit_item_cost(const std::vector<double>& tokens, const std::vector<d
   return plan::fit_item_cost(samples);
 }
 
-std::vector<std::pair<double, double>> models_of(const ItemCostFit& fit) {
+std::vector<std::pair<double, double>> fitted_models(const ItemCostFit& fit) {
   std::vector<std::pair<double, double>> models;
   for (DeviceId device = 0; device < fit.scales.size(); ++device) {
     const LoadModel model = fit.load_model(device);
@@ -191,7 +191,7 @@ per_squared_token_seconds * (sum of squared lengths).)")
                     "Per device, its time relative to the fastest device; 0 for a device without samples.")
       .def_readonly("relative_rms", &ItemCostFit::relative_rms,
                     "Root mean square of (predicted - measured) / measured over the samples.")
-      .def_property_readonly("models", &models_of,
+      .def_property_readonly("models", &fitted_models,
                              "Per device, the pair (fixed_seconds, seconds_per_cost) for `split_items`.")
       .def(
           "item_seconds", [](const ItemCostFit& fit, double tokens) { return fit.shape.item_seconds(tokens); },

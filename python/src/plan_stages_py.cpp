@@ -290,7 +290,7 @@ Examples
 15.0)");
 }
 
-std::string repr(const StagePlan& plan) {
+std::string plan_repr(const StagePlan& plan) {
   return fmt::format("StagePlan(cuts={}, order={}, micro_batches={}, seconds={})", repr_of(plan.cuts),
                      repr_of(plan.order), plan.sizes.size(), repr_of(plan.seconds));
 }
@@ -321,7 +321,7 @@ void bind_plans(py::module_& module) {
       .def_readonly("bound_seconds", &StagePlan::bound_seconds, "No schedule of these stages is quicker.")
       .def_readonly("moved_bytes", &StagePlan::moved_bytes,
                     "Parameter bytes in another memory space than in the previous plan.")
-      .def("__repr__", &repr);
+      .def("__repr__", &plan_repr);
   module.def(
       "plan_stages", &plan_stages, py::arg("blocks"), py::arg("devices"), py::kw_only(), py::arg("batch_size"),
       py::arg("micro_batches") = py::none(), py::arg("cuts") = py::none(), py::arg("order") = py::none(),

@@ -34,9 +34,9 @@ Handle handle_of(const Stream* stream) {
 
 void* native(const Handle& handle) { return reinterpret_cast<void*>(handle.value_or(0)); }
 
-std::shared_ptr<TrainerQueues> make(const DeviceGroup& group, const Handle& stream, std::int64_t run_ahead,
-                                    double timeout, const std::string& transport,
-                                    const std::optional<std::string>& reduce_dtype) {
+std::shared_ptr<TrainerQueues> make_queues(const DeviceGroup& group, const Handle& stream, std::int64_t run_ahead,
+                                           double timeout, const std::string& transport,
+                                           const std::optional<std::string>& reduce_dtype) {
   if (!(timeout > 0.0)) throw InvalidArgument(fmt::format("timeout is {} s; it must be positive.", timeout));
   const std::chrono::nanoseconds limit = nanoseconds_of(timeout);
   DeviceQueueOptions options{.stream = native(stream), .run_ahead = run_ahead, .timeout = limit};
@@ -89,8 +89,9 @@ std::vector<DeviceCopy> list_of(const DeviceCopies& copies) {
 void bind_queues(py::module_& module) {
   py::class_<TrainerQueues, std::shared_ptr<TrainerQueues>>(
       module, "DeviceQueues", "The queues of a group's devices during steps, and the waits between them.")
-      .def(py::init(&make), py::arg("group"), py::kw_only(), py::arg("stream") = py::none(), py::arg("run_ahead") = 1,
-           py::arg("timeout") = 600.0, py::arg("transport") = "auto", py::arg("reduce_dtype") = py::none())
+      .def(py::init(&make_queues), py::arg("group"), py::kw_only(), py::arg("stream") = py::none(),
+           py::arg("run_ahead") = 1, py::arg("timeout") = 600.0, py::arg("transport") = "auto",
+           py::arg("reduce_dtype") = py::none())
       .def_property_readonly("transport", &TrainerQueues::transport,
                              "How data gets from one GPU to another, with the reason; empty with one GPU.")
       .def_property_readonly(

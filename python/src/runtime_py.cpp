@@ -90,7 +90,7 @@ DeviceGroup make_group(const std::variant<std::string, std::vector<std::variant<
   return DeviceGroup(std::move(found));
 }
 
-std::string repr(const DeviceGroup& group) {
+std::string group_repr(const DeviceGroup& group) {
   std::string names;
   for (const Device& device : group.devices()) names += (names.empty() ? "" : ", ") + device.name;
   return "<paceline.DeviceGroup [" + names + "]" + (group.closed() ? " closed>" : ">");
@@ -138,7 +138,7 @@ InvalidArgument
       .def_property_readonly("closed", &DeviceGroup::closed, "True once the workers have been ended.")
       .def_property_readonly("busy", &DeviceGroup::busy, "True while the workers run a task.")
       .def("__len__", &DeviceGroup::size)
-      .def("__repr__", &repr)
+      .def("__repr__", &group_repr)
       .def("close", &close, py::arg("timeout") = 10.0,
            R"(End and join the workers. A second call does nothing.
 

@@ -15,6 +15,7 @@
 #include <paceline/sim/pipeline.hpp>
 
 #include "bindings.hpp"
+#include "stage_moves.hpp"
 
 namespace py = pybind11;
 
@@ -39,11 +40,6 @@ struct Comparison {
   std::optional<PipelineSimulationResult> run;
   std::vector<std::string> devices;
 };
-
-const char* name_of(balance::StageMove::Kind kind) {
-  using Kind = balance::StageMove::Kind;
-  return kind == Kind::depth ? "depth" : kind == Kind::memory ? "memory" : kind == Kind::devices ? "devices" : "cuts";
-}
 
 py::dict dict_of(const Planned& planned, const std::vector<std::string>& devices) {
   const plan::StagePlan& plan = planned.plan;

@@ -13,6 +13,7 @@
 #include <paceline/error.hpp>
 
 #include "bindings.hpp"
+#include "stage_moves.hpp"
 #include "stage_plan.hpp"
 
 namespace py = pybind11;
@@ -37,11 +38,10 @@ plan::StageOptions::Kind schedule_kind(const std::string& name) {
   throw InvalidArgument("there is no schedule '" + name + "'; use 'auto', 'gpipe' or '1f1b'.");
 }
 
-std::unique_ptr<StageBalancer> make(const std::vector<Block>& blocks, const std::vector<StageDeviceTuple>& devices,
-                                    std::pair<double, double> link, std::int64_t tied_bytes,
-                                    const std::optional<std::int64_t>& micro_batches,
-                                    const std::vector<std::size_t>& cuts, const std::vector<std::size_t>& order,
-                                    const std::string& schedule, double first_run_seconds) {
+std::unique_ptr<StageBalancer> make_stage_balancer(
+    const std::vector<Block>& blocks, const std::vector<StageDeviceTuple>& devices, std::pair<double, double> link,
+    std::int64_t tied_bytes, const std::optional<std::int64_t>& micro_batches, const std::vector<std::size_t>& cuts,
+    const std::vector<std::size_t>& order, const std::string& schedule, double first_run_seconds) {
   plan::StageProblem problem;
   for (const auto& [forward_fixed, forward, backward_fixed, backward, parameters, saved, boundary, workspace] :
        blocks) {
@@ -73,20 +73,6 @@ std::unique_ptr<StageBalancer> make(const std::vector<Block>& blocks, const std:
                                          balance::MoveCost{.first_run_seconds = first_run_seconds});
 }
 
-const char* name_of(StageMove::Kind kind) {
-  switch (kind) {
-    case StageMove::Kind::depth:
-      return "depth";
-    case StageMove::Kind::memory:
-      return "memory";
-    case StageMove::Kind::devices:
-      return "devices";
-    case StageMove::Kind::cuts:
-      break;
-  }
-  return "cuts";
-}
-
 py::list moves_of(const StageBalancer& balancer) {
   py::list moves;
   for (const StageMove& move : balancer.recent_moves()) {
@@ -106,7 +92,7 @@ py::list moves_of(const StageBalancer& balancer) {
   return moves;
 }
 
-void record(StageBalancer& balancer, const std::vector<StageTiming>& stages) {
+void record_stages(StageBalancer& balancer, const std::vector<StageTiming>& stages) {
   std::vector<balance::StageTimings> timings;
   for (const auto& [forwards, backwards, excluded] : stages) timings.push_back({forwards, backwards, excluded});
   balancer.record(timings);
@@ -134,8 +120,8 @@ py::dict dict_of(const plan::StagePlan& plan) {
 
 void bind_stage_balancer(py::module_& module) {
   py::class_<StageBalancer>(module, "StageBalancer", "The closed loop of a pipeline: times of stages in, plans out.")
-      .def(py::init(&make), py::arg("blocks"), py::arg("devices"), py::kw_only(), py::arg("link") = std::pair(0.0, 0.0),
-           py::arg("tied_bytes") = 0, py::arg("micro_batches") = py::none(),
+      .def(py::init(&make_stage_balancer), py::arg("blocks"), py::arg("devices"), py::kw_only(),
+           py::arg("link") = std::pair(0.0, 0.0), py::arg("tied_bytes") = 0, py::arg("micro_batches") = py::none(),
            py::arg("cuts") = std::vector<std::size_t>{}, py::arg("order") = std::vector<std::size_t>{},
            py::arg("schedule") = "auto", py::arg("first_run_seconds") = 0.0)
       .def(
@@ -144,7 +130,7 @@ void bind_stage_balancer(py::module_& module) {
       .def("set_least_items", &StageBalancer::set_least_items, py::arg("items"),
            "From the next plan on, every micro-batch has at least so many items, unless the batch has fewer.")
       .def(
-          "record", &record, py::arg("stages"),
+          "record", &record_stages, py::arg("stages"),
           "The times of the last plan: per stage (seconds of its forwards, of its backwards, whether to exclude them).")
       .def("out_of_memory", &StageBalancer::out_of_memory, py::arg("stage"),
            "After a stage ran out of memory: whether there is another plan.")
