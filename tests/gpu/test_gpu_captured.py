@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gpu_support import Box, equal
+from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from torch_support import classifier, classify
 
@@ -54,3 +55,26 @@ def test_replayed_steps_are_eager_steps(box: Box) -> None:
     equal(losses, wanted, 1e-12)
     equal(list(module.parameters()), list(reference.parameters()), 1e-12)
     assert "graph" in explained, "nothing says whether anything was captured"
+
+
+def test_after_a_refused_capture_others_capture_and_draw(box: Box) -> None:
+    """What PyTorch leaves of a capture that CUDA has ended would break the allocator's pool and the GPU's generator."""
+    module, batch = classifier(48)
+    module, batch = box.put(module), box.put(batch)
+
+    def reads(one: Any, part: Any) -> Any:
+        loss = classify(one, part)
+        return loss * float(loss.item() > -1.0)
+
+    with DataParallel(module, box.devices, balance="even", graphs=True) as trainer:
+        for _ in range(2):
+            trainer.step(reads, batch)
+        with pytest.raises(InvalidArgument, match=r"cannot be captured at .*, in reads"):
+            trainer.step(reads, batch)
+        module.zero_grad()
+        torch.nn.functional.dropout(batch[0])
+        for _ in range(5):
+            trainer.step(classify, batch)
+        assert "replay" in trainer.explain()
+    torch.cuda.synchronize()
+    torch.randn(8, device=box.torch_device)

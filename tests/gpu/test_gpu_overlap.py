@@ -13,18 +13,19 @@ from timeline import OURS, hidden, kernels_of
 pytestmark = [pytest.mark.needs_cuda, pytest.mark.boxes("two_equal_parts", "two_unequal_parts")]
 
 
-def test_sums_run_inside_of_backward(box: Box) -> None:
-    """Needs buckets that are sealed during backward, and nothing of them but the names of their kernels."""
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_sums_run_inside_of_backward(box: Box, graphs: bool) -> None:
+    """Needs buckets that are sealed during backward or a replay of it, and nothing of them but the names of their kernels."""
     module = nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(2048, 2048), nn.ReLU())))
     module = box.put(module)
     batch = torch.randn(2048, 2048, device=box.torch_device)
-    with DataParallel(module, box.devices, balance="even") as trainer:
+    with DataParallel(module, box.devices, balance="even", graphs=graphs) as trainer:
 
         def step() -> None:
             trainer.step(lambda one, x: one(x).square().mean(), batch)
             module.zero_grad()
 
-        for _ in range(3):
+        for _ in range(6):  # with graphs the third one is captured
             step()
         kernels = kernels_of(step)
     if not kernels:
