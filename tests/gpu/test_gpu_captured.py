@@ -57,6 +57,9 @@ def test_replayed_steps_are_eager_steps(box: Box) -> None:
     assert "graph" in explained, "nothing says whether anything was captured"
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="before 2.12 PyTorch takes no capture after one that CUDA has ended"
+)
 def test_after_a_refused_capture_others_capture_and_draw(box: Box) -> None:
     """What PyTorch leaves of a capture that CUDA has ended would break the allocator's pool and the GPU's generator."""
     module, batch = classifier(48)

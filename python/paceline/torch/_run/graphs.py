@@ -153,6 +153,7 @@ class DeviceGraphs:
             with self._gradients_of(replica, captured), _capture, captured.graph.capturing():
                 body(captured)
         except RuntimeError as error:
+            self._pool = None  # PyTorch may still take it for one that is captured into
             refusal = _refusal(error)
             if refusal is None:
                 raise
@@ -296,4 +297,9 @@ def _refusal(error: RuntimeError) -> InvalidArgument | None:
         f"step: graphs=True: forward and backward cannot be captured{where}: {str(error).splitlines()[0]}. A captured graph cannot wait for the "
         "GPU, so Python must not read values of tensors: no item(), no print, no copy to the host, no if or while on a tensor, no boolean mask, no "
         "nonzero(). Use torch.where and tensors of fixed shape, return values as extras, or train without graphs=True."
+        + (
+            " PyTorch before 2.12 does not get over such a capture: start a new process."
+            if torch.__version__ < "2.12"
+            else ""
+        )
     )
