@@ -30,6 +30,12 @@ def seed_graph_trees() -> None:
         torch._C._stash_obj_in_tls(name, getattr(local, name))
 
 
+def has_compiled() -> bool:
+    """Whether Dynamo has compiled something in this process since it was reset."""
+    module = sys.modules.get("torch._dynamo.convert_frame")
+    return module is not None and getattr(module, "FRAME_COUNTER", 1) > 0
+
+
 class _Raised:
     """The limits of a PyTorch that has one setting for all threads, while runs have raised them."""
 

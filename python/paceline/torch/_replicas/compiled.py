@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import CellType
 from typing import Any
 
 from torch import nn
@@ -45,15 +44,3 @@ def captures_graphs(compiled: Any) -> bool:
     call = getattr(compiled, "_compiled_call_impl", None) or compiled
     options = getattr(call, "get_compiler_config", lambda: None)()
     return bool(options and options.get("triton.cudagraphs"))
-
-
-def calls_compiled(fn: Any) -> bool:
-    """Whether something compiled is in the closure of a function, or among the globals that it names."""
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        return False
-    named = (fn.__globals__.get(name) for name in code.co_names)
-    enclosed = (cell.cell_contents for cell in fn.__closure__ or () if cell != CellType())
-    return any(
-        is_compiled_function(one) or (isinstance(one, nn.Module) and is_compiled(one)) for one in (*named, *enclosed)
-    )

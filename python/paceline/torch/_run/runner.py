@@ -15,7 +15,7 @@ from paceline.torch._batch.edits import Edits
 from paceline.torch._batch.items import Items
 from paceline.torch._devices import forward_ad
 from paceline.torch._devices.caller_state import CallerState
-from paceline.torch._devices.compiling import compiled_for_each, seed_graph_trees
+from paceline.torch._devices.compiling import compiled_for_each, has_compiled, seed_graph_trees
 from paceline.torch._devices.failures import raise_failure, warn_caller
 from paceline.torch._devices.meeting import Meeting, MeetingPoint
 from paceline.torch._devices.places import Places, RandomStates
@@ -303,6 +303,8 @@ class Runner:
         if run.lacks_extras:
             run.note_extras()
             raise _TryAgainError
+        if run.seen.waits and not run.seen.waits_at_once and has_compiled():
+            raise _TryAgainError(complete=True)
         self._edits.check()
         return outcome
 
@@ -377,7 +379,7 @@ class _TryAgainError(Exception):
 
     The reason is one of these: memory ran out, and smaller pieces may fit; a device ran the forward several times, and the forward turned out to
     write buffers; the run drew random numbers, or entered a dual level, before that was prepared; something normalises over a micro-batch, which
-    takes two items; items without weight have extras.
+    takes two items; items without weight have extras; the run has compiled something, which did not wait for parameters.
     """
 
     def __init__(self, *, complete: bool = False, out_of_memory: bool = False) -> None:

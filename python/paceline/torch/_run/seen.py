@@ -13,8 +13,9 @@ from torch import nn
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import OrderedBatch
 from paceline.torch._devices.caller_state import CallerState
+from paceline.torch._devices.compiling import has_compiled
 from paceline.torch._devices.run_draws import Drawing
-from paceline.torch._replicas.compiled import calls_compiled, captures_graphs, is_compiled, is_compiled_function
+from paceline.torch._replicas.compiled import captures_graphs, is_compiled, is_compiled_function
 from paceline.torch._replicas.replicas import Replicas
 
 
@@ -32,6 +33,7 @@ class Seen:
         self.extras: set[Any] = (
             set()
         )  # functions that return extras, so that their items without weight have to run, too
+        self.waits = False  # whether devices wait for parameters
         self.waits_at_once = False  # whether all parameters have to be there before the first micro-batch
         self._generation = 0
         self._compiled_module = self._module_captures = False
@@ -56,9 +58,9 @@ class Seen:
                 sizes.clear()
         self.compiled = self._compiled_module or compiled_fn
         self.compiler_captures = self._module_captures or (compiled_fn and captures_graphs(fn))
-        # Compiled code reads parameters behind the back of what waits for them.
-        waits = any(replica.arrivals is not None for replica in replicas.list)
-        self.waits_at_once = waits and (self.compiled or calls_compiled(fn))
+        # Compiled code reads parameters behind the back of what waits for them, and anything may call it.
+        self.waits = any(replica.arrivals is not None for replica in replicas.list)
+        self.waits_at_once = self.waits and (self.compiled or has_compiled())
         # cuDNN searches the fastest algorithm for each new size. Like compilation and capture, this takes long once.
         self.captures = captures
         self.tunes = self.compiled or captures or (state.on_gpu and torch.backends.cudnn.benchmark)
