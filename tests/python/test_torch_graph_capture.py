@@ -21,7 +21,7 @@ class State:
         self.pools: list[Any] = []  # that allocations of a capture go to
         self.generator_captures = False
         self.current = "side"
-        self.recorded: list[tuple[str, str]] = []  # events, with their stream
+        self.recorded: list[tuple[str, str]] = []  # events and waits, with their stream
 
     def draw(self) -> None:
         """What a random operator checks outside of a capture."""
@@ -60,7 +60,8 @@ def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> St
         __slots__ = ()
         cuda_stream = 7
 
-        def wait_stream(self, other: Any) -> None: ...
+        def wait_stream(self, other: Any) -> None:
+            state.recorded.append((f"wait for {other}", str(self)))
 
     class Event:
         cuda_event = 11
@@ -119,5 +120,9 @@ def test_marks_are_external_events_on_the_stream_that_is_captured(state: State, 
     state.current = current
     graph = cuda.Graph(0, "pool")
     with graph.capturing():
+        del state.recorded[:]
         assert graph.mark() == 11
-    assert state.recorded == [("event", captured)]
+        assert state.recorded == [("event", captured)]
+        with torch.cuda.stream("another"):  # type: ignore[arg-type]  # where autograd adds a gradient
+            graph.mark()
+        assert state.recorded[1:] == [("wait for another", captured), ("event", captured)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_cases import BOXES, expect_same, module_and_batch, plain
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, Module
 from paceline.torch._devices import cuda
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas import arrivals
@@ -256,3 +257,81 @@ def test_a_replay_waits_for_all_parameters(fake: Any, monkeypatch: pytest.Monkey
         for _ in range(5):
             trainer.step(classify, batch)
     assert found == [set()] * 4, "a capture and three replays"
+
+
+class Counting(nn.Module):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, _ = module_and_batch()
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+def test_what_runs_again_counts_once(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    module, (_, batch) = Counting(), module_and_batch()
+    losses = Losses()
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        second = one is trainer._execution.replicas.list[1].module
+        return losses(one, part) if second else classify(one, part)
+
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        watched(trainer, monkeypatch)
+        for steps in (1, 2):
+            trainer.step(loss_fn, batch)
+            assert module.count == steps
+    torch.compiler.reset()
+
+
+@torch.compile(backend="eager")
+def slope(gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return gradient * (1 - y * y)
+
+
+class CompiledBackward(torch.autograd.Function):
+    """tanh, whose backward calls compiled code."""
+
+    lock = threading.Lock()  # two threads must not compile at once
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with CompiledBackward.lock:
+            return slope(gradient, *ctx.saved_tensors)
+
+
+class Slopes(nn.Module):
+    """Two layers around the function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 10).double(), nn.Linear(10, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(CompiledBackward.apply(self.first(x)))  # type: ignore[no-untyped-call]
+        return out
+
+
+def test_a_backward_that_compiles_is_not_run_again(fake: Any) -> None:
+    """Its graph is gone."""
+    module, (x, y) = Slopes(), module_and_batch()[1]
+    plain_module = copy.deepcopy(module)
+    functional.cross_entropy(plain_module(x), y).backward()
+    torch.compiler.reset()
+    parallel = Module(module, devices=BOXES["two"])
+    functional.cross_entropy(parallel(x), y).backward()
+    expect_same(module, [parameter.grad for parameter in plain_module.parameters()])
+    parallel.trainer.close()
+    torch.compiler.reset()

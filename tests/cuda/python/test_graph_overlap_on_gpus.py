@@ -149,3 +149,41 @@ def test_events_go_with_their_graphs(fake: Any) -> None:
         module[1] = nn.Sigmoid()  # type: ignore[operator]
         trainer.step(classify, batch)
         assert fake.leftovers == before - 2 * 4
+
+
+class Backwards(nn.Module):
+    """Registers its layers in another order than it uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.middle = nn.Linear(8, 3), nn.Linear(6, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+        return out
+
+
+def test_graphs_go_with_the_layout_of_gradients(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch gives out memory again that was just given back, so a new layout may begin at the old addresses."""
+    monkeypatch.setattr(flat_gradients, "MOST_BYTES", 1 << 20)
+    kept: dict[int, Any] = {}
+    memory_of = flat_gradients.FlatGradients._memory_of
+
+    def at_the_same_addresses(self: Any, device: int, replica: Any) -> Any:
+        made = memory_of(self, device, replica)
+        made.buckets = kept.setdefault(device, made.buckets)
+        views = self._layout.gradients(made.buckets)
+        made.views = [views.get(index) for index in range(len(replica.parameters))]
+        return made
+
+    monkeypatch.setattr(flat_gradients.FlatGradients, "_memory_of", at_the_same_addresses)
+    module = Backwards().double()
+    x, y = torch.randn(42, 6, dtype=torch.float64), torch.randint(0, 3, (42,))
+    with DataParallel(module, BOXES["two"], balance="even", micro_batch=4, graphs=True) as trainer:
+        # Replays end the first steps. The third one ends with an eager micro-batch, and shows the order of the backward.
+        for items in (40, 40, 42, 40, 40):
+            _, gradients = plain(module, (x[:items], y[:items]))
+            module.zero_grad()
+            trainer.step(classify, (x[:items], y[:items]))
+            expect_same(module, gradients)
+        assert flat_of(trainer).layouts == 2

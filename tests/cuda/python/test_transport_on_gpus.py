@@ -167,3 +167,14 @@ def test_links_of_a_group_are_measured_once(fake: Any) -> None:
 
     with DeviceGroup(["cuda:1", "cuda:0"]) as group:
         assert measure_links(group) == measure_links(group)
+
+
+def test_checks_know_that_gradients_are_rounded(fake: Any) -> None:
+    module, batch = module_and_batch(torch.float32)
+    with DataParallel(module, BOXES["two"], balance="even", reduce_dtype=torch.bfloat16, verify_every=1) as trainer:
+        optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1)
+        for _ in range(4):
+            trainer.step(classify, batch)  # verified beside one device
+            optimizer.step()
+            optimizer.zero_grad()
+        assert trainer.check(classify, batch).exact

@@ -40,7 +40,7 @@ struct SumSource {
 ///
 /// With `travels`, sums of float32 go between GPUs in that half type. Each device's bucket is rounded to it once, then
 /// added in float32, and the sum is rounded once. What a GPU reads in its own memory is rounded, too, so the result
-/// does not depend on who sums what, nor on the number of GPUs. The space that holds a bucket rounds it; home does so
+/// does not depend on who sums what. The space that holds a bucket rounds it; home does so
 /// with the host's buckets, which come in float32. With fewer than two GPUs nothing is rounded.
 ///
 /// The order of the work, and the wait that enforces it:

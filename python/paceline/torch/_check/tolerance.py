@@ -18,6 +18,8 @@ def tolerance_for(module: nn.Module, places: Places) -> float:
     for kind in places.types:
         if torch.is_autocast_enabled(kind):
             worst = max(worst, _TOLERANCE.get(torch.get_autocast_dtype(kind), 0.0))
+    if places.reduce_dtype is not None:
+        worst = max(worst, _TOLERANCE[places.reduce_dtype])
     return (
         max(worst, _TENSOR_CORES)
         if any(place.type == "cuda" for place in places.devices) and torch.float32 in types

@@ -84,6 +84,7 @@ class Graph:
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
         self._marks: list[torch.cuda.Event] = []
+        self._stream: torch.cuda.Stream  # the captured one
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -91,7 +92,7 @@ class Graph:
         current = torch.cuda.current_stream(self._index)
         # CUDA captures no default stream. The stream of a part is used itself, since its kernels belong to the part.
         is_default = current == torch.cuda.default_stream(self._index)
-        stream = torch.cuda.Stream(self._index) if is_default else current
+        self._stream = stream = torch.cuda.Stream(self._index) if is_default else current
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
@@ -126,7 +127,11 @@ class Graph:
     def mark(self) -> int:
         """In a capture: CUDA's handle of an event that each replay records behind what was captured so far. The graph owns it."""
         event = torch.cuda.Event(external=True)
-        event.record(torch.cuda.current_stream(self._index))
+        # Autograd may add gradients on other streams, each of which the captured one follows.
+        current = torch.cuda.current_stream(self._index)
+        if current != self._stream:
+            self._stream.wait_stream(current)
+        event.record(self._stream)
         self._marks.append(event)
         return event.cuda_event
 

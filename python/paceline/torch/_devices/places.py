@@ -54,11 +54,13 @@ class Places:
         self._threads = [max(1, len(device.cores)) for device in group.devices]
         _check_home(module, self.home, self._home_name)
         self.queues: DeviceQueues | None = None
+        several_spaces = len({device.memory_space for device in gpus}) > 1
+        self.reduce_dtype = reduce_dtype if several_spaces else None  # what gradients are rounded to
         if self._home_gpu is not None:
-            if len({device.memory_space for device in gpus}) > 1:
+            if several_spaces:
                 find_installed_nccl()
             stream = cuda.current_stream(self._home_gpu)
-            half = None if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
+            half = None if self.reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
             self.queues = DeviceQueues(group, stream=stream, timeout=timeout, transport=transport, reduce_dtype=half)
         self.transport = self.queues.transport if self.queues is not None else ""
         self.links = self.queues.links if self.queues is not None else []

@@ -32,6 +32,13 @@ class Written:
         """Note the present values, after the replica was given new ones."""
         self._before = list(map(dict.copy, self._dicts))
 
+    def undo(self) -> None:
+        """Put the noted values back, since what was run does not count."""
+        for values, before, apart in zip(self._dicts, self._before, self._apart, strict=True):
+            if apart and not (len(values) == len(before) and all(map(operator.is_, values.values(), before.values()))):
+                values.clear()
+                values.update(before)
+
     def has(self, index: int, name: str) -> bool:
         """Whether a forward has set the attribute of this holder since `note`, or has put a tensor with a graph into it."""
         value = self._dicts[index].get(name, _NOTHING)

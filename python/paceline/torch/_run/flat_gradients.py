@@ -73,6 +73,7 @@ class FlatGradients:
         self._bucket_of: dict[int, int] = {}
         self._handles: list[Any] = []
         self._sums: list[torch.Tensor] = []
+        self.layouts = 0  # how often the memory was laid out
         self.early = 0  # buckets that all devices had sealed before the end of their last backward, in the last step
 
     def begin(self) -> None:
@@ -144,11 +145,6 @@ class FlatGradients:
                 one.waiting[k].clear()
                 queues.seal(device, k, *_view(one.buckets[k]), event)
 
-    @property
-    def addresses(self) -> list[int]:
-        """Where the buckets of all devices are."""
-        return [bucket.data_ptr() for one in self._devices for bucket in one.buckets]
-
     def forget(self, device: int, indices: Iterable[int]) -> None:
         """Drop the gradients of these parameters, as if there had been none."""
         one = self._devices[device]
@@ -210,6 +206,7 @@ class FlatGradients:
         _refuse_sparse(replicas)
         self._places.drain()  # the memory so far may still be read
         self.release()
+        self.layouts += 1
         self._order = list(order)
         self._layout = Layout(replicas.parameters, replicas.names, self._order, MOST_BYTES)
         self._bucket_of = {piece.index: k for k, one in enumerate(self._layout.buckets) for piece in one.pieces}

@@ -238,8 +238,7 @@ class Graphs:
             *(chain(one.parameters, *(part._buffers.values() for part in one.modules)) for one in replicas.list)
         )
         found = [(0, False) if one is None else (one.data_ptr(), one.requires_grad) for one in tensors]
-        buckets = [] if self._flat is None else self._flat.addresses
-        memory = (replicas.generation, replicas.changes, found, buckets)
+        memory = (replicas.generation, replicas.changes, found, 0 if self._flat is None else self._flat.layouts)
         if memory != self._memory:
             if any(device.captured for device in self.devices):
                 self._places.drain()

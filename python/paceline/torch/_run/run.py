@@ -190,7 +190,8 @@ class Run:
     def _begin(self, device: int) -> None:
         arrivals, queues = self.replicas[device].arrivals, self.places.queues
         if arrivals is not None and queues is not None:
-            arrivals.begin(functools.partial(queues.need, device), compiled=self.seen.waits_at_once)
+            at_once = self.seen.waits_at_once or not self.repeatable  # a backward alone reads what its forward has kept
+            arrivals.begin(functools.partial(queues.need, device), compiled=at_once)
         self.first(device)
 
     def _timed(self, device: int, begin: int, end: int) -> tuple[bool, int]:

@@ -235,6 +235,9 @@ class Runner:
                 self.places.release_memory()
             if self._random is not None:
                 self._random.restore()
+            for replica in self.replicas.list:
+                if replica.written is not None:
+                    replica.written.undo()
 
     def _execute(self, work: Workload, run: Run) -> Any:
         self.running = run
@@ -303,7 +306,7 @@ class Runner:
         if run.lacks_extras:
             run.note_extras()
             raise _TryAgainError
-        if run.seen.waits and not run.seen.waits_at_once and has_compiled():
+        if run.repeatable and run.seen.waits and not run.seen.waits_at_once and has_compiled():
             raise _TryAgainError(complete=True)
         self._edits.check()
         return outcome

@@ -103,7 +103,8 @@ class DataParallel(Trainer):
         ``torch.bfloat16`` or ``torch.float16``: float32 gradients go from GPU to GPU in this type, which halves what links carry. Each device's
         gradient is rounded to it once, added in float32 in the order of the devices, and the sum is rounded once; ``.grad`` is float32 as ever.
         The result does not depend on which GPU sums what. Gradients of other types stay as they are. In float16, values beyond 65504 become
-        infinite, which a `GradScaler` takes for an overflow. Nothing changes on host devices, on a single GPU, or on its parts. Host
+        infinite, which a `GradScaler` takes for an overflow, and without one those below 3e-8 become zero: a gradient is divided by the weight of
+        the batch before it is rounded. Nothing changes on host devices, on a single GPU, or on its parts. Host
         devices beside GPUs send float32, which is rounded like the others. Not with ``transport="nccl"``. None: gradients travel as they are.
     memory
         What one micro-batch may take of a device's memory, beyond parameters and gradients: bytes, or a fraction of the device's memory,
@@ -157,7 +158,7 @@ class DataParallel(Trainer):
         it was: `loss_fn` may not depend on values that change elsewhere, and what it returns beside the loss are tensors. Refused at the capture, with
         the line: waits for the GPU such as ``item()``, or an ``if`` on a tensor. Also: hooks on modules, attributes that a forward sets, losses
         that reach tensors outside of the module, a `weight` that is a mapping, dropout on parts of one GPU, and ``batch_norm="synchronised"``. A
-        single GPU works on a copy of the module, too. **Not measured: no GPU has run this yet.**
+        single GPU works on a copy of the module, too.
 
     Notes
     -----
