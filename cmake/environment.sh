@@ -174,7 +174,8 @@ need_build_tools() {
   pip_once "${needed[@]}" "cmake>=3.28" "ninja>=1.11"
 }
 
-# configure_dev: configures one CMake build for the tests, the binding and the package under test, so that they share the library's objects.
+# One CMake build for the tests, the binding, the package, and all that is installed, so that they share the library's objects.
+# configure_dev OPTION...: for the tests and the package under test.
 dev_dir="$build_dir/dev"
 configure_dev() {
   need_build_tools
@@ -183,7 +184,13 @@ configure_dev() {
   # With nvcc a test reads the kernels' machine code.
   if command -v nvcc >/dev/null && ! command -v cuobjdump >/dev/null; then pip_once nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm; fi
   cmake --preset dev -S "$root" -B "$dev_dir" -DPACELINE_WERROR="$werror" -DPACELINE_PYTHON=ON \
-    -DPython_EXECUTABLE="$venv/bin/python" ${CMAKE_ARGS:-} "$@"
+    -DPACELINE_BENCHMARKS=OFF -DPACELINE_EXAMPLES=OFF -DPython_EXECUTABLE="$venv/bin/python" ${CMAKE_ARGS:-} "$@"
+}
+# configure_release OPTION...: for what is installed: kernels for all GPUs, and nothing but the library.
+configure_release() {
+  need_build_tools
+  cmake --preset release -S "$root" -B "$dev_dir" -UCMAKE_CUDA_ARCHITECTURES -DPACELINE_WERROR="$werror" -DPACELINE_TESTS=OFF \
+    -DPACELINE_GPU_TESTS=OFF -DPACELINE_BENCHMARKS=OFF -DPACELINE_EXAMPLES=OFF ${CMAKE_ARGS:-} "$@"
 }
 
 # build_package FOLDER VERB...: runs pip's VERB for this checkout, in the CMake build in FOLDER. Without pip's isolation, which would put
