@@ -41,6 +41,14 @@ def replace(module: nn.Module) -> None:
         parameter.data = parameter.data * 0.5
 
 
+def lay_out_anew(module: nn.Module) -> None:
+    """As ``module.to(memory_format=...)`` does."""
+    for parameter in module.parameters():
+        if parameter.dim() == 2:
+            contiguous = parameter.is_contiguous()
+            parameter.data = parameter.data.t().contiguous().t() if contiguous else parameter.data.contiguous()
+
+
 def clip(module: nn.Module) -> None:
     nn.utils.clip_grad_norm_(module.parameters(), 0.01)
 
@@ -64,7 +72,8 @@ def drop_gradients(module: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "edit", [write, write_data, load, replace, clip, write_gradients, transpose_gradients, drop_gradients]
+    "edit",
+    [write, write_data, load, replace, lay_out_anew, clip, write_gradients, transpose_gradients, drop_gradients],
 )
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_the_caller_writes_counts(fake: Any, edit: Callable[[nn.Module], None], when: str) -> None:
@@ -80,6 +89,26 @@ def test_what_the_caller_writes_counts(fake: Any, edit: Callable[[nn.Module], No
             else:
                 pair.step(batch, edit)
         pair.expect_same_state()
+
+
+def test_a_layout_that_changes_in_place_is_followed(fake: Any) -> None:
+    def transpose(module: Any) -> None:
+        module[2].weight.data = module[2].weight.data.t()  # where it was
+
+    module = network()
+    module[2], module[4] = nn.Linear(24, 24), nn.Linear(24, 3)
+    with DataParallel(module, BOXES["four"], balance="even") as trainer:
+        pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
+        for batch in batches(3):
+            pair.step(batch)
+            inputs, targets = batch
+            wanted = torch.autograd.grad(classify(pair.reference, batch), list(pair.reference.parameters()))
+            trainer.module.zero_grad()
+            trainer.step(classify, (inputs, targets))
+            torch.testing.assert_close([one.grad for one in trainer.module.parameters()], list(wanted))
+            pair.expect_same_state()
+            for one in (pair.module, pair.reference):
+                transpose(one)
 
 
 def test_version_counters_move_as_an_optimizers_do(fake: Any) -> None:

@@ -133,7 +133,7 @@ class Shards:
             return False
         devices = self._owning_devices(lifetime)
         working = [device for device in devices if device not in lifetime.works.retired]
-        marks = [(one.data_ptr(), one.shape, one.dtype) for one in parameters]
+        marks = [(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in parameters]
         counts = [len(group["params"]) for group in groups]
         key = (lifetime.replicas.generation, devices, working, list(map(id, parameters)), marks, counts)
         if self._key == key:
@@ -217,7 +217,9 @@ class Shards:
 
     def _piece(self, parameter: torch.Tensor, owner: Owner, cut: Range, replicas: Replicas) -> Piece:
         _, begin, end = cut
-        piece = Piece(parameter, begin, end, end - begin == parameter.numel(), parameter, None)
+        whole = end - begin == parameter.numel()
+        layout = torch.empty_like(parameter, device="meta", requires_grad=False)
+        piece = Piece(parameter, begin, end, whole, layout, parameter, None)
         if owner.at_home:
             piece.tensor = piece.of(parameter.detach())  # it shares the version counter
             return piece
@@ -264,14 +266,17 @@ class Shards:
         if of_gpu and place == _HOST:
             self._of_gpus.add((id(parameter), name))
         target = place if of_gpu else _HOST
-        cut = not pieces[0][1].whole and value.shape == pieces[0][1].tensor.shape
-        like = parameter if cut else value
+        first = pieces[0][1]
+        cut = not first.whole and value.shape == first.tensor.shape
+        like = first.layout if cut else value
         joined = torch.empty_like(like, dtype=value.dtype, device=target, requires_grad=False)
         for owner, piece in pieces if cut else pieces[:1]:
             part = owner.state[piece.tensor][name]
             # The queue of the owner has written it. PyTorch orders a copy between two GPUs on the present streams of both.
             with contextlib.nullcontext() if owner.at_home else self._places.on_own_stream(owner.device):
                 (piece.of(joined) if cut else joined).copy_(part)
+        if cut and joined.shape == parameter.shape and joined.stride() != parameter.stride():  # it has a new layout
+            return torch.empty_like(parameter, dtype=value.dtype, device=target, requires_grad=False).copy_(joined)
         return joined
 
     def _run(self, step: Step) -> None:
