@@ -178,6 +178,16 @@ def test_copies_are_plain_optimizers(fake: Any) -> None:
         assert held(pair.optimizer), "sharded again"
 
 
+def test_a_shallow_copy_keeps_the_state_that_it_was_made_with(fake: Any) -> None:
+    with DataParallel(network(), BOXES["four"]) as trainer:
+        pair = Pair(trainer, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+        few = batches(2)
+        pair.step(few[0])
+        shallow, wanted = copy.copy(pair.optimizer), copy.deepcopy(pair.plain.state_dict())
+        pair.step(few[1])
+        expect_same_state(shallow.state_dict(), wanted)
+
+
 def test_whoever_reads_the_state_finds_it(fake: Any) -> None:
     with DataParallel(network(), BOXES["four"]) as trainer:
         pair = Pair(trainer, torch.optim.SGD, {"lr": 0.01, "momentum": 0.9})

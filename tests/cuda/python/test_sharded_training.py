@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 
 from gpu_cases import BOXES
 from paceline.torch import DataParallel
+from paceline.torch._trainer.shards import Shards
 from shard_cases import Pair, batches, expect_same_state, held, network
 from torch_support import classify
 
@@ -158,6 +160,59 @@ def test_groups_and_parameters_that_no_device_has(fake: Any) -> None:
             pair.step(batch, lambda module: None)
             extra.zero_grad()
         assert held(pair.optimizer)
+        pair.expect_same_state()
+
+
+def test_what_is_in_no_group_keeps_its_state(fake: Any) -> None:
+    def groups(module: nn.Module) -> list[dict[str, Any]]:
+        first, *rest = module.parameters()
+        return [{"params": rest}, {"params": [first]}]
+
+    with DataParallel(network(), BOXES["four"]) as trainer:
+        pair = Pair(trainer, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, groups)
+        few = batches(4)
+        pair.step(few[0])
+        taken = [one.param_groups.pop() for one in (pair.optimizer, pair.plain)]
+        pair.step(few[1])
+        trainer.retire("cuda:2")  # moves the ranges again
+        pair.step(few[2])
+        for one, group in zip((pair.optimizer, pair.plain), taken, strict=True):
+            one.param_groups.append(group)
+        pair.step(few[3])
+        pair.expect_same_state()
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_an_interrupt_while_ranges_move_loses_no_state(fake: Any, at_home: bool) -> None:
+    code = Shards._cut.__code__
+
+    def interrupt(line: int) -> Any:
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            if event == "line" and frame.f_lineno == line:
+                raise KeyboardInterrupt
+            return trace
+
+        return lambda frame, event, argument: trace if frame.f_code is code else None
+
+    with DataParallel(network(), BOXES["four"]) as trainer:
+        pair = Pair(trainer, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+        pair.step(batches(1)[0])
+        trainer.retire("cuda:2")
+        interrupts, before = 0, sys.gettrace()
+        for line in sorted({line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno}):
+            if at_home:
+                assert pair.optimizer.state
+            try:
+                sys.settrace(interrupt(line))
+                pair.optimizer.step()
+                pair.plain.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+            finally:
+                sys.settrace(before)
+            pair.expect_same_state()
+        assert interrupts > 20
+        pair.step(batches(1)[0])
         pair.expect_same_state()
 
 

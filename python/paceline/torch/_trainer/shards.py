@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,8 +146,8 @@ class Shards:
                 self._key = key
                 return False
         held = self._held()
-        between = self._assembled(_HOST) if self._owners else self._between
-        self._owners, self._pieces, self._between = [], {}, between
+        self._between = self._assembled(_HOST) if self._owners else self._between
+        self._key, self._owners, self._pieces = None, [], {}
         free = [self._places.spare_memory(device) + held[device] if device in working else 0 for device in devices]
         self._cut(lifetime.replicas, devices, groups, free)
         self._key, self._always = key, True  # from now on, whatever memory there is later
@@ -204,15 +204,18 @@ class Shards:
                 ]
                 for owner, piece in pieces[parameter]:
                     owner.groups[index].append(piece.tensor)
-        own = self._optimizer().__dict__["state"]
+        optimizer, between = self._optimizer(), self._between
+        own = optimizer.__dict__["state"]
         for parameter, of_it in pieces.items():
-            values = self._between.get(parameter) or own.get(parameter)
+            values = between.get(parameter) or own.get(parameter)
             for owner, piece in of_it if values else ():
                 moved = {name: self._placed(owner, piece, name, value) for name, value in values.items()}
                 owner.state[piece.tensor] = moved
-        for parameter in pieces:
-            own.pop(parameter, None)
+        left = self._at(self._places.home, {one: between[one] for one in between.keys() - pieces.keys()})
+        # An interrupt from here on leaves some of the state in two places, but no part of it in none.
         self._owners, self._pieces = owners, pieces
+        kept = {one: values for one, values in own.items() if one not in pieces}
+        optimizer.__dict__["state"] = defaultdict(dict, kept | left)  # copies of the optimizer may have the old one
         self._between, self._of_gpus = {}, set()
 
     def _piece(self, parameter: torch.Tensor, owner: Owner, cut: Range, replicas: Replicas) -> Piece:
@@ -245,17 +248,22 @@ class Shards:
 
     def _assembled(self, place: torch.device) -> State:
         """The state as one device has it, in new memory there."""
-        found: State = {}
-        for parameter, values in self._between.items():
-            found[parameter] = {
-                name: value.to(place) if (id(parameter), name) in self._of_gpus else value
-                for name, value in values.items()
-            }
+        found = self._at(place, self._between)
         for parameter, pieces in self._pieces.items():
             owner, first = pieces[0]
             for name, value in owner.state.get(first.tensor, {}).items():
                 found.setdefault(parameter, {})[name] = self._joined(parameter, pieces, name, value, place)
         return found
+
+    def _at(self, place: torch.device, between: State) -> State:
+        """What is on the way, as one device has it."""
+        return {
+            parameter: {
+                name: value.to(place) if (id(parameter), name) in self._of_gpus else value
+                for name, value in values.items()
+            }
+            for parameter, values in between.items()
+        }
 
     def _joined(
         self, parameter: torch.Tensor, pieces: list[tuple[Owner, Piece]], name: str, value: Any, place: torch.device
