@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import paceline
 from gpu_cases import BOXES
@@ -240,3 +241,24 @@ def test_states_lie_where_their_owners_are(far_gpus: Any, name: str) -> None:
         plain.step()
         for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_parameters_on_another_gpu_stay_there(far_gpus: Any) -> None:
+    module = network().to(cuda.device(0))
+    extra, plain = (nn.Parameter(torch.ones(10, device=cuda.device(1))) for _ in range(2))
+    with DataParallel(module, BOXES["four"]) as trainer:
+        options: dict[str, Any] = {"lr": 0.01, "foreach": False}
+        optimizer: Any = trainer.optimizer(torch.optim.AdamW, [*module.parameters(), extra], shard=True, **options)
+        reference = torch.optim.AdamW([plain], **options)
+        for then in (lambda: trainer.retire("cuda:3"), lambda: optimizer.state, lambda: trainer.restore("cuda:3")):
+            optimizer.zero_grad()
+            trainer.step(classify, batches(1)[0])
+            extra.grad, plain.grad = (torch.full_like(extra, 2.0) for _ in range(2))
+            optimizer.step()
+            reference.step()
+            assert held(optimizer)
+            assert torch.equal(extra, plain)
+            then()
+        moment = optimizer.state[extra]["exp_avg"]
+        assert moment.device == extra.device
+        assert torch.equal(moment, reference.state[plain]["exp_avg"])

@@ -84,7 +84,7 @@ class Shards:
         """Bring the state home, to the optimizer."""
         optimizer = self._optimizer()
         if optimizer is not None and (self._owners or self._between):
-            optimizer.__dict__["state"].update(self._assembled(self._places.home))
+            optimizer.__dict__["state"].update(self._assembled(None))
             self.forget()
 
     def forget(self) -> None:
@@ -211,7 +211,7 @@ class Shards:
             for owner, piece in of_it if values else ():
                 moved = {name: self._placed(owner, piece, name, value) for name, value in values.items()}
                 owner.state[piece.tensor] = moved
-        left = self._at(self._places.home, {one: between[one] for one in between.keys() - pieces.keys()})
+        left = self._at(None, {one: between[one] for one in between.keys() - pieces.keys()})
         # An interrupt from here on leaves some of the state in two places, but no part of it in none.
         self._owners, self._pieces = owners, pieces
         kept = {one: values for one, values in own.items() if one not in pieces}
@@ -242,12 +242,13 @@ class Shards:
                 value = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
             value = piece.of(value)
         on_gpu = value.device != _HOST or (id(parameter), name) in self._of_gpus or self._places.home == _HOST
-        target = self._places.devices[owner.device] if on_gpu else _HOST
+        place = parameter.device if owner.at_home else self._places.devices[owner.device]
+        target = place if on_gpu else _HOST
         with contextlib.nullcontext() if owner.at_home else self._places.on_own_stream(owner.device):
             return torch.empty_like(value, device=target).copy_(value)
 
-    def _assembled(self, place: torch.device) -> State:
-        """The state as one device has it, in new memory there."""
+    def _assembled(self, place: torch.device | None) -> State:
+        """The state as one device has it, in new memory there. None: where the parameters are."""
         found = self._at(place, self._between)
         for parameter, pieces in self._pieces.items():
             owner, first = pieces[0]
@@ -255,25 +256,30 @@ class Shards:
                 found.setdefault(parameter, {})[name] = self._joined(parameter, pieces, name, value, place)
         return found
 
-    def _at(self, place: torch.device, between: State) -> State:
+    def _at(self, place: torch.device | None, between: State) -> State:
         """What is on the way, as one device has it."""
         return {
             parameter: {
-                name: value.to(place) if (id(parameter), name) in self._of_gpus else value
+                name: value.to(place or parameter.device) if (id(parameter), name) in self._of_gpus else value
                 for name, value in values.items()
             }
             for parameter, values in between.items()
         }
 
     def _joined(
-        self, parameter: torch.Tensor, pieces: list[tuple[Owner, Piece]], name: str, value: Any, place: torch.device
+        self,
+        parameter: torch.Tensor,
+        pieces: list[tuple[Owner, Piece]],
+        name: str,
+        value: Any,
+        place: torch.device | None,
     ) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         of_gpu = value.device != _HOST
         if of_gpu and place == _HOST:
             self._of_gpus.add((id(parameter), name))
-        target = place if of_gpu else _HOST
+        target = (place or parameter.device) if of_gpu else _HOST
         first = pieces[0][1]
         cut = not first.whole and value.shape == first.tensor.shape
         like = first.layout if cut else value
