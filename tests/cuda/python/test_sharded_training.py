@@ -16,6 +16,7 @@ from torch import nn
 
 from gpu_cases import BOXES
 from paceline.torch import DataParallel
+from paceline.torch._trainer import shards
 from paceline.torch._trainer.shards import Shards
 from shard_cases import Pair, batches, expect_same_state, held, network
 from torch_support import classify
@@ -370,6 +371,67 @@ def test_an_error_in_a_range_comes_out_and_the_next_step_works(fake: Any, monkey
                 pair.optimizer.step()
         pair.reference.load_state_dict(pair.module.state_dict())
         pair.step(few[1])
+
+
+def fail_on_one(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
+    """A step of the optimizer runs out of memory on the GPU cuda:2, once the ranges are there."""
+    its, places = pair.optimizer._shards, pair.trainer._execution.places
+    run, enter = its._run, places.enter
+
+    def full(device: int) -> Any:
+        if device == 2:
+            raise torch.OutOfMemoryError("full")
+        return enter(device)
+
+    def failing(step: Any) -> None:
+        patch.setattr(places, "enter", full)
+        run(step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(its, "_run", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            pair.optimizer.step()
+
+
+@pytest.mark.parametrize("then", ["state_dict", "state", "retire", "close"])
+def test_a_first_step_that_failed_on_one_gpu_leaves_whole_states(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    monkeypatch.setattr(shards, "_LEAST_BYTES_OF_ROUNDS", 1 << 20)
+    with DataParallel(network(), BOXES["four"]) as trainer:
+        pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
+        trainer.step(classify, batches(1)[0])
+        fail_on_one(monkeypatch, pair)
+        pieces = pair.optimizer._shards._pieces.items()
+        complete = {one for one, of_it in pieces if all(owner.state.get(piece.tensor) for owner, piece in of_it)}
+        assert 0 < len(complete) < 6
+        if then == "state_dict":
+            assert len(pair.optimizer.state_dict()["state"]) == len(complete)
+            return
+        if then == "close":
+            trainer.close()
+        if then == "retire":
+            trainer.retire("cuda:3")
+            pair.optimizer.step()
+        for one, values in pair.optimizer.state.items():
+            assert values["step"] == (one in complete) + (then == "retire")
+        assert pair.optimizer.state.keys() == (set(pair.module.parameters()) if then == "retire" else complete)
+
+
+def test_close_releases_everything_if_the_state_cannot_come_home(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = DataParallel(network(), BOXES["four"])
+    pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
+    pair.step(batches(1)[0])
+    lifetime = trainer._lifetime
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(pair.optimizer._shards, "gather", fail)
+    with pytest.raises(ValueError, match="broken"):
+        trainer.close()
+    assert not lifetime.places.holds
+    assert not lifetime.replicas._sent
 
 
 def test_saves_have_the_state_of_one_device(fake: Any, tmp_path: Any) -> None:

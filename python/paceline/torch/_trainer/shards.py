@@ -252,6 +252,9 @@ class Shards:
         found = self._at(place, self._between)
         for parameter, pieces in self._pieces.items():
             owner, first = pieces[0]
+            names = [owner.state.get(piece.tensor, {}).keys() for owner, piece in pieces]
+            if any(one != names[0] for one in names):
+                continue  # the step that was to make it failed on some device: as before that step
             for name, value in owner.state.get(first.tensor, {}).items():
                 found.setdefault(parameter, {})[name] = self._joined(parameter, pieces, name, value, place)
         return found
