@@ -29,7 +29,7 @@ from paceline.torch._trainer.predictions import Predictions
 from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.saving import Saving
-from paceline.torch._trainer.sharded_optimizer import is_sharded, sharded
+from paceline.torch._trainer.sharded_optimizer import sharded, why_unsharded
 from paceline.torch._trainer.shards import Shards
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.tracing import Tracing
@@ -304,9 +304,13 @@ class Trainer:
         workers = HostWorkers(self._lifetime, self._recent.optimizer_times)
         parameters = self.module.parameters() if parameters is None else parameters
         check_shard(shard)
-        if is_sharded(cls, shard, self._execution.places):
+        why = why_unsharded(cls, shard, self._execution.places)
+        if not why:
             return sharded(cls, parameters, Shards(cls, self._lifetime, always=shard is True), workers, options)
-        return spread(cls, parameters, workers, options)
+        optimizer = spread(cls, parameters, workers, options)
+        if shard is True:
+            self._lifetime.unsharded[optimizer] = f"Optimizer: {cls.__name__} is not sharded, since {why}.\n"
+        return optimizer
 
     def retire(self, device: str | Device) -> None:
         """Give the device no work from the next call on. Nothing waits for it. Its share goes to the others; no item is lost.

@@ -42,6 +42,7 @@ class Lifetime:
         self.works = works
         self.saver = Saver()
         self.shards: weakref.WeakSet[Any] = weakref.WeakSet()  # states of optimizers that lie on the devices
+        self.unsharded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # optimizers, and why
         self._execution = execution
         self._gaps = gaps
         self._recent = recent

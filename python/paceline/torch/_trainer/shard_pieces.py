@@ -76,10 +76,12 @@ def has_plain_gradient(parameter: torch.Tensor) -> bool:
     )
 
 
-def can_be_cut(parameters: list[torch.Tensor]) -> bool:
-    """Whether each is a plain tensor without gaps, in memory of its own."""
+def why_uncut(parameters: list[torch.Tensor]) -> str:
+    """Why they cannot be cut. Empty: each is a plain tensor without gaps, in memory of its own."""
     for one in parameters:
-        if type(one) not in _KINDS or torch.empty_like(one, device="meta").stride() != one.stride():
-            return False
+        if type(one) not in _KINDS:
+            return f"a parameter is a {type(one).__name__}, a subclass of Tensor that may do anything"
+        if torch.empty_like(one, device="meta").stride() != one.stride():
+            return f"a parameter of shape {tuple(one.shape)} has strides {one.stride()}, with gaps or overlaps"
     spans = sorted((one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()) for one in parameters)
-    return all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    return "" if all(end <= begin for (_, end), (begin, _) in pairwise(spans)) else "parameters overlap in memory"

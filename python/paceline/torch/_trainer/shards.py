@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._device import DeviceContext
 
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._trainer.lifetime import Lifetime
-from paceline.torch._trainer.shard_pieces import Owner, Piece, bytes_each, bytes_of, can_be_cut, has_plain_gradient
+from paceline.torch._trainer.optimizer import is_observed
+from paceline.torch._trainer.shard_pieces import Owner, Piece, bytes_each, bytes_of, has_plain_gradient, why_uncut
 from paceline.torch._trainer.shard_ranges import Range, ranges_of, shares_of
 
 _HOST = torch.device("cpu")
@@ -47,9 +49,8 @@ class Shards:
         """`always`: also where home has room for the state, where it costs less time."""
         self._cls = cls
         self._always = always
-        self._room: tuple[int, int] | None = (
-            None  # if home has room: the bytes that the state needs, and those that are free
-        )
+        self._room = ""  # that home has enough of it for the state, in words
+        self._why_not = ""  # the last step was sharded, in words
         self._lifetime = weakref.ref(lifetime)
         self._places = lifetime.places
         self._optimizer: Callable[[], Any] = lambda: None
@@ -71,14 +72,19 @@ class Shards:
         lifetime = self._lifetime()
         if lifetime is None:
             return False
-        with lifetime.if_idle() as idle:
+        if is_observed(DeviceContext):
+            self._why_not = "the last step was in a mode (inference_mode, or one of torch.overrides or torch.utils) that has to see it"
+            return False
+        # A default device is not for the owners, which have devices of their own.
+        with lifetime.if_idle() as idle, torch._C.DisableTorchFunction():
             if not idle or self._places.queues is None:
+                self._why_not = "the trainer is closed, or was in another call"
                 return False
             self._places.order_on_caller("optimizer.step")
-            if not self._prepared(lifetime):
-                return False
-            self._run(step)
-            return True
+            self._why_not = self._prepare(lifetime)
+            if not self._why_not:
+                self._run(step)
+            return not self._why_not
 
     def gather(self) -> None:
         """Bring the state home, to the optimizer."""
@@ -102,12 +108,8 @@ class Shards:
         for owner, piece in self._all():
             counts[owner.device] += piece.end - piece.begin
         total = counts.total()
-        if not total and self._room is not None and self._key is not None:
-            needed, free = (one / 2**20 for one in self._room)
-            return (
-                f"Optimizer: {self._cls.__name__} is not sharded, since it needs {needed:.1f} MiB and {self._places.names[0]} has {free:.1f} MiB "
-                "free. shard=True shards it nevertheless.\n"
-            )
+        if self._why_not:
+            return f"Optimizer: {self._cls.__name__} is not sharded, since {self._why_not}.\n"
         if not total:
             return ""
         held, names = self._held(), self._places.names
@@ -125,40 +127,53 @@ class Shards:
         for pieces in self._pieces.values():
             yield from pieces
 
-    def _prepared(self, lifetime: Lifetime) -> bool:
-        """Whether there are ranges that fit the parameters as they are now. Moves the state to new ones if need be."""
+    def _prepare(self, lifetime: Lifetime) -> str:
+        """Have ranges that fit the parameters as they are now, and move the state to new ones if need be. Returns why not, or nothing."""
         groups = self._optimizer().param_groups
         parameters = [one for group in groups for one in group["params"]]
-        if any(group.get("differentiable") for group in groups) or not all(map(has_plain_gradient, parameters)):
-            return False
+        if not parameters:
+            return "it has no parameters"
+        if any(group.get("differentiable") for group in groups):
+            return "it is differentiable"
+        if not all(map(has_plain_gradient, parameters)):
+            return "a gradient is sparse, or unlike its parameter in type or memory"
         devices = self._owning_devices(lifetime)
         working = [device for device in devices if device not in lifetime.works.retired]
         marks = [(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in parameters]
         counts = [len(group["params"]) for group in groups]
         key = (lifetime.replicas.generation, devices, working, list(map(id, parameters)), marks, counts)
         if self._key == key:
-            return bool(self._owners)
-        if len(working) < 2 or not can_be_cut(parameters) or not self._fit(lifetime.replicas, parameters):
-            return False
+            return "" if self._owners else self._room
+        if len(working) < 2:
+            return "fewer than two GPUs work"
+        if uncut := why_uncut(parameters):
+            return uncut
+        if not self._fit(lifetime.replicas, parameters):
+            return "parameters have a new shape, type or memory layout, which the trainer takes over in its next step"
         if not (self._always or self._owners or self._between):
             self._room = self._room_at_home(groups, devices[0])
-            if self._room is not None:
+            if self._room:
                 self._key = key
-                return False
+                return self._room
         held = self._held()
         self._between = self._assembled(_HOST) if self._owners else self._between
         self._key, self._owners, self._pieces = None, [], {}
         free = [self._places.spare_memory(device) + held[device] if device in working else 0 for device in devices]
         self._cut(lifetime.replicas, devices, groups, free)
         self._key, self._always = key, True  # from now on, whatever memory there is later
-        return True
+        return ""
 
-    def _room_at_home(self, groups: list[dict[str, Any]], home: int) -> tuple[int, int] | None:
-        """The bytes that home still needs to update everything, and those that are free, if these suffice."""
+    def _room_at_home(self, groups: list[dict[str, Any]], home: int) -> str:
+        """What home still needs to update everything, and has, in words. Empty if it has less."""
         elements = sum(one.numel() for group in groups for one in group["params"])
         there = sum(map(bytes_of, self._optimizer().__dict__["state"].values()))
         needed, free = max(0, elements * bytes_each(groups) - there), self._places.spare_memory(home)
-        return (needed, free) if needed <= free else None
+        if needed > free:
+            return ""
+        return (
+            f"it needs {needed / 2**20:.1f} MiB and {self._places.names[home]} has {free / 2**20:.1f} MiB free. shard=True shards it "
+            "nevertheless"
+        )
 
     def _fit(self, replicas: Replicas, parameters: list[torch.Tensor]) -> bool:
         """Whether the devices' copies of the parameters are still like the parameters."""
