@@ -278,8 +278,9 @@ class Trainer:
         bit. Instances, states, hooks and schedulers are those of `cls`.
 
         On several GPUs the same optimizers can be sharded: each GPU has the state of a range of the parameters, updates that range and sends
-        it. So large states find room. On PCIe a step takes longer by it. Adafactor and Muon are divided between whole tensors. Reading ``state`` brings the state to the module's GPU until the next step;
-        ``state_dict()`` has host tensors and leaves it where it is.
+        it. So large states find room. On PCIe a step takes longer by it. Adafactor and Muon are divided between whole tensors. Adagrad makes
+        its state on the module's GPU, and divides it at the first step. Reading ``state`` brings the state to the module's GPU until the next
+        step, which no longer updates what was read; ``state_dict()`` has host tensors and leaves it where it is.
 
         Parameters
         ----------
@@ -289,7 +290,7 @@ class Trainer:
             Parameters or groups of them.
         shard
             Whether to shard the state: True from two GPUs on, False never. ``"auto"``: from three GPUs on, if the first one has too little free
-            memory for all of it at the first step. `explain` says which.
+            memory for all of it at the first step. `explain` says which, and why not.
         **options
             What `cls` takes.
 

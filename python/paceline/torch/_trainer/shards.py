@@ -23,7 +23,7 @@ _HOST = torch.device("cpu")
 # What home sends for one round goes out while it gets the results of the round before. In one round there is nothing to overlap, and rounds
 # of small ranges take longer to launch than they save.
 _ROUNDS = 4
-_LEAST_BYTES_OF_ROUNDS = 64 << 20  # that an owner needs for its range
+_LEAST_BYTES_OF_ROUNDS = 64 << 20  # that an owner needs for its range on average, as `bytes_each` counts them
 _OF_WHOLE_TENSORS = (
     "Adafactor",
     "Muon",
