@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -183,7 +184,7 @@ TEST(DeviceQueues, GoOnlyWhenNothingIsEnqueuedAnyMore) {
   EXPECT_EQ(fake::leftovers().queued, 0U);
 }
 
-TEST(DeviceQueues, WhatAnInterruptedDrainLeftIsDrainedBeforeTheNextStep) {
+void expect_drained_before(const std::function<void(DeviceQueues&)>& call) {
   boot(1, 1);
   const DeviceGroup group = group_of({"cuda:0"});
   DeviceQueues queues(group, {.timeout = std::chrono::milliseconds(300)});
@@ -194,8 +195,16 @@ TEST(DeviceQueues, WhatAnInterruptedDrainLeftIsDrainedBeforeTheNextStep) {
     const Interrupting soon;
     EXPECT_THROW(queues.drain(), Interrupt);
   }
-  EXPECT_THROW(static_cast<void>(queues.begin_step({})), DeviceLost) << "it still hangs";
+  EXPECT_THROW(call(queues), DeviceLost) << "it still hangs";
   fake::go_on(static_cast<cudaStream_t>(queues.home_stream().native()));
+}
+
+TEST(DeviceQueues, WhatAnInterruptedDrainLeftIsDrainedBeforeTheNextStep) {
+  expect_drained_before([](DeviceQueues& queues) { static_cast<void>(queues.begin_step({})); });
+}
+
+TEST(DeviceQueues, WhatAnInterruptedDrainLeftIsDrainedBeforeTheNextUpdate) {
+  expect_drained_before([](DeviceQueues& queues) { queues.begin_update({}, {}); });
 }
 
 TEST(DeviceQueues, AHangIsATimeoutThatNamesTheDeviceAndEndsTheTraining) {

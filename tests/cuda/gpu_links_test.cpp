@@ -86,6 +86,21 @@ TEST(GpuLinks, StayUnknownWithoutMemoryOrTime) {
   EXPECT_EQ(fake::leftovers(), fake::Leftovers{}) << "memory under way is given back in order";
 }
 
+TEST(GpuLinks, GiveTheLentMemoryBack) {
+  boot_machine({.device_count = 3, .switch_size = 3});
+  const internal::MemorySpaces memory(group_of({"cuda:0", "cuda:1", "cuda:2"}));
+  EXPECT_GT(internal::measure_links(memory.endpoints(), kBudget).pairs[0].bytes_per_second, 0.0);
+  EXPECT_EQ(fake::unused_pool_bytes(), 0U);
+}
+
+TEST(GpuLinks, AreMeasuredAgainIfThatFailed) {
+  const std::vector<std::string> names{"cuda:2", "cuda:3"};
+  boot_machine({.device_count = 4, .memory_bytes = std::size_t{1} << 20});
+  EXPECT_EQ(measure_links(group_of(names)).pairs[0].bytes_per_second, 0.0);
+  boot_machine({.device_count = 4, .switch_size = 4});
+  EXPECT_GT(measure_links(group_of(names)).pairs[0].bytes_per_second, 0.0);
+}
+
 TEST(Relays, PayWhereTheFirstGpuSendsNoFasterToAllThanToOne) {
   EXPECT_TRUE(relays_pay(3, 25e9, 25e9)) << "a switch: its port is what everyone shares";
   EXPECT_TRUE(relays_pay(7, 400e9, 400e9));

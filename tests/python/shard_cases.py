@@ -53,6 +53,14 @@ def held(optimizer: Any) -> list[int]:
     return list(counts.values())
 
 
+def lay_out_anew(module: nn.Module) -> None:
+    """As ``module.to(memory_format=...)`` does."""
+    for parameter in module.parameters():
+        if parameter.dim() == 2:
+            contiguous = parameter.is_contiguous()
+            parameter.data = parameter.data.t().contiguous().t() if contiguous else parameter.data.contiguous()
+
+
 class Pair:
     """A module with a trainer and its optimizer, and a plain optimizer that gets the same gradients."""
 

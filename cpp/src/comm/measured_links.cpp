@@ -104,6 +104,26 @@ class Meter {
   std::vector<Gpu> gpus_;
 };
 
+/// Gives unused memory back, which would count as used. A GPU that is busy keeps it until somebody else does this.
+void release_memory(std::span<const Endpoint> endpoints) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+  for (const Endpoint& endpoint : endpoints) {
+    try {
+      const std::unique_ptr<Event> returned = endpoint.opened->make_event(false);
+      endpoint.stream->record(*returned);
+      wait_for(*returned, deadline - std::chrono::steady_clock::now());
+      endpoint.opened->release_memory();
+    } catch (const Error&) {
+    }
+  }
+}
+
+bool is_complete(const GpuLinks& links) {
+  const bool has_all =
+      std::ranges::all_of(links.pairs, [](const GpuLink& link) { return link.bytes_per_second > 0.0; });
+  return has_all && (links.pairs.size() <= 2 || links.exchange_bytes_per_second > 0.0);
+}
+
 }  // namespace
 
 GpuLinks measure_links(std::span<const Endpoint> endpoints, std::chrono::nanoseconds budget) {
@@ -133,6 +153,7 @@ GpuLinks measure_links(std::span<const Endpoint> endpoints, std::chrono::nanosec
     for (std::size_t k = 0; k < pulls.size(); ++k) links.pairs[k].bytes_per_second = meter.slowest({&pulls[k], 1});
   } catch (const Error&) {  // no memory, no time, or a lost GPU, which says so in its own calls
   }
+  release_memory(endpoints);
   return links;
 }
 
@@ -142,16 +163,10 @@ GpuLinks known_links(std::span<const Endpoint> endpoints) {
   std::vector<std::string> names;
   for (const Endpoint& endpoint : endpoints) names.push_back(endpoint.device.name);
   const std::lock_guard lock(mutex);
-  const auto [found, is_new] = known->try_emplace(std::move(names));
-  if (is_new) {
-    try {
-      found->second = measure_links(endpoints, std::chrono::seconds(1));
-    } catch (...) {  // interrupted
-      known->erase(found);
-      throw;
-    }
-  }
-  return found->second;
+  if (const auto found = known->find(names); found != known->end()) return found->second;
+  GpuLinks links = measure_links(endpoints, std::chrono::seconds(1));
+  if (is_complete(links)) known->emplace(std::move(names), links);
+  return links;
 }
 
 }  // namespace paceline::internal

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import paceline
 from gpu_cases import BOXES
@@ -178,6 +179,16 @@ def test_copies_are_plain_optimizers(fake: Any) -> None:
         assert held(pair.optimizer), "sharded again"
 
 
+def test_a_shallow_copy_keeps_the_state_that_it_was_made_with(fake: Any) -> None:
+    with DataParallel(network(), BOXES["four"]) as trainer:
+        pair = Pair(trainer, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+        few = batches(2)
+        pair.step(few[0])
+        shallow, wanted = copy.copy(pair.optimizer), copy.deepcopy(pair.plain.state_dict())
+        pair.step(few[1])
+        expect_same_state(shallow.state_dict(), wanted)
+
+
 def test_whoever_reads_the_state_finds_it(fake: Any) -> None:
     with DataParallel(network(), BOXES["four"]) as trainer:
         pair = Pair(trainer, torch.optim.SGD, {"lr": 0.01, "momentum": 0.9})
@@ -230,3 +241,24 @@ def test_states_lie_where_their_owners_are(far_gpus: Any, name: str) -> None:
         plain.step()
         for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_parameters_on_another_gpu_stay_there(far_gpus: Any) -> None:
+    module = network().to(cuda.device(0))
+    extra, plain = (nn.Parameter(torch.ones(10, device=cuda.device(1))) for _ in range(2))
+    with DataParallel(module, BOXES["four"]) as trainer:
+        options: dict[str, Any] = {"lr": 0.01, "foreach": False}
+        optimizer: Any = trainer.optimizer(torch.optim.AdamW, [*module.parameters(), extra], shard=True, **options)
+        reference = torch.optim.AdamW([plain], **options)
+        for then in (lambda: trainer.retire("cuda:3"), lambda: optimizer.state, lambda: trainer.restore("cuda:3")):
+            optimizer.zero_grad()
+            trainer.step(classify, batches(1)[0])
+            extra.grad, plain.grad = (torch.full_like(extra, 2.0) for _ in range(2))
+            optimizer.step()
+            reference.step()
+            assert held(optimizer)
+            assert torch.equal(extra, plain)
+            then()
+        moment = optimizer.state[extra]["exp_avg"]
+        assert moment.device == extra.device
+        assert torch.equal(moment, reference.state[plain]["exp_avg"])

@@ -15,7 +15,7 @@ from torch import nn
 
 from gpu_cases import BOXES
 from paceline.torch import DataParallel
-from shard_cases import Pair, batches, expect_same_state, held, network
+from shard_cases import Pair, batches, expect_same_state, held, lay_out_anew, network
 from torch_support import classify
 
 pytestmark = pytest.mark.usefixtures("small_shards")
@@ -64,7 +64,8 @@ def drop_gradients(module: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "edit", [write, write_data, load, replace, clip, write_gradients, transpose_gradients, drop_gradients]
+    "edit",
+    [write, write_data, load, replace, lay_out_anew, clip, write_gradients, transpose_gradients, drop_gradients],
 )
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_the_caller_writes_counts(fake: Any, edit: Callable[[nn.Module], None], when: str) -> None:
@@ -142,16 +143,6 @@ def test_a_tied_parameter_is_updated_once(fake: Any) -> None:
         for batch in batches(3):
             pair.step(batch)
         pair.expect_same_state()
-
-
-def test_parameters_that_overlap_are_updated_as_always(fake: Any) -> None:
-    module = network()
-    with DataParallel(module, BOXES["four"]) as trainer:
-        optimizer: Any = trainer.optimizer(torch.optim.SGD, lr=0.1)
-        trainer.step(classify, batches(1)[0])
-        module[0].bias.data = module[0].weight.data.view(-1)[:24]
-        optimizer.step()
-        assert not optimizer._shards._owners
 
 
 def test_devices_retire_and_come_back_with_their_ranges(fake: Any) -> None:

@@ -30,7 +30,7 @@ struct GpuLinks {
 
 /// Finds the links between the GPUs of the group, and measures them by timed copies of 32 MiB: at most one second, once
 /// in a process. Each GPU lends 64 MiB. What cannot be measured (no memory left, a GPU that is busy for a second) stays
-/// unknown; that is no error. Empty with fewer than two GPUs.
+/// unknown until the next call; that is no error. Empty with fewer than two GPUs.
 [[nodiscard]] PACELINE_API GpuLinks measure_links(const DeviceGroup& group);
 
 /// Whether the first GPU's memory reaches `others` GPUs sooner if each of them pulls a part from it and the rest from

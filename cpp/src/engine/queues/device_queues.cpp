@@ -320,6 +320,7 @@ void DeviceQueues::end_step() { state_->home_stream->record(state_->step->over()
 
 void DeviceQueues::begin_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies) {
   State& state = *state_;
+  if (state.left) drain();
   state.check();
   state.home_stream->record(*state.ready);
   for (const DeviceId device : devices) state.queues[device].stream->wait(*state.ready);

@@ -36,6 +36,7 @@ from paceline.torch._replicas.written import Written
 
 # Before every step these are read from every parameter and module, by map(), which runs no line of Python for each.
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_stride: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 _requires_grad = operator.attrgetter("requires_grad")
 _hooks = operator.attrgetter("_backward_hooks")
 _late_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -168,7 +169,7 @@ class Replicas:
             list(map(list, dicts)),
             [[*part._parameters.values(), *part._modules.values()] for part in modules],
         ]
-        self._storages = list(map(_data_ptr, self.parameters))
+        self._storages = self._present_storages()
 
     def _copies(self, named: dict[str, torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
         """For each memory space but home: memory for a copy of each parameter, by the parameter's identity."""
@@ -372,12 +373,16 @@ class Replicas:
         if written is not None:
             written.push(self._places.home)
 
+    def _present_storages(self) -> list[Any]:
+        """Where the parameters lie, and in which order of their elements."""
+        return [*map(_data_ptr, self.parameters), *map(_stride, self.parameters)]
+
     def _fits(self) -> bool:
         """Whether structure, identity and storage of the parameters are still those that the replicas were made from."""
         return (
             self._registered.same(self.modules)
             and self._buffer_names.same(self.modules)
-            and list(map(_data_ptr, self.parameters)) == self._storages
+            and self._present_storages() == self._storages
             and (self._attributes is None or self._attributes.same_types)
             and (self._functions is None or all(seen.same for seen in self._functions.seen))
         )

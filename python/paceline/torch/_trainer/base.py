@@ -29,7 +29,7 @@ from paceline.torch._trainer.predictions import Predictions
 from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.saving import Saving
-from paceline.torch._trainer.sharded_optimizer import is_sharded, sharded
+from paceline.torch._trainer.sharded_optimizer import sharded, why_unsharded
 from paceline.torch._trainer.shards import Shards
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.tracing import Tracing
@@ -278,8 +278,9 @@ class Trainer:
         bit. Instances, states, hooks and schedulers are those of `cls`.
 
         On several GPUs the same optimizers can be sharded: each GPU has the state of a range of the parameters, updates that range and sends
-        it. So large states find room. On PCIe a step takes longer by it. Adafactor and Muon are divided between whole tensors. Reading ``state`` brings the state to the module's GPU until the next step;
-        ``state_dict()`` has host tensors and leaves it where it is.
+        it. So large states find room. On PCIe a step takes longer by it. Adafactor and Muon are divided between whole tensors. Adagrad makes
+        its state on the module's GPU, and divides it at the first step. Reading ``state`` brings the state to the module's GPU until the next
+        step, which no longer updates what was read; ``state_dict()`` has host tensors and leaves it where it is.
 
         Parameters
         ----------
@@ -289,7 +290,7 @@ class Trainer:
             Parameters or groups of them.
         shard
             Whether to shard the state: True from two GPUs on, False never. ``"auto"``: from three GPUs on, if the first one has too little free
-            memory for all of it at the first step. `explain` says which.
+            memory for all of it at the first step. `explain` says which, and why not.
         **options
             What `cls` takes.
 
@@ -304,9 +305,13 @@ class Trainer:
         workers = HostWorkers(self._lifetime, self._recent.optimizer_times)
         parameters = self.module.parameters() if parameters is None else parameters
         check_shard(shard)
-        if is_sharded(cls, shard, self._execution.places):
+        why = why_unsharded(cls, shard, self._execution.places)
+        if not why:
             return sharded(cls, parameters, Shards(cls, self._lifetime, always=shard is True), workers, options)
-        return spread(cls, parameters, workers, options)
+        optimizer = spread(cls, parameters, workers, options)
+        if shard is True:
+            self._lifetime.unsharded[optimizer] = f"Optimizer: {cls.__name__} is not sharded, since {why}.\n"
+        return optimizer
 
     def retire(self, device: str | Device) -> None:
         """Give the device no work from the next call on. Nothing waits for it. Its share goes to the others; no item is lost.

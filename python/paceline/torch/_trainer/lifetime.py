@@ -42,6 +42,7 @@ class Lifetime:
         self.works = works
         self.saver = Saver()
         self.shards: weakref.WeakSet[Any] = weakref.WeakSet()  # states of optimizers that lie on the devices
+        self.unsharded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # optimizers, and why
         self._execution = execution
         self._gaps = gaps
         self._recent = recent
@@ -170,14 +171,12 @@ class Lifetime:
                 work.step_loop.settle()
         self._recent.settle()
         self.places.drain()  # a late device may still write to memory that is about to be released
-        for shards in list(self.shards):
-            with contextlib.suppress(
-                torch.OutOfMemoryError
-            ):  # then they stay where they are until the optimizer needs them
-                shards.gather()
-        self._execution.release()
-        self._execution.replicas.release()
-        self.places.close()
+        with contextlib.ExitStack() as last_first:  # each one is called, whatever another one raises
+            last_first.callback(self.places.close)
+            last_first.callback(self._execution.replicas.release)
+            last_first.callback(self._execution.release)
+            for shards in self.shards:
+                last_first.callback(_gather, shards)
 
     def _cancel(self) -> None:
         for work in self.works.all():
@@ -186,6 +185,11 @@ class Lifetime:
 
 _open: weakref.WeakSet[Lifetime] = weakref.WeakSet()
 _abandoned_runs: weakref.WeakSet[Run] = weakref.WeakSet()  # a second Ctrl-C left them; workers may still be inside
+
+
+def _gather(shards: Any) -> None:
+    with contextlib.suppress(torch.OutOfMemoryError):  # then they stay where they are until the optimizer needs them
+        shards.gather()
 
 
 def _finalize(group: DeviceGroup | None, any_host: bool, timeout: float = 10.0) -> None:

@@ -111,11 +111,10 @@ def unhooked(step: Any) -> Callable[[Any], Any]:
     return plain
 
 
-def is_observed() -> bool:
-    """Whether the calling thread has a mode on, which would not see what other threads do."""
-    return bool(
-        torch.is_inference_mode_enabled() or _get_current_function_mode_stack() or _get_current_dispatch_mode_stack()
-    )
+def is_observed(*harmless: type) -> bool:
+    """Whether the calling thread has a mode on, which would not see what other threads do, but for `harmless` ones."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return torch.is_inference_mode_enabled() or not all(isinstance(mode, harmless) for mode in modes)
 
 
 def _is_loop(optimizer: Optimizer) -> bool:

@@ -262,6 +262,7 @@ class Reports:
             texts.insert(0, _explained(self._works.steps))
         texts[0] += self._execution.places.explain() + self._execution.explain()
         texts[0] += "".join(shards.explain() for shards in self._lifetime.shards)
+        texts[0] += "".join(self._lifetime.unsharded.values())
         if not any(self._execution.places.on_gpu):
             texts[0] += self._gaps.explain()
         if self._dealt is not None:

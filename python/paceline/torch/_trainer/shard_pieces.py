@@ -22,6 +22,9 @@ class Piece:
     begin: int
     end: int
     whole: bool
+    layout: (
+        torch.Tensor
+    )  # without data: how the parameter lay in memory when it was cut, which says what the range contains
     tensor: torch.Tensor  # at home a part of the parameter itself, elsewhere of the replica's
     gradient: torch.Tensor | None  # where the gradient is copied to; None at home
 
@@ -73,10 +76,12 @@ def has_plain_gradient(parameter: torch.Tensor) -> bool:
     )
 
 
-def can_be_cut(parameters: list[torch.Tensor]) -> bool:
-    """Whether each is a plain tensor without gaps, in memory of its own."""
+def why_uncut(parameters: list[torch.Tensor]) -> str:
+    """Why they cannot be cut. Empty: each is a plain tensor without gaps, in memory of its own."""
     for one in parameters:
-        if type(one) not in _KINDS or torch.empty_like(one, device="meta").stride() != one.stride():
-            return False
+        if type(one) not in _KINDS:
+            return f"a parameter is a {type(one).__name__}, a subclass of Tensor that may do anything"
+        if torch.empty_like(one, device="meta").stride() != one.stride():
+            return f"a parameter of shape {tuple(one.shape)} has strides {one.stride()}, with gaps or overlaps"
     spans = sorted((one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()) for one in parameters)
-    return all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    return "" if all(end <= begin for (_, end), (begin, _) in pairwise(spans)) else "parameters overlap in memory"

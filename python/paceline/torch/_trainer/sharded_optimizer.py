@@ -12,18 +12,23 @@ from torch.optim import Optimizer
 
 from paceline.torch._devices.places import Places
 from paceline.torch._trainer.arguments import check_optimizer
-from paceline.torch._trainer.optimizer import SEPARABLE, Workers, empty, is_observed, unhooked
+from paceline.torch._trainer.optimizer import SEPARABLE, Workers, empty, unhooked
 from paceline.torch._trainer.shards import Shards
 
 # From so many GPUs on, "auto" shards. With two, one of which is home, the other one would save half of an update, and cost two more copies.
 _LEAST_GPUS = 3
 
 
-def is_sharded(cls: type[Optimizer], shard: object, places: Places) -> bool:
-    """Whether an optimizer of the class is sharded on these devices."""
+def why_unsharded(cls: type[Optimizer], shard: object, places: Places) -> str:
+    """Why an optimizer of the class is not sharded on these devices. Empty: it is."""
     pairs = zip(places.spaces, places.on_gpu, strict=True) if places.queues is not None else ()
     gpus = len({space for space, on_gpu in pairs if on_gpu})
-    return cls in SEPARABLE and shard is not False and gpus >= (2 if shard is True else _LEAST_GPUS)
+    least = 2 if shard is True else _LEAST_GPUS
+    if shard is False:
+        return "shard is False"
+    if cls not in SEPARABLE:
+        return "only PyTorch's own optimizers are, and of them not LBFGS and SparseAdam"
+    return "" if gpus >= least else f"that takes a DataParallel with {least} GPUs, which is open"
 
 
 def sharded(
@@ -70,7 +75,7 @@ def _sharded_class(cls: type[Optimizer]) -> Any:
                     loss = closure()
             began = time.perf_counter()
             step = unhooked(cls.step)
-            if is_observed() or not self._shards.step(step):
+            if not self._shards.step(step):
                 step(self)
             self._workers.stepped(began)
             return loss

@@ -5,23 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._device import DeviceContext
 
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._trainer.lifetime import Lifetime
-from paceline.torch._trainer.shard_pieces import Owner, Piece, bytes_each, bytes_of, can_be_cut, has_plain_gradient
+from paceline.torch._trainer.optimizer import is_observed
+from paceline.torch._trainer.shard_pieces import Owner, Piece, bytes_each, bytes_of, has_plain_gradient, why_uncut
 from paceline.torch._trainer.shard_ranges import Range, ranges_of, shares_of
 
 _HOST = torch.device("cpu")
 # What home sends for one round goes out while it gets the results of the round before. In one round there is nothing to overlap, and rounds
 # of small ranges take longer to launch than they save.
 _ROUNDS = 4
-_LEAST_BYTES_OF_ROUNDS = 64 << 20  # that an owner needs for its range
+_LEAST_BYTES_OF_ROUNDS = 64 << 20  # that an owner needs for its range on average, as `bytes_each` counts them
 _OF_WHOLE_TENSORS = (
     "Adafactor",
     "Muon",
@@ -47,9 +49,8 @@ class Shards:
         """`always`: also where home has room for the state, where it costs less time."""
         self._cls = cls
         self._always = always
-        self._room: tuple[int, int] | None = (
-            None  # if home has room: the bytes that the state needs, and those that are free
-        )
+        self._room = ""  # that home has enough of it for the state, in words
+        self._why_not = ""  # the last step was sharded, in words
         self._lifetime = weakref.ref(lifetime)
         self._places = lifetime.places
         self._optimizer: Callable[[], Any] = lambda: None
@@ -71,20 +72,25 @@ class Shards:
         lifetime = self._lifetime()
         if lifetime is None:
             return False
-        with lifetime.if_idle() as idle:
+        if is_observed(DeviceContext):
+            self._why_not = "the last step was in a mode (inference_mode, or one of torch.overrides or torch.utils) that has to see it"
+            return False
+        # A default device is not for the owners, which have devices of their own.
+        with lifetime.if_idle() as idle, torch._C.DisableTorchFunction():
             if not idle or self._places.queues is None:
+                self._why_not = "the trainer is closed, or was in another call"
                 return False
             self._places.order_on_caller("optimizer.step")
-            if not self._prepared(lifetime):
-                return False
-            self._run(step)
-            return True
+            self._why_not = self._prepare(lifetime)
+            if not self._why_not:
+                self._run(step)
+            return not self._why_not
 
     def gather(self) -> None:
         """Bring the state home, to the optimizer."""
         optimizer = self._optimizer()
         if optimizer is not None and (self._owners or self._between):
-            optimizer.__dict__["state"].update(self._assembled(self._places.home))
+            optimizer.__dict__["state"].update(self._assembled(None))
             self.forget()
 
     def forget(self) -> None:
@@ -102,12 +108,8 @@ class Shards:
         for owner, piece in self._all():
             counts[owner.device] += piece.end - piece.begin
         total = counts.total()
-        if not total and self._room is not None and self._key is not None:
-            needed, free = (one / 2**20 for one in self._room)
-            return (
-                f"Optimizer: {self._cls.__name__} is not sharded, since it needs {needed:.1f} MiB and {self._places.names[0]} has {free:.1f} MiB "
-                "free. shard=True shards it nevertheless.\n"
-            )
+        if self._why_not:
+            return f"Optimizer: {self._cls.__name__} is not sharded, since {self._why_not}.\n"
         if not total:
             return ""
         held, names = self._held(), self._places.names
@@ -125,40 +127,53 @@ class Shards:
         for pieces in self._pieces.values():
             yield from pieces
 
-    def _prepared(self, lifetime: Lifetime) -> bool:
-        """Whether there are ranges that fit the parameters as they are now. Moves the state to new ones if need be."""
+    def _prepare(self, lifetime: Lifetime) -> str:
+        """Have ranges that fit the parameters as they are now, and move the state to new ones if need be. Returns why not, or nothing."""
         groups = self._optimizer().param_groups
         parameters = [one for group in groups for one in group["params"]]
-        if any(group.get("differentiable") for group in groups) or not all(map(has_plain_gradient, parameters)):
-            return False
+        if not parameters:
+            return "it has no parameters"
+        if any(group.get("differentiable") for group in groups):
+            return "it is differentiable"
+        if not all(map(has_plain_gradient, parameters)):
+            return "a gradient is sparse, or unlike its parameter in type or memory"
         devices = self._owning_devices(lifetime)
         working = [device for device in devices if device not in lifetime.works.retired]
-        marks = [(one.data_ptr(), one.shape, one.dtype) for one in parameters]
+        marks = [(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in parameters]
         counts = [len(group["params"]) for group in groups]
         key = (lifetime.replicas.generation, devices, working, list(map(id, parameters)), marks, counts)
         if self._key == key:
-            return bool(self._owners)
-        if len(working) < 2 or not can_be_cut(parameters) or not self._fit(lifetime.replicas, parameters):
-            return False
+            return "" if self._owners else self._room
+        if len(working) < 2:
+            return "fewer than two GPUs work"
+        if uncut := why_uncut(parameters):
+            return uncut
+        if not self._fit(lifetime.replicas, parameters):
+            return "parameters have a new shape, type or memory layout, which the trainer takes over in its next step"
         if not (self._always or self._owners or self._between):
             self._room = self._room_at_home(groups, devices[0])
-            if self._room is not None:
+            if self._room:
                 self._key = key
-                return False
+                return self._room
         held = self._held()
-        between = self._assembled(_HOST) if self._owners else self._between
-        self._owners, self._pieces, self._between = [], {}, between
+        self._between = self._assembled(_HOST) if self._owners else self._between
+        self._key, self._owners, self._pieces = None, [], {}
         free = [self._places.spare_memory(device) + held[device] if device in working else 0 for device in devices]
         self._cut(lifetime.replicas, devices, groups, free)
         self._key, self._always = key, True  # from now on, whatever memory there is later
-        return True
+        return ""
 
-    def _room_at_home(self, groups: list[dict[str, Any]], home: int) -> tuple[int, int] | None:
-        """The bytes that home still needs to update everything, and those that are free, if these suffice."""
+    def _room_at_home(self, groups: list[dict[str, Any]], home: int) -> str:
+        """What home still needs to update everything, and has, in words. Empty if it has less."""
         elements = sum(one.numel() for group in groups for one in group["params"])
         there = sum(map(bytes_of, self._optimizer().__dict__["state"].values()))
         needed, free = max(0, elements * bytes_each(groups) - there), self._places.spare_memory(home)
-        return (needed, free) if needed <= free else None
+        if needed > free:
+            return ""
+        return (
+            f"it needs {needed / 2**20:.1f} MiB and {self._places.names[home]} has {free / 2**20:.1f} MiB free. shard=True shards it "
+            "nevertheless"
+        )
 
     def _fit(self, replicas: Replicas, parameters: list[torch.Tensor]) -> bool:
         """Whether the devices' copies of the parameters are still like the parameters."""
@@ -204,20 +219,25 @@ class Shards:
                 ]
                 for owner, piece in pieces[parameter]:
                     owner.groups[index].append(piece.tensor)
-        own = self._optimizer().__dict__["state"]
+        optimizer, between = self._optimizer(), self._between
+        own = optimizer.__dict__["state"]
         for parameter, of_it in pieces.items():
-            values = self._between.get(parameter) or own.get(parameter)
+            values = between.get(parameter) or own.get(parameter)
             for owner, piece in of_it if values else ():
                 moved = {name: self._placed(owner, piece, name, value) for name, value in values.items()}
                 owner.state[piece.tensor] = moved
-        for parameter in pieces:
-            own.pop(parameter, None)
+        left = self._at(None, {one: between[one] for one in between.keys() - pieces.keys()})
+        # An interrupt from here on leaves some of the state in two places, but no part of it in none.
         self._owners, self._pieces = owners, pieces
+        kept = {one: values for one, values in own.items() if one not in pieces}
+        optimizer.__dict__["state"] = defaultdict(dict, kept | left)  # copies of the optimizer may have the old one
         self._between, self._of_gpus = {}, set()
 
     def _piece(self, parameter: torch.Tensor, owner: Owner, cut: Range, replicas: Replicas) -> Piece:
         _, begin, end = cut
-        piece = Piece(parameter, begin, end, end - begin == parameter.numel(), parameter, None)
+        whole = end - begin == parameter.numel()
+        layout = torch.empty_like(parameter, device="meta", requires_grad=False)
+        piece = Piece(parameter, begin, end, whole, layout, parameter, None)
         if owner.at_home:
             piece.tensor = piece.of(parameter.detach())  # it shares the version counter
             return piece
@@ -237,41 +257,58 @@ class Shards:
                 value = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
             value = piece.of(value)
         on_gpu = value.device != _HOST or (id(parameter), name) in self._of_gpus or self._places.home == _HOST
-        target = self._places.devices[owner.device] if on_gpu else _HOST
+        place = parameter.device if owner.at_home else self._places.devices[owner.device]
+        target = place if on_gpu else _HOST
         with contextlib.nullcontext() if owner.at_home else self._places.on_own_stream(owner.device):
             return torch.empty_like(value, device=target).copy_(value)
 
-    def _assembled(self, place: torch.device) -> State:
-        """The state as one device has it, in new memory there."""
-        found: State = {}
-        for parameter, values in self._between.items():
-            found[parameter] = {
-                name: value.to(place) if (id(parameter), name) in self._of_gpus else value
-                for name, value in values.items()
-            }
+    def _assembled(self, place: torch.device | None) -> State:
+        """The state as one device has it, in new memory there. None: where the parameters are."""
+        found = self._at(place, self._between)
         for parameter, pieces in self._pieces.items():
             owner, first = pieces[0]
+            names = [owner.state.get(piece.tensor, {}).keys() for owner, piece in pieces]
+            if any(one != names[0] for one in names):
+                continue  # the step that was to make it failed on some device: as before that step
             for name, value in owner.state.get(first.tensor, {}).items():
                 found.setdefault(parameter, {})[name] = self._joined(parameter, pieces, name, value, place)
         return found
 
+    def _at(self, place: torch.device | None, between: State) -> State:
+        """What is on the way, as one device has it."""
+        return {
+            parameter: {
+                name: value.to(place or parameter.device) if (id(parameter), name) in self._of_gpus else value
+                for name, value in values.items()
+            }
+            for parameter, values in between.items()
+        }
+
     def _joined(
-        self, parameter: torch.Tensor, pieces: list[tuple[Owner, Piece]], name: str, value: Any, place: torch.device
+        self,
+        parameter: torch.Tensor,
+        pieces: list[tuple[Owner, Piece]],
+        name: str,
+        value: Any,
+        place: torch.device | None,
     ) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         of_gpu = value.device != _HOST
         if of_gpu and place == _HOST:
             self._of_gpus.add((id(parameter), name))
-        target = place if of_gpu else _HOST
-        cut = not pieces[0][1].whole and value.shape == pieces[0][1].tensor.shape
-        like = parameter if cut else value
+        target = (place or parameter.device) if of_gpu else _HOST
+        first = pieces[0][1]
+        cut = not first.whole and value.shape == first.tensor.shape
+        like = first.layout if cut else value
         joined = torch.empty_like(like, dtype=value.dtype, device=target, requires_grad=False)
         for owner, piece in pieces if cut else pieces[:1]:
             part = owner.state[piece.tensor][name]
             # The queue of the owner has written it. PyTorch orders a copy between two GPUs on the present streams of both.
             with contextlib.nullcontext() if owner.at_home else self._places.on_own_stream(owner.device):
                 (piece.of(joined) if cut else joined).copy_(part)
+        if cut and joined.shape == parameter.shape and joined.stride() != parameter.stride():  # it has a new layout
+            return torch.empty_like(parameter, dtype=value.dtype, device=target, requires_grad=False).copy_(joined)
         return joined
 
     def _run(self, step: Step) -> None:
