@@ -157,14 +157,14 @@ GpuLinks measure_links(std::span<const Endpoint> endpoints, std::chrono::nanosec
   return links;
 }
 
-GpuLinks known_links(std::span<const Endpoint> endpoints) {
+GpuLinks known_links(std::span<const Endpoint> endpoints, std::chrono::nanoseconds budget) {
   static std::mutex mutex;
   static auto* const known = new std::map<std::vector<std::string>, GpuLinks>;  // never destroyed: any thread may ask
   std::vector<std::string> names;
   for (const Endpoint& endpoint : endpoints) names.push_back(endpoint.device.name);
   const std::lock_guard lock(mutex);
   if (const auto found = known->find(names); found != known->end()) return found->second;
-  GpuLinks links = measure_links(endpoints, std::chrono::seconds(1));
+  GpuLinks links = measure_links(endpoints, budget);
   if (is_complete(links)) known->emplace(std::move(names), links);
   return links;
 }

@@ -13,8 +13,8 @@ namespace paceline::internal {
 /// The links between the endpoints, measured now, within `budget`.
 [[nodiscard]] GpuLinks measure_links(std::span<const Endpoint> endpoints, std::chrono::nanoseconds budget);
 
-/// The same, within a second. Endpoints of the same names are measured once in a process, if all of it succeeds. Any
-/// thread.
-[[nodiscard]] GpuLinks known_links(std::span<const Endpoint> endpoints);
+/// The same. Endpoints of the same names are measured once in a process, if all of it succeeds. Any thread.
+[[nodiscard]] GpuLinks known_links(std::span<const Endpoint> endpoints,
+                                   std::chrono::nanoseconds budget = std::chrono::seconds(1));
 
 }  // namespace paceline::internal

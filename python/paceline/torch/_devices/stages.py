@@ -42,6 +42,7 @@ class StagePlaces(Places):
         self._threads = [max(1, len(one.cores)) if one.kind == "host" else 1 for one in group.devices]
         self.queues = None
         self.transport = ""
+        self.reduce_dtype = None
         self.links = []
         self.spaces = [0] * len(group)  # the lanes' modules share parameters, wherever these are
         self.home_space = 0
