@@ -65,6 +65,8 @@ def _info(options: argparse.Namespace) -> None:
 
     facts = collect(links=options.links)
     print(json.dumps(facts, indent=2) if options.json else render(facts))
+    if options.links and not options.json and not facts["gpu_links"]:
+        print("\nLinks between GPUs\n  none to measure: there are no two GPUs here")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def _text(args: argparse.Namespace, config: dict[str, Any], forward: float, ways
         f"{plural(args.gpus, 'GPU')}, {config['link']}, {config['parameters']:.3g} parameters of type {args.dtype}, "
         f"{args.tokens} tokens each: forward {1e3 * forward:.1f} ms, backward {2e3 * forward:.1f} ms, "
         f"update {1e3 * config['parameters'] * _UPDATE_SECONDS:.1f} ms.",
-        "A model with assumed links, not a measurement. Exposed: what a step takes beyond these three.",
+        "A model with assumed links, not a measurement. Exposed: what a step takes beyond these three; negative where GPUs share the update.",
         "",
         f"{'':10}{'step ms':>10}{'exposed ms':>12}{'of DDP':>8}",
     ]

@@ -44,7 +44,7 @@ def partition(device: str | Device, fractions: Sequence[float]) -> list[Device]:
     Examples
     --------
     >>> parts = paceline.partition("cuda:0", [0.75, 0.25])  # doctest: +SKIP
-    >>> [part.sm_count for part in parts]  # of an H100's 132 # doctest: +SKIP
+    >>> [part.sm_count for part in parts]  # of an H200's 132 # doctest: +SKIP
     [96, 32]
     """
     name = _name_of(device)

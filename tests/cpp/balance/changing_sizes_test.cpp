@@ -90,6 +90,8 @@ TEST(ChangingSizes, EachGoesBackToItsSplitAfterCalibration) {
   const StepPlan plan = trainer.step(400);
   EXPECT_EQ(plan.shares, (Shares{200, 200})) << plan.reason;
   EXPECT_TRUE(trainer.balancer.report().recent_moves.empty()) << trainer.balancer.explain();
+  EXPECT_GT(trainer.balancer.report().moves, 0);
+  EXPECT_EQ(trainer.balancer.explain().find("The last 0"), std::string::npos) << trainer.balancer.explain();
 }
 
 TEST(ChangingSizes, EachGoesBackToItsSplitAfterAProbe) {

@@ -178,3 +178,9 @@ def test_checks_know_that_gradients_are_rounded(fake: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert trainer.check(classify, batch).exact
+
+
+def test_info_says_that_one_gpu_has_no_links(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.boot(1)
+    assert _cli.main(["info", "--links"]) == 0
+    assert "none to measure: there are no two GPUs here" in capsys.readouterr().out

@@ -16,7 +16,7 @@ namespace paceline {
 /// Work on a part's streams runs only on the part's streaming multiprocessors (SMs), beside the other parts.
 ///
 ///   const std::vector<paceline::Device> parts = paceline::partition("cuda:0", {0.75, 0.25});
-///   paceline::DeviceGroup group(parts);                       // parts[0].sm_count == 96 of an H100's 132
+///   paceline::DeviceGroup group(parts);                       // parts[0].sm_count == 88 of an H200's 132
 ///   ...                                                       // train; drop what uses the parts
 ///   paceline::release_partitions("cuda:0");
 ///
