@@ -42,6 +42,7 @@ NAMES = [
     "torch.overrides._get_current_function_mode_stack",
     "torch.overrides._pop_mode",
     "torch.overrides._push_mode",
+    "torch.utils._device.DeviceContext",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "torch.utils._python_dispatch._pop_mode",

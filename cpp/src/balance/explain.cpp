@@ -102,7 +102,9 @@ std::string describe(const BalanceReport& report, std::int64_t batch_size, std::
   out += known;
   if (!report.last_reason.empty()) out += fmt::format("Last decision: {}.\n", report.last_reason);
   const std::size_t shown = std::min(kMovesShown, report.recent_moves.size());
-  if (shown > 0 && std::cmp_less(shown, report.moves)) out += fmt::format("The last {} of {} moves:\n", shown, report.moves);
+  if (shown > 0 && std::cmp_less(shown, report.moves)) {
+    out += fmt::format("The last {} of {} moves:\n", shown, report.moves);
+  }
   for (std::size_t i = report.recent_moves.size() - shown; i < report.recent_moves.size(); ++i) {
     const MoveReport& move = report.recent_moves[i];
     out += fmt::format("Move at step {}: [{}] to [{}], promised {:.1f} %, {}.\n", move.step, fmt::join(move.from, ", "),
