@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -94,6 +95,33 @@ def test_nothing_runs_again_over_a_batch_that_is_changed_in_part(fails: bool) ->
         with pytest.raises(InvalidArgument, match="memory ran out"):
             trainer.step(loss_fn, batch())
         assert gradients(module) == [None, None]
+
+
+def test_an_edit_on_one_device_does_not_disturb_the_backward_of_another() -> None:
+    module, data = Drawing().double(), batch()
+    _, wanted = plain(module, lambda m, b: mask(m, b) / 16, batch())
+    forward, edited = threading.Event(), threading.Event()
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        if threading.get_ident() in seen:  # a later micro-batch of this device
+            return mask(replica, part)
+        seen.append(threading.get_ident())
+        if threading.get_ident() == seen[0]:
+            loss = mask(replica, part)  # backward needs these labels
+            forward.set()
+            assert edited.wait(60.0)
+        else:
+            assert forward.wait(60.0)
+            loss = mask(replica, part)
+            edited.set()
+        return loss
+
+    seen: list[int] = []
+    version = data[1]._version
+    with DataParallel(module, TWO, reduction="sum", balance="even") as trainer:
+        trainer.step(loss_fn, data)
+    assert_same_gradients(module, wanted)
+    assert data[1]._version > version  # the caller's own graphs notice
 
 
 def test_no_batch_is_kept_alive() -> None:

@@ -84,6 +84,8 @@ class Batch:
         if slicer is None:  # cannot happen where a leaf has a size; for the type checker
             raise InvalidArgument("batch: nothing to split.")
         self._slice = slicer
+        # What was cut, and the slice, which counts its own changes.
+        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.item_shapes = tuple(self._item_shapes)  # the shape of one item and the type, of every tensor that is cut
 
     def padded_to(self, begin: int, end: int) -> float | None:
@@ -91,8 +93,28 @@ class Batch:
         return None
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
-        """Items ``[begin, end)``, in the same nest. `move` brings each tensor to where it is needed."""
-        return self._slice(lambda tensor: tensor[begin:end], move)
+        """Items ``[begin, end)``, in the same nest. `move` brings each tensor to where it is needed.
+
+        Each slice counts its own changes in place. Views share one counter, so a change on one device would fail a backward on another
+        device, which saved other items.
+        """
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            view = tensor[begin:end]
+            if view.requires_grad or view.is_inference():
+                return view
+            own = view.data
+            self._views.append((tensor, own))
+            return own
+
+        return self._slice(take, move)
+
+    def count_edits(self) -> None:
+        """Count the changes in place of all slices so far as changes of the tensors that were cut."""
+        edited = [tensor for tensor, view in self._views if not view.is_inference() and view._version]
+        self._views.clear()
+        if edited:
+            torch.autograd.graph.increment_version(edited)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """The indices of items ``[begin, end)`` in the caller's batch."""

@@ -16,16 +16,21 @@ class Edits:
     """
 
     def __init__(self) -> None:
+        self._batch: Batch | None = None
         self.end()
 
     def end(self) -> None:
         """Forget the batch at the end of a call."""
+        if self._batch is not None:
+            self._batch.count_edits()
+        self._batch = None
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._versions: list[int] = []
         self._left: list[torch.Tensor] = []
 
     def begin(self, batch: Batch) -> None:
         """Note the state of the batch when a run begins."""
+        self._batch = batch
         self._tensors = batch.tensors()
         self._versions = [_version(tensor) for _, tensor in self._tensors]
 
@@ -37,6 +42,8 @@ class Edits:
         InvalidArgument
             If some items are changed already, and others may not be.
         """
+        if self._batch is not None:
+            self._batch.count_edits()
         pairs = zip(self._tensors, self._versions, strict=True)
         edited = [path for (path, tensor), version in pairs if _version(tensor) != version]
         if edited and not complete:

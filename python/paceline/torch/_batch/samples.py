@@ -43,6 +43,7 @@ class Samples(Batch):
         self.size = len(data)
         self.places = {}
         self.item_shapes = ()
+        self._views = []
         self.in_order = False
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
