@@ -112,7 +112,7 @@ TEST(Relays, PayWhereTheFirstGpuSendsNoFasterToAllThanToOne) {
   EXPECT_TRUE(relays_pay(7, 400e9, 400e9));
   EXPECT_FALSE(relays_pay(3, 75e9, 25e9)) << "links of their own to each of the others";
   EXPECT_FALSE(relays_pay(3, 25e9, 5e9)) << "the others have only the host between them";
-  EXPECT_TRUE(relays_pay(2, 25e9, 25e9)) << "three quarters of the time";
+  EXPECT_TRUE(relays_pay(2, 25e9, 25e9)) << "half of the time";
   EXPECT_FALSE(relays_pay(2, 25e9, 12.6e9)) << "hardly faster is not worth the waits";
   EXPECT_TRUE(relays_pay(3, 0.0, 0.0)) << "unknown";
 }

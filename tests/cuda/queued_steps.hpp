@@ -42,8 +42,8 @@ inline void add_kernel(Add) {}
 inline void fill_kernel(double*, double) {}
 inline void slow_kernel(int) {}
 
-inline void boot(std::uint64_t seed, int gpus) {
-  fake::boot({.seed = seed, .device_count = gpus});
+inline void boot(std::uint64_t seed, int gpus, int switch_size = fake::Settings{}.switch_size) {
+  fake::boot({.seed = seed, .device_count = gpus, .switch_size = switch_size});
   fake::set_twins();
   fake::twin(&add_kernel, [](const fake::Launch&, const Add& add) {
     fake::reads(add.batch + add.begin, static_cast<std::size_t>(add.end - add.begin) * sizeof(double));
@@ -84,8 +84,8 @@ inline void write(const Write& one) {
   }
 }
 
-inline void boot_with_writes(std::uint64_t seed, int gpus) {
-  boot(seed, gpus);
+inline void boot_with_writes(std::uint64_t seed, int gpus, int switch_size = fake::Settings{}.switch_size) {
+  boot(seed, gpus, switch_size);
   fake::twin(&write_kernel, [](const fake::Launch&, const Write& one) {
     fake::writes(one.to, one.count * sizeof(float));
     write(one);

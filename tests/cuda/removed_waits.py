@@ -26,7 +26,8 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
 ROOMS = PROJECT / "cpp" / "src"
-OF_STEPS = ["bucket_sums", "data_parallel", "device_queues", "device_updates", "parameter_copies", "step_times"]
+OF_STEPS = ["bucket_sums", "data_parallel", "device_queues", "device_updates", "parameter_copies", "relayed_copies"]
+OF_STEPS += ["step_times"]
 OF_COLLECTIVES = ["communicator", "communicator_failures"]
 OF_PIPELINES = ["pipeline"]
 # Each source, and the tests that run it.

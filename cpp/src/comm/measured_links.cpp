@@ -17,9 +17,8 @@ namespace paceline {
 
 bool relays_pay(std::size_t others, double spread_bytes_per_second, double exchange_bytes_per_second) noexcept {
   if (spread_bytes_per_second <= 0.0 || exchange_bytes_per_second <= 0.0) return true;
-  const auto count = static_cast<double>(others);
-  const double direct = count / spread_bytes_per_second;  // seconds for each byte
-  const double relayed = 1.0 / spread_bytes_per_second + (count - 1.0) / count / exchange_bytes_per_second;
+  const double direct = static_cast<double>(others) / spread_bytes_per_second;  // seconds for each byte
+  const double relayed = 1.0 / std::min(spread_bytes_per_second, exchange_bytes_per_second);
   return relayed < 0.95 * direct;  // what gains less than that is noise, and relays wait more often
 }
 

@@ -65,10 +65,10 @@ class Way {
   /// is there. Returns when the next parameters are, likewise.
   virtual std::vector<Events> exchange(const std::vector<Events>& ready) = 0;
 
-  /// Each GPU sums a slice of a bucket, which it pulls from the others in turn, the next one first.
-  void sum_slices(const std::vector<Events>& ready, std::size_t bucket) {
-    const double slice = bytes_ / static_cast<double>(n_);
-    for (std::size_t g = 0; g < n_; ++g) {
+  /// Each GPU from `first` on sums a slice of a bucket, which it pulls from the others in turn, the next one first.
+  void sum_slices(const std::vector<Events>& ready, std::size_t bucket, std::size_t first) {
+    const double slice = bytes_ / static_cast<double>(n_ - first);
+    for (std::size_t g = first; g < n_; ++g) {
       for (const Events& each : ready) machine_.wait(moving(g), each[bucket]);
       for (std::size_t k = 1; k < n_; ++k) machine_.copy(moving(g), (g + k) % n_, g, slice);
       kernel(moving(g), static_cast<double>(n_ + 1) * slice);
@@ -142,11 +142,7 @@ class Buckets : public Way {
       for (std::size_t g = 1; g < n_ && pulled.size() >= 2; ++g) {
         machine_.wait(moving(g), pulled[pulled.size() - 2]);
       }
-      sum_slices(ready, k);
-      for (std::size_t g = 1; g < n_; ++g) {
-        machine_.wait(moving(kHome), machine_.record(moving(g)));
-        machine_.copy(moving(kHome), g, kHome, bytes_ / static_cast<double>(n_));
-      }
+      sum_at_home(ready, k);
       pulled.push_back(machine_.record(moving(kHome)));
     }
     update();
@@ -156,24 +152,28 @@ class Buckets : public Way {
       machine_.wait(moving(g), updated);
       arrived.emplace_back();
     }
-    const std::size_t others = n_ - 1;
-    const double part = bytes_ / static_cast<double>(others);
     for (std::size_t k = 0; k < buckets_; ++k) {
-      Events relayed(n_);
       for (std::size_t g = 1; g < n_; ++g) {
-        machine_.copy(moving(g), kHome, g, part);
-        relayed[g] = machine_.record(moving(g));
-      }
-      for (std::size_t g = 1; g < n_; ++g) {
-        for (std::size_t j = 1; j < others; ++j) {
-          const std::size_t other = 1 + (g - 1 + j) % others;
-          machine_.wait(moving(g), relayed[other]);
-          machine_.copy(moving(g), other, g, part);
-        }
+        if (g > 1) machine_.wait(moving(g), arrived[g - 1].back());
+        machine_.copy(moving(g), g - 1, g, bytes_);
         arrived[g].push_back(machine_.record(moving(g)));
       }
     }
     return arrived;
+  }
+
+  /// All but home sum a slice each, and home pulls it. Of two GPUs home sums.
+  void sum_at_home(const std::vector<Events>& ready, std::size_t bucket) {
+    if (n_ == 2) {
+      for (const Events& each : ready) machine_.wait(moving(kHome), each[bucket]);
+      machine_.copy(moving(kHome), 1, kHome, bytes_);
+      return kernel(moving(kHome), 3.0 * bytes_);
+    }
+    sum_slices(ready, bucket, 1);
+    for (std::size_t g = 1; g < n_; ++g) {
+      machine_.wait(moving(kHome), machine_.record(moving(g)));
+      machine_.copy(moving(kHome), g, kHome, bytes_ / static_cast<double>(n_ - 1));
+    }
   }
 };
 
@@ -208,7 +208,7 @@ class Sharded final : public Way {
  private:
   std::vector<Events> exchange(const std::vector<Events>& ready) override {
     const double slice = bytes_ / static_cast<double>(n_);
-    for (std::size_t k = buckets_; k-- > 0;) sum_slices(ready, k);
+    for (std::size_t k = buckets_; k-- > 0;) sum_slices(ready, k, kHome);
     // Forward needs bucket 0 first, so its slices are updated and pulled first.
     std::vector<Events> arrived(n_);
     for (std::size_t k = 0; k < buckets_; ++k) {

@@ -67,8 +67,9 @@ TEST(DataPath, WithoutOverlapIsWhatTheFormulasSay) {
     const DataPathOptions options = plain(n);
     // All gradients into home, and all parameters out of it.
     EXPECT_NEAR(exposed(options, 0), 2.0 * (count - 1.0), 1e-6) << n;
-    // (n-1)/n of a bucket into each GPU, the same into home, all parameters out of it, and n-2 parts to each other.
-    const double buckets = 2.0 * (count - 1.0) / count + 1.0 + (count - 2.0) / (count - 1.0);
+    // The bucket into each of the others, which sum it, then into home; with two GPUs into home only. And all
+    // parameters along the chain, one GPU after the other.
+    const double buckets = (n > 2 ? 2.0 : 1.0) + (count - 1.0);
     EXPECT_NEAR(exposed(options, 1), buckets, 1e-6) << n;
     // Twice (n-1)/n out of home, a quarter of (n-1)/n into it after the last round, and only a part of the update.
     EXPECT_NEAR(exposed(options, 2), buckets + (2.0 + 0.25 - 0.5) * (count - 1.0) / count, 1e-6) << n;

@@ -49,9 +49,9 @@ struct DataPathOutcome {
 ///   serial      Flat gradients after the last micro-batch, pulled by the first GPU one after the other and summed
 ///   there.
 ///               It updates the parameters and sends them in pieces, before the next forward.
-///   buckets     Buckets are summed in slices while backward goes on, and pulled by the first GPU. It updates the
-///               parameters. Of each bucket the others pull a part each, and the rest from each other. Forward waits
-///               for each bucket.
+///   buckets     Each GPU but the first one sums a slice of each bucket while backward goes on, and the first one pulls
+///               the sums; of two GPUs the first one sums. It updates the parameters. The second GPU pulls each bucket
+///               of them, the third one from the second one, and so on. Forward waits for each bucket.
 ///   ranges      Like buckets, with a sharded optimizer: each GPU pulls a range of the gradients and the parameters
 ///   from
 ///               the first GPU and updates it. The first GPU pulls the results.

@@ -105,6 +105,7 @@ std::vector<std::size_t> BucketSums::owners(std::size_t k) const {
   for (const std::size_t s : in_use) {
     if (s != kHome && spaces_[s].stream != nullptr) found.push_back(s);
   }
+  if (found.size() > 2) found.erase(found.begin());
   return found;
 }
 

@@ -7,9 +7,10 @@
 namespace paceline::internal {
 namespace {
 
-// Fewer bytes take longer to cut than to send several times.
+// Fewer bytes arrive sooner if nobody waits for anybody.
 constexpr std::size_t kLeastRelayed = std::size_t{256} << 10;
-constexpr std::size_t kAlignment = 256;  // of cuts
+// Of a large bucket the next GPU pulls one piece while another one still comes.
+constexpr std::size_t kPiece = std::size_t{32} << 20;
 
 std::size_t bytes_of(const CopyTarget& target) {
   std::size_t bytes = 0;
@@ -44,22 +45,18 @@ void pull(const CopyTarget& target, const CopyTarget* source, std::size_t begin,
 void copy_to_all(std::span<const CopyTarget> targets, bool relays) {
   if (targets.empty()) return;
   const std::size_t total = bytes_of(targets.front());
-  const std::size_t count = targets.size();
   const auto like_the_first = [&](const CopyTarget& target) { return alike(target, targets.front()); };
-  if (!relays || count == 1 || total < kLeastRelayed || !std::ranges::all_of(targets, like_the_first)) {
+  if (!relays || targets.size() == 1 || total < kLeastRelayed || !std::ranges::all_of(targets, like_the_first)) {
     for (const CopyTarget& target : targets) pull(target, nullptr, 0, bytes_of(target));
     return;
   }
-  const std::size_t part = (total + count * kAlignment - 1) / (count * kAlignment) * kAlignment;
-  for (std::size_t t = 0; t < count; ++t) {
-    pull(targets[t], nullptr, t * part, (t + 1) * part);
-    targets[t].stream->record(*targets[t].relayed);
-  }
-  for (std::size_t t = 0; t < count; ++t) {
-    for (std::size_t k = 1; k < count; ++k) {
-      const std::size_t other = (t + k) % count;
-      targets[t].stream->wait(*targets[other].relayed);
-      pull(targets[t], &targets[other], other * part, (other + 1) * part);
+  for (std::size_t begin = 0; begin < total; begin += kPiece) {
+    const CopyTarget* last = nullptr;
+    for (const CopyTarget& target : targets) {
+      if (last != nullptr) target.stream->wait(*last->relayed);
+      pull(target, last, begin, std::min(begin + kPiece, total));
+      target.stream->record(*target.relayed);
+      last = &target;
     }
   }
 }

@@ -15,10 +15,11 @@ struct CopyTarget {
   std::span<const SpaceCopy> copies{};
 };
 
-/// Enqueues the copies. With `relays`, where several targets get the same memory, and enough of it, each pulls an equal
-/// part from home, and the other parts from those targets that have pulled them. So home sends each byte once.
+/// Enqueues the copies. With `relays`, where several targets get the same memory, and enough of it, they form a chain:
+/// the first one pulls from home, and each other one from the one before it, in pieces. So no GPU sends or gets a byte
+/// twice, and all links of the chain carry at once.
 ///
-/// A target pulls a part from another one after that one has got it: its stream waits for `relayed`. Requires: the
+/// A target pulls a piece from another one after that one has got it: its stream waits for `relayed`. Requires: the
 /// targets' memory is written again only after the work of all their streams.
 void copy_to_all(std::span<const CopyTarget> targets, bool relays);
 

@@ -94,9 +94,9 @@ class DataParallel(Trainer):
         Seconds that anything enqueued on a GPU may take. What takes longer counts as a hang.
     transport
         What brings the parameters to several GPUs, and the sums of their gradients to the first GPU. ``"copies"``: each bucket of gradients is
-        pulled and summed in slices by all GPUs, while they still compute; from three GPUs on each pulls a part of the parameters from the
-        first GPU and the rest from the others. ``"auto"``: the same, but the links are measured first, once in a process and in at most a
-        second, and if each GPU gets all parameters sooner from the first one, it does so. ``"nccl"``: all gradients after
+        pulled and summed in slices while the GPUs still compute; from three GPUs on the others sum, and each of them pulls the parameters from
+        the one before it. ``"auto"``: the same, but the links are measured first, once in a process and in at most a second, and if each GPU
+        gets all parameters sooner from the first one, it does so. ``"nccl"``: all gradients after
         the devices' last work, because NCCL's kernels wait for each other, and user code on a worker may hold one up. `explain` says which
         one is in use, and how fast the links are. NCCL has a minute for a collective (half of `timeout` if that is less).
     reduce_dtype

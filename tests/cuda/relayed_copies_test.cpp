@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How parameters come from GPU to GPU.
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <paceline/engine/device_queues.hpp>
+#include <paceline/runtime/device_group.hpp>
+
+#include "fake_cuda.hpp"
+#include "helpers.hpp"
+#include "orders.hpp"
+#include "queued_steps.hpp"
+
+namespace paceline {
+namespace {
+
+TEST(ParametersOfGpus, LeaveHomeOnceAndAreRelayed) {
+  for (std::uint64_t seed = 0; seed < kOrders / 8; ++seed) {
+    boot_with_writes(seed, 4);
+    {
+      const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3"});
+      DeviceQueues queues(group, {.collectives = {.transport = Transport::copies}});
+      constexpr std::size_t kSizes[] = {300, 90'001, 7, 20'000, 1};  // the last bucket is too small to be cut
+      constexpr std::size_t kBucketOf[] = {0, 0, 0, 0, 1};
+      std::vector<std::vector<std::unique_ptr<Buffer>>> memory(4);
+      std::vector<std::unique_ptr<Buffer>> seen;
+      std::vector<SpaceCopy> copies;
+      for (const std::size_t size : kSizes) {
+        for (std::size_t s = 0; s < 4; ++s) {
+          Stream& stream = s == 0 ? queues.home_stream() : *queues.copy_stream(s);
+          memory[s].push_back(queues.maker(s).allocate(size * sizeof(float), stream));
+        }
+      }
+      for (std::size_t bucket = 0; bucket < 2; ++bucket) {
+        for (std::size_t s = 1; s < 4; ++s) {
+          seen.push_back(queues.maker(0).allocate_pinned(120'000 * sizeof(float)));
+          for (std::size_t k = 0; k < std::size(kSizes); ++k) {
+            if (kBucketOf[k] != bucket) continue;
+            copies.push_back({s, memory[s][k]->data(), memory[0][k]->data(), kSizes[k] * sizeof(float), bucket});
+          }
+        }
+      }
+      for (int step = 0; step < 3; ++step) {
+        ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+        const auto value = [&](std::size_t k) {
+          return Write{static_cast<float*>(memory[0][k]->data()), kSizes[k],
+                       static_cast<std::uint32_t>(9 * step + k + 1)};
+        };
+        for (std::size_t k = 0; k < std::size(kSizes); ++k) launch(&write_kernel, queues.home_stream(), value(k));
+        const std::vector<bool> takes_part{true, true, step != 1, true};
+        const std::shared_ptr<const StepTimes> times = queues.begin_step(copies, takes_part);
+        for (DeviceId d = 1; d < 4; ++d) {
+          if (!takes_part[d]) continue;
+          queues.enter(d, false);
+          std::size_t offset = 0;
+          for (std::size_t k = 0; k < std::size(kSizes); ++k) {
+            queues.need(d, kBucketOf[k]);
+            queues.stream(d)->copy(static_cast<float*>(seen[d]->data()) + offset, memory[d][k]->data(),
+                                   kSizes[k] * sizeof(float));
+            offset += kSizes[k];
+          }
+          queues.deliver(d, {});
+        }
+        queues.reduce();
+        queues.end_step();
+        times->wait();
+        for (DeviceId d = 1; d < 4; ++d) {
+          std::size_t offset = 0;
+          for (std::size_t k = 0; takes_part[d] && k < std::size(kSizes); ++k) {
+            std::vector<float> wanted(kSizes[k]);
+            write({wanted.data(), kSizes[k], value(k).seed});
+            ASSERT_EQ(
+                std::memcmp(wanted.data(), static_cast<float*>(seen[d]->data()) + offset, kSizes[k] * sizeof(float)), 0)
+                << "seed " << seed << ", step " << step << ", device " << d << ", parameter " << k;
+            offset += kSizes[k];
+          }
+        }
+      }
+      queues.drain();
+      seen.clear();
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
+/// A device writes to its buffers as soon as it has them. So nobody may pull them from it.
+TEST(BuffersOfGpus, AreNotRelayed) {
+  constexpr std::size_t kCount = 90'000;  // large enough to be cut
+  for (std::uint64_t seed = 0; seed < kOrders / 8; ++seed) {
+    boot_with_writes(seed, 4);
+    {
+      const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3"});
+      DeviceQueues queues(group, {});
+      std::vector<std::vector<std::unique_ptr<Buffer>>> memory(4);  // a buffer and a parameter
+      std::vector<SpaceCopy> copies;
+      for (std::size_t k = 0; k < 2; ++k) {
+        for (std::size_t s = 0; s < 4; ++s) {
+          Stream& stream = s == 0 ? queues.home_stream() : *queues.copy_stream(s);
+          memory[s].push_back(queues.maker(s).allocate(kCount * sizeof(float), stream));
+          if (s == 0) continue;
+          copies.push_back({.space = s,
+                            .to = memory[s][k]->data(),
+                            .from = memory[0][k]->data(),
+                            .bytes = kCount * sizeof(float),
+                            .bucket = k,
+                            .relayed = k == 1});
+        }
+      }
+      for (int step = 0; step < 2; ++step) {
+        const auto write = [&](std::size_t s, std::size_t k, Stream& stream) {
+          ASSERT_EQ(cudaSetDevice(static_cast<int>(s)), cudaSuccess);
+          launch(&write_kernel, stream, Write{static_cast<float*>(memory[s][k]->data()), kCount, 5});
+        };
+        for (std::size_t k = 0; k < 2; ++k) ASSERT_NO_FATAL_FAILURE(write(0, k, queues.home_stream()));
+        const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
+        for (DeviceId d = 1; d < 4; ++d) {
+          queues.enter(d, false);
+          queues.need(d, 0);
+          ASSERT_NO_FATAL_FAILURE(write(d, 0, *queues.stream(d)));
+          queues.deliver(d, {});
+        }
+        queues.reduce();
+        queues.end_step();
+        times->wait();
+      }
+      queues.drain();
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
+TEST(ParametersOfGpus, OfALargeBucketGoOnWhileTheRestStillComes) {
+  boot_with_writes(1, 3, 3);
+  {
+    const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2"});
+    DeviceQueues queues(group, {.collectives = {.transport = Transport::copies}});
+    constexpr std::size_t kPiece = std::size_t{32} << 20, kBytes = 2 * kPiece, kCount = kBytes / sizeof(float);
+    constexpr double kSpeed = 1e9;
+    fake::set_link(0, 1, kSpeed);
+    fake::set_link(1, 2, kSpeed);
+    std::vector<std::unique_ptr<Buffer>> memory;
+    std::vector<SpaceCopy> copies;
+    for (std::size_t s = 0; s < 3; ++s) {
+      memory.push_back(queues.maker(s).allocate(kBytes, s == 0 ? queues.home_stream() : *queues.copy_stream(s)));
+      if (s > 0) copies.push_back({s, memory[s]->data(), memory[0]->data(), kBytes});
+    }
+    std::vector<float> wanted(kCount);
+    write({wanted.data(), kCount, 5});
+    ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+    launch(&write_kernel, queues.home_stream(), Write{static_cast<float*>(memory[0]->data()), kCount, 5});
+    const std::unique_ptr<Event> sent = queues.maker(2).make_event(true), arrived = queues.maker(2).make_event(true);
+    queues.copy_stream(2)->record(*sent);
+    const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
+    queues.copy_stream(2)->record(*arrived);
+    const std::unique_ptr<Buffer> seen = queues.maker(2).allocate_pinned(kBytes);
+    queues.enter(2);
+    queues.stream(2)->copy(seen->data(), memory[2]->data(), kBytes);
+    queues.deliver(2, {});
+    queues.reduce();
+    queues.end_step();
+    times->wait();
+    EXPECT_EQ(std::memcmp(wanted.data(), seen->data(), kBytes), 0);
+    EXPECT_NEAR(arrived->seconds_since(*sent), 3 * static_cast<double>(kPiece) / kSpeed, 1e-3) << "not four pieces";
+    EXPECT_EQ(fake::bytes_between_gpus(), 2 * kBytes);
+    queues.drain();
+  }
+  EXPECT_EQ(fake::problems(), std::vector<std::string>{});
+}
+
+}  // namespace
+}  // namespace paceline
