@@ -15,8 +15,10 @@
 #include <vector>
 
 #include <paceline/comm/reduce.hpp>
+#include <paceline/engine/data_parallel.hpp>
 #include <paceline/engine/device_queues.hpp>
 #include <paceline/error.hpp>
+#include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 #include "../cpp/comm/reference.hpp"
@@ -310,6 +312,38 @@ TEST(BucketSumsOfGpus, AHalfTypeHalvesWhatLinksCarry) {
   const std::size_t whole = bytes_between_gpus(std::nullopt);
   EXPECT_GE(whole, kCounts[0] * sizeof(float));
   EXPECT_EQ(2 * bytes_between_gpus(DType::bfloat16), whole);
+}
+
+TEST(BucketSumsOfGpus, OfATrainerGoInTheTypeAskedFor) {
+  for (const bool rounded : {true, false}) {
+    boot(1, 2);
+    {
+      const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1"});
+      DataParallelOptions options{.parameter_count = 3, .balance = Balance::even};
+      options.collectives = {.transport = Transport::copies};
+      if (rounded) options.reduce_dtype = DType::bfloat16;
+      BasicDataParallel<float> trainer(group, options);
+      const std::unique_ptr<AsyncDevice> first = backend_of(group.devices()[0]).open(group.devices()[0]);
+      const std::unique_ptr<Buffer> given = first->allocate_pinned(3 * sizeof(float));
+      const std::unique_ptr<Buffer> seen = first->allocate_pinned(3 * sizeof(float));
+      for (std::size_t j = 0; j < 3; ++j) static_cast<float*>(given->data())[j] = 1.001F;  // lies next to 1 in bfloat16
+      const double loss = trainer.step(2, [&](const MicroBatch&, Replica& replica) {
+        EXPECT_EQ(cudaMemcpyAsync(replica.gradients.data(), given->data(), 3 * sizeof(float), cudaMemcpyDefault,
+                                  static_cast<cudaStream_t>(replica.stream)),
+                  cudaSuccess);
+        return 1.0;
+      });
+      EXPECT_EQ(loss, 1.0);
+      const std::unique_ptr<Stream> stream = first->adopt_stream(trainer.stream());
+      stream->copy(seen->data(), trainer.gradients().data(), 3 * sizeof(float));
+      const std::unique_ptr<Event> copied = first->make_event(false);
+      stream->record(*copied);
+      wait_for(*copied);
+      for (std::size_t j = 0; j < 3; ++j) EXPECT_EQ(static_cast<float*>(seen->data())[j], rounded ? 1.0F : 1.001F);
+    }
+    EXPECT_EQ(fake::problems(), std::vector<std::string>{});
+    EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
+  }
 }
 
 TEST(BucketSumsOfGpus, RefuseTypesThatAreNoHalfTypesAndNccl) {

@@ -42,6 +42,18 @@ def test_ranges_give_the_bits_of_the_whole(fake: Any, name: str, box: str) -> No
     assert isinstance(pair.optimizer, cls)
 
 
+def test_muon_keeps_matrices_whole(fake: Any) -> None:
+    def matrices(module: nn.Module) -> list[nn.Parameter]:
+        return [one for one in module.parameters() if one.dim() == 2]
+
+    with DataParallel(network(), BOXES["two"]) as trainer:
+        pair = Pair(trainer, torch.optim.Muon, {"lr": 0.05}, matrices)
+        for batch in batches(4):
+            pair.step(batch)
+        assert held(pair.optimizer) == [6 * 24, 24 * 40 + 40 * 3], "ranges, cut between matrices"
+        pair.expect_same_state()
+
+
 def test_small_ranges_are_updated_in_one_round(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for least, rounds in ((1, {0, 1, 2, 3}), (1 << 20, {0})):
         monkeypatch.setattr(shards, "_LEAST_BYTES_OF_ROUNDS", least)

@@ -23,6 +23,7 @@
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
 #include <paceline/runtime/device_group.hpp>
+#include <paceline/runtime/dtype.hpp>
 
 namespace paceline {
 
@@ -68,6 +69,9 @@ struct DataParallelOptions {
   /// Several GPUs only: how parameters reach the other GPUs, and how sums of gradients reach the first GPU: by NCCL, by
   /// copies, or by NCCL where it is found. A step in which NCCL fails throws, and the next one makes new connections.
   CommunicatorOptions collectives{};
+  /// Several GPUs only: DType::bfloat16 or DType::float16, in which gradients of a float trainer go from GPU to GPU.
+  /// They are added in float32. Gradients in double go as they are. Not with NCCL.
+  std::optional<DType> reduce_dtype{};
 };
 
 /// Data parallel training over flat parameters: the same step that paceline.torch runs, without torch.

@@ -28,7 +28,8 @@ class AsyncMemory final : public TrainerMemory<T> {
       : queues(group, {.stream = options.stream,
                        .run_ahead = options.run_ahead,
                        .timeout = options.timeout,
-                       .collectives = options.collectives}) {
+                       .collectives = options.collectives,
+                       .reduce_dtype = options.reduce_dtype}) {
     const std::size_t count = options.parameter_count;
     const std::size_t bytes = count * sizeof(T);
     Stream& stream = queues.home_stream();

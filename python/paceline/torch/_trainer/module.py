@@ -31,7 +31,7 @@ class Module(nn.Module):
     ----------
     module
         The module to run. It is `module` of this one. The keys of ``state_dict`` are those of `module`.
-    devices, balance, replicate, timeout, transport, batch_norm
+    devices, balance, replicate, timeout, transport, reduce_dtype, batch_norm
         As for `DataParallel`. With ``batch_norm="synchronised"`` the devices also meet in the backward.
 
     Notes
@@ -55,6 +55,7 @@ class Module(nn.Module):
         replicate: Replicate | None = None,
         timeout: float = 600.0,
         transport: Transport = "auto",
+        reduce_dtype: torch.dtype | None = None,
         batch_norm: BatchNorm = "apart",
     ) -> None:
         super().__init__()
@@ -65,6 +66,7 @@ class Module(nn.Module):
             replicate=replicate,
             timeout=timeout,
             transport=transport,
+            reduce_dtype=reduce_dtype,
             corrections=False,  # one micro-batch per device
             batch_norm=batch_norm,
         )
