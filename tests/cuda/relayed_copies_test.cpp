@@ -176,5 +176,51 @@ TEST(ParametersOfGpus, OfALargeBucketGoOnWhileTheRestStillComes) {
   EXPECT_EQ(fake::problems(), std::vector<std::string>{});
 }
 
+TEST(ParametersOfGpus, ThatLieOneBehindTheOtherGoOnInOneCopy) {
+  boot_with_writes(1, 3, 3);
+  {
+    const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2"});
+    DeviceQueues queues(group, {.collectives = {.transport = Transport::copies}});
+    constexpr std::size_t kCount = 16'384, kBytes = kCount * sizeof(float), kCopies = 8;
+    std::vector<std::unique_ptr<Buffer>> ours, theirs;
+    for (std::size_t s = 1; s < 3; ++s) {
+      theirs.push_back(queues.maker(s).allocate(kCopies * kBytes, *queues.copy_stream(s)));
+    }
+    std::vector<SpaceCopy> copies;
+    for (std::size_t k = 0; k < kCopies; ++k) {
+      ours.push_back(queues.maker(0).allocate(kBytes, queues.home_stream()));
+      const Write one{static_cast<float*>(ours[k]->data()), kCount, static_cast<std::uint32_t>(k)};
+      ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+      launch(&write_kernel, queues.home_stream(), one);
+    }
+    for (std::size_t s = 1; s < 3; ++s) {
+      for (std::size_t k = 0; k < kCopies; ++k) {
+        copies.push_back({s, static_cast<char*>(theirs[s - 1]->data()) + k * kBytes, ours[k]->data(), kBytes});
+      }
+    }
+    constexpr double kEach = 1e-3;
+    fake::set_peer_copy_seconds(kEach);
+    const std::unique_ptr<Event> sent = queues.maker(2).make_event(true), arrived = queues.maker(2).make_event(true);
+    queues.copy_stream(2)->record(*sent);
+    const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
+    queues.copy_stream(2)->record(*arrived);
+    const std::unique_ptr<Buffer> seen = queues.maker(2).allocate_pinned(kCopies * kBytes);
+    queues.enter(2);
+    queues.stream(2)->copy(seen->data(), theirs[1]->data(), kCopies * kBytes);
+    queues.deliver(2, {});
+    queues.reduce();
+    queues.end_step();
+    times->wait();
+    EXPECT_NEAR(arrived->seconds_since(*sent), (kCopies + 1) * kEach, 0.5 * kEach);
+    for (std::size_t k = 0; k < kCopies; ++k) {
+      std::vector<float> wanted(kCount);
+      write({wanted.data(), kCount, static_cast<std::uint32_t>(k)});
+      EXPECT_EQ(std::memcmp(wanted.data(), static_cast<char*>(seen->data()) + k * kBytes, kBytes), 0) << k;
+    }
+    queues.drain();
+  }
+  EXPECT_EQ(fake::problems(), std::vector<std::string>{});
+}
+
 }  // namespace
 }  // namespace paceline

@@ -335,3 +335,28 @@ def test_a_backward_that_compiles_is_not_run_again(fake: Any) -> None:
     expect_same(module, [parameter.grad for parameter in plain_module.parameters()])
     parallel.trainer.close()
     torch.compiler.reset()
+
+
+def test_parameters_of_a_bucket_lie_in_one_piece_and_count_their_own_writes(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "MOST_BYTES", 2000)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 8, 2), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 8, bias=False))
+    module = module.double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        home, far = (replica.parameters for replica in trainer._execution.replicas.list)
+        buckets = arrivals.buckets_of(far)
+        assert len(set(buckets)) > 1
+        for one, other, bucket, following in zip(far, far[1:], buckets, buckets[1:], strict=False):
+            together = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+            assert together == (bucket == following)
+            assert not together or other.data_ptr() - one.data_ptr() == -(-one.nbytes // 256) * 256
+        versions = [one._version for one in far]
+        with torch.no_grad():
+            far[0].add_(1.0)
+        assert [one._version for one in far] == [versions[0] + 1, *versions[1:]]
+        assert [one.stride() for one in far] == [one.stride() for one in home]
+        x = torch.randn(12, 3, 4, 4, dtype=torch.float64)
+        trainer.step(lambda one, part: one(part).square().mean(), x)
+        assert all(torch.equal(one, other) for one, other in zip(far, home, strict=True))

@@ -24,20 +24,31 @@ bool alike(const CopyTarget& a, const CopyTarget& b) {
   });
 }
 
-/// Bytes [begin, end) of all copies one after the other, out of the memory of `source`; null: out of home's.
+/// Bytes [begin, end) of all copies one after the other, out of the memory of `source`; null: out of home's. Where
+/// targets keep copies one behind the other, these go from one to the next in one.
 void pull(const CopyTarget& target, const CopyTarget* source, std::size_t begin, std::size_t end) {
-  std::size_t passed = 0;
+  char* to = nullptr;
+  const char* from = nullptr;
+  std::size_t bytes = 0, passed = 0;
   for (std::size_t i = 0; i < target.copies.size(); ++i) {
     const SpaceCopy& copy = target.copies[i];
     const std::size_t first = std::max(begin, passed);
     const std::size_t last = std::min(end, passed + copy.bytes);
     if (first < last) {
-      const void* const from = source != nullptr ? source->copies[i].to : copy.from;
-      const std::size_t offset = first - passed;
-      target.stream->copy(static_cast<char*>(copy.to) + offset, static_cast<const char*>(from) + offset, last - first);
+      char* const next_to = static_cast<char*>(copy.to) + (first - passed);
+      const char* const next_from =
+          static_cast<const char*>(source != nullptr ? source->copies[i].to : copy.from) + (first - passed);
+      if (source == nullptr || next_to != to + bytes || next_from != from + bytes) {
+        target.stream->copy(to, from, bytes);
+        to = next_to;
+        from = next_from;
+        bytes = 0;
+      }
+      bytes += last - first;
     }
     passed += copy.bytes;
   }
+  target.stream->copy(to, from, bytes);
 }
 
 }  // namespace

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from paceline.torch._replicas.parametrized import give_own_cache
 from paceline.torch._replicas.reach import Reach
 
 Replicate = Callable[[nn.Module], nn.Module]
+
+_ALIGNMENT = 256  # bytes, enough for all kernels
 
 # Makes the tensor that a device's module has in the place of a parameter, with storage in the device's memory space.
 Alias = Callable[[torch.Tensor], torch.Tensor]
@@ -45,6 +49,17 @@ def alias_of(parameter: torch.Tensor, storage: torch.Tensor | None = None) -> to
     if type(parameter) is not nn.Parameter:
         alias.__class__ = type(parameter)
     return alias
+
+
+def in_one_piece(parameters: Sequence[torch.Tensor], place: torch.device) -> list[torch.Tensor]:
+    """Memory for a copy of each, one behind the other. Each has a version counter of its own: a write to it is no write to the others."""
+    ends = list(itertools.accumulate(_ALIGNMENT * math.ceil(one.nbytes / _ALIGNMENT) for one in parameters))
+    flat = torch.empty(ends[-1], dtype=torch.uint8, device=place)
+    views = []
+    for one, begin in zip(parameters, [0, *ends], strict=False):
+        part = flat[begin : begin + one.nbytes].view(one.dtype)
+        views.append(part.as_strided(one.shape, one.stride(), part.storage_offset()).data)
+    return views
 
 
 def named_slots(module: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Parameter]]:
@@ -85,6 +100,15 @@ def check_hooks(name: str, parameter: torch.Tensor) -> None:
             f"paceline: parameter {name} has a gradient hook. With two or more devices it would see the gradient of a slice, not of "
             "the batch, so it is refused. loss = trainer.loss(...); loss.backward() calls it once, with the gradient of the batch. Or remove "
             "it and work on .grad after step(), or use one device."
+        )
+
+
+def check_sent(name: str, parameter: torch.Tensor, where: str) -> None:
+    """Raise for a parameter that cannot be copied to this device as bytes."""
+    if not parameter.is_contiguous() and torch.empty_like(parameter).stride() != parameter.stride():
+        raise InvalidArgument(
+            f"paceline: parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps or overlaps; "
+            f"such memory is not sent to {where}. Make it contiguous, or use devices that share its memory."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import weakref
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline import InvalidArgument
 from paceline._core.engine import ModuleContents
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.arrivals import Arrivals, buckets_of
@@ -22,9 +22,11 @@ from paceline.torch._replicas.copies import (
     Replicate,
     alias_of,
     check_hooks,
+    check_sent,
     check_trainable,
     copied,
     derive,
+    in_one_piece,
     made_by,
 )
 from paceline.torch._replicas.flat_buffers import BUCKET, Copy, FlatBuffers
@@ -177,22 +179,25 @@ class Replicas:
         for device, space in enumerate(self._places.spaces):
             if space == self._places.home_space or space in copies:
                 continue
-            copies[space] = {id(parameter): self._like(parameter, name, device) for name, parameter in named.items()}
+            for name, parameter in named.items():
+                check_sent(name, parameter, self._places.names[device])
+            ours = list(named.values())
+            copies[space] = dict(zip(map(id, ours), self._memory_like(ours, device), strict=True))
         return copies
 
-    def _like(self, parameter: torch.Tensor, name: str, device: int) -> torch.Tensor:
+    def _memory_like(self, parameters: list[torch.Tensor], device: int) -> list[torch.Tensor]:
+        """Memory on the device for a copy of each. On GPUs each bucket is one piece, which goes from GPU to GPU as such."""
         place = self._places.devices[device]
-        if not parameter.is_contiguous() and torch.empty_like(parameter).stride() != parameter.stride():
-            raise InvalidArgument(
-                f"paceline: parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, with gaps or overlaps; "
-                f"such memory is not sent to {self._places.names[device]}. Make it contiguous, or use devices that share its memory."
-            )
         if place.type == "cpu" and self._places.home.type != "cpu":
-            flat = self._places.pinned(parameter.numel(), parameter.dtype)
-            return flat.as_strided(parameter.shape, parameter.stride())
+            pinned = self._places.pinned
+            return [pinned(one.numel(), one.dtype).as_strided(one.shape, one.stride()) for one in parameters]
+        found: list[torch.Tensor] = []
         # PyTorch gives memory of this stream again only to this stream, whose work ends before a step begins to copy.
         with self._places.enter(device):
-            return torch.empty_like(parameter, device=place, requires_grad=False)
+            numbered = zip(buckets_of(parameters), parameters, strict=True)
+            for _, bucket in itertools.groupby(numbered, operator.itemgetter(0)):
+                found += in_one_piece([one for _, one in bucket], place)
+        return found
 
     def _make(
         self, device: int, copies: dict[int, dict[int, torch.Tensor]], reach: Reach, parameters: list[torch.Tensor]
