@@ -121,6 +121,7 @@ TEST(Relays, PayWhereTheFirstGpuSendsNoFasterToAllThanToOne) {
 void expect_relays(const std::vector<std::string>& names, double from_first, double between_others, bool relays) {
   boot_machine({.device_count = 4, .switch_size = 4});
   set_links(4, from_first, between_others);
+  if (relays) fake::set_link(0, 1, between_others);  // the second GPU is near
   const DeviceGroup group = group_of(names);
   static_cast<void>(known(group));
   DeviceQueues queues(group, {.measure_links = true});

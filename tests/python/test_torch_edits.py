@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, Module
 from torch_support import TWO, assert_same_gradients, gradients, plain
 
 F = nn.functional
@@ -122,6 +122,84 @@ def test_an_edit_on_one_device_does_not_disturb_the_backward_of_another() -> Non
         trainer.step(loss_fn, data)
     assert_same_gradients(module, wanted)
     assert data[1]._version > version  # the caller's own graphs notice
+
+
+def relabel(labels: torch.Tensor) -> None:
+    labels[labels == 3] = 2
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table, self.out = nn.Embedding(4, 5), nn.Linear(5, 4)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(words))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_edit_of_what_backward_needs_is_an_error_as_in_pytorch(devices: int, overlap: bool) -> None:
+    words = torch.arange(32) % 4
+    data = (words[:-1], words[1:]) if overlap else (words, words)
+
+    def loss_fn(module: Any, part: Any) -> Any:
+        scores = module(part[0])
+        relabel(part[1])
+        return F.cross_entropy(scores, part[1], reduction="sum")
+
+    with DataParallel(Words(), TWO[:devices], reduction="sum", balance="even") as trainer:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            trainer.step(loss_fn, data)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_edit_of_what_a_closure_needs_is_an_error_as_in_pytorch(devices: int) -> None:
+    words = torch.arange(32) % 4
+
+    def loss_fn(module: Any, part: Any) -> Any:
+        scores = module(words).mean(0).expand(len(part), -1)  # all words, from outside of the slice
+        relabel(part)
+        return F.cross_entropy(scores, part, reduction="sum")
+
+    with DataParallel(Words(), TWO[:devices], reduction="sum", balance="even") as trainer:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            trainer.step(loss_fn, words)
+
+
+class Masking(nn.Module):
+    """The second device changes its slice when the first one has a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        first = entered.acquire(blocking=False)
+        assert first or computed.wait(60.0)
+        label[label == 3] = -100
+        loss = F.cross_entropy(self.layer(x), label, ignore_index=-100, reduction="none")
+        computed.set()
+        return loss
+
+
+entered, computed = threading.Lock(), threading.Event()
+
+
+def test_a_wrapped_module_may_change_its_slices_too() -> None:
+    module, (x, label) = Masking(), batch()
+    masked = label.where(label != 3, -100)
+    _, wanted = plain(
+        module, lambda m, b: F.cross_entropy(m.layer(b[0]), b[1], ignore_index=-100, reduction="sum"), (x, masked)
+    )
+    wrapped, version = Module(module, TWO, balance="even"), label._version
+    wrapped(x, label).sum().backward()
+    wrapped.close()
+    assert_same_gradients(module, wanted)
+    assert torch.equal(label, masked)
+    assert label._version > version
 
 
 def test_no_batch_is_kept_alive() -> None:

@@ -144,7 +144,7 @@ GpuLinks measure_links(std::span<const Endpoint> endpoints, std::chrono::nanosec
       std::vector<Pull> spread, exchange;
       for (std::size_t k = 0; k < others; ++k) {
         spread.push_back({0, k + 1});
-        exchange.push_back({(k + 1) % others + 1, k + 1});
+        exchange.push_back({k + 1, (k + 1) % others + 1});
       }
       links.spread_bytes_per_second = static_cast<double>(others) * meter.slowest(spread);
       links.exchange_bytes_per_second = meter.slowest(exchange);

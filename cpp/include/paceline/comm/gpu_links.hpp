@@ -24,7 +24,7 @@ struct GpuLinks {
   std::vector<GpuLink> pairs{};  ///< both directions of each two GPUs
   /// What the first GPU sends in total when all others pull from it at once. 0: not measured, or fewer than three GPUs.
   double spread_bytes_per_second = 0.0;
-  /// What each of the others gets when they pull from each other at once. 0 as above.
+  /// What each of the others gets when each of them pulls from the one before it at once. 0 as above.
   double exchange_bytes_per_second = 0.0;
 };
 
@@ -34,7 +34,8 @@ struct GpuLinks {
 [[nodiscard]] PACELINE_API GpuLinks measure_links(const DeviceGroup& group);
 
 /// Whether the first GPU's memory reaches `others` GPUs sooner along a chain, in which each of them pulls it from the
-/// one before it, than if each pulls all of it from the first GPU. True if a speed is 0, that is, unknown: relays are
+/// one before it, than if each pulls all of it from the first GPU. `exchange_bytes_per_second`: the slowest link of the
+/// chain. True if a speed is 0, that is, unknown: relays are
 /// never much slower, and direct copies may be slower by the number of GPUs.
 [[nodiscard]] PACELINE_API bool relays_pay(std::size_t others, double spread_bytes_per_second,
                                            double exchange_bytes_per_second) noexcept;

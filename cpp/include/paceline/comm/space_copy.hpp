@@ -15,6 +15,7 @@ struct SpaceCopy {
   /// buckets. Those of one space and bucket stand together, and so do those of them that may be relayed.
   std::size_t bucket = 0;
   /// Whether other spaces may pull it from this one. Not if a device writes to it during the step, as to buffers.
+  /// Requires: those of one space and bucket that lie one behind the other in memory are of one allocation.
   bool relayed = true;
 };
 

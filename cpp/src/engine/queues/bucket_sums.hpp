@@ -34,8 +34,8 @@ struct SumSource {
 /// A bucket is summed as soon as every device that takes part has sealed it, and all buckets before it are summed. The
 /// work is copies and one kernel for each slice, ordered by events; nothing spins. With three memory spaces of GPUs or
 /// more, each of these but home sums a slice of the bucket: it pulls the slice from the others, and home pulls the
-/// sums. So each GPU sends the bucket once, and gets it once. With two, home pulls the bucket. Large buckets go in
-/// chunks.
+/// sums. So with one device on each GPU, each sends the bucket once and gets it once. With two, home pulls the bucket;
+/// if host devices take part, too, each of the two sums a half. Large buckets go in chunks.
 ///
 /// Each sum adds the devices in the order of the group, so that the result has the bits of the host's.
 ///

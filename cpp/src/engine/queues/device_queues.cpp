@@ -97,7 +97,8 @@ void DeviceQueues::State::connect() {
     links = internal::known_links(memory.endpoints());
     const std::size_t others = gpu_space_count() - 1;
     if (others < 2) return;
-    relays = relays_pay(others, links.spread_bytes_per_second, links.exchange_bytes_per_second);
+    const double first_hop = links.pairs.front().bytes_per_second;
+    relays = relays_pay(others, links.spread_bytes_per_second, std::min(first_hop, links.exchange_bytes_per_second));
     transport += relays ? ", parameters relayed from GPU to GPU" : ", all parameters from the first GPU";
     return;
   }

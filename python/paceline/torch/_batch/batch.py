@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections import UserDict
+import threading
+from collections import Counter, UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -84,8 +85,10 @@ class Batch:
         if slicer is None:  # cannot happen where a leaf has a size; for the type checker
             raise InvalidArgument("batch: nothing to split.")
         self._slice = slicer
-        # What was cut, and the slice, which counts its own changes.
-        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # For each thread what its slice is cut from, the slice, and how many of its changes are counted.
+        self._views: dict[int, list[tuple[torch.Tensor, torch.Tensor, list[int]]]] = {}
+        memory = Counter(one.untyped_storage().data_ptr() for one in self._leaves if type(one) is torch.Tensor)
+        self._single = {address for address, count in memory.items() if count == 1}
         self.item_shapes = tuple(self._item_shapes)  # the shape of one item and the type, of every tensor that is cut
 
     def padded_to(self, begin: int, end: int) -> float | None:
@@ -93,28 +96,42 @@ class Batch:
         return None
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
-        """Items ``[begin, end)``, in the same nest. `move` brings each tensor to where it is needed.
+        """Items ``[begin, end)``, in the same nest. `move` brings each tensor to where it is needed."""
+        return self._slice(lambda tensor: tensor[begin:end], move)
 
-        Each slice counts its own changes in place. Views share one counter, so a change on one device would fail a backward on another
-        device, which saved other items.
+    def slice_apart(self, begin: int, end: int, move: Move = same) -> Any:
+        """Like `slice`, for devices that run at once. Each thread has one such slice at a time.
+
+        Views share one counter of changes in place. So a change of one slice would fail the backward of another one, which saved other items.
+        Here each slice has its own, but for tensors that share memory within the batch.
         """
+        self.next_slice()
+        return self._slice(lambda tensor: self.apart(tensor, tensor[begin:end]), move)
 
-        def take(tensor: torch.Tensor) -> torch.Tensor:
-            view = tensor[begin:end]
-            if view.requires_grad or view.is_inference():
-                return view
-            own = view.data
-            self._views.append((tensor, own))
-            return own
+    def next_slice(self) -> None:
+        """Let go of the slice that this thread has taken."""
+        self.count_edits()
+        self._views[threading.get_ident()] = []
 
-        return self._slice(take, move)
+    def apart(self, tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        """The `view` of a tensor of the batch, with a counter of its own."""
+        plain = type(tensor) is torch.Tensor and not view.requires_grad and not view.is_inference()
+        if not plain or tensor.untyped_storage().data_ptr() not in self._single:
+            return view
+        own = view.data
+        self._views[threading.get_ident()].append((tensor, own, [own._version]))
+        return own
 
-    def count_edits(self) -> None:
-        """Count the changes in place of all slices so far as changes of the tensors that were cut."""
-        edited = [tensor for tensor, view in self._views if not view.is_inference() and view._version]
-        self._views.clear()
-        if edited:
-            torch.autograd.graph.increment_version(edited)
+    def count_edits(self, *, of_all: bool = False) -> None:
+        """Count changes in place of this thread's slice, or `of_all` threads', as changes of the tensors that were cut.
+
+        Before each backward, because graphs that reach these tensors by a closure have to notice.
+        """
+        for views in list(self._views.values()) if of_all else [self._views.get(threading.get_ident(), [])]:
+            for tensor, view, seen in views:
+                if view._version != seen[0]:
+                    seen[0] = view._version
+                    torch.autograd.graph.increment_version(tensor)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """The indices of items ``[begin, end)`` in the caller's batch."""

@@ -11,7 +11,7 @@ from paceline.torch._batch.batch import Batch
 class Edits:
     """Checks that a second run over the same items leaves the caller's tensors as the first run left them.
 
-    Slices are views of these tensors, so a second run begins with what the first has written. Setting the labels of padding to -100 twice
+    Slices have the memory of these tensors, so a second run begins with what the first has written. Setting the labels of padding to -100 twice
     changes nothing. Dividing pixels by 255 twice gives the gradient of another batch.
     """
 
@@ -21,9 +21,9 @@ class Edits:
 
     def end(self) -> None:
         """Forget the batch at the end of a call."""
-        if self._batch is not None:
-            self._batch.count_edits()
-        self._batch = None
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.count_edits(of_all=True)
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._versions: list[int] = []
         self._left: list[torch.Tensor] = []
@@ -43,7 +43,7 @@ class Edits:
             If some items are changed already, and others may not be.
         """
         if self._batch is not None:
-            self._batch.count_edits()
+            self._batch.count_edits(of_all=True)
         pairs = zip(self._tensors, self._versions, strict=True)
         edited = [path for (path, tensor), version in pairs if _version(tensor) != version]
         if edited and not complete:

@@ -71,6 +71,13 @@ class OrderedBatch:
         """Like `Batch.slice`, by position."""
         return self._batch.gathered(self._order[begin:end], move)
 
+    def slice_apart(self, begin: int, end: int, move: Move = same) -> Any:
+        """Like `Batch.slice_apart`. Slices are copies."""
+        return self.slice(begin, end, move)
+
+    def count_edits(self) -> None:
+        """Like `Batch.count_edits`. Changes of copies change nothing else."""
+
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """Like `Batch.rows`."""
         return self._order[begin:end]

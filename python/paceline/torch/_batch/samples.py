@@ -43,11 +43,14 @@ class Samples(Batch):
         self.size = len(data)
         self.places = {}
         self.item_shapes = ()
-        self._views = []
+        self._views = {}
         self.in_order = False
 
     def slice(self, begin: int, end: int, move: Move = same) -> Any:
         return moved(self._collate(self._samples[begin:end]), move)
+
+    def slice_apart(self, begin: int, end: int, move: Move = same) -> Any:
+        return self.slice(begin, end, move)
 
     def gathered(self, rows: torch.Tensor, move: Move = same) -> Any:
         return moved(self._collate([self._samples[row] for row in rows.tolist()]), move)

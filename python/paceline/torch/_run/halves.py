@@ -44,16 +44,19 @@ class ForwardRun(PredictRun):
         inputs: list[torch.Tensor] = []
         wanted = iter(self._wanted)
 
+        self._whole.next_slice()
+
         def take(tensor: torch.Tensor) -> torch.Tensor:
             part = tensor.detach()[begin:end]
             if next(wanted):
                 inputs.append(part.requires_grad_())
                 return part.clone()  # the module may begin with an operator in place, which a leaf refuses
-            return part
+            return self._whole.apart(tensor, part)
 
         part = self._whole.cut(take, self.places.mover(device))
         self.brought(device)
         output = self.fn(self.replicas[device].module, part)
+        self._whole.count_edits()
         self.draws.look(device)
         outputs: list[torch.Tensor] = []
 

@@ -210,7 +210,8 @@ class Run:
 
     def bring(self, device: int, begin: int, end: int) -> Any:
         """A slice of the batch, where the device computes."""
-        part = self.batch.slice(begin, end, self.places.mover(device))
+        take = self.batch.slice_apart if len(self.replicas) > 1 else self.batch.slice
+        part = take(begin, end, self.places.mover(device))
         self.brought(device)
         return part
 

@@ -122,6 +122,7 @@ class TrainRun(Run):
             return
         if inputs is None and self.outside is not None:
             self.outside.look(root)
+        self.batch.count_edits()
         roots = [root] if self.passage is None else [root, *self.passage.turn_back()]
         with outside_autocast():
             if self.draws.watches:
