@@ -69,7 +69,8 @@ def test_a_run_that_was_stopped_continues_on_other_devices_to_the_result_of_a_ru
     assert step == whole == stopped + 20
     pairs = list(zip(ours, theirs, strict=True))
     assert len(pairs) == 12
-    assert max((a - b).abs().max().item() for a, b in pairs) < 1e-12
+    # Shares differ, so sums are rounded differently, and the more steps there were before the stop, the more it grows.
+    assert max((a - b).abs().max().item() for a, b in pairs) < 1e-8
 
 
 def stand_in(folder: Path, name: str, script: str) -> None:
