@@ -31,9 +31,8 @@ def test_json_says_what_a_step_takes_beyond_computing(capsys: pytest.CaptureFixt
     for figures in found["ways"].values():
         assert figures["step_seconds"] - figures["exposed_seconds"] == pytest.approx(computing)
     assert found["config"]["link"] == "pcie4"
-    assert found["ways"]["sharded"]["step_seconds"] < found["ways"]["ring"]["step_seconds"]
-    assert found["ways"]["ring"]["step_seconds"] < found["ways"]["buckets"]["step_seconds"]
-    assert found["ways"]["buckets"]["step_seconds"] < found["ways"]["serial"]["step_seconds"]
+    steps = {way: figures["step_seconds"] for way, figures in found["ways"].items()}
+    assert sorted(steps, key=steps.__getitem__) == ["sharded", "buckets", "ring", "ranges", "serial"]
 
 
 def test_a_bandwidth_and_a_latency_take_the_place_of_the_links() -> None:
