@@ -33,10 +33,10 @@ struct GpuLinks {
 /// unknown until the next call; that is no error. Empty with fewer than two GPUs.
 [[nodiscard]] PACELINE_API GpuLinks measure_links(const DeviceGroup& group);
 
-/// Whether the first GPU's memory reaches `others` GPUs sooner along a chain, in which each of them pulls it from the
-/// one before it, than if each pulls all of it from the first GPU. `exchange_bytes_per_second`: the slowest link of the
-/// chain. True if a speed is 0, that is, unknown: relays are
-/// never much slower, and direct copies may be slower by the number of GPUs.
+/// Whether the first GPU's memory reaches `others` GPUs sooner along a chain than if each pulls all of it from the
+/// first GPU. In the chain each GPU pulls from the one before it. `exchange_bytes_per_second`: the slowest link of the
+/// chain. True if a speed is 0, that is, unknown: relays are never much slower, and direct copies may be slower by the
+/// number of GPUs.
 [[nodiscard]] PACELINE_API bool relays_pay(std::size_t others, double spread_bytes_per_second,
                                            double exchange_bytes_per_second) noexcept;
 
