@@ -58,14 +58,15 @@ def test_a_failure_names_the_stage_and_commits_nothing(gpus: Any) -> None:
     with Pipeline(model, BOXES["two"], cuts=[0, 2], micro_batches=4) as trainer:
         for _ in range(4):
             trainer.step(case.loss_fn, batch)
-        before = [None if one.grad is None else one.grad.clone() for one in model.parameters()]
+        before = [None if one.grad is None else one.grad.cpu() for one in model.parameters()]
         fails[0] = True
         with pytest.raises(ValueError, match="no") as raised:
             trainer.step(case.loss_fn, batch)
         assert re.search(r"cuda:[01] in the forward in or after block layers\.3 \(stage 1", raised.value.__notes__[0])
         fails[0] = False
+        # The failed step may have moved stages to other devices first: measured times may say so.
         assert all(
-            one.grad is not None and other is not None and torch.equal(one.grad, other)
+            one.grad is not None and other is not None and torch.equal(one.grad.cpu(), other)
             for one, other in zip(model.parameters(), before, strict=True)
         )
         trainer.step(case.loss_fn, batch)
