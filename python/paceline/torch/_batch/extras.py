@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from paceline import InvalidArgument
-from paceline.torch._batch.batch import Piece, check_rows, joined, rows_of
 from paceline.torch._batch.items import Items
+from paceline.torch._batch.joining import Piece, check_rows, joined, rows_of
 from paceline.torch._batch.moving import Move
 from paceline.torch._batch.objective import Objective
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from paceline import DeviceGroup, InvalidArgument
-from paceline.torch._batch.batch import concatenate
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
+from paceline.torch._batch.joining import concatenate
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas.batch_norm import using_batch_statistics, warn_of_normalised_apart

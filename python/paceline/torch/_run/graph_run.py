@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from paceline import InvalidArgument
-from paceline.torch._batch.batch import joined
 from paceline.torch._batch.extras import parted
+from paceline.torch._batch.joining import joined
 from paceline.torch._batch.terms import Terms
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import View

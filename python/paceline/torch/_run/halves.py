@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from paceline import InvalidArgument
-from paceline.torch._batch.batch import Batch, Piece, joined, rows_of
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.joining import Piece, joined, rows_of
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import RecomputeWatch, backward_watched, outside_autocast
 from paceline.torch._run.outside import leaves_of

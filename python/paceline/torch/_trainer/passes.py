@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from paceline.torch._batch.batch import Batch, joined
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.joining import joined
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.halves import BackwardRun, ForwardRun
 from paceline.torch._trainer.lifetime import Lifetime
