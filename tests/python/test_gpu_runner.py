@@ -83,7 +83,7 @@ def test_the_limits_of_later_stages_are_kept_for_them(tmp_path: Path) -> None:
 
 def test_a_stage_may_use_what_others_have_saved_but_no_more_than_its_limit_again(tmp_path: Path) -> None:
     run = Run(Record(tmp_path), ENVIRONMENT, time.monotonic() + 1000)
-    run.stages([python("slow", "import time; time.sleep(1.2)", 1), python("hangs", "import time; time.sleep(60)", 0.5)])
+    run.stages([python("slow", "import time; time.sleep(3.3)", 3), python("hangs", "import time; time.sleep(60)", 0.5)])
     slow, hangs = run.record.stages
     assert (slow["status"], hangs["status"]) == ("passed", "timed out")
 
@@ -100,18 +100,21 @@ def test_the_limits_add_up_to_less_than_the_whole_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be halved")
-def test_a_stage_keeps_to_its_cores_until_it_may_use_others() -> None:
+def test_a_stage_keeps_to_its_cores_until_it_may_use_others(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    program = """
+    mark = tmp_path / "begun"
+    program = f"""
 import os, subprocess, sys, time
 before = os.sched_getaffinity(0)
+open({str(mark)!r}, "w")
 while os.sched_getaffinity(0) == before:
     time.sleep(0.01)
 child = subprocess.run([sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"], capture_output=True, text=True)
 print(len(before), child.stdout.strip())
 """
     running = Running(python("build", program, cores=cores[:1]), ENVIRONMENT)
-    time.sleep(0.5)  # the program has begun, on one core
+    while not mark.exists():
+        time.sleep(0.01)
     running.use(cores)
     record, output = running.finish(20)
     assert (record["status"], output.split()) == ("passed", ["1", str(len(cores))])

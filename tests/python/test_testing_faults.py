@@ -110,7 +110,7 @@ def test_a_hang_lasts_until_it_is_released_and_the_watchdog_says_where(tmp_path:
     module, batch = classifier(12)
     _, wanted = plain(module, classify, batch)
     seen: list[str] = []
-    with DataParallel(module, TWO, balance="even", watchdog=0.2, watchdog_path=tmp_path) as trainer:
+    with DataParallel(module, TWO, balance="even", watchdog=0.5, watchdog_path=tmp_path) as trainer:
         with faults.inject(trainer, faults.Hang("host:1")) as injection:
 
             def release() -> None:

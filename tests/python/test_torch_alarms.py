@@ -73,8 +73,8 @@ def test_a_callback_may_use_the_trainer_and_a_retired_device_is_no_alarm() -> No
             trainer.retire(alarm.device)
 
         trainer.on_alarm(retire, busy=0.05, every=1, memory_growth=None, throttled=False)
-        for _ in range(6):
-            trainer.step(classify, batch)
+        for _ in range(6):  # of 32 ms and more, so that no device is idle because it came late
+            trainer.step(noting(lambda _, part: time.sleep(2e-3 * len(part[0]))), batch)
         assert [alarm.device for alarm in found] == ["host:1"]
         assert trainer.report()["devices"]["host:1"]["retired"]
 

@@ -96,11 +96,12 @@ def test_nothing_is_said_where_the_devices_together_are_faster() -> None:
     assert trials.explain(TWO) == ""
 
 
-def test_a_trainer_measures_what_one_device_would_take_alone() -> None:
+def test_a_trainer_measures_what_one_device_would_take_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_alone, "_MOST_SECONDS", 60.0)  # also on a busy machine
     module, batch = classifier(2)  # so few items that the balancer tries no other sizes by itself
 
     def hindered(_: nn.Module, part: Any) -> None:
-        time.sleep(2e-3 if len(part[0]) == 2 else 6e-3)
+        time.sleep(10e-3 if len(part[0]) == 2 else 30e-3)
 
     with DataParallel(module, TWO) as trainer:
         ran = []
@@ -187,7 +188,7 @@ def test_one_device_is_tried_where_forwards_write_buffers_too(part: str, monkeyp
         nn.utils.parametrizations.spectral_norm(module[0])
     ran = []
     with DataParallel(module, TWO) as trainer:
-        for step in range(17):
+        for step in range(24):
             module.zero_grad()
             _, wanted = plain(module, classify, batch)
             trainer.step(classify, batch)
@@ -195,4 +196,5 @@ def test_one_device_is_tried_where_forwards_write_buffers_too(part: str, monkeyp
                 assert_same_gradients(module, wanted)
             ran.append(sorted(trainer.shares.values()))
     assert ran[4:16] == [[0, 16]] * 12
-    assert [ran[3], ran[16]] != [[0, 16]] * 2  # a late worker may have its share taken over, in one of them
+    # A late worker may have its share taken over, but not in all of them.
+    assert any(one != [0, 16] for one in ran[:4] + ran[16:])

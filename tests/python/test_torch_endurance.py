@@ -43,7 +43,7 @@ def test_four_thousand_steps_grow_neither_memory_nor_threads(balance: str) -> No
             optimizer = trainer.optimizer(torch.optim.AdamW, lr=1e-4)
         if step == 1_500:
             before, threads = resident(), thread_count()
-    print(resident() - before, thread_count() - threads)
+    print(resident() - before, thread_count(threads) - threads)
     """
     grown, threads = map(int, output_of(program, timeout=280).split())
     assert threads == 0

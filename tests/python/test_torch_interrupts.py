@@ -11,8 +11,16 @@ _, reference = None, nn.Linear(4, 2).double()
 reference.load_state_dict(module.state_dict())
 mean_of_squares(reference, batch).backward()
 
-def interrupt_after(seconds):
-    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+# From now, or since an event.
+def interrupt_after(*seconds, since=None):
+    def press():
+        if since is not None:
+            since.wait()
+        begin = time.monotonic()
+        for one in seconds:
+            time.sleep(max(0, begin + one - time.monotonic()))
+            os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=press, daemon=True).start()
 
 def same_gradients():
     return all(torch.allclose(a.grad, b.grad, rtol=1e-12, atol=0) for a, b in zip(module.parameters(), reference.parameters()))
@@ -123,15 +131,15 @@ def test_a_second_ctrl_c_leaves_a_worker_behind_that_does_not_return() -> None:
         SETUP
         + """
 import paceline
-leave = threading.Event()
+began, leave = threading.Event(), threading.Event()
 def stuck(replica, part):
+    began.set()
     loss = mean_of_squares(replica, part)
     leave.wait(30)
     return loss
 
 trainer = DataParallel(module, ["host:0", "host:1"], balance="even")
-interrupt_after(0.3)
-interrupt_after(0.8)
+interrupt_after(0.3, 0.8, since=began)
 assert 0.7 < interrupted(lambda: trainer.step(stuck, batch)) < 5
 for call in (lambda: trainer.step(mean_of_squares, batch), lambda: trainer.predict(batch)):
     try:
@@ -156,8 +164,9 @@ def test_a_second_ctrl_c_leaves_a_with_block_at_once(group: bool) -> None:
     program = (
         SETUP
         + f"""
-leave = threading.Event()
+began, leave = threading.Event(), threading.Event()
 def stuck(replica, part):
+    began.set()
     leave.wait(30)
     return mean_of_squares(replica, part)
 
@@ -166,8 +175,7 @@ def train():
     with DeviceGroup(["host:0", "host:1"]) as devices, DataParallel(module, devices if {group} else "auto", balance="even") as trainer:
         trainer.step(stuck, batch)
 
-interrupt_after(0.3)
-interrupt_after(0.8)
+interrupt_after(0.3, 0.8, since=began)
 assert 0.7 < interrupted(train) < 5
 leave.set()
 print(all(parameter.grad is None for parameter in module.parameters()))
@@ -180,14 +188,14 @@ def test_close_looks_for_signals() -> None:
     program = (
         SETUP
         + """
-leave = threading.Event()
+began, leave = threading.Event(), threading.Event()
 def stuck(replica, part):
+    began.set()
     leave.wait(30)
     return mean_of_squares(replica, part)
 
 trainer = DataParallel(module, ["host:0", "host:1"], balance="even")
-interrupt_after(0.3)
-interrupt_after(0.6)
+interrupt_after(0.3, 0.6, since=began)
 interrupted(lambda: trainer.step(stuck, batch))
 interrupt_after(0.5)
 assert 0.4 < interrupted(trainer.close) < 5

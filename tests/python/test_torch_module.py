@@ -125,7 +125,7 @@ def test_shares_follow_the_times() -> None:
 
         def forward(self, x: Any) -> Any:
             if _thread_name().endswith("host:1"):
-                time.sleep(len(x) * 1e-4)
+                time.sleep(len(x) * 1e-3)
             return self.inner(x)
 
     with Module(Slow(), TWO) as parallel:

@@ -194,7 +194,7 @@ def late(rank: int) -> Any:
 
 
 def test_a_rank_that_makes_no_call_is_a_timeout(processes: Processes, tmp_path: Path) -> None:
-    ((kind, text), found), _ = processes.results(2, tmp_path / "store", late, seconds=3)
+    ((kind, text), found), _ = processes.results(2, tmp_path / "store", late, seconds=8)
     assert kind is Timeout
     assert "rank 1 did not answer in time" in text
     assert found == [None] * 4

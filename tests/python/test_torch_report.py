@@ -93,7 +93,9 @@ def test_the_report_tells_what_moves_promised_and_brought() -> None:
         trainer.step(classify, batch, cost=torch.ones(64))
         assert trainer.report()["recent_moves"] == []  # what steps with costs decide is their own
         trainer.step(classify, batch)
-        assert trainer.report()["recent_moves"][: len(moves)] == moves
+        again = trainer.report()["recent_moves"]  # one that was pending may be judged by now
+        assert all(one[key] == move[key] for one, move in zip(again, moves, strict=False) for key in decided)
+        assert len(again) >= len(moves)
 
 
 def test_the_report_is_a_copy() -> None:

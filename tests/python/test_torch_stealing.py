@@ -122,7 +122,7 @@ def test_items_planned_for_a_slow_device_run_on_the_others() -> None:
     module = Histogram(32)
 
     def loss_fn(replica: Any, numbers: torch.Tensor) -> Any:
-        time.sleep(0.06 if 0 in numbers.tolist() else 0.002)
+        time.sleep(0.2 if 0 in numbers.tolist() else 0.002)
         return replica.weight[numbers].sum()
 
     with DataParallel(module, hosts(2), balance="auto", micro_batch=1) as trainer:

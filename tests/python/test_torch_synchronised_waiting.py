@@ -232,8 +232,7 @@ def test_a_second_ctrl_c_leaves_the_step_and_the_program_ends() -> None:
     program = (
         SETUP
         + """
-interrupt_after(0.3)
-interrupt_after(0.8)
+threading.Thread(target=lambda: (inside.wait(), interrupt_after(0.3), interrupt_after(0.8))).start()
 print(interrupted(lambda: trainer.step(one_is_late, batch)))
 leave.set()
 while trainer.group.busy:

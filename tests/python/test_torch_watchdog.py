@@ -23,7 +23,7 @@ def waiting_for_a_file(folder: Path, device: str, count: int = 1) -> Any:
     def a_place_to_be_found(part: Any) -> None:
         while sum("Thread 0x" in path.read_text(encoding="utf-8") for path in folder.iterdir()) < count:
             time.sleep(0.01)
-        time.sleep(0.1)  # for the warning
+        time.sleep(0.5)  # for the warning
 
     def loss_fn(module: Any, part: Any) -> Any:
         if threading.current_thread() is not threading.main_thread() and inside(device):
@@ -39,7 +39,7 @@ def waiting_for_a_file(folder: Path, device: str, count: int = 1) -> Any:
 def test_the_file_says_who_is_inside_of_what_and_the_step_goes_on(tmp_path: Path) -> None:
     module, batch = classifier(16)
     _, wanted = plain(module, classify, batch)
-    with DataParallel(module, TWO, balance=[1, 3], watchdog=0.15, watchdog_path=tmp_path) as trainer:
+    with DataParallel(module, TWO, balance=[1, 3], watchdog=0.5, watchdog_path=tmp_path) as trainer:
         with pytest.warns(UserWarning, match="watchdog") as caught:
             trainer.step(waiting_for_a_file(tmp_path, "host:1"), batch)
         assert_same_gradients(module, wanted)
@@ -109,7 +109,7 @@ def test_predictions_and_steps_by_cost_are_watched_too(tmp_path: Path) -> None:
 
     def once(replica: Any, part: Any) -> None:
         if waits.acquire(blocking=False):
-            again.wait(0.4)
+            again.wait(1.5)
 
     def loss_fn(replica: Any, part: Any) -> Any:
         once(replica, part)
@@ -119,7 +119,7 @@ def test_predictions_and_steps_by_cost_are_watched_too(tmp_path: Path) -> None:
         once(replica, part)
         return replica(part)
 
-    with DataParallel(module, TWO, micro_batch=4, watchdog=0.1, watchdog_path=tmp_path) as trainer:
+    with DataParallel(module, TWO, micro_batch=4, watchdog=0.5, watchdog_path=tmp_path) as trainer:
         with pytest.warns(UserWarning, match="call 1"):
             trainer.step(loss_fn, batch, cost=torch.ones(16))
         waits.release()
@@ -145,7 +145,7 @@ def no_watcher_is_left() -> bool:
 def test_it_has_a_thread_only_around_calls(tmp_path: Path) -> None:
     module, batch = classifier(16)
     assert no_watcher_is_left()
-    with DataParallel(module, TWO, watchdog=0.05, watchdog_path=tmp_path) as trainer:
+    with DataParallel(module, TWO, watchdog=1, watchdog_path=tmp_path) as trainer:
         for _ in range(2):  # it ends while no step runs, and comes back
             trainer.step(classify, batch)
             assert no_watcher_is_left()

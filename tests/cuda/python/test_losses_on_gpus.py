@@ -75,7 +75,7 @@ def test_batch_norm_over_all_gpus_is_that_of_one_device(fake: Any, box: str) -> 
     _, batch = module_and_batch()
     module = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 3)).double()
     alone = copy.deepcopy(module)
-    with DataParallel(module, BOXES[box], batch_norm="synchronised") as trainer:
+    with DataParallel(module, BOXES[box], batch_norm="synchronised", balance="even") as trainer:
         for _ in range(4):
             alone.zero_grad()
             module.zero_grad()
