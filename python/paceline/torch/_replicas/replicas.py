@@ -379,7 +379,9 @@ class Replicas:
             written.push(self._places.home)
 
     def _present_storages(self) -> list[Any]:
-        """Where the parameters lie, and in which order of their elements."""
+        """Where the parameters lie, and in which order of their elements. Without replicas nobody has to know."""
+        if not self.shared:
+            return []
         return [*map(_data_ptr, self.parameters), *map(_stride, self.parameters)]
 
     def _fits(self) -> bool:

@@ -121,17 +121,16 @@ class UserGradients:
         """`adds`: whether `commit` will add to the gradients."""
         self._replicas = replicas
         self._before: list[torch.Tensor | None] = list(map(_grad, replicas.parameters))
-        for name, gradient in zip(replicas.names, self._before, strict=True):
-            if gradient is None:
-                continue
+        present = {index: gradient for index, gradient in enumerate(self._before) if gradient is not None}
+        for index, gradient in present.items():
             if gradient.layout is not torch.strided and adds and replicas.shared:
                 raise InvalidArgument(
-                    f"step: the .grad of parameter {name} is sparse; a dense gradient cannot be added to it. Set it to None first."
+                    f"step: the .grad of parameter {replicas.names[index]} is sparse; a dense gradient cannot be added to it. Set it to None first."
                 )
-        self._versions = list(map(_version, replicas.parameters))
+        self._versions = list(map(_version, replicas.parameters)) if replicas.shared else []
         self._added_to: list[tuple[torch.Tensor, int]] = []
-        for parameter in replicas.parameters:
-            parameter.grad = None
+        for index in present:
+            replicas.parameters[index].grad = None
 
     def check(self) -> None:
         """Raise if the loss used the user's module instead of the replicas, or if a shared parameter was written during the step."""
