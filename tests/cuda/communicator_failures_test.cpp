@@ -67,14 +67,14 @@ TEST(CudaCommunicatorFailures, WhoIsInterruptedWaitsForNoHangAndFreesNothingInUs
 class Late : public ::testing::TestWithParam<Box> {};
 
 TEST_P(Late, IsATimeoutThatNamesTheDeviceAndTheNextCallIsWell) {
-  for (std::uint64_t seed = 0; seed < 10; ++seed) {
+  for (std::uint64_t seed = 0; seed < 4; ++seed) {
     fake::Nccl& nccl = boot(seed, 2);
     const DeviceGroup group = group_of(GetParam().devices);
     const std::size_t n = group.size();
     const bool with_nccl = GetParam().transport == Transport::nccl;
     {
       CommunicatorOptions options = GetParam().options();
-      options.timeout = std::chrono::milliseconds(100);  // a busy machine lets threads in late
+      options.timeout = std::chrono::milliseconds(300);  // a busy machine lets threads in late
       Communicator communicator(group, options);
       GpuArrays arrays(group, 4);
       const Words ones(4, 1.0F);
@@ -86,7 +86,7 @@ TEST_P(Late, IsATimeoutThatNamesTheDeviceAndTheNextCallIsWell) {
         communicator.wait();
       });
       ASSERT_EQ(error.device(), group.devices()[1].name) << error.what();
-      ASSERT_TRUE(says(error, "before the collective has not ended within 0.2 s")) << error.what();
+      ASSERT_TRUE(says(error, "before the collective has not ended within 0.6 s")) << error.what();
       ASSERT_EQ(nccl.aborted(), with_nccl ? 2 : 0) << "the other GPU's kernel would wait for ever";
       fake::go_on(late);
       for (std::size_t d = 0; d < n; ++d) arrays.fill(d, ones);

@@ -39,7 +39,7 @@ void set_links(int gpus, double from_first, double between_others) {
 
 GpuLinks measured(const std::vector<std::string>& names, std::chrono::nanoseconds budget = kBudget) {
   const internal::MemorySpaces memory(group_of(names));
-  return internal::measure_links(memory.endpoints(), budget);
+  return internal::measure_links(memory.endpoints(), budget, kBudget);
 }
 
 /// The links as they are known for the rest of the process. A sanitizer makes copies slow, and a second is not enough.
@@ -95,7 +95,7 @@ TEST(GpuLinks, StayUnknownWithoutMemoryOrTime) {
 TEST(GpuLinks, GiveTheLentMemoryBack) {
   boot_machine({.device_count = 3, .switch_size = 3});
   const internal::MemorySpaces memory(group_of({"cuda:0", "cuda:1", "cuda:2"}));
-  EXPECT_GT(internal::measure_links(memory.endpoints(), kBudget).pairs[0].bytes_per_second, 0.0);
+  EXPECT_GT(internal::measure_links(memory.endpoints(), kBudget, kBudget).pairs[0].bytes_per_second, 0.0);
   EXPECT_EQ(fake::unused_pool_bytes(), 0U);
 }
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
 #include <thread>
+#include <utility>
 
 #include <paceline/runtime/blocking.hpp>
 
@@ -10,15 +12,20 @@ namespace paceline {
 /// What somebody throws who does not want to wait.
 struct Interrupt {};
 
-/// As long as this is there, the first poll of each wait of this thread throws Interrupt.
+/// As long as this is there, the first poll of each wait of this thread throws Interrupt, or the first one at which
+/// `when` holds.
 class Interrupting {
  public:
-  Interrupting() {
+  explicit Interrupting(std::function<bool()> when = [] { return true; }) {
     impatient = std::this_thread::get_id();
+    it_is_time = std::move(when);
     set_blocking_hooks(
         {.enter = []() -> void* { return std::this_thread::get_id() == impatient ? &impatient : nullptr; },
          .leave = [](void*) {},
-         .poll = [](void*) { throw Interrupt(); }});
+         .poll =
+             [](void*) {
+               if (it_is_time()) throw Interrupt();
+             }});
   }
   ~Interrupting() { set_blocking_hooks({}); }
   Interrupting(const Interrupting&) = delete;
@@ -26,6 +33,7 @@ class Interrupting {
 
  private:
   static inline std::thread::id impatient;
+  static inline std::function<bool()> it_is_time;
 };
 
 }  // namespace paceline

@@ -24,8 +24,10 @@ class IssuingThreadTest : public ::testing::Test {
 
   /// Gives the thread something to do that lasts until go_on(), and does not wait for it.
   void leave_it_busy(IssuingThread& thread, std::chrono::nanoseconds timeout = seconds(30)) {
-    const Interrupting soon;
-    const auto job = [this] {
+    std::atomic<bool> begun{false};
+    const Interrupting soon([&] { return begun.load(); });
+    const auto job = [this, &begun] {
+      begun = true;
       while (!goes_on) std::this_thread::sleep_for(milliseconds(1));
       first_done = true;
     };

@@ -126,7 +126,7 @@ TEST(NcclLink, ScattersAndGathersAndNamesThoseCallsToo) {
     for (const bool hangs : {false, true}) {
       fake::Nccl& nccl = boot(1, 2);
       {
-        Bench bench(2, milliseconds(30));
+        Bench bench(2, milliseconds(200));
         GpuArrays whole(bench.group, 8);
         const std::vector<float> twos(8, 2.0F);
         for (std::size_t d = 0; d < 2; ++d) {
@@ -181,23 +181,23 @@ TEST(NcclLink, SaysThatItCannotConnect) {
 TEST(NcclLink, FindsAHangInItsWarmUp) {
   fake::Nccl& nccl = boot(1, 2);
   nccl.hang();
-  const auto error = thrown_by<Timeout>([] { Bench bench(2, milliseconds(50), 64); });
-  EXPECT_TRUE(says(error, "cuda:0, cuda:1: ncclAllReduce did not end within 0.05 s")) << error.what();
+  const auto error = thrown_by<Timeout>([] { Bench bench(2, milliseconds(200), 64); });
+  EXPECT_TRUE(says(error, "cuda:0, cuda:1: ncclAllReduce did not end within 0.2 s")) << error.what();
   EXPECT_TRUE(says(error, "NCCL_P2P_DISABLE=1")) << error.what();
   EXPECT_EQ(nccl.aborted(), 2);
   ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, 1));
 }
 
 TEST(NcclLink, EndsACollectiveThatHangsAndGoesOnWithNewConnections) {
-  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+  for (std::uint64_t seed = 0; seed < 8; ++seed) {
     fake::Nccl& nccl = boot(seed, 3);
     {
-      Bench bench(3, milliseconds(30));
+      Bench bench(3, milliseconds(200));
       ASSERT_NO_FATAL_FAILURE(bench.expect_right());
       nccl.hang();
       bench.reduce();
       const auto error = thrown_by<Timeout>([&] { bench.communicator.wait(); });
-      ASSERT_TRUE(says(error, "ncclAllReduce did not end within 0.03 s")) << error.what();
+      ASSERT_TRUE(says(error, "ncclAllReduce did not end within 0.2 s")) << error.what();
       ASSERT_NO_FATAL_FAILURE(bench.expect_right());
       ASSERT_EQ(nccl.aborted(), 3);  // by now: the error is told first
     }
@@ -270,7 +270,7 @@ TEST(NcclCommunicators, RefuseWorkAfterAnAbortThatSomebodyHasHeardOf) {
 TEST(NcclLink, GivesTheHostNothingOfAnAbortedCollective) {
   fake::Nccl& nccl = boot(1, 2);
   const DeviceGroup group = group_of({"cuda:0", "cuda:1", "host:0"});
-  Communicator communicator(group, {.timeout = milliseconds(30), .warm_up_bytes = 0});
+  Communicator communicator(group, {.timeout = milliseconds(200), .warm_up_bytes = 0});
   GpuArrays arrays(group, 4);
   const std::vector<float> ones(4, 1.0F);
   for (std::size_t d = 0; d < 3; ++d) arrays.fill(d, ones);
@@ -283,11 +283,11 @@ TEST(NcclLink, GivesTheHostNothingOfAnAbortedCollective) {
 
 TEST(NcclLink, WaitsForSlowProducersWithoutEnd) {
   fake::Nccl& nccl = boot(1, 2);
-  Bench bench(2, milliseconds(30));
+  Bench bench(2, milliseconds(200));
   const auto late = static_cast<cudaStream_t>(bench.arrays.views()[1].stream);
   fake::hang(late);
   bench.reduce();
-  std::this_thread::sleep_for(milliseconds(150));
+  std::this_thread::sleep_for(milliseconds(500));
   EXPECT_EQ(nccl.aborted(), 0) << "that a GPU comes late is no fault of the collective";
   fake::go_on(late);
   ASSERT_NO_FATAL_FAILURE(bench.expect_right());
@@ -342,7 +342,7 @@ TEST(NcclLink, IsNotWaitedForWhoIsInterruptedWhileItConnects) {
   fake::Nccl& nccl = boot(1, 2);
   nccl.hold("ncclCommInitRankConfig", 1);
   {
-    const Interrupting soon;
+    const Interrupting soon([&] { return nccl.inside() == 1; });
     EXPECT_THROW(Bench bench(2), Interrupt);
   }
   EXPECT_EQ(nccl.inside(), 1) << "it still connects";
@@ -378,7 +378,7 @@ TEST(NcclLink, IsNotWaitedForWhoIsInterruptedWhileItEnds) {
     Bench bench(2);
     ASSERT_NO_FATAL_FAILURE(bench.expect_right());
     nccl.hold("ncclCommDestroy", 1);
-    const Interrupting soon;
+    const Interrupting soon([&] { return nccl.inside() == 1; });
     EXPECT_THROW(bench.communicator.close(), Interrupt);
     EXPECT_EQ(nccl.inside(), 1) << "it is still at it";
   }

@@ -148,9 +148,9 @@ TEST(Nvml, LetsOnlyOneThreadIn) {
 
 TEST(Nvml, IsLeftBehindWhileItHangsAndAskedAgainAfterwards) {
   fake_nvml::State& fake = fresh();
-  Nvml nvml("libnvidia-ml.so.1", milliseconds(200));
+  Nvml nvml("libnvidia-ml.so.1", milliseconds(1000));
   fake.hangs = true;
-  const std::string why = "NVML has not answered within 0.2 s: the driver may hang; nvidia-smi would tell";
+  const std::string why = "NVML has not answered within 1 s: the driver may hang; nvidia-smi would tell";
   EXPECT_EQ(nvml.read(kGpu).why_none, why);
   {
     const Interrupting waits;

@@ -104,8 +104,8 @@ class Meter {
 };
 
 /// Gives unused memory back, which would count as used. A GPU that is busy keeps it until somebody else does this.
-void release_memory(std::span<const Endpoint> endpoints) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+void release_memory(std::span<const Endpoint> endpoints, std::chrono::nanoseconds patience) {
+  const auto deadline = std::chrono::steady_clock::now() + patience;
   for (const Endpoint& endpoint : endpoints) {
     try {
       const std::unique_ptr<Event> returned = endpoint.opened->make_event(false);
@@ -125,7 +125,8 @@ bool is_complete(const GpuLinks& links) {
 
 }  // namespace
 
-GpuLinks measure_links(std::span<const Endpoint> endpoints, std::chrono::nanoseconds budget) {
+GpuLinks measure_links(std::span<const Endpoint> endpoints, std::chrono::nanoseconds budget,
+                       std::chrono::nanoseconds patience) {
   GpuLinks links;
   std::vector<Pull> pulls;
   for (std::size_t from = 0; from < endpoints.size(); ++from) {
@@ -152,7 +153,7 @@ GpuLinks measure_links(std::span<const Endpoint> endpoints, std::chrono::nanosec
     for (std::size_t k = 0; k < pulls.size(); ++k) links.pairs[k].bytes_per_second = meter.slowest({&pulls[k], 1});
   } catch (const Error&) {  // no memory, no time, or a lost GPU, which says so in its own calls
   }
-  release_memory(endpoints);
+  release_memory(endpoints, patience);
   return links;
 }
 

@@ -129,11 +129,11 @@ TEST(LeastMicroBatch, CorrectionsComeAndGo) {
     }
     return most;
   };
-  EXPECT_GT(most_claims(200, 3), 2U);
+  EXPECT_GT(most_claims(2000, 3), 2U);
   step_loop.set_corrections(false);
   EXPECT_LE(most_claims(20, 3), 2U) << "one micro-batch for each device";
   step_loop.set_corrections(std::nullopt);
-  EXPECT_GT(most_claims(200, 3), 2U);
+  EXPECT_GT(most_claims(2000, 3), 2U);
 }
 
 }  // namespace

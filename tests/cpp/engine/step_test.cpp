@@ -185,7 +185,7 @@ class LateProgram final : public StepProgram {
   LateProgram(std::int64_t batch, std::size_t late) : left_(batch), late_(late) {}
 
   bool run(const MicroBatch& mb) override {
-    std::this_thread::sleep_for(std::chrono::microseconds(50) * mb.size());
+    std::this_thread::sleep_for(std::chrono::microseconds(500) * mb.size());
     left_.fetch_sub(mb.size());
     left_.notify_all();
     return false;
