@@ -251,21 +251,26 @@ def test_prediction_in_training_mode_is_synchronised() -> None:
 
 def test_single_precision_and_autocast_agree_with_one_device() -> None:
     module, (x, y) = case("images")
+    exact = copy.deepcopy(module)
+    classify(exact, (x, y)).backward()
     module, batch = module.float(), (x.float(), y)
-    for autocast, tolerance in ((False, 1e-4), (True, 3e-2)):
+
+    def error_of(one: nn.Module) -> float:
+        pairs = zip(one.parameters(), exact.parameters(), strict=True)
+        errors = [(p.grad - q.grad).flatten() for p, q in pairs if p.grad is not None and q.grad is not None]
+        return float(torch.cat(errors).norm())
+
+    for autocast in (False, True):
         module.zero_grad()
         reference = copy.deepcopy(module)
         with (
             torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-            DataParallel(module, TWO, **Synchronised) as trainer,
+            DataParallel(module, TWO, balance="even", **Synchronised) as trainer,
         ):
             classify(reference, batch).backward()
             trainer.step(classify, batch)
-        ours, theirs = (
-            torch.cat([one.grad.flatten() for one in m.parameters() if one.grad is not None])
-            for m in (module, reference)
-        )
-        assert (ours - theirs).norm() < tolerance * theirs.norm()
+        # How far bfloat16 is off depends on the processor. With statistics of half a batch it is three times as far.
+        assert 0 < error_of(module) < 2 * error_of(reference)
 
 
 def test_check_finds_nothing_and_leaves_no_trace() -> None:
