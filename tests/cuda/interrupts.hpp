@@ -12,8 +12,7 @@ namespace paceline {
 /// What somebody throws who does not want to wait.
 struct Interrupt {};
 
-/// As long as this is there, the first poll of each wait of this thread throws Interrupt, or the first one at which
-/// `when` holds.
+/// As long as this is there, each wait of this thread throws Interrupt at its first poll at which `when` holds.
 class Interrupting {
  public:
   explicit Interrupting(std::function<bool()> when = [] { return true; }) {

@@ -269,7 +269,7 @@ def test_single_precision_and_autocast_agree_with_one_device() -> None:
         ):
             classify(reference, batch).backward()
             trainer.step(classify, batch)
-        # How far bfloat16 is off depends on the processor. With statistics of half a batch it is three times as far.
+        # The error of bfloat16 depends on the processor. Statistics of half a batch make it three times as large.
         assert 0 < error_of(module) < 2 * error_of(reference)
 
 

@@ -154,7 +154,7 @@ from paceline.torch import DataParallel
 def mean_of_squares(module, batch):
     return module(batch).pow(2).mean()
 
-# A thread that has ended, or was dropped, has two seconds to go if another number is wanted.
+# The number of threads. Threads have two seconds to end until it is the wanted one.
 def thread_count(wanted=None):
     end = time.monotonic() + 2
     while True:

@@ -379,10 +379,8 @@ class Replicas:
             written.push(self._places.home)
 
     def _present_storages(self) -> list[Any]:
-        """Where the parameters lie, and in which order of their elements. Without replicas nobody has to know."""
-        if not self.shared:
-            return []
-        return [*map(_data_ptr, self.parameters), *map(_stride, self.parameters)]
+        """Where the parameters lie that replicas share, and in which order of their elements."""
+        return [*map(_data_ptr, self.parameters), *map(_stride, self.parameters)] if self.shared else []
 
     def _fits(self) -> bool:
         """Whether structure, identity and storage of the parameters are still those that the replicas were made from."""
