@@ -9,6 +9,8 @@
 #include <array>
 #include <condition_variable>
 #include <exception>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <system_error>
@@ -187,7 +189,7 @@ OtherProcesses others_among(std::map<std::uint32_t, std::uint64_t> processes, st
 struct Nvml::State {
   const std::string file;
   const std::chrono::nanoseconds limit;
-  std::optional<Library> library{};  // used by the asking thread only
+  std::function<DeviceHealth(const std::string&)> ask{};  // holds the library; used by the asking thread only
   std::mutex mutex{};
   std::condition_variable changed{};
   bool asking = false;
@@ -230,8 +232,12 @@ DeviceHealth Nvml::read(const std::string& pci_bus_id) {
       asking.thread = std::thread([state = state_, answer, pci_bus_id] {
         DeviceHealth health;
         try {
-          if (!state->library) state->library.emplace(state->file);
-          health = state->library->read(pci_bus_id);
+          if (!state->ask) {
+            state->ask = [library = std::make_shared<Library>(state->file)](const std::string& gpu) {
+              return library->read(gpu);
+            };
+          }
+          health = state->ask(pci_bus_id);
         } catch (const std::exception& error) {  // out of memory
           health.why_none = error.what();
         }

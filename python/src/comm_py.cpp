@@ -137,7 +137,7 @@ Transport transport_of(const char* call, const std::string& name) {
   throw InvalidArgument(fmt::format("{}: there is no transport '{}'; use 'auto', 'nccl' or 'copies'", call, name));
 }
 
-py::list list_of(const GpuLinks& links) {
+py::list list_of(const paceline::GpuLinks& links) {
   py::list list;
   for (const GpuLink& link : links.pairs) {
     py::dict entry;
@@ -169,7 +169,7 @@ void bind_comm(py::module_& module) {
   module.def(
       "measure_links",
       [](const DeviceGroup& group) {
-        const GpuLinks links = [&] {
+        const paceline::GpuLinks links = [&] {
           const BlockingRegion region;
           return measure_links(group);
         }();

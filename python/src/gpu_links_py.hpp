@@ -8,6 +8,6 @@
 namespace paceline::python {
 
 /// A dictionary for each pair of GPUs.
-pybind11::list list_of(const GpuLinks& links);
+pybind11::list list_of(const paceline::GpuLinks& links);
 
 }  // namespace paceline::python

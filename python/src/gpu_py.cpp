@@ -23,7 +23,7 @@ namespace {
 using Facts = py::typing::Dict<py::str, py::object>;
 using Name = std::variant<std::string, Device>;
 
-const std::string& name_of(const Name& device) {
+const std::string& device_name_of(const Name& device) {
   const auto* found = std::get_if<Device>(&device);
   return found != nullptr ? found->name : std::get<std::string>(device);
 }
@@ -68,13 +68,15 @@ list of dict
     ``most_partitions``, ``why_no_partitions`` (empty if it can be partitioned), ``driver`` and ``runtime`` (CUDA versions).)");
   module.def(
       "partition",
-      [](const Name& device, const std::vector<double>& fractions) { return partition(name_of(device), fractions); },
+      [](const Name& device, const std::vector<double>& fractions) {
+        return partition(device_name_of(device), fractions);
+      },
       py::arg("device"), py::arg("fractions"), py::call_guard<py::gil_scoped_release>(),
       "The compiled part of `paceline.partition`.");
   module.def(
       "release_partitions",
       [](const Name& device, double timeout) {
-        release_partitions(name_of(device), timeout_of("release_partitions", timeout));
+        release_partitions(device_name_of(device), timeout_of("release_partitions", timeout));
       },
       py::arg("device"), py::arg("timeout") = 10.0, py::call_guard<py::gil_scoped_release>(),
       "The compiled part of `paceline.release_partitions`.");

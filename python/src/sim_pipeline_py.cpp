@@ -41,7 +41,7 @@ struct Comparison {
   std::vector<std::string> devices;
 };
 
-py::dict dict_of(const Planned& planned, const std::vector<std::string>& devices) {
+py::dict dict_of_planned(const Planned& planned, const std::vector<std::string>& devices) {
   const plan::StagePlan& plan = planned.plan;
   py::list stages;
   for (std::size_t i = 0; i < plan.cuts.size(); ++i) {
@@ -73,7 +73,7 @@ py::dict dict_of(const Planned& planned, const std::vector<std::string>& devices
   return dict;
 }
 
-py::dict dict_of(const PipelineSimulationResult& run) {
+py::dict dict_of_run(const PipelineSimulationResult& run) {
   py::list moves;
   for (const balance::StageMove& move : run.moves) {
     py::dict dict;
@@ -178,13 +178,13 @@ py::dict simulate_pipeline_py(const std::vector<double>& speeds, std::size_t blo
     return compare(options);
   }();
   const auto or_none = [&](const std::optional<Planned>& plan) -> py::object {
-    return plan ? py::object(dict_of(*plan, found.devices)) : py::object(py::none());
+    return plan ? py::object(dict_of_planned(*plan, found.devices)) : py::object(py::none());
   };
   py::dict out;
-  out["planned"] = dict_of(found.planned, found.devices);
+  out["planned"] = dict_of_planned(found.planned, found.devices);
   out["one_f_one_b"] = or_none(found.one_f_one_b);
   out["gpipe"] = or_none(found.gpipe);
-  out["run"] = found.run ? py::object(dict_of(*found.run)) : py::object(py::none());
+  out["run"] = found.run ? py::object(dict_of_run(*found.run)) : py::object(py::none());
   return out;
 }
 

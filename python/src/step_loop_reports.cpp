@@ -23,7 +23,7 @@ const char* measure_name(plan::ItemMeasure measure) {
   return measure == plan::ItemMeasure::sum ? "sum" : "count";
 }
 
-const char* name_of(balance::MoveOutcome outcome) {
+const char* name_of_outcome(balance::MoveOutcome outcome) {
   constexpr std::array kNames{"pending", "kept", "taken back", "overtaken", "unjudged"};
   return kNames.at(static_cast<std::size_t>(outcome));
 }
@@ -46,7 +46,7 @@ py::list move_dicts(const std::vector<balance::MoveReport>& moves) {
     dicts.append(py::dict("step"_a = move.step, "batch_size"_a = move.batch_size, "from"_a = move.from,
                           "to"_a = move.to, "promised_gain"_a = move.promised_gain,
                           "measured_gain"_a = move.measured_gain, "resolution"_a = move.resolution,
-                          "outcome"_a = name_of(move.outcome)));
+                          "outcome"_a = name_of_outcome(move.outcome)));
   }
   return dicts;
 }

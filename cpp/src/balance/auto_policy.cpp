@@ -14,13 +14,13 @@ namespace {
 
 constexpr double kLeastGain = 0.01;
 constexpr double kGainErrors = 2.0;
-constexpr double kWrongHint = 0.1;            // of a step's time; noise promises less
-constexpr std::size_t kLeastSamples = 2;      // one step alone may be a spike
-constexpr std::size_t kSettledSamples = 48;   // a standard error of 0.5 % at 3 % noise: half of what the gate asks
-constexpr std::size_t kProvisionalKept = 32;  // batch sizes; sequences with lengths have many
-constexpr std::size_t kRentsKept = 64;        // batch sizes: as many as have shares in force
-constexpr double kPromiseKept = 0.5;          // of what a move must promise; below, it is another move
-constexpr std::int64_t kGrowEvery = 8;        // steps: rare enough to cost little, and few doublings are needed
+constexpr double kWrongHint = 0.1;              // of a step's time; noise promises less
+constexpr std::size_t kLeastStepsMeasured = 2;  // one step alone may be a spike
+constexpr std::size_t kSettledSamples = 48;     // a standard error of 0.5 % at 3 % noise: half of what the gate asks
+constexpr std::size_t kProvisionalKept = 32;    // batch sizes; sequences with lengths have many
+constexpr std::size_t kRentsKept = 64;          // batch sizes: as many as have shares in force
+constexpr double kPromiseKept = 0.5;            // of what a move must promise; below, it is another move
+constexpr std::int64_t kGrowEvery = 8;          // steps: rare enough to cost little, and few doublings are needed
 constexpr double kStepsPart = 0.5;  // of what a move must promise; it is only one step, which tests the promise
 constexpr int kMostHopes = 8;       // enough for doublings of a few classes; after them noise keeps the shape unknown
 constexpr std::int64_t kFirmSteps = 32;
@@ -126,7 +126,7 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
     return {present, fmt::format("kept: a move was taken back, none before step {}", firm_until_step_)};
   }
   const std::size_t samples = fewest_samples(context, present);
-  if (samples < kLeastSamples) return {present, "kept: too few steps measured at the present speeds"};
+  if (samples < kLeastStepsMeasured) return {present, "kept: too few steps measured at the present speeds"};
   const bool completes = samples >= kSettledSamples && provisional_.contains(context.batch_size);
   const Decision decision = decide(context, present, samples >= kSettledSamples, completes ? 0.0 : kLeastGain);
   last_required_ = decision.required;
@@ -174,7 +174,8 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
   // Hints say what calibration would find out, and calibration overloads slow devices. But wrong hints may give sizes
   // so unequal that no gain can be told from the error of the shape. Then the balancer begins as without hints.
   const auto hints_are_wrong = [&] {
-    return !first && context.estimator.has_evidence() && fewest_samples(context, *context.incumbent) >= kLeastSamples &&
+    return !first && context.estimator.has_evidence() &&
+           fewest_samples(context, *context.incumbent) >= kLeastStepsMeasured &&
            decide(context, *context.incumbent, true, kLeastGain).gain > kWrongHint;
   };
   if (!calibration_.done() && (context.hints == nullptr || hints_are_wrong())) {

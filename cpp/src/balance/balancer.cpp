@@ -17,7 +17,7 @@
 namespace paceline::balance {
 namespace {
 
-constexpr std::size_t kBatchSizes = 64;  // shares are remembered for so many; sequences with lengths have thousands
+constexpr std::size_t kIncumbentsKept = 64;  // batch sizes; sequences with lengths have thousands
 
 void check(const BalancerOptions& options) {
   if (options.devices.empty()) throw InvalidArgument("a balancer needs at least one device");
@@ -162,7 +162,7 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
   for (std::size_t i = 0; i < made.models.size(); ++i) {
     if (is_little_known(estimator, i)) made.models[i] = with_fixed_part(estimator, i, -2.0);
   }
-  make_room(incumbents, batch_size, kBatchSizes, [](const Incumbent& one) { return one.last_used; });
+  make_room(incumbents, batch_size, kIncumbentsKept, [](const Incumbent& one) { return one.last_used; });
   incumbents[batch_size] = {proposal.in_force.empty() ? made.shares : std::move(proposal.in_force), made.shares, step};
   return made;
 }

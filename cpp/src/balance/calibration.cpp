@@ -14,7 +14,7 @@ namespace {
 constexpr double kLargestDrop = 0.75;
 constexpr double kLargestRise = 1.0 / 3.0;
 constexpr std::size_t kDevicesPerDrop = 4;
-constexpr double kSlow = 1.5;             // times slower; the noise of a first step is less
+constexpr double kMuchSlower = 1.5;       // times slower; the noise of a first step is less
 constexpr std::int64_t kLeastGrains = 4;  // of an even share; fewer have no quarter
 constexpr int kInformativeSteps = 2;
 constexpr int kSteps = 4;        // at most, even if all their timings are excluded
@@ -39,7 +39,7 @@ std::vector<bool> choose_drops(const PolicyContext& context, const std::vector<s
       if (context.estimator.class_of(i) == (c + steps) % classes) members.push_back(i);
     }
     const auto slower = [&](std::size_t a, std::size_t b) {
-      return even_seconds(context, even, a) > kSlow * even_seconds(context, even, b);
+      return even_seconds(context, even, a) > kMuchSlower * even_seconds(context, even, b);
     };
     const std::size_t wanted = std::min(left, (members.size() + kDevicesPerDrop - 1) / kDevicesPerDrop);
     for (std::size_t k = 0; k < wanted; ++k) {

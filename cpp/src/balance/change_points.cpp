@@ -18,7 +18,7 @@ constexpr double kJumpSigmas = 3.5;
 constexpr double kShapeSigmas = 3.0;
 constexpr std::size_t kLeastRun = 2;            // outliers: one alone may be a spike
 constexpr double kActedUponAtOnce = 0.336;      // log of 1.4, by which two devices lose a sixth of a step
-constexpr double kAlike = 1.5;                  // an excursion counts for changes up to this many times its size
+constexpr double kAlikeExcursion = 1.5;         // an excursion counts for changes up to this many times its size
 constexpr std::size_t kExcursions = 32;         // remembered
 constexpr std::int64_t kLongestExcursion = 64;  // steps; moves can follow what lasts longer
 constexpr std::size_t kLastingRun = 8;          // steps after which a common change is reported
@@ -83,7 +83,7 @@ std::int64_t Estimator::steps_to_believe(double size) const {
   if (size > kActedUponAtOnce) return 0;
   std::int64_t longest = -1;
   for (const Excursion& one : excursions_) {
-    if (kAlike * one.size >= size) longest = std::max(longest, one.steps);
+    if (kAlikeExcursion * one.size >= size) longest = std::max(longest, one.steps);
   }
   return longest + 1;
 }

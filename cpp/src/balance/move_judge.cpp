@@ -12,8 +12,8 @@ namespace paceline::balance {
 namespace {
 
 constexpr std::size_t kStepsKept = 32;
-constexpr std::size_t kTimesKept = 16;   // of these steps
-constexpr std::size_t kBatchSizes = 32;  // a data loader with lengths has many; beyond, old ones are forgotten
+constexpr std::size_t kTimesKept = 16;        // of these steps
+constexpr std::size_t kTimedBatchSizes = 32;  // a data loader with lengths has many; beyond, old ones are forgotten
 constexpr std::size_t kStepsToJudge = 8;
 constexpr std::size_t kMovesKept = 16;
 constexpr double kLeastResolution = 0.01;
@@ -69,7 +69,7 @@ bool MoveJudge::Times::mostly_as_planned() const {
 
 MoveJudge::Times& MoveJudge::times_of(std::int64_t batch_size) {
   if (pending_ && times_.contains(pending_->batch_size)) times_[pending_->batch_size].last_used = observed_;
-  make_room(times_, batch_size, kBatchSizes, [](const Times& one) { return one.last_used; });
+  make_room(times_, batch_size, kTimedBatchSizes, [](const Times& one) { return one.last_used; });
   Times& times = times_[batch_size];
   times.last_used = ++observed_;
   return times;

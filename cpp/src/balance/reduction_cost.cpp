@@ -9,10 +9,10 @@
 namespace paceline::balance {
 namespace {
 
-constexpr std::size_t kSamples = 16;
-constexpr std::size_t kLeastSamples = 2;  // the first reduction of a process allocates and connects
+constexpr std::size_t kReductionsKept = 16;
+constexpr std::size_t kLeastReductions = 2;  // the first reduction of a process allocates and connects
 // Below it the search over numbers of devices costs more time than leaving a device out can save.
-constexpr double kNegligible = 0.002;
+constexpr double kNegligibleReduction = 0.002;
 
 }  // namespace
 
@@ -23,7 +23,7 @@ void ReductionCost::record(std::size_t working, double seconds, double compute_s
   if (working == 0 || working >= measured_.size() || !(seconds > 0.0)) return;
   std::deque<double>& samples = measured_[working];
   samples.push_back(seconds);
-  if (samples.size() > kSamples) samples.pop_front();
+  if (samples.size() > kReductionsKept) samples.pop_front();
   estimate(compute_seconds);
 }
 
@@ -34,7 +34,7 @@ void ReductionCost::estimate(double compute_seconds) {
   };
   std::vector<Known> known;
   for (std::size_t k = 1; k < measured_.size(); ++k) {
-    if (measured_[k].size() >= kLeastSamples) {
+    if (measured_[k].size() >= kLeastReductions) {
       known.push_back({k, median({measured_[k].begin(), measured_[k].end()})});
     } else if (!given_.empty()) {
       known.push_back({k, given_[k]});
@@ -56,7 +56,7 @@ void ReductionCost::estimate(double compute_seconds) {
     seconds_[k] = std::max(0.0, from.seconds + slope * (static_cast<double>(k) - static_cast<double>(from.count)));
   }
   const double most = *std::ranges::max_element(seconds_);
-  if (given_.empty() && most < kNegligible * compute_seconds) seconds_.clear();
+  if (given_.empty() && most < kNegligibleReduction * compute_seconds) seconds_.clear();
 }
 
 }  // namespace paceline::balance

@@ -15,9 +15,9 @@ constexpr std::int64_t kNextSearch = 500;  // steps, after which another size ma
 constexpr std::int64_t kPairs = 3;         // comparisons at least, each of a trial with the steps around it
 constexpr std::int64_t kMostPairs = 20;    // comparisons at most, where times vary much
 constexpr double kGain = 0.95;             // a size is taken if an item takes at most this part of the time
-constexpr double kErrors =
+constexpr double kSearchErrors =
     2.5;  // standard errors that end the search; more than 2, as the ratio is the least of several
-constexpr double kAlike = 1.03;         // the largest size is taken whose time is at most this many times the best
+constexpr double kAlikeSizes = 1.03;    // the largest size is taken whose time is at most this many times the best
 constexpr double kLeastSeconds = 5e-3;  // of a micro-batch; smaller ones cost more in calls than they gain
 constexpr std::size_t kMostSizes = 6;   // in one search
 constexpr double kWhole = std::numeric_limits<double>::infinity();  // as a size: a claim in one piece
@@ -180,7 +180,7 @@ std::map<double, SizeSearch::Ratio> SizeSearch::result() const {
 bool SizeSearch::is_certain() const {
   const std::map<double, Ratio> known = result();
   const Ratio best = known.empty() ? Ratio{0.0, 0.0} : best_of(known)->second;
-  return std::abs(best.first - std::log(kGain)) > kErrors * best.second;
+  return std::abs(best.first - std::log(kGain)) > kSearchErrors * best.second;
 }
 
 /// The first trial has ended.
@@ -191,7 +191,7 @@ void SizeSearch::end_trial() {
     const Ratio best = best_of(found_)->second;
     if (best.first + best.second <= std::log(kGain)) {
       const auto taken = std::find_if(found_.rbegin(), found_.rend(), [&](const auto& entry) {
-        return entry.second.first <= best.first + std::log(kAlike);
+        return entry.second.first <= best.first + std::log(kAlikeSizes);
       });
       size_ = taken->first == kWhole ? std::nullopt : std::optional(static_cast<std::int64_t>(taken->first));
       gain_ = std::exp(-taken->second.first);

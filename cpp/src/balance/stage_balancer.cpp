@@ -16,9 +16,9 @@
 namespace paceline::balance {
 namespace {
 
-constexpr double kLeastGain = 0.01;      // of a step; less is no reason to move
-constexpr double kMarginErrors = 2.0;    // standard errors
-constexpr std::size_t kBatchSizes = 16;  // whose plans are kept
+constexpr double kLeastStageGain = 0.01;  // of a step; less is no reason to move
+constexpr double kMarginErrors = 2.0;     // standard errors
+constexpr std::size_t kPlansKept = 16;    // batch sizes
 constexpr std::size_t kRecentMoves = 16;
 constexpr std::int64_t kLookEvery = 16;  // steps; estimates become surer although they stay the same
 constexpr double kNewSpeed = 0.005;      // a change of a speed that is worth another look
@@ -86,7 +86,7 @@ plan::StageOptions StageBalancer::State::wanted(const ActiveProblem& problem) co
     if (device >= retired.size() || !retired[device]) out.order.push_back(problem.local(device));
   }
   if (out.order.size() != options.order.size() || problem.devices.size() < options.cuts.size()) out.cuts.clear();
-  out.indifference = kLeastGain;
+  out.indifference = kLeastStageGain;
   out.previous_cuts = cuts;
   out.previous_order = problem.local(order);
   return out;
@@ -131,7 +131,7 @@ StageBalancer::State::Promise StageBalancer::State::promise(const ActiveProblem&
     variance += (gain - out.gain) * (gain - out.gain);
   }
   out.errors = kMarginErrors * std::sqrt(variance);
-  out.required = std::max(kLeastGain * now.seconds, out.errors);
+  out.required = std::max(kLeastStageGain * now.seconds, out.errors);
   return out;
 }
 
@@ -184,8 +184,8 @@ std::string StageBalancer::State::reason(StageMove::Kind kind) const {
   }
   const double factor = std::exp(change(most));
   const std::string& name = given.devices[most].name;
-  if (factor > 1.0 + kLeastGain) return fmt::format("{} takes {:.2f} times as long as before", name, factor);
-  if (factor < 1.0 - kLeastGain) return fmt::format("{} is {:.2f} times as fast as before", name, 1.0 / factor);
+  if (factor > 1.0 + kLeastStageGain) return fmt::format("{} takes {:.2f} times as long as before", name, factor);
+  if (factor < 1.0 - kLeastStageGain) return fmt::format("{} is {:.2f} times as fast as before", name, 1.0 / factor);
   return "the times that were measured since";
 }
 
@@ -259,7 +259,7 @@ const plan::StagePlan& StageBalancer::plan(std::int64_t batch_size) {
   try {
     if (!state.stages_invalid && !state.plans.contains(batch_size)) {
       try {
-        make_room(state.plans, batch_size, kBatchSizes, [](const State::Planned& one) { return one.last_used; });
+        make_room(state.plans, batch_size, kPlansKept, [](const State::Planned& one) { return one.last_used; });
         state.plans[batch_size] = {state.search(problem, state.fixed(problem)), state.step};
       } catch (const OutOfMemory&) {  // the present stages cannot run a batch of this size
         state.plans.erase(batch_size);

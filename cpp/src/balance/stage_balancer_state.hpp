@@ -34,7 +34,7 @@ struct MemoryLimits {
 };
 
 // A step that runs out of memory runs twice. After 64 steps that is at most 1.6 %, and each try in vain doubles them.
-constexpr std::int64_t kTryAfter = 64;
+constexpr std::int64_t kTryMemoryAfter = 64;
 
 struct StageBalancer::State {
   State(plan::StageProblem given, plan::StageOptions wanted, MoveCost price);
@@ -66,9 +66,9 @@ struct StageBalancer::State {
   bool awaiting_record = false;
   bool stages_invalid = true;  // devices or memory changed: plan anew
   StageMove::Kind why_invalid = StageMove::Kind::devices;
-  std::int64_t try_at = 0;             // the step that tries again what did not fit in memory; 0: all did
-  std::int64_t try_after = kTryAfter;  // steps; twice as many after each try in vain
-  std::optional<MemoryLimits> proven;  // what fitted, while more is tried again
+  std::int64_t try_at = 0;                   // the step that tries again what did not fit in memory; 0: all did
+  std::int64_t try_after = kTryMemoryAfter;  // steps; twice as many after each try in vain
+  std::optional<MemoryLimits> proven;        // what fitted, while more is tried again
   std::int64_t step = 0;
   std::int64_t moves = 0;         // of cuts or devices
   std::int64_t changes = 0;       // of anything

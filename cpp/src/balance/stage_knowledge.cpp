@@ -10,15 +10,15 @@
 namespace paceline::balance {
 namespace {
 
-constexpr std::size_t kSettled = 3;         // steps: the fewest whose middle one is no outlier
-constexpr double kBelievedOfBlocks = 1.5;   // blocks were measured; devices change by more
-constexpr double kErrors = 3.0;             // standard errors; smaller deviations of new blocks are chance
-constexpr double kLeastCorrection = 0.02;   // below, no cut would move
-constexpr std::int64_t kRecentlySeen = 16;  // steps without a stage after which a device's speed may be another
-constexpr std::int64_t kTryAfter = 64;      // steps without a stage
-constexpr double kTryPart = 0.05;           // of these steps, that a try may cost
-constexpr std::int64_t kLongestTryAfter = 4096;
-constexpr double kSlow = 1.05;  // over the best scale: a device that is left out for its speed
+constexpr std::size_t kSettled = 3;           // steps: the fewest whose middle one is no outlier
+constexpr double kBelievedOfBlocks = 1.5;     // blocks were measured; devices change by more
+constexpr double kDeviationErrors = 3.0;      // standard errors; smaller deviations of new blocks are chance
+constexpr double kLeastCorrection = 0.02;     // below, no cut would move
+constexpr std::int64_t kRecentlySeen = 16;    // steps without a stage after which a device's speed may be another
+constexpr std::int64_t kTryDeviceAfter = 64;  // steps without a stage
+constexpr double kTryPart = 0.05;             // of these steps, that a try may cost
+constexpr std::int64_t kLongestTryDeviceAfter = 4096;
+constexpr double kLeftOutSlowdown = 1.05;  // over the best scale: a device that is left out for its speed
 constexpr std::size_t kNoiseSteps = 32;
 constexpr std::size_t kLeastActions = 3;  // of a kind; the deviations of fewer say little
 constexpr double kWorkUnit = 1e9;         // the estimator counts whole items: here nanoseconds of predicted work
@@ -50,7 +50,7 @@ void add_deviations(std::span<const double> seconds, std::span<const std::int64_
 
 StageKnowledge::StageKnowledge(plan::StageProblem problem)
     : problem_(std::move(problem)), estimator_(profiles(problem_), true), devices_(problem_.devices.size()) {
-  for (Device& device : devices_) device.try_after = kTryAfter;
+  for (Device& device : devices_) device.try_after = kTryDeviceAfter;
 }
 
 StageKnowledge::Sample StageKnowledge::predict(DeviceId device, Range blocks, const plan::StagePlan& plan) const {
@@ -133,9 +133,9 @@ void StageKnowledge::settle(DeviceId id, const plan::StagePlan& plan) {
   device.settling = false;
   if (device.tried_again) {
     device.tried_again = false;
-    const bool slow = scale(id) > kSlow * best_scale();
+    const bool slow = scale(id) > kLeftOutSlowdown * best_scale();
     hurry_ = hurry_ || slow;
-    device.try_after = slow ? std::min(2 * device.try_after, kLongestTryAfter) : kTryAfter;
+    device.try_after = slow ? std::min(2 * device.try_after, kLongestTryDeviceAfter) : kTryDeviceAfter;
   }
   std::vector<Sample> sorted = samples;
   std::ranges::sort(sorted, {}, &Sample::ratio);
@@ -157,7 +157,7 @@ void StageKnowledge::correct_blocks(DeviceId id, const plan::StagePlan& plan, co
   const Device& device = devices_[id];
   const DeviceEstimate& estimate = estimator_.devices()[id];
   const double chance =
-      std::max(kLeastCorrection, kErrors * std::hypot(estimate.error, median_error(estimate.noise, kSettled)));
+      std::max(kLeastCorrection, kDeviationErrors * std::hypot(estimate.error, median_error(estimate.noise, kSettled)));
   if (device.judging) {
     const auto known = [&](std::size_t b) { return b >= device.known.begin && b < device.known.end; };
     Sample came;
@@ -226,9 +226,9 @@ bool StageKnowledge::trying_again(DeviceId id, std::int64_t step) const {
   const Device& device = devices_[id];
   if (device.tried_again) return true;
   const double slowdown = scale(id) / best_scale();
-  if (!device.last_seen || slowdown <= kSlow) return false;
-  const double wait =
-      static_cast<double>(device.try_after) * std::max(1.0, slowdown / (kTryPart * static_cast<double>(kTryAfter)));
+  if (!device.last_seen || slowdown <= kLeftOutSlowdown) return false;
+  const double wait = static_cast<double>(device.try_after) *
+                      std::max(1.0, slowdown / (kTryPart * static_cast<double>(kTryDeviceAfter)));
   return static_cast<double>(step - *device.last_seen) > wait;
 }
 

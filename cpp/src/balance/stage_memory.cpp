@@ -13,7 +13,7 @@
 namespace paceline::balance {
 namespace {
 
-constexpr std::int64_t kLongestTryAfter = 4096;
+constexpr std::int64_t kLongestTryMemoryAfter = 4096;
 
 /// What a plan needs on a device.
 std::int64_t bytes_on(const plan::StagePlan& plan, DeviceId device) {
@@ -44,7 +44,7 @@ bool StageBalancer::State::out_of_memory(std::size_t stage) {
   };
   if (proven) {
     limit(*std::exchange(proven, std::nullopt));
-    try_after = std::min(2 * try_after, kLongestTryAfter);
+    try_after = std::min(2 * try_after, kLongestTryMemoryAfter);
     try_at = step + try_after;
     const ActiveProblem problem = active(batch_size);
     if (attempt(fixed(problem), problem) || attempt(wanted(problem), problem)) return true;
@@ -76,7 +76,7 @@ void StageBalancer::State::try_memory_again() {
   if (proven) {  // as many steps again, and memory did not run out
     proven.reset();
     try_at = 0;
-    try_after = kTryAfter;
+    try_after = kTryMemoryAfter;
     return;
   }
   proven = limits();

@@ -8,10 +8,10 @@ namespace {
 
 // Other devices take over the work of a device that is late. So believing too late that it is late costs little, and
 // believing it wrongly costs a device.
-constexpr std::size_t kSamples = 33;
-constexpr std::size_t kLeastSamples = 9;
-constexpr double kNegligible = 0.005;  // of the compute time, since threads never wake at the very same time
-constexpr double kEarly = 0.5;         // of the median
+constexpr std::size_t kStartsKept = 33;
+constexpr std::size_t kLeastStarts = 9;
+constexpr double kNegligibleStart = 0.005;  // of the compute time, since threads never wake at the very same time
+constexpr double kEarly = 0.5;              // of the median
 
 }  // namespace
 
@@ -25,17 +25,17 @@ void StartupCost::record(const std::vector<std::optional<double>>& seconds, doub
     Device& device = devices_[i];
     const bool was_early = device.early;
     device.early =
-        device.samples.size() >= kLeastSamples && device.seconds > 0.0 && *seconds[i] < kEarly * device.seconds;
+        device.samples.size() >= kLeastStarts && device.seconds > 0.0 && *seconds[i] < kEarly * device.seconds;
     if (device.early && was_early) {
       device.samples.erase(device.samples.begin(), device.samples.end() - 1);
       device.early = false;
     }
     device.samples.push_back(*seconds[i]);
-    if (device.samples.size() > kSamples) device.samples.pop_front();
+    if (device.samples.size() > kStartsKept) device.samples.pop_front();
     device.seconds = device.given;
-    if (device.samples.size() < kLeastSamples) continue;
+    if (device.samples.size() < kLeastStarts) continue;
     const double typical = median({device.samples.begin(), device.samples.end()});
-    device.seconds = typical > kNegligible * compute_seconds ? typical : 0.0;
+    device.seconds = typical > kNegligibleStart * compute_seconds ? typical : 0.0;
   }
 }
 

@@ -60,9 +60,6 @@ std::shared_ptr<GroupWorkers> start(std::vector<Device> devices) {
   return workers;
 }
 
-// The longest time that a wait goes without calling `between`.
-constexpr std::chrono::milliseconds kBetweenInterval{50};
-
 }  // namespace
 
 DeviceGroup DeviceGroup::all() {

@@ -33,7 +33,6 @@ struct GroupWorkers::Threads {
 namespace {
 
 constexpr std::chrono::seconds kStartTimeout{10};
-constexpr std::chrono::milliseconds kBetweenInterval{50};
 
 /// Workers whose threads were detached.
 struct LeftBehind {

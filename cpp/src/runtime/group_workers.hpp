@@ -20,6 +20,9 @@
 
 namespace paceline {
 
+// The longest time that a wait goes without calling `between`.
+inline constexpr std::chrono::milliseconds kBetweenInterval{50};
+
 /// The workers behind the handles of one group.
 class GroupWorkers {
  public:

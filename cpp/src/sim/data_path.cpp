@@ -20,7 +20,7 @@ using Events = std::vector<Event>;
 
 constexpr std::size_t kHome = 0;
 constexpr std::size_t kRounds = 4;  // in which a sharded optimizer updates a range
-constexpr int kSteps = 4;           // those before the last one lead to the steady state: the first gets no parameters
+constexpr int kPathSteps = 4;       // those before the last one lead to the steady state: the first gets no parameters
 
 /// One way of several steps. Each GPU has a stream that computes, one that moves what it pulls, and home one for the
 /// caller's work.
@@ -39,7 +39,7 @@ class Way {
   [[nodiscard]] DataPathOutcome run(std::string name) {
     std::vector<Event> begins;
     std::vector<Events> arrived;  // per GPU and bucket, of this step's parameters; empty: they are there
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kPathSteps; ++step) {
       begins.push_back(machine_.record(compute(kHome)));
       std::vector<Events> ready(n_);
       for (std::size_t g = 0; g < n_; ++g) ready[g] = pass(g, arrived.empty() ? Events{} : arrived[g]);
@@ -47,7 +47,7 @@ class Way {
     }
     machine_.run();
     DataPathOutcome outcome{.way = std::move(name)};
-    outcome.step_seconds = machine_.time_of(begins[kSteps - 1]) - machine_.time_of(begins[kSteps - 2]);
+    outcome.step_seconds = machine_.time_of(begins[kPathSteps - 1]) - machine_.time_of(begins[kPathSteps - 2]);
     outcome.exposed_seconds = outcome.step_seconds - o_.forward_seconds - o_.backward_seconds - o_.update_seconds;
     return outcome;
   }

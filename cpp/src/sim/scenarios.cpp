@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kOdd = 3;  // the device that misbehaves where only one does
 constexpr double kNoise = 0.03;
-constexpr std::int64_t kSteps = 800;
+constexpr std::int64_t kScenarioSteps = 800;
 
 /// A box whose devices have these speeds, with the events of `box`.
 SimulationOptions box_of(const std::vector<double>& speeds, double noise, std::int64_t steps, BoxOptions box = {}) {
@@ -23,14 +23,14 @@ SimulationOptions box_of(const std::vector<double>& speeds, double noise, std::i
   return {.box = std::move(box), .steps = steps};
 }
 
-SimulationOptions eight(BoxOptions box, double noise = kNoise, std::int64_t steps = kSteps) {
+SimulationOptions eight(BoxOptions box, double noise = kNoise, std::int64_t steps = kScenarioSteps) {
   return box_of(std::vector<double>(8, 1.0), noise, steps, std::move(box));
 }
 
 /// Throttles of one device for `length` of every `period` steps, from step `first` on.
 std::vector<Throttle> repeated(double factor, std::int64_t length, std::int64_t period, std::int64_t first = 0) {
   std::vector<Throttle> throttles;
-  for (std::int64_t k = first; k < kSteps; k += period) throttles.push_back({kOdd, factor, k, k + length});
+  for (std::int64_t k = first; k < kScenarioSteps; k += period) throttles.push_back({kOdd, factor, k, k + length});
   return throttles;
 }
 
@@ -54,7 +54,7 @@ std::vector<Pause> first_steps() {
 
 SimulationOptions slow_link() {
   SimulationOptions options =
-      box_of({1, 1, 0.25, 0.25}, 0.01, kSteps, {.reduction_seconds = {0.0, 0.0, 0.001, 0.004, 0.008}});
+      box_of({1, 1, 0.25, 0.25}, 0.01, kScenarioSteps, {.reduction_seconds = {0.0, 0.0, 0.001, 0.004, 0.008}});
   options.batch_size = 128;
   return options;
 }
@@ -63,7 +63,7 @@ SimulationOptions slow_link() {
 /// correlated by 0.66, 0.41, 0.31 and 0.21 at lags 1, 5, 20 and 100, most of which both cores share; their log ratio
 /// by 0.36, 0.27, 0.13 and 0.03 at lags 1, 2, 5 and 10.
 SimulationOptions two_real_cores(std::vector<Throttle> throttles) {
-  return box_of({1, 1}, 0.069, kSteps,
+  return box_of({1, 1}, 0.069, kScenarioSteps,
                 {.lasting_noise = {{0.0655, 3.64, false}, {0.0465, 3, true}, {0.051, 40, true}, {0.062, 1000, true}},
                  .throttles = std::move(throttles)});
 }
@@ -90,7 +90,7 @@ std::vector<Drift> random_walks() {
   constexpr std::int64_t kSegment = 50;
   std::vector<Drift> drifts;
   for (std::size_t i = 0; i < 8; ++i) {
-    for (std::int64_t from = 0; from < kSteps; from += kSegment) {
+    for (std::int64_t from = 0; from < kScenarioSteps; from += kSegment) {
       Random random(1, static_cast<std::uint64_t>(from), i);
       drifts.push_back({i, 1.0, std::exp(0.03 * random.normal()), from, from + kSegment});
     }
@@ -111,7 +111,7 @@ std::vector<Scenario> scenarios() {
   // Rebalancing on noise is what naive rules lose by: the smallest of many noisy candidates always promises a gain.
   add("noise", "eight equal devices, 5 % noise: what variable lengths do to times", eight({}, 0.05, 400), 0.0035, 0.5);
   add("static mix", "four devices and four of half their speed, all of one class",
-      box_of({1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5}, kNoise, kSteps), 0.01, 1.0);
+      box_of({1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5}, kNoise, kScenarioSteps), 0.01, 1.0);
   add("lasting throttle",
       "one device 2x slower for 400 of 800 steps, then as before: a GPU that overheats (Wu et al., USENIX ATC 2025, "
       "saw 1.5x to 2x for minutes)",
@@ -141,7 +141,7 @@ std::vector<Scenario> scenarios() {
       eight({.pauses = {{kOdd, 0.100, 150, 0}}}, kNoise, 400), 0.0035, 0.5);
   add("a subset wins: a device too slow",
       "one of eight devices is so busy that its fixed time alone is longer than the others' step: seven are best",
-      box_of({1, 1, 1, 1, 1, 1, 1, 0.02}, kNoise, kSteps), 0.12, 2.0);
+      box_of({1, 1, 1, 1, 1, 1, 1, 0.02}, kNoise, kScenarioSteps), 0.12, 2.0);
   add("a subset wins: reductions",
       "two fast and two slow devices, the slow ones behind a slow link: with them the reduction costs more than they "
       "bring",

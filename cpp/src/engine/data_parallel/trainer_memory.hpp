@@ -19,6 +19,8 @@
 #include <paceline/runtime/device_group.hpp>
 #include <paceline/runtime/dtype.hpp>
 
+#include "engine/dtype_of.hpp"
+
 namespace paceline {
 
 template <class T>
@@ -66,9 +68,6 @@ class TrainerMemory : public std::enable_shared_from_this<TrainerMemory<T>> {
  private:
   std::vector<std::vector<T>> storage_;
 };
-
-template <class T>
-inline constexpr DType kDTypeOf = sizeof(T) == 4 ? DType::float32 : DType::float64;
 
 /// One step of a trainer with flat parameters.
 ///

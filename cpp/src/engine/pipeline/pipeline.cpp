@@ -3,13 +3,11 @@
 
 #include <utility>
 
+#include "engine/dtype_of.hpp"
 #include "engine/pipeline/pipeline_core.hpp"
 
 namespace paceline {
 namespace {
-
-template <class T>
-inline constexpr DType kDTypeOf = sizeof(T) == 4 ? DType::float32 : DType::float64;
 
 template <class T>
 std::span<T> span_of(std::byte* data, std::size_t count) {

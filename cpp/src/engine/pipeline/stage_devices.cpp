@@ -13,12 +13,12 @@
 namespace paceline::internal {
 namespace {
 
-constexpr std::align_val_t kAlignment{64};  // a cache line
+constexpr std::align_val_t kCacheLine{64};
 
 class HostBuffer final : public Buffer {
  public:
-  explicit HostBuffer(std::size_t bytes) : data_(::operator new(bytes, kAlignment)), bytes_(bytes) {}
-  ~HostBuffer() override { ::operator delete(data_, kAlignment); }
+  explicit HostBuffer(std::size_t bytes) : data_(::operator new(bytes, kCacheLine)), bytes_(bytes) {}
+  ~HostBuffer() override { ::operator delete(data_, kCacheLine); }
   HostBuffer(const HostBuffer&) = delete;
   HostBuffer& operator=(const HostBuffer&) = delete;
   [[nodiscard]] void* data() const noexcept override { return data_; }

@@ -11,9 +11,9 @@
 namespace paceline::internal {
 namespace {
 
-constexpr std::size_t kAlignment = 256;  // what cudaMalloc promises
+constexpr std::size_t kPartAlignment = 256;  // what cudaMalloc promises
 
-std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+std::size_t aligned(std::size_t bytes) { return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment; }
 
 /// Deals out memory from its beginning. Without a base it only counts.
 class Dealer {
@@ -57,7 +57,7 @@ BlockMemory StageMemory::make(std::size_t block, DeviceId device) const {
     memory.sums = dealer.take(sizes.parameters);
     return dealer.used();
   };
-  memory.buffer = devices_.allocate(device, std::max(deal(nullptr), kAlignment));
+  memory.buffer = devices_.allocate(device, std::max(deal(nullptr), kPartAlignment));
   deal(static_cast<std::byte*>(memory.buffer->data()));
   return memory;
 }
@@ -116,7 +116,7 @@ bool StageMemory::arrange(const plan::StagePlan& plan) {
       check_limits(stages_);
       for (std::size_t s = 0; s < stages_.size(); ++s) {
         Stage& stage = stages_[s];
-        stage.buffer = devices_.allocate(stage.device, std::max(lay_out(s, items, nullptr), kAlignment));
+        stage.buffer = devices_.allocate(stage.device, std::max(lay_out(s, items, nullptr), kPartAlignment));
         lay_out(s, items, static_cast<std::byte*>(stage.buffer->data()));
       }
       for (std::size_t s = 0; s < boundaries_.size(); ++s) connect(s);

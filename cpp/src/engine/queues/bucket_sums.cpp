@@ -11,7 +11,7 @@
 namespace paceline::internal {
 namespace {
 
-constexpr std::size_t kAlignment = 16;  // bytes; kernels load so many at a time
+constexpr std::size_t kLoadBytes = 16;  // kernels load so many at a time
 // A bucket below this size takes longer to cut than to pull.
 constexpr std::size_t kLeastCut = std::size_t{256} << 10;
 
@@ -24,7 +24,7 @@ void* at(void* data, std::size_t bytes) { return static_cast<char*>(data) + byte
 
 BucketSums::BucketSums(std::vector<SumSpace> spaces, const std::vector<SumSource>& sources, std::size_t chunk_bytes,
                        std::optional<DType> travels)
-    : chunk_bytes_(std::max(chunk_bytes, kAlignment)) {
+    : chunk_bytes_(std::max(chunk_bytes, kLoadBytes)) {
   const auto on_gpu = [](const SumSpace& space) { return space.stream != nullptr; };
   if (std::ranges::count_if(spaces, on_gpu) > 1) travels_ = travels;
   for (const SumSpace& space : spaces) {
@@ -118,7 +118,7 @@ void BucketSums::sum(std::size_t k) {
       if (source.stream != nullptr && has(source, k)) spaces_[s].stream->wait(*source.buckets[k].written);
     }
   }
-  const std::size_t chunk = chunk_bytes_ / kAlignment * kAlignment / size_of(output.dtype);
+  const std::size_t chunk = chunk_bytes_ / kLoadBytes * kLoadBytes / size_of(output.dtype);
   for (std::size_t begin = 0; begin < output.count; begin += chunk) {
     sum_chunk(k, shares, begin, std::min(begin + chunk, output.count));
   }
@@ -142,7 +142,7 @@ void BucketSums::sum_chunk(std::size_t k, std::span<const std::size_t> owners, s
       source.place = source.space;
     }
   }
-  const std::size_t length = rounded_up((count + owners.size() - 1) / owners.size(), kAlignment);
+  const std::size_t length = rounded_up((count + owners.size() - 1) / owners.size(), kLoadBytes);
   std::vector<Slice> elsewhere;
   std::size_t next = 0;
   for (const std::size_t s : owners) {
@@ -173,7 +173,7 @@ void BucketSums::sum_chunk(std::size_t k, std::span<const std::size_t> owners, s
 
 void BucketSums::round(std::size_t k, std::span<const std::size_t> owners, std::size_t begin, std::size_t count) {
   const std::size_t wide = count * sizeof(float);
-  const std::size_t each = rounded_up(count * size_of(*travels_), kAlignment);
+  const std::size_t each = rounded_up(count * size_of(*travels_), kLoadBytes);
   std::vector<std::size_t> givers;
   for (std::size_t s = 0; s < spaces_.size(); ++s) {
     const auto gives = [&](const Source& source) {
@@ -216,8 +216,8 @@ void BucketSums::sum_slice(std::size_t k, const Slice& slice, DType dtype) {
   char* landed = nullptr;
   if (const auto count = static_cast<std::size_t>(std::ranges::count_if(sources_, comes)); count > 0) {
     // The kernel loads 16 bytes at a time if all its buffers have the same alignment.
-    const std::size_t shift = reinterpret_cast<std::uintptr_t>(slice.sum) % kAlignment;
-    const std::size_t room = count * rounded_up(bytes, kAlignment) + shift;
+    const std::size_t shift = reinterpret_cast<std::uintptr_t>(slice.sum) % kLoadBytes;
+    const std::size_t room = count * rounded_up(bytes, kLoadBytes) + shift;
     landed = static_cast<char*>(reserve(space.landing, room, *space.maker, *space.stream)) + shift;
   }
   // Each space pulls from the next one first. If all began with the same one, they would share its port.
@@ -234,7 +234,7 @@ void BucketSums::sum_slice(std::size_t k, const Slice& slice, DType dtype) {
     inputs.push_back(comes(source) ? landed : data);
     if (!comes(source)) continue;
     pulls.push_back({(source.place + spaces_.size() - slice.space) % spaces_.size(), landed, data});
-    landed += rounded_up(bytes, kAlignment);
+    landed += rounded_up(bytes, kLoadBytes);
   }
   std::ranges::stable_sort(pulls, {}, &Pull::distance);
   for (const Pull& pull : pulls) space.stream->copy(pull.to, pull.from, bytes);

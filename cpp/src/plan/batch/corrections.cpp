@@ -4,18 +4,16 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include <paceline/error.hpp>
 #include <paceline/plan/corrections.hpp>
 
 #include "plan/batch/greedy_fill.hpp"
+#include "plan/numbers.hpp"
 
 namespace paceline::plan {
 namespace {
-
-constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 
 void require_positive(std::int64_t value, const char* what) {
   if (value < 1) throw InvalidArgument(fmt::format("{} is {}; it must be at least 1", what, value));
@@ -26,7 +24,7 @@ std::int64_t unit_of(std::int64_t floor, std::int64_t granularity) {
   const std::int64_t rest = floor % granularity;
   if (rest == 0) return floor;
   const std::int64_t more = granularity - rest;
-  return floor > kNever - more ? floor - rest : floor + more;
+  return floor > kMostInt64 - more ? floor - rest : floor + more;
 }
 
 }  // namespace
@@ -40,7 +38,7 @@ std::int64_t correction_floor(const CostModel& model, double overhead, std::int6
   const double fixed = model.fixed_seconds();
   if (fixed == 0.0 || overhead == 1.0) return granularity;
   const double items = std::ceil(fixed * (1.0 / overhead - 1.0) / model.per_item_seconds());
-  const std::int64_t largest = kNever / granularity * granularity;
+  const std::int64_t largest = kMostInt64 / granularity * granularity;
   if (!(items < static_cast<double>(largest))) return largest;
   return unit_of(std::max<std::int64_t>(static_cast<std::int64_t>(items), 1), granularity);
 }

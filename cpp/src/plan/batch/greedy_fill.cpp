@@ -6,10 +6,10 @@
 #include <limits>
 #include <numeric>
 
+#include "plan/numbers.hpp"
+
 namespace paceline::plan {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 std::int64_t fill_up_to(std::span<const GrainRange> ranges, double seconds, std::span<std::int64_t> grains) {
   std::int64_t sum = 0;

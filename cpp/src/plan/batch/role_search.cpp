@@ -23,9 +23,9 @@ struct Sums {
   std::int64_t high = -1;
 };
 
-class Search {
+class RoleSearch {
  public:
-  Search(const SplitProblem& problem, const RoleQuery& query)
+  RoleSearch(const SplitProblem& problem, const RoleQuery& query)
       : problem_(problem),
         size_(problem.candidates.size()),
         counts_changes_(query.most_changes >= 0),
@@ -36,7 +36,7 @@ class Search {
         candidates_(problem.candidates),
         roles_(size_),
         sums_(index(size_, all_) + 1) {
-    for (Candidate& candidate : candidates_) {
+    for (RoleRanges& candidate : candidates_) {
       if (!counts_changes_) candidate.in(Role::keep) = {};
       for (GrainRange& range : candidate) {
         if (!range.empty()) range.high = range.cost.within(query.budget_seconds, range.low, range.high);
@@ -115,7 +115,7 @@ class Search {
   const bool counts_changes_;
   const bool counts_workers_;
   const Allowance all_;
-  std::vector<Candidate> candidates_;  // cut at the budget
+  std::vector<RoleRanges> candidates_;  // cut at the budget
   std::vector<Role> roles_;
   std::vector<Sums> sums_;  // by device and allowance
   std::int64_t steps_ = 0;
@@ -124,7 +124,7 @@ class Search {
 }  // namespace
 
 std::optional<RolePlan> find_roles(const SplitProblem& problem, const RoleQuery& query) {
-  return Search(problem, query).run();
+  return RoleSearch(problem, query).run();
 }
 
 }  // namespace paceline::plan

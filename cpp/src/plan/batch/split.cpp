@@ -10,6 +10,7 @@
 #include <paceline/plan/split.hpp>
 
 #include "plan/batch/split_problem.hpp"
+#include "plan/numbers.hpp"
 #include "plural.hpp"
 
 namespace paceline::plan {
@@ -88,7 +89,7 @@ SplitProblem problem_of(std::int64_t batch_size, std::span<const CostModel> mode
     const auto range = [&](std::int64_t rest) {
       return range_of({models[i], limits.startup_seconds, granularity, rest}, minimum, maximum, granularity, rest);
     };
-    Candidate& candidate = problem.candidates[i];
+    RoleRanges& candidate = problem.candidates[i];
     candidate.in(Role::work) = range(0);
     if (remainder > 0) candidate.in(Role::carry) = range(remainder);
     if (limits.may_be_zero) candidate.in(Role::idle) = {{}, 0, 0};
@@ -102,10 +103,6 @@ SplitProblem problem_of(std::int64_t batch_size, std::span<const CostModel> mode
     }
   }
   return problem;
-}
-
-std::int64_t saturating_add(std::int64_t a, std::int64_t b) {
-  return a > ShareLimits::kUnlimited - b ? ShareLimits::kUnlimited : a + b;
 }
 
 // Says which constraint makes the split impossible: the limits alone, the limits with the granularity, or the gaps

@@ -22,7 +22,7 @@ enum class Role : std::uint8_t {
 };
 
 /// The grains of one device in each role. A device cannot take a role whose range is empty.
-struct Candidate : std::array<GrainRange, 4> {
+struct RoleRanges : std::array<GrainRange, 4> {
   [[nodiscard]] const GrainRange& in(Role role) const { return (*this)[static_cast<std::size_t>(role)]; }
   [[nodiscard]] GrainRange& in(Role role) { return (*this)[static_cast<std::size_t>(role)]; }
   [[nodiscard]] bool may_idle() const { return !in(Role::idle).empty(); }
@@ -30,7 +30,7 @@ struct Candidate : std::array<GrainRange, 4> {
 
 /// split_batch's problem after validation: integers in grains.
 struct SplitProblem {
-  std::vector<Candidate> candidates;
+  std::vector<RoleRanges> candidates;
   std::int64_t grains = 0;  ///< batch / granularity
   bool has_remainder = false;
   bool has_previous = false;

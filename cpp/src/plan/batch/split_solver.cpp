@@ -2,18 +2,16 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 #include <optional>
 #include <tuple>
 #include <utility>
 
 #include "plan/batch/greedy_fill.hpp"
 #include "plan/batch/split_problem.hpp"
+#include "plan/numbers.hpp"
 
 namespace paceline::plan {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // With more devices the sums for all numbers of changes and workers would cost more than the split is worth. With
 // reduction costs the previous shares are then kept as a whole or not considered.
@@ -40,7 +38,7 @@ class Solver {
   bool solve(Split& split) {
     // The whole grains alone. Their finish is a lower bound: gaps, the remainder and reductions only add to it.
     bool gaps = false;
-    for (const Candidate& candidate : problem_.candidates) {
+    for (const RoleRanges& candidate : problem_.candidates) {
       GrainRange range = candidate.in(Role::work);
       gaps = gaps || (candidate.may_idle() && range.low > 1);
       if (candidate.may_idle() || problem_.has_remainder)
@@ -113,7 +111,7 @@ class Solver {
     if (!counts_workers_) return find_finish(kInfinity, -1, bound, bound, makespan);
     // A guess tells which numbers of workers to look at first: those devices work that can do most by the bound.
     std::vector<GrainRange> best;
-    for (const Candidate& candidate : problem_.candidates) {
+    for (const RoleRanges& candidate : problem_.candidates) {
       const GrainRange& work = candidate.in(Role::work);
       if (work.high > 0) best.push_back({work.cost, 1, work.high});
     }

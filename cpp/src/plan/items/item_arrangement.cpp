@@ -17,7 +17,7 @@
 namespace paceline::plan {
 namespace {
 
-constexpr int kRounds = 2;  // a second round gains 0.3 % with devices of one class and 2 % with several
+constexpr int kDealingRounds = 2;  // a second round gains 0.3 % with devices of one class and 2 % with several
 // Packing changes more afterwards than a finer split would gain.
 constexpr double kSplitTolerance = 1e-3;
 constexpr double kEvenEnough = 0.002;  // steps of real devices vary by 0.5 % and more
@@ -88,7 +88,7 @@ class Arranger {
     std::vector<double> rates;
     for (const Device& device : devices_) rates.push_back(device.target);
     Devices best;
-    for (int round = 0; round < kRounds; ++round) {
+    for (int round = 0; round < kDealingRounds; ++round) {
       Devices next = packed(dealt(padded, rates));
       const bool more = !plain_costs_ && correct(rates, next);
       if (best.empty() || latest_of(next) < latest_of(best)) best = std::move(next);

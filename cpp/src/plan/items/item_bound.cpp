@@ -10,9 +10,6 @@
 namespace paceline::plan {
 namespace {
 
-// The bound may be too low by this part, never too high. Sums are rounded, and that must not lower a count by one.
-constexpr double kRounding = 1.0 + 1e-12;
-
 /// Compares what devices can do by `time` with what there is to do. If false, no split is done by then. `sums`: of the
 /// j largest costs.
 bool suffices(const ItemProblem& problem, const std::vector<double>& sums, double time) {

@@ -20,10 +20,10 @@ using Row = std::array<double, kColumns>;
 using Columns = std::vector<std::size_t>;
 const std::array<Columns, 7> kColumnSets = {{{0}, {1}, {2}, {0, 1}, {0, 2}, {1, 2}, {0, 1, 2}}};
 // Fewer columns win, unless more of them lower the mean squared relative error by more than rounding.
-constexpr double kRounding = 1e-20;
+constexpr double kErrorRounding = 1e-20;
 // The part of a column that is independent of those before it. Below this it says nothing new.
 constexpr double kDependent = 1e-7;
-constexpr int kRounds = 200;
+constexpr int kMostFitRounds = 200;
 constexpr double kStandsStill = 1e-13;
 constexpr std::int64_t kMostDevices = 1 << 16;
 
@@ -72,7 +72,7 @@ class Fit {
 
   ItemCostFit run() {
     double error = std::numeric_limits<double>::infinity();
-    for (int round = 0; round < kRounds; ++round) {
+    for (int round = 0; round < kMostFitRounds; ++round) {
       fit_shape();
       fit_scales();
       const double now = mean_square();
@@ -105,7 +105,7 @@ class Fit {
       Row weights{};
       double error = 0.0;
       if (!solve(columns, set, weights, error)) continue;
-      if (error < least - kRounding) {
+      if (error < least - kErrorRounding) {
         least = error;
         for (std::size_t column = 0; column < kColumns; ++column) shape_[column] = weights[column] / unit_[column];
       }

@@ -12,6 +12,8 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/corrections.hpp>
 
+#include "plan/numbers.hpp"
+
 namespace paceline::plan {
 namespace {
 
@@ -41,7 +43,6 @@ std::vector<std::int64_t> padded_cuts(const std::vector<double>& item_seconds, d
     std::int64_t cut = 0;
     std::int64_t from = 0;  // the end from which on it is the best known last cut
   };
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
   const auto index = [](std::int64_t k) { return static_cast<std::size_t>(k); };
   const std::int64_t n = std::ssize(item_seconds);
   max_items = std::max(max_items, 2 * min_items - 1);

@@ -10,6 +10,9 @@
 
 namespace paceline::plan {
 
+// Sums of costs and times are rounded. Numbers that differ by less than this part count as equal.
+inline constexpr double kRounding = 1.0 + 1e-12;
+
 /// An item's place in descending order of cost. Equal items are in the order of their indices.
 using Rank = std::uint32_t;
 

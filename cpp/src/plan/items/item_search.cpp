@@ -10,14 +10,13 @@
 namespace paceline::plan {
 namespace {
 
-constexpr double kRounding = 1.0 + 1e-12;
 // Half a millisecond. It is enough to prove the best split of 12 items, unless they are nearly equal and the devices
 // many and unequal.
-constexpr int kMostSteps = 1 << 14;
+constexpr int kMostSearchSteps = 1 << 14;
 
-class Search {
+class ItemSearch {
  public:
-  Search(const ItemProblem& problem, double target, Holdings& best)
+  ItemSearch(const ItemProblem& problem, double target, Holdings& best)
       : problem_(problem), target_(target), best_(best), now_(problem.devices()), rest_(problem.items() + 1) {
     for (std::size_t rank = problem.items(); rank-- > 0;) rest_[rank] = rest_[rank + 1] + problem.cost[rank];
     set_limits();
@@ -25,7 +24,7 @@ class Search {
 
   bool run() {
     descend(0);
-    return steps_ <= kMostSteps;
+    return steps_ <= kMostSearchSteps;
   }
 
  private:
@@ -74,7 +73,7 @@ class Search {
     std::sort(places.begin(), places.end());
     for (const auto& [finish, device] : places) {
       if (!(finish < below_)) break;
-      if (++steps_ > kMostSteps) return true;
+      if (++steps_ > kMostSearchSteps) return true;
       const double before = now_[device].cost;
       now_[device].append(problem_, rank);
       const bool over = descend(rank + 1);
@@ -98,7 +97,7 @@ class Search {
 }  // namespace
 
 bool search_items(const ItemProblem& problem, double target, Holdings& holdings) {
-  return Search(problem, target, holdings).run();
+  return ItemSearch(problem, target, holdings).run();
 }
 
 }  // namespace paceline::plan

@@ -7,7 +7,6 @@
 #include <bit>
 #include <cmath>
 #include <cstddef>
-#include <limits>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -17,6 +16,7 @@
 
 #include "plan/batch/monotone.hpp"
 #include "plan/items/item_problem.hpp"
+#include "plan/numbers.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -24,15 +24,14 @@ namespace {
 // The number of states of 12 different devices. A plan then takes some ten milliseconds, which a loader hides behind a
 // step.
 constexpr double kMostStates = 4096.5;  // the count of them may be rounded
-constexpr double kNever = std::numeric_limits<double>::infinity();
 
 /// The devices with the same model, the last index first.
-struct Kind {
+struct DeviceKind {
   LoadModel model;
   std::vector<std::size_t> devices;
 };
 
-struct Group {
+struct PaddedGroup {
   std::size_t kind = 0;
   std::int64_t items = 0;
 };
@@ -56,10 +55,10 @@ std::int64_t most_items(const LoadModel& model, double longest, double seconds, 
 /// item.
 class Orders {
  public:
-  Orders(std::span<const double> cost, const std::vector<Kind>& kinds, bool everyone)
+  Orders(std::span<const double> cost, const std::vector<DeviceKind>& kinds, bool everyone)
       : cost_(cost), kinds_(kinds), everyone_(everyone) {
     std::size_t states = 1;
-    for (const Kind& kind : kinds) {
+    for (const DeviceKind& kind : kinds) {
       stride_.push_back(states);
       states *= kind.devices.size() + 1;
       devices_ += std::ssize(kind.devices);
@@ -69,15 +68,15 @@ class Orders {
   }
 
   /// Groups of all items, the costliest first, with the least makespan.
-  std::vector<Group> least() {
-    double low = kNever;  // the fastest device with the longest item alone
-    double high = 0.0;    // in any order every device takes what is left for it
-    for (const Kind& kind : kinds_) {
+  std::vector<PaddedGroup> least() {
+    double low = kInfinity;  // the fastest device with the longest item alone
+    double high = 0.0;       // in any order every device takes what is left for it
+    for (const DeviceKind& kind : kinds_) {
       low = std::min(low, padded_seconds(kind.model, 1, cost_.front()));
       high = std::max(high, padded_seconds(kind.model, std::ssize(cost_), cost_.front()));
     }
-    std::vector<Group> best;
-    double makespan = kNever;
+    std::vector<PaddedGroup> best;
+    double makespan = kInfinity;
     for (double bound = high; low < makespan; bound = between(low, makespan)) {
       if (take(bound)) {
         best = path(makespan);
@@ -103,7 +102,7 @@ class Orders {
   bool take(double seconds) {
     std::ranges::fill(taken_, kUnreached);
     taken_.front() = 0;
-    next_ = kNever;
+    next_ = kInfinity;
     for (std::size_t state = 0; state + 1 < taken_.size(); ++state) {
       if (taken_[state] == kUnreached) continue;
       const double longest = cost_[std::min<std::size_t>(static_cast<std::size_t>(taken_[state]), cost_.size() - 1)];
@@ -127,13 +126,13 @@ class Orders {
     return taken_.back() == std::ssize(cost_);
   }
 
-  [[nodiscard]] std::vector<Group> path(double& makespan) const {
-    std::vector<Group> groups;
+  [[nodiscard]] std::vector<PaddedGroup> path(double& makespan) const {
+    std::vector<PaddedGroup> groups;
     makespan = 0.0;
     for (std::size_t state = taken_.size() - 1; state > 0; state -= stride_[last_[state]]) {
       const std::size_t kind = last_[state];
       const std::int64_t begin = taken_[state - stride_[kind]];
-      const std::int64_t items = groups.emplace_back(Group{kind, taken_[state] - begin}).items;
+      const std::int64_t items = groups.emplace_back(PaddedGroup{kind, taken_[state] - begin}).items;
       if (items == 0) continue;
       makespan = std::max(makespan, padded_seconds(kinds_[kind].model, items, cost_[static_cast<std::size_t>(begin)]));
     }
@@ -144,17 +143,17 @@ class Orders {
   static constexpr std::int64_t kUnreached = -1;
 
   std::span<const double> cost_;  // descending
-  const std::vector<Kind>& kinds_;
+  const std::vector<DeviceKind>& kinds_;
   bool everyone_;  // every device gets items; there are enough
   std::int64_t devices_ = 0;
   std::vector<std::size_t> stride_;  // per kind, what one more of it adds to the state
   std::vector<std::int64_t> taken_;  // per state
   std::vector<std::size_t> last_;    // per state, the kind whose turn led to it
-  double next_ = kNever;
+  double next_ = kInfinity;
 };
 
 /// Sorts the kinds, the fastest first. Returns true if no two different kinds had to count as one.
-bool kinds_of(std::span<const LoadModel> models, std::vector<Kind>& kinds) {
+bool kinds_of(std::span<const LoadModel> models, std::vector<DeviceKind>& kinds) {
   std::map<std::pair<double, double>, std::vector<std::size_t>> devices;
   for (std::size_t d = models.size(); d-- > 0;) {
     devices[{models[d].seconds_per_cost, models[d].fixed_seconds}].push_back(d);
@@ -170,13 +169,15 @@ bool kinds_of(std::span<const LoadModel> models, std::vector<Kind>& kinds) {
   }
   while (kinds.size() > 1 && states > std::log(kMostStates)) {
     // The two neighbours that differ least become one kind with the slower model.
-    const auto ratio = [](const Kind& a, const Kind& b) { return b.model.seconds_per_cost / a.model.seconds_per_cost; };
+    const auto ratio = [](const DeviceKind& a, const DeviceKind& b) {
+      return b.model.seconds_per_cost / a.model.seconds_per_cost;
+    };
     auto nearest = kinds.begin();
     for (auto kind = kinds.begin(); kind + 1 != kinds.end(); ++kind) {
       if (ratio(kind[0], kind[1]) < ratio(nearest[0], nearest[1])) nearest = kind;
     }
-    Kind& faster = nearest[0];
-    Kind& slower = nearest[1];
+    DeviceKind& faster = nearest[0];
+    DeviceKind& slower = nearest[1];
     states -= choices(faster.devices) + choices(slower.devices);
     slower.model.fixed_seconds = std::max(slower.model.fixed_seconds, faster.model.fixed_seconds);
     slower.devices.insert(slower.devices.end(), faster.devices.begin(), faster.devices.end());
@@ -196,7 +197,7 @@ ItemSplit split_padded(std::span<const double> costs, std::span<const LoadModel>
         "device {} would need more seconds than a double holds for all items, padded to the longest; check the units",
         device));
   }
-  std::vector<Kind> kinds;
+  std::vector<DeviceKind> kinds;
   const bool exact = kinds_of(models, kinds);
   ItemSplit split;
   split.items.resize(models.size());

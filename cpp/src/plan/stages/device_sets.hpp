@@ -8,6 +8,9 @@
 
 namespace paceline::plan {
 
+// All of 8 unlike devices have 256 sets. More sets than this take too long for plans in a second.
+inline constexpr std::size_t kMostSets = 2048;
+
 /// The sets of devices that the first stages of a pipeline may be on. Equal devices are exchangeable, so a set is a
 /// number of devices of each class; these are used in a fixed order. A set has a greater number than its subsets.
 class DeviceSets {

@@ -11,7 +11,7 @@ namespace {
 // Most of what is counted falls to the bound, so this many take a few milliseconds.
 constexpr double kMostPlans = 200'000;
 // Steps of the search through partitions with good depths: a few milliseconds.
-constexpr std::int64_t kMostSteps = 2'000'000;
+constexpr std::int64_t kMostDepthSteps = 2'000'000;
 // Partitions are few enough for looking at those, too, whose usual depths are this much worse.
 constexpr double kWorthTrying = 1.05;
 // With more partitions than this, the search would end among the first of them.
@@ -147,11 +147,11 @@ bool try_all(const StageSearch& search, const std::vector<std::int64_t>& micro_b
   return true;
 }
 
-void try_partitions(const StageSearch& search, const std::vector<Candidate>& starts) {
+void try_partitions(const StageSearch& search, const std::vector<FoundPlan>& starts) {
   if (plan_count(search, {1}, [](double, double) { return 1.0; }) > kMostPartitions) return;
-  std::int64_t left = kMostSteps;
+  std::int64_t left = kMostDepthSteps;
   std::vector<std::int64_t> done;
-  for (const Candidate& start : starts) {
+  for (const FoundPlan& start : starts) {
     if (left <= 0) return;
     if (std::ranges::count(done, start.micro_batches) > 0) continue;
     done.push_back(start.micro_batches);

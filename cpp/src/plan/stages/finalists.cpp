@@ -20,12 +20,12 @@ constexpr double kNoiseMatters = 1.25;
 constexpr std::size_t kFewSamples = 8;
 
 /// Less is better among equally quick plans: whatever is less to set up and to hold.
-auto size_of(const Candidate& plan) {
+auto size_of(const FoundPlan& plan) {
   const std::int64_t held = std::accumulate(plan.depths.begin(), plan.depths.end(), std::int64_t{0});
   return std::tuple(plan.partition.stages(), plan.micro_batches, held, plan.partition);
 }
 
-bool quicker(const Candidate& a, const Candidate& b) {
+bool quicker(const FoundPlan& a, const FoundPlan& b) {
   if (a.seconds < b.seconds * (1.0 - kTie)) return true;
   return a.seconds <= b.seconds * (1.0 + kTie) && size_of(a) < size_of(b);
 }
@@ -47,7 +47,7 @@ double Finalists::factor() const {
 double Finalists::limit(std::size_t stages) const {
   double seconds = best_ * factor();
   if (noisy_) {
-    const std::vector<Candidate>& kept = quickest_[stages - 1];
+    const std::vector<FoundPlan>& kept = quickest_[stages - 1];
     seconds = std::max(
         seconds, kept.size() < kKept ? best_ * kNoiseMatters : std::min(best_ * kNoiseMatters, kept.back().seconds));
   }
@@ -56,25 +56,25 @@ double Finalists::limit(std::size_t stages) const {
 
 double Finalists::limit() const { return best_ * (noisy_ ? std::max(factor(), kNoiseMatters) : factor()); }
 
-const Candidate* Finalists::best() const { return front_.empty() ? nullptr : &front_.back(); }
+const FoundPlan* Finalists::best() const { return front_.empty() ? nullptr : &front_.back(); }
 
 void Finalists::offer(const Partition& partition, std::int64_t micro_batches, const Depths& depths) {
   if (!(depths.seconds <= limit(partition.stages()))) return;
-  const Candidate plan{partition, micro_batches, depths.depths, depths.seconds,
+  const FoundPlan plan{partition, micro_batches, depths.depths, depths.seconds,
                        costs_.moved_bytes(partition, previous_)};
   best_ = std::min(best_, plan.seconds);
-  const auto beaten_by = [](const Candidate& slow, const Candidate& good) {
+  const auto beaten_by = [](const FoundPlan& slow, const FoundPlan& good) {
     return good.moved_bytes <= slow.moved_bytes && !quicker(slow, good);
   };
-  if (std::ranges::none_of(front_, [&](const Candidate& other) { return beaten_by(plan, other); })) {
-    std::erase_if(front_, [&](const Candidate& other) {
+  if (std::ranges::none_of(front_, [&](const FoundPlan& other) { return beaten_by(plan, other); })) {
+    std::erase_if(front_, [&](const FoundPlan& other) {
       return beaten_by(other, plan) || other.seconds > best_ * factor() * (1.0 + kTie);
     });
-    front_.insert(std::ranges::upper_bound(front_, plan.moved_bytes, {}, &Candidate::moved_bytes), plan);
+    front_.insert(std::ranges::upper_bound(front_, plan.moved_bytes, {}, &FoundPlan::moved_bytes), plan);
   }
   if (!noisy_) return;
-  std::vector<Candidate>& kept = quickest_[partition.stages() - 1];
-  const auto same = std::ranges::find_if(kept, [&](const Candidate& other) {
+  std::vector<FoundPlan>& kept = quickest_[partition.stages() - 1];
+  const auto same = std::ranges::find_if(kept, [&](const FoundPlan& other) {
     return other.partition == partition && other.micro_batches == micro_batches;
   });
   if (same != kept.end()) {
@@ -86,12 +86,12 @@ void Finalists::offer(const Partition& partition, std::int64_t micro_batches, co
   if (kept.size() > kKept) kept.pop_back();
 }
 
-Candidate Finalists::winner() const {
-  std::vector<Candidate> plans = front_;
+FoundPlan Finalists::winner() const {
+  std::vector<FoundPlan> plans = front_;
   if (noisy_) {
-    for (const std::vector<Candidate>& kept : quickest_) plans.insert(plans.end(), kept.begin(), kept.end());
+    for (const std::vector<FoundPlan>& kept : quickest_) plans.insert(plans.end(), kept.begin(), kept.end());
     StageClock clock(costs_);
-    const auto expect = [&](Candidate& plan, std::size_t samples) {
+    const auto expect = [&](FoundPlan& plan, std::size_t samples) {
       const BatchSizes sizes(costs_.problem().batch_size, plan.micro_batches);
       const std::vector<StageTimes> larger = stage_times(costs_, plan.partition, sizes.larger);
       const std::vector<StageTimes> smaller = stage_times(costs_, plan.partition, sizes.smaller);
@@ -108,23 +108,23 @@ Candidate Finalists::winner() const {
           !clock.set(plans[i].partition, sizes, options_.most_in_flight))
         continue;
       for (const std::int64_t more : {1, 2, 4}) {
-        Candidate deeper = plans[i];
+        FoundPlan deeper = plans[i];
         for (std::size_t stage = 0; stage + 1 < deeper.depths.size(); ++stage)
           deeper.depths[stage] = std::min(deeper.depths[stage] + more, clock.most_depths()[stage]);
         if (deeper.depths != plans.back().depths && deeper.depths != plans[i].depths)
           plans.push_back(std::move(deeper));
       }
     }
-    for (Candidate& plan : plans) expect(plan, kFewSamples);
+    for (FoundPlan& plan : plans) expect(plan, kFewSamples);
     if (previous_.cuts.empty() && plans.size() > 2 * kKept) {
       std::ranges::sort(plans, quicker);
       plans.resize(2 * kKept);
     }
-    for (Candidate& plan : plans) expect(plan, kNoiseSamples);
+    for (FoundPlan& plan : plans) expect(plan, kNoiseSamples);
   }
-  const double least = std::ranges::min(plans, {}, &Candidate::seconds).seconds;
-  const Candidate* winner = nullptr;
-  for (const Candidate& plan : plans) {
+  const double least = std::ranges::min(plans, {}, &FoundPlan::seconds).seconds;
+  const FoundPlan* winner = nullptr;
+  for (const FoundPlan& plan : plans) {
     if (plan.seconds > least * factor()) continue;
     const bool fewer = winner == nullptr || plan.moved_bytes < winner->moved_bytes;
     if (fewer || (plan.moved_bytes == winner->moved_bytes && quicker(plan, *winner))) winner = &plan;

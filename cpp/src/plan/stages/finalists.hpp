@@ -10,7 +10,7 @@
 namespace paceline::plan {
 
 /// A plan that was found, without what follows from it.
-struct Candidate {
+struct FoundPlan {
   Partition partition;
   std::int64_t micro_batches = 1;
   std::vector<std::int64_t> depths;
@@ -32,12 +32,12 @@ class Finalists {
   /// Seconds of the quickest; infinity if there is none.
   [[nodiscard]] double best_seconds() const { return best_; }
   /// The quickest; nullptr if there is none.
-  [[nodiscard]] const Candidate* best() const;
-  [[nodiscard]] const std::vector<std::vector<Candidate>>& quickest() const { return quickest_; }
+  [[nodiscard]] const FoundPlan* best() const;
+  [[nodiscard]] const std::vector<std::vector<FoundPlan>>& quickest() const { return quickest_; }
 
   void offer(const Partition& partition, std::int64_t micro_batches, const Depths& depths);
   /// The plan that wins. There must be one.
-  [[nodiscard]] Candidate winner() const;
+  [[nodiscard]] FoundPlan winner() const;
 
  private:
   [[nodiscard]] double factor() const;
@@ -47,8 +47,8 @@ class Finalists {
   Partition previous_;
   bool noisy_ = false;
   double best_ = 0.0;
-  std::vector<Candidate> front_;                  // fewer moved bytes first, so slower first
-  std::vector<std::vector<Candidate>> quickest_;  // by number of stages less one; quickest first
+  std::vector<FoundPlan> front_;                  // fewer moved bytes first, so slower first
+  std::vector<std::vector<FoundPlan>> quickest_;  // by number of stages less one; quickest first
 };
 
 }  // namespace paceline::plan

@@ -70,7 +70,7 @@ std::vector<Layout> plan_layouts(const StageProblem& problem, const LayoutOption
   out.push_back(replicas_layout(problem, options, out.back()));
   out.push_back(data_parallel_layout(problem, options, true));
   const double best = [&] {
-    double least = kNever;
+    double least = kInfinity;
     for (const Layout& one : out) {
       if (one.fits && one.runnable) least = std::min(least, one.seconds);
     }
@@ -78,7 +78,7 @@ std::vector<Layout> plan_layouts(const StageProblem& problem, const LayoutOption
   }();
   // The simplest ones stand first. Those as good as the best, of what can run, stay in this order.
   const auto rank = [&](const Layout& one) {
-    if (!one.fits) return kNever;
+    if (!one.fits) return kInfinity;
     return one.runnable && one.seconds <= (1.0 + kEqual) * best ? best : one.seconds;
   };
   std::ranges::stable_sort(out, {}, rank);

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <set>
 #include <span>
@@ -14,10 +13,11 @@
 
 #include <paceline/plan/layout.hpp>
 
+#include "plan/numbers.hpp"
+
 namespace paceline::plan {
 
 constexpr std::size_t kMostSubsetDevices = 8;  // 255 subsets, 4140 set partitions
-constexpr double kNever = std::numeric_limits<double>::infinity();
 
 /// The bytes of one block's parameters, gradients and optimizer state.
 struct ParameterParts {
@@ -42,7 +42,7 @@ template <class Seconds>
   for (std::size_t i = 0; i < takers; ++i) next.push_back(seconds(i, std::int64_t{1}));
   for (std::int64_t given = 0; given < count; ++given) {
     const auto first = static_cast<std::size_t>(std::ranges::min_element(next) - next.begin());
-    if (!(next[first] < kNever)) return {};
+    if (!(next[first] < kInfinity)) return {};
     ++shares[first];
     next[first] = seconds(first, shares[first] + 1);
   }

@@ -14,7 +14,7 @@ namespace paceline::plan {
 namespace {
 
 /// The pipelines of one subset of the devices, all with the same stages.
-struct Group {
+struct SubsetPipeline {
   std::vector<std::size_t> devices;
   StageProblem problem;  // of these devices
   StagePlan plan;        // device numbers of `problem`
@@ -39,14 +39,14 @@ StageOptions pipeline_options(const LayoutOptions& options, std::optional<std::i
 }
 
 /// The best pipeline of a subset for its usual part of `count` micro-batches of `size` items; none if it does not fit.
-std::optional<Group> group_of(const StageProblem& problem, const LayoutOptions& options,
-                              std::vector<std::size_t> devices, std::int64_t count, std::int64_t size) {
+std::optional<SubsetPipeline> group_of(const StageProblem& problem, const LayoutOptions& options,
+                                       std::vector<std::size_t> devices, std::int64_t count, std::int64_t size) {
   double speed = 0.0;
   double all = 0.0;
   for (const StageDevice& device : problem.devices) all += device.speed;
   for (const std::size_t device : devices) speed += problem.devices[device].speed;
   const auto usual = std::clamp<std::int64_t>(std::llround(static_cast<double>(count) * speed / all), 1, count);
-  Group out{.devices = std::move(devices), .problem = {}, .plan = {}, .depths = {}, .seconds = {0.0}};
+  SubsetPipeline out{.devices = std::move(devices), .problem = {}, .plan = {}, .depths = {}, .seconds = {0.0}};
   out.problem = restricted(problem, out.devices, usual * size);
   try {
     out.plan = plan_stages(out.problem, pipeline_options(options, usual));
@@ -59,7 +59,7 @@ std::optional<Group> group_of(const StageProblem& problem, const LayoutOptions& 
 }
 
 /// The plan of a group for n micro-batches with `items` in all, with its stages and no more in flight.
-StagePlan plan_of(const Group& group, std::int64_t n, std::int64_t items) {
+StagePlan plan_of(const SubsetPipeline& group, std::int64_t n, std::int64_t items) {
   StageProblem problem = group.problem;
   problem.batch_size = items;
   std::vector<std::int64_t> depths = group.depths;
@@ -68,7 +68,7 @@ StagePlan plan_of(const Group& group, std::int64_t n, std::int64_t items) {
 }
 
 /// Seconds of n micro-batches of `size` items. Never decreases with n.
-double seconds_of(Group& group, std::int64_t n, std::int64_t size) {
+double seconds_of(SubsetPipeline& group, std::int64_t n, std::int64_t size) {
   while (std::cmp_less_equal(group.seconds.size(), n)) {
     const auto next = static_cast<std::int64_t>(group.seconds.size());
     group.seconds.push_back(std::max(group.seconds.back(), plan_of(group, next, next * size).seconds));
@@ -77,9 +77,9 @@ double seconds_of(Group& group, std::int64_t n, std::int64_t size) {
 }
 
 /// The slowest device's time to reduce its stage. Every block has one owner in each pipeline.
-double replicas_reduction(const StageProblem& problem, std::span<const Group* const> groups) {
+double replicas_reduction(const StageProblem& problem, std::span<const SubsetPipeline* const> groups) {
   std::vector<std::vector<std::size_t>> owners(problem.blocks.size());
-  for (const Group* group : groups) {
+  for (const SubsetPipeline* group : groups) {
     std::size_t stage = 0;
     for (std::size_t b = 0; b < owners.size(); ++b) {
       if (stage + 1 < group->plan.cuts.size() && group->plan.cuts[stage + 1] == b) ++stage;
@@ -111,21 +111,21 @@ double busy_seconds(const StagePlan& plan, std::int64_t items) {
 
 /// Partitions and micro-batches that take the least time.
 struct Choice {
-  double seconds = kNever;
+  double seconds = kInfinity;
   double reduction = 0.0;
   std::vector<std::size_t> masks{};
   std::vector<std::int64_t> counts{};
 };
 
-struct Search {
+struct PartitionSearch {
   const StageProblem& problem;
   const LayoutOptions& options;
   std::int64_t count;  // of micro-batches
   std::int64_t size;   // the largest
-  std::map<std::size_t, std::optional<Group>> groups = {};
+  std::map<std::size_t, std::optional<SubsetPipeline>> groups = {};
   Choice best = {};
 
-  Group* group(std::size_t mask) {
+  SubsetPipeline* group(std::size_t mask) {
     auto found = groups.find(mask);
     if (found == groups.end()) {
       std::vector<std::size_t> devices;
@@ -152,10 +152,10 @@ struct Search {
 
   void try_partition(const std::vector<std::size_t>& masks) {
     if (masks.size() < 2 || masks.size() == problem.devices.size()) return;  // those are other layouts
-    std::vector<Group*> members;
+    std::vector<SubsetPipeline*> members;
     std::vector<std::size_t> present;
     for (const std::size_t mask : masks) {
-      if (Group* one = group(mask)) {
+      if (SubsetPipeline* one = group(mask)) {
         members.push_back(one);
         present.push_back(mask);
       }
@@ -164,7 +164,7 @@ struct Search {
     const std::vector<std::int64_t> counts = share_out(
         count, members.size(), [&](std::size_t i, std::int64_t n) { return seconds_of(*members[i], n, size); });
     Choice choice{.seconds = 0.0};
-    std::vector<const Group*> working;
+    std::vector<const SubsetPipeline*> working;
     bool staged = false;
     for (std::size_t i = 0; i < counts.size(); ++i) {
       if (counts[i] == 0) continue;
@@ -225,14 +225,14 @@ Layout replicas_layout(const StageProblem& problem, const LayoutOptions& options
   }
   Choice best;
   std::int64_t count = 0;
-  std::map<std::size_t, std::optional<Group>> groups;
+  std::map<std::size_t, std::optional<SubsetPipeline>> groups;
   const auto base = static_cast<std::int64_t>(single.pipelines.front().sizes.size());
   std::vector<std::int64_t> counts = {base};
   // Each pipeline has a bubble of its own, so more and smaller micro-batches may pay where one pipeline has enough.
   if (!options.stages.micro_batches) counts = {base, 2 * base, 4 * base};
   for (const std::int64_t total : counts) {
     if (total > problem.batch_size) break;
-    Search search{
+    PartitionSearch search{
         .problem = problem, .options = options, .count = total, .size = (problem.batch_size + total - 1) / total};
     std::vector<std::size_t> masks;
     search.extend(0, masks);
@@ -256,7 +256,7 @@ Layout replicas_layout(const StageProblem& problem, const LayoutOptions& options
   std::int64_t done = 0;
   std::vector<std::string> texts;
   for (std::size_t g = 0; g < best.masks.size(); ++g) {
-    const Group& group = *groups.at(best.masks[g]);
+    const SubsetPipeline& group = *groups.at(best.masks[g]);
     // Rounded like this, no micro-batch is larger than the largest that was planned for.
     const std::int64_t before = problem.batch_size * done / count;
     done += best.counts[g];

@@ -20,7 +20,7 @@ class Neighbours {
   }
 
   /// Goes from a plan to better ones until no neighbour is better. `most_actions`: when to give up.
-  void improve(const Candidate& start, std::int64_t most_actions) {
+  void improve(const FoundPlan& start, std::int64_t most_actions) {
     most_actions_ = search_.clock.actions() + most_actions;
     next_ = start;
     do {
@@ -139,16 +139,16 @@ class Neighbours {
 
   const StageSearch& search_;
   std::int64_t most_actions_ = 0;
-  Candidate now_;
-  Candidate next_;  // the best neighbour so far
+  FoundPlan now_;
+  FoundPlan next_;  // the best neighbour so far
 };
 
 }  // namespace
 
-void try_neighbours(const StageSearch& search, const std::vector<Candidate>& starts) {
+void try_neighbours(const StageSearch& search, const std::vector<FoundPlan>& starts) {
   const std::int64_t actions = search.costs.devices() <= kFewDevices ? kFewActions : kManyActions;
   Neighbours neighbours(search);
-  for (const Candidate& start : starts) neighbours.improve(start, actions / static_cast<std::int64_t>(starts.size()));
+  for (const FoundPlan& start : starts) neighbours.improve(start, actions / static_cast<std::int64_t>(starts.size()));
 }
 
 }  // namespace paceline::plan

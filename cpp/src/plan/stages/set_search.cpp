@@ -12,15 +12,13 @@
 namespace paceline::plan {
 namespace {
 
-// Sets of devices: all of 8 unlike devices have 256. More sets than this take too long for plans in a second.
-constexpr std::size_t kMostSets = 2048;
 // The search for the least bound stops at this part of it. The steps from cut to cut that follow are finer.
 constexpr double kPrecision = 0.008;
 // Beyond so many devices, only some numbers of stages are tried where memory binds.
-constexpr std::size_t kFewDevices = 8;
+constexpr std::size_t kAllDepthsDevices = 8;
 // The recurrence comes this close to the bound or closer with most partitions; a number of micro-batches whose least
 // bound is higher by more than this does not win. Where memory keeps few in flight, the recurrence stays further away.
-constexpr double kSlack = 1.02;
+constexpr double kBoundSlack = 1.02;
 constexpr double kTightSlack = 1.1;
 // So many plans are improved step by step.
 constexpr std::size_t kStarts = 4;
@@ -54,7 +52,7 @@ class SetSearch {
         least_bounds_.try_emplace({depth.most == m ? 0 : depth.most, depth.stages, depth.alike}, infinity)
             .first->second;
     const double limit =
-        std::min(search_.finalists.best_seconds(), least_bound * (depth.stages == 0 ? kSlack : kTightSlack));
+        std::min(search_.finalists.best_seconds(), least_bound * (depth.stages == 0 ? kBoundSlack : kTightSlack));
     double low = std::max(ideal(m), unmet);
     double high = infinity;
     PartitionGoal goal{BatchSizes(search_.costs.problem().batch_size, m), depth, limit, 0};
@@ -63,7 +61,7 @@ class SetSearch {
       if (found) {
         high = depth.alike == 1 ? stage_bound(search_.costs, *found, goal.sizes) : goal.seconds;
         Depths depths = search_.offer(*found, m, search_.finalists.best_seconds());
-        Candidate& best = best_[m];
+        FoundPlan& best = best_[m];
         if (depths.seconds < best.seconds) best = {*found, m, std::move(depths.depths), depths.seconds, 0};
         least_bound = std::min(least_bound, high);
       } else {
@@ -76,11 +74,11 @@ class SetSearch {
   }
 
   /// The best plans of the best sizes: to another size is a long way by single steps.
-  [[nodiscard]] std::vector<Candidate> best() const {
-    std::vector<Candidate> plans;
+  [[nodiscard]] std::vector<FoundPlan> best() const {
+    std::vector<FoundPlan> plans;
     for (const auto& [m, plan] : best_)
       if (!std::isinf(plan.seconds)) plans.push_back(plan);
-    std::ranges::stable_sort(plans, {}, &Candidate::seconds);
+    std::ranges::stable_sort(plans, {}, &FoundPlan::seconds);
     if (plans.size() > kStarts) plans.resize(kStarts);
     return plans;
   }
@@ -90,7 +88,7 @@ class SetSearch {
   SubsetProgram program_;
   double speeds_ = 0.0;
   std::map<std::tuple<std::int64_t, std::size_t, std::size_t>, double> least_bounds_;  // of each rule for depths
-  std::map<std::int64_t, Candidate> best_;  // by the largest size of a micro-batch
+  std::map<std::int64_t, FoundPlan> best_;  // by the largest size of a micro-batch
 };
 
 /// Where many stages have little memory, not each of them can have one more in flight than the next one.
@@ -123,7 +121,7 @@ std::vector<std::int64_t> micro_batch_grid(std::int64_t batch_size, std::int64_t
   return grid;
 }
 
-std::vector<Candidate> try_sets(const StageSearch& search) {
+std::vector<FoundPlan> try_sets(const StageSearch& search) {
   const StageOptions& options = search.options;
   const DeviceSets sets(search.costs, options.order, kMostSets);
   SetSearch program(search, sets);
@@ -151,7 +149,7 @@ std::vector<Candidate> try_sets(const StageSearch& search) {
     for (std::size_t stages = most_stages; stages > 1; stages -= std::min(step, stages))
       (void)program.lower(m, {most, stages}, shallow.unmet);
   }
-  if (binds && most_stages > kFewDevices) try_alike(search, program, most_stages);
+  if (binds && most_stages > kAllDepthsDevices) try_alike(search, program, most_stages);
   return program.best();
 }
 

@@ -3,8 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
+
+#include "plan/numbers.hpp"
 
 namespace paceline::plan {
 
@@ -20,8 +21,7 @@ bool StageClock::set(const Partition& partition, const BatchSizes& sizes, std::i
     const std::size_t to = i + 1 < stages ? partition.cuts[i + 1] : costs_.blocks();
     const std::size_t device = partition.order[i];
     std::int64_t fixed = costs_.fixed_bytes(from, to, sizes.larger);
-    if (i + 1 == stages && fixed != std::numeric_limits<std::int64_t>::max())
-      fixed -= costs_.tied_bytes(partition.order[0], device);
+    if (i + 1 == stages && fixed != kMostInt64) fixed -= costs_.tied_bytes(partition.order[0], device);
     const std::int64_t left = costs_.problem().devices[device].memory_bytes - fixed;
     const std::int64_t each = costs_.flight_bytes(from, to, sizes.larger);
     if (left < each) return false;

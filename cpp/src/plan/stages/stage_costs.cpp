@@ -6,17 +6,15 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 
 #include <paceline/error.hpp>
 
+#include "plan/numbers.hpp"
 #include "plan/stages/dataflow.hpp"
 #include "plural.hpp"
 
 namespace paceline::plan {
 namespace {
-
-constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
 
 template <class Number>
 void check_number(Number value, const char* owner, std::size_t index, const char* name, bool positive = false) {
@@ -68,16 +66,6 @@ std::string device_name(const StageProblem& problem, std::size_t device) {
   return name.empty() ? fmt::format("device {}", device) : name;
 }
 
-std::int64_t saturating_add(std::int64_t a, std::int64_t b) {
-  std::int64_t sum = 0;
-  return __builtin_add_overflow(a, b, &sum) ? kMost : sum;
-}
-
-std::int64_t saturating_multiply(std::int64_t a, std::int64_t b) {
-  std::int64_t product = 0;
-  return __builtin_mul_overflow(a, b, &product) ? kMost : product;
-}
-
 BatchSizes::BatchSizes(std::int64_t batch_size, std::int64_t micro_batches)
     : count(micro_batches),
       larger((batch_size - 1) / micro_batches + 1),
@@ -115,7 +103,7 @@ StageCosts::StageCosts(const StageProblem& problem) : problem_(problem) {
     workspace_[0].push_back(block.workspace_bytes_per_item);
   }
   // Differences of sums are only right below the limit.
-  if (parameters_.back() == kMost || saved_.back() == kMost)
+  if (parameters_.back() == kMostInt64 || saved_.back() == kMostInt64)
     throw InvalidArgument("the bytes of all blocks together do not fit 63 bits");
   for (std::size_t width = 1; 2 * width <= count; width *= 2) {
     const std::vector<std::int64_t>& half = workspace_.back();
@@ -186,7 +174,7 @@ std::vector<std::int64_t> stage_bytes(const StageCosts& costs, const Partition& 
     const std::int64_t flying = saturating_multiply(in_flight[i], costs.flight_bytes(partition.cuts[i], to, items));
     bytes.push_back(saturating_add(costs.fixed_bytes(partition.cuts[i], to, items), flying));
   }
-  if (bytes.back() != kMost) bytes.back() -= costs.tied_bytes(partition.order.front(), partition.order.back());
+  if (bytes.back() != kMostInt64) bytes.back() -= costs.tied_bytes(partition.order.front(), partition.order.back());
   return bytes;
 }
 

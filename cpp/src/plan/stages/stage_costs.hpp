@@ -106,7 +106,4 @@ class StageCosts {
 void check_cuts(const StageCosts& costs, std::span<const std::size_t> cuts, const char* name);
 void check_order(const StageCosts& costs, std::span<const std::size_t> order, const char* name);
 
-[[nodiscard]] std::int64_t saturating_add(std::int64_t a, std::int64_t b);
-[[nodiscard]] std::int64_t saturating_multiply(std::int64_t a, std::int64_t b);
-
 }  // namespace paceline::plan

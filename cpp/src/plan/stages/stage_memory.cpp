@@ -2,12 +2,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <string>
 
 #include <paceline/error.hpp>
 
+#include "plan/numbers.hpp"
 #include "plan/stages/stage_search.hpp"
 #include "plan/stages/subset_program.hpp"
 #include "plural.hpp"
@@ -15,10 +15,8 @@
 namespace paceline::plan {
 namespace {
 
-constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
 // The program that keeps all blocks takes milliseconds for so many sets times blocks squared.
 constexpr std::size_t kExactSteps = 8'000'000;
-constexpr std::size_t kMostSets = 2048;
 
 /// The partition that fits with the least that every device would need on top of its memory.
 class LeastMemory {
@@ -32,18 +30,14 @@ class LeastMemory {
   [[nodiscard]] std::optional<Partition> find(std::int64_t micro_batches, std::int64_t depth,
                                               std::int64_t extra) const {
     return SubsetProgram(costs_, options_, sets_)
-        .find({BatchSizes(costs_.problem().batch_size, micro_batches),
-               {depth, 0},
-               std::numeric_limits<double>::infinity(),
-               extra},
-              exact_);
+        .find({BatchSizes(costs_.problem().batch_size, micro_batches), {depth, 0}, kInfinity, extra}, exact_);
   }
 
   /// The least bytes that every device would need more, to one part in a thousand or 1 byte.
   [[nodiscard]] std::int64_t least_extra(std::int64_t micro_batches, std::int64_t depth) const {
     std::int64_t low = 0;
     std::int64_t high = 1;
-    while (high < kMost && !find(micro_batches, depth, high)) {
+    while (high < kMostInt64 && !find(micro_batches, depth, high)) {
       low = high;
       high = saturating_multiply(high, 2);
     }
@@ -89,7 +83,7 @@ std::string cures(const StageCosts& costs, const StageOptions& options, std::int
 void try_least_memory(const StageSearch& search, std::int64_t micro_batches) {
   const std::int64_t depth = depth_of(search.options, micro_batches);
   if (const std::optional<Partition> found = LeastMemory(search.costs, search.options).find(micro_batches, depth, 0))
-    (void)search.offer(*found, micro_batches, std::numeric_limits<double>::infinity());
+    (void)search.offer(*found, micro_batches, kInfinity);
 }
 
 void refuse_memory(const StageCosts& costs, const StageOptions& options) {

@@ -46,14 +46,14 @@ bool try_all(const StageSearch& search, const std::vector<std::int64_t>& micro_b
 
 /// Finds partitions by the subset program: for each number of micro-batches, those that meet lower and lower bounds.
 /// Returns the best plans of different sizes of micro-batches, best first.
-std::vector<Candidate> try_sets(const StageSearch& search);
+std::vector<FoundPlan> try_sets(const StageSearch& search);
 
 /// Improves each plan step by step: other cuts, orders, devices, and numbers of micro-batches.
-void try_neighbours(const StageSearch& search, const std::vector<Candidate>& starts);
+void try_neighbours(const StageSearch& search, const std::vector<FoundPlan>& starts);
 
 /// Goes through the partitions that can win for the numbers of micro-batches of `starts`, one after the other, until it
 /// has taken too long. Where blocks are few, this finds what steps from neighbour to neighbour do not reach.
-void try_partitions(const StageSearch& search, const std::vector<Candidate>& starts);
+void try_partitions(const StageSearch& search, const std::vector<FoundPlan>& starts);
 
 /// Offers the partition that needs the least memory: with one micro-batch in flight on each stage.
 void try_least_memory(const StageSearch& search, std::int64_t micro_batches);

@@ -100,11 +100,11 @@ StagePlan plan_stages(const StageProblem& problem, const StageOptions& options) 
       options.micro_batches ? std::vector{*options.micro_batches} : micro_batch_grid(problem.batch_size, 64);
   const bool all = try_all(search, micro_batches);
   if (!all) {
-    std::vector<Candidate> starts = try_sets(search);
+    std::vector<FoundPlan> starts = try_sets(search);
     if (starts.empty()) try_least_memory(search, micro_batches.back());
     if (starts.empty() && finalists.best() != nullptr) starts.push_back(*finalists.best());
     try_neighbours(search, starts);
-    if (const Candidate* best = finalists.best()) starts.insert(starts.begin(), *best);
+    if (const FoundPlan* best = finalists.best()) starts.insert(starts.begin(), *best);
     try_partitions(search, starts);
     try_previous(search);
   }
@@ -112,7 +112,7 @@ StagePlan plan_stages(const StageProblem& problem, const StageOptions& options) 
   if (finalists.best() == nullptr && !(all && micro_batches.back() == problem.batch_size))
     try_least_memory(search, options.micro_batches.value_or(problem.batch_size));
   if (finalists.best() == nullptr) refuse_memory(costs, options);
-  const Candidate winner = finalists.winner();
+  const FoundPlan winner = finalists.winner();
   StagePlan plan = stage_plan(costs, winner.partition, schedule_of_depths(winner.depths, winner.micro_batches));
   plan.moved_bytes = winner.moved_bytes;
   return plan;

@@ -2,7 +2,8 @@
 #include "plan/stages/subset_program.hpp"
 
 #include <algorithm>
-#include <limits>
+
+#include "plan/numbers.hpp"
 
 namespace paceline::plan {
 
@@ -71,7 +72,7 @@ void SubsetProgram::extend(const PartitionGoal& goal, bool exact, std::size_t fi
       if (costs_.work(from, to, device, items, runs) + reach.turns + around > goal.seconds) return false;
       const std::int64_t flying = saturating_multiply(depth, costs_.flight_bytes(from, to, goal.sizes.larger));
       std::int64_t bytes = saturating_add(costs_.fixed_bytes(from, to, goal.sizes.larger), flying);
-      if (to == blocks && first != Reach::kNone && bytes != std::numeric_limits<std::int64_t>::max())
+      if (to == blocks && first != Reach::kNone && bytes != kMostInt64)
         bytes -= costs_.tied_bytes(stage == 0 ? device : first, device);
       return bytes <= memory;
     };
