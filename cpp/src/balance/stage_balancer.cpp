@@ -337,7 +337,8 @@ void StageBalancer::retire(DeviceId device) {
   }
   state.retired[device] = true;
   state.better.reset();
-  state.stages_invalid = state.cuts.empty() || std::ranges::find(state.order, device) != state.order.end();
+  // Stages that an earlier call made invalid stay so: before the first plan, or with another device that was retired.
+  if (std::ranges::find(state.order, device) != state.order.end()) state.stages_invalid = true;
   state.why_invalid = StageMove::Kind::devices;
   state.next_look = state.step;
 }

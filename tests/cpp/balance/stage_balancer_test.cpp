@@ -308,6 +308,19 @@ TEST(StageBalancer, ADeviceThatLeavesGetsNoStageUntilItIsRestored) {
   EXPECT_THROW(pipeline.balancer.retire(2), InvalidArgument);
 }
 
+TEST(StageBalancer, RetiringADeviceWithoutAStageKeepsTheOneRetiredBeforeOut) {
+  StageBalancer balancer(problem(2, 4));  // two blocks leave two devices without a stage
+  const std::vector<std::size_t> used = balancer.plan(32).order;
+  ASSERT_EQ(used.size(), 2u);
+  std::size_t unused = 0;
+  while (std::ranges::find(used, unused) != used.end()) ++unused;
+  balancer.retire(used.front());
+  balancer.retire(unused);
+  const std::vector<std::size_t>& order = balancer.plan(32).order;
+  EXPECT_EQ(std::ranges::count(order, used.front()), 0);
+  EXPECT_EQ(std::ranges::count(order, unused), 0);
+}
+
 TEST(StageBalancer, ADeviceThatWasTooSlowIsTriedAgain) {
   Box pipeline = box(problem(4, 2));
   pipeline.run(5);
