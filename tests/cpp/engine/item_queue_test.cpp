@@ -70,6 +70,25 @@ Played play(const std::shared_ptr<const BatchPlan>& plan, const std::vector<doub
   return played;
 }
 
+TEST(ItemQueue, AScriptHandsOutItemsToo) {
+  std::mt19937_64 rng(5);
+  const std::shared_ptr<BatchPlan> plan = plan_of(rng, 20, {1.0, 1.0}, {1.0, 1.0});
+  const std::unique_ptr<internal::WorkQueue> queue = internal::WorkQueue::of(
+      {.shares = plan->shares,
+       .script = {{{.begin = 12, .end = 20}, {.begin = 0, .end = 5}}, {{.begin = 5, .end = 12}}},
+       .plan = plan});
+  std::vector<std::int64_t> ran;
+  for (const DeviceId d : {0, 0, 1}) {
+    const auto claim = queue->claim(d, 0.0);
+    ASSERT_TRUE(claim);
+    ASSERT_EQ(std::ssize(claim->items), claim->size());
+    EXPECT_EQ(claim->items.front(), plan->arrangement.order[static_cast<std::size_t>(claim->begin)]);
+    ran.insert(ran.end(), claim->items.begin(), claim->items.end());
+  }
+  std::ranges::sort(ran);
+  for (std::size_t k = 0; k < 20; ++k) EXPECT_EQ(ran[k], static_cast<std::int64_t>(k));
+}
+
 TEST(ItemQueue, HandsOutEveryItemOnce) {
   std::mt19937_64 rng(3);
   for (int round = 0; round < 200; ++round) {

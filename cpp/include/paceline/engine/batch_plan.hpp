@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -47,6 +48,10 @@ struct PACELINE_API BatchPlan {
   std::vector<double> seconds_per_work;  ///< per device; empty before the first timing
 
   [[nodiscard]] bool by_cost() const noexcept { return !costs.empty(); }
+  /// The caller's indices of the items of the micro-batch [begin, end). With costs only.
+  [[nodiscard]] std::span<const std::int64_t> items(std::int64_t begin, std::int64_t end) const noexcept {
+    return std::span(arrangement.order).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin));
+  }
   /// The work of the micro-batch [begin, end) on this device, by the device's shape. With costs only.
   [[nodiscard]] double work(DeviceId device, std::int64_t begin, std::int64_t end) const noexcept;
   /// The size that the memory for the micro-batch [begin, end) grows with: the number of its items; with costs this

@@ -43,8 +43,7 @@ class ItemQueue final : public WorkQueue {
   }
 
   void hand_out(MicroBatch& next, double now) override {
-    next.items = std::span(plan_->arrangement.order)
-                     .subspan(static_cast<std::size_t>(next.begin), static_cast<std::size_t>(next.size()));
+    next.items = plan_->items(next.begin, next.end);
     parts_[next.device].free_at = now + seconds(next.device, next.begin, next.end);
   }
 

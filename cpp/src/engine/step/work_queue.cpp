@@ -10,17 +10,23 @@ namespace {
 class ScriptedQueue final : public WorkQueue {
  public:
   explicit ScriptedQueue(StepOptions options)
-      : WorkQueue(options.shares, false), script_(std::move(options.script)), next_(script_.size(), 0) {}
+      : WorkQueue(options.shares, false),
+        script_(std::move(options.script)),
+        next_(script_.size(), 0),
+        plan_(std::move(options.plan)) {}
 
  private:
   MicroBatch own(DeviceId device) override { return script_[device][next_[device]++]; }
   std::optional<MicroBatch> take_over(DeviceId, double) override { return std::nullopt; }
-  void hand_out(MicroBatch&, double) override {}
+  void hand_out(MicroBatch& next, double) override {
+    if (plan_ != nullptr && plan_->by_cost()) next.items = plan_->items(next.begin, next.end);
+  }
   [[nodiscard]] bool has_own(DeviceId device) const override { return next_[device] < script_[device].size(); }
   [[nodiscard]] double finish_of(DeviceId, double) const override { return 0.0; }
 
   std::vector<std::vector<MicroBatch>> script_;
   std::vector<std::size_t> next_;
+  std::shared_ptr<const BatchPlan> plan_;
 };
 
 }  // namespace
