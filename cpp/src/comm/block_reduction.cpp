@@ -36,7 +36,6 @@ void copy(const void* from, std::span<void* const> targets, std::size_t bytes) {
 /// Like reduce_block(), but writes the result to every output. Each output costs one store from registers.
 void reduce_to_all(std::span<const void* const> inputs, std::span<void* const> outputs, std::size_t count, DType dtype,
                    ReduceOp op) {
-  if (inputs.empty()) return;
   const ReduceKernels& kernels = *supported_reduce_kernels().front();
   kernels.functions[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](
       inputs.data(), inputs.size(), outputs.data(), outputs.size(), count);
@@ -65,12 +64,15 @@ BlockReduction::BlockReduction(std::vector<ReductionSegment> segments) : BlockRe
 
 BlockReduction::BlockReduction(std::vector<BlockJob> jobs) : jobs_(std::move(jobs)), claims_(1, 0) {
   std::size_t claimed_bytes = 0;
-  for (std::size_t j = 0; j < jobs_.size(); ++j) {
-    const std::size_t element = size_of(jobs_[j].dtype);
+  for (const BlockJob& job : jobs_) {
+    if (job.inputs.empty()) continue;
+    const std::size_t element = size_of(job.dtype);
     const std::size_t most = kBlockBytes / element;
-    for (std::size_t begin = 0; begin < jobs_[j].count; begin += most) {
-      const std::size_t count = std::min(most, jobs_[j].count - begin);
-      blocks_.push_back({j, begin, count});
+    for (std::size_t begin = 0; begin < job.count; begin += most) {
+      const std::size_t count = std::min(most, job.count - begin);
+      blocks_.push_back({&job, count, inputs_.size(), outputs_.size()});
+      for (const void* input : job.inputs) inputs_.push_back(static_cast<const std::byte*>(input) + begin * element);
+      for (void* output : job.outputs) outputs_.push_back(static_cast<std::byte*>(output) + begin * element);
       claimed_bytes += count * element;
       if (claimed_bytes >= kBlockBytes) {  // small parameters share a claim
         claims_.push_back(blocks_.size());
@@ -82,18 +84,13 @@ BlockReduction::BlockReduction(std::vector<BlockJob> jobs) : jobs_(std::move(job
 }
 
 bool BlockReduction::work() noexcept {
-  std::vector<const void*> inputs;
-  std::vector<void*> outputs;
   for (std::size_t c = next_.fetch_add(1, std::memory_order_relaxed); c + 1 < claims_.size();
        c = next_.fetch_add(1, std::memory_order_relaxed)) {
     for (std::size_t b = claims_[c]; b < claims_[c + 1]; ++b) {
       const Block& block = blocks_[b];
-      const BlockJob& job = jobs_[block.job];
-      const std::size_t offset = block.begin * size_of(job.dtype);
-      inputs.clear();
-      outputs.clear();
-      for (const void* input : job.inputs) inputs.push_back(static_cast<const std::byte*>(input) + offset);
-      for (void* output : job.outputs) outputs.push_back(static_cast<std::byte*>(output) + offset);
+      const BlockJob& job = *block.job;
+      const auto inputs = std::span(inputs_).subspan(block.first_input, job.inputs.size());
+      const auto outputs = std::span(outputs_).subspan(block.first_output, job.outputs.size());
       if (inputs.size() == 1) {
         copy(inputs.front(), outputs, block.count * size_of(job.dtype));
       } else {

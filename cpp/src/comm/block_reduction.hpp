@@ -9,7 +9,8 @@
 
 namespace paceline::internal {
 
-/// Every output = scale * op over the inputs. Each output is one of the inputs or overlaps none of them.
+/// Every output = scale * op over the inputs; without inputs it stays as it was. Each output is one of the inputs or
+/// overlaps none of them.
 struct BlockJob {
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
@@ -35,12 +36,17 @@ class BlockReduction {
 
  private:
   struct Block {
-    std::size_t job;
-    std::size_t begin;
+    const BlockJob* job;
     std::size_t count;
+    std::size_t first_input;   // in inputs_, where it has as many as the job
+    std::size_t first_output;  // in outputs_
   };
   std::vector<BlockJob> jobs_;
   std::vector<Block> blocks_;
+  // Where each block's inputs and outputs begin. They are listed beforehand, because work() cannot say that memory for
+  // lists has run out.
+  std::vector<const void*> inputs_;
+  std::vector<void*> outputs_;
   std::vector<std::size_t> claims_;  // claim c covers blocks [claims_[c], claims_[c + 1])
   // One cache line each: only these are written by all threads.
   alignas(64) std::atomic<std::size_t> next_{0};

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <new>
 #include <random>
 #include <thread>
 #include <vector>
@@ -8,6 +10,22 @@
 #include <paceline/error.hpp>
 
 #include "comm/block_reduction.hpp"
+
+namespace {
+
+thread_local bool may_allocate = true;
+
+void* allocate(std::size_t bytes, std::size_t alignment) {
+  if (!may_allocate) throw std::bad_alloc();
+  void* const data = std::aligned_alloc(alignment, (bytes + alignment) / alignment * alignment);
+  return data != nullptr ? data : throw std::bad_alloc();
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) { return allocate(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__); }
+void operator delete(void* data) noexcept { std::free(data); }
+void operator delete(void* data, std::size_t) noexcept { std::free(data); }
 
 namespace paceline::internal {
 namespace {
@@ -63,6 +81,29 @@ TEST(BlockReduction, RefusesToScaleWhatItCannotScale) {
     const ReductionSegment segment{.inputs = {sums}, .count = 0, .dtype = dtype, .scale = 0.5};
     EXPECT_THROW(BlockReduction({segment}), InvalidArgument) << name_of(dtype);
   }
+}
+
+TEST(BlockReduction, NeedsNoMemoryForItsWork) {
+  std::vector<double> sums(100'000, 1.0);
+  std::vector<double> others(100'000, 2.0);
+  BlockReduction reduction(std::vector<ReductionSegment>{{.inputs = {sums.data(), others.data()},
+                                                          .output = sums.data(),
+                                                          .count = sums.size(),
+                                                          .dtype = DType::float64,
+                                                          .scale = 0.5}});
+  may_allocate = false;
+  const bool done = reduction.work();
+  may_allocate = true;
+  EXPECT_TRUE(done);
+  EXPECT_EQ(sums.back(), 1.5);
+}
+
+TEST(BlockReduction, LeavesAnOutputWithoutInputsAsItWas) {
+  std::vector<float> output(10, 3.0F);
+  BlockReduction reduction(
+      std::vector<ReductionSegment>{{.output = output.data(), .count = output.size(), .scale = 0.5}});
+  EXPECT_TRUE(reduction.work());
+  EXPECT_EQ(output, std::vector<float>(10, 3.0F));
 }
 
 TEST(BlockReduction, IsDoneAtOnceWithNothingToSum) { EXPECT_TRUE(BlockReduction(std::vector<BlockJob>{}).work()); }

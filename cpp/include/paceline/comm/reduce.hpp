@@ -19,7 +19,8 @@ namespace paceline {
 PACELINE_API void reduce_block(std::span<const void* const> inputs, void* output, std::size_t count, DType dtype,
                                ReduceOp op) noexcept;
 
-/// output[i] = scale * sum over k of inputs[k][i], i < count. The output is one of the inputs or overlaps none of them.
+/// output[i] = scale * sum over k of inputs[k][i], i < count; without inputs it stays as it was. The output is one of
+/// the inputs or overlaps none of them.
 struct ReductionSegment {
   std::vector<const void*> inputs{};
   void* output = nullptr;

@@ -50,22 +50,22 @@ Span SpareEvents::take_span(DeviceId d, AsyncDevice& maker) {
   return span;
 }
 
-void SpareEvents::put(std::unique_ptr<Event> end, std::vector<std::vector<Span>> spans) noexcept {
-  try {
-    const std::lock_guard lock(mutex_);
-    ends_.push_back(std::move(end));
-    spans_.resize(std::max(spans_.size(), spans.size()));
-    for (std::size_t d = 0; d < spans.size(); ++d) std::ranges::move(spans[d], std::back_inserter(spans_[d]));
-  } catch (const std::bad_alloc&) {  // no memory for the list: they are destroyed
-  }
+void SpareEvents::put(std::unique_ptr<Event> end, std::vector<std::vector<Span>> spans) {
+  const std::lock_guard lock(mutex_);
+  ends_.push_back(std::move(end));
+  spans_.resize(std::max(spans_.size(), spans.size()));
+  for (std::size_t d = 0; d < spans.size(); ++d) std::ranges::move(spans[d], std::back_inserter(spans_[d]));
 }
 
 RecordedTimes::~RecordedTimes() {
-  for (std::size_t d = 0; d < waits_.size(); ++d) {
-    for (Wait& wait : waits_[d]) spans_[d].push_back(std::move(wait.span));
+  try {
+    for (std::size_t d = 0; d < waits_.size(); ++d) {
+      for (Wait& wait : waits_[d]) spans_[d].push_back(std::move(wait.span));
+    }
+    std::ranges::move(arrivals_, std::back_inserter(spans_));
+    spare_->put(std::move(over_), std::move(spans_));
+  } catch (const std::bad_alloc&) {  // no memory for the lists: the events are destroyed
   }
-  std::ranges::move(arrivals_, std::back_inserter(spans_));
-  spare_->put(std::move(over_), std::move(spans_));
 }
 
 void RecordedTimes::begin_arrival(std::size_t space, AsyncDevice& maker, Stream& stream) {

@@ -53,7 +53,7 @@ class SpareEvents {
   [[nodiscard]] std::unique_ptr<Event> take_end(AsyncDevice& home);
   [[nodiscard]] Span take_span(DeviceId d, AsyncDevice& maker);
   /// `spans`: of each device, then of each space's arrival.
-  void put(std::unique_ptr<Event> end, std::vector<std::vector<Span>> spans) noexcept;
+  void put(std::unique_ptr<Event> end, std::vector<std::vector<Span>> spans);
 
  private:
   std::mutex mutex_;
