@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "balance/target.hpp"
+#include "plan/numbers.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -36,7 +37,7 @@ std::int64_t Probe::size(const PolicyContext& context, const plan::CostModel& mo
                          double others_seconds) {
   const std::int64_t grain = context.granularity;
   const plan::ShareLimits& limits = context.limits[i];
-  const std::int64_t least = (std::max(limits.minimum, grain) + grain - 1) / grain * grain;
+  const std::int64_t least = plan::rounded_up(std::max(limits.minimum, grain), grain);
   const std::int64_t most = std::min(limits.maximum, context.batch_size);
   const std::int64_t fits = model.items_within(others_seconds - limits.startup_seconds, most);
   return std::max(least, fits / grain * grain);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "balance/statistics.hpp"
+#include "plan/numbers.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -34,10 +35,10 @@ void hold_growth(const PolicyContext& context, plan::SplitOptions& options) {
   for (std::size_t i = 0; i < held.size(); ++i) {
     if (held[i].maximum == 0) continue;
     if (held[i].minimum > grain) gap = std::max(gap, held[i].minimum);
-    const std::int64_t most = kMostGrowth * std::max(even, context.sizes.largest(i));
-    held[i].maximum = std::min(held[i].maximum, (most + grain - 1) / grain * grain);
+    const std::int64_t most = plan::saturating_multiply(kMostGrowth, std::max(even, context.sizes.largest(i)));
+    held[i].maximum = std::min(held[i].maximum, plan::rounded_up(most, grain));
     smallest = std::min(smallest, held[i].maximum);
-    room += std::min(held[i].maximum, context.batch_size) / grain * grain;
+    room = plan::saturating_add(room, std::min(held[i].maximum, context.batch_size) / grain * grain);
   }
   // Devices that may all have twice the largest minimum can share any batch.
   if (room >= context.batch_size && smallest / 2 >= gap) options.limits = std::move(held);

@@ -21,4 +21,12 @@ inline constexpr std::int64_t kMostInt64 = std::numeric_limits<std::int64_t>::ma
   return __builtin_mul_overflow(a, b, &product) ? kMostInt64 : product;
 }
 
+/// The first multiple of `unit` that is at least `value`; the one before if that exceeds INT64_MAX. Requires: value >=
+/// 0 and unit >= 1.
+[[nodiscard]] inline std::int64_t rounded_up(std::int64_t value, std::int64_t unit) {
+  const std::int64_t rest = value % unit;
+  if (rest == 0) return value;
+  return value > kMostInt64 - (unit - rest) ? value - rest : value + (unit - rest);
+}
+
 }  // namespace paceline::plan

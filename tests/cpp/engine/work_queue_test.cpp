@@ -228,6 +228,16 @@ TEST(WorkQueue, StealsFixedMicroBatchesUntilBothFinishWithinOneOfThem) {
   EXPECT_LE(play(options, truth).makespan, ideal + truth[1].seconds(16));
 }
 
+TEST(WorkQueue, WithMoreLeastItemsThanThereAreEveryShareIsOneMicroBatch) {
+  for (const std::int64_t most : {INT64_MAX, INT64_MAX - 1}) {
+    StepOptions options{.shares = {50, 30}, .granularity = 4, .least_items = most};
+    options.models = {plan::CostModel::affine(0.0, 1.0), plan::CostModel::affine(0.0, 1.0)};
+    options.noise = {0.5, 0.5};
+    const Played played = play(options, options.models);
+    for (const auto& ran : played.ran) EXPECT_EQ(ran.size(), 1u);
+  }
+}
+
 TEST(WorkQueue, ComesBackEmptyOnceCancelled) {
   const std::unique_ptr<WorkQueue> state = WorkQueue::of({.shares = {10, 10}});
   EXPECT_TRUE(state->claim(0, 0.0).has_value());

@@ -259,6 +259,7 @@ TEST(FittingPiece, CutsAShareWithoutARemainderOfOne) {
   EXPECT_EQ(fitting_piece(4, 5, 2), 3);
   EXPECT_EQ(fitting_piece(4, 2, 2), 2);
   EXPECT_EQ(fitting_piece(2, 3, 2), 3) << "there is no other way";
+  EXPECT_EQ(fitting_piece(2, 3, INT64_MAX), 3);
 }
 
 TEST(CorrectionFloor, IsTheFirstSizeWhoseFixedCostIsWorthIt) {

@@ -106,6 +106,7 @@ TEST(Schedule, RefusesWhatCannotRunAndNamesStageAndAction) {
   EXPECT_NE(reason("F0 B0\nF0").find("stage 1, action B0: it is missing"), std::string::npos);
   EXPECT_NE(reason("F0\nF0 B0").find("stage 0 runs no backward"), std::string::npos);
   EXPECT_NE(reason("F0 B0 W0").find("stage 0, action W0: weight gradients"), std::string::npos);
+  EXPECT_NE(reason("F9223372036854775807").find("'F9223372036854775807' is no action"), std::string::npos);
   EXPECT_NE(reason("F0 F7").find("micro-batch 7"), std::string::npos);
   EXPECT_NE(reason("").find("at least one stage"), std::string::npos);
   // Stage 1 wants two forwards before the first backward that stage 0 waits for.

@@ -24,7 +24,7 @@ PACELINE_API std::int64_t correction_floor(const CostModel& model, double overhe
 /// equally near numbers, the smaller one. Returns `left` if there is no such number.
 [[nodiscard]] constexpr std::int64_t fitting_piece(std::int64_t wanted, std::int64_t left, std::int64_t least) {
   if (wanted >= left) return left;
-  if (left < 2 * least) return left;
+  if (left / 2 < least) return left;  // twice the least could overflow
   return wanted < least ? least : wanted < left - least ? wanted : left - least;
 }
 

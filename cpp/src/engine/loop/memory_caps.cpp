@@ -87,7 +87,7 @@ bool MemoryCaps::wants_more(DeviceId device, const BatchPlan& plan) const {
 /// costs a repetition of the step.
 std::optional<std::int64_t> MemoryCaps::end_to_measure(DeviceId device, const BatchPlan& plan, std::int64_t begin,
                                                        std::int64_t end, std::int64_t least) {
-  if (end - begin < 2 * least || !wants_more(device, plan)) return std::nullopt;
+  if ((end - begin) / 2 < least || !wants_more(device, plan)) return std::nullopt;
   const std::lock_guard lock(mutex_);
   const DeviceState& here = devices_[device];
   const Key key = key_of(plan);

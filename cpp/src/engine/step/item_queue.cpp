@@ -63,7 +63,7 @@ class ItemQueue final : public WorkQueue {
     std::int64_t from = begin;
     while (measured_ && now + seconds(device, from, part.last_end) >= victim->finish) {
       const std::int64_t left = part.last_end - from;
-      if (!any_size_ || left < 2 * least_) return std::nullopt;
+      if (!any_size_ || left / 2 < least_) return std::nullopt;
       from = part.last_end - left / 2;
       const double work = plan_->work(device, from, part.last_end);
       if (plan_->shapes[device].cost.fixed_seconds > kMostOverhead * work) return std::nullopt;

@@ -7,19 +7,16 @@
 #include <paceline/plan/hold_back.hpp>
 
 #include "engine/step/work_queue.hpp"
+#include "plan/numbers.hpp"
 
 namespace paceline::internal {
 namespace {
-
-std::int64_t round_up(std::int64_t items, std::int64_t granularity) {
-  return (items + granularity - 1) / granularity * granularity;
-}
 
 class PlannedQueue final : public WorkQueue {
  public:
   explicit PlannedQueue(StepOptions options)
       : WorkQueue(options.shares, options.stealing), options_(std::move(options)), parts_(options_.shares.size()) {
-    grain_ = round_up(options_.least_items, options_.granularity);
+    grain_ = plan::rounded_up(options_.least_items, options_.granularity);
     plan::HoldBackPlan held_back{.first_chunks = options_.shares};
     if (options_.stealing && options_.micro_batch == 0) {
       held_back = plan::plan_hold_back(options_.shares, options_.models, options_.noise, grain_);
@@ -131,7 +128,7 @@ class PlannedQueue final : public WorkQueue {
       const std::int64_t rest = left % options_.micro_batch;
       size = rest > 0 ? rest : options_.micro_batch;
     } else {
-      size = std::max(floor_, round_up(left / 2, grain_));
+      size = std::max(floor_, plan::rounded_up(left / 2, grain_));
     }
     size = plan::fitting_piece(size, left, options_.least_items);
     if (!options_.models.empty() &&

@@ -19,14 +19,6 @@ void require_positive(std::int64_t value, const char* what) {
   if (value < 1) throw InvalidArgument(fmt::format("{} is {}; it must be at least 1", what, value));
 }
 
-// The smallest correction that may run: the floor as a multiple of the granularity.
-std::int64_t unit_of(std::int64_t floor, std::int64_t granularity) {
-  const std::int64_t rest = floor % granularity;
-  if (rest == 0) return floor;
-  const std::int64_t more = granularity - rest;
-  return floor > kMostInt64 - more ? floor - rest : floor + more;
-}
-
 }  // namespace
 
 std::int64_t correction_floor(const CostModel& model, double overhead, std::int64_t granularity) {
@@ -40,7 +32,7 @@ std::int64_t correction_floor(const CostModel& model, double overhead, std::int6
   const double items = std::ceil(fixed * (1.0 / overhead - 1.0) / model.per_item_seconds());
   const std::int64_t largest = kMostInt64 / granularity * granularity;
   if (!(items < static_cast<double>(largest))) return largest;
-  return unit_of(std::max<std::int64_t>(static_cast<std::int64_t>(items), 1), granularity);
+  return rounded_up(std::max<std::int64_t>(static_cast<std::int64_t>(items), 1), granularity);
 }
 
 std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice> devices, std::int64_t claimer,
@@ -74,8 +66,9 @@ std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice>
     ranges[i] = {{device.model, device.free_at_seconds - start, granularity, 0}, 0, device.may_claim ? grains : 0};
   }
   fill_greedily(ranges, grains, parts);
-  const std::int64_t part = std::min(parts[static_cast<std::size_t>(claimer)] * granularity, remaining);
-  const std::int64_t unit = unit_of(floor, granularity);
+  const std::int64_t part =
+      std::min(saturating_multiply(parts[static_cast<std::size_t>(claimer)], granularity), remaining);
+  const std::int64_t unit = rounded_up(floor, granularity);  // the smallest correction that may run
   // One floor serves the whole box. A device with a higher fixed cost would lose more by smaller pieces than it gains.
   const std::int64_t own_unit = std::max(unit, correction_floor(asking.model, kCorrectionOverhead, granularity));
   const std::int64_t half = part / 2;

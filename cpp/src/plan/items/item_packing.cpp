@@ -45,7 +45,7 @@ std::vector<std::int64_t> padded_cuts(const std::vector<double>& item_seconds, d
   };
   const auto index = [](std::int64_t k) { return static_cast<std::size_t>(k); };
   const std::int64_t n = std::ssize(item_seconds);
-  max_items = std::max(max_items, 2 * min_items - 1);
+  max_items = std::max(max_items, saturating_multiply(2, min_items) - 1);
   // The least total time of the first j items, and the cut before the last micro-batch that gives it.
   std::vector<double> least(item_seconds.size() + 1, kInfinity);
   std::vector<std::int64_t> cuts(item_seconds.size() + 1, 0);

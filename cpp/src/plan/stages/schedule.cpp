@@ -10,6 +10,7 @@
 
 #include <paceline/error.hpp>
 
+#include "plan/numbers.hpp"
 #include "plan/stages/dataflow.hpp"
 #include "plural.hpp"
 
@@ -199,7 +200,7 @@ Schedule schedule_of(std::string_view text) {
       Action action;
       const auto [rest, error] = std::from_chars(token.data() + 1, token.data() + token.size(), action.micro_batch);
       const bool known = token[0] == 'F' || token[0] == 'B' || token[0] == 'W';
-      if (!known || error != std::errc() || rest != token.data() + token.size())
+      if (!known || error != std::errc() || rest != token.data() + token.size() || action.micro_batch == kMostInt64)
         throw InvalidArgument(fmt::format(
             "line {} of the schedule: '{}' is no action; write F or B and the number of a micro-batch, as in 'F0 B0'",
             line_number, token));
