@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device_guard.hpp"
 
+#include <array>
+#include <cstddef>
 #include <map>
 #include <mutex>
 
@@ -10,7 +12,12 @@
 namespace paceline::cuda {
 namespace {
 
-CUcontext primary_context(int device) {
+// The contexts that this thread has used. Every poll of an event needs one, so finding it must not take a lock. An
+// array needs no destructor, so it still works when the thread ends.
+constexpr std::size_t kKnownContexts = 32;
+thread_local std::array<CUcontext, kKnownContexts> known_contexts{};
+
+CUcontext find_primary_context(int device) {
   static std::mutex mutex;
   static auto* const contexts = new std::map<int, CUcontext>;  // never destroyed: CUDA must not be used at exit
   const std::lock_guard lock(mutex);
@@ -21,6 +28,13 @@ CUcontext primary_context(int device) {
   CUcontext retained = nullptr;
   check(driver().primary_context_retain(&retained, handle), "making its context", device);
   return context = retained;
+}
+
+CUcontext primary_context(int device) {
+  const auto index = static_cast<std::size_t>(device);
+  if (index >= kKnownContexts) return find_primary_context(device);
+  CUcontext& known = known_contexts[index];
+  return known != nullptr ? known : known = find_primary_context(device);
 }
 
 }  // namespace

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <atomic>
 #include <chrono>
+#include <future>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -52,6 +55,32 @@ TEST(HealthLog, AsksOnlyAboutDevicesThatAreSlowerThanTheirClassOrThanBefore) {
   gone.retired = true;
   EXPECT_FALSE(needs_causes(gone));
   EXPECT_FALSE(needs_causes(balance::DeviceReport{}));
+}
+
+TEST(HealthLog, DoesNotWaitForTheFirstSampleOfGpus) {
+  std::promise<void> answer;
+  std::atomic<bool> answered = false;
+  Device gpu;
+  gpu.kind = DeviceKind::cuda;
+  int samples = 0;
+  HealthLog log({gpu}, [&](std::span<const Device>) {
+    DeviceHealth health;
+    if (samples++ == 0) {
+      answered = answer.get_future().wait_for(seconds(20)) == std::future_status::ready;
+    } else {
+      health.when += seconds(10);
+      health.limited_for[static_cast<std::size_t>(ClockLimit::power_cap)] = seconds(5);
+    }
+    return HealthLog::Samples(1, health);
+  });
+  EXPECT_FALSE(answered);
+  answer.set_value();
+  balance::BalanceReport report;
+  report.steps = 1;
+  report.devices = {device(0.5)};
+  EXPECT_EQ(log.causes(report).size(), 1u);
+  EXPECT_TRUE(answered) << "the causes are told from the first sample on";
+  EXPECT_EQ(samples, 2);
 }
 
 TEST(HealthLog, TellsTheCausesOfTheSlowDevicesAlone) {

@@ -6,11 +6,15 @@
 #include <cstddef>
 #include <utility>
 
+#include <paceline/runtime/blocking.hpp>
+
 namespace paceline {
 namespace {
 
 // The system counts CPU time in hundredths of a second, so smaller shares are mostly rounding.
 constexpr std::chrono::seconds kShortestWindow{1};
+
+bool is_gpu(const Device& device) { return device.kind != DeviceKind::host; }
 
 }  // namespace
 
@@ -22,12 +26,18 @@ bool needs_causes(const balance::DeviceReport& device) noexcept {
 HealthLog::HealthLog(std::vector<Device> devices, Sampler sampler)
     : devices_(std::move(devices)),
       sampler_(sampler ? std::move(sampler) : Sampler([](std::span<const Device> asked) { return health_of(asked); })),
-      before_(sampler_(devices_)),
-      after_(before_) {}
+      first_(std::async(std::ranges::any_of(devices_, is_gpu) ? std::launch::async : std::launch::deferred,
+                        [sampler = sampler_, asked = devices_] { return sampler(asked); })) {
+  if (std::ranges::none_of(devices_, is_gpu)) first_.wait();
+}
 
 std::vector<std::string> HealthLog::causes(const balance::BalanceReport& report) {
   std::vector<std::string> texts(report.devices.size());
   if (std::none_of(report.devices.begin(), report.devices.end(), needs_causes)) return texts;
+  if (first_.valid()) {
+    const BlockingRegion region;
+    before_ = after_ = first_.get();
+  }
   if (report.steps != steps_) {
     Samples now = sampler_(devices_);
     if (steps_ > 0 && now.front().when - after_.front().when >= kShortestWindow) before_ = std::move(after_);

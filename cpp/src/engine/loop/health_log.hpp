@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,7 +17,8 @@ namespace paceline {
 [[nodiscard]] bool needs_causes(const balance::DeviceReport& device) noexcept;
 
 /// Health samples of a group's devices. It takes one when it is made, and one whenever causes() is asked about a slow
-/// device. Not thread-safe.
+/// device. With GPUs the first one is taken on a thread of its own, because a driver may take seconds to answer.
+/// causes() and the destructor wait for it. Not thread-safe.
 class HealthLog {
  public:
   using Samples = std::vector<DeviceHealth>;
@@ -34,6 +36,7 @@ class HealthLog {
  private:
   std::vector<Device> devices_;
   Sampler sampler_;
+  std::future<Samples> first_;  // until causes() needs it
   Samples before_;
   Samples after_;
   std::int64_t steps_ = 0;  // how many had run when after_ was taken
