@@ -307,6 +307,40 @@ TEST(CudaPipeline, NamesTheDeviceThatBroke) {
   }
 }
 
+TEST(CudaPipeline, KeepsAllGradientsIfADeviceHasFailedBeforeTheyAreWritten) {
+  set_up(2, 2);
+  const DeviceGroup group = group_of({"", 2, {"cuda:0", "cuda:1"}});
+  const Bodies bodies{group};
+  PipelineTrainer trainer(group, options_of(0, 2));
+  initialise(trainer);
+  static_cast<void>(trainer.step(kItems, bodies, [&](const Piece& run) { bodies.back(run); }).value());
+  const std::vector<double> before = fetched(trainer, 0);
+  const auto back = [&](const Piece& run) {
+    bodies.back(run);
+    if (run.block == 0 && run.end == kItems) fake::poison(1, cudaErrorIllegalAddress);  // the last one of the step
+  };
+  EXPECT_THROW(trainer.step(kItems, [&](const Piece& run) { return bodies(run); }, back, 1.0), Error);
+  fake::poison(1, cudaSuccess);
+  EXPECT_EQ(fetched(trainer, 0), before);
+}
+
+TEST(CudaPipeline, ReportsADeviceThatFailedAfterItsStepOnlyOnce) {
+  set_up(2, 2);
+  const DeviceGroup group = group_of({"", 2, {"cuda:0", "cuda:1"}});
+  const Bodies bodies{group};
+  PipelineOptions options{.blocks = kModel.blocks(), .batch_size = kItems};
+  options.costs.assign(kModel.size(), {.forward_per_item = 1e-3, .backward_per_item = 2e-3});
+  PipelineTrainer trainer(group, options);
+  initialise(trainer);
+  const auto back = [&](const Piece& run) { bodies.back(run); };
+  static_cast<void>(trainer.step(kItems, bodies, back).value());
+  fake::poison(1, cudaErrorIllegalAddress);
+  EXPECT_THROW(trainer.step(kItems, bodies, back), Error);
+  trainer.retire("cuda:1");
+  static_cast<void>(trainer.step(kItems, bodies, back).value());
+  EXPECT_EQ(trainer.plan().order, std::vector<std::size_t>{0});
+}
+
 TEST(CudaPipeline, SaysThatTheDeviceHasNoMemory) {
   fake::boot({.memory_bytes = 4096});
   fake::set_twins();

@@ -162,10 +162,7 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
         weight));
   }
   devices_.check();
-  while (!pending_.empty() &&
-         (pending_.size() >= kStepsAhead || planner_.awaits_samples() || pending_.front().marks->done())) {
-    settle();
-  }
+  collect();
   for (;;) {
     const std::shared_ptr<const plan::StagePlan> plan = planner_.plan(batch_size);
     bool first = false;
@@ -194,8 +191,9 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
       }
       continue;
     }
+    run->prepare_commit(1.0 / weight, dtype_);
     on_stages(
-        "step", [&](std::size_t stage) { run->commit(stage, 1.0 / weight, dtype_); },
+        "step", [&](std::size_t stage) { run->commit(stage); },
         [](std::size_t stage) { return fmt::format("the sum of the gradients of stage {}", stage); });
     planner_.ran();
     plan_ = plan;
@@ -238,6 +236,19 @@ void PipelineCore::on_stages(const char* call, const std::function<void(std::siz
   internal::rethrow(task->error(), call, device, true, [&](const std::string& why) {
     return fmt::format("{}: {} failed on {}: {}", call, what(task->stage()), device, why);
   });
+}
+
+void PipelineCore::collect() {
+  try {
+    while (!pending_.empty() &&
+           (pending_.size() >= kStepsAhead || planner_.awaits_samples() || pending_.front().marks->done())) {
+      settle();
+    }
+  } catch (...) {
+    pending_.clear();  // so that a failed device is reported only once
+    planner_.forget_unrecorded();
+    throw;
+  }
 }
 
 void PipelineCore::settle() {

@@ -50,6 +50,8 @@ class PipelineCore {
   };
 
   [[nodiscard]] std::shared_ptr<StepMarks> take_marks(const plan::StagePlan& plan);
+  /// Hands on the times of the steps that are done, and of as many others as must be known before the next one.
+  void collect();
   /// Hands the times of the oldest pending step on. Waits for them.
   void settle();
   [[nodiscard]] std::vector<BlockSample> samples(const Pending& step) const;

@@ -3,8 +3,6 @@
 
 #include <utility>
 
-#include "comm/block_reduction.hpp"
-
 namespace paceline::internal {
 
 using Kind = plan::Action::Kind;
@@ -127,24 +125,39 @@ void PipelineRun::backward(const StageAction& action, Stage& stage, ActionMarks&
   }
 }
 
-void PipelineRun::commit(std::size_t index, double scale, DType dtype) {
-  Stage& stage = memory_.stages()[index];
+void PipelineRun::prepare_commit(double scale, DType dtype) {
+  scale_ = scale;
+  dtype_ = dtype;
+  const auto last = static_cast<std::int64_t>(plan_->sizes.size()) - 1;
+  for (std::size_t s = 0; s < memory_.stages().size(); ++s) {
+    const Stage& stage = memory_.stages()[s];
+    std::vector<ReductionSegment> segments;
+    if (devices_.work(stage.device) != nullptr) {
+      const Event* const end = marks_->at(s, Kind::backward, last).end();
+      if (end != nullptr) static_cast<void>(end->done());  // throws if the device has failed
+    } else {
+      for (std::size_t b = stage.begin; b < stage.end; ++b) {
+        const BlockMemory& block = memory_.block(b);
+        segments.push_back({{block.sums}, block.gradients, memory_.bytes(b).parameters / size_of(dtype), dtype, scale});
+      }
+    }
+    sums_.push_back(std::make_unique<BlockReduction>(std::move(segments)));
+  }
+}
+
+void PipelineRun::commit(std::size_t index) {
+  const Stage& stage = memory_.stages()[index];
   Stream* const work = devices_.work(stage.device);
-  std::vector<ReductionSegment> segments;
+  if (work == nullptr) {
+    sums_[index]->work();
+    return;
+  }
   for (std::size_t b = stage.begin; b < stage.end; ++b) {
     const BlockMemory& block = memory_.block(b);
-    const std::size_t count = memory_.bytes(b).parameters / size_of(dtype);
+    const std::size_t count = memory_.bytes(b).parameters / size_of(dtype_);
     const void* const sums = block.sums;
     if (count == 0) continue;
-    if (work != nullptr) {
-      work->reduce({.inputs = {&sums, 1}, .output = block.gradients, .count = count, .dtype = dtype, .scale = scale});
-    } else {
-      segments.push_back({{sums}, block.gradients, count, dtype, scale});
-    }
-  }
-  if (work == nullptr) {
-    BlockReduction(std::move(segments)).work();
-    return;
+    work->reduce({.inputs = {&sums, 1}, .output = block.gradients, .count = count, .dtype = dtype_, .scale = scale_});
   }
   if (index + 1 == memory_.stages().size()) work->copy(marks_->loss->data(), stage.loss, sizeof(double));
   work->record(*marks_->over[index]);

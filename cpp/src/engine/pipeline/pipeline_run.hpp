@@ -12,6 +12,7 @@
 #include <paceline/plan/stages.hpp>
 #include <paceline/runtime/dtype.hpp>
 
+#include "comm/block_reduction.hpp"
 #include "engine/pipeline/stage_memory.hpp"
 #include "engine/pipeline/step_marks.hpp"
 
@@ -48,8 +49,11 @@ class PipelineRun final : public PipelineProgram {
               std::shared_ptr<StepMarks> marks, bool each_block);
 
   void run(const StageAction& action, Turn& turn) override;
-  /// After a step without failure, for each stage on its worker or on any one thread: gradients = scale * sums.
-  void commit(std::size_t stage, double scale, DType dtype);
+  /// After a step without failure, before commit(): takes the memory that this needs, and looks whether a device has
+  /// failed. Nothing is written if it throws.
+  void prepare_commit(double scale, DType dtype);
+  /// For each stage on its worker or on any one thread: gradients = scale * sums.
+  void commit(std::size_t stage);
 
   /// What bodies on the host have returned.
   [[nodiscard]] double loss() const noexcept { return loss_; }
@@ -83,7 +87,10 @@ class PipelineRun final : public PipelineProgram {
   bool each_block_;
   std::vector<std::int64_t> starts_;  // of each micro-batch, and the batch size
   std::vector<Progress> progress_;    // of each stage
-  double loss_ = 0.0;                 // the last stage's
+  double scale_ = 1.0;
+  DType dtype_ = DType::float32;
+  std::vector<std::unique_ptr<BlockReduction>> sums_;  // of each stage; empty ones for GPUs
+  double loss_ = 0.0;                                  // the last stage's
 };
 
 }  // namespace paceline::internal

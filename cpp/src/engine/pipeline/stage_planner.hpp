@@ -34,6 +34,8 @@ class StagePlanner {
   [[nodiscard]] bool awaits_samples() const noexcept { return run_ == steps_ && recorded_ < steps_; }
   /// The step of the last plan() has run. If it measures, its samples come later.
   void ran() noexcept { run_ += measures() ? 1 : 0; }
+  /// Steps that have run and whose times are not known will never be recorded. Those that measured run again.
+  void forget_unrecorded() noexcept { run_ = recorded_; }
   /// A measuring step's times.
   void record(const std::vector<BlockSample>& samples);
   /// The times of a step that ran `plan`. Ignored if another plan was made since then.
