@@ -138,32 +138,31 @@ void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, int priority,
   }
   const std::lock_guard lock(threads_->mutex);
   if (closed_) throw Unavailable("open: the device group is closed. Make a new one.");
+  std::vector<bool> asks(devices_.size(), devices.empty());
   for (const DeviceId d : devices) {
-    if (d < devices_.size()) continue;
-    throw InvalidArgument(fmt::format("open: there is no device {} in a group of {}.", d, devices_.size()));
+    if (d >= devices_.size()) {
+      throw InvalidArgument(fmt::format("open: there is no device {} in a group of {}.", d, devices_.size()));
+    }
+    asks[d] = true;
   }
   if (priority >= 0 && threads_->busy()) {
     throw InvalidArgument(
         "submit: the group's workers are still at an earlier task. A group runs one task at a time: "
         "wait for it, or use a second group.");
   }
-  source->attach({threads_->workers.begin(), threads_->workers.end()});
-  source->opened(devices_.size());
+  source->attach({threads_->workers.begin(), threads_->workers.end()}, asks);
   if (priority >= 0) {
     threads_->step = source;
   } else {
     std::erase_if(threads_->gap_sources, [](const auto& one) { return one.expired(); });
     threads_->gap_sources.push_back(source);
   }
-  const auto is_asked = [&](DeviceId d) {
-    return devices.empty() || std::find(devices.begin(), devices.end(), d) != devices.end();
-  };
   // The worker of this core comes last. The system may run it in place of this thread, and the other workers would then
   // wait.
   const int core = sched_getcpu();
   for (const bool here : {false, true}) {
     for (std::size_t i = 0; i < devices_.size(); ++i) {
-      if (runs_on(devices_[i], core) == here && is_asked(i)) threads_->workers[i]->open(source, priority, core);
+      if (runs_on(devices_[i], core) == here && asks[i]) threads_->workers[i]->open(source, priority, core);
     }
   }
 }

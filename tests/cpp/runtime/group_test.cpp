@@ -45,6 +45,19 @@ TEST(DeviceGroup, RunsATaskOnceOnEachWorker) {
   }
 }
 
+TEST(DeviceGroup, RunsATaskToItsEndOnSomeDevicesOnly) {
+  DeviceGroup group = host_group(3);
+  const auto task = std::make_shared<CountTask>(group.size());
+  const DeviceId two[] = {2, 0, 2};
+  group.open(task, 0, two);
+  int looks = 0;
+  EXPECT_TRUE(group.wait(*task, [&] { return ++looks < 100; })) << "it waits for a device that does not take part";
+  EXPECT_FALSE(group.busy());
+  EXPECT_EQ(task->seen[0].load(), 1);
+  EXPECT_EQ(task->seen[1].load(), 0);
+  EXPECT_EQ(task->seen[2].load(), 1);
+}
+
 TEST(DeviceGroup, RunsTasksThatFollowAtOnceAndThoseThatFollowAPause) {
   DeviceGroup group = host_group(2);  // each with a core of its own, if there are two
   for (int round = 0; round < 3000; ++round) {

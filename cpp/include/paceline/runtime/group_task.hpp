@@ -11,7 +11,8 @@
 
 namespace paceline {
 
-/// A source with one piece of work per device: each device's worker thread calls run() once, at the same time.
+/// A source with one piece of work for each device that it is opened on. The worker threads of these devices call run()
+/// once each, at the same time.
 ///
 /// Requires: run() does not throw. Guarantees: a worker holds the task only while it runs the task, and the caller is
 /// woken when complete() turns true. A task runs once.
@@ -27,20 +28,18 @@ class PACELINE_API GroupTask : public WorkSource {
   [[nodiscard]] bool complete() const noexcept override { return all_left(); }
 
  protected:
-  [[nodiscard]] bool all_left() const noexcept {
-    return !taken_.empty() && left_.load(std::memory_order_acquire) == taken_.size();
-  }
+  [[nodiscard]] bool all_left() const noexcept { return inside_.load(std::memory_order_acquire) == 0; }
 
  private:
-  void opened(std::size_t device_count) final;
+  void opened(const std::vector<bool>& asks) final;
   [[nodiscard]] NextWork next(DeviceId device, Clock::time_point now) noexcept final;
   void perform(DeviceId device, std::int64_t work, Turn& turn) final;
   void done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept final;
   void failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept final;
   void cancel(std::exception_ptr reason) noexcept final;
 
-  std::vector<char> taken_;  // each worker writes only its own entry
-  std::atomic<std::size_t> left_{0};
+  std::vector<char> taken_;             // each worker writes only its own entry
+  std::atomic<std::size_t> inside_{1};  // workers that have not left; not 0 before the task is opened
 };
 
 }  // namespace paceline

@@ -93,13 +93,14 @@ class PACELINE_API WorkSource {
   void wake_caller() noexcept;
 
  private:
-  /// Called once, when the source is opened on a group of `device_count` devices, before any device asks.
-  virtual void opened(std::size_t device_count);
+  /// Called once, when the source is opened, before any device asks. `asks`: for each device of the group, whether its
+  /// worker will ask. Must not call wake(). If it throws, the source is not opened.
+  virtual void opened(const std::vector<bool>& asks);
 
   friend class DeviceGroup;
   friend class GroupWorkers;
 
-  void attach(std::vector<std::weak_ptr<internal::Worker>> workers);
+  void attach(std::vector<std::weak_ptr<internal::Worker>> workers, const std::vector<bool>& asks);
 
   std::shared_ptr<internal::TaskSignal> signal_;
   std::mutex mutex_;                                      // cancel() may run while the source is being opened
