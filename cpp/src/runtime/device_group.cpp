@@ -4,7 +4,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <mutex>
+#include <new>
 #include <unordered_set>
 #include <utility>
 
@@ -45,9 +47,11 @@ struct Registry {
   std::vector<std::weak_ptr<GroupWorkers>> groups;
 };
 
-// Leaked on purpose: groups may be made and closed while static objects are being destroyed.
-Registry& registry() {
-  static auto* instance = new Registry;
+// Never destroyed, because groups may be made and closed while static objects are being destroyed. In place, because
+// close_all() may come first, when there is no memory.
+Registry& registry() noexcept {
+  alignas(Registry) static std::byte place[sizeof(Registry)];
+  static auto* const instance = new (place) Registry;
   return *instance;
 }
 
@@ -121,19 +125,22 @@ void DeviceGroup::close(std::chrono::nanoseconds timeout, const Between& between
 bool DeviceGroup::closed() const noexcept { return workers_->closed(); }
 
 void DeviceGroup::close_all(std::chrono::nanoseconds timeout) noexcept {
-  std::vector<std::shared_ptr<GroupWorkers>> open;
-  {
+  // Takes one after the other off the list, because there may be no memory for a list of them.
+  const auto take = []() -> std::shared_ptr<GroupWorkers> {
     Registry& all = registry();
     const std::lock_guard lock(all.mutex);
-    for (const auto& group : all.groups) {
-      if (auto workers = group.lock()) open.push_back(std::move(workers));
+    while (!all.groups.empty()) {
+      std::shared_ptr<GroupWorkers> workers = all.groups.back().lock();
+      all.groups.pop_back();
+      if (workers != nullptr) return workers;
     }
-  }
-  for (const auto& workers : open) {
+    return nullptr;
+  };
+  while (const std::shared_ptr<GroupWorkers> workers = take()) {
     try {
       workers->close(timeout);
-    } catch (const Error&) {
-      // the workers were left behind, as documented
+    } catch (...) {
+      // the workers were left behind, as documented; nothing else can be done for them now
     }
   }
   // Workers that an earlier close() left behind may be about to end.

@@ -7,6 +7,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <exception>
+#include <list>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -41,9 +45,10 @@ struct LeftBehind {
   std::vector<std::shared_ptr<internal::Worker>> workers;
 };
 
-// Leaked on purpose: the end of the program uses it.
-LeftBehind& left_behind() {
-  static auto* instance = new LeftBehind;
+// Never destroyed, because the end of the program uses it, and in place, because there may be no memory by then.
+LeftBehind& left_behind() noexcept {
+  alignas(LeftBehind) static std::byte place[sizeof(LeftBehind)];
+  static auto* const instance = new (place) LeftBehind;
   return *instance;
 }
 
@@ -54,6 +59,15 @@ void remember(const std::shared_ptr<internal::Worker>& worker) {
   all.owner = getpid();
   std::erase_if(all.workers, [](const auto& known) { return known->exited(); });
   all.workers.push_back(worker);
+}
+
+/// That the group was closed, or that there is no memory to say so.
+std::exception_ptr why_cancelled() noexcept {
+  try {
+    throw Cancelled("the device group was closed");
+  } catch (...) {
+    return std::current_exception();
+  }
 }
 
 bool runs_on(const Device& device, int core) {
@@ -70,15 +84,17 @@ bool has_own_cores(const std::vector<Device>& devices, const Device& device) {
 
 }  // namespace
 
-GroupWorkers::GroupWorkers(std::vector<Device> devices)
-    : devices_(std::move(devices)), owner_(getpid()), threads_(new Threads) {
+GroupWorkers::GroupWorkers(std::vector<Device> devices, pid_t owner)
+    : devices_(std::move(devices)), owner_(owner), threads_(new Threads) {}
+
+// The other constructor has made the object, so the destructor ends what has started if this one throws.
+GroupWorkers::GroupWorkers(std::vector<Device> devices) : GroupWorkers(std::move(devices), getpid()) {
+  threads_->workers.reserve(devices_.size());
   for (std::size_t i = 0; i < devices_.size(); ++i) {
     auto worker = std::make_shared<internal::Worker>(devices_[i], i, has_own_cores(devices_, devices_[i]));
     try {
       worker->start();
     } catch (const std::system_error& error) {
-      close(std::chrono::seconds(10));
-      delete threads_;
       throw Unavailable(fmt::format("DeviceGroup: no worker thread could be started for {} ({}). Raise the limit on "
                                     "threads (ulimit -u, or pids.max of the cgroup).",
                                     devices_[i].name, error.what()),
@@ -86,16 +102,7 @@ GroupWorkers::GroupWorkers(std::vector<Device> devices)
     }
     threads_->workers.push_back(std::move(worker));
   }
-  try {
-    await_ready();
-  } catch (const Error&) {
-    for (const auto& worker : threads_->workers) {
-      worker->thread().detach();
-      worker->stop();
-    }
-    delete threads_;
-    throw;
-  }
+  await_ready();
 }
 
 // A worker that does not start within the timeout means a machine in trouble.
@@ -123,7 +130,7 @@ GroupWorkers::~GroupWorkers() {
   if (forked()) return;  // the threads exist only in the parent: joining them, or even locking, could hang
   try {
     close(std::chrono::seconds(10));
-  } catch (const Error&) {
+  } catch (...) {
     // stuck workers were left behind
   }
   delete threads_;
@@ -150,11 +157,19 @@ void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, int priority,
         "submit: the group's workers are still at an earlier task. A group runs one task at a time: "
         "wait for it, or use a second group.");
   }
+  // What may throw comes first: a source that only some of the workers have would never be complete.
+  std::vector<std::list<internal::Worker::Open>> given(devices_.size());
+  for (std::size_t i = 0; i < devices_.size(); ++i) {
+    if (asks[i]) given[i].push_back({source, priority});
+  }
+  if (priority < 0) {
+    std::erase_if(threads_->gap_sources, [](const auto& one) { return one.expired(); });
+    threads_->gap_sources.reserve(threads_->gap_sources.size() + 1);
+  }
   source->attach({threads_->workers.begin(), threads_->workers.end()}, asks);
   if (priority >= 0) {
     threads_->step = source;
   } else {
-    std::erase_if(threads_->gap_sources, [](const auto& one) { return one.expired(); });
     threads_->gap_sources.push_back(source);
   }
   // The worker of this core comes last. The system may run it in place of this thread, and the other workers would then
@@ -162,7 +177,7 @@ void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, int priority,
   const int core = sched_getcpu();
   for (const bool here : {false, true}) {
     for (std::size_t i = 0; i < devices_.size(); ++i) {
-      if (runs_on(devices_[i], core) == here && asks[i]) threads_->workers[i]->open(source, priority, core);
+      if (runs_on(devices_[i], core) == here && asks[i]) threads_->workers[i]->open(std::move(given[i]), core);
     }
   }
 }
@@ -181,31 +196,26 @@ bool GroupWorkers::busy() const noexcept {
 
 void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<bool()>& between) {
   if (forked()) return;
-  std::vector<std::shared_ptr<WorkSource>> gap_sources;
+  std::vector<std::weak_ptr<WorkSource>> gap_sources;
   {
     // Under the lock, because a source that is being opened would reach only some of the workers.
     const std::lock_guard lock(threads_->mutex);
     if (closed_.exchange(true)) return;
-    for (const auto& one : threads_->gap_sources) {
-      if (auto source = one.lock()) gap_sources.push_back(std::move(source));
-    }
+    gap_sources.swap(threads_->gap_sources);
   }
-  for (const auto& source : gap_sources) {
-    source->cancel(std::make_exception_ptr(Cancelled("the device group was closed")));
+  for (const auto& one : gap_sources) {
+    if (const auto source = one.lock()) source->cancel(why_cancelled());
   }
-  gap_sources.clear();
   for (const auto& worker : threads_->workers) worker->stop();
   const auto begin = std::chrono::steady_clock::now();
   const auto waited = [&] { return std::chrono::steady_clock::now() - begin; };
   bool patient = true;
-  std::vector<std::string> stuck;
+  std::exception_ptr thrown;
+  const internal::Worker* own = nullptr;  // a worker destroyed the last handle
   for (const auto& worker : threads_->workers) {
     std::thread& thread = worker->thread();
-    if (thread.get_id() == std::this_thread::get_id()) {  // a worker destroyed the last handle
-      thread.detach();
-      continue;
-    }
-    while (!worker->exited() && patient && waited() < timeout) {
+    if (thread.get_id() == std::this_thread::get_id()) own = worker.get();
+    while (worker.get() != own && !worker->exited() && patient && waited() < timeout) {
       const auto look_up = std::chrono::steady_clock::now() + kBetweenInterval;
       {
         const BlockingRegion region;
@@ -213,17 +223,28 @@ void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<b
           std::this_thread::sleep_for(std::chrono::microseconds(200));
         }
       }
-      patient = !between || between();
+      try {
+        patient = !between || between();
+      } catch (...) {
+        thrown = std::current_exception();
+        patient = false;
+      }
     }
     if (worker->exited()) {
       const BlockingRegion region;  // the ending thread may need the interpreter for its clean-up
       thread.join();
     } else {
       thread.detach();
-      remember(worker);
-      stuck.push_back(worker->device().name);
     }
   }
+  // Every thread is joined or detached, so from here on an exception leaves nothing undone.
+  std::vector<std::string> stuck;
+  for (const auto& worker : threads_->workers) {
+    if (worker.get() == own || worker->exited()) continue;
+    remember(worker);
+    stuck.push_back(worker->device().name);
+  }
+  if (thrown != nullptr) std::rethrow_exception(thrown);
   if (!stuck.empty()) {
     throw Timeout(
         fmt::format("close: the workers of {} did not come back within {:.1f} s and were left behind; they are "
@@ -233,19 +254,16 @@ void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<b
   }
 }
 
-void GroupWorkers::await_left_behind(std::chrono::nanoseconds timeout) {
-  std::vector<std::shared_ptr<internal::Worker>> workers;
-  {
+void GroupWorkers::await_left_behind(std::chrono::nanoseconds timeout) noexcept {
+  const auto all_exited = [] {
     LeftBehind& all = left_behind();
     const std::lock_guard lock(all.mutex);
-    if (all.owner == getpid()) workers = all.workers;
-  }
+    return all.owner != getpid() || std::ranges::all_of(all.workers, [](const auto& one) { return one->exited(); });
+  };
   const auto deadline = std::chrono::steady_clock::now() + internal::bounded(timeout);
   const BlockingRegion region;
-  for (const auto& worker : workers) {
-    while (!worker->exited() && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
+  while (!all_exited() && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
 }
 

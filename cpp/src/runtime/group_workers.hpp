@@ -44,11 +44,12 @@ class GroupWorkers {
   [[nodiscard]] bool closed() const noexcept { return closed_.load(); }
 
   /// Waits until every worker that a close() left behind has ended, or the time is over.
-  static void await_left_behind(std::chrono::nanoseconds timeout);
+  static void await_left_behind(std::chrono::nanoseconds timeout) noexcept;
 
  private:
   struct Threads;  // state that a forked child must not touch
 
+  GroupWorkers(std::vector<Device> devices, pid_t owner);
   void await_ready();
   [[nodiscard]] bool on_a_workers_core() const noexcept;
   [[nodiscard]] bool forked() const noexcept;

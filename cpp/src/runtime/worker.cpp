@@ -49,9 +49,9 @@ void Worker::call(Change change) {
   changed_.notify_one();
 }
 
-void Worker::open(std::shared_ptr<WorkSource> source, int priority, int callers_core) {
+void Worker::open(std::list<Open> source, int callers_core) noexcept {
   call([&] {
-    arrived_.push_back({std::move(source), priority});
+    arrived_.splice(arrived_.end(), source);
     callers_core_.store(callers_core, std::memory_order_relaxed);
   });
 }
@@ -60,7 +60,7 @@ void Worker::wake() noexcept {
   call([] {});
 }
 
-void Worker::stop() {
+void Worker::stop() noexcept {
   call([this] { stopped_ = true; });
 }
 
@@ -79,31 +79,30 @@ void Worker::work() {
 
 bool Worker::take_arrivals() {
   const std::lock_guard lock(mutex_);
-  for (Open& one : arrived_) {
-    const auto at = std::upper_bound(open_.begin(), open_.end(), one.priority,
-                                     [](int priority, const Open& other) { return priority > other.priority; });
-    open_.insert(at, std::move(one));
+  while (!arrived_.empty()) {
+    const int priority = arrived_.front().priority;
+    const auto at = std::ranges::find_if(open_, [&](const Open& other) { return priority > other.priority; });
+    open_.splice(at, arrived_, arrived_.begin());
   }
-  arrived_.clear();
   return stopped_;
 }
 
 bool Worker::ask() {
   awaited_.events.clear();
   awaited_.until = Clock::time_point::max();
-  for (std::size_t k = 0; k < open_.size();) {
-    const NextWork next = open_[k].source->next(index_, Clock::now());
+  for (auto one = open_.begin(); one != open_.end();) {
+    const NextWork next = one->source->next(index_, Clock::now());
     if (next.kind == NextWork::Kind::take) {
-      perform(*open_[k].source, next.work);
+      perform(*one->source, next.work);
       return true;
     }
     if (next.kind == NextWork::Kind::done) {
-      open_.erase(open_.begin() + static_cast<std::ptrdiff_t>(k));
+      one = open_.erase(one);
       continue;
     }
     if (next.event != nullptr) awaited_.events.push_back(next.event);
     awaited_.until = std::min(awaited_.until, next.until);
-    ++k;
+    ++one;
   }
   return false;
 }

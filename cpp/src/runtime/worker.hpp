@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -38,18 +39,24 @@ class TaskSignal {
 /// outlives the group if the thread is left behind.
 class Worker : public std::enable_shared_from_this<Worker> {
  public:
+  struct Open {
+    std::shared_ptr<WorkSource> source;
+    int priority = 0;
+  };
+
   /// `own_cores`: no other worker of the group uses its cores.
   Worker(Device device, std::size_t index, bool own_cores);
 
   /// @throws std::system_error if the thread cannot be started.
   void start();
-  /// Adds a source to ask: by priority, and the older one first at equal priority. `callers_core` is the core that the
-  /// caller runs on.
-  void open(std::shared_ptr<WorkSource> source, int priority, int callers_core);
+  /// Adds a source to ask: by priority, and the older one first at equal priority. It comes in a list, because a list's
+  /// element can move to another list without memory, so nothing fails here or on the thread. `callers_core` is the
+  /// core that the caller runs on.
+  void open(std::list<Open> source, int callers_core) noexcept;
   /// Makes the worker ask its sources again, if it sleeps.
   void wake() noexcept;
   /// Accepts no further source. The thread ends when it has let go of all open sources.
-  void stop();
+  void stop() noexcept;
 
   [[nodiscard]] const Device& device() const noexcept { return device_; }
   [[nodiscard]] bool ready() const noexcept { return ready_.load(); }
@@ -58,10 +65,6 @@ class Worker : public std::enable_shared_from_this<Worker> {
 
  private:
   using Clock = WorkSource::Clock;
-  struct Open {
-    std::shared_ptr<WorkSource> source;
-    int priority = 0;
-  };
   /// What may end a wait, beside wake().
   struct Awaited {
     std::vector<const Event*> events;
@@ -91,13 +94,13 @@ class Worker : public std::enable_shared_from_this<Worker> {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<Open> arrived_;  // guarded by the mutex
-  bool stopped_ = false;       // guarded by the mutex
+  std::list<Open> arrived_;  // guarded by the mutex
+  bool stopped_ = false;     // guarded by the mutex
   std::atomic<std::uint64_t> calls_{0};
   std::atomic<int> callers_core_{-1};
 
   // Used by the thread alone.
-  std::vector<Open> open_;  // by priority
+  std::list<Open> open_;  // by priority
   Awaited awaited_;
   ShortWait idle_wait_;
 };

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Memory that runs out in the middle of a call. The operator new of this program fails on a thread that asks for it.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <filesystem>
+#include <iterator>
+#include <memory>
+#include <new>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include <paceline/runtime/device_group.hpp>
+
+#include "host_group.hpp"
+
+namespace {
+
+thread_local int allocations_left = -1;  // until one fails; negative: none fails
+thread_local bool all_later_fail = false;
+
+bool fails() {
+  if (allocations_left < 0) return false;
+  if (allocations_left > 0 && --allocations_left > 0) return false;
+  if (!all_later_fail) allocations_left = -1;
+  return true;
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) {
+  void* const data = fails() ? nullptr : std::malloc(bytes > 0 ? bytes : 1);
+  if (data == nullptr) throw std::bad_alloc();
+  return data;
+}
+void operator delete(void* data) noexcept { std::free(data); }
+void operator delete(void* data, std::size_t) noexcept { std::free(data); }
+
+namespace paceline {
+namespace {
+
+/// Makes the n-th allocation of this thread fail, and all later ones too if `all_later`.
+class Shortage {
+ public:
+  Shortage(int n, bool all_later) {
+    allocations_left = n;
+    all_later_fail = all_later;
+  }
+  ~Shortage() { allocations_left = -1; }
+  Shortage(const Shortage&) = delete;
+  Shortage& operator=(const Shortage&) = delete;
+};
+
+/// Counts its calls, and holds the workers until `go`.
+class Count final : public GroupTask {
+ public:
+  explicit Count(std::size_t devices, bool go_at_once = true) : seen(devices), go(go_at_once) {}
+  void run(DeviceId device) noexcept override {
+    seen[device].fetch_add(1);
+    while (!go) std::this_thread::yield();
+  }
+  [[nodiscard]] int total() const {
+    int sum = 0;
+    for (const auto& one : seen) sum += one;
+    return sum;
+  }
+  std::vector<std::atomic<int>> seen;
+  std::atomic<bool> go;
+};
+
+/// Has no work, and ends when it is cancelled.
+class Idle final : public WorkSource {
+ public:
+  NextWork next(DeviceId, Clock::time_point) noexcept override {
+    return cancelled ? NextWork::done() : NextWork::wait();
+  }
+  void perform(DeviceId, std::int64_t, Turn&) override {}
+  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override {}
+  void failed(DeviceId, std::int64_t, std::exception_ptr) noexcept override {}
+  void cancel(std::exception_ptr) noexcept override {
+    cancelled = true;
+    wake_all();
+  }
+  [[nodiscard]] bool complete() const noexcept override { return cancelled; }
+  std::atomic<bool> cancelled{false};
+};
+
+std::ptrdiff_t threads() {
+  return std::distance(std::filesystem::directory_iterator("/proc/self/task"), std::filesystem::directory_iterator());
+}
+
+/// Whether there are soon no more threads than that. The system shows a thread for a moment after it was joined.
+bool no_more_than(std::ptrdiff_t count) {
+  for (int look = 0; look < 10000 && threads() > count; ++look) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return threads() <= count;
+}
+
+TEST(OutOfMemory, WhileASourceIsOpenedLeavesTheGroupAndTheSourceAsTheyWere) {
+  for (const int priority : {0, -1}) {
+    bool opened = false;
+    int n = 0;
+    while (!opened) {
+      DeviceGroup group = host_group(3);  // a new one each time, because workers keep memory for their next source
+      const auto task = std::make_shared<Count>(3);
+      try {
+        const Shortage shortage(++n, false);
+        group.open(task, priority);
+        opened = true;
+      } catch (const std::bad_alloc&) {
+        ASSERT_FALSE(group.busy()) << "allocation " << n;
+        ASSERT_TRUE(group.run(std::make_shared<Count>(3)));
+        ASSERT_EQ(task->total(), 0) << "allocation " << n;
+        group.open(task, priority);
+      }
+      EXPECT_TRUE(group.wait(*task));
+      EXPECT_EQ(task->total(), 3);
+    }
+    EXPECT_GT(n, 1) << "no allocation has failed";
+  }
+}
+
+TEST(OutOfMemory, WhileAGroupIsMadeLeavesNoThreadBehind) {
+  const std::vector<Device> devices = host_group(3).devices();
+  const std::ptrdiff_t before = threads();
+  std::optional<DeviceGroup> group;
+  int failures = 0;
+  while (!group) {
+    try {
+      const Shortage shortage(failures + 1, false);
+      group.emplace(devices);
+    } catch (const std::bad_alloc&) {
+      ++failures;
+      ASSERT_TRUE(no_more_than(before)) << "allocation " << failures;
+    }
+  }
+  EXPECT_GT(failures, 3);
+  EXPECT_TRUE(group->run(std::make_shared<Count>(3)));
+}
+
+TEST(OutOfMemory, WhileGroupsAreClosedEndsTheirWorkersAllTheSame) {
+  const std::ptrdiff_t before = threads();
+  for (int round = 0; round < 40; ++round) {
+    DeviceGroup group = host_group(2);
+    const DeviceGroup other = host_group(1);
+    const auto idle = std::make_shared<Idle>();
+    group.open(idle, -1);
+    const auto held = std::make_shared<Count>(2, round % 4 > 1);
+    group.submit(held);
+    while (held->total() < 2) std::this_thread::yield();
+    {
+      const Shortage shortage(1 + round / 4, round % 2 == 0);
+      DeviceGroup::close_all(std::chrono::milliseconds(held->go ? 10000 : 1));
+    }
+    ASSERT_TRUE(group.closed() && other.closed()) << "round " << round;
+    ASSERT_TRUE(idle->cancelled) << "round " << round;
+    held->go = true;  // a worker that was left behind ends by itself
+    ASSERT_TRUE(no_more_than(before)) << "round " << round;
+  }
+}
+
+}  // namespace
+}  // namespace paceline
