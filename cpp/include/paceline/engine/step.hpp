@@ -57,9 +57,9 @@ class PACELINE_API StepProgram {
   /// The event that is done when the device has run everything that it was given; null: nothing. The device waits for
   /// it, and claims once more, when a claim came back empty while it was still at work.
   [[nodiscard]] virtual const Event* idle(DeviceId /*device*/) { return nullptr; }
-  /// The longest wait for either event.
-  [[nodiscard]] virtual std::chrono::nanoseconds patience() const { return std::chrono::nanoseconds::max(); }
-  /// Called when an event has taken longer. Throws the error that the step then fails with.
+  /// The longest wait for either event. By default that of DeviceQueueOptions.
+  [[nodiscard]] virtual std::chrono::nanoseconds patience() const { return std::chrono::minutes(10); }
+  /// Called when an event has taken longer. The step fails with what it throws, or else with the Timeout of wait_for().
   virtual void give_up(const Event& /*event*/) {}
   virtual void finish(DeviceId /*device*/) {}
   /// After the step, before its times are used: replaces the times that the host's clock cannot know. The host only saw

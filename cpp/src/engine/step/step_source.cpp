@@ -144,7 +144,10 @@ NextWork StepSource::next_micro_batch(DeviceId device, Clock::time_point now) no
 NextWork StepSource::wait_for(DeviceState& state, const Event& event, Clock::time_point now) {
   if (!state.waits_since) state.waits_since = now;
   const auto patience = internal::bounded(program_->patience());
-  if (now - *state.waits_since > patience) program_->give_up(event);
+  if (now - *state.waits_since >= patience) {
+    program_->give_up(event);
+    throw_late(event, patience);  // a wait that ends in the past would make the worker ask all the time
+  }
   return NextWork::wait(&event, *state.waits_since + patience);
 }
 
