@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <iterator>
 #include <map>
@@ -116,7 +117,7 @@ class CudaEvent final : public Event {
  private:
   int device_;
   bool owned_ = true;
-  bool recorded_ = false;
+  std::atomic<bool> recorded_{false};  // one thread may record while another one asks
   cudaEvent_t event_ = nullptr;
 };
 

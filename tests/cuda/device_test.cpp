@@ -132,6 +132,22 @@ TEST(CudaDevice, UsesStreamsAgainThatHaveNothingLeftToDo) {
   fake::go_on(static_cast<cudaStream_t>(handle));
 }
 
+TEST(CudaDevice, MayBeAskedForAnEventWhileAnotherThreadRecordsIt) {
+  boot_machine();
+  const auto device = open();
+  const auto stream = device->make_stream();
+  const auto event = device->make_event(false);
+  std::jthread asking([&] {
+    for (bool done = false; !done;) {
+      try {
+        done = event->done();
+      } catch (const Error&) {  // it is not recorded yet
+      }
+    }
+  });
+  stream->record(*event);
+}
+
 TEST(CudaDevice, LeavesTheCallersDeviceAlone) {
   boot_machine({.device_count = 2});
   ASSERT_EQ(cudaSetDevice(0), cudaSuccess);

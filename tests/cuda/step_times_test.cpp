@@ -14,6 +14,7 @@
 
 #include <paceline/engine/device_queues.hpp>
 #include <paceline/engine/step_loop.hpp>
+#include <paceline/error.hpp>
 
 #include "orders.hpp"
 #include "queued_steps.hpp"
@@ -263,6 +264,22 @@ TEST(StepTimes, LetTheBalancerGiveALateDeviceLess) {
   const balance::BalanceReport report = step_loop.balancer().report();
   EXPECT_NEAR(report.devices[1].startup_seconds, 0.004, 1e-4);
   EXPECT_GT(report.devices[1].speed, 0.98) << "it is late, not slow";
+}
+
+TEST(StepTimes, AreNotThoseOfAnEarlierStepBeforeTheStepHasEnded) {
+  boot(1, 1);
+  DeviceQueues queues(group_of({"cuda:0"}), {});
+  for (int step = 0; step < 3; ++step) EXPECT_FALSE(excluded(queues, {}));  // their events are used again
+  const std::shared_ptr<const StepTimes> times = queues.begin_step({});
+  EXPECT_FALSE(times->settled());
+  EXPECT_THROW(times->wait(), InvalidArgument);
+  queues.enter(0);
+  queues.deliver(0, {});
+  queues.reduce();
+  EXPECT_FALSE(times->settled());
+  queues.end_step();
+  times->wait();
+  EXPECT_TRUE(times->settled());
 }
 
 TEST(StepTimes, UseTheEventsOfEarlierStepsAgain) {

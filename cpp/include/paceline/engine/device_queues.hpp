@@ -58,10 +58,11 @@ struct DeviceCopy {
 class PACELINE_API StepTimes {
  public:
   virtual ~StepTimes();
-  /// Whether all work that the step enqueued is done. Never blocks. @throws Error if a device has failed.
+  /// Whether all work that the step enqueued is done. False before end_step(). Never blocks. Any thread.
+  /// @throws Error if a device has failed.
   [[nodiscard]] virtual bool settled() const = 0;
-  /// Returns when that work is done. @throws Timeout, Error if a device or NCCL has failed; the sums of the step are
-  /// then not defined.
+  /// Returns when that work is done. Any thread. @throws InvalidArgument before end_step(); Timeout, Error if a device
+  /// or NCCL has failed; the sums of the step are then not defined.
   virtual void wait() const = 0;
   /// Replaces the host's times by the devices' times. Excludes times that are mostly launching, if the device was
   /// measured without that in this step or shortly before. Requires: settled().

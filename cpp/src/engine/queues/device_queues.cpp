@@ -317,7 +317,7 @@ void DeviceQueues::reduce() {
   state.sums->finish();
 }
 
-void DeviceQueues::end_step() { state_->home_stream->record(state_->step->over()); }
+void DeviceQueues::end_step() { state_->step->end(*state_->home_stream); }
 
 void DeviceQueues::begin_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies) {
   State& state = *state_;

@@ -5,6 +5,8 @@
 #include <iterator>
 #include <new>
 
+#include <paceline/error.hpp>
+
 #include "comm/space_collectives.hpp"
 
 namespace paceline {
@@ -98,6 +100,9 @@ double RecordedTimes::waited_seconds(DeviceId d, std::size_t run) const {
 }
 
 void RecordedTimes::wait() const {
+  if (!ended_.load(std::memory_order_acquire)) {
+    throw InvalidArgument("step: it has not come to end_step(), so nobody can wait for its devices. Use drain().");
+  }
   wait_for(*over_, timeout_);
   // A collective that was given up lets its stream go on, and that is known by then.
   if (const auto collectives = collectives_.lock()) collectives->check();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <memory>
@@ -82,7 +83,7 @@ class RecordedTimes final : public StepTimes {
   RecordedTimes(const RecordedTimes&) = delete;
   RecordedTimes& operator=(const RecordedTimes&) = delete;
 
-  [[nodiscard]] bool settled() const override { return over_->done(); }
+  [[nodiscard]] bool settled() const override { return ended_.load(std::memory_order_acquire) && over_->done(); }
   void wait() const override;
   void stamp(std::vector<ClaimRecord>& claims) const override;
 
@@ -103,8 +104,11 @@ class RecordedTimes final : public StepTimes {
   void note_first_arrival(std::size_t space, AsyncDevice& maker, Stream& stream);
   /// Whether the device begins when it has all parameters, or when it has the first bucket. On the device's worker.
   void enter(DeviceId d, bool needs_all) { needs_all_[d] = static_cast<char>(needs_all); }
-  /// Recorded when everything of the step is on its way.
-  [[nodiscard]] Event& over() noexcept { return *over_; }
+  /// Everything of the step is on its way, and comes before the home stream's next work.
+  void end(Stream& home) {
+    home.record(*over_);
+    ended_.store(true, std::memory_order_release);
+  }
 
  private:
   [[nodiscard]] double arrival_seconds(DeviceId d) const;
@@ -122,6 +126,7 @@ class RecordedTimes final : public StepTimes {
       arrivals_;                 // of each space: of all parameters, and one that ends with their first bucket
   std::vector<char> needs_all_;  // of each device
   std::unique_ptr<Event> over_;
+  std::atomic<bool> ended_{false};  // until then the event is an earlier step's
   std::shared_ptr<Evidence> evidence_;
   std::shared_ptr<SpareEvents> spare_;
   std::chrono::nanoseconds timeout_;
