@@ -107,11 +107,17 @@ std::shared_ptr<Step> run_plan(StepLoop& step_loop, const std::shared_ptr<BatchP
     program = std::make_shared<PythonProgram>(std::move(body), std::move(finish), step_loop.group().size());
   }
   std::shared_ptr<Step> step = step_loop.prepare(plan, program, {micro_batches_of(claims), micro_batches_of(pieces)});
-  program->begin(*step);
-  run_interruptibly(*step, [&] {
+  const auto abandon = [&] {
     program->release();
     if (queues != nullptr) queues->drain();
-  });
+  };
+  try {
+    program->begin(*step);
+  } catch (...) {
+    abandon();
+    throw;
+  }
+  run_interruptibly(*step, abandon);
   program->release();
   if (const StepFailure* failure = step->failure()) {
     if (queues != nullptr) queues->drain();

@@ -292,6 +292,19 @@ TEST(CudaDataParallel, AFailedStepAlsoEndsWhatItBeganForDevicesWithoutWork) {
   }
 }
 
+TEST(CudaDataParallel, AStepThatCannotStartLeavesNothingEnqueued) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed, 2);
+    DeviceGroup group = group_of({"", 2, {"cuda:0", "cuda:1"}});
+    Trainer trainer(group, {.parameter_count = kWidth, .collectives = {.transport = Transport::copies}});
+    trainer.step(kBatch, body);
+    update(trainer);
+    group.close();  // found out only when the parameters are on their way, as with another trainer that comes first
+    EXPECT_THROW(trainer.step(kBatch, body), Unavailable);
+    ASSERT_EQ(fake::leftovers().queued, 0U) << "seed " << seed;
+  }
+}
+
 TEST(CudaDataParallel, GoesWithoutHoldingTheThreadInTheMiddleOfWork) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
     boot(seed, 1);

@@ -90,7 +90,7 @@ class PACELINE_API StepTimes {
 ///   6. If devices update parts of the parameters between two steps, their streams wait for the caller's work so far,
 ///   pull
 ///      what they need from home and do the update. The home stream waits for each of them and pulls the results.
-///   7. After a failed step drain() waits for all work, so that the caller may free what the step used.
+///   7. After a step that failed or did not start, drain() waits for all work. The caller may then free what it used.
 ///
 /// With NCCL between several GPUs, home has one more stream for collectives. Other spaces use the stream of their
 /// copies. Then these points change:
@@ -207,7 +207,7 @@ class PACELINE_API DeviceQueues {
   void begin_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies);
   /// The home stream waits for one device after the other and pulls its results (copies.to is in home's memory).
   void end_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies);
-  /// After a failure: returns when no enqueued work is left, or when it hangs.
+  /// After a step that failed, or that did not start: returns when no enqueued work is left, or when it hangs.
   /// @throws what the poll hook of waits throws (Ctrl-C); then work may still run, and the next step first waits for
   /// it.
   void drain();

@@ -94,11 +94,14 @@ struct BasicDataParallel<T>::State {
       step_loop.forget_unsettled();
     }
     std::shared_ptr<Step> step;
-    noting_failures([&] {
-      step = step_loop.prepare(step_loop.plan(batch), program);
-      program->begin(*step);
-    });
-    step->start();
+    noting_failures([&] { step = step_loop.prepare(step_loop.plan(batch), program); });
+    try {
+      noting_failures([&] { program->begin(*step); });
+      step->start();
+    } catch (...) {  // another trainer may have come first, or closed the group
+      program->abandon();
+      throw;
+    }
     step->wait();
     if (step->failure() != nullptr) {
       program->abandon();

@@ -72,7 +72,8 @@ class TrainerMemory : public std::enable_shared_from_this<TrainerMemory<T>> {
 /// One step of a trainer with flat parameters.
 ///
 /// Lifecycle: begin() on the caller's thread, the StepProgram's calls on the workers, and then on the caller's thread
-/// complete() if every device succeeded, else abandon(). settled() and stamp() may be asked steps later.
+/// complete() if every device succeeded, else abandon(), also if the step could not start. settled() and stamp() may be
+/// asked steps later.
 template <class T>
 class TrainerStep : public StepProgram {
  public:
@@ -84,7 +85,7 @@ class TrainerStep : public StepProgram {
   virtual void begin(const Step& /*step*/) {}
   /// Returns the objective. From now on the trainer's gradients() are this step's.
   virtual Objective complete() { return Objective(loss() / total_weight_); }
-  /// Waits until no device works for the failed step any more.
+  /// Waits until no device works for the step any more.
   virtual void abandon() {}
 
   bool run(const MicroBatch& micro_batch) override {

@@ -191,10 +191,15 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
       }
       continue;
     }
-    run->prepare_commit(1.0 / weight, dtype_);
-    on_stages(
-        "step", [&](std::size_t stage) { run->commit(stage); },
-        [](std::size_t stage) { return fmt::format("the sum of the gradients of stage {}", stage); });
+    try {
+      run->prepare_commit(1.0 / weight, dtype_);
+      on_stages(
+          "step", [&](std::size_t stage) { run->commit(stage); },
+          [](std::size_t stage) { return fmt::format("the sum of the gradients of stage {}", stage); });
+    } catch (...) {  // a stage has failed, or another trainer has the group: the caller may free what the step used
+      devices_.drain();
+      throw;
+    }
     planner_.ran();
     plan_ = plan;
     pending_.push_back({plan, marks, step.record(), first, measures});
