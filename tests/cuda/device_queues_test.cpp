@@ -208,26 +208,28 @@ TEST(DeviceQueues, WhatAnInterruptedDrainLeftIsDrainedBeforeTheNextUpdate) {
 }
 
 TEST(DeviceQueues, AHangIsATimeoutThatNamesTheDeviceAndEndsTheTraining) {
-  boot(3, 2);
-  const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
-  DeviceQueues queues(group, {.timeout = std::chrono::milliseconds(20)});
-  fake::hang(static_cast<cudaStream_t>(queues.stream(1)->native()));
-  const std::shared_ptr<const StepTimes> times = queues.begin_step({});
-  for (std::size_t d = 0; d < 2; ++d) {
-    queues.enter(d);
-    queues.begin_run(d);
-    queues.end_run(d);
-    queues.deliver(d, {});
-  }
-  queues.reduce();
-  queues.end_step();
-  EXPECT_THROW(times->wait(), Timeout);
-  queues.drain();
-  try {
-    static_cast<void>(queues.begin_step({}));
-    FAIL();
-  } catch (const DeviceLost& error) {
-    EXPECT_NE(std::string(error.what()).find("new process"), std::string::npos);
+  for (const bool who_reads_finds_it : {true, false}) {
+    boot(3, 2);
+    const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+    DeviceQueues queues(group, {.timeout = std::chrono::milliseconds(20)});
+    fake::hang(static_cast<cudaStream_t>(queues.stream(1)->native()));
+    const std::shared_ptr<const StepTimes> times = queues.begin_step({});
+    for (std::size_t d = 0; d < 2; ++d) {
+      queues.enter(d);
+      queues.begin_run(d);
+      queues.end_run(d);
+      queues.deliver(d, {});
+    }
+    queues.reduce();
+    queues.end_step();
+    if (!who_reads_finds_it) queues.drain();
+    EXPECT_THROW(times->wait(), Timeout);
+    try {
+      static_cast<void>(queues.begin_step({}));
+      FAIL();
+    } catch (const DeviceLost& error) {
+      EXPECT_NE(std::string(error.what()).find("new process"), std::string::npos);
+    }
   }
 }
 

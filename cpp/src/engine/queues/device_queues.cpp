@@ -203,19 +203,19 @@ void DeviceQueues::State::await(const Event& event) {
   try {
     wait_for(event, options.timeout);
   } catch (const Timeout&) {
-    hung = true;
+    *hung = true;
     throw;
   }
 }
 
 void DeviceQueues::State::check() const {
-  if (!hung) return;
+  if (!*hung) return;
   throw DeviceLost(
       "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
 }
 
 void DeviceQueues::State::drain(AsyncDevice* device, Stream* stream) {
-  if (device == nullptr || stream == nullptr || hung) return;
+  if (device == nullptr || stream == nullptr || *hung) return;
   try {
     const std::unique_ptr<Event> event = device->make_event(false);
     stream->record(*event);
@@ -271,7 +271,7 @@ const Event* DeviceQueues::idle(DeviceId device) const { return state_->step->en
 std::chrono::nanoseconds DeviceQueues::patience() const noexcept { return state_->options.timeout; }
 
 void DeviceQueues::give_up(const Event& event) {
-  state_->hung = true;
+  *state_->hung = true;
   throw_late(event, state_->options.timeout);
 }
 
@@ -343,7 +343,7 @@ void DeviceQueues::end_update(std::span<const DeviceId> devices, std::span<const
 void DeviceQueues::drain() {
   State& state = *state_;
   state.left = true;
-  if (state.collectives != nullptr && state.collectives->lost()) state.hung = true;
+  if (state.collectives != nullptr && state.collectives->lost()) *state.hung = true;
   for (State::Queue& queue : state.queues) state.drain(queue.device, queue.stream);
   for (State::Queue& queue : state.queues) state.drain(&state.home_device(), queue.source.get());
   for (State::Space& space : state.spaces) state.drain(space.maker, space.copies.get());

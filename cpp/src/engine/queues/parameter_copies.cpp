@@ -66,7 +66,8 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
   state.check();
   if (state.collectives != nullptr) state.collectives->check();
   state.step = std::make_shared<internal::RecordedTimes>(state.evidence, state.spare_events, state.space_of_device(),
-                                                         state.home_device(), state.options.timeout, state.collectives);
+                                                         state.home_device(), state.options.timeout, state.hung,
+                                                         state.collectives);
   state.begin(takes_part);
   try {
     state.distribute(copies);

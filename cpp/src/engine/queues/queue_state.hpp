@@ -102,8 +102,8 @@ struct DeviceQueues::State {
   std::shared_ptr<internal::Evidence> evidence = std::make_shared<internal::Evidence>();  // of all steps
   std::shared_ptr<internal::SpareEvents> spare_events = std::make_shared<internal::SpareEvents>();
   std::shared_ptr<internal::RecordedTimes> step;
-  std::atomic<bool> hung{false};
-  bool left = false;  // a drain did not end
+  std::shared_ptr<std::atomic<bool>> hung = std::make_shared<std::atomic<bool>>(false);  // shared with the steps' times
+  bool left = false;                                                                     // a drain did not end
 };
 
 }  // namespace paceline

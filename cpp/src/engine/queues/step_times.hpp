@@ -66,10 +66,10 @@ class SpareEvents {
 class RecordedTimes final : public StepTimes {
  public:
   /// `evidence` and `spare`: of all steps of the group. `home`, the device of space 0, makes the event that ends the
-  /// step; `timeout` is for wait().
+  /// step; `timeout` is for wait(). `hung`: whether a device of the group did not end its work in that time.
   RecordedTimes(std::shared_ptr<Evidence> evidence, std::shared_ptr<SpareEvents> spare,
                 std::vector<std::size_t> space_of_device, AsyncDevice& home, std::chrono::nanoseconds timeout,
-                std::weak_ptr<SpaceCollectives> collectives)
+                std::shared_ptr<std::atomic<bool>> hung, std::weak_ptr<SpaceCollectives> collectives)
       : space_of_(std::move(space_of_device)),
         spans_(space_of_.size()),
         waits_(space_of_.size()),
@@ -78,6 +78,7 @@ class RecordedTimes final : public StepTimes {
         evidence_(std::move(evidence)),
         spare_(std::move(spare)),
         timeout_(timeout),
+        hung_(std::move(hung)),
         collectives_(std::move(collectives)) {}
   ~RecordedTimes() override;
   RecordedTimes(const RecordedTimes&) = delete;
@@ -130,6 +131,7 @@ class RecordedTimes final : public StepTimes {
   std::shared_ptr<Evidence> evidence_;
   std::shared_ptr<SpareEvents> spare_;
   std::chrono::nanoseconds timeout_;
+  std::shared_ptr<std::atomic<bool>> hung_;
   std::weak_ptr<SpaceCollectives> collectives_;
   mutable std::vector<char> strict_;  // the answer of Evidence::classify(), under its lock; empty: not asked yet
 };
