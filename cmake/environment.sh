@@ -8,6 +8,7 @@
 #   PACELINE_BUILD_DIR   the folder of all build results (build/ in the checkout)
 #   PACELINE_VENV        the virtual environment (venv/ in the build folder), created if missing
 #   PACELINE_WERROR      ON: warnings in our own C++ are errors (OFF)
+#   PACELINE_UNITY       OFF: compiles each file of a room alone, which takes longer as a whole and is quicker after a change (ON)
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 absolute() { case "$1" in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
@@ -15,6 +16,7 @@ build_dir="$(absolute "${PACELINE_BUILD_DIR:-$root/build}")"
 venv="$(absolute "${PACELINE_VENV:-$build_dir/venv}")"
 debian_dir="$build_dir/debian"
 werror="${PACELINE_WERROR:-OFF}"
+unity="${PACELINE_UNITY:-ON}"
 jobs="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
 mkdir -p "$build_dir"
 
@@ -49,7 +51,7 @@ debian_install() {
   command -v apt-get >/dev/null && as_root true || return 1
   note "installing $*"
   local log="$build_dir/apt.log"
-  local install=(as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@")
+  local install=(as_root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "$@")
   if "${install[@]}" >"$log" 2>&1 </dev/null; then return 0; fi
   if [ "$apt_updated" = no ]; then
     apt_updated=yes
@@ -183,14 +185,14 @@ configure_dev() {
   need_header gtest/gtest.h GoogleTest libgtest-dev
   # With nvcc a test reads the kernels' machine code.
   if command -v nvcc >/dev/null && ! command -v cuobjdump >/dev/null; then pip_once nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm; fi
-  cmake --preset dev -S "$root" -B "$dev_dir" -DPACELINE_WERROR="$werror" -DPACELINE_PYTHON=ON \
+  cmake --preset dev -S "$root" -B "$dev_dir" -DPACELINE_WERROR="$werror" -DPACELINE_UNITY="$unity" -DPACELINE_PYTHON=ON \
     -DPACELINE_BENCHMARKS=OFF -DPACELINE_EXAMPLES=OFF -DPython_EXECUTABLE="$venv/bin/python" ${CMAKE_ARGS:-} "$@"
 }
 # configure_release OPTION...: for what is installed: kernels for all GPUs, and nothing but the library.
 configure_release() {
   need_build_tools
-  cmake --preset release -S "$root" -B "$dev_dir" -UCMAKE_CUDA_ARCHITECTURES -DPACELINE_WERROR="$werror" -DPACELINE_TESTS=OFF \
-    -DPACELINE_GPU_TESTS=OFF -DPACELINE_BENCHMARKS=OFF -DPACELINE_EXAMPLES=OFF ${CMAKE_ARGS:-} "$@"
+  cmake --preset release -S "$root" -B "$dev_dir" -UCMAKE_CUDA_ARCHITECTURES -DPACELINE_WERROR="$werror" -DPACELINE_UNITY="$unity" \
+    -DPACELINE_TESTS=OFF -DPACELINE_GPU_TESTS=OFF -DPACELINE_BENCHMARKS=OFF -DPACELINE_EXAMPLES=OFF ${CMAKE_ARGS:-} "$@"
 }
 
 # build_package FOLDER VERB...: runs pip's VERB for this checkout, in the CMake build in FOLDER. Without pip's isolation, which would put
@@ -199,7 +201,7 @@ build_package() {
   local folder="$1"
   shift
   CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$jobs}" "$venv/bin/python" -m pip "$@" -q --no-build-isolation \
-    --config-settings=build-dir="$folder" --config-settings=build.targets=_core
+    --config-settings=build-dir="$folder" --config-settings=build.targets=_core --config-settings=cmake.define.PACELINE_UNITY="$unity"
 }
 
 # install_paceline [EXTRA,...]: installs the package with its extras. Rebuilds only what has changed.

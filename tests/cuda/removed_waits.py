@@ -26,11 +26,10 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
 ROOMS = PROJECT / "cpp" / "src"
-OF_STEPS = ["bucket_sums", "data_parallel", "device_queues", "device_updates", "parameter_copies", "relayed_copies"]
-OF_STEPS += ["step_times"]
-OF_COLLECTIVES = ["communicator", "communicator_failures"]
-OF_PIPELINES = ["pipeline"]
-# Each source, and the tests that run it.
+OF_STEPS = ["cuda_queues", "cuda_training"]
+OF_COLLECTIVES = ["cuda_collectives"]
+OF_PIPELINES = ["cuda_pipeline"]
+# Each source, and the test programs that run it.
 SOURCES = {
     ROOMS / "engine" / "queues" / "bucket_sums.cpp": OF_STEPS,
     ROOMS / "engine" / "queues" / "device_queues.cpp": OF_STEPS,
@@ -45,7 +44,7 @@ SOURCES = {
     ROOMS / "comm" / "async_collectives.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "copy_link.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "memory_spaces.cpp": OF_COLLECTIVES,
-    PROJECT / "cuda" / "host_path.cpp": ["peer_access"],
+    PROJECT / "cuda" / "host_path.cpp": ["cuda"],
 }
 # A statement that waits: a stream for an event, the host for an event, the host for all of a stream; or that calls those.
 WAIT = re.compile(
@@ -78,11 +77,14 @@ def waits(lines: list[str]) -> list[int]:
     return [number for number, line in enumerate(lines) if WAIT.match(line)]
 
 
-def compile_command(build: Path, source: Path) -> list[str]:
+def compiled_unit(build: Path, source: Path) -> tuple[list[str], str]:
+    """How the build compiles this source, and what it compiles: a line that includes it, perhaps with others of its room."""
     for entry in json.loads((build / "compile_commands.json").read_text()):
-        if Path(entry["file"]).resolve() == source:
+        file = Path(entry["file"])
+        unit = file.read_text() if "Unity" in file.parts and file.exists() else f'#include "{file.resolve()}"'
+        if f'#include "{source}"' in unit:
             command = shlex.split(entry["command"])
-            return command[1:] if Path(command[0]).name == "ccache" else command
+            return command[1:] if Path(command[0]).name == "ccache" else command, unit
     raise SystemExit(f"removed_waits: {build} does not compile {source.name}; configure it with PACELINE_CUDA=ON")
 
 
@@ -90,9 +92,11 @@ def failed_test(build: Path, original: Path, lines: list[str], folder: Path, sus
     """The first test that fails with these lines as its source, "hangs" if one does not end, or None. Suspects run first."""
     source = folder / original.name
     source.write_text("\n".join(lines) + "\n")
-    command = compile_command(build, original)
+    command, text = compiled_unit(build, original)
+    unit = folder / "mutant.cpp"
+    unit.write_text(text.replace(f'#include "{original}"', f'#include "{source}"'))
     command[command.index("-o") + 1] = str(folder / "mutant.o")
-    command[command.index("-c") + 1] = str(source)
+    command[command.index("-c") + 1] = str(unit)
     # What the removal leaves unused is no error here.
     subprocess.run([*command, "-w", f"-I{ROOMS}"], cwd=build, check=True)
     tests = build / "tests" / "cuda"
@@ -101,8 +105,7 @@ def failed_test(build: Path, original: Path, lines: list[str], folder: Path, sus
     sanitizers = [flag for flag in command if flag.startswith("-fsanitize")]
     found = []
     for name in SOURCES[original]:
-        (test_object,) = tests.rglob(f"{name}_test.cpp.o")
-        test_objects = [test_object, *test_object.parent.rglob("nccl_host.cpp.o")]
+        test_objects = (tests / "CMakeFiles" / f"test_{name}.dir").rglob("*.o")
         program = folder / f"mutant_{name}"
         subprocess.run(
             [command[0], *sanitizers, "-o", program, *test_objects, folder / "mutant.o", *libraries], check=True

@@ -73,9 +73,9 @@ double longest_first(const ItemCase& c) {
   return makespan_of(c, place);
 }
 
-class Generator {
+class ItemGenerator {
  public:
-  explicit Generator(std::uint64_t seed) : random_(seed) {}
+  explicit ItemGenerator(std::uint64_t seed) : random_(seed) {}
 
   std::int64_t integer(std::int64_t low, std::int64_t high) {
     return std::uniform_int_distribution<std::int64_t>(low, high)(random_);
@@ -132,7 +132,7 @@ std::vector<std::size_t> place_of(const ItemCase& c, const ItemSplit& split) {
 }
 
 TEST(ItemSplitProperties, EqualsBruteForce) {
-  Generator generator(1);
+  ItemGenerator generator(1);
   for (int round = 0; round < 1500; ++round) {
     const ItemCase c = generator.small();
     const double best = best_of_all(c);
@@ -145,7 +145,7 @@ TEST(ItemSplitProperties, EqualsBruteForce) {
 }
 
 TEST(ItemSplitProperties, ALowerBoundIsNeverAboveTheOptimumWhereNothingIsProven) {
-  Generator generator(2);
+  ItemGenerator generator(2);
   for (int round = 0; round < 60; ++round) {
     ItemCase c;
     for (int i = 0; i < 17; ++i) c.costs.push_back(generator.cost(round % 2 == 0));
@@ -159,7 +159,7 @@ TEST(ItemSplitProperties, ALowerBoundIsNeverAboveTheOptimumWhereNothingIsProven)
 }
 
 TEST(ItemSplitProperties, LargeSplitsAreWholeAndNoWorseThanLongestFirst) {
-  Generator generator(3);
+  ItemGenerator generator(3);
   int compared = 0;
   for (int round = 0; round < 60; ++round) {
     const ItemCase c = generator.large();
@@ -174,7 +174,7 @@ TEST(ItemSplitProperties, LargeSplitsAreWholeAndNoWorseThanLongestFirst) {
 }
 
 TEST(ItemSplitProperties, TheSameQuestionHasTheSameAnswer) {
-  Generator generator(4);
+  ItemGenerator generator(4);
   for (int round = 0; round < 20; ++round) {
     const ItemCase c = generator.large();
     const ItemSplit once = split_items(c.costs, c.models);
@@ -185,7 +185,7 @@ TEST(ItemSplitProperties, TheSameQuestionHasTheSameAnswer) {
 }
 
 TEST(ItemSplitProperties, UnitsOfCostAndTimeDoNotMatter) {
-  Generator generator(5);
+  ItemGenerator generator(5);
   for (int round = 0; round < 40; ++round) {
     const ItemCase c = generator.large();
     ItemCase scaled = c;
@@ -199,7 +199,7 @@ TEST(ItemSplitProperties, UnitsOfCostAndTimeDoNotMatter) {
 }
 
 TEST(ItemSplitProperties, LognormalLengthsComeWithinTheToleranceOfTheBound) {
-  Generator generator(6);
+  ItemGenerator generator(6);
   for (int round = 0; round < 10; ++round) {
     std::vector<double> costs;
     for (int i = 0; i < 1024; ++i) costs.push_back(generator.length());
@@ -211,7 +211,7 @@ TEST(ItemSplitProperties, LognormalLengthsComeWithinTheToleranceOfTheBound) {
 
 // Differencing is closer to even on two and three devices, and farther from it on eight.
 TEST(ItemSplitProperties, OnEqualDevicesItIsAboutAsEvenAsDifferencing) {
-  Generator generator(7);
+  ItemGenerator generator(7);
   double worst = 0.0;
   double sum = 0.0;
   int splits = 0;

@@ -114,9 +114,9 @@ void expect_sound(const std::vector<double>& costs, const Models& models, const 
   EXPECT_LE(split.lower_bound_seconds, split.makespan_seconds);
 }
 
-class Generator {
+class PaddedGenerator {
  public:
-  explicit Generator(std::uint64_t seed) : random_(seed) {}
+  explicit PaddedGenerator(std::uint64_t seed) : random_(seed) {}
 
   std::size_t integer(std::size_t low, std::size_t high) {
     return std::uniform_int_distribution<std::size_t>(low, high)(random_);
@@ -158,7 +158,7 @@ class Generator {
 };
 
 TEST(PaddedSplit, EqualsTheBestOfAllCutsAndOrders) {
-  Generator generator(1);
+  PaddedGenerator generator(1);
   for (int round = 0; round < 1500; ++round) {
     const std::size_t devices = generator.integer(1, 5);
     const std::vector<double> costs = generator.costs(generator.integer(0, 10));
@@ -171,7 +171,7 @@ TEST(PaddedSplit, EqualsTheBestOfAllCutsAndOrders) {
 }
 
 TEST(PaddedSplit, NoOtherDealIsFaster) {
-  Generator generator(2);
+  PaddedGenerator generator(2);
   for (int round = 0; round < 200; ++round) {
     const std::size_t devices = generator.integer(1, 4);
     const std::vector<double> costs = generator.costs(generator.integer(1, devices == 4 ? 7 : 8));
@@ -201,7 +201,7 @@ bool is_least(const std::vector<double>& costs, const Models& models, double tim
 }
 
 TEST(PaddedSplit, ManyEqualDevicesHaveTheExactOptimumToo) {
-  Generator generator(3);
+  PaddedGenerator generator(3);
   for (int round = 0; round < 100; ++round) {
     const std::size_t devices = generator.integer(1, 80);
     const std::vector<double> costs = generator.lengths(generator.integer(devices, 1000));
@@ -213,7 +213,7 @@ TEST(PaddedSplit, ManyEqualDevicesHaveTheExactOptimumToo) {
 }
 
 TEST(PaddedSplit, BeyondTwelveUnequalDevicesItSaysWhatIsNotProven) {
-  Generator generator(4);
+  PaddedGenerator generator(4);
   int unproven = 0;
   for (int round = 0; round < 20; ++round) {
     const std::size_t devices = generator.integer(13, 20);
@@ -228,7 +228,7 @@ TEST(PaddedSplit, BeyondTwelveUnequalDevicesItSaysWhatIsNotProven) {
 }
 
 TEST(PaddedSplit, ManyDevicesOfTwoSpeedsAreStillExact) {
-  Generator generator(5);
+  PaddedGenerator generator(5);
   std::vector<double> speeds(40, 1.0);
   std::fill(speeds.begin(), speeds.begin() + 17, 2.5);
   const std::vector<double> costs = generator.lengths(500);
@@ -272,7 +272,7 @@ TEST(PaddedSplit, NoDeviceHasNothingWhereThereIsEnough) {
 TEST(PaddedSplit, TiesAreStable) {
   const ItemSplit split = split_padded(std::vector<double>(6, 2.0), equal(3));
   EXPECT_EQ(split.items, (Indices{{0, 1}, {2, 3}, {4, 5}}));
-  Generator generator(6);
+  PaddedGenerator generator(6);
   for (int round = 0; round < 20; ++round) {
     std::vector<double> costs = generator.lengths(200);
     const Models models = generator.models(6);

@@ -14,9 +14,9 @@ namespace {
 
 using testing::Case;
 
-class Generator {
+class SplitGenerator {
  public:
-  explicit Generator(std::uint64_t seed) : random_(seed) {}
+  explicit SplitGenerator(std::uint64_t seed) : random_(seed) {}
 
   std::int64_t integer(std::int64_t low, std::int64_t high) {
     return std::uniform_int_distribution<std::int64_t>(low, high)(random_);
@@ -96,7 +96,7 @@ bool agrees_with_brute_force(const Case& c) {
 
 void check_random_cases(std::uint64_t seed, int rounds, std::int64_t most_devices, std::int64_t largest_batch,
                         int least_solved) {
-  Generator generator(seed);
+  SplitGenerator generator(seed);
   int solved = 0;
   for (int round = 0; round < rounds && !::testing::Test::HasFailure(); ++round) {
     Case c = generator.next(most_devices, largest_batch);
@@ -116,7 +116,7 @@ TEST(BatchSplitProperty, EqualsBruteForceOnEightDevices) { check_random_cases(3,
 
 // Too large to enumerate, so this tests what holds for every correct answer.
 TEST(BatchSplitProperty, SharesSumToTheBatchAndCannotBeImprovedByMovingAGrain) {
-  Generator generator(4);
+  SplitGenerator generator(4);
   for (int round = 0; round < 2000 && !HasFailure(); ++round) {
     Case c;
     const auto devices = static_cast<std::size_t>(generator.integer(1, 64));
@@ -151,7 +151,7 @@ TEST(BatchSplitProperty, SharesSumToTheBatchAndCannotBeImprovedByMovingAGrain) {
 }
 
 TEST(BatchSplitProperty, RemainderReductionAndPreviousHoldOnManyDevices) {
-  Generator generator(5);
+  SplitGenerator generator(5);
   for (int round = 0; round < 200 && !HasFailure(); ++round) {
     Case c;
     const auto devices = static_cast<std::size_t>(generator.integer(9, 40));

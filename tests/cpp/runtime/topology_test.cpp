@@ -22,22 +22,22 @@ namespace {
 namespace fs = std::filesystem;
 
 // A made-up /proc and /sys in a temporary directory.
-class FakeSystem {
+class FakeTopology {
  public:
-  FakeSystem() {
+  FakeTopology() {
     static std::atomic<int> count{0};
     root_ = fs::temp_directory_path() /
             ("paceline_topology_" + std::to_string(::getpid()) + "_" + std::to_string(count.fetch_add(1)));
     fs::create_directories(root_);
   }
-  ~FakeSystem() {
+  ~FakeTopology() {
     std::error_code ignored;
     fs::remove_all(root_, ignored);
   }
-  FakeSystem(const FakeSystem&) = delete;
-  FakeSystem& operator=(const FakeSystem&) = delete;
+  FakeTopology(const FakeTopology&) = delete;
+  FakeTopology& operator=(const FakeTopology&) = delete;
 
-  FakeSystem& file(const std::string& path, const std::string& text) {
+  FakeTopology& file(const std::string& path, const std::string& text) {
     fs::create_directories((root_ / path).parent_path());
     std::ofstream(root_ / path) << text;
     return *this;
@@ -81,10 +81,10 @@ TEST(CpuList, RefusesWhatIsMalformedAsAWhole) {
   }
 }
 
-TEST(CgroupLimit, IsAbsentWithoutAnyCgroup) { EXPECT_EQ(FakeSystem{}.limit(), std::nullopt); }
+TEST(CgroupLimit, IsAbsentWithoutAnyCgroup) { EXPECT_EQ(FakeTopology{}.limit(), std::nullopt); }
 
 TEST(CgroupLimit, ReadsVersionTwoOfTheOwnGroup) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "0::/user.slice/job.scope\n");
   system.file("sys/fs/cgroup/user.slice/job.scope/cpu.max", "150000 100000\n");
   const auto limit = system.limit();
@@ -95,7 +95,7 @@ TEST(CgroupLimit, ReadsVersionTwoOfTheOwnGroup) {
 }
 
 TEST(CgroupLimit, OfAParentCountsWhenItIsTighter) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "0::/a/b/c\n");
   system.file("sys/fs/cgroup/a/b/c/cpu.max", "800000 100000\n");
   system.file("sys/fs/cgroup/a/b/cpu.max", "max 100000\n");
@@ -105,20 +105,20 @@ TEST(CgroupLimit, OfAParentCountsWhenItIsTighter) {
 }
 
 TEST(CgroupLimit, OfTheMountPointCountsInsideACgroupNamespace) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "50000 100000\n");
   ASSERT_TRUE(system.limit().has_value());
   EXPECT_EQ(system.limit()->worker_count(), 1);
 }
 
 TEST(CgroupLimit, MaxMeansNone) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "max 100000\n");
   EXPECT_EQ(system.limit(), std::nullopt);
 }
 
 TEST(CgroupLimit, ReadsVersionOneWithItsParents) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "5:memory:/other\n4:cpu,cpuacct:/slurm/job_7\n");
   system.file("sys/fs/cgroup/cpu/slurm/job_7/cpu.cfs_quota_us", "-1\n");
   system.file("sys/fs/cgroup/cpu/slurm/job_7/cpu.cfs_period_us", "100000\n");
@@ -129,7 +129,7 @@ TEST(CgroupLimit, ReadsVersionOneWithItsParents) {
 }
 
 TEST(CgroupLimit, FindsAContainersOwnGroupWhereOnlyItsSubtreeIsMounted) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "4:cpu:/docker/abc\n");
   system.file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "200000\n").file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
   ASSERT_TRUE(system.limit().has_value());
@@ -137,7 +137,7 @@ TEST(CgroupLimit, FindsAContainersOwnGroupWhereOnlyItsSubtreeIsMounted) {
 }
 
 TEST(CgroupLimit, FindsASubgroupWhereOnlyTheContainersSubtreeIsMounted) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "4:cpu:/docker/abc/job\n0::/docker/abc/job/part\n");
   system.file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "800000\n").file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
   system.file("sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", "300000\n");
@@ -149,7 +149,7 @@ TEST(CgroupLimit, FindsASubgroupWhereOnlyTheContainersSubtreeIsMounted) {
 }
 
 TEST(CgroupLimit, IsNotThatOfAnotherGroupOfTheSameNameFurtherUp) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "0::/user/job\n").file("sys/fs/cgroup/job/cpu.max", "100000 100000\n");
   system.file("sys/fs/cgroup/user/job/cpu.max", "500000 100000\n");
   ASSERT_TRUE(system.limit().has_value());
@@ -158,7 +158,7 @@ TEST(CgroupLimit, IsNotThatOfAnotherGroupOfTheSameNameFurtherUp) {
 
 TEST(CgroupLimit, FallsBackToTheMountPointForAGroupThatIsNotVisible) {
   for (const char* group : {"0::/elsewhere/x\n", "0::/../outside\n", "0::/podman/abcdef\n"}) {
-    FakeSystem system;
+    FakeTopology system;
     system.file("proc/self/cgroup", group);
     system.file("sys/fs/cgroup/cpu.max", "700000 100000\n");
     ASSERT_TRUE(system.limit().has_value()) << group;
@@ -167,7 +167,7 @@ TEST(CgroupLimit, FallsBackToTheMountPointForAGroupThatIsNotVisible) {
 }
 
 TEST(CgroupLimit, TakesTheTighterOfBothOnAHybridSystem) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "3:cpuset:/q\n1:cpu:/\n0::/s\n");
   system.file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "600000\n").file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
   ASSERT_TRUE(system.limit().has_value());
@@ -177,7 +177,7 @@ TEST(CgroupLimit, TakesTheTighterOfBothOnAHybridSystem) {
 }
 
 TEST(CgroupLimit, ReadsGroupsWithOddCharacters) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "0::/a:b c\n");
   system.file("sys/fs/cgroup/a:b c/cpu.max", "100000 100000\n");
   ASSERT_TRUE(system.limit().has_value());
@@ -187,17 +187,17 @@ TEST(CgroupLimit, ReadsGroupsWithOddCharacters) {
 TEST(CgroupLimit, IgnoresFilesThatMakeNoSense) {
   for (const char* text : {"", "max", "abc 100000", "100000", "100000 0", "-1 100000", "0 100000", "1e5 100000",
                            "100000 100000 7", "99999999999999999999 100000"}) {
-    FakeSystem system;
+    FakeTopology system;
     system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", text);
     EXPECT_EQ(system.limit(), std::nullopt) << text;
   }
-  FakeSystem lines;
+  FakeTopology lines;
   lines.file("proc/self/cgroup", "::\n0:\n");
   EXPECT_EQ(lines.limit(), std::nullopt);
 }
 
 TEST(HostTopology, CountsTheCoresOfTheMaskWhenNothingElseIsKnown) {
-  const HostTopology topology = FakeSystem{}.topology({4, 1, 4, 2000});
+  const HostTopology topology = FakeTopology{}.topology({4, 1, 4, 2000});
   ASSERT_EQ(topology.cores.size(), 3u);
   EXPECT_EQ(topology.cores[0], (HostCore{.index = 1, .physical_core = 1}));
   EXPECT_EQ(topology.cores[2].index, 2000);
@@ -205,7 +205,7 @@ TEST(HostTopology, CountsTheCoresOfTheMaskWhenNothingElseIsKnown) {
 }
 
 TEST(HostTopology, IsLimitedByTheQuotaButNeverBelowOne) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "1000 100000\n");
   EXPECT_EQ(system.topology({0, 1, 2, 3}).device_count, 1);
   system.file("sys/fs/cgroup/cpu.max", "900000 100000\n");
@@ -213,7 +213,7 @@ TEST(HostTopology, IsLimitedByTheQuotaButNeverBelowOne) {
 }
 
 TEST(HostTopology, ReadsNumaNodesAndSiblings) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("sys/devices/system/node/node0/cpulist", "0-1\n").file("sys/devices/system/node/node1/cpulist", "2-3\n");
   system.file("sys/devices/system/node/nodeX/cpulist", "0\n").file("sys/devices/system/node/online", "0-1\n");
   system.file("sys/devices/system/cpu/cpu0/topology/thread_siblings_list", "0,2\n");
@@ -227,7 +227,7 @@ TEST(HostTopology, ReadsNumaNodesAndSiblings) {
 }
 
 TEST(HostDevice, TakesFirstHyperthreadsFirstWhenThereIsACoreForEach) {
-  FakeSystem system;  // hyperthreads are neighbours, as on many virtual machines
+  FakeTopology system;  // hyperthreads are neighbours, as on many virtual machines
   for (int core = 0; core < 4; ++core) {
     system.file("sys/devices/system/cpu/cpu" + std::to_string(core) + "/topology/thread_siblings_list",
                 core < 2 ? "0-1\n" : "2-3\n");
@@ -239,7 +239,7 @@ TEST(HostDevice, TakesFirstHyperthreadsFirstWhenThereIsACoreForEach) {
 }
 
 TEST(HostDevice, DealsAllCoresOutInDisjointRunsUnderAQuota) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "300000 100000\n");
   system.file("sys/devices/system/node/node0/cpulist", "0-7\n");
   const HostTopology topology = system.topology({0, 1, 2, 3, 4, 5, 6, 7});
@@ -255,7 +255,7 @@ TEST(HostDevice, DealsAllCoresOutInDisjointRunsUnderAQuota) {
 }
 
 TEST(HostDevice, HasNoNodeWhenItsCoresLieOnSeveral) {
-  FakeSystem system;
+  FakeTopology system;
   system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "100000 100000\n");
   system.file("sys/devices/system/node/node0/cpulist", "0\n").file("sys/devices/system/node/node1/cpulist", "1-2\n");
   EXPECT_EQ(host_device(system.topology({0, 1, 2}), 0).numa_node, -1);
@@ -263,14 +263,14 @@ TEST(HostDevice, HasNoNodeWhenItsCoresLieOnSeveral) {
 }
 
 TEST(HostDevice, SharesCoresWhenThereAreMoreDevicesThanCores) {
-  const HostTopology topology = FakeSystem{}.topology({3, 5});
+  const HostTopology topology = FakeTopology{}.topology({3, 5});
   EXPECT_EQ(host_device(topology, 2).cores, Cores{3});
   EXPECT_EQ(host_device(topology, 5).cores, Cores{5});
   EXPECT_EQ(host_device(topology, 5).name, "host:5");
 }
 
 TEST(HostDevice, IsNotPinnedWhereThePlatformHasNoMask) {
-  const HostTopology topology = FakeSystem{}.topology({});
+  const HostTopology topology = FakeTopology{}.topology({});
   EXPECT_GE(topology.device_count, 1);
   EXPECT_TRUE(host_device(topology, 0).cores.empty());
 }
@@ -335,7 +335,7 @@ TEST(Devices, ErrorsForNamesWithoutANumberSayHowTheyAreNamed) {
 }
 
 TEST(SystemInfo, ReadsTheModelOfTheProcessor) {
-  FakeSystem system;
+  FakeTopology system;
   EXPECT_EQ(read_cpu_model(system.root()), "");
   system.file("proc/cpuinfo", "processor\t: 0\nmodel\t\t: 207\nmodel name\t: Some CPU @ 2.0GHz : B\n\nprocessor : 1\n");
   EXPECT_EQ(read_cpu_model(system.root()), "Some CPU @ 2.0GHz : B");
