@@ -20,7 +20,7 @@
 namespace paceline {
 namespace {
 
-constexpr std::size_t kBytes = kBatch * sizeof(double);
+constexpr std::size_t kUpdateBytes = kBatch * sizeof(double);
 
 /// A parameter and its gradient at home, and where the device that updates it has them.
 struct Updated {
@@ -49,14 +49,14 @@ TEST_P(DeviceUpdates, RunBetweenWhatTheCallerDoesBeforeAndAfter) {
         if (round == 0) devices.push_back(d);
         Updated& one = updated[i];
         one.parameter = home.allocate(sizeof(double), queues.home_stream());
-        one.gradient = home.allocate(kBytes, queues.home_stream());
+        one.gradient = home.allocate(kUpdateBytes, queues.home_stream());
         queues.home_stream().zero(one.parameter->data(), sizeof(double));
         if (queues.space_of(d) == queues.home_space()) continue;
         AsyncDevice& maker = queues.maker(queues.space_of(d));
         one.its_parameter = maker.allocate(sizeof(double), *queues.stream(d));
-        one.its_gradient = maker.allocate(kBytes, *queues.stream(d));
+        one.its_gradient = maker.allocate(kUpdateBytes, *queues.stream(d));
         pulls[round].push_back({d, one.its_parameter->data(), one.parameter->data(), sizeof(double)});
-        pulls[round].push_back({d, one.its_gradient->data(), one.gradient->data(), kBytes});
+        pulls[round].push_back({d, one.its_gradient->data(), one.gradient->data(), kUpdateBytes});
         results[round].push_back({d, one.parameter->data(), one.its_parameter->data(), sizeof(double)});
       }
       constexpr std::size_t kSteps = 3;

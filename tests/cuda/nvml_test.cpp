@@ -195,21 +195,21 @@ TEST(GpuHealth, IsPartOfWhatATrainerExplains) {
   using Trainer = BasicDataParallel<double>;
   fake::boot({.device_count = 2});
   fake::set_twins();
-  fake::twin(&backward_kernel, [](const fake::Launch&, double* gradients, double seconds) {
+  fake::twin(&backward_kernel, [](const fake::Launch&, double* gradients, double busy) {
     fake::writes(gradients, sizeof(double));
-    fake::takes(seconds);
+    fake::takes(busy);
   });
   fake_nvml::State& fake_gpus = fresh();
   std::vector<Device> gpus = {find_device("cuda:0"), find_device("cuda:1")};
   gpus[1].device_class = gpus[0].device_class;
-  Trainer trainer(DeviceGroup(gpus), {.parameter_count = 1});
   fake_gpus.gpus[kOther].compute = {{static_cast<std::uint32_t>(getpid()), 1}, {3'000'000'000U, 1ULL << 32}};
   fake_gpus.gpus[kGpu].compute = fake_gpus.gpus[kOther].compute;
+  Trainer trainer(DeviceGroup(gpus), {.parameter_count = 1});
   for (int step = 0; step < 20; ++step) {
     trainer.step(96, [](const MicroBatch& mb, Trainer::Replica& replica) {
       double* gradients = replica.gradients.data();
-      double seconds = 1e-3 * static_cast<double>(mb.size()) * (replica.device == 0 ? 1.0 : 2.0);
-      void* arguments[] = {&gradients, &seconds};
+      double busy = 1e-3 * static_cast<double>(mb.size()) * (replica.device == 0 ? 1.0 : 2.0);
+      void* arguments[] = {&gradients, &busy};
       EXPECT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(&backward_kernel), dim3(1), dim3(1), arguments, 0,
                                  static_cast<cudaStream_t>(replica.stream)),
                 cudaSuccess);

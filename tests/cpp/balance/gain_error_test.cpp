@@ -17,7 +17,7 @@ namespace {
 using Shares = std::vector<std::int64_t>;
 
 // Each device is a class of its own, because devices of one class share what is known about them.
-std::vector<DeviceProfile> unlike_profiles(std::size_t count) {
+std::vector<DeviceProfile> even_profiles(std::size_t count) {
   std::vector<DeviceProfile> out;
   for (std::size_t i = 0; i < count; ++i) {
     out.push_back({"sim:" + std::to_string(i), "class " + std::to_string(i), {}});
@@ -27,7 +27,7 @@ std::vector<DeviceProfile> unlike_profiles(std::size_t count) {
 
 BalancerOptions options_for(std::size_t count) {
   BalancerOptions options;
-  options.devices = unlike_profiles(count);
+  options.devices = even_profiles(count);
   return options;
 }
 

@@ -13,11 +13,11 @@
 namespace paceline::balance {
 namespace {
 
-using SecondsPerItem = std::function<double(std::int64_t)>;  // of an item, in a micro-batch of so many items
+using ItemSeconds = std::function<double(std::int64_t)>;  // of an item, in a micro-batch of so many items
 using Shares = std::vector<std::int64_t>;
 
 std::vector<TimedPiece> timed(const SizeSearch& search, std::int64_t begin, std::int64_t items,
-                              const SecondsPerItem& seconds, const std::function<double()>& noise) {
+                              const ItemSeconds& seconds, const std::function<double()>& noise) {
   std::vector<TimedPiece> pieces;
   std::int64_t at = begin;
   for (const auto& [first, last] : search.pieces(begin, begin + items)) {
@@ -29,7 +29,7 @@ std::vector<TimedPiece> timed(const SizeSearch& search, std::int64_t begin, std:
   return pieces;
 }
 
-void steps(SizeSearch& search, const Shares& shares, const SecondsPerItem& seconds, int count, double noise = 0.0,
+void steps(SizeSearch& search, const Shares& shares, const ItemSeconds& seconds, int count, double noise = 0.0,
            unsigned seed = 1) {
   std::mt19937_64 rng(seed);
   std::normal_distribution<double> normal;

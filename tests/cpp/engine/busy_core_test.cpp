@@ -24,7 +24,7 @@ constexpr std::size_t kBusy = 1;           // the index of the device on the bus
 constexpr std::int64_t kFew = kBatch / 8;  // a quarter of its even share
 constexpr int kInTime = 8;                 // its worker comes in time in one of so many steps
 
-class Program final : public StepProgram {
+class ShareProgram final : public StepProgram {
  public:
   /// Call it before the step starts. The busy device's worker comes before the other device begins (`in_time`), or when
   /// the other device has run everything.
@@ -65,7 +65,7 @@ class Program final : public StepProgram {
 
 /// The items that the busy device was planned to run or has run, whichever is more.
 std::int64_t given_to_busy(StepLoop& step_loop, bool in_time) {
-  const auto program = std::make_shared<Program>();
+  const auto program = std::make_shared<ShareProgram>();
   const auto step = step_loop.prepare(step_loop.plan(kBatch), program);
   const auto& shares = step_loop.last_plan().shares;
   if (std::min(shares[0], shares[1]) > 0) program->come(in_time);  // else there is nobody to wait for

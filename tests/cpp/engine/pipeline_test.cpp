@@ -23,7 +23,7 @@
 namespace paceline {
 namespace {
 
-using Trainer = BasicPipeline<double>;
+using PipelineTrainer = BasicPipeline<double>;
 using Piece = BasicBlockRun<double>;
 using Parameters = std::vector<std::vector<double>>;
 
@@ -33,7 +33,7 @@ std::vector<plan::BlockCost> equal_costs(std::size_t blocks) {
   return std::vector<plan::BlockCost>(blocks, {.forward_per_item = 1e-3, .backward_per_item = 2e-3});
 }
 
-Parameters initialise(Trainer& trainer, const BlockModel& model = kModel) {
+Parameters initialise(PipelineTrainer& trainer, const BlockModel& model = kModel) {
   Parameters all;
   for (std::size_t b = 0; b < model.size(); ++b) {
     model.initialise(b, trainer.parameters(b));
@@ -45,7 +45,7 @@ Parameters initialise(Trainer& trainer, const BlockModel& model = kModel) {
 double forward(const Piece& run) { return kModel.forward(run); }
 void backward(const Piece& run) { kModel.backward(run); }
 
-void expect_equals_one_device(Trainer& trainer, const Parameters& parameters, double loss) {
+void expect_equals_one_device(PipelineTrainer& trainer, const Parameters& parameters, double loss) {
   const BlockModel::Reference reference = kModel.reference(parameters, trainer.plan().sizes);
   EXPECT_EQ(loss, reference.loss);
   for (std::size_t b = 0; b < kModel.size(); ++b) {
@@ -68,7 +68,7 @@ TEST(Pipeline, HasTheGradientOfOneDeviceToTheBitForAnyCutsOrderDepthAndSizes) {
     options.stages.order.resize(stages);
     options.stages.micro_batches = static_cast<std::int64_t>(1 + rng() % 8);
     options.stages.schedule = rng() % 2 == 0 ? plan::StageOptions::Kind::gpipe : plan::StageOptions::Kind::one_f_one_b;
-    Trainer trainer(group, options);
+    PipelineTrainer trainer(group, options);
     const Parameters parameters = initialise(trainer);
     for (const std::int64_t batch : {11, 8, 17}) {
       const double loss = trainer.step(batch, forward, backward);
@@ -82,7 +82,7 @@ TEST(Pipeline, HasTheGradientOfOneDeviceToTheBitForAnyCutsOrderDepthAndSizes) {
 
 TEST(Pipeline, TrainsAsOneDeviceWhileItMeasuresAndMoves) {
   const DeviceGroup group = host_group(3);
-  Trainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 12});
+  PipelineTrainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 12});
   Parameters parameters = initialise(trainer);
   std::set<std::vector<std::size_t>> orders;
   int measuring = 0;
@@ -110,7 +110,7 @@ TEST(Pipeline, AFailedStepCommitsNothingNamesThePlaceAndTheNextStepWorks) {
   options.stages.cuts = {0, 2, 4};
   options.stages.order = {2, 0, 1};
   options.stages.micro_batches = 4;
-  Trainer trainer(group, options);
+  PipelineTrainer trainer(group, options);
   const Parameters parameters = initialise(trainer);
   trainer.step(12, forward, backward);
   for (const bool in_backward : {false, true}) {
@@ -173,7 +173,7 @@ TEST(Pipeline, RunsAStepAgainWithFewerInFlightAndThenWithOtherCutsWhenMemoryRuns
   const DeviceGroup group = host_group(2);
   PipelineOptions options{.blocks = kModel.blocks(), .batch_size = 12, .costs = equal_costs(kModel.size())};
   options.stages.micro_batches = 6;
-  Trainer trainer(group, options);
+  PipelineTrainer trainer(group, options);
   const Parameters parameters = initialise(trainer);
   trainer.step(12, forward, backward);
   const std::int64_t before = plan::in_flight(trainer.plan().schedule, 0);
@@ -215,12 +215,12 @@ TEST(Pipeline, HoldsNoMoreThanItsDevicesMay) {
   options.stages.micro_batches = 4;
   const auto fore = [&](const Piece& run) { return model.forward(run); };
   const auto back = [&](const Piece& run) { model.backward(run); };
-  Trainer free(group, options);
+  PipelineTrainer free(group, options);
   free.step(64, fore, back);
   ASSERT_EQ(free.plan().bytes.size(), 2U);
   const std::int64_t limit = 9 * *std::ranges::max_element(free.plan().bytes) / 10;
   options.memory_limits = {limit, limit};
-  Trainer limited(group, options);
+  PipelineTrainer limited(group, options);
   const Parameters parameters = initialise(limited, model);
   const double loss = limited.step(64, fore, back);
   EXPECT_LE(*std::ranges::max_element(limited.plan().bytes), limit);
@@ -232,7 +232,7 @@ TEST(Pipeline, HoldsNoMoreThanItsDevicesMay) {
   // The planner does not know that each place begins at a multiple of 256 bytes. What does not fit then is not run.
   PipelineOptions tiny{.blocks = kModel.blocks(), .batch_size = 4, .costs = equal_costs(kModel.size())};
   tiny.memory_limits = {4000, 4000};
-  Trainer small(group, tiny);
+  PipelineTrainer small(group, tiny);
   try {
     small.step(4, forward, backward);
     FAIL() << "expected an error";
@@ -241,12 +241,12 @@ TEST(Pipeline, HoldsNoMoreThanItsDevicesMay) {
   }
 
   options.memory_limits = {1000, 1000};
-  EXPECT_THROW(Trainer(group, options), OutOfMemory);
+  EXPECT_THROW(PipelineTrainer(group, options), OutOfMemory);
 }
 
 TEST(Pipeline, ARetiredDeviceHasNoStage) {
   const DeviceGroup group = host_group(3);
-  Trainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 12, .costs = equal_costs(kModel.size())});
+  PipelineTrainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 12, .costs = equal_costs(kModel.size())});
   const Parameters parameters = initialise(trainer);
   const auto runs = [&](DeviceId device) {
     const auto& order = trainer.plan().order;
@@ -271,7 +271,7 @@ TEST(Pipeline, ARetiredDeviceHasNoStage) {
 
 TEST(Pipeline, DividesByTheTotalWeight) {
   const DeviceGroup group = host_group(2);
-  Trainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 8, .costs = equal_costs(kModel.size())});
+  PipelineTrainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 8, .costs = equal_costs(kModel.size())});
   const Parameters parameters = initialise(trainer);
   const double loss = trainer.step(8, forward, backward, 16.0);
   const auto reference = kModel.reference(parameters, trainer.plan().sizes);
@@ -285,7 +285,7 @@ TEST(Pipeline, DividesByTheTotalWeight) {
 
 TEST(Pipeline, ReportsWhatRanAndAnErrorOfAnUpdate) {
   const DeviceGroup group = host_group(2);
-  Trainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 8, .costs = equal_costs(kModel.size())});
+  PipelineTrainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 8, .costs = equal_costs(kModel.size())});
   EXPECT_TRUE(trainer.last_step().actions.empty());
   std::atomic<int> updates{0};
   trainer.update([&](const BasicBlockUpdate<double>&) { ++updates; });
@@ -313,7 +313,7 @@ TEST(Pipeline, RefusesWhatDoesNotFit) {
   const auto refuses = [&](const std::function<void(PipelineOptions&)>& change) {
     PipelineOptions options{.blocks = kModel.blocks(), .batch_size = 8, .costs = equal_costs(kModel.size())};
     change(options);
-    EXPECT_THROW(Trainer(group, options), InvalidArgument);
+    EXPECT_THROW(PipelineTrainer(group, options), InvalidArgument);
   };
   refuses([](PipelineOptions& options) { options.blocks.clear(); });
   refuses([](PipelineOptions& options) { options.blocks.back().output_count = 3; });
@@ -323,7 +323,7 @@ TEST(Pipeline, RefusesWhatDoesNotFit) {
   refuses([](PipelineOptions& options) { options.speeds = {1.0, 0.0}; });
   refuses([](PipelineOptions& options) { options.memory_limits = {1, 2, 3}; });
   refuses([](PipelineOptions& options) { options.stages.cuts = {0, 9}; });
-  Trainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 8, .costs = equal_costs(kModel.size())});
+  PipelineTrainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 8, .costs = equal_costs(kModel.size())});
   EXPECT_THROW(trainer.step(0, forward, backward), InvalidArgument);
   EXPECT_THROW(trainer.step(8, forward, backward, 0.0), InvalidArgument);
   EXPECT_THROW(trainer.step(8, forward, backward, -1.0), InvalidArgument);

@@ -28,15 +28,15 @@ constexpr std::int64_t kFixed = 2500;  // bytes of a micro-batch
 constexpr std::int64_t kPerItem = 1000;
 
 /// Notes what runs, and takes memory: `fits` is how many items there is room for.
-class Program final : public StepProgram {
+class PieceProgram final : public StepProgram {
  public:
-  explicit Program(std::size_t devices, std::int64_t fits = 1 << 20) : fits_(fits), ran(devices) {}
+  explicit PieceProgram(std::size_t devices, std::int64_t fits = 1 << 20) : fits_(fits), ran(devices) {}
 
   bool run(const MicroBatch& mb) override {
     if (mb.size() > fits_) throw OutOfMemory("as planned");
     if (seconds_per_item) {
-      const double seconds = static_cast<double>(mb.size()) * seconds_per_item(mb.size());
-      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+      const double busy = static_cast<double>(mb.size()) * seconds_per_item(mb.size());
+      std::this_thread::sleep_for(std::chrono::duration<double>(busy));
     }
     ran[mb.device].push_back(mb);
     for (const std::int64_t item : mb.items) {
@@ -68,7 +68,8 @@ class Program final : public StepProgram {
 };
 
 template <class Batch>
-void run(StepLoop& step_loop, const Batch& batch, const std::shared_ptr<Program>& program, const BatchKind& kind = {}) {
+void run(StepLoop& step_loop, const Batch& batch, const std::shared_ptr<PieceProgram>& program,
+         const BatchKind& kind = {}) {
   for (;;) {
     std::shared_ptr<const BatchPlan> plan;
     if constexpr (std::is_same_v<Batch, int>) {
@@ -93,7 +94,7 @@ std::int64_t sum(const std::vector<std::int64_t>& values) {
 TEST(MemoryLimit, RunsAsFewPiecesAsFitOnceTwoSizesAreMeasured) {
   constexpr std::int64_t kLimit = kFixed + 10 * kPerItem;
   StepLoop step_loop(host_group(2), {.balance = Balance::even, .memory_limits = {kLimit, 0}});
-  const auto program = std::make_shared<Program>(2);
+  const auto program = std::make_shared<PieceProgram>(2);
   run(step_loop, 64, program);
   std::vector<std::int64_t> sizes = program->sizes(0);
   EXPECT_EQ(sizes[0], 2);
@@ -121,7 +122,7 @@ TEST(MemoryLimit, RunsAsFewPiecesAsFitOnceTwoSizesAreMeasured) {
 TEST(MemoryLimit, HoldsClaimsThatAreTooSmallToBeCut) {
   for (const std::int64_t least : {1, 2}) {
     StepLoop step_loop(host_group(1), {.least_items = least, .memory_limits = {kFixed + 10 * kPerItem}});
-    const auto program = std::make_shared<Program>(1);
+    const auto program = std::make_shared<PieceProgram>(1);
     run(step_loop, static_cast<int>(2 * least - 1), program);
     ASSERT_EQ(program->ran[0].size(), 1U);
     EXPECT_TRUE(program->ran[0][0].measure) << "least_items=" << least;
@@ -131,7 +132,7 @@ TEST(MemoryLimit, HoldsClaimsThatAreTooSmallToBeCut) {
 
 TEST(MemoryLimit, MeasuresEachKindOfBatchByItself) {
   StepLoop step_loop(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
-  const auto program = std::make_shared<Program>(1);
+  const auto program = std::make_shared<PieceProgram>(1);
   for (const std::uint64_t kind : {7, 8}) {
     run(step_loop, 64, program, {.memory = kind});
     EXPECT_EQ(program->sizes(0)[0], 4) << kind;
@@ -142,7 +143,7 @@ TEST(MemoryLimit, MeasuresEachKindOfBatchByItself) {
 
 TEST(MemoryLimit, LooksAtTheNextItemsWhereThereWasNothingToDo) {
   StepLoop step_loop(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
-  const auto program = std::make_shared<Program>(1);
+  const auto program = std::make_shared<PieceProgram>(1);
   program->nothing_to_do = true;
   run(step_loop, 64, program);
   EXPECT_TRUE(std::all_of(program->ran[0].begin(), program->ran[0].end() - 1, [](auto& mb) { return mb.measure; }));
@@ -151,7 +152,7 @@ TEST(MemoryLimit, LooksAtTheNextItemsWhereThereWasNothingToDo) {
 
 TEST(MemoryLimit, IsOfThePaddedCostWhereItemsHaveCosts) {
   StepLoop step_loop(host_group(1), {.memory_limits = {kFixed + 10 * kPerItem}});
-  const auto program = std::make_shared<Program>(1);
+  const auto program = std::make_shared<PieceProgram>(1);
   std::vector<double> costs;
   for (int k = 0; k < 60; ++k) costs.push_back(k % 4 + 1);
   for (int step = 0; step < 2; ++step) {
@@ -168,7 +169,7 @@ TEST(MemoryLimit, IsOfThePaddedCostWhereItemsHaveCosts) {
 
 TEST(OutOfMemory, IsAnsweredBySmallerPiecesOnAllDevicesOfTheMemory) {
   StepLoop step_loop(host_group(2), {.balance = Balance::even});
-  const auto program = std::make_shared<Program>(2, 6);
+  const auto program = std::make_shared<PieceProgram>(2, 6);
   run(step_loop, 64, program);
   for (std::size_t d = 0; d < 2; ++d) {
     EXPECT_EQ(program->sizes(d), (std::vector<std::int64_t>{4, 4, 4, 4, 4, 4, 4, 4})) << d;
@@ -181,12 +182,12 @@ TEST(OutOfMemory, IsAnsweredBySmallerPiecesOnAllDevicesOfTheMemory) {
 
 TEST(OutOfMemory, OfADevicesOwnLimitIsNoOtherDevices) {
   StepLoop step_loop(host_group(2), {.balance = Balance::even});
-  const auto program = std::make_shared<Program>(2, 16);
+  const auto program = std::make_shared<PieceProgram>(2, 16);
   const auto step = step_loop.begin(step_loop.plan(64), program);
   step->wait();
   const std::size_t failed = step->failure()->micro_batch->device;
   EXPECT_TRUE(step_loop.shrink(*step, true));
-  const auto again = step_loop.begin(step_loop.plan(64), std::make_shared<Program>(2));
+  const auto again = step_loop.begin(step_loop.plan(64), std::make_shared<PieceProgram>(2));
   again->wait();
   EXPECT_EQ(again->pieces() != nullptr, true);
   EXPECT_EQ(again->micro_batches(), 3) << "two on the device that has reached its limit";
@@ -198,9 +199,9 @@ TEST(OutOfMemory, OfADevicesOwnLimitIsNoOtherDevices) {
 TEST(OutOfMemory, IsRememberedOfSixtyFourKindsOfBatches) {
   StepLoop step_loop(host_group(1), {});
   for (std::uint64_t kind = 0; kind <= 64; ++kind)
-    run(step_loop, 16, std::make_shared<Program>(1, 4), {.memory = kind});
+    run(step_loop, 16, std::make_shared<PieceProgram>(1, 4), {.memory = kind});
   const auto ran = [&](std::uint64_t kind) {
-    const auto program = std::make_shared<Program>(1);
+    const auto program = std::make_shared<PieceProgram>(1);
     run(step_loop, 16, program, {.memory = kind});
     return program->ran[0].size();
   };
@@ -212,14 +213,14 @@ TEST(OutOfMemory, IsRememberedOfSixtyFourKindsOfBatches) {
 
 TEST(OutOfMemory, OfOneItemStands) {
   StepLoop step_loop(host_group(2), {.balance = Balance::even});
-  const auto program = std::make_shared<Program>(2, 0);
+  const auto program = std::make_shared<PieceProgram>(2, 0);
   EXPECT_THROW(run(step_loop, 8, program), OutOfMemory);
   EXPECT_EQ(step_loop.metrics().steps, 0);
 }
 
 TEST(OutOfMemory, LeavesNoPieceWithFewerItemsThanTheLeast) {
   StepLoop step_loop(host_group(1), {.least_items = 3});
-  const auto program = std::make_shared<Program>(1, 5);
+  const auto program = std::make_shared<PieceProgram>(1, 5);
   run(step_loop, 17, program);
   const std::vector<std::int64_t> sizes = program->sizes(0);
   EXPECT_EQ(sum(sizes), 17);
@@ -232,7 +233,7 @@ TEST(MicroBatchSize, IsFoundWhileTrainingAndRunsAgainByTheLedger) {
   std::ostringstream out;
   StepLoop step_loop(host_group(1), {.search_sizes = true});
   step_loop.write_to(std::make_shared<balance::LedgerWriter>(out));
-  const auto program = std::make_shared<Program>(1);
+  const auto program = std::make_shared<PieceProgram>(1);
   program->seconds_per_item = falling_out_of_a_cache;
   const std::string found = "Micro-batches of about 75 items: measured to be ";
   for (int step = 0; step < 60 && step_loop.explain().find(found) == std::string::npos; ++step) {
@@ -256,7 +257,7 @@ TEST(MicroBatchSize, IsFoundWhileTrainingAndRunsAgainByTheLedger) {
 
 TEST(Script, WhosePiecesAreNotItsClaimsIsRefused) {
   using Spans = std::vector<std::vector<MicroBatch>>;
-  const std::shared_ptr<Program> program = std::make_shared<Program>(2);
+  const std::shared_ptr<PieceProgram> program = std::make_shared<PieceProgram>(2);
   StepLoop step_loop(host_group(2), {.balance = Balance::even});
   const Spans claims = {{{.begin = 0, .end = 4}, {.begin = 4, .end = 6}}, {{.begin = 6, .end = 8}}};
   const Spans whole = {{{.begin = 6, .end = 8}}};
@@ -284,7 +285,7 @@ TEST(Script, WhosePiecesAreNotItsClaimsIsRefused) {
 TEST(StepLoop, TakesOnlyStepsThatItHasPrepared) {
   const DeviceGroup group = host_group(1);
   StepLoop step_loop(group, {});
-  const auto step = std::make_shared<Step>(group, std::make_shared<Program>(1), StepOptions{.shares = {4}});
+  const auto step = std::make_shared<Step>(group, std::make_shared<PieceProgram>(1), StepOptions{.shares = {4}});
   EXPECT_THROW(step_loop.commit(step), InvalidArgument);
   EXPECT_THROW(step_loop.commit(nullptr), InvalidArgument);
   EXPECT_THROW(static_cast<void>(step_loop.shrink(*step)), InvalidArgument);
@@ -321,7 +322,7 @@ TEST(StepPieces, StopWhereTheStepIsCancelled) {
 
 TEST(MicroBatchSize, IsFoundForEachSizeOfBatchAndKindOfSpeed) {
   StepLoop step_loop(host_group(1), {.search_sizes = true});
-  const auto program = std::make_shared<Program>(1);
+  const auto program = std::make_shared<PieceProgram>(1);
   program->seconds_per_item = falling_out_of_a_cache;
   const auto steps = [&](int count, std::uint64_t speed) {
     for (int step = 0; step < count; ++step) run(step_loop, 300, program, {.speed = speed});
@@ -345,13 +346,13 @@ TEST(MicroBatchSize, IsLeftAloneWhereItIsGivenOrNotAskedFor) {
                                          StepLoopOptions{.granularity = 2, .search_sizes = true},
                                          StepLoopOptions{.least_items = 2, .search_sizes = true}, StepLoopOptions{}}) {
     StepLoop step_loop(host_group(1), options);
-    const auto program = std::make_shared<Program>(1);
+    const auto program = std::make_shared<PieceProgram>(1);
     program->seconds_per_item = falling_out_of_a_cache;
     for (int step = 0; step < 14; ++step) run(step_loop, 300, program);
     EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{300}));
   }
   StepLoop step_loop(host_group(1), {.search_sizes = true});
-  const auto program = std::make_shared<Program>(1);
+  const auto program = std::make_shared<PieceProgram>(1);
   program->seconds_per_item = falling_out_of_a_cache;
   for (int step = 0; step < 14; ++step) run(step_loop, 300, program, {.any_size = false});
   EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{300}));

@@ -107,17 +107,16 @@ TEST(Step, RunsEveryItemOnceUnderStealingDelaysAndExceptions) {
 
 TEST(Step, PlacesItsTimesOnTheSteadyClock) {
   const DeviceGroup group = host_group(2);
-  using Clock = std::chrono::steady_clock;
   class Noting final : public StepProgram {
    public:
     bool run(const MicroBatch& mb) override {
-      inside[mb.device] = Clock::now();
+      inside[mb.device] = std::chrono::steady_clock::now();
       return false;
     }
-    std::array<Clock::time_point, 2> inside;
+    std::array<std::chrono::steady_clock::time_point, 2> inside;
   };
   const auto program = std::make_shared<Noting>();
-  const Clock::time_point before = Clock::now();
+  const std::chrono::steady_clock::time_point before = std::chrono::steady_clock::now();
   Step step(group, program, {.shares = {1, 1}, .stealing = false});
   step.start();
   step.wait();
@@ -202,10 +201,10 @@ class LateProgram final : public StepProgram {
 };
 
 TEST(StepLoop, GivesNoWorkToADeviceThatNeverComesInTime) {
-  constexpr std::int64_t kBatch = 32;
+  constexpr std::int64_t kItems = 32;
   StepLoop step_loop(host_group(2), {});
   const auto step = [&](std::size_t late) {
-    const auto running = step_loop.begin(step_loop.plan(kBatch), std::make_shared<LateProgram>(kBatch, late));
+    const auto running = step_loop.begin(step_loop.plan(kItems), std::make_shared<LateProgram>(kItems, late));
     running->wait();
     running->rethrow_failure();
     step_loop.commit(running);
@@ -217,8 +216,8 @@ TEST(StepLoop, GivesNoWorkToADeviceThatNeverComesInTime) {
   EXPECT_LE(given, 6) << "a probe now and then\n" << step_loop.explain();
   // No device is late any more, and a probe notices it.
   std::int64_t share = 0;
-  for (int k = 0; k < 1000 && share <= kBatch / 4; ++k) share = step(2);
-  EXPECT_GT(share, kBatch / 4) << step_loop.explain();
+  for (int k = 0; k < 1000 && share <= kItems / 4; ++k) share = step(2);
+  EXPECT_GT(share, kItems / 4) << step_loop.explain();
 }
 
 TEST(Step, WaitsForAWorkerThatHasItsOwnPart) {

@@ -13,8 +13,8 @@ namespace {
 
 using Indices = std::vector<std::vector<std::int64_t>>;
 
-std::string refusal(const std::vector<double>& costs, const std::vector<LoadModel>& models,
-                    double tolerance = kItemTolerance) {
+std::string items_refusal(const std::vector<double>& costs, const std::vector<LoadModel>& models,
+                          double tolerance = kItemTolerance) {
   try {
     split_items(costs, models, tolerance);
   } catch (const InvalidArgument& error) {
@@ -110,13 +110,13 @@ TEST(ItemSplit, PlacesItemsThatCostNothing) {
 TEST(ItemSplit, RefusesWhatMakesNoSense) {
   const std::vector<LoadModel> one(1);
   const double infinity = std::numeric_limits<double>::infinity();
-  EXPECT_TRUE(contains(refusal({1}, {}), "over no devices"));
-  EXPECT_TRUE(contains(refusal({1, -1}, one), "cost at 1 is -1"));
-  EXPECT_TRUE(contains(refusal({infinity}, one), "cost at 0 is inf"));
-  EXPECT_TRUE(contains(refusal({1}, {{-1.0, 1.0}}), "fixed_seconds at 0 is -1"));
-  EXPECT_TRUE(contains(refusal({1}, {{0.0, infinity}}), "seconds_per_cost at 0 is inf"));
-  EXPECT_TRUE(contains(refusal({1e200}, {{0.0, 1e200}}), "check the units"));
-  EXPECT_TRUE(contains(refusal({1}, one, -1.0), "tolerance is -1"));
+  EXPECT_TRUE(contains(items_refusal({1}, {}), "over no devices"));
+  EXPECT_TRUE(contains(items_refusal({1, -1}, one), "cost at 1 is -1"));
+  EXPECT_TRUE(contains(items_refusal({infinity}, one), "cost at 0 is inf"));
+  EXPECT_TRUE(contains(items_refusal({1}, {{-1.0, 1.0}}), "fixed_seconds at 0 is -1"));
+  EXPECT_TRUE(contains(items_refusal({1}, {{0.0, infinity}}), "seconds_per_cost at 0 is inf"));
+  EXPECT_TRUE(contains(items_refusal({1e200}, {{0.0, 1e200}}), "check the units"));
+  EXPECT_TRUE(contains(items_refusal({1}, one, -1.0), "tolerance is -1"));
 }
 
 }  // namespace

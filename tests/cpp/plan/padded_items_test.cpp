@@ -294,7 +294,7 @@ TEST(PaddedSplit, NumbersOfAnySizeAreSplitExactly) {
   }
 }
 
-std::string refusal(const std::vector<double>& costs, const Models& models) {
+std::string padded_refusal(const std::vector<double>& costs, const Models& models) {
   try {
     split_padded(costs, models);
   } catch (const InvalidArgument& error) {
@@ -304,11 +304,11 @@ std::string refusal(const std::vector<double>& costs, const Models& models) {
 }
 
 TEST(PaddedSplit, RefusesWhatMakesNoSense) {
-  EXPECT_NE(refusal({1.0}, {}).find("pass one model per device"), std::string::npos);
-  EXPECT_NE(refusal({1.0, -1.0}, equal(1)).find("cost at 1 is -1"), std::string::npos);
-  EXPECT_NE(refusal({std::nan("")}, equal(1)).find("cost at 0 is nan"), std::string::npos);
-  EXPECT_NE(refusal({1.0}, {{0.0, -1.0}}).find("seconds_per_cost at 0"), std::string::npos);
-  EXPECT_NE(refusal({1e308, 1.0}, equal(1)).find("more seconds than a double holds"), std::string::npos);
+  EXPECT_NE(padded_refusal({1.0}, {}).find("pass one model per device"), std::string::npos);
+  EXPECT_NE(padded_refusal({1.0, -1.0}, equal(1)).find("cost at 1 is -1"), std::string::npos);
+  EXPECT_NE(padded_refusal({std::nan("")}, equal(1)).find("cost at 0 is nan"), std::string::npos);
+  EXPECT_NE(padded_refusal({1.0}, {{0.0, -1.0}}).find("seconds_per_cost at 0"), std::string::npos);
+  EXPECT_NE(padded_refusal({1e308, 1.0}, equal(1)).find("more seconds than a double holds"), std::string::npos);
 }
 
 }  // namespace

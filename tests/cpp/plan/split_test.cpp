@@ -13,7 +13,7 @@ namespace {
 
 using Shares = std::vector<std::int64_t>;
 
-std::string refusal(std::int64_t batch_size, const std::vector<CostModel>& models, const SplitOptions& options) {
+std::string split_refusal(std::int64_t batch_size, const std::vector<CostModel>& models, const SplitOptions& options) {
   try {
     (void)split_batch(batch_size, models, options);
   } catch (const InvalidArgument& error) {
@@ -143,35 +143,35 @@ TEST(BatchSplit, NamesTheConstraintThatCannotBeMet) {
   const std::vector models(2, CostModel::affine(1.0, 1.0));
   SplitOptions options;
   options.limits = {{.maximum = 3}, {.maximum = 4}};
-  EXPECT_NAMES(refusal(8, models, options), "maximums of the 2 devices add up to 7");
+  EXPECT_NAMES(split_refusal(8, models, options), "maximums of the 2 devices add up to 7");
   options.limits = {{.minimum = 5, .may_be_zero = false}, {.minimum = 4, .may_be_zero = false}};
-  EXPECT_NAMES(refusal(8, models, options), "must take part (may_be_zero is false) add up to 9");
-  EXPECT_NAMES(refusal(0, models, options), "add up to 9");
+  EXPECT_NAMES(split_refusal(8, models, options), "must take part (may_be_zero is false) add up to 9");
+  EXPECT_NAMES(split_refusal(0, models, options), "add up to 9");
   options.limits = {{.minimum = 5, .maximum = 6}, {.minimum = 5, .maximum = 6}};
-  EXPECT_NAMES(refusal(8, models, options), "2 devices have a minimum above one item");
+  EXPECT_NAMES(split_refusal(8, models, options), "2 devices have a minimum above one item");
   options.limits = {{.maximum = 0, .may_be_zero = false}, {}};
-  EXPECT_NAMES(refusal(8, models, options), "device 0 must take part");
+  EXPECT_NAMES(split_refusal(8, models, options), "device 0 must take part");
   options.limits = {{.maximum = 7}, {.maximum = 7}};
   options.granularity = 4;
-  EXPECT_NAMES(refusal(12, models, options), "granularity 4: below their maximums the 2 devices can take 8");
+  EXPECT_NAMES(split_refusal(12, models, options), "granularity 4: below their maximums the 2 devices can take 8");
 }
 
 TEST(BatchSplit, RefusesNumbersThatMakeNoSense) {
   const std::vector models(2, CostModel::affine(1.0, 1.0));
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  EXPECT_NAMES(refusal(8, {}, {}), "no devices");
-  EXPECT_NAMES(refusal(-1, models, {}), "batch_size is -1");
-  EXPECT_NAMES(refusal(8, models, {.granularity = 0}), "granularity is 0");
-  EXPECT_NAMES(refusal(8, models, {.limits = {{}}}), "limits has 1 entry where 2 are needed");
-  EXPECT_NAMES(refusal(8, models, {.limits = {{.minimum = 4, .maximum = 3}, {}}}),
+  EXPECT_NAMES(split_refusal(8, {}, {}), "no devices");
+  EXPECT_NAMES(split_refusal(-1, models, {}), "batch_size is -1");
+  EXPECT_NAMES(split_refusal(8, models, {.granularity = 0}), "granularity is 0");
+  EXPECT_NAMES(split_refusal(8, models, {.limits = {{}}}), "limits has 1 entry where 2 are needed");
+  EXPECT_NAMES(split_refusal(8, models, {.limits = {{.minimum = 4, .maximum = 3}, {}}}),
                "device 0 has minimum 4 and maximum 3");
-  EXPECT_NAMES(refusal(8, models, {.limits = {{}, {.startup_seconds = nan}}}), "startup_seconds at 1 is nan");
-  EXPECT_NAMES(refusal(8, models, {.reduction_seconds = {0.0, 1.0}}),
+  EXPECT_NAMES(split_refusal(8, models, {.limits = {{}, {.startup_seconds = nan}}}), "startup_seconds at 1 is nan");
+  EXPECT_NAMES(split_refusal(8, models, {.reduction_seconds = {0.0, 1.0}}),
                "reduction_seconds has 2 entries where 3 are needed");
-  EXPECT_NAMES(refusal(8, models, {.reduction_seconds = {0.0, 1.0, -1.0}}), "reduction_seconds at 2 is -1");
-  EXPECT_NAMES(refusal(8, models, {.previous = {1}}), "previous has 1 entry");
-  EXPECT_NAMES(refusal(8, models, {.previous = {1, -1}}), "previous share 1 is -1");
-  EXPECT_NAMES(refusal(8, {CostModel::affine(0.0, 1e308)}, {}), "overflows at 8 items");
+  EXPECT_NAMES(split_refusal(8, models, {.reduction_seconds = {0.0, 1.0, -1.0}}), "reduction_seconds at 2 is -1");
+  EXPECT_NAMES(split_refusal(8, models, {.previous = {1}}), "previous has 1 entry");
+  EXPECT_NAMES(split_refusal(8, models, {.previous = {1, -1}}), "previous share 1 is -1");
+  EXPECT_NAMES(split_refusal(8, {CostModel::affine(0.0, 1e308)}, {}), "overflows at 8 items");
 }
 
 }  // namespace

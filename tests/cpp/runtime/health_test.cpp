@@ -141,9 +141,9 @@ TEST(HostHealth, ParsesThePeriodsOfAQuotaOfBothVersions) {
 }
 
 /// A made-up /proc and /sys in a temporary directory.
-class FakeSystem {
+class TemporaryProc {
  public:
-  FakeSystem() {
+  TemporaryProc() {
     static std::atomic<int> count{0};
     root = fs::temp_directory_path() /
            ("paceline_health_" + std::to_string(::getpid()) + "_" + std::to_string(count.fetch_add(1)));
@@ -151,12 +151,12 @@ class FakeSystem {
     file("proc/self/stat", "9" + task(90));
     thread(9, "0-2", 20);
   }
-  ~FakeSystem() {
+  ~TemporaryProc() {
     std::error_code ignored;
     fs::remove_all(root, ignored);
   }
-  FakeSystem(const FakeSystem&) = delete;
-  FakeSystem& operator=(const FakeSystem&) = delete;
+  TemporaryProc(const TemporaryProc&) = delete;
+  TemporaryProc& operator=(const TemporaryProc&) = delete;
 
   static std::string task(int ticks) {
     return " (python) S 1 1 1 0 -1 4194560 1 2 3 4 " + std::to_string(ticks) + " 0 0 0 20 0 9 0 100\n";
@@ -180,7 +180,7 @@ class FakeSystem {
 };
 
 TEST(HostHealth, CountsAsOursWhatIsNotPinnedElsewhere) {
-  const FakeSystem system;
+  const TemporaryProc system;
   system.thread(10, "0", 40);
   system.thread(11, "1", 25);
   const auto cores = HostCounters(system.root).health_of({0}).cores;
@@ -194,7 +194,7 @@ TEST(HostHealth, CountsAsOursWhatIsNotPinnedElsewhere) {
 }
 
 TEST(HostHealth, IsUnknownWhereTheSystemDoesNotTell) {
-  const FakeSystem system;
+  const TemporaryProc system;
   EXPECT_FALSE(HostCounters(system.root).health_of({}).cores.has_value());
   EXPECT_FALSE(HostCounters(system.root).health_of({0, 5}).cores.has_value());
   EXPECT_FALSE(HostCounters(system.root).health_of({0}).quota.has_value());
@@ -204,7 +204,7 @@ TEST(HostHealth, IsUnknownWhereTheSystemDoesNotTell) {
 }
 
 TEST(HostHealth, ReadsTheMeanClockOfItsCores) {
-  const FakeSystem system;
+  const TemporaryProc system;
   system.clock(0, "1200000\n", "3600000\n");
   system.clock(1, "2400000\n", "4000000\n");
   const DeviceHealth health = HostCounters(system.root).health_of({0, 1});
@@ -215,7 +215,7 @@ TEST(HostHealth, ReadsTheMeanClockOfItsCores) {
 }
 
 TEST(HostHealth, ReadsTheQuotaThatIsInForce) {
-  const FakeSystem system;
+  const TemporaryProc system;
   system.file("proc/self/cgroup", "0::/a/b\n");
   system.file("sys/fs/cgroup/a/b/cpu.max", "400000 100000\n");
   system.file("sys/fs/cgroup/a/b/cpu.stat", "nr_periods 1\nnr_throttled 0\n");

@@ -13,8 +13,8 @@
 namespace paceline::sim {
 namespace {
 
-constexpr std::int64_t kSteps = 300;
-constexpr std::int64_t kSettled = 100;
+constexpr std::int64_t kArrivalSteps = 300;
+constexpr std::int64_t kArrivalSettled = 100;
 constexpr std::int64_t kBatch = 256;
 constexpr std::size_t kGpus = 4;
 
@@ -28,7 +28,7 @@ double loss(bool told, double& lowest_speed) {
     device.name = "cuda:" + std::to_string(i);
     options.devices.push_back(device);
     devices.devices.push_back({device.name, "gpu", {}});
-    if (i > 0) options.late_starts.push_back({i, 0.002 * static_cast<double>(i), 0, kSteps});
+    if (i > 0) options.late_starts.push_back({i, 0.002 * static_cast<double>(i), 0, kArrivalSteps});
   }
   options.noise = 0.02;
   options.seed = 1;
@@ -36,9 +36,9 @@ double loss(bool told, double& lowest_speed) {
   balance::Balancer balancer(devices);
   double ideal = 0.0;
   double used = 0.0;
-  for (std::int64_t step = 0; step < kSteps; ++step) {
+  for (std::int64_t step = 0; step < kArrivalSteps; ++step) {
     const balance::StepPlan plan = balancer.next_plan(kBatch);
-    if (step >= kSettled) {
+    if (step >= kArrivalSettled) {
       ideal += box.ideal(step, kBatch);
       used += box.makespan(step, plan.shares);
     }

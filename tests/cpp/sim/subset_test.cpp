@@ -19,8 +19,8 @@ namespace {
 
 using Shares = std::vector<std::int64_t>;
 
-constexpr std::int64_t kSteps = 200;
-constexpr std::int64_t kSettled = 60;  // from this step on the split is compared with the best one
+constexpr std::int64_t kSubsetSteps = 200;
+constexpr std::int64_t kSubsetSettled = 60;  // from this step on the split is compared with the best one
 
 struct RandomBox {
   BoxOptions options;
@@ -91,20 +91,20 @@ Outcome run(const RandomBox& random) {
   std::int64_t splits = 0;
   double in_force = ideal;
   Shares shares;
-  for (std::int64_t step = 0; step < kSteps; ++step) {
+  for (std::int64_t step = 0; step < kSubsetSteps; ++step) {
     const balance::StepPlan plan = balancer.next_plan(random.batch_size);
     const double seconds = box.makespan(step, plan.shares);
     const bool probe = plan.reason.starts_with("probe");
-    if (step >= kSettled) {
+    if (step >= kSubsetSettled) {
       if (probe) {
-        outcome.probe_loss += (seconds - in_force) / ideal / static_cast<double>(kSteps - kSettled);
+        outcome.probe_loss += (seconds - in_force) / ideal / static_cast<double>(kSubsetSteps - kSubsetSettled);
       } else {
         outcome.split_loss += seconds / ideal - 1.0;
         ++splits;
       }
     }
     if (!probe) {
-      outcome.moves += step > kSettled && plan.shares != shares ? 1.0 : 0.0;
+      outcome.moves += step > kSubsetSettled && plan.shares != shares ? 1.0 : 0.0;
       in_force = seconds;
       shares = plan.shares;
     }
@@ -177,7 +177,7 @@ TEST(Subset, FewRandomBoxesLoseToTheirBestSubset) {
   // Of 10000 boxes, 8 lose more than 5 % to probes, the worst 6.3 %.
   EXPECT_LE(static_cast<double>(dear_probes), 0.002 * count);
   EXPECT_LE(worst_probes, 0.08);
-  EXPECT_LE(moves / count, 0.01 * static_cast<double>(kSteps - kSettled));
+  EXPECT_LE(moves / count, 0.01 * static_cast<double>(kSubsetSteps - kSubsetSettled));
 }
 
 /// Two fast devices and one that pays off or not, depending on its speed.
@@ -200,12 +200,12 @@ Shares after(const RandomBox& random, std::int64_t steps, double* per_100 = null
   for (std::int64_t step = 0; step < steps; ++step) {
     const balance::StepPlan plan = balancer.next_plan(random.batch_size);
     if (!plan.reason.starts_with("probe")) {
-      moves += step > kSettled && plan.shares != in_force ? 1 : 0;
+      moves += step > kSubsetSettled && plan.shares != in_force ? 1 : 0;
       in_force = plan.shares;
     }
     balancer.record(box.run(step, plan.shares).timings);
   }
-  if (per_100 != nullptr) *per_100 = 100.0 * static_cast<double>(moves) / static_cast<double>(steps - kSettled);
+  if (per_100 != nullptr) *per_100 = 100.0 * static_cast<double>(moves) / static_cast<double>(steps - kSubsetSettled);
   return in_force;
 }
 

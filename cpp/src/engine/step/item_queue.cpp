@@ -7,7 +7,7 @@ namespace paceline::internal {
 namespace {
 
 // A part is not worth a micro-batch of its own if more than this of its time is fixed cost.
-constexpr double kMostOverhead = 0.25;
+constexpr double kMostFixedPart = 0.25;
 
 class ItemQueue final : public WorkQueue {
  public:
@@ -66,7 +66,7 @@ class ItemQueue final : public WorkQueue {
       if (!any_size_ || left / 2 < least_) return std::nullopt;
       from = part.last_end - left / 2;
       const double work = plan_->work(device, from, part.last_end);
-      if (plan_->shapes[device].cost.fixed_seconds > kMostOverhead * work) return std::nullopt;
+      if (plan_->shapes[device].cost.fixed_seconds > kMostFixedPart * work) return std::nullopt;
     }
     const MicroBatch taken{.begin = from, .end = part.last_end, .correction = true};
     part.last_end = from;
