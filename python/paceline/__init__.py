@@ -6,9 +6,12 @@ the simulator. Importing this package loads neither PyTorch nor NumPy and starts
 
 from paceline._core import Cancelled, DeviceLost, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
 from paceline._core.runtime import Device, DeviceGroup, devices, find_device
-from paceline._partition import partition, release_partitions
-from paceline._stop import StopRequest, stop_on
-from paceline.comm import Communicator
+
+TYPE_CHECKING = False  # as in typing, whose import would take a third of this one's time
+if TYPE_CHECKING:
+    from paceline._partition import partition, release_partitions
+    from paceline._stop import StopRequest, stop_on
+    from paceline.comm import Communicator
 
 __version__: str
 
@@ -32,15 +35,27 @@ __all__ = [
     "stop_on",
 ]
 
-
+# Imported on first use. paceline.torch imports PyTorch, which takes long, and the others modules of Python's that took half of the time.
 _SUBMODULES = ("balance", "comm", "info", "plan", "sim", "testing", "torch")
+_HOMES = {
+    "Communicator": "comm",
+    "StopRequest": "_stop",
+    "partition": "_partition",
+    "release_partitions": "_partition",
+    "stop_on": "_stop",
+}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})
 
 
 def __getattr__(name: str) -> object:
-    if name in _SUBMODULES:  # on first use, because paceline.torch imports PyTorch, which takes long
+    if name in _SUBMODULES or name in _HOMES:
         from importlib import import_module
 
-        return import_module(f"paceline.{name}")
+        module = import_module(f"paceline.{_HOMES.get(name, name)}")
+        return getattr(module, name) if name in _HOMES else module
     # On first use, because importlib.metadata takes half of the import's time.
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version

@@ -30,6 +30,25 @@ def test_import_leaves_heavy_packages_alone(heavy: str) -> None:
     assert run_fresh(f"import sys, paceline; print({heavy!r} in sys.modules)") == "False"
 
 
+def test_import_loads_no_other_module_than_its_own() -> None:
+    """Python's typing, enum and re would take longer to load than the package."""
+    # Without site-packages, because another package's .pth file may import anything.
+    root = str(PACKAGE.parent)
+    program = f"""if True:
+        import sys
+        before = set(sys.modules)
+        sys.path.append({root!r})
+        import paceline
+        print(sorted(name for name in set(sys.modules) - before if name.partition(".")[0] != "paceline"))
+    """
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout in ("[]\n", "['atexit']\n"), done.stderr
+
+
+def test_names_that_are_imported_on_first_use_are_listed() -> None:
+    assert set(paceline.__all__) <= set(run_fresh("import paceline; print(*dir(paceline))").split())
+
+
 def test_import_starts_no_thread() -> None:
     count = "len(list(pathlib.Path('/proc/self/task').iterdir()))"
     assert run_fresh(f"import pathlib; a = {count}; import paceline; print({count} - a)") == "0"
