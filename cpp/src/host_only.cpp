@@ -19,7 +19,10 @@ const Backend* internal::gpu_backend() noexcept { return nullptr; }
 
 std::string internal::why_no_gpu(std::string_view name) {
   if (name != "cuda" && !name.starts_with("cuda:")) return {};
-  return fmt::format("there is no device '{}': {} (it is built where nvcc is found)", name, kNoBackend);
+  return fmt::format(
+      "there is no device '{}': {} (it is built where there is nvcc or, by pip, a driver of 580 or newer; "
+      "PACELINE_CUDA=ON pip install says what is missing)",
+      name, kNoBackend);
 }
 
 std::unique_ptr<internal::Link> internal::make_native_link(const std::vector<Endpoint>&, const CommunicatorOptions&,
