@@ -1,8 +1,10 @@
-"""Checks of a wheel: `wheel FILE` checks its contents, `import FOLDER` what importing the unpacked wheel costs."""
+"""Checks of a wheel: `wheel FILE` checks its contents. `import FOLDER` checks what importing the package there costs, and `gpus FOLDER` which
+GPUs its library has code for."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -10,6 +12,9 @@ import zipfile
 from pathlib import Path
 
 SIZE_LIMIT_BYTES = 10_000_000
+# Machine code for the GPUs that cmake/PacelineCuda.cmake names, and intermediate code for later ones.
+GPU_CODE = {*(f"sm_{number}.cubin" for number in (75, 80, 90, 100, 120)), "sm_120.ptx"}
+
 # Processor time of an import, in units of an interpreter that does nothing: 0.6 when this was set, and 2.6 with typing and four others of
 # Python's modules. Time by the clock would depend on what else runs on the machine.
 IMPORT_LIMIT = 1.5
@@ -100,9 +105,22 @@ def check_import(folder: Path) -> list[str]:
     return []
 
 
+def check_gpus(folder: Path) -> list[str]:
+    """Return what GPU code the library of the package in `folder` lacks."""
+    library = folder / "paceline" / "libpaceline.so"
+    pip_s = [str(path) for entry in sys.path for path in Path(entry).glob("nvidia/cu*/bin/cuobjdump")]
+    cuobjdump = shutil.which("cuobjdump") or next(iter(pip_s), "cuobjdump")
+    listed = subprocess.run(
+        [cuobjdump, "--list-elf", "--list-ptx", str(library)], capture_output=True, text=True, check=False
+    ).stdout
+    found = set(re.findall(r"sm_\d+\.(?:cubin|ptx)", listed))
+    print(f"code for GPUs: {', '.join(sorted(found))}")
+    return [f"{library} has no {code}" for code in sorted(GPU_CODE - found)]
+
+
 def main() -> int:
     what, where = sys.argv[1], Path(sys.argv[2]).resolve()
-    problems = {"wheel": check_wheel, "import": check_import}[what](where)
+    problems = {"wheel": check_wheel, "import": check_import, "gpus": check_gpus}[what](where)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
     *("tests/run", "tests/stubs", "examples/run", "benchmarks/run"),
-    *(".ci/run", ".ci/static", ".ci/cuda12", ".ci/nccl_headers"),
+    *(".ci/run", ".ci/static", ".ci/cuda12", ".ci/nccl_headers", ".ci/wheel"),
 ]
 
 
@@ -40,6 +40,7 @@ def call(script: str, *arguments: str, build: Path) -> subprocess.CompletedProce
         (".ci/static --fxi", "there is no option --fxi"),
         (".ci/cuda12 --toolkits", "there is no option --toolkits"),
         (".ci/nccl_headers --headers", "there is no option --headers"),
+        (".ci/wheel 3.11 3.9", "'3.9' is no Python from 3.10 to 3.14"),
         (".ci/run static whel", "there is no step whel; there are tests integrations static stubs"),
     ],
 )
