@@ -48,6 +48,6 @@ def test_training_and_collectives_work_on_its_memory(allocator: str, box: Box, m
         "PYTORCH_CUDA_ALLOC_CONF",
     ):  # the name of PyTorch 2.9 and newer, and the one before
         monkeypatch.setenv(name, allocator)
-    done = run_script(box.program + PROGRAM.replace("{in_use}", ALLOCATORS[allocator]), timeout=60)
+    done = run_script(box.program + PROGRAM.replace("{in_use}", ALLOCATORS[allocator]), timeout=60, fork=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == ["in use: True", "sums: True", "end"]

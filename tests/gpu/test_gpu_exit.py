@@ -62,7 +62,7 @@ first.step(mean_of_squares, batch); second.step(mean_of_squares, batch)
 @pytest.mark.parametrize("state", STATES)
 def test_a_program_ends_in_every_state(state: str, box: Box) -> None:
     program = box.program + PREPARE + STATES[state] + "\nprint('end')\n"
-    assert output_of(program, timeout=60).splitlines()[-1] == "end"
+    assert output_of(program, timeout=60, fork=False).splitlines()[-1] == "end"
 
 
 @pytest.mark.boxes("two_unequal_parts")
@@ -76,7 +76,7 @@ trainer.step(mean_of_squares, batch)
 sys.exit(7)
 """
     )
-    done = run_script(program)
+    done = run_script(program, fork=False)
     assert (done.returncode, done.stderr) == (7, "")
 
 

@@ -40,7 +40,7 @@ print("end")
 
 
 def test_a_broken_gpu_is_named_and_the_program_ends(box: Box) -> None:
-    done = run_script(box.program + PROGRAM, timeout=60)
+    done = run_script(box.program + PROGRAM, timeout=60, fork=False)
     lines = done.stdout.splitlines()
     # Its status is not ours to promise: PyTorch may abort when it takes down what lies on a broken GPU.
     assert lines, done.stderr

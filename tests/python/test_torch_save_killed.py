@@ -83,7 +83,7 @@ print("seed", seed)
 def test_a_process_killed_at_any_moment_loses_at_most_the_steps_since_the_last_commit(tmp_path: Path) -> None:
     log = tmp_path / "log"
     program = KILLED.format(tests=str(Path(__file__).parent), root=str(tmp_path / "saves"), log=str(log), kills=KILLS)
-    done = run_script(program, timeout=60 + 5 * KILLS, preamble=False)
+    done = run_script(program, timeout=60 + 5 * KILLS, preamble=False, fork=False)
     assert done.returncode == 0, done.stdout + done.stderr
     digests: dict[str, str] = {}
     loaded, committed, reached, kills = 0, 0, 0, 0

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from program_server import SERVER
+
 LossFunction = Callable[[Any, Any], Any]
 Gradients = list[torch.Tensor | None]
 
@@ -123,11 +125,19 @@ def assert_same_gradients(
     assert worst_difference(gradients(module), wanted) <= TOLERANCE[dtype]
 
 
-def run_script(program: str, *, timeout: float = 60, preamble: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run `program` in a fresh interpreter. Shortly before the timeout, a running program prints where it hangs."""
+def run_script(
+    program: str, *, timeout: float = 60, preamble: bool = True, fork: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run `program` in a fresh process. Shortly before the timeout, a running program prints where it hangs.
+
+    Without `fork` the process imports torch itself, which takes seconds.
+    """
     source = _PREAMBLE.format(seconds=max(1.0, timeout - 5)) if preamble else ""
+    source += textwrap.dedent(program)
+    if fork:
+        return SERVER.run(source, timeout)
     return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", source + textwrap.dedent(program)],
+        [sys.executable, "-X", "faulthandler", "-c", source],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -135,9 +145,9 @@ def run_script(program: str, *, timeout: float = 60, preamble: bool = True) -> s
     )
 
 
-def output_of(program: str, *, timeout: float = 60) -> str:
+def output_of(program: str, *, timeout: float = 60, fork: bool = True) -> str:
     """Return the output of `program`, which must exit with status 0 and print nothing to stderr."""
-    done = run_script(program, timeout=timeout)
+    done = run_script(program, timeout=timeout, fork=fork)
     assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert done.stderr == ""
     return done.stdout.strip()
