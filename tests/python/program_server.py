@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import select
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,12 +25,13 @@ def serve() -> str:
     """Answer requests until the input ends. Returns in each forked process, with the program that it is to run."""
     import paceline.torch  # noqa: F401
 
-    gc.freeze()  # else the end of each process would look through all of torch several times, for a second
-
     answers = os.dup(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     for line in sys.stdin:
         request = json.loads(line)
+        for name in request["imports"]:
+            importlib.import_module(name)
+        gc.freeze()  # else the end of each process would look through all of torch several times, for a second
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside other threads
             process = os.fork()
@@ -61,14 +64,27 @@ class Server:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, program: str, timeout: float) -> subprocess.CompletedProcess[str]:
-        """Do what `subprocess.run` does with ``python -c program``."""
+    def run_file(
+        self, path: Path, *arguments: str, timeout: float = 240, imports: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        """Do what `subprocess.run` does with ``python path arguments``."""
+        program = f"""
+import runpy, sys
+sys.argv = {[str(path), *arguments]!r}
+sys.path[0] = {str(path.parent)!r}
+runpy.run_path({str(path)!r}, run_name="__main__")
+"""
+        return self.run(program, timeout, imports)
+
+    def run(self, program: str, timeout: float, imports: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """Do what `subprocess.run` does with ``python -c program``. The server keeps what it imports for this and later programs."""
         with tempfile.TemporaryDirectory() as folder:
             said = {name: Path(folder) / name for name in ("stdout", "stderr")}
             for path in said.values():
                 path.touch()
             request = {name: str(path) for name, path in said.items()} | {
                 "program": program,
+                "imports": imports,
                 "folder": str(Path.cwd()),
                 "environment": dict(os.environ),
             }

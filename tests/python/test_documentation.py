@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from program_server import SERVER
 
 ROOT = Path(__file__).resolve().parents[2]
 # The checkout's documents, without those that environments bring into the build folder.
@@ -126,13 +126,12 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 1500
 
 
-def test_the_program_in_the_readme_runs() -> None:
+def test_the_program_in_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("torch", "sklearn"):
         pytest.importorskip(package, reason=f"the program needs {package}")
     program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert program is not None
-    done = subprocess.run(
-        [sys.executable, "-c", program[1]], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT / "tests"
-    )
+    monkeypatch.chdir(ROOT / "tests")
+    done = SERVER.run(program[1], timeout=240, imports=["sklearn.datasets"])
     assert done.returncode == 0, done.stderr
     assert re.match(r"loss 0\.\d{3}\nauto balance, 100 steps measured", done.stdout), done.stdout

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import paceline
+from program_server import SERVER
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "python" / "digits.py"
@@ -23,6 +22,7 @@ PIPELINE = ROOT / "examples" / "python" / "pipeline.py"
 PIPELINE_RACE = ROOT / "benchmarks" / "python" / "race_pipeline.py"
 TEXT_RACE = ROOT / "benchmarks" / "python" / "race_text.py"
 RACE = ROOT / "benchmarks" / "python" / "race_ddp.py"
+IMPORTS = ["sklearn.datasets"]  # takes two seconds in each of these programs
 
 for package in ("torch", "sklearn"):
     pytest.importorskip(package, reason=f"the examples need {package}")
@@ -33,9 +33,7 @@ needs_two_cores = pytest.mark.skipif(
 
 
 def run(script: Path, *arguments: str, timeout: float = 240) -> str:
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=timeout, env=dict(os.environ)
-    )
+    done = SERVER.run_file(script, *arguments, timeout=timeout, imports=IMPORTS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -97,9 +95,7 @@ def test_digits_holds_the_busy_loop_in_the_middle_third_and_draws(tmp_path: Path
 
 
 def test_digits_says_which_devices_could_be_slowed() -> None:
-    done = subprocess.run(
-        [sys.executable, str(DIGITS), "--devices", "host:0", "--slow", "host:7"], capture_output=True, text=True
-    )
+    done = SERVER.run_file(DIGITS, "--devices", "host:0", "--slow", "host:7", imports=IMPORTS)
     assert done.returncode == 1
     assert "host:7" in done.stderr
     assert "there are host:0" in done.stderr
@@ -209,14 +205,14 @@ def test_pipeline_trains_what_no_device_holds_alone_and_draws_its_schedule(tmp_p
 
 
 def test_pipeline_says_which_devices_could_be_slowed() -> None:
-    done = subprocess.run([sys.executable, str(PIPELINE), "--slow", "host:7"], capture_output=True, text=True)
+    done = SERVER.run_file(PIPELINE, "--slow", "host:7", imports=IMPORTS)
     assert done.returncode == 2
     assert "--slow host:7" in done.stderr
     assert "there are host:0, host:1" in done.stderr
 
 
 def test_pipeline_on_one_device_ends_with_one_line() -> None:
-    done = subprocess.run([sys.executable, str(PIPELINE), "--devices", "host:0"], capture_output=True, text=True)
+    done = SERVER.run_file(PIPELINE, "--devices", "host:0", imports=IMPORTS)
     assert done.returncode == 2
     assert "--devices host:0: name two devices or more" in done.stderr.splitlines()[-1]
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from program_server import SERVER
 
 CONVERT = Path(__file__).resolve().parents[2] / "examples" / "python" / "convert"
 
@@ -23,9 +22,7 @@ def test_the_diff_in_the_guide_is_the_one_between_the_scripts() -> None:
 
 
 def numbers(script: Path) -> list[float]:
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=240, env=dict(os.environ)
-    )
+    done = SERVER.run_file(script, imports=["sklearn.datasets"])
     assert done.returncode == 0, done.stdout + done.stderr
     return [float(number) for number in re.findall(r"\d+\.\d+", done.stdout)]
 
