@@ -68,6 +68,7 @@ def test_one_stage_that_fails_stops_no_other_but_those_that_need_it(tmp_path: Pa
     assert run.record.failed == ["breaks", "absent"]
 
 
+@pytest.mark.alone
 def test_the_limits_of_later_stages_are_kept_for_them(tmp_path: Path) -> None:
     run = Run(Record(tmp_path), ENVIRONMENT, time.monotonic() + 30)
     run.stages(
@@ -81,6 +82,7 @@ def test_the_limits_of_later_stages_are_kept_for_them(tmp_path: Path) -> None:
     assert run.record.stages[0]["why"] == "time is up"
 
 
+@pytest.mark.alone
 def test_a_stage_may_use_what_others_have_saved_but_no_more_than_its_limit_again(tmp_path: Path) -> None:
     run = Run(Record(tmp_path), ENVIRONMENT, time.monotonic() + 1000)
     run.stages([python("slow", "import time; time.sleep(3.3)", 3), python("hangs", "import time; time.sleep(60)", 0.5)])

@@ -34,6 +34,7 @@ def sleeping(module: Any, part: Any) -> Any:
     return classify(module, part)
 
 
+@pytest.mark.alone
 def test_shares_follow_a_slow_device_and_gradients_stay_exact() -> None:
     module, batch = classifier(32)
     _, wanted = plain(module, classify, batch)
@@ -225,6 +226,7 @@ def test_stages_of_a_pipeline_raise_hang_and_run_out_of_memory(name: str) -> Non
         trainer.step(squares, batch)
 
 
+@pytest.mark.alone
 def test_a_slow_stage_takes_longer() -> None:
     _, batch, trainer = in_stages()
 

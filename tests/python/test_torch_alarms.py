@@ -18,6 +18,7 @@ from torch_support import TWO, classifier, classify, hosts, noting
 Health = dict[str, dict[str, Any]]
 
 
+@pytest.mark.alone
 def test_a_device_that_idles_is_called_once_until_it_works_again() -> None:
     module, batch = classifier(8)
 
@@ -48,6 +49,7 @@ def test_a_device_that_idles_is_called_once_until_it_works_again() -> None:
             assert steps(4) == [("busy", "host:0")]
 
 
+@pytest.mark.alone
 def test_steps_that_one_device_runs_alone_as_a_trial_are_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alone, "_MOST_SECONDS", 1e9)  # also on a busy machine
     module, batch = classifier(32)
@@ -62,6 +64,7 @@ def test_steps_that_one_device_runs_alone_as_a_trial_are_no_alarm(monkeypatch: p
     assert found == []
 
 
+@pytest.mark.alone
 def test_a_callback_may_use_the_trainer_and_a_retired_device_is_no_alarm() -> None:
     module, batch = classifier(32)
     with DataParallel(module, hosts(3), balance=[1, 0.0001, 1]) as trainer:

@@ -96,6 +96,7 @@ def test_nothing_is_said_where_the_devices_together_are_faster() -> None:
     assert trials.explain(TWO) == ""
 
 
+@pytest.mark.alone
 def test_a_trainer_measures_what_one_device_would_take_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_alone, "_MOST_SECONDS", 60.0)  # also on a busy machine
     module, batch = classifier(2)  # so few items that the balancer tries no other sizes by itself

@@ -247,6 +247,7 @@ def test_steps_with_and_without_costs_alternate() -> None:
         assert report["items"]["steps"] == 8
 
 
+@pytest.mark.alone
 def test_the_report_tells_what_was_saved() -> None:
     module, batch = words(64, 2)
 
@@ -271,6 +272,7 @@ def test_the_report_tells_what_was_saved() -> None:
     assert "of the padding saved" in text
 
 
+@pytest.mark.alone
 def test_learns_what_items_take_when_they_are_trimmed() -> None:
     """A loss that sleeps by the padded cost: that is the measure, and its rate is found."""
     module = nn.Linear(1, 1).double()

@@ -218,8 +218,10 @@ def test_a_step_inside_of_a_step_is_refused() -> None:
 def test_closing_the_trainer_in_another_thread_cancels_the_step(devices: int) -> None:
     module, batch = classifier(64)
     inside = threading.Event()
+    ran: list[int] = []
 
     def loss_fn(replica: Any, part: Any) -> Any:
+        ran.append(len(part[0]))
         inside.set()
         time.sleep(0.1)
         return classify(replica, part)
@@ -236,10 +238,9 @@ def test_closing_the_trainer_in_another_thread_cancels_the_step(devices: int) ->
     thread = threading.Thread(target=train)
     thread.start()
     assert inside.wait(30)
-    begin = time.monotonic()
     trainer.close()
     thread.join()
-    assert time.monotonic() - begin < 2  # the whole step takes at least 3.2 s
+    assert len(ran) < 64, "the step ran to its end"
     assert len(raised) == 1
     assert gradients(module) == [None] * 4
 

@@ -142,6 +142,7 @@ def uneven(rank: int) -> Any:
         return sampler.shares, trainer.report(), trainer.explain(), ledger
 
 
+@pytest.mark.alone
 def test_a_slow_rank_gets_fewer_items_and_rank_0_can_say_why(on_ranks: Run) -> None:
     (shares, report, text, ledger), (theirs, other, _, _) = on_ranks(2, uneven)
     assert shares == theirs

@@ -33,6 +33,7 @@ def loss_of_slow(module: Any, batch: torch.Tensor) -> Any:
     return module(batch).mean()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_trainer_finds_it_and_stays_exact(devices: int) -> None:
     module, batch = Slow(128), torch.rand(300 * devices, 3, dtype=torch.double)
@@ -107,6 +108,7 @@ def test_nothing_is_searched_where_sizes_are_told(options: Any) -> None:
         assert balance == "auto" or trainer.report()["sizes"]["host:0"] == [300]
 
 
+@pytest.mark.alone
 def test_nothing_is_searched_with_batch_statistics() -> None:
     def slowly(module: Any, batch: Any) -> Any:
         time.sleep(1e-3 * len(batch[0]))

@@ -115,6 +115,7 @@ def test_a_prediction_between_forward_and_backward_disturbs_no_graph() -> None:
     assert_same_gradients(module, gradients(reference))
 
 
+@pytest.mark.alone
 def test_shares_follow_the_times() -> None:
     module, (x, _) = classifier(64)
 

@@ -210,9 +210,11 @@ def test_memory_that_nothing_fits_in_names_device_and_bytes() -> None:
 def test_closing_the_trainer_in_another_thread_cancels_the_step() -> None:
     module, batch = Chain(), marked(0, 64)
     inside = threading.Event()
+    ran: list[int] = []
 
     def loss_fn(replica: Any, part: Any) -> Any:
         output = replica(part)
+        ran.append(len(part))
         inside.set()
         time.sleep(0.1)
         return output.pow(2).mean()
@@ -231,11 +233,10 @@ def test_closing_the_trainer_in_another_thread_cancels_the_step() -> None:
     thread = threading.Thread(target=train)
     thread.start()
     assert inside.wait(30)
-    begin = time.monotonic()
     trainer.close()
     thread.join(30)
     assert not thread.is_alive()
-    assert time.monotonic() - begin < 3  # the whole step takes at least 6.4 s
+    assert len(ran) < 64, "the step ran to its end"
     assert len(raised) == 1
     assert gradients(module) == [None] * 8
 
@@ -282,13 +283,20 @@ def test_ctrl_c_raises_promptly_and_the_next_step_works() -> None:
     program = (
         SETUP
         + """
+ran = 0
+def interrupted(replica, part):
+    global ran
+    ran += 1
+    if ran == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+    return slow(replica, part)
+
 for _ in range(2):
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begin = time.monotonic()
+    ran = 0
     try:
-        trainer.step(slow, batch)
+        trainer.step(interrupted, batch)
     except KeyboardInterrupt:
-        assert 0.3 < time.monotonic() - begin < 2.9        # the whole step takes at least 3.2 s
+        assert ran < 16, "the step ran to its end"
     else:
         raise SystemExit("no KeyboardInterrupt")
     assert all(parameter.grad is None for parameter in module.parameters())

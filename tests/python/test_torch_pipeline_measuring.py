@@ -58,6 +58,7 @@ def measure(trainer: Any, batch: Any, weight: Any = None) -> None:
         assert measuring(trainer) == (step < 2)
 
 
+@pytest.mark.alone
 def test_a_batch_as_small_as_the_micro_batches_tells_what_each_of_them_costs() -> None:
     with Pipeline(chain(Slow), TWO) as trainer:
         for _ in range(5):
@@ -65,6 +66,7 @@ def test_a_batch_as_small_as_the_micro_batches_tells_what_each_of_them_costs() -
         assert len(trainer.report()["micro_batches"]) <= 4
 
 
+@pytest.mark.alone
 def test_a_larger_batch_is_measured_where_one_item_told_nothing() -> None:
     with Pipeline(chain(Slow), TWO) as trainer:
         measure(trainer, torch.randn(1, WIDTH))

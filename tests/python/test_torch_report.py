@@ -60,6 +60,7 @@ def test_the_report_adds_up() -> None:
     assert report["imbalance"] >= 0
 
 
+@pytest.mark.alone
 def test_the_report_tells_what_moves_promised_and_brought() -> None:
     module, batch = classifier(64)
     slow: set[int] = set()

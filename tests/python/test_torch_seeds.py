@@ -274,6 +274,7 @@ def test_backward_by_hand_recomputes_with_the_same_masks(reentrant: bool) -> Non
     assert worst_difference(found[1], found[0]) < 1e-12
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("late", [False, True], ids=["drawing", "drawing late"])
 def test_fixed_shares_that_draw_are_not_cut_by_times_on_one_device(late: bool) -> None:
     """A loss that takes longer for more items lets a search cut the batch."""

@@ -117,6 +117,7 @@ def test_fixed_shares_are_never_stolen(balance: Any) -> None:
             assert list(trainer.shares.values()) == ([8, 8, 8] if balance == "even" else [12, 4, 8])
 
 
+@pytest.mark.alone
 def test_items_planned_for_a_slow_device_run_on_the_others() -> None:
     """Uneven work, not uneven devices: one item takes as long as all the others together."""
     module = Histogram(32)

@@ -88,6 +88,7 @@ def test_the_time_after_a_failure_says_nothing(clock: Clock) -> None:
     assert gaps.explain() == ""
 
 
+@pytest.mark.alone
 def test_what_the_devices_run_between_two_steps_is_no_waiting() -> None:
     module, batch = classifier(16)
 
@@ -108,6 +109,7 @@ def test_what_the_devices_run_between_two_steps_is_no_waiting() -> None:
         assert "Between two steps" not in trainer.explain()
 
 
+@pytest.mark.alone
 def test_a_trainer_tells_that_it_is_input_bound() -> None:
     module, batch = classifier(16)
 

@@ -63,6 +63,7 @@ def test_a_device_that_fails_leaves_nobody_waiting_and_its_error_is_raised(where
     assert_same_gradients(module, gradients(reference))
 
 
+@pytest.mark.alone
 def test_shares_follow_speeds_without_the_time_that_a_device_waits() -> None:
     module, batch = case("rows", 16)
     with DataParallel(module, TWO, **Synchronised) as trainer:

@@ -108,6 +108,7 @@ def test_the_last_steps_are_there_with_every_item_once_and_rows_for_all_devices(
         assert one["name"].endswith(" (correction)") == one["args"]["correction"]
 
 
+@pytest.mark.alone
 def test_spans_of_a_device_do_not_overlap_and_fill_the_step_up_to_its_end(path: Path) -> None:
     module, batch = classifier(64)
     late = noting(lambda _, part: time.sleep(2e-4 * len(part[0])))
@@ -177,6 +178,7 @@ def test_a_loader_that_trains_does_not_cross_the_spans_of_steps(path: Path) -> N
             assert apart or inside or (other["start"] >= one["start"] and other["end"] <= one["end"])
 
 
+@pytest.mark.alone
 def test_moves_of_shares_are_instants_with_their_reason(path: Path) -> None:
     module, batch = classifier(16)
     slow: set[int] = set()
