@@ -25,7 +25,8 @@ RACE = ROOT / "benchmarks" / "python" / "race_ddp.py"
 IMPORTS = ["sklearn.datasets"]  # takes two seconds in each of these programs
 
 for package in ("torch", "sklearn"):
-    pytest.importorskip(package, reason=f"the examples need {package}")
+    if importlib.util.find_spec(package) is None:  # importing it takes seconds
+        pytest.skip(f"the examples need {package}", allow_module_level=True)
 needs_two_cores = pytest.mark.skipif(
     len(paceline.devices()) < 2 or not all(device.cores for device in paceline.devices()),
     reason="needs two cores that processes can be pinned to",

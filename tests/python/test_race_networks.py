@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 pytest.importorskip("torch", reason="the races need torch")
-pytest.importorskip("sklearn", reason="the digits come from scikit-learn")
+if find_spec("sklearn") is None:  # importing it takes seconds
+    pytest.skip("the digits come from scikit-learn", allow_module_level=True)
 
 import torch
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
-import torch._inductor.cudagraph_trees as trees
 
 from paceline.torch import DataParallel
 from paceline.torch._devices import compiling
@@ -26,8 +24,12 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 @pytest.fixture
-def asserting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in PyTorch before 2.13, which gives a thread no state of its own when it is asked for."""
+def trees(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """PyTorch's graph trees, which take seconds to import, and so not where tests are collected.
+
+    As in PyTorch before 2.13, which gives a thread no state of its own when it is asked for.
+    """
+    import torch._inductor.cudagraph_trees as trees
 
     def get(local: Any, name: str) -> Any:
         if hasattr(local, name):
@@ -36,10 +38,10 @@ def asserting(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch._C._get_obj_in_tls(name)
 
     monkeypatch.setattr(trees, "get_obj", get)
+    return trees
 
 
-@pytest.mark.usefixtures("asserting")
-def test_each_worker_has_graph_trees_of_its_own() -> None:
+def test_each_worker_has_graph_trees_of_its_own(trees: Any) -> None:
     module, batch = classifier()
     module.compile(backend="eager")
     found: dict[int, list[Any]] = {}
@@ -89,7 +91,9 @@ def test_the_limits_of_all_threads_are_raised_once_and_put_back(monkeypatch: pyt
 
 
 def test_a_limit_of_the_callers_own_is_what_is_multiplied() -> None:
-    config: Any = torch._dynamo.config
+    from torch._dynamo import config as dynamo_config
+
+    config: Any = dynamo_config
     before = config.recompile_limit
     with config.patch(recompile_limit=3):
         context = contextvars.copy_context()
