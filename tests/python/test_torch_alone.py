@@ -157,6 +157,7 @@ def test_gradients_and_ledger_hold_in_steps_of_one_device(tmp_path: Path) -> Non
     assert (result.records, result.mismatches) == (50, [])
 
 
+@pytest.mark.alone
 def test_a_failure_in_a_step_of_one_device_leaves_it_to_the_next() -> None:
     module, batch = classifier(64)
     failing = False
