@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.torch import DataParallel
-from torch_support import assert_same_gradients, classifier, classify, gradients, hosts, plain
+from torch_support import assert_same_gradients, classifier, classify, gradients, hosts, linear, plain
 
 DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
 
@@ -155,3 +155,16 @@ def test_the_training_mode_follows_part_by_part(devices: int) -> None:
             change()  # type: ignore[no-untyped-call]
             trainer.step(loss_fn, batch)
             assert seen[-devices:] == [[child.training for child in module.modules()]] * devices
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_loss_follows_a_layer_that_was_appended(devices: int) -> None:
+    module, batch = classifier()
+    with DataParallel(module, hosts(devices)) as trainer:
+        trainer.loss(classify, batch).backward()
+        module.append(linear(3, 3))
+        module.zero_grad()
+        _, wanted = plain(module, classify, batch)
+        trainer.loss(classify, batch).backward()
+        assert_same_gradients(module, wanted)
+        assert trainer.report()["steps"] == 2

@@ -129,14 +129,13 @@ class Training:
         scale = self._scale_of(scaler)
         if carries:
             self._replicas.share()
-        names = self._replicas.names
 
         def run_of(frame: Frame, objective: Objective) -> TrainRun:
             options: Any = {
                 "loss_fn": loss_fn,
                 "objective": objective,
                 "scale": scale,
-                "names": names,
+                "names": self._replicas.names,  # which the frame has brought up to date
                 "carries": carries,
             }
             graphs = self._execution.graphs
@@ -155,7 +154,8 @@ class Training:
             return already_backward(loss)
         leaves = zip(self._replicas.parameters, gradients, strict=True)
         found = [*((leaf, gradient) for leaf, gradient in leaves if leaf.requires_grad), *outside]
-        wanted = [name for name, leaf in zip(names, self._replicas.parameters, strict=True) if leaf.requires_grad]
+        named = zip(self._replicas.names, self._replicas.parameters, strict=True)
+        wanted = [name for name, leaf in named if leaf.requires_grad]
         carried = Carried(wanted, [leaf for leaf, _ in found], [gradient for _, gradient in found], scale)
         return carried.loss(loss)
 
