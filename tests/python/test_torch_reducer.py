@@ -336,3 +336,35 @@ def test_a_sum_that_failed_silently_is_cancelled_on_a_rank_without_items() -> No
     with DataParallel(module, hosts(2), reducer=Failing(None)) as trainer:
         with pytest.raises(Cancelled):
             trainer.step(classify, None)
+
+
+class Alone:
+    """A quorum of one rank."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None: ...
+
+    def should_commit(self) -> bool:
+        return True
+
+
+def test_a_tensor_outside_of_the_module_is_refused_at_whichever_step_it_is_reached_first() -> None:
+    """Deep inside of a graph whose end looks as before, so that other trainers would find it in the fourth step."""
+    module, batch = classifier()
+    outside = torch.ones(6, dtype=torch.double, requires_grad=True)
+    reached = False
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        hidden = replica(part[0] * (outside if reached else outside.detach()))
+        for _ in range(16):
+            hidden = hidden.tanh()
+        return nn.functional.cross_entropy(hidden, part[1])
+
+    with DataParallel(module, hosts(2), reducer=Alone()) as trainer:
+        for _ in range(2):
+            trainer.step(loss_fn, batch)
+        before = gradients(module)
+        reached = True
+        with pytest.raises(InvalidArgument, match="outside of the module"):
+            trainer.step(loss_fn, batch)
+    assert outside.grad is None
+    assert worst_difference(gradients(module), before) == 0

@@ -63,7 +63,8 @@ class Execution(Runner):
             run.outside = self._outside
             replicas = [replica.parameters for replica in self.replicas.list]
             parameters = [self.replicas.parameters, *replicas]
-            self._outside.begin(run.loss_fn, parameters, self.replicas.shared, carries=run.carries)
+            refused = keep and self.ranks is not None
+            self._outside.begin(run.loss_fn, parameters, self.replicas.shared, carries=run.carries, refused=refused)
             if keep and self.faults is not None:
                 self._inject(run, self.faults(self.calls))
             outcome = self._execute(work, run)

@@ -41,12 +41,19 @@ class OutsideGradients:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
 
     def begin(
-        self, function: Any, parameters: list[list[torch.Tensor]], shared: bool, *, carries: bool = False
+        self,
+        function: Any,
+        parameters: list[list[torch.Tensor]],
+        shared: bool,
+        *,
+        carries: bool = False,
+        refused: bool = False,
     ) -> None:
         """Prepare for a step. `parameters` are those of the module, and those of each replica.
 
         With `carries` the gradients are handed out later, by `taken`. Then every graph is searched, since a tensor that is missed would keep
-        its gradient, and hooks of tensors rest until then.
+        its gradient, and hooks of tensors rest until then. Every graph is searched, too, if outside tensors are to be `refused`: what is
+        missed would train wrongly.
         """
         self._carries = carries
         self._signs.setdefault(self._function, set()).update(self._new)
@@ -59,7 +66,7 @@ class OutsideGradients:
         self._function, self._shared = function, shared
         steps = self._steps[function] = self._steps.get(function, 0) + 1
         # The graphs are searched again once in a while, since a loss may get another term.
-        self._looks = carries or steps <= _LOOKS or steps & (steps - 1) == 0
+        self._looks = carries or refused or steps <= _LOOKS or steps & (steps - 1) == 0
         self._parameters, self._own = parameters, None
         self._before = {}
         alive = [(reference, reference()) for reference in self._known.pop(function, [])]
