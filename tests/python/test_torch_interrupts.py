@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from torch_support import output_of, run_script
+import pytest
+import torch
+from torch import nn
+
+from paceline.torch import DataParallel
+from paceline.torch._run.execution import Execution
+from torch_support import TWO, gradients, output_of, plain, run_script, worst_difference
 
 SETUP = """
 _, reference = None, nn.Linear(4, 2).double()
@@ -223,3 +229,94 @@ trainer.step(slow, torch.ones(4000, 4, dtype=torch.double))
     done = run_script(program)
     assert done.returncode in (-2, 130), done.stderr
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+class Told:
+    """A `StepLoop`, and Ctrl-C that comes when it has been told about a step."""
+
+    def __init__(self, step_loop: Any) -> None:
+        self._step_loop = step_loop
+        self._presses = iter([KeyboardInterrupt])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step_loop, name)
+
+    def commit(self, outcome: Any) -> None:
+        self._step_loop.commit(outcome)
+        for press in self._presses:
+            raise press
+
+
+def pressed_after(name: str, trainer: DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Ctrl-C come once, after this part of the next commit."""
+    if name == "balancer":
+        trainer._works.steps.step_loop = Told(trainer._works.steps.step_loop)  # type: ignore[assignment]
+        return
+    part, presses = getattr(Execution, f"_commit_{name}"), iter([KeyboardInterrupt])
+
+    def part_and_press(self: Execution, outcome: Any) -> None:
+        part(self, outcome)
+        for press in presses:
+            raise press
+
+    monkeypatch.setattr(Execution, f"_commit_{name}", part_and_press)
+
+
+def loss_of(module: Any, part: Any) -> Any:
+    return module(part).pow(2).mean()
+
+
+def counting() -> nn.Module:
+    """A module with a buffer that each step in training writes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+
+
+@pytest.fixture
+def batch() -> torch.Tensor:
+    return torch.randn(8, 4, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+
+
+PLACES = pytest.mark.parametrize("place", ["buffers", "attributes", "balancer"])
+
+
+@PLACES
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ctrl_c_in_a_commit_completes_the_step(
+    place: str, devices: int, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the first one, whose gradients are set and not added."""
+    module: Any = counting()
+    with DataParallel(module, TWO[:devices], balance=[1, 0][:devices]) as trainer:
+        wanted = plain(module, loss_of, batch)[1]
+        pressed_after(place, trainer, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(loss_of, batch)
+        assert worst_difference(gradients(module), wanted) < 1e-12
+        assert module[1].num_batches_tracked == 1
+        assert trainer.report()["steps"] == trainer._execution.steps == 1
+        assert sum(trainer.shares.values()) == 8
+
+
+@PLACES
+def test_ctrl_c_in_the_commit_of_a_loss_completes_the_step(
+    place: str, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the loss, which is lost with its gradients."""
+    module: Any = counting()
+    with DataParallel(module, TWO, balance=[1, 0]) as trainer:
+        pressed_after(place, trainer, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.loss(loss_of, batch)
+        assert gradients(module) == [None] * 4
+        assert module[1].num_batches_tracked == 1
+        assert trainer.report()["steps"] == trainer._execution.steps == 1
+
+
+def test_ctrl_c_in_the_commit_of_a_forward_completes_it(batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = counting()
+    with DataParallel(module, TWO, balance=[1, 0]) as trainer:
+        pressed_after("attributes", trainer, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.predict(batch)
+        assert module[1].num_batches_tracked == 1

@@ -50,6 +50,7 @@ class Execution(Runner):
         self._outside = OutsideGradients()
         self._kept: tuple[int, KeptBuffers] | None = None  # with the replicas' generation
         self.committed: Any = None  # the last committed outcome
+        self._took_part = 0  # the number of the last call that was committed without items of this rank
 
     def train(self, work: Workload, run: TrainRun, *, keep: bool = True) -> tuple[torch.Tensor, Gradients, Any]:
         """The objective, the gradients of the batch, and the outcome.
@@ -85,8 +86,7 @@ class Execution(Runner):
                         self.replicas, run.objective, loss, totals, scale=run.scale, steps=self.steps
                     )
                 if keep:
-                    self._commit(work, run, user, totals, outcome)
-                    self.extras = extras
+                    self._commit(work, run, user, totals, outcome, extras)
             if not keep:
                 self._put_back(user, kept)
             return loss, totals, outcome
@@ -94,7 +94,7 @@ class Execution(Runner):
             agreed = self.ranks.agreed if keep and self.ranks is not None else None
             if user.written or agreed is not None:  # interrupted in the middle of writing: a step is done or not done
                 with torch.no_grad():
-                    self._commit(work, run, user, totals if agreed is None else agreed[1], outcome)
+                    self._commit(work, run, user, totals if agreed is None else agreed[1], outcome, extras)
                 raise
             self._put_back(user, kept)
             raise
@@ -124,20 +124,14 @@ class Execution(Runner):
         with torch.no_grad(), watch:
             try:
                 loss, totals = self.ranks.sum(self.replicas, objective, None, totals, steps=self.steps)
-                user.commit([None] * len(totals) if carries else totals)
+                self._commit_part(user, totals, carries=carries)
             except BaseException:
                 agreed = self.ranks.agreed
-                if agreed is not None:  # interrupted in the middle of writing
-                    user.commit([None] * len(totals) if carries else agreed[1])
-                else:
+                if agreed is None:
                     user.restore()
+                else:  # interrupted in the middle of writing
+                    self._commit_part(user, agreed[1], carries=carries)
                 raise
-            finally:
-                if self.ranks.agreed is not None:
-                    self.items, self.extras = [0] * len(self._names), None
-                    self.steps += 1
-                    if self.sampler is not None:
-                        self.sampler.trained()
         return loss, totals
 
     def together(self, call: str) -> contextlib.AbstractContextManager[None]:
@@ -182,11 +176,18 @@ class Execution(Runner):
         """Run forward, and commit what it wrote."""
         outcome = self._execute(work, run)
         self._end_draws(run)
+        try:
+            self._commit_forward(outcome)
+        except BaseException:  # interrupted in the middle of writing
+            self._commit_forward(outcome)
+            raise
         work.step_loop.commit(outcome)
-        with torch.no_grad():
-            self._commit_attributes(outcome)
-            if self.module.training:  # as in plain PyTorch, running statistics follow
-                self._commit_buffers(outcome)
+
+    @torch.no_grad()
+    def _commit_forward(self, outcome: Any) -> None:
+        self._commit_attributes(outcome)
+        if self.module.training:  # as in plain PyTorch, running statistics follow
+            self._commit_buffers(outcome)
 
     def drop_gradients(self) -> None:
         """Drop the replicas' gradients. The user's own stay."""
@@ -219,23 +220,35 @@ class Execution(Runner):
         ran: list[int] = outcome.items
         return ran.index(max(ran))
 
-    def _commit(self, work: Workload, run: TrainRun, user: UserGradients, totals: Gradients, outcome: Any) -> None:
+    def _commit(
+        self, work: Workload, run: TrainRun, user: UserGradients, totals: Gradients, outcome: Any, extras: Any
+    ) -> None:
+        """Write everything. An interrupted call is repeated, so what must not be done twice is marked before, with no call in between."""
+        user.commit([None] * len(totals) if run.carries else totals)
         if run.carries:
-            user.restore()
             run.outside_gradients = self._outside.taken()
         else:
-            user.commit(totals)
             self._outside.commit()
         self._commit_buffers(outcome)
         self._commit_attributes(outcome)
         if self.committed is not outcome:
+            items = outcome.items
+            self.committed, self.items, self.extras = outcome, items, extras
+            self.steps += 1
             work.step_loop.commit(outcome)
             work.launches.add(run.launches)
-            self.committed = outcome
-            self.items = outcome.items
+        if self.sampler is not None:
+            self.sampler.trained()
+
+    def _commit_part(self, user: UserGradients, totals: Gradients, *, carries: bool) -> None:
+        """Write everything on a rank without items. An interrupted call is repeated, as for `_commit`."""
+        user.commit([None] * len(totals) if carries else totals)
+        if self._took_part != self.calls:
+            items = [0] * len(self._names)
+            self._took_part, self.items, self.extras = self.calls, items, None
             self.steps += 1
-            if self.sampler is not None:
-                self.sampler.trained()
+        if self.sampler is not None:
+            self.sampler.trained()
 
     def _commit_buffers(self, outcome: Any) -> None:
         if not self.replicas.shared:

@@ -129,6 +129,7 @@ class UserGradients:
                 )
         self._versions = list(map(_version, replicas.parameters)) if replicas.shared else []
         self._added_to: list[tuple[torch.Tensor, int]] = []
+        self._is_added = False  # whether `commit` has come beyond adding
         for index in present:
             replicas.parameters[index].grad = None
 
@@ -176,13 +177,14 @@ class UserGradients:
             self._added_to = [(before, before._version) for before, _ in pairs]
             if pairs:
                 torch._foreach_add_([before for before, _ in pairs], [total for _, total in pairs])
+        self._is_added = True
         for parameter, before, total in zip(self._replicas.parameters, self._before, totals, strict=True):
             parameter.grad = total if before is None else before
 
     @property
     def written(self) -> bool:
-        """Whether `commit` has begun to add to the user's gradients, which cannot be undone."""
-        return any(gradient._version != version for gradient, version in self._added_to)
+        """Whether `commit` has begun to write the user's gradients. Then the step is to be completed: what was added cannot be undone."""
+        return self._is_added or any(gradient._version != version for gradient, version in self._added_to)
 
     def _total(self, index: int, left_out: dict[int, set[int]]) -> torch.Tensor | None:
         total: torch.Tensor | None = None
