@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import DeviceGroup
+from paceline import DeviceGroup, Unavailable
 from paceline.torch import DataParallel
 from torch_support import TWO, classifier, classify, hosts, noting, output_of
 
@@ -128,20 +128,61 @@ def test_host_devices_may_outnumber_the_cores() -> None:
         assert list(trainer.shares.values()) == [2] * 6
 
 
-def test_every_thread_that_calls_is_limited_and_only_its_own_number_comes_back() -> None:
+def elsewhere(call: Any, threads: int = 3) -> list[int]:
+    """PyTorch's number of threads after `call`, in a thread of its own that had so many."""
+    counts: list[int] = []
+
+    def run() -> None:
+        torch.get_num_threads()
+        torch.set_num_threads(threads)
+        call()
+        counts.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return counts
+
+
+def test_a_thread_that_only_calls_is_limited_during_its_calls() -> None:
+    module, batch = classifier()
+    inside: list[int] = []
+
+    def weight(whole: Any) -> torch.Tensor:
+        inside.append(torch.get_num_threads())
+        return torch.ones(len(whole[0]))
+
+    with DataParallel(module, TWO) as trainer:
+        assert elsewhere(lambda: trainer.step(classify, batch, weight)) == [3]
+        assert inside == [1]
+        trainer.step(classify, batch)
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+
+
+def test_a_thread_whose_trainer_another_thread_has_closed_gets_its_number_back_at_its_next_call() -> None:
+    module, batch = classifier()
+    for call in ("step", "close", "new"):
+        trainer = DataParallel(module, TWO)
+        assert elsewhere(trainer.close) == [3]
+        assert torch.get_num_threads() == 1, "PyTorch cannot set the number of another thread"
+        if call == "step":
+            with pytest.raises(Unavailable):
+                trainer.step(classify, batch)
+        elif call == "close":
+            trainer.close()
+        else:
+            with DataParallel(module, TWO):
+                assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+
+
+def test_a_thread_that_begins_meanwhile_has_the_number_of_the_process() -> None:
     module, batch = classifier()
     counts: list[int] = []
     with DataParallel(module, TWO) as trainer:
-
-        def elsewhere() -> None:
-            torch.get_num_threads()
-            torch.set_num_threads(3)
-            trainer.step(classify, batch)
-            counts.append(torch.get_num_threads())
-
-        thread = threading.Thread(target=elsewhere)
+        trainer.step(classify, batch)
+        thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
         thread.start()
         thread.join()
-        assert torch.get_num_threads() == 1
-    assert counts == [1]
-    assert torch.get_num_threads() == 2
+    assert counts == [2]

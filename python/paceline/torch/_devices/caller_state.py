@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -130,37 +130,61 @@ def bytes_of(state: torch.Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-class CallerThreads:
-    """Keeps the calling threads' PyTorch at one thread while any trainer on host devices is open.
+def set_own_threads(number: int) -> None:
+    """Set PyTorch's number of threads for the calling thread alone.
 
-    The caller's own thread pool would spin on the cores that the devices compute on. That costs 6 to 17 % (measured).
+    ``torch.set_num_threads`` also sets the number that another thread gets, and keeps, when it first uses PyTorch. A new thread sees that
+    number, and any thread can put it back.
+    """
+    torch.get_num_threads()  # else PyTorch would give this thread the other number at some later operator
+    others: list[int] = []
+    _in_new_thread(lambda: others.append(torch.get_num_threads()))
+    torch.set_num_threads(number)
+    _in_new_thread(lambda: torch.set_num_threads(others[0]))
+
+
+def _in_new_thread(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+class CallerThreads:
+    """Keeps PyTorch at one thread in a thread that has opened trainers on host devices, and in any other one during its calls of these.
+
+    The caller's own thread pool would spin on the cores that the devices compute on. That costs 6 to 17 % (measured). PyTorch cannot set the
+    number of another thread. So a thread that does not close what it has opened gets its own number back at its next call of a trainer, open or
+    closed; and a thread that opens nothing is not limited between its calls, because there may be no further one.
     """
 
-    _lock = threading.Lock()
-    _open = 0
-    _caller = threading.local()  # its `before` is the thread's own number of threads, while the thread is limited
+    _here = threading.local()
+
+    def __init__(self) -> None:
+        self._uses: list[None] = []  # open trainers and present calls. A list, whose methods need no lock.
+        self._before: int | None = None  # the thread's own number, while the thread is limited
 
     @classmethod
-    def limit(cls) -> None:
-        """Note that a trainer opens on this thread."""
-        with cls._lock:
-            cls._open += 1
-        cls.enter()
+    def here(cls) -> CallerThreads:
+        """Those of the calling thread."""
+        if not hasattr(cls._here, "threads"):
+            cls._here.threads = cls()
+        found: CallerThreads = cls._here.threads
+        return found
 
-    @classmethod
-    def enter(cls) -> None:
-        """Limit the calling thread, which may be another one than the thread that opened the trainer."""
-        if getattr(cls._caller, "before", None) is None:
-            cls._caller.before = torch.get_num_threads()
-            torch.set_num_threads(1)
+    def hold(self) -> None:
+        """Limit the calling thread, whose own these are, until `release`."""
+        if self._before is None:
+            self._before = torch.get_num_threads()
+            set_own_threads(1)
+        self._uses.append(None)
 
-    @classmethod
-    def restore(cls) -> None:
-        """Note that a trainer closes. The thread that closes the last one gets its own number back; PyTorch cannot set another thread's."""
-        with cls._lock:
-            cls._open -= 1
-            last = cls._open == 0
-        before = getattr(cls._caller, "before", None)
-        if last and before is not None:
-            torch.set_num_threads(before)
-            cls._caller.before = None
+    def release(self) -> None:
+        """End one `hold`. Called on any thread, which gets its own number back if nothing holds that one any more."""
+        self._uses.pop()
+        self.here().settle()
+
+    def settle(self) -> None:
+        """Give the calling thread, whose own these are, its own number back if nothing holds it any more."""
+        if self._before is not None and not self._uses:
+            set_own_threads(self._before)
+            self._before = None

@@ -18,7 +18,7 @@ from paceline.comm import Transport
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.moving import Move, same
 from paceline.torch._devices import cuda
-from paceline.torch._devices.caller_state import bytes_of
+from paceline.torch._devices.caller_state import bytes_of, set_own_threads
 from paceline.torch._devices.worker_draws import WorkerGenerator, mixed_seed
 
 _HOST = torch.device("cpu")
@@ -147,10 +147,7 @@ class Places:
             return
         gpu = self._gpu[device]
         if gpu is None:
-            # The number has to be read first. Otherwise PyTorch's lazy initialisation would set the process-wide number at some later
-            # operator.
-            torch.get_num_threads()
-            torch.set_num_threads(self._threads[device])
+            set_own_threads(self._threads[device])
         else:
             cuda.prepare_worker(gpu)
             # Otherwise backward runs on a thread that all devices of one GPU share. This is set for the thread's whole life.

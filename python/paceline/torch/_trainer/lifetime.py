@@ -49,10 +49,9 @@ class Lifetime:
         self._lock = threading.Lock()
         self._caller: threading.Thread | None = None  # the thread of the present call, or of the last one
         self._abandoned = False  # by a second Ctrl-C: workers were still inside when the call ended
-        if self.places.any_host:
-            CallerThreads.limit()
+        threads = self._limited_threads()
         # This runs when the trainer is dropped without close(). _close_all handles the end of the program.
-        self._finalizer = weakref.finalize(self, _finalize, group if owned else None, self.places.any_host)
+        self._finalizer = weakref.finalize(self, _finalize, group if owned else None, threads)
         self._finalizer.atexit = False
         _open.add(self)
 
@@ -83,6 +82,7 @@ class Lifetime:
             )
         self._cancel()
         self._finalizer()
+        CallerThreads.here().settle()
         self._execution.end()
         if self._execution.watchdog is not None:
             self._execution.watchdog.close()
@@ -99,25 +99,26 @@ class Lifetime:
         self._cancel()
         ended = self._finalizer.detach()
         if ended is not None:
-            group = ended[2][0]
+            group, threads = ended[2]
             with contextlib.suppress(Timeout):
-                _finalize(group, self.places.any_host, timeout=0.0)
+                _finalize(group, threads, timeout=0.0)
         return None
 
     @contextlib.contextmanager
     def exclusive(self, call: str) -> Iterator[None]:
         """Let one call in at a time, since the replicas and their gradients belong to the trainer and not to the call."""
         if not self._finalizer.alive:
+            CallerThreads.here().settle()
             raise Unavailable(f"{call}: the trainer is closed. Make a new one.")
         if not self._lock.acquire(blocking=False):
             raise InvalidArgument(
                 f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
                 "not call the trainer). One call at a time."
             )
-        self._caller = threading.current_thread()
-        if self.places.any_host:
-            CallerThreads.enter()
+        threads = None
         try:
+            self._caller = threading.current_thread()
+            threads = self._limited_threads()
             if self.group.busy:
                 raise InvalidArgument(
                     f"{call}: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, or close "
@@ -132,6 +133,16 @@ class Lifetime:
             self._execution.running = None
             self._abandoned = self.group.busy
             self._unlock()
+            if threads is not None:
+                threads.release()
+
+    def _limited_threads(self) -> CallerThreads | None:
+        """Hold the calling thread's PyTorch at one thread, until what is returned is released."""
+        if not self.places.any_host:
+            return None
+        threads = CallerThreads.here()
+        threads.hold()
+        return threads
 
     @contextlib.contextmanager
     def between_steps(self, call: str) -> Iterator[None]:
@@ -192,14 +203,14 @@ def _gather(shards: Any) -> None:
         shards.gather()
 
 
-def _finalize(group: DeviceGroup | None, any_host: bool, timeout: float = 10.0) -> None:
-    """End the workers of a trainer that made its own group, and give the caller its threads back."""
+def _finalize(group: DeviceGroup | None, threads: CallerThreads | None, timeout: float = 10.0) -> None:
+    """End the workers of a trainer that made its own group, and give the thread that has made it its PyTorch threads back."""
     try:
         if group is not None:
             group.close(timeout)
     finally:
-        if any_host:
-            CallerThreads.restore()
+        if threads is not None:
+            threads.release()
 
 
 @atexit.register

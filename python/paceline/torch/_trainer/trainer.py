@@ -170,7 +170,8 @@ class DataParallel(Trainer):
     after steps that did not, it runs twice, and so does the Python code of `loss_fn`. Forward-mode differentiation goes through
     ``torch.func``.
 
-    While a trainer on host devices is open, the caller's own PyTorch operators run on one thread. `close` restores the number of threads.
+    While a trainer on host devices is open, PyTorch runs operators on one thread in the thread that has opened it, and in other threads during
+    their calls of the trainer. `close` restores the number of threads. If another thread closes the trainer, the next call restores it.
 
     On GPUs a step is ordered on the caller's current stream of the module's GPU, like an operator, and waits for nothing. The caller may be
     two steps ahead of the devices. If memory runs out, the step runs again in smaller pieces.
