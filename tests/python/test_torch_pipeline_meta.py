@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from paceline import InvalidArgument, OutOfMemory
@@ -302,3 +303,32 @@ def test_unusual_blocks(kind: str, autocast: bool) -> None:
             trainer.step(lambda module, part: module(part).float().square().mean(), x)
         gradients.append([one.grad for one in module.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("end", ["close", "module"])
+def test_the_hook_on_all_optimizers_ends(end: str) -> None:
+    hooks = dict(_global_optimizer_pre_hooks)
+    full, empty = models()
+    trainer = Pipeline(empty, TWO, init=filled_from(full))
+    trainer.step(loss_fn, TOKENS)
+    assert len(_global_optimizer_pre_hooks) == len(hooks) + 1
+    if end == "close":
+        trainer.close()
+    else:
+        del trainer, empty
+        gc.collect()
+    assert _global_optimizer_pre_hooks == hooks
+
+
+def test_the_hook_on_all_optimizers_bears_another_one_behind_it() -> None:
+    full, empty = models()
+    with Pipeline(empty, TWO, init=filled_from(full)) as trainer:
+        trainer.step(loss_fn, TOKENS)
+        stepped: list[Any] = []
+        handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: stepped.append(optimizer))
+        try:
+            optimizer = torch.optim.SGD(empty.parameters(), lr=0.1)
+            optimizer.step()
+        finally:
+            handle.remove()
+    assert stepped == [optimizer]

@@ -63,6 +63,7 @@ class PipelineExecution(Execution):
         self._generation = replicas.generation
         self._count = len(replicas.parameters)
         self.unfilled: Unfilled | None = None  # if the module has no memory yet
+        self.at_end: list[Callable[[], None]] = []  # what takes away what was registered for the trainer
         self.threads = LaneThreads()
         self._group = group
 
@@ -146,7 +147,7 @@ class PipelineExecution(Execution):
 
     def fill(self) -> None:
         if self.unfilled is not None:
-            self.unfilled.fill()
+            self.at_end.append(self.unfilled.fill())
             self.unfilled = None
             self.replicas.renew()
 
@@ -272,4 +273,6 @@ class PipelineExecution(Execution):
             buffers.push()
 
     def end(self) -> None:
+        while self.at_end:
+            self.at_end.pop()()
         self.threads.close()

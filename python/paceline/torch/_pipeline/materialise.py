@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import weakref
@@ -36,10 +37,12 @@ class Unfilled:
         inside = {id(part) for block in blocks for part in block.module.modules()}
         self.outside = [(name, part) for name, part in module.named_modules() if id(part) not in inside]
 
-    def fill(self) -> None:
+    def fill(self) -> Callable[[], None]:
         """Give memory to the module part by part, blocks in the order of the forward, and let `init` fill it.
 
         Parameters and buffers stay the same objects, as an optimizer and tied parts have them. If it raises, they are on "meta" again.
+
+        From then on each step of an optimizer is looked at. What is returned ends that, as does the end of all parameters.
         """
         outside = [(name, part, on_meta([part])) for name, part in self.outside]
         blocks = [(name, part, on_meta(part.modules())) for name, part in self._blocks]
@@ -57,7 +60,7 @@ class Unfilled:
             for one in made.values():
                 _swap(one.tensor, one.before)
             raise
-        _refuse_states_on_meta([one.tensor for one in made.values() if isinstance(one.tensor, nn.Parameter)])
+        return _refuse_states_on_meta([one.tensor for one in made.values() if isinstance(one.tensor, nn.Parameter)])
 
     def _check(self, made: Mapping[int, _Made]) -> None:
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
@@ -106,20 +109,24 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
         one._post_accumulate_grad_hooks = post
 
 
-def _refuse_states_on_meta(parameters: Sequence[torch.Tensor]) -> None:
-    """Raise in the first step of an optimizer whose states of these parameters have no memory."""
-    ours = {id(one): weakref.ref(one) for one in parameters}
+def _refuse_states_on_meta(parameters: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Raise in the first step of an optimizer whose states of these parameters have no memory. Returns what takes the hook away again."""
+    if not parameters:
+        return lambda: None
+    ours: dict[int, weakref.ref[torch.Tensor]] = {}
+    looks = True
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal looks
         mine = [
             one
-            for group in optimizer.param_groups
+            for group in (optimizer.param_groups if looks else ())
             for one in group["params"]
             if id(one) in ours and ours[id(one)]() is one
         ]
         if not mine:
             return
-        handle.remove()
+        looks = False  # the hook stays, since PyTorch goes through all hooks now
         states: Mapping[Any, Any] = optimizer.state
         values = [value for one in mine for value in states.get(one, {}).values()]
         if any(isinstance(value, torch.Tensor) and value.is_meta for value in values):
@@ -129,6 +136,14 @@ def _refuse_states_on_meta(parameters: Sequence[torch.Tensor]) -> None:
             )
 
     handle = register_optimizer_step_pre_hook(before_step)
+
+    def gone(key: int, _: object) -> None:
+        ours.pop(key, None)
+        if not ours:
+            handle.remove()
+
+    ours.update((id(one), weakref.ref(one, functools.partial(gone, id(one)))) for one in parameters)
+    return handle.remove
 
 
 def unfilled(module: nn.Module, blocks: Sequence[Block], init: Init | None) -> Unfilled | None:

@@ -192,8 +192,9 @@ class Pipeline(StagesTrainer):
                     "or name more devices; several host devices may share a core."
                 )
             on_gpus = any(device.kind == "cuda" for device in local.devices)
+            at_end = []
             if without_memory is not None and on_gpus:
-                without_memory.fill()
+                at_end.append(without_memory.fill())
                 without_memory = None
             known = nn.Module() if without_memory is not None else module  # what has to be where the devices are
             places = StagePlaces(local, module) if on_gpus else Places(local, known, 600.0, "auto")
@@ -220,7 +221,7 @@ class Pipeline(StagesTrainer):
                 if isinstance(places, StagePlaces)
                 else PipelineExecution(local, module, places, replicas, found)
             )
-            execution.unfilled = without_memory
+            execution.unfilled, execution.at_end = without_memory, at_end
         except BaseException:
             if owned:
                 local.close()
