@@ -16,6 +16,7 @@
 #include <paceline/balance/ledger.hpp>
 #include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
+#include <paceline/observe/metrics.hpp>
 #include <paceline/runtime/blocking.hpp>
 
 #include "bindings.hpp"
@@ -302,6 +303,9 @@ void bind_engine(py::module_& module) {
       .def("note", &ModuleContents::note, py::arg("modules"), "Remember the present contents.")
       .def("same", &ModuleContents::same, py::arg("modules"),
            "Whether dictionaries, keys and, with objects, the objects are those that were noted.");
+  module.def(
+      "step_bounds", [] { return std::vector(observe::kStepBounds.begin(), observe::kStepBounds.end()); },
+      "Upper bounds of the buckets in which the times of steps are counted, in seconds.");
   module.def(
       "collect_garbage_if_due", &collect_if_due,
       "On a worker between two pieces of work: what Python's collector, which waits meanwhile, would have collected.");

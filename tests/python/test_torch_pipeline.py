@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from paceline.torch import Pipeline  # noqa: E402
+from paceline.torch import DataParallel, Pipeline  # noqa: E402
 from pipeline_cases import differences  # noqa: E402
 from torch_support import TWO, hosts  # noqa: E402
 
@@ -82,6 +82,9 @@ def test_the_report_says_where_the_module_is_cut() -> None:
         assert [block["parameter_bytes"] for block in pipeline["blocks"]] == [72 * 4 * 4] * 6
         assert report["devices"]["host:0"]["items"] == 40
         assert "sets the pace" in trainer.explain()
+    with DataParallel(chain(), devices=TWO) as other:
+        assert [bound for bound, _ in report["step_counts"]] == [bound for bound, _ in other.report()["step_counts"]]
+    assert report["step_counts"][-1][1] == report["steps"]
 
 
 def test_saved_bytes_are_those_of_distinct_tensors() -> None:

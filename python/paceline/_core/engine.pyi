@@ -20,6 +20,7 @@ __all__: list[str] = [
     "in_flight",
     "pipeline_actions",
     "run_pipeline",
+    "step_bounds",
 ]
 
 class StepOutcome:
@@ -503,4 +504,9 @@ def run_pipeline(
 ) -> PipelineOutcome:
     """
     Run one step: the schedule as text (plan.to_text), with the device index of each stage.
+    """
+
+def step_bounds() -> list[float]:
+    """
+    Upper bounds of the buckets in which the times of steps are counted, in seconds.
     """

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from paceline import DeviceGroup, InvalidArgument
+from paceline._core.engine import step_bounds
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.blocks import Block
@@ -19,7 +20,7 @@ from paceline.torch._run.launch import LaunchClock
 from paceline.torch._run.seen import Seen
 from paceline.torch._run.workload import Workload
 
-_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # seconds of the step counts
+_BOUNDS = step_bounds()  # of the step counts, as trainers without stages have them
 _RECENT = 32  # steps whose times make a speed
 _MOST_EVENTS = 4096
 _MOST_ROWS = 1024
