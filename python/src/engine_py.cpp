@@ -141,6 +141,13 @@ void bind_engine(py::module_& module) {
           "Whether a worker, or the reduction, raised.")
       .def_property_readonly("failed_device", &failed_device,
                              "The index of the device that failed, or None if no single one is to blame.")
+      .def(
+          "take_cause",
+          [](const Step& step) {
+            const StepFailure* failure = step.failure();
+            return take_cause(failure == nullptr ? nullptr : failure->error);
+          },
+          "What the failed call of body or finish itself raised, or None if it returned. The second call returns None.")
       .def_property_readonly("settled", &Step::settled, "Whether the devices have done all that the step enqueued.")
       .def_property_readonly("items", &Step::items, "Items that each device ran.")
       .def_property_readonly("micro_batches", &Step::micro_batches, "How many micro-batches ran.")

@@ -98,10 +98,7 @@ void PythonLanes::Body::call(std::size_t lane, std::int64_t micro_batch) const {
     for (PyObject* const argument : arguments) Py_XDECREF(argument);
     const long code = result == nullptr ? -1 : PyLong_AsLong(result);
     Py_XDECREF(result);
-    if (code < 0 || PyErr_Occurred() != nullptr) {
-      PyErr_Clear();
-      throw BodyFailed();
-    }
+    if (code < 0 || PyErr_Occurred() != nullptr) throw BodyFailed();
     return 0;
   });
 }
@@ -181,6 +178,13 @@ void bind_pipeline(py::module_& module) {
             return tuple_of(failure->action);
           },
           "The action that failed first: (stage, 'F' or 'B', micro-batch), or None.")
+      .def(
+          "take_cause",
+          [](const LaneStep& step) {
+            const PipelineFailure* failure = step.step.failure();
+            return take_cause(failure == nullptr ? nullptr : failure->error);
+          },
+          "What the failed call of the body itself raised, or None if it returned. The second call returns None.")
       .def_property_readonly(
           "started", [](const LaneStep& step) { return step.started; },
           "When the workers got the step, in seconds of time.perf_counter().")

@@ -13,9 +13,21 @@ namespace py = pybind11;
 namespace paceline::python {
 namespace {
 
-[[noreturn]] void fail() {
-  PyErr_Clear();
-  throw BodyFailed();
+/// Python's current error of the calling thread, with its traceback, which is no error of the thread any more.
+PyObject* taken_error() {
+#if PY_VERSION_HEX >= 0x030C0000
+  return PyErr_GetRaisedException();
+#else
+  PyObject* type = nullptr;
+  PyObject* error = nullptr;
+  PyObject* traceback = nullptr;
+  PyErr_Fetch(&type, &error, &traceback);
+  PyErr_NormalizeException(&type, &error, &traceback);
+  if (traceback != nullptr) PyException_SetTraceback(error, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return error;
+#endif
 }
 
 BufferView view_of(PyObject* entry) {
@@ -28,11 +40,11 @@ BufferView view_of(PyObject* entry) {
 
 /// Converts the list that a callable returned, and takes ownership of it.
 std::vector<BufferView> views_of(PyObject* result) {
-  if (result == nullptr) fail();
+  if (result == nullptr) throw BodyFailed();
   const py::object owned = py::reinterpret_steal<py::object>(result);
-  if (owned.is_none()) fail();
+  if (owned.is_none()) throw BodyFailed();
   const Py_ssize_t count = PyList_Size(result);
-  if (count < 0) fail();
+  if (count < 0) throw BodyFailed();
   std::vector<BufferView> views;
   views.reserve(static_cast<std::size_t>(count));
   for (Py_ssize_t i = 0; i < count; ++i) views.push_back(view_of(PyList_GET_ITEM(result, i)));
@@ -40,6 +52,25 @@ std::vector<BufferView> views_of(PyObject* result) {
 }
 
 }  // namespace
+
+BodyFailed::BodyFailed()
+    : cause_(new py::object(py::reinterpret_steal<py::object>(taken_error())), [](py::object* cause) {
+        drop(*cause);
+        delete cause;
+      }) {}
+
+py::object BodyFailed::take_cause() const { return *cause_ ? std::move(*cause_) : py::object(py::none()); }
+
+py::object take_cause(const std::exception_ptr& error) {
+  if (!error) return py::none();
+  try {
+    std::rethrow_exception(error);
+  } catch (const BodyFailed& failed) {
+    return failed.take_cause();
+  } catch (...) {
+    return py::none();
+  }
+}
 
 PythonProgram::PythonProgram(py::object run, py::object finish, std::size_t device_count)
     : devices_(device_count), run_(std::move(run)), finish_(std::move(finish)) {}
@@ -70,7 +101,7 @@ bool PythonProgram::run(const MicroBatch& micro_batch) {
       resume_collection();
     }
     for (PyObject* const argument : arguments) Py_XDECREF(argument);
-    if (result == nullptr) fail();
+    if (result == nullptr) throw BodyFailed();
     PyObject* code_object = result;
     std::int64_t& bytes = devices_[micro_batch.device].memory_bytes;
     bytes = 0;
@@ -83,7 +114,7 @@ bool PythonProgram::run(const MicroBatch& micro_batch) {
     }
     const long code = PyLong_AsLong(code_object);
     Py_DECREF(result);
-    if (code < 0 || PyErr_Occurred() != nullptr) fail();
+    if (code < 0 || PyErr_Occurred() != nullptr) throw BodyFailed();
     return code == 1;
   });
 }

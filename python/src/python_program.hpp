@@ -17,11 +17,23 @@
 
 namespace paceline::python {
 
-/// The Python body reported a failure. The body keeps the exception with its traceback.
+/// The Python body reported a failure, and keeps the exception with its traceback. Or the call of the body itself
+/// raised.
 class BodyFailed : public std::exception {
  public:
+  /// Takes Python's current error away from the calling thread, if there is one. Requires the GIL.
+  BodyFailed();
   [[nodiscard]] const char* what() const noexcept override { return "the Python body failed"; }
+  /// What the call of the body raised, with its traceback, once; None if it returned. Nothing refers to it here any
+  /// more, since its frames may refer to what keeps this.
+  [[nodiscard]] pybind11::object take_cause() const;
+
+ private:
+  std::shared_ptr<pybind11::object> cause_;  // dropped on any thread
 };
+
+/// BodyFailed::take_cause() of an error that a worker has thrown; None for any other error, and for none.
+pybind11::object take_cause(const std::exception_ptr& error);
 
 /// A step whose work is two Python callables.
 ///

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import threading
 import time
 import traceback
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,10 @@ import pytest
 import torch
 
 from paceline import Cancelled, Error, InvalidArgument, Unavailable
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, Pipeline
+from paceline.torch._devices.failures import noted
+from paceline.torch._run.run import Run
+from paceline.torch._trainer.host_workers import HostWorkers
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
 
 DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
@@ -83,6 +88,93 @@ def test_exceptions_on_every_device_make_one(devices: int) -> None:
         with pytest.raises(Unlucky) as caught:
             trainer.step(failing_at(batch[0]), batch)
     assert len(getattr(caught.value, "__notes__", ["one"])) == 1
+
+
+def test_the_errors_of_other_devices_are_notes_of_the_one_that_is_raised() -> None:
+    module, batch = classifier(12)
+    together = threading.Barrier(3)
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        first = int(torch.nonzero((batch[0] == part[0][0]).all(1))[0])
+        together.wait(30)  # all are inside before one fails
+        try:
+            raise KeyError(f"cause {first}")
+        except KeyError as error:
+            raise [Unlucky, ValueError, OSError][first // 4](f"at {first}") from error
+
+    with DataParallel(module, hosts(3), balance="even") as trainer:
+        with pytest.raises((Unlucky, ValueError, OSError)) as caught:
+            trainer.step(loss_fn, batch)
+    whole = "".join(traceback.format_exception(caught.type, caught.value, caught.value.__traceback__))
+    for device, (name, first) in enumerate((("Unlucky", 0), ("ValueError", 4), ("OSError", 8))):
+        assert f"raised on host:{device} at items {first} to {first + 3}" in whole
+        assert f"{name}: at {first}" in whole
+        assert f"KeyError: 'cause {first}'" in whole
+
+
+def test_the_errors_of_all_parts_of_a_step_of_an_optimizer_are_kept() -> None:
+    together = threading.Barrier(2)
+
+    def part(number: int) -> None:
+        together.wait(30)
+        raise [Unlucky, ValueError][number](f"part {number}")
+
+    with DataParallel(classifier()[0], TWO) as trainer, pytest.raises((Unlucky, ValueError)) as caught:
+        HostWorkers(trainer._lifetime, []).run_parts([functools.partial(part, number) for number in range(2)])
+    whole = "".join(traceback.format_exception(caught.type, caught.value, caught.value.__traceback__))
+    assert "Unlucky: part 0" in whole
+    assert "ValueError: part 1" in whole
+
+
+class Noteless(Unlucky):
+    """An error before Python 3.11."""
+
+    @property
+    def add_note(self) -> Any:
+        raise AttributeError
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_notes_hide_no_cause_where_python_prints_none(explicit: bool) -> None:
+    module, batch = classifier(12)
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            if explicit:
+                raise Noteless("outer") from error
+            raise Noteless("outer")  # noqa: B904
+
+    with DataParallel(module, hosts(1)) as trainer, pytest.raises(Noteless) as caught:
+        trainer.step(loss_fn, batch)
+    noted(noted(caught.value, "a second note"), "a third note")
+    whole = "".join(traceback.format_exception(caught.type, caught.value, caught.value.__traceback__))
+    for text in ("KeyError: 'inner'", "Noteless: outer", "raised on host:0", "a second note", "a third note"):
+        assert text in whole
+
+
+@pytest.mark.parametrize("kind", [DataParallel, Pipeline])
+def test_what_the_worker_itself_raises_is_raised(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as an interrupt between a micro-batch and its end, where nothing is caught."""
+
+    def body(self: Run, *_: Any) -> int:
+        raise Unlucky("outside of user code")
+
+    module, batch = classifier(12)
+    with kind(module, TWO) as trainer:
+        monkeypatch.setattr(Run, "body", body)
+        with pytest.raises(Unlucky, match="outside of user code") as caught:
+            trainer.step(classify, batch)
+        monkeypatch.undo()
+        assert "body" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert gradients(module) == [None] * 4
+        error = weakref.ref(caught.value)
+        del caught
+        gc.collect()
+        assert error() is None
+        trainer.step(classify, batch)
+    assert_same_gradients(module, plain(module, classify, batch)[1])
 
 
 @DEVICES

@@ -27,6 +27,10 @@ class StepOutcome:
     """
     How one step ended.
     """
+    def take_cause(self) -> typing.Any:
+        """
+        What the failed call of body or finish itself raised, or None if it returned. The second call returns None.
+        """
     @property
     def claims(self) -> list[tuple[int, int, int, float, float, bool, bool]]:
         """
@@ -257,6 +261,10 @@ class PipelineOutcome:
     """
     How one step of a pipeline ended.
     """
+    def take_cause(self) -> typing.Any:
+        """
+        What the failed call of the body itself raised, or None if it returned. The second call returns None.
+        """
     @property
     def failed(self) -> bool:
         """

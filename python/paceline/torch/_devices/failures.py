@@ -3,27 +3,69 @@
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
 
 from paceline import Error
 
 
-def raise_failure(error: BaseException, device: str, items: str, kept: str) -> NoReturn:
-    """Raise what a worker raised, with its own traceback. A note says on which device, at which `items` (if any), and what is `kept`."""
-    note = f"raised on {device}{' at ' if items else ''}{items}; {kept}"
+class Failure(NamedTuple):
+    """What a worker raised."""
+
+    device: str  # where
+    items: str  # at which, in words; empty if at none
+    error: BaseException
+
+    @property
+    def where(self) -> str:
+        """The device and the items, in words."""
+        return f"{self.device}{' at ' if self.items else ''}{self.items}"
+
+
+def raise_failure(failure: Failure, others: Sequence[Failure], kept: str) -> NoReturn:
+    """Raise what a worker raised, with its own traceback. Notes say on which device, what is `kept`, and what `others` raised."""
+    alike = dict.fromkeys(one.device for one in others if _mark(one.error) == _mark(failure.error))
+    also = f"; the same on {', '.join(alike)}" if alike else ""
     try:
-        raise noted(error, note)
+        noted(failure.error, f"raised on {failure.where}{also}; {kept}")
+        note_others(failure.error, others)
+        raise failure.error
     finally:
-        del error  # its traceback refers to this frame
+        del failure, others  # their tracebacks refer to this frame
+
+
+def note_others(error: BaseException, others: Sequence[Failure]) -> None:
+    """Note on the error that is about to be raised what others raised, with their tracebacks. Errors like it are left out."""
+    for one in others:
+        if _mark(one.error) != _mark(error):
+            text = "".join(traceback.format_exception(type(one.error), one.error, one.error.__traceback__))
+            noted(error, f"raised on {one.where}, too:\n{text.rstrip()}")
+
+
+def _mark(error: BaseException) -> tuple[object, ...]:
+    """What errors of the same type and text, which the same line has raised, have in common."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return type(error), str(error), (frames[-1][0].f_code, frames[-1][1]) if frames else None
 
 
 def noted(error: BaseException, note: str) -> BaseException:
-    """The error itself, with a note. Before Python 3.11 the note is the error's cause, unless it has one."""
+    """The error itself, with a note.
+
+    Before Python 3.11 nothing prints notes. There the note is also the cause of the first error that led to this one, so that no error in
+    between is hidden.
+    """
     if hasattr(error, "add_note"):
         error.add_note(note)
-    elif error.__cause__ is None:
-        error.__cause__ = Error(note)
+        return error
+    first, seen = error, {id(error)}
+    while (before := first.__cause__ or (None if first.__suppress_context__ else first.__context__)) is not None:
+        if id(before) in seen:
+            return error
+        seen.add(id(before))
+        first = before
+    first.__cause__ = Error(note)
     return error
 
 

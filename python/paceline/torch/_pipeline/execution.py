@@ -263,6 +263,9 @@ class PipelineExecution(Execution):
     def _where(self, device: int, outcome: Outcome) -> str:
         return outcome.failed_where
 
+    def _where_too(self, device: int | None) -> str:
+        return "the pipeline"  # the number is that of a lane, which has been on several devices
+
     def _most(self, outcome: Any) -> int:
         lane: int = outcome.last_lane
         return lane if lane < len(self.replicas.list) else 0

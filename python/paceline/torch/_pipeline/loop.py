@@ -55,6 +55,7 @@ class Outcome:
         self.trains = trains
         self.last_lane = last_lane  # the one that carried the last micro-batch
         self.failed = step.failed
+        self.take_cause: Callable[[], BaseException | None] = step.take_cause
         self.failed_device = None
         self.failed_begin = begin  # the first item of the micro-batch that failed
         self.failed_stage: int | None = None

@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline import Cancelled, DeviceGroup, InvalidArgument
 from paceline._core.engine import Lanes, LaneThreads
+from paceline.torch._devices.failures import Failure, note_others
 from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.execution import PipelineExecution
@@ -127,7 +128,9 @@ class _Passages:
         raised = [error for error in errors if error is not None]
         graver = [error for error in raised if not isinstance(error, Cancelled)]
         if graver or (raised and failed is None):
-            raise [*graver, *raised][0]
+            first, *less = graver or raised
+            note_others(first, [Failure("another pipeline", "", error) for error in less])
+            raise first
         if failed is not None:  # the others may have been cancelled for it
             return self._of_failure(failed)
         with torch.no_grad():

@@ -16,7 +16,7 @@ from paceline.torch._batch.items import Items
 from paceline.torch._devices import forward_ad
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.compiling import compiled_for_each, has_compiled, seed_graph_trees
-from paceline.torch._devices.failures import raise_failure, warn_caller
+from paceline.torch._devices.failures import Failure, raise_failure, warn_caller
 from paceline.torch._devices.meeting import Meeting, MeetingPoint
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
@@ -261,8 +261,17 @@ class Runner:
             complete = not run.failures
             run.failures.clear()
             raise _TryAgainError(complete=complete)
+        cause = outcome.take_cause() if outcome.failed else None
+        if cause is not None:  # raised where the body catches nothing
+            run.failures.insert(0, (outcome.failed_device, 0, 0, cause))
+        del cause
         if run.failures:
             device, begin, end, error = self._first_failure(run, outcome)
+            others = [
+                Failure(self._where_too(one[0]), run.batch.described(*one[1:3]) if one[2] > one[1] else "", one[3])
+                for one in run.failures
+                if one[:3] != (device, begin, end)
+            ]
             failed = outcome.failed_device
             self.failed_on = None if failed is None else self._names[failed]
             run.failures.clear()
@@ -274,7 +283,7 @@ class Runner:
                     error = forward_ad.refused(error)
                 if self._tries_again(error):
                     raise _TryAgainError from error
-                where = "what adds the gradients up" if device is None else self._where(device, outcome)
+                where = self._where_too(None) if device is None else self._where(device, outcome)
                 if (
                     device is not None
                     and run.repeatable
@@ -290,9 +299,10 @@ class Runner:
                 items = run.batch.described(begin, end) if end > begin else ""
                 if end - begin == 1 < run.batch.size and type(error) in (ValueError, RuntimeError, IndexError):
                     items += ", a slice of one item (where squeeze() also drops the dimension of the items, and squeeze(-1) does not)"
-                raise_failure(error, where, items, run.kept)
+                raise_failure(Failure(where, items, error), others, run.kept)
             finally:
-                del error  # it refers to this frame, and a dropped trainer must end without the garbage collector
+                # They refer to this frame, and a dropped trainer must end without the garbage collector.
+                del error, others
         if outcome.failed:
             device = outcome.failed_device
             where = "the reduction" if device is None else self._names[device]
@@ -343,6 +353,10 @@ class Runner:
     def _where(self, device: int, outcome: Any) -> str:
         """Where the first failure was, in words."""
         return self._names[device]
+
+    def _where_too(self, device: int | None) -> str:
+        """Where another failure was, in words."""
+        return "what adds the gradients up" if device is None else self._names[device]
 
     def _end_draws(self, run: Run) -> None:
         unseeded = run.draws.finish()

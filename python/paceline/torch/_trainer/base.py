@@ -175,8 +175,9 @@ class Trainer:
             call raises the error. Then the gradients of that step are undefined, and so is what an optimizer has made of them. Go back to
             what you saved last. With `verify_every`: if devices differ, before anything is committed.
         Exception
-            What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Gradients and buffers are then as
-            before the step (random generators and Python state are not), and the next step works.
+            What `loss_fn` raised on a worker, with its own traceback and a note that names the device. Further notes have what other devices
+            raised meanwhile. Gradients and buffers are then as before the step (random generators and Python state are not), and the next
+            step works.
         KeyboardInterrupt
             On Ctrl-C. The first Ctrl-C ends the step like a failure, once every worker has left its micro-batch. If it comes while the
             gradients are being written, it is too late: the step is done, and ``report()["steps"]`` counts it. A second Ctrl-C does not

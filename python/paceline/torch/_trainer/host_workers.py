@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, MutableSequence, Sequence
 
 from paceline._core.engine import StepLoop
+from paceline.torch._devices.failures import Failure, note_others
 from paceline.torch._run.run import DONE, FAILED
 from paceline.torch._trainer.lifetime import Lifetime
 
@@ -61,7 +62,7 @@ class HostWorkers:
         self._without = set(retired)
         places = lifetime.places
         left = dict(enumerate(tasks))
-        errors: list[BaseException] = []
+        errors: list[Failure] = []
 
         def body(device: int, begin: int, end: int, flags: int) -> int:
             try:
@@ -71,22 +72,26 @@ class HostWorkers:
                     if task is not None:  # None: a second Ctrl-C ended the wait, and the caller has run it
                         task()
             except BaseException as error:
-                errors.append(error)
+                errors.append(Failure(places.names[device], "", error))
                 return FAILED
             return DONE
 
         try:
-            self._step_loop.run(self._step_loop.plan(len(tasks)), body, _nothing)
+            cause = self._step_loop.run(self._step_loop.plan(len(tasks)), body, _nothing).take_cause()
+            if cause is not None:
+                errors.append(Failure("a worker", "", cause))
+            del cause  # its traceback refers to this frame
         finally:
             _finish(left, errors)
         if errors:
             try:
-                raise errors[0]
+                note_others(errors[0].error, errors[1:])
+                raise errors[0].error
             finally:
                 errors.clear()  # they refer to this frame
 
 
-def _finish(left: dict[int, Callable[[], None]], errors: list[BaseException]) -> None:
+def _finish(left: dict[int, Callable[[], None]], errors: Sequence[object]) -> None:
     """Run on the calling thread what no worker has begun. Ctrl-C ends the task that it hits, as in plain PyTorch; the other tasks still run."""
     interrupted: KeyboardInterrupt | None = None
     while left and not errors:
