@@ -1,8 +1,10 @@
-"""For all Python tests: what some of them need when others run beside them."""
+"""For all Python tests: Ctrl-C as in a terminal, and what some tests need when others run beside them."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -24,3 +26,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if (item.get_closest_marker("alone") is not None) == (wanted == "only")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_is_not_ignored() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt while tests run, as it does in a program that a terminal has started.
+
+    A background job of a shell script starts with SIGINT ignored, so Python installs no handler. Programs that the tests start inherit an
+    ignored signal, but no handler, so they get Python's own again.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
