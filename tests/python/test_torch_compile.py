@@ -122,7 +122,7 @@ def test_a_compiled_loss_function_is_seen_too(monkeypatch: pytest.MonkeyPatch) -
             entered.append(first)
             return super().enter(first)
 
-    monkeypatch.setattr("paceline.torch._run.seen.CompileGate", NotingGate)
+    monkeypatch.setattr("paceline.torch._run.seen._of_process", NotingGate())
     module, _ = classifier()
     compiled = torch.compile(classify, backend="eager")
     with DataParallel(module, TWO, balance="even") as trainer:

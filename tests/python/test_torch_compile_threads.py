@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from paceline.torch import DataParallel
-from paceline.torch._devices import compiling
+from paceline.torch._devices import compiling as compiler
+from paceline.torch._run import seen
 from torch_support import TWO, classifier, classify
 
 
@@ -68,15 +70,15 @@ def test_each_worker_has_graph_trees_of_its_own(trees: Any) -> None:
 
 def test_the_limits_of_all_threads_are_raised_once_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SimpleNamespace(recompile_limit=8, accumulated_recompile_limit=256)  # a PyTorch without contexts
-    monkeypatch.setattr(compiling, "_config", lambda: config)
-    monkeypatch.setattr(compiling, "_is_of_context", lambda config: False)
+    monkeypatch.setattr(compiler, "_config", lambda: config)
+    monkeypatch.setattr(compiler, "_is_of_context", lambda config: False)
     seen = []
 
     def note() -> None:
         seen.append((config.recompile_limit, config.accumulated_recompile_limit))
 
     context = contextvars.copy_context()
-    first, second = compiling.compiled_for_each(2, [context]), compiling.compiled_for_each(4, [context])
+    first, second = compiler.compiled_for_each(2, [context]), compiler.compiled_for_each(4, [context])
     with first:
         note()
         second.__enter__()  # of another trainer, which ends later
@@ -85,7 +87,7 @@ def test_the_limits_of_all_threads_are_raised_once_and_put_back(monkeypatch: pyt
     second.__exit__(None, None, None)
     note()
     assert seen == [(16, 512), (32, 1024), (32, 1024), (8, 256)]
-    with compiling.compiled_for_each(1, [context]):
+    with compiler.compiled_for_each(1, [context]):
         note()
     assert seen[-1] == (8, 256)
 
@@ -97,7 +99,65 @@ def test_a_limit_of_the_callers_own_is_what_is_multiplied() -> None:
     before = config.recompile_limit
     with config.patch(recompile_limit=3):
         context = contextvars.copy_context()
-        with compiling.compiled_for_each(5, [context]):
+        with compiler.compiled_for_each(5, [context]):
             assert context.run(lambda: config.recompile_limit) == 15
         assert config.recompile_limit == 3
     assert config.recompile_limit == before
+
+
+def test_two_trainers_compile_one_after_the_other() -> None:
+    """What PyTorch keeps while it compiles belongs to the process."""
+    inside: list[str] = []
+    together: list[list[str]] = []
+    compiling, came = threading.Event(), threading.Event()
+
+    def step(name: str) -> None:
+        module, batch = classifier()
+        module.compile(backend="eager")
+
+        def loss_fn(one: Any, part: Any) -> Any:
+            inside.append(name)
+            together.append(list(inside))
+            if name == "first":
+                compiling.set()
+                deadline = time.monotonic() + 30
+                while not came.is_set() and not seen._of_process._condition._waiters:  # type: ignore[attr-defined]
+                    assert time.monotonic() < deadline
+                    time.sleep(1e-3)
+            else:
+                came.set()
+            loss = classify(one, part)
+            inside.remove(name)
+            return loss
+
+        with DataParallel(module, ["host:0"]) as trainer:
+            if name == "second":
+                assert compiling.wait(30)
+            trainer.step(loss_fn, batch)
+
+    threads = [threading.Thread(target=step, args=(name,)) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == [["first"], ["second"]]
+
+
+def test_a_loss_may_call_another_trainer_that_compiles() -> None:
+    teacher, batch = classifier()
+    module, _ = classifier(seed=1)
+    module.compile(backend="eager")
+    teacher.compile(backend="eager")
+    with DataParallel(module, TWO, balance="even") as trainer, DataParallel(teacher, ["host:0"]) as other:
+        lock = threading.Lock()
+
+        def distil(one: Any, part: Any) -> Any:
+            with lock:
+                wanted = other.predict(part[0])
+            return (one(part[0]) - wanted).square().mean()
+
+        caller = threading.Thread(target=trainer.step, args=(distil, batch), daemon=True)
+        caller.start()
+        caller.join(60)
+        assert not caller.is_alive()
+    assert all(parameter.grad is not None for parameter in module.parameters())

@@ -27,7 +27,7 @@ from paceline.torch._run.around import Around
 from paceline.torch._run.flat_gradients import FlatGradients
 from paceline.torch._run.gradients import View
 from paceline.torch._run.memory import metered
-from paceline.torch._run.seen import Seen
+from paceline.torch._run.seen import CompileGate, Seen
 
 # Sizes per device. A compiler that meets so many has long switched to dynamic shapes, or given up (its own limit is 8).
 MOST_SIZES = 64
@@ -85,6 +85,7 @@ class Run:
         )
         self.least, self.divides, self.synchronised, self.passage, self.flat = frame[9:]
         self.meeting: Meeting | None = None  # where devices wait for each other in their micro-batches, if they do
+        self.gate = CompileGate.of_call()
         places = self.places
         self._fresh = [True] * len(places)  # per device: whether it runs the first piece of a claim
         self._begun = [False] * len(places)  # per device: whether it has run something
@@ -228,7 +229,7 @@ class Run:
         first = not sizes or (self.seen.tunes and size not in sizes and len(sizes) < MOST_SIZES)
         first |= self.captures(device, size)
         gated = self.seen.compiled or self.seen.captures
-        gate = self.seen.gate.enter(first) if gated else contextlib.nullcontext(False)
+        gate = self.gate.enter(first) if gated else contextlib.nullcontext(False)
         with gate as waited, self.draws.micro_batch(device, begin), self.state.replayed():
             if self.seen.compiled:
                 seed_graph_trees()

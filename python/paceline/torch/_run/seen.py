@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,57 @@ from paceline.torch._replicas.compiled import captures_graphs, is_compiled, is_c
 from paceline.torch._replicas.replicas import Replicas
 
 
+class CompileGate:
+    """Lets the first call of a size run alone in compiled modules, and all others together. Dynamo is not thread-safe while it compiles.
+
+    A capture runs alone, too: PyTorch captures one graph at a time, and a draw elsewhere would break it.
+    """
+
+    _inside = threading.local()  # its `one` is the gate that the thread is inside of
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._condition = threading.Condition()
+        self._running = 0
+        self._compiling = False
+
+    @classmethod
+    def of_call(cls) -> CompileGate:
+        """The gate for a call on this thread: that of the process, as what PyTorch keeps while it compiles is.
+
+        A call of a loss function, which is inside a gate, cannot wait for those that are inside, as they may wait for it: they may share a lock
+        of the user's. So it has a gate of its own. Usually whoever calls is inside alone, as the first call also compiles what it calls.
+        """
+        global _of_process
+        if getattr(cls._inside, "one", None) is not None:
+            return cls()
+        if _of_process._process != os.getpid():  # a forked child, which has none of the threads that were inside
+            _of_process = cls()
+        return _of_process
+
+    @contextlib.contextmanager
+    def enter(self, first: bool) -> Any:
+        """Yield whether the call had to wait. Then its time says nothing about the device's speed."""
+        with self._condition:
+            waited = self._compiling or (first and self._running > 0)
+            self._condition.wait_for(lambda: not self._compiling and not (first and self._running))
+            self._compiling = first
+            self._running += 1
+        self._inside.one = self
+        try:
+            yield waited
+        finally:
+            self._inside.one = None
+            with self._condition:
+                self._running -= 1
+                if first:
+                    self._compiling = False
+                self._condition.notify_all()
+
+
+_of_process = CompileGate()
+
+
 class Seen:
     """Which micro-batch sizes each device has run before. A first run may compile, allocate and choose algorithms."""
 
@@ -26,7 +78,6 @@ class Seen:
         self.compiled = self.tunes = self.captures = False
         self.sizes: list[set[tuple[Any, ...]]] = [set() for _ in range(device_count)]
         self.ever: list[set[int]] = [set() for _ in range(device_count)]  # sizes in items, never cleared
-        self.gate = CompileGate()
         self.mode: Any = None
         self.drawing = Drawing()
         self.forward_ad = False  # whether this work uses forward-mode differentiation
@@ -71,32 +122,3 @@ class Seen:
         # Costs may all differ, so they are kept only where something is tuned by size.
         padded_to = batch.padded_to(begin, end) if self.tunes else None
         return (end - begin, self.mode, batch.item_shapes, padded_to)
-
-
-class CompileGate:
-    """Lets the first call of a size run alone in compiled modules, and all others together. Dynamo is not thread-safe while it compiles.
-
-    A capture runs alone, too: PyTorch captures one graph at a time, and a draw elsewhere would break it.
-    """
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._running = 0
-        self._compiling = False
-
-    @contextlib.contextmanager
-    def enter(self, first: bool) -> Any:
-        """Yield whether the call had to wait. Then its time says nothing about the device's speed."""
-        with self._condition:
-            waited = self._compiling or (first and self._running > 0)
-            self._condition.wait_for(lambda: not self._compiling and not (first and self._running))
-            self._compiling = first
-            self._running += 1
-        try:
-            yield waited
-        finally:
-            with self._condition:
-                self._running -= 1
-                if first:
-                    self._compiling = False
-                self._condition.notify_all()
