@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -190,3 +191,107 @@ def test_trainers_of_several_threads_share_the_level() -> None:
     for thread in threads:
         thread.join()
     assert not errors
+
+
+class Patch:
+    """What another library has put around a method of the module class, to see its calls."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.inner = name, vars(nn.Module)[name]
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+        self.outer = outer
+        setattr(nn.Module, name, outer)
+
+
+def left_behind() -> None:
+    """Two traces that overlap in such a way that what the first one has made stays on the module class."""
+    tracers = [tracing.Tracer(), tracing.Tracer()]
+    inside = [threading.Event(), threading.Event()]
+
+    class Traced(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: Any) -> Any:
+            inside[self.number].set()
+            if self.number == 0:
+                assert inside[1].wait(30)
+            else:
+                threads[0].join()
+            return x + 1
+
+    def trace(number: int) -> None:
+        if number == 1:
+            assert inside[0].wait(30)
+        with contextlib.suppress(AssertionError):  # PyTorch notices that something is wrong, and leaves it so
+            tracers[number].trace(Traced(number))
+
+    threads = [threading.Thread(target=trace, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.fixture
+def module_class() -> Iterator[None]:
+    before = {name: vars(nn.Module)[name] for name in ("__call__", "__getattr__")}
+    yield
+    for name, method in before.items():
+        setattr(nn.Module, name, method)
+
+
+@pytest.mark.usefixtures("module_class")
+def test_patches_of_others_that_are_older_than_a_trace_stay() -> None:
+    module, batch = classifier(16)
+    patches = [Patch(name) for name in ("__call__", "__getattr__")]
+    left_behind()
+    assert all(vars(nn.Module)[one.name] is not one.outer for one in patches), "nothing was left behind"
+    with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match=BY_HAND):
+        trainer.step(by_hand, batch)
+    assert all(vars(nn.Module)[one.name] is one.outer for one in patches)
+
+
+@pytest.mark.usefixtures("module_class")
+def test_patches_of_others_that_are_newer_than_a_trace_stay() -> None:
+    module, batch = classifier(16)
+    with DataParallel(module, TWO) as trainer:
+        patches = [Patch(name) for name in ("__call__", "__getattr__")]
+        for loss_fn in (by_hand, linearized):
+            for _ in range(5):
+                with pytest.raises(InvalidArgument, match=BY_HAND):
+                    trainer.step(loss_fn, batch)
+            assert all(vars(nn.Module)[one.name] is one.outer for one in patches)
+        left_behind()
+        later = [Patch(name) for name in ("__call__", "__getattr__")]
+        with pytest.raises(InvalidArgument, match=BY_HAND):
+            trainer.step(by_hand, batch)
+        assert all(vars(nn.Module)[one.name] is one.outer for one in later)
+
+
+def test_a_trace_of_another_thread_goes_on() -> None:
+    module, batch = classifier(16)
+    inside, leave = threading.Event(), threading.Event()
+
+    class Traced(nn.Module):
+        def forward(self, x: Any) -> Any:
+            inside.set()
+            assert leave.wait(30)
+            return x + 1
+
+    thread = threading.Thread(target=lambda: tracing.Tracer().trace(Traced()))
+    thread.start()
+    assert inside.wait(30)
+    traced = vars(nn.Module)["__call__"]
+    try:
+        with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match=BY_HAND):
+            trainer.step(by_hand, batch)
+        assert vars(nn.Module)["__call__"] is traced
+    finally:
+        leave.set()
+        thread.join()
+    assert vars(nn.Module)["__call__"] is tracing._orig_module_call

@@ -12,6 +12,10 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
+from paceline.torch._devices.meeting import MeetingPoint
+from paceline.torch._pipeline.gates import gated
+from paceline.torch._replicas.original import guarded
+from paceline.torch._replicas.synchronised import synchronised
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
 
 
@@ -144,3 +148,22 @@ def test_a_class_that_allows_no_subclass_is_left_as_it_is() -> None:
     with DataParallel(module, TWO) as trainer:
         trainer.step(lambda m, b: classify(m, b) * module.scale, batch)
     assert type(module) is Final
+
+
+def test_what_others_put_in_the_place_of_ours_meanwhile_stays() -> None:
+    class Other(nn.Linear): ...
+
+    def other(*_: Any) -> None: ...
+
+    parametrized, compiled, forwarded = (nn.Linear(2, 2) for _ in range(3))
+    with (
+        guarded([("", parametrized)], lambda index, name: False),
+        gated([[compiled]]),
+        synchronised([("", forwarded)], MeetingPoint()),
+    ):
+        parametrized.__class__ = Other
+        compiled._compiled_call_impl = other
+        forwarded.forward = other  # type: ignore[method-assign, assignment]
+    assert type(parametrized) is Other
+    assert compiled._compiled_call_impl is other
+    assert vars(forwarded)["forward"] is other

@@ -72,6 +72,15 @@ ATTRIBUTES = {
 
 # Private names that the package uses of others: Python, torchmetrics, transformers.
 OTHERS = {
-    *("_asdict", "_replace", "_getframe", "_is_gil_enabled", "_slotnames", "_loss_shifts_labels", "_update_count"),
+    *(
+        "_asdict",
+        "_replace",
+        "_getframe",
+        "_current_frames",
+        "_is_gil_enabled",
+        "_slotnames",
+        "_loss_shifts_labels",
+        "_update_count",
+    ),
     *("_global", "_celsius", "_hz", "_mhz", "_watts"),  # ends of names
 }

@@ -10,9 +10,12 @@ is refused.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -24,6 +27,7 @@ from paceline import InvalidArgument
 
 _PATIENCE = 1.0  # seconds for a torch.func.jvp of another thread to end; one around the caller never ends
 _FILE = forward_ad.enter_dual_level.__code__.co_filename
+_TRACING_FILE = inspect.getfile(_symbolic_trace)
 
 
 _transforms: Any = torch._functorch.eager_transforms
@@ -35,6 +39,7 @@ class _Level:
     lock = threading.Lock()
     holders = 0
     open = shared = False
+    methods: dict[str, Any] = {}  # noqa: RUF012  those of the module class that a trace patches, when the level was entered
 
 
 @contextlib.contextmanager
@@ -67,6 +72,8 @@ def _enter() -> None:
         try:
             torch._C._enter_dual_level()
             _Level.open = True
+            now = {name: vars(torch.nn.Module)[name] for name in ("__call__", "__getattr__")}
+            _Level.methods = {name: method for name, method in now.items() if not _is_of_a_trace(method)}
         except RuntimeError as error:
             if time.monotonic() > deadline:
                 raise InvalidArgument(
@@ -119,9 +126,48 @@ def refused(error: BaseException) -> BaseException:
 
 
 def _end_tracing() -> None:
-    """Put back what symbolic tracing changes for all threads. Two workers that trace at once (``torch.func.linearize``) leave it changed."""
-    tracing, module = cast(Any, _symbolic_trace), cast(Any, torch.nn.Module)
+    """Put back what symbolic tracing changes for all threads. Two workers that trace at once (``torch.func.linearize``) leave it changed.
+
+    Only what a trace has left behind is taken away. Patches of other libraries stay, whether they are older or newer than the trace. A trace
+    knows what it has found. If it is gone itself, what was there when the level was entered takes its place.
+    """
+    tracing = cast(Any, _symbolic_trace)
+    deadline = time.monotonic() + _PATIENCE
+    while _is_traced():
+        if time.monotonic() > deadline:  # its own end puts back what it has changed
+            return
+        time.sleep(1e-3)
     tracing.CURRENT_PATCHER = None  # else the next compilation patches the module class again
     tracing._is_fx_tracing_flag = False
-    module.__call__ = tracing._orig_module_call
-    module.__getattr__ = tracing._orig_module_getattr
+    patches: list[Any] = []
+    for name, plain in (("__call__", tracing._orig_module_call), ("__getattr__", tracing._orig_module_getattr)):
+        found: Any = vars(torch.nn.Module)[name]
+        while _is_of_a_trace(found):
+            patches += _patches_of(found)
+            before = (one.orig_fn for one in patches if one.fn_name == name and one.new_fn is found)
+            found = next(before, _Level.methods.get(name, plain))
+        if found is not vars(torch.nn.Module)[name]:
+            setattr(torch.nn.Module, name, found)
+
+
+def _is_traced() -> bool:
+    """Whether a thread is inside of a symbolic trace."""
+    frames = (frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top))
+    return any(_is_named(frame.f_code, "trace") for frame in frames)
+
+
+def _is_of_a_trace(function: Any) -> bool:
+    """Whether a symbolic trace has made this function."""
+    names = "module_call_wrapper", "module_getattr_wrapper"
+    return isinstance(function, types.FunctionType) and _is_named(function.__code__, *names)
+
+
+def _is_named(code: types.CodeType, *names: str) -> bool:
+    """Whether the code is one of these functions of PyTorch's file. Dynamo puts others in the place of functions, but not of their code."""
+    return code.co_name in names and code.co_filename == _TRACING_FILE
+
+
+def _patches_of(function: Any) -> list[Any]:
+    """What the trace that has made this function has patched, each with what was there before."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    return list(cells["patcher"].cell_contents.patches_made) if "patcher" in cells else []

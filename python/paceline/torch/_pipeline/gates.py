@@ -288,19 +288,25 @@ def gated(lanes: Iterable[Sequence[torch.nn.Module]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def calls_replaced(modules: Iterable[tuple[torch.nn.Module, Callable[[Any, Any], Any], Any]]) -> Iterator[None]:
-    """For each module, in the place of its call: what a function makes of something about the module, and of its call."""
+    """For each module, in the place of its call: what a function makes of something about the module, and of its call.
+
+    What somebody else has put in that place meanwhile, such as ``module.compile()``, stays.
+    """
     before = []
     replaced = set()
     for module, make, about in modules:
         if id(module) in replaced:
             continue  # lanes share what is compiled
         replaced.add(id(module))
-        before.append((module, vars(module).get("_compiled_call_impl")))
-        vars(module)["_compiled_call_impl"] = make(about, module._compiled_call_impl or module._call_impl)
+        made = make(about, module._compiled_call_impl or module._call_impl)
+        before.append((module, vars(module).get("_compiled_call_impl"), made))
+        vars(module)["_compiled_call_impl"] = made
     try:
         yield
     finally:
-        for module, call in reversed(before):
+        for module, call, made in reversed(before):
+            if vars(module).get("_compiled_call_impl") is not made:
+                continue
             if call is None:
                 del vars(module)["_compiled_call_impl"]
             else:

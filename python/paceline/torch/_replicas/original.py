@@ -41,7 +41,8 @@ def guarded(modules: list[tuple[str, nn.Module]], wrote: Callable[[int, str], bo
     finally:
         for module, own in guards:
             _checks.pop(id(module), None)
-            object.__setattr__(module, "__class__", own)
+            if type(module) is _guard_of(own):  # else somebody else has changed it meanwhile, as parametrizations do
+                object.__setattr__(module, "__class__", own)
 
 
 def _check(path: str, wrote: Callable[[int, str], bool], index: int, name: str) -> None:

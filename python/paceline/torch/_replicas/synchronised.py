@@ -44,12 +44,15 @@ def synchronised(norms: Iterable[tuple[str, nn.Module]], meeting: MeetingPoint) 
     """
     before = []
     for name, norm in norms:
-        before.append((vars(norm), vars(norm).get("forward")))
-        vars(norm)["forward"] = _Forward(norm.forward, meeting, name or "the module")
+        ours = _Forward(norm.forward, meeting, name or "the module")
+        before.append((vars(norm), vars(norm).get("forward"), ours))
+        vars(norm)["forward"] = ours
     try:
         yield
     finally:
-        for attributes, forward in reversed(before):
+        for attributes, forward, ours in reversed(before):
+            if attributes.get("forward") is not ours:  # somebody else has set it meanwhile
+                continue
             if forward is None:
                 del attributes["forward"]
             else:
