@@ -23,9 +23,10 @@ void* allocate(std::size_t bytes, std::size_t alignment) {
 
 }  // namespace
 
-void* operator new(std::size_t bytes) { return allocate(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__); }
-void operator delete(void* data) noexcept { std::free(data); }
-void operator delete(void* data, std::size_t) noexcept { std::free(data); }
+// Not inlined: GCC would take the freed memory for that of another allocation function.
+[[gnu::noinline]] void* operator new(std::size_t bytes) { return allocate(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__); }
+[[gnu::noinline]] void operator delete(void* data) noexcept { std::free(data); }
+[[gnu::noinline]] void operator delete(void* data, std::size_t) noexcept { std::free(data); }
 
 namespace paceline::internal {
 namespace {

@@ -35,13 +35,14 @@ bool fails() {
 
 }  // namespace
 
-void* operator new(std::size_t bytes) {
+// Not inlined: GCC would take the freed memory for that of another allocation function.
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
   void* const data = fails() ? nullptr : std::malloc(bytes > 0 ? bytes : 1);
   if (data == nullptr) throw std::bad_alloc();
   return data;
 }
-void operator delete(void* data) noexcept { std::free(data); }
-void operator delete(void* data, std::size_t) noexcept { std::free(data); }
+[[gnu::noinline]] void operator delete(void* data) noexcept { std::free(data); }
+[[gnu::noinline]] void operator delete(void* data, std::size_t) noexcept { std::free(data); }
 
 namespace paceline {
 namespace {

@@ -11,9 +11,7 @@
 #include "fake_cuda.hpp"
 #include "kernels.hpp"
 #include "twins.hpp"
-#ifdef FAKE_NCCL_PATH
 #include "nccl_host.hpp"
-#endif
 
 namespace {
 
@@ -48,17 +46,13 @@ class FreshMachine : public ::testing::EmptyTestEventListener {
     fake::boot({.seed = ++seed_});
     fake::set_twins();
     set_test_twins();
-#ifdef FAKE_NCCL_PATH
     fake::boot_nccl();
-#endif
   }
   void OnTestEnd(const ::testing::TestInfo&) override {
     for (const std::string& problem : fake::problems()) ADD_FAILURE() << problem;
     EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
-#ifdef FAKE_NCCL_PATH
     EXPECT_EQ(fake::the_nccl().problems(), std::vector<std::string>{});
     EXPECT_EQ(fake::the_nccl().communicators(), 0);
-#endif
   }
 
   std::uint64_t seed_ = 0;
