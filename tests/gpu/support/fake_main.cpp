@@ -10,8 +10,8 @@
 
 #include "fake_cuda.hpp"
 #include "kernels.hpp"
-#include "twins.hpp"
 #include "nccl_host.hpp"
+#include "twins.hpp"
 
 namespace {
 
