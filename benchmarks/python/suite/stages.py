@@ -44,6 +44,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
     reduce = ("--short", "--rounds", "1", "--calls", "5") if quick else ()
     overhead = ("--steps", "20") if quick else ()
     quiet = ("--batch", "64", "--seconds", "2") if quick else ()
+    fixed_parts = ("--parts", "8,4", "--rounds", "1", "--block", "2") if quick else ()
     busy_core = ("--steps", "40", "--patience", "50") if quick else ()
     optimizer = ("--steps", "6") if quick else ()
     partition = ("--seeds", "3") if quick else ()
@@ -70,6 +71,8 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("partition", *short, *partition, limit=300),
         _script("quiet", *quiet, limit=400),
         _script("busy_core", *busy_core, limit=300),
+        _script("fixed_parts", *fixed_parts, limit=300),
+        _script("fixed_parts", "--malloc", *fixed_parts, limit=300),
         _script("straggler", "--plot", str(picture), *straggler, limit=300),
         _script("launch_scaling", *on_host, *short, limit=300),
         _script("race_gpu", *short, limit=900, why_not=no_gpu),
