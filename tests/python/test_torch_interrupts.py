@@ -184,6 +184,7 @@ def train():
 interrupt_after(0.3, 0.8, since=began)
 assert 0.7 < interrupted(train) < 25
 leave.set()
+time.sleep(0.5)  # PyTorch aborts the program if an operator ends in another thread while the interpreter ends
 print(all(parameter.grad is None for parameter in module.parameters()))
 """
     )
