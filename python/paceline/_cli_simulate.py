@@ -103,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         return _cli_simulate_gpus.run(args)
     if args.pipeline:
         return _cli_simulate_pipeline.run(args)
+    if args.plot:
+        raise InvalidArgument("--plot draws the schedule of a pipeline: add --pipeline")
     if args.suite:
         return _run_suite(args)
     from paceline.sim import simulate

@@ -92,6 +92,8 @@ def test_plot_draws_the_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run_command(*BOX, "--plot", str(path)) == 0
     assert "planned" in capsys.readouterr().out
     assert path.stat().st_size > 10_000
+    assert main(["simulate", "--speeds", "1,1", "--plot", str(path)]) == 2
+    assert "--plot draws the schedule of a pipeline: add --pipeline" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_an_error_with_bytes(capsys: pytest.CaptureFixture[str]) -> None:

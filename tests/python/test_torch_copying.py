@@ -224,8 +224,10 @@ def test_script_modules_are_refused_by_name(devices: list[str]) -> None:
 
 def test_parameters_elsewhere_are_refused_by_name() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(InvalidArgument, match=r"parameter 1\.weight is on meta.*module\.to\('cpu'\)"):
+    with pytest.raises(InvalidArgument, match=r"parameter 1\.weight is on meta.*module\.to_empty\(device='cpu'\)"):
         DataParallel(module, TWO)
+    module.to_empty(device="cpu")  # as the message says
+    DataParallel(module, TWO).close()
 
 
 def test_a_trainer_that_cannot_be_made_leaves_no_threads() -> None:

@@ -360,11 +360,16 @@ def test_a_trainer_that_is_dropped_after_an_exception_ends_at_once() -> None:
         (lambda t, m: t(m, [0, 1]), r"devices is \[0, 1\]"),
         (lambda t, m: t(m, TWO, micro_batch=1.5), "micro_batch is 1.5; it must be an integer"),
         (lambda t, m: t(m, TWO, balance=None), "balance is None"),
+        (
+            lambda t, m: t(m, TWO, balance=[1, 2, 3]),
+            r"balance is \[1, 2, 3\], which is not one ratio for each of 2 devices",
+        ),
+        (lambda t, m: t(m, TWO, timeout=-1), "timeout is -1; it must be a positive number of seconds"),
         (lambda t, m: t(m, TWO).step(torch.ones(2, 6), classify), "loss_fn is a Tensor, not a function"),
         (lambda t, m: t(m, TWO).step(classify, torch.ones(2, 6), scaler=1024), "scaler is a int"),
         (lambda t, m: t(m, TWO).step(classify, (np.ones(2), np.ones(2))), r"\(a tuple of ndarray\)"),
     ],
-    ids=["generator", "number", "numbers", "fraction", "none", "swapped", "scaler", "numpy"],
+    ids=["generator", "number", "numbers", "fraction", "none", "ratios", "timeout", "swapped", "scaler", "numpy"],
 )
 def test_ordinary_mistakes_are_named(make: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):

@@ -233,3 +233,12 @@ def test_distributed_checkpoints_of_two_devices_load_into_plain_pytorch(tmp_path
     plain.step()
     for mine, theirs in zip(other.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_the_state_of_an_optimizer_is_refused_in_place_of_the_optimizer(tmp_path: Path) -> None:
+    module, _ = classifier()
+    state = torch.optim.AdamW(module.parameters()).state_dict()
+    with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument) as caught:
+        trainer.save_async(tmp_path, optimizer=state)  # a dictionary, as of optimizers by name
+    assert str(caught.value).startswith("save_async: optimizer['state'] is a dict, and no optimizer")
+    assert not list(tmp_path.iterdir())

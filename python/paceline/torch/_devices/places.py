@@ -357,9 +357,13 @@ def _check_home(module: nn.Module, home: torch.device, first_gpu: str) -> None:
         why = "the devices compute on the host"
     for name, parameter in module.named_parameters():
         if parameter.device != home and not isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise InvalidArgument(
-                f"paceline: parameter {name} is on {parameter.device}, but {why}. Move the module there first: module.to('{home}')."
-            )
+            how = f"Move the module there first: module.to('{home}')."
+            if parameter.is_meta:
+                how = (
+                    f"It has no values yet. Give it memory, by module.to_empty(device='{home}'), and values, by load_state_dict or the modules' "
+                    "reset_parameters(). Pipeline(init=) takes a module on meta as it is."
+                )
+            raise InvalidArgument(f"paceline: parameter {name} is on {parameter.device}, but {why}. {how}")
 
 
 class RandomStates:

@@ -15,6 +15,7 @@ from torch import nn
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline import devices as all_devices
 from paceline._core.runtime import gpu_facts
+from paceline._words import plural
 from paceline.comm import Transport
 
 Memory = float | Mapping[str, float]  # bytes, or a fraction if at most 1
@@ -94,13 +95,19 @@ def named_devices(devices: str | Sequence[str | Device | torch.device], module: 
     return sorted(gpus, key=lambda gpu: gpu.index != parameter.device.index)
 
 
-def policy_of(balance: Balance, call: str = "DataParallel", unit: str = "device") -> tuple[str, list[float]]:
-    """The name of the policy, and its ratios if it has any."""
+def policy_of(
+    balance: Balance, call: str = "DataParallel", unit: str = "device", count: int | None = None
+) -> tuple[str, list[float]]:
+    """The name of the policy, and its ratios if it has any, for so many devices."""
     if isinstance(balance, str) and balance in ("auto", "even"):
         return balance, []
     if isinstance(balance, str) or not isinstance(balance, Sequence) or not all(map(is_number, balance)):
         raise InvalidArgument(
             f"{call}: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per {unit}."
+        )
+    if count not in (None, len(balance)):
+        raise InvalidArgument(
+            f"{call}: balance is {balance!r}, which is not one ratio for each of {plural(count, unit)}."
         )
     return "weighted", [float(ratio) for ratio in balance]
 
@@ -229,6 +236,14 @@ def check_sizes(micro_batch: int | None, granularity: int | None) -> None:
     if granularity is not None and (not isinstance(granularity, int) or granularity < 1):
         raise InvalidArgument(
             f"DataParallel: granularity is {granularity}; it must be an integer of at least 1, or None to have it chosen."
+        )
+
+
+def check_timeout(call: str, timeout: object) -> None:
+    """Raise if `timeout` is no time to wait for."""
+    if not is_number(timeout) or not float(timeout) > 0:
+        raise InvalidArgument(
+            f"{call}: timeout is {timeout!r}; it must be a positive number of seconds, or float('inf')."
         )
 
 

@@ -303,8 +303,8 @@ def _named(optimizer: Stateful | Mapping[str, Stateful], call: str) -> Iterator[
             callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")
         ):
             raise InvalidArgument(
-                f"{call}: optimizer is {optimizer!r}. Give an optimizer, or a dictionary of optimizers by name: objects with state_dict() and "
-                "load_state_dict()."
+                f"{call}: optimizer{f'[{name!r}]' if named is optimizer else ''} is a {type(one).__name__}, and no optimizer. Give an optimizer, or a dictionary of "
+                "optimizers by name: objects with state_dict() and load_state_dict(). Their states are saved for you."
             )
         yield name, one
 

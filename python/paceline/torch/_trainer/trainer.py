@@ -33,6 +33,7 @@ from paceline.torch._trainer.arguments import (
     check_graphs,
     check_reduce_dtype,
     check_sizes,
+    check_timeout,
     check_transport,
     memory_limits,
     named_devices,
@@ -218,7 +219,8 @@ class DataParallel(Trainer):
             raise InvalidArgument(f"DataParallel: graphs is {graphs!r}; it must be True or False.")
         check_transport(transport)
         check_reduce_dtype(reduce_dtype, transport)
-        policy, weights = policy_of(balance)
+        check_timeout("DataParallel", timeout)
+        policy, _ = policy_of(balance)
         check_corrections(corrections, policy)
         if verify_every is not None:
             check_count("DataParallel", "verify_every", verify_every)
@@ -226,6 +228,7 @@ class DataParallel(Trainer):
         local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = local is not devices
         try:
+            _, weights = policy_of(balance, count=len(local))
             places = Places(local, module, timeout, transport, reduce_dtype)
             if graphs:
                 check_graphs(places.names, places.on_gpu)
