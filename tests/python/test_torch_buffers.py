@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.torch import DataParallel
-from torch_support import TWO, hosts
+from torch_support import TWO, assert_same_gradients, hosts, plain
 
 DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
 
@@ -284,3 +284,33 @@ def test_one_device_goes_back_to_buffers_that_have_changed_between_steps() -> No
             assert all(a is b for a, b in zip(module.buffers(), objects, strict=True))
             trainer.step(mean_of_squares, batch)
             assert not same(values(module), before)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_a_sparse_buffer_is_shared_until_it_is_replaced(devices: int) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2).double()
+            self.register_buffer("adjacency", torch.eye(4, dtype=torch.double)[:3].to_sparse())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.linear((self.adjacency @ x.T).T)
+            return result
+
+    torch.manual_seed(0)
+    module, batch = Net(), torch.randn(12, 4, dtype=torch.double)
+    with DataParallel(module, hosts(devices), balance="even") as trainer:
+        for factor in (1.0, 2.0):
+            module.adjacency = module.adjacency * factor
+            mine = module.adjacency
+            _, wanted = plain(module, mean_of_squares, batch)
+            module.zero_grad()
+            for _ in range(2):
+                module.zero_grad()
+                trainer.step(mean_of_squares, batch)
+                assert_same_gradients(module, wanted)
+            assert module.adjacency is mine
+            with pytest.raises(ZeroDivisionError):
+                trainer.step(lambda m, b: 1 / 0, batch)
+            assert module.adjacency is mine

@@ -155,6 +155,22 @@ def test_losses_of_another_shape_are_refused(loss_fn: Any, message: str) -> None
     assert gradients(module) == [None] * 4
 
 
+@pytest.mark.parametrize("shape", ["[1]", "[B, 1]"])
+def test_a_loss_may_have_dimensions_of_one(shape: str) -> None:
+    module, batch = classifier(8)
+
+    def loss_fn(replica: nn.Module, part: Any) -> torch.Tensor:
+        losses = nn.functional.cross_entropy(replica(part[0]), part[1], reduction="none")
+        return losses.mean().view(1) if shape == "[1]" else losses.unsqueeze(1)
+
+    loss, wanted = plain(module, classify, batch)
+    for devices in (["host:0"], TWO):
+        module.zero_grad()
+        with DataParallel(module, devices, micro_batch=1 if shape == "[1]" else None) as trainer:
+            assert trainer.step(loss_fn, batch).item() == pytest.approx(float(loss))
+        assert_same_gradients(module, wanted)
+
+
 def test_a_loss_that_no_parameter_reaches_is_an_error_as_in_plain_pytorch() -> None:
     module, batch = classifier(8)
     with DataParallel(module, TWO) as trainer, pytest.raises(RuntimeError, match="does not require grad"):

@@ -158,7 +158,7 @@ class Objective:
 
     def term(self, loss: Any, begin: int, end: int, *, all_run: bool = False) -> torch.Tensor:
         """The slice's term, 0-dimensional, with its graph. `all_run`: slices without weight run, too, so their loss has to be finite."""
-        self.check(loss, end - begin)
+        loss = self.of_slice(loss, end - begin)
         if loss.dtype in _HALF:
             loss = loss.float()  # the division by W must not round to half precision
         factor = self.factor(begin, end, loss.dim())
@@ -175,9 +175,8 @@ class Objective:
             )
         return term
 
-    def static_term(self, loss: Any, items: int, factor: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    def static_term(self, loss: torch.Tensor, factor: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """Like `term`, with `factor` and `weights_of` as tensors on the loss's device, whose values may change between replays of a graph."""
-        self.check(loss, items)
         if loss.dtype in _HALF:
             loss = loss.float()
         if loss.dim():
@@ -193,9 +192,19 @@ class Objective:
         """What the losses of single items are multiplied by, on the host. None: nothing."""
         return self._weights[begin:end] if self._mean and self._weights is not None else None
 
-    def check(self, loss: Any, items: int) -> None:
-        """Raise if `loss` is not the loss of a slice of so many items."""
-        if not isinstance(loss, torch.Tensor) or loss.dim() > 1 or (loss.dim() == 1 and loss.shape[0] != items):
+    def of_slice(self, loss: Any, items: int) -> torch.Tensor:
+        """The loss of a slice of so many items, 0-dimensional or with one entry for each.
+
+        Raises
+        ------
+        InvalidArgument
+            If `loss` is neither, nor can be seen as one of them.
+        """
+        if isinstance(loss, torch.Tensor) and loss.dim() and set(loss.shape[1:]) <= {1} and loss.shape[0] in (1, items):
+            return loss.reshape(
+                items if loss.shape[0] == items else ()
+            )  # [1] is what gather and squeeze(0) leave, [B, 1] what Linear(n, 1) does
+        if not isinstance(loss, torch.Tensor) or loss.dim():
             got = (
                 f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
             )
@@ -203,6 +212,7 @@ class Objective:
                 f"loss_fn returned {got}{self._of and f' as {self._of}'} for a slice of {plural(items, 'item')}; a 0-dim tensor or a 1-D tensor with one loss per item is needed."
                 f"{_cure(loss, self._of)}"
             )
+        return loss
 
     def _weight_of(self, begin: int, end: int) -> int | float:
         if self._weights is None:

@@ -79,7 +79,7 @@ class KeptBuffers:
                     targets.append(value)
                     self._copied.append(buffer)
                 elif buffer is not None:
-                    value = buffer.clone()
+                    value = buffer.clone() if buffer.layout is torch.strided else buffer
                     self._lasts = False
                 self._kept.append((own, name, buffer, value))
         self._form = _form(self._copied)
@@ -140,6 +140,8 @@ def copy_slots(pairs: Iterable[Pair], place: torch.device | None = None, *, anew
         where = place if old is None else old.device
         if value is None:
             target[name] = None
+        elif value.layout is not torch.strided:
+            share(value, target, name, where)
         elif anew or old is None or old.shape != value.shape or old.dtype != value.dtype:
             target[name] = value.to(value.device if where is None else where, copy=True)
         elif _overlaps(old):
@@ -149,6 +151,17 @@ def copy_slots(pairs: Iterable[Pair], place: torch.device | None = None, *, anew
             sources.append(value)
             targets.append(old)
     copy_all(targets, sources)
+
+
+def share(value: torch.Tensor, target: Slots, name: str, place: torch.device | None) -> None:
+    """Hand on a sparse buffer. Forwards replace it or leave it, so each memory has one copy, which goes nowhere until it is replaced."""
+    copied_from = "_paceline_copied_from"
+    old = target.get(name)
+    if old is not None and (getattr(old, copied_from, None) is value or getattr(value, copied_from, None) is old):
+        return
+    target[name] = there = value if place is None else value.to(place)
+    if there is not value:
+        setattr(there, copied_from, value)
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -194,5 +207,5 @@ def lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, as after `expand`. PyTorch does not write to such a tensor."""
-    return 0 in tensor.stride()
+    """Whether elements share memory, as after `expand`, or do not lie in order, as in a sparse tensor. PyTorch does not write to such a tensor."""
+    return tensor.layout is not torch.strided or 0 in tensor.stride()

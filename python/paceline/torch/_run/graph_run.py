@@ -101,7 +101,8 @@ class GraphRun(TrainRun):
 
         def body(captured: Captured) -> None:
             loss, extras = parted(self.loss_fn(replica.module, inputs.part))
-            term = self.objective.static_term(loss, end - begin, captured.factor, captured.weights)
+            loss = self.objective.of_slice(loss, end - begin)
+            term = self.objective.static_term(loss, captured.factor, captured.weights)
             leaves = list(leaves_of(term)) if term.requires_grad else []
             if not leaves or any(id(leaf) not in own for leaf in leaves):
                 what = "no parameter" if not leaves else "a tensor outside of the module that requires grad"
