@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Callable
+from collections import ChainMap, OrderedDict, UserDict, namedtuple
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -86,23 +86,6 @@ def test_any_nest_is_split_into_nests_of_the_same_kind(nest: str) -> None:
     assert len(take(batch)[1]) == 11
 
 
-def test_mappings_of_other_kinds_are_split_into_dicts() -> None:
-    module, (x, y) = classifier(11)
-    kinds = []
-
-    def loss_fn(replica: nn.Module, part: Any) -> Any:
-        kinds.append((type(part), part["epoch"]))
-        return classify(replica, (part["x"], part["y"]))
-
-    batch = MappingProxyType({"x": x, "y": y, "epoch": 7})
-    _, wanted = plain(module, classify, (x, y))
-    with DataParallel(module, TWO, balance=[2, 1]) as trainer:
-        trainer.step(loss_fn, batch)
-    assert_same_gradients(module, wanted)
-    assert kinds == [(dict, 7)] * 2
-    assert batch["x"] is x
-
-
 def test_other_leaves_go_along_unchanged() -> None:
     module, (x, y) = classifier(8)
     leaves = {
@@ -158,6 +141,58 @@ def test_the_size_may_change_from_step_to_step(balance: Any) -> None:
             assert sum(trainer.shares.values()) == items
 
 
+class Graph:
+    """Its tensors are where nobody sees them."""
+
+    __slots__ = ("_x",)
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+
+    def to(self, place: torch.device) -> Graph:
+        return Graph(self._x.to(place))
+
+
+class Boxes:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Settings:
+    """Belongs to the whole batch, like other objects without tensors."""
+
+    factor = 2
+    scale = torch.tensor(3.0)
+
+
+class Fixed(Mapping[str, Any]):
+    """A mapping that cannot be changed."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class Sized(Fixed):
+    """A mapping that is not made from another one alone."""
+
+    def __init__(self, values: Mapping[str, Any], size: int) -> None:
+        super().__init__(values)
+        self.size = size
+
+
+def sized(values: Mapping[str, Any]) -> Sized:
+    return Sized(values, len(values["x"]))
+
+
 X = torch.zeros(8, 6, dtype=torch.float64)
 REFUSED: dict[str, tuple[Any, str]] = {
     "empty": (torch.zeros(0, 6), "batch has no items.*Skip empty batches"),
@@ -168,6 +203,24 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "only a 0-dim tensor": (torch.tensor(1.0), "no items to split"),
     "None": (None, "no items to split"),
     "list of strings": ((X, ["a"] * 8), r"batch\[1\] is a list of str of 8.*indices that loss_fn looks up"),
+    "tuple of strings": ((X, ("a",) * 8), r"batch\[1\] is a tuple of str of 8.*split=.*collate=.*batch_dim= has None"),
+    "tuple of mappings": ((X, ({"name": "a"},) * 8), r"batch\[1\] is a tuple of dict of 8"),
+    "an object that moves": (
+        (X, Graph(X)),
+        r"batch\[1\] is an object \(Graph\), which seems to hold items.*split=.*collate=",
+    ),
+    "an object with tensors": (
+        {"x": X, "boxes": Boxes(X)},
+        r"batch\['boxes'\] is an object \(Boxes\).*batch_dim= has None",
+    ),
+    "graphs": ([Graph(X)] * 8, "no items to split.*collate="),
+    "images and targets": (
+        (
+            tuple(torch.zeros(3, 8 + one, 9) for one in range(6)),
+            tuple({"boxes": torch.zeros(1 + one, 4)} for one in range(6)),
+        ),
+        r"batch\[1\]\[0\]\['boxes'\] has 1 item.*collate=",
+    ),
     "list of numbers": ({"x": X, "y": list(range(8))}, r"batch\['y'\] is a list of int of 8.*torch\.as_tensor"),
     "array": ((X, np.zeros(8)), r"batch\[1\] is an array \(ndarray\) of 8.*torch\.as_tensor"),
     "array alone": (np.zeros((8, 6)), "no items to split"),
@@ -197,6 +250,42 @@ def test_batches_that_cannot_be_split_are_refused_with_the_leaf_and_advice(case:
             trainer.step(classify, batch) if call == "step" else trainer.predict(batch)
         assert gradients(module) == [None] * 4
         trainer.step(classify, good)  # and the trainer goes on
+
+
+@pytest.mark.parametrize("kind", [Fixed, ChainMap, MappingProxyType, sized])
+def test_mappings_of_other_types_arrive_as_themselves_or_as_dicts(kind: Any) -> None:
+    module, (x, y) = classifier(11)
+    kinds = []
+
+    def loss_fn(replica: nn.Module, part: Any) -> Any:
+        kinds.append((type(part), part["epoch"]))
+        return classify(replica, (part["x"], part["y"]))
+
+    batch = kind({"x": x, "y": y, "epoch": 7})
+    _, wanted = plain(module, classify, (x, y))
+    with DataParallel(module, TWO, balance=[2, 1]) as trainer:
+        trainer.step(loss_fn, batch)
+    assert_same_gradients(module, wanted)
+    assert kinds == [(dict if kind is sized else type(batch), 7)] * 2
+    assert batch["x"] is x
+
+
+def test_what_belongs_to_the_whole_batch_goes_along_where_batch_dim_says_so() -> None:
+    module, (x, y) = classifier(8)
+    names, graph, size, settings = ("a",) * 8, Graph(x), (4, 4), Settings()
+    seen = []
+    with DataParallel(module, TWO, balance="even") as trainer:
+        batch = (x, y, names, graph, size, settings)
+        trainer.step(noting(lambda m, b: seen.append(b[2:])), batch, batch_dim=(0, 0, None, None, 0, 0))
+    assert seen == [(names, graph, size, settings)] * 2
+
+
+def test_a_failure_says_that_a_list_of_tensors_was_cut_in_each_of_them() -> None:
+    module, _ = classifier(8)
+    with DataParallel(module, TWO, balance="even") as trainer, pytest.raises(ZeroDivisionError) as caught:
+        trainer.step(lambda m, b: 1 / 0, [torch.zeros(3, 8 + one) for one in range(6)])
+    assert "whose 6 tensors were cut along dimension 0" in "".join(caught.value.__notes__)
+    assert "collate=" in "".join(caught.value.__notes__)
 
 
 def test_lists_and_arrays_of_another_length_belong_to_the_whole_batch() -> None:

@@ -21,12 +21,14 @@ from paceline.torch._batch.splits import Offsets, Split, cutters_of, leaf_of
 Slicer = Callable[[Move, Move], Any]
 # Which dimension is the item: of all tensors, or a nest for a nest of tensors. None: a tensor that is not cut.
 BatchDim = int | Mapping[Any, Any] | Sequence[Any] | None
+_SAMPLES = "a list of samples, one per item (the DataLoader's collate_fn=list makes it), goes in with collate="
+_MANY = 4  # tensors that may be one item each
 
 
 class Batch:
     """A batch that can be cut along its items.
 
-    Tensors with dimensions are cut along dimension 0, as views. Everything else goes along unchanged. With `gradients` tensors that are cut
+    Tensors with dimensions are cut along dimension 0, as views. What cannot be items goes along unchanged. With `gradients` tensors that are cut
     may require gradients. `batch_dim` says where tensors have the item in another dimension; their slices are contiguous copies. `split` cuts
     the batch, or objects of the types that it names.
 
@@ -36,6 +38,8 @@ class Batch:
         If there is nothing to cut, if two leaves disagree about the number of items, or if a leaf looks like items but
         is not a tensor, or if `batch_dim` does not fit. The message names the leaf.
     """
+
+    _how = ""  # it was cut, if that may be what the caller did not mean
 
     def __init__(
         self, data: Any, batch_dim: BatchDim = 0, *, gradients: bool = False, split: Split | None = None
@@ -49,12 +53,14 @@ class Batch:
         self._dims: list[int] = []  # where the user's tensors have the item
         self.places: dict[torch.device, str] = {}  # where tensors are, and the path of the first tensor there
         self._item_shapes: list[tuple[torch.Size, torch.dtype]] = []
-        self._lists: list[tuple[str, int, str]] = []
+        self._uncut: list[
+            tuple[str, int | None, str]
+        ] = []  # may have one entry for each item: its path, its length, and what it is
         slicer = self._slicer(data, "batch", batch_dim)
         if not self._sized:
             raise InvalidArgument(
                 f"batch: no tensor with dimensions in it ({_described(data)}), so there are no items to split. Pass tensors whose dimension 0 "
-                "is the item; torch.from_numpy and torch.as_tensor make them. For objects of another type say split= how to cut them."
+                f"is the item; torch.from_numpy and torch.as_tensor make them. For objects of another type say split= how to cut them; {_SAMPLES}."
             )
         first_path, self.size = self._sized[0]
         for (path, size), (shape, _), dim in zip(self._sized, self._item_shapes, self._dims, strict=True):
@@ -68,22 +74,25 @@ class Batch:
                 raise InvalidArgument(
                     f"batch: {path} has {plural(size, 'item')} along dimension {dim}, but {first_path} has {self.size}. All tensors of a batch need the "
                     f"same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure.{turn} "
-                    "batch_dim= says where tensors have the item in another dimension."
+                    f"batch_dim= says where tensors have the item in another dimension. Of what no tensor of the batch can hold, {_SAMPLES}."
                 )
         if self.size == 0:
             raise InvalidArgument(
                 f"batch: {first_path} has no items (its dimension {self._dims[0]} is 0). Skip empty batches; with group= pass None."
             )
-        for path, size, kind in self._lists:
-            if size == self.size:
+        for path, size, kind in self._uncut:
+            if size in (self.size, None):
                 raise InvalidArgument(
-                    f"batch: {path} is {kind} of {size}, one for each item, and cannot be split. Pass a tensor: numbers by "
-                    "torch.as_tensor, other objects by a tensor of their indices that loss_fn looks up. What belongs to the whole batch "
-                    "goes in as a tuple."
+                    f"batch: {path} is {kind}{f' of {size}, one for each item' if size else ', which seems to hold items'}, and cannot be split: "
+                    "every slice would get all of it. Pass a tensor: numbers by torch.as_tensor, other objects by a tensor of their indices that "
+                    f"loss_fn looks up. Or say split= how to cut objects of that type; {_SAMPLES}. batch_dim= has None for what belongs to the "
+                    "whole batch."
                 )
         if slicer is None:  # cannot happen where a leaf has a size; for the type checker
             raise InvalidArgument("batch: nothing to split.")
         self._slice = slicer
+        if isinstance(data, (list, tuple)) and len(data) == len(self._leaves) >= _MANY:
+            self._how = f", whose {len(data)} tensors were cut along dimension {self._dims[0]} (if each of them is an item: {_SAMPLES})"
         # For each thread what its slice is cut from, the slice, and how many of its changes are counted.
         self._views: dict[int, list[tuple[torch.Tensor, torch.Tensor, list[int]]]] = {}
         memory = Counter(one.untyped_storage().data_ptr() for one in self._leaves if type(one) is torch.Tensor)
@@ -168,7 +177,8 @@ class Batch:
 
     def described(self, begin: int, end: int) -> str:
         """The items of a slice in words."""
-        return f"items {begin} to {end - 1} of the batch" if end - begin > 1 else f"item {begin} of the batch"
+        items = f"items {begin} to {end - 1} of the batch" if end - begin > 1 else f"item {begin} of the batch"
+        return f"{items}{self._how}"
 
     def _slicer(self, node: Any, path: str, dim: BatchDim) -> Slicer | None:
         """A function that cuts `node`, or None if `node` goes along unchanged."""
@@ -184,8 +194,12 @@ class Batch:
         if isinstance(node, (list, tuple)):
             return self._sequence(node, path, dim)
         shape = getattr(node, "shape", None)
+        if dim is None:
+            return None
         if isinstance(shape, tuple) and shape and isinstance(shape[0], int):
-            self._lists.append((path, shape[0], f"an array ({type(node).__name__})"))
+            self._uncut.append((path, shape[0], f"an array ({type(node).__name__})"))
+        elif _holds_tensors(node):
+            self._uncut.append((path, None, f"an object ({type(node).__name__})"))
         return None
 
     def _own(self, node: Any, leaf: OwnLeaf, path: str, dim: BatchDim) -> Slicer:
@@ -260,11 +274,11 @@ class Batch:
             return None
 
         def cut(take: Move, move: Move) -> Any:
-            # Other mappings become a dict: a shallow copy of them may write through to the user's mapping.
-            result: Any = copy.copy(node) if isinstance(node, (dict, UserDict)) else dict(node)
+            plain = isinstance(node, (dict, UserDict))
+            result: Any = copy.copy(node) if plain else dict(node)
             for key, slicer in parts:
                 result[key] = slicer(take, move)
-            return result
+            return result if plain else _like(node, result)
 
         return cut
 
@@ -276,8 +290,11 @@ class Batch:
             for index, (value, inner) in enumerate(zip(node, dims, strict=True))
         )
         if not parts:
-            if isinstance(node, list) and node:
-                self._lists.append((path, len(node), f"a list of {type(node[0]).__name__}"))
+            # A tuple of numbers is a size or a range. DataLoaders make tensors of numbers and tuples of strings.
+            fixed = isinstance(node, tuple) and all(one is None or isinstance(one, (int, float)) for one in node)
+            if node and not names and not fixed and dim is not None:
+                kind = f"a {type(node).__name__} of {type(node[0]).__name__}"
+                self._uncut.append((path, len(node), kind))
             return None
 
         def cut(take: Move, move: Move) -> Any:
@@ -326,6 +343,24 @@ def _check_layout(node: torch.Tensor, path: str) -> None:
             "takes too much memory, pass torch.arange(items) in its place, and let loss_fn select its rows: "
             "sparse.index_select(0, indices)."
         )
+
+
+def _holds_tensors(node: Any) -> bool:
+    """Whether an object of an unknown type has tensors with dimensions, or says by ``to`` that it can move: a graph, a set of boxes."""
+    if isinstance(node, type) or callable(node):
+        return False
+    tensors = [one for one in getattr(node, "__dict__", {}).values() if isinstance(one, torch.Tensor)]
+    return callable(getattr(node, "to", None)) or any(one.dim() for one in tensors)
+
+
+def _like(node: Mapping[Any, Any], contents: dict[Any, Any]) -> Any:
+    """A mapping of the type of `node`. A dict, if the type is not made from one: a shallow copy may write through to the user's mapping."""
+    kind: Any = type(node)
+    try:
+        made = kind(contents)
+    except Exception:  # the constructor is the user's
+        return contents
+    return made if isinstance(made, kind) and list(made) == list(contents) else contents
 
 
 def _described(data: Any) -> str:

@@ -13,6 +13,7 @@ from paceline import InvalidArgument
 from paceline.torch._batch.extras import Extras, parted
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import backward_watched, outside_autocast
+from paceline.torch._run.finite import refuse_means_over_nothing
 from paceline.torch._run.gradients import OwnStorages, View, views
 from paceline.torch._run.launch import Launch
 from paceline.torch._run.outside import OutsideGradients, code_of
@@ -35,6 +36,7 @@ class TrainRun(Run):
         scale: torch.Tensor | None,
         names: list[str],
         carries: bool = False,
+        finite: bool = False,
     ) -> None:
         super().__init__(frame)
         replicas, places = self.replicas, self.places
@@ -43,6 +45,7 @@ class TrainRun(Run):
         self.scale = scale
         self.scales: list[torch.Tensor | None] = [scale] * len(places)
         self.carries = carries  # whether the gradients go to whoever calls backward, and not to .grad
+        self._finite = finite  # whether loss_fn's result must be finite in each slice, if it is for the whole batch
         self.extras = Extras(objective)
         self._skipped = False  # whether items without weight did not run
         self.names = names
@@ -183,6 +186,8 @@ class TrainRun(Run):
             raise RuntimeError(  # the type that plain PyTorch raises
                 "step: the loss does not require grad: no parameter that does reaches it (is it detached, or everything frozen?)."
             )
+        if self._finite:
+            refuse_means_over_nothing(self)
         self.draws.check()
 
     @property

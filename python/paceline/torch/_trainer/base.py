@@ -115,13 +115,14 @@ class Trainer:
         ----------
         loss_fn
             ``loss_fn(module, slice)`` is called once per micro-batch, with a replica and a slice of `batch`. It returns the loss,
-            0-dimensional or with one entry per item of the slice. It may return a pair ``(loss, extras)`` with a tensor or a nest of tensors
+            0-dimensional or with one entry per item of the slice; further dimensions of 1 are dropped. It may return a pair ``(loss, extras)`` with a tensor or a nest of tensors
             beside the loss; `extras` then has them for the whole batch. If `weight` is a mapping, the loss is a mapping with the same keys.
         batch
             With `group` of the trainer: this rank's part of the batch, or None if that is empty. Else the whole batch.
             A tensor, or any nest of tuples, lists, mappings and dataclasses. Tensors with dimensions are split along dimension 0, where all
-            need the same length B. 0-dimensional tensors and other objects go along unchanged. A list or an array with B entries is
-            refused, since it seems to have one entry per item but cannot be split.
+            need the same length B. 0-dimensional tensors, numbers, strings and the like go along unchanged. What seems to have one entry per
+            item but cannot be split is refused: a list or an array with B entries, a tuple of B strings or objects, an object that holds tensors.
+            `batch_dim` has None for those of them that belong to the whole batch.
         weight
             How much each item counts in the mean: a 1-D tensor with one weight per item, or a callable that makes one from the whole
             batch, e.g. the number of unmasked tokens. Default: every item counts 1. Slices without weight are not run. A mapping from names
@@ -163,7 +164,8 @@ class Trainer:
         Raises
         ------
         InvalidArgument
-            For a batch, weight, loss or module that cannot be used. The message says what to do.
+            For a batch, weight, loss or module that cannot be used. The message says what to do. On host devices also if the loss of a slice is not
+            finite, and those of others and of the whole batch are: a mean over nothing, which `weight` cures.
         RuntimeError
             If the loss depends on no parameter.
         Timeout, DeviceLost

@@ -1,0 +1,54 @@
+"""A loss that is not finite in one slice and finite in others: a mean over nothing, which one device does not meet."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline import InvalidArgument
+from paceline.torch._batch.extras import parted
+from paceline.torch._devices.places import RandomStates
+from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers
+
+if TYPE_CHECKING:
+    from paceline.torch._run.train_run import TrainRun
+
+
+def refuse_means_over_nothing(run: TrainRun) -> None:
+    """Raise if slices of a run on host devices have a loss that is not finite, others have one that is, and so has the whole batch.
+
+    Where the loss of the whole batch is not finite either, the run has the result of one device.
+    """
+    if any(run.places.on_gpu):  # reading a loss would wait for the GPU
+        return
+    found = [
+        (math.isfinite(term.item()), begin, device) for device, terms in enumerate(run.terms) for begin, term in terms
+    ]
+    bad = [one for one in found if not one[0]]
+    if 0 < len(bad) < len(found) and _finite_as_a_whole(run):
+        _, begin, device = min(bad)
+        raise InvalidArgument(
+            f"step: on {run.places.names[device]} the loss of the slice that begins with item {begin} is not finite, and the loss of the whole batch is. "
+            "loss_fn divides by something that this slice has none of, such as labels that count (0/0). Say how much each item counts, by weight=, "
+            "such as weight=lambda batch: (batch[1] != -100).flatten(1).sum(1) for labels [items, words]; slices without weight are not run. Or let "
+            "loss_fn return one loss per item. check() finds the weight."
+        )
+
+
+def _finite_as_a_whole(run: TrainRun) -> bool:
+    """Run the forward of the whole batch on the first device, and leave no trace. What raises is no answer."""
+    module, size = run.replicas[0].module, run.batch.size
+    random, modules = RandomStates(run.places), run.replicas[0].modules
+    buffers, attributes = KeptBuffers(modules), KeptAttributes(modules)
+    try:
+        with torch.no_grad():
+            loss, _ = parted(run.loss_fn(module, run.batch.slice(0, size)))
+            return bool(run.objective.term(loss, 0, size).isfinite())
+    except Exception:  # loss_fn is the user's
+        return False
+    finally:
+        buffers.restore()
+        attributes.restore()
+        random.restore()
