@@ -11,6 +11,7 @@ import torch
 
 from paceline import DeviceGroup, Unavailable
 from paceline.torch import DataParallel
+from paceline.torch._devices.caller_state import set_own_threads
 from torch_support import TWO, classifier, classify, hosts, noting, output_of
 
 
@@ -186,3 +187,24 @@ def test_a_thread_that_begins_meanwhile_has_the_number_of_the_process() -> None:
         thread.start()
         thread.join()
     assert counts == [2]
+
+
+def test_threads_that_set_their_own_number_at_once_leave_that_of_the_process() -> None:
+    for _ in range(20):
+        barrier = threading.Barrier(4)
+
+        def set_here(barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            set_own_threads(1)
+            assert torch.get_num_threads() == 1
+
+        threads = [threading.Thread(target=set_here) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        counts: list[int] = []
+        later = threading.Thread(target=lambda counts=counts: counts.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert counts == [2]

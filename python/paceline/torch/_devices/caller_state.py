@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import contextvars
 import ctypes
@@ -138,15 +139,35 @@ def set_own_threads(number: int) -> None:
     """
     torch.get_num_threads()  # else PyTorch would give this thread the other number at some later operator
     others: list[int] = []
-    _in_new_thread(lambda: others.append(torch.get_num_threads()))
-    torch.set_num_threads(number)
-    _in_new_thread(lambda: torch.set_num_threads(others[0]))
+    with _setting_threads:
+        try:
+            _in_new_thread(lambda: others.append(torch.get_num_threads()))
+        except RuntimeError:  # the interpreter ends, and starts no thread that could be given a number
+            torch.set_num_threads(number)
+            return
+        try:
+            torch.set_num_threads(number)
+        finally:
+            _in_new_thread(lambda: torch.set_num_threads(others[0]))
+
+
+# Reentrant, since the collector may drop a trainer, whose end comes here, in the middle.
+_setting_threads = threading.RLock()
 
 
 def _in_new_thread(call: Callable[[], None]) -> None:
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
+    """Run in a thread that has none of `threading`'s state: the collector may come here while `threading` holds its lock."""
+    over = _thread.allocate_lock()
+    over.acquire()
+
+    def run() -> None:
+        try:
+            call()
+        finally:
+            over.release()
+
+    _thread.start_new_thread(run, ())
+    over.acquire()
 
 
 class CallerThreads:
