@@ -118,9 +118,9 @@ def test_a_compiled_loss_function_is_seen_too(monkeypatch: pytest.MonkeyPatch) -
     entered: list[bool] = []
 
     class NotingGate(CompileGate):
-        def enter(self, first: bool) -> Any:
+        def enter(self, first: bool, call: Any) -> Any:
             entered.append(first)
-            return super().enter(first)
+            return super().enter(first, call)
 
     monkeypatch.setattr("paceline.torch._run.seen._of_process", NotingGate())
     module, _ = classifier()
@@ -259,12 +259,12 @@ def test_a_run_that_waited_for_another_to_compile_is_no_evidence() -> None:
     waits: list[bool] = []
 
     def first() -> None:
-        with gate.enter(True):
+        with gate.enter(True, "call"):
             compiling.set()
             go_on.wait(30)
 
     def other() -> None:
-        with gate.enter(False) as waited:
+        with gate.enter(False, "call") as waited:
             waits.append(waited)
 
     threads = [threading.Thread(target=first), threading.Thread(target=other)]
@@ -277,7 +277,7 @@ def test_a_run_that_waited_for_another_to_compile_is_no_evidence() -> None:
     go_on.set()
     for thread in threads:
         thread.join()
-    with gate.enter(False) as waited:
+    with gate.enter(False, "call") as waited:
         waits.append(waited)
     assert waits == [True, False]
 

@@ -6,6 +6,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,6 +156,29 @@ def test_a_loss_may_call_another_trainer_that_compiles() -> None:
             with lock:
                 wanted = other.predict(part[0])
             return (one(part[0]) - wanted).square().mean()
+
+        caller = threading.Thread(target=trainer.step, args=(distil, batch), daemon=True)
+        caller.start()
+        caller.join(60)
+        assert not caller.is_alive()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_a_loss_may_wait_for_another_trainer_that_compiles_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen, "_PATIENCE_SECONDS", 0.5)
+    teacher, batch = classifier()
+    module, _ = classifier(seed=1)
+    module.compile(backend="eager")
+    teacher.compile(backend="eager")
+    with (
+        ThreadPoolExecutor(1) as pool,
+        DataParallel(module, TWO, balance="even") as trainer,
+        DataParallel(teacher, ["host:0"]) as other,
+    ):
+
+        def distil(one: Any, part: Any) -> Any:
+            wanted = pool.submit(other.predict, part[0])
+            return (one(part[0]) - wanted.result()).square().mean()
 
         caller = threading.Thread(target=trainer.step, args=(distil, batch), daemon=True)
         caller.start()

@@ -229,7 +229,7 @@ class Run:
         first = not sizes or (self.seen.tunes and size not in sizes and len(sizes) < MOST_SIZES)
         first |= self.captures(device, size)
         gated = self.seen.compiled or self.seen.captures
-        gate = self.gate.enter(first) if gated else contextlib.nullcontext(False)
+        gate = self.gate.enter(first, self) if gated else contextlib.nullcontext(False)
         with gate as waited, self.draws.micro_batch(device, begin), self.state.replayed():
             if self.seen.compiled:
                 seed_graph_trees()

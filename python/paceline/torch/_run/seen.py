@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,8 @@ from paceline.torch._devices.run_draws import Drawing
 from paceline.torch._replicas.compiled import captures_graphs, is_compiled, is_compiled_function
 from paceline.torch._replicas.replicas import Replicas
 
+_PATIENCE_SECONDS = 60.0  # with another call that compiles
+
 
 class CompileGate:
     """Lets the first call of a size run alone in compiled modules, and all others together. Dynamo is not thread-safe while it compiles.
@@ -31,8 +35,8 @@ class CompileGate:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._condition = threading.Condition()
-        self._running = 0
-        self._compiling = False
+        self._running: Counter[Any] = Counter()  # how many threads of each call are inside
+        self._compiling: Counter[Any] = Counter()  # of these, those with a first call
 
     @classmethod
     def of_call(cls) -> CompileGate:
@@ -49,23 +53,38 @@ class CompileGate:
         return _of_process
 
     @contextlib.contextmanager
-    def enter(self, first: bool) -> Any:
-        """Yield whether the call had to wait. Then its time says nothing about the device's speed."""
+    def enter(self, first: bool, call: Any) -> Any:
+        """Yield whether a thread of this `call` had to wait. Then its time says nothing about the device's speed.
+
+        Threads of one call wait for each other for as long as it takes. Another call is waited for only so long: what compiles may be a loss that
+        waits for this call, which it has given to another thread.
+        """
         with self._condition:
-            waited = self._compiling or (first and self._running > 0)
-            self._condition.wait_for(lambda: not self._compiling and not (first and self._running))
-            self._compiling = first
-            self._running += 1
+            waited = self._holds_up(first)
+            begin = time.monotonic()
+            while self._holds_up(first):
+                left = None if self._holds_up(first, call) else begin + _PATIENCE_SECONDS - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._condition.wait(left)
+            self._running[call] += 1
+            self._compiling[call] += first
         self._inside.one = self
         try:
             yield waited
         finally:
             self._inside.one = None
             with self._condition:
-                self._running -= 1
-                if first:
-                    self._compiling = False
+                for inside, count in ((self._running, 1), (self._compiling, int(first))):
+                    inside[call] -= count
+                    if not inside[call]:
+                        del inside[call]
                 self._condition.notify_all()
+
+    def _holds_up(self, first: bool, call: Any = None) -> bool:
+        """Whether a thread, or one of this `call`, has to be over first."""
+        inside = self._running if first else self._compiling
+        return bool(sum(inside.values()) if call is None else inside.get(call))
 
 
 _of_process = CompileGate()
