@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -92,7 +93,12 @@ def find_nvcc(environ: Mapping[str, str]) -> bool:
 
 
 def find_driver() -> Version | None:
-    """Return the newest CUDA that this machine's driver runs. The driver's library is what paceline opens, too."""
+    """Return the newest CUDA that this machine's driver runs. The driver's library is what paceline opens, too.
+
+    None where PyPI's compiler would not run: it is for glibc, on two processors.
+    """
+    if platform.libc_ver()[0] != "glibc" or platform.machine() not in ("x86_64", "aarch64"):
+        return None
     version = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

@@ -27,7 +27,7 @@ void hold_growth(const PolicyContext& context, plan::SplitOptions& options) {
   const auto working = std::count_if(options.limits.begin(), options.limits.end(),
                                      [](const plan::ShareLimits& limits) { return limits.maximum > 0; });
   if (working == 0) return;
-  const std::int64_t even = (context.batch_size + working - 1) / working;
+  const std::int64_t even = context.batch_size / working + (context.batch_size % working != 0 ? 1 : 0);
   std::vector<plan::ShareLimits> held = options.limits;
   std::int64_t room = 0;
   std::int64_t gap = 0;  // the largest minimum that leaves one

@@ -95,7 +95,7 @@ std::optional<Team> team_of(const StageProblem& problem, const Whole& whole, std
 Layout layout_of(const StageProblem& problem, const LayoutOptions& options, const Whole& whole, const Team& team,
                  bool sharded) {
   const auto seconds = [&](std::size_t i, std::int64_t items) {
-    const std::int64_t runs = (items + team.most_items[i] - 1) / team.most_items[i];
+    const std::int64_t runs = items / team.most_items[i] + (items % team.most_items[i] != 0 ? 1 : 0);
     return (whole.fixed * static_cast<double>(runs) + whole.per_item * static_cast<double>(items)) /
            problem.devices[team.devices[i]].speed;
   };

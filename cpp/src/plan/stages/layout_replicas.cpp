@@ -232,8 +232,8 @@ Layout replicas_layout(const StageProblem& problem, const LayoutOptions& options
   if (!options.stages.micro_batches) counts = {base, 2 * base, 4 * base};
   for (const std::int64_t total : counts) {
     if (total > problem.batch_size) break;
-    PartitionSearch search{
-        .problem = problem, .options = options, .count = total, .size = (problem.batch_size + total - 1) / total};
+    const std::int64_t size = problem.batch_size / total + (problem.batch_size % total != 0 ? 1 : 0);
+    PartitionSearch search{.problem = problem, .options = options, .count = total, .size = size};
     std::vector<std::size_t> masks;
     search.extend(0, masks);
     if (search.best.seconds < best.seconds) {
