@@ -17,6 +17,13 @@ namespace {
 constexpr std::size_t kMovesShown = 3;
 constexpr double kNotable = 0.02;  // smaller changes of speed are not worth words
 
+/// How steps changed with a move.
+std::string steps_after(const MoveReport& move) {
+  return fmt::format("they were {:.1f} % {}, {} the noise of {:.1f} %", 100.0 * std::abs(move.measured_gain),
+                     move.measured_gain < 0.0 ? "longer" : "shorter",
+                     std::abs(move.measured_gain) > move.resolution ? "beyond" : "within", 100.0 * move.resolution);
+}
+
 std::string outcome(const MoveReport& move) {
   switch (move.outcome) {
     case MoveOutcome::pending:
@@ -26,11 +33,9 @@ std::string outcome(const MoveReport& move) {
     case MoveOutcome::unjudged:
       return "not judged: nothing comparable ran before it";
     case MoveOutcome::kept:
-      return fmt::format("measured {:+.1f} % (noise {:.1f} %), kept", 100.0 * move.measured_gain,
-                         100.0 * move.resolution);
+      return fmt::format("{}: kept", steps_after(move));
     case MoveOutcome::taken_back:
-      return fmt::format("measured {:+.1f} % (noise {:.1f} %), taken back", 100.0 * move.measured_gain,
-                         100.0 * move.resolution);
+      return fmt::format("{}: taken back", steps_after(move));
   }
   return {};
 }
@@ -45,7 +50,7 @@ std::string device_line(const DeviceReport& device) {
                        device.share, late);
   }
   const std::string equal =
-      device.equals > 1 ? fmt::format(", not told from {}", plural(device.equals - 1, "other")) : "";
+      device.equals > 1 ? fmt::format(", no difference seen to {}", plural(device.equals - 1, "other")) : "";
   const std::string idle = device.share == 0 ? "; without work it is not measured, only probed now and then" : "";
   const std::int64_t seen = device.change_points + device.drifts;
   std::string changes =
@@ -107,8 +112,8 @@ std::string describe(const BalanceReport& report, std::int64_t batch_size, std::
   }
   for (std::size_t i = report.recent_moves.size() - shown; i < report.recent_moves.size(); ++i) {
     const MoveReport& move = report.recent_moves[i];
-    out += fmt::format("Move at step {}: [{}] to [{}], promised {:.1f} %, {}.\n", move.step, fmt::join(move.from, ", "),
-                       fmt::join(move.to, ", "), 100.0 * move.promised_gain, outcome(move));
+    out += fmt::format("Move at step {}: [{}] to [{}], to make steps {:.1f} % shorter; {}.\n", move.step,
+                       fmt::join(move.from, ", "), fmt::join(move.to, ", "), 100.0 * move.promised_gain, outcome(move));
   }
   out += fmt::format("The best split for the measured speeds would make steps {:.2f} % shorter",
                      100.0 * report.possible_gain);
