@@ -10,7 +10,7 @@ namespace paceline {
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr std::uint64_t kOrders = 30;
 #else
-inline constexpr std::uint64_t kOrders = 400;
+inline constexpr std::uint64_t kOrders = 200;
 #endif
 
 }  // namespace paceline
