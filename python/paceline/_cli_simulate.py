@@ -97,14 +97,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate all policies and print. Returns the exit status; bad arguments exit with 2."""
+    if args.plot and not args.pipeline:
+        raise InvalidArgument("--plot draws the schedule of a pipeline: add --pipeline")
     if args.gpus is not None:
         if args.pipeline:
             raise InvalidArgument("--gpus is not for pipelines; --speeds is")
         return _cli_simulate_gpus.run(args)
     if args.pipeline:
         return _cli_simulate_pipeline.run(args)
-    if args.plot:
-        raise InvalidArgument("--plot draws the schedule of a pipeline: add --pipeline")
     if args.suite:
         return _run_suite(args)
     from paceline.sim import simulate

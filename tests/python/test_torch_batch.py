@@ -189,6 +189,29 @@ class Sized(Fixed):
         self.size = size
 
 
+class Scaled(Fixed):
+    """A mapping whose constructor changes values."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__({name: value * 1 for name, value in values.items()})
+
+
+class Padded(Fixed):
+    """A mapping with an attribute of its own."""
+
+    def __init__(self, values: Mapping[str, Any], pad: int = 0) -> None:
+        super().__init__(values)
+        self.pad = pad
+
+
+def scaled(values: Mapping[str, Any]) -> Scaled:
+    return Scaled(values)
+
+
+def padded(values: Mapping[str, Any]) -> Padded:
+    return Padded(values, 7)
+
+
 def sized(values: Mapping[str, Any]) -> Sized:
     return Sized(values, len(values["x"]))
 
@@ -252,7 +275,7 @@ def test_batches_that_cannot_be_split_are_refused_with_the_leaf_and_advice(case:
         trainer.step(classify, good)  # and the trainer goes on
 
 
-@pytest.mark.parametrize("kind", [Fixed, ChainMap, MappingProxyType, sized])
+@pytest.mark.parametrize("kind", [Fixed, ChainMap, MappingProxyType, sized, scaled, padded])
 def test_mappings_of_other_types_arrive_as_themselves_or_as_dicts(kind: Any) -> None:
     module, (x, y) = classifier(11)
     kinds = []
@@ -262,12 +285,36 @@ def test_mappings_of_other_types_arrive_as_themselves_or_as_dicts(kind: Any) -> 
         return classify(replica, (part["x"], part["y"]))
 
     batch = kind({"x": x, "y": y, "epoch": 7})
+    x = batch["x"]
     _, wanted = plain(module, classify, (x, y))
     with DataParallel(module, TWO, balance=[2, 1]) as trainer:
         trainer.step(loss_fn, batch)
     assert_same_gradients(module, wanted)
-    assert kinds == [(dict if kind is sized else type(batch), 7)] * 2
+    assert kinds == [(dict if kind in (sized, scaled, padded) else type(batch), 7)] * 2
     assert batch["x"] is x
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [(1, 2.5), ((8, 8), (4, 4)), (np.int64(4), np.float32(4)), (torch.tensor(0.1), torch.tensor(0.2)), (None, None)],
+    ids=["numbers", "sizes", "NumPy's numbers", "tensors of no dimension", "nothing"],
+)
+def test_a_tuple_of_numbers_goes_along_however_many_items_there_are(constant: Any) -> None:
+    module, (x, y) = classifier(2)
+    seen = []
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.step(noting(lambda m, b: seen.append(b[2])), (x, y, constant))
+    assert len(seen) == 2
+    assert all(one is constant for one in seen)
+
+
+def test_one_item_is_not_split_so_its_entries_go_along() -> None:
+    module, (x, y) = classifier(1)
+    graph = Graph(x)
+    seen = []
+    with DataParallel(module, TWO) as trainer:
+        trainer.step(noting(lambda m, b: seen.append(b[2:])), (x, y, ("name",), ["name"], graph))
+    assert seen == [(("name",), ["name"], graph)]
 
 
 def test_what_belongs_to_the_whole_batch_goes_along_where_batch_dim_says_so() -> None:
@@ -283,7 +330,7 @@ def test_what_belongs_to_the_whole_batch_goes_along_where_batch_dim_says_so() ->
 def test_a_failure_says_that_a_list_of_tensors_was_cut_in_each_of_them() -> None:
     module, _ = classifier(8)
     with DataParallel(module, TWO, balance="even") as trainer, pytest.raises(ZeroDivisionError) as caught:
-        trainer.step(lambda m, b: 1 / 0, [torch.zeros(3, 8 + one) for one in range(6)])
+        trainer.step(lambda m, b: b[0] / (1 // 0), [torch.zeros(3, 8 + one) for one in range(6)])
     assert "whose 6 tensors were cut along dimension 0" in "".join(caught.value.__notes__)
     assert "collate=" in "".join(caught.value.__notes__)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, hosts, plain
 
@@ -289,6 +290,8 @@ def test_one_device_goes_back_to_buffers_that_have_changed_between_steps() -> No
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_a_sparse_buffer_is_shared_until_it_is_replaced(devices: int) -> None:
     class Net(nn.Module):
+        adjacency: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(3, 2).double()
@@ -312,5 +315,26 @@ def test_a_sparse_buffer_is_shared_until_it_is_replaced(devices: int) -> None:
                 assert_same_gradients(module, wanted)
             assert module.adjacency is mine
             with pytest.raises(ZeroDivisionError):
-                trainer.step(lambda m, b: 1 / 0, batch)
+                trainer.step(lambda m, b: b / (1 // 0), batch)
             assert module.adjacency is mine
+
+
+def test_a_forward_that_writes_to_a_sparse_buffer_in_place_is_told_so() -> None:
+    class Net(nn.Module):
+        adjacency: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2).double()
+            self.register_buffer("adjacency", torch.eye(3, dtype=torch.double).to_sparse())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.adjacency.mul_(0.9)
+            result: torch.Tensor = self.linear((self.adjacency @ x.T).T)
+            return result
+
+    with (
+        DataParallel(Net(), TWO, balance="even") as trainer,
+        pytest.raises(InvalidArgument, match="writes to the sparse buffer 'adjacency' in place"),
+    ):
+        trainer.step(mean_of_squares, torch.randn(8, 3, dtype=torch.double))

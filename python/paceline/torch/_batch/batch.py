@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import numbers
 import threading
 from collections import Counter, UserDict
 from collections.abc import Callable, Mapping, Sequence
@@ -80,18 +81,24 @@ class Batch:
             raise InvalidArgument(
                 f"batch: {first_path} has no items (its dimension {self._dims[0]} is 0). Skip empty batches; with group= pass None."
             )
-        for path, size, kind in self._uncut:
-            if size in (self.size, None):
+        for path, length, kind in self._uncut:
+            if self.size > 1 and length in (self.size, None):
                 raise InvalidArgument(
-                    f"batch: {path} is {kind}{f' of {size}, one for each item' if size else ', which seems to hold items'}, and cannot be split: "
-                    "every slice would get all of it. Pass a tensor: numbers by torch.as_tensor, other objects by a tensor of their indices that "
+                    f"batch: {path} is {kind}{f' of {length}, as many as there are items' if length else ', which seems to hold items'}, and cannot be "
+                    "split: every slice would get all of it. Pass a tensor: numbers by torch.as_tensor, other objects by a tensor of their indices that "
                     f"loss_fn looks up. Or say split= how to cut objects of that type; {_SAMPLES}. batch_dim= has None for what belongs to the "
                     "whole batch."
                 )
         if slicer is None:  # cannot happen where a leaf has a size; for the type checker
             raise InvalidArgument("batch: nothing to split.")
         self._slice = slicer
-        if isinstance(data, (list, tuple)) and len(data) == len(self._leaves) >= _MANY:
+        alike = len({(leaf.dtype, leaf.dim()) for leaf in self._leaves}) == 1
+        if (
+            isinstance(data, (list, tuple))
+            and len(data) == len(self._leaves) >= _MANY
+            and alike
+            and self._leaves[0].dim() > 1
+        ):
             self._how = f", whose {len(data)} tensors were cut along dimension {self._dims[0]} (if each of them is an item: {_SAMPLES})"
         # For each thread what its slice is cut from, the slice, and how many of its changes are counted.
         self._views: dict[int, list[tuple[torch.Tensor, torch.Tensor, list[int]]]] = {}
@@ -290,9 +297,7 @@ class Batch:
             for index, (value, inner) in enumerate(zip(node, dims, strict=True))
         )
         if not parts:
-            # A tuple of numbers is a size or a range. DataLoaders make tensors of numbers and tuples of strings.
-            fixed = isinstance(node, tuple) and all(one is None or isinstance(one, (int, float)) for one in node)
-            if node and not names and not fixed and dim is not None:
+            if node and not names and dim is not None and not _is_constant(node):
                 kind = f"a {type(node).__name__} of {type(node[0]).__name__}"
                 self._uncut.append((path, len(node), kind))
             return None
@@ -345,6 +350,17 @@ def _check_layout(node: torch.Tensor, path: str) -> None:
         )
 
 
+def _is_constant(node: Sequence[Any]) -> bool:
+    """Whether a sequence is a tuple of numbers, of such tuples or of nothing: a size or a range. DataLoaders make tensors of the items' numbers."""
+    number = (numbers.Number, type(None))
+    return isinstance(node, tuple) and all(
+        isinstance(one, number)
+        or (isinstance(one, torch.Tensor) and not one.dim())
+        or (isinstance(one, tuple) and _is_constant(one))
+        for one in node
+    )
+
+
 def _holds_tensors(node: Any) -> bool:
     """Whether an object of an unknown type has tensors with dimensions, or says by ``to`` that it can move: a graph, a set of boxes."""
     if isinstance(node, type) or callable(node):
@@ -354,13 +370,19 @@ def _holds_tensors(node: Any) -> bool:
 
 
 def _like(node: Mapping[Any, Any], contents: dict[Any, Any]) -> Any:
-    """A mapping of the type of `node`. A dict, if the type is not made from one: a shallow copy may write through to the user's mapping."""
+    """A mapping of the type of `node`. A dict, if the type makes anything else of them: a shallow copy may write through to the user's mapping."""
     kind: Any = type(node)
     try:
         made = kind(contents)
-    except Exception:  # the constructor is the user's
+        same = (
+            type(made) is kind and list(made) == list(contents) and all(made[key] is contents[key] for key in contents)
+        )
+        state, wanted = getattr(made, "__dict__", {}), getattr(node, "__dict__", {})
+        same &= state.keys() == wanted.keys()
+        same &= all(value is wanted[name] or isinstance(value, (Mapping, list)) for name, value in state.items())
+    except Exception:  # the type is the user's
         return contents
-    return made if isinstance(made, kind) and list(made) == list(contents) else contents
+    return made if same else contents
 
 
 def _described(data: Any) -> str:

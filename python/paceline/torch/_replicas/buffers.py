@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline import InvalidArgument
 from paceline._core.engine import ModuleContents
 
 Slots = dict[str, Any]  # a module's own buffers, by name; an entry may be None
@@ -154,14 +155,43 @@ def copy_slots(pairs: Iterable[Pair], place: torch.device | None = None, *, anew
 
 
 def share(value: torch.Tensor, target: Slots, name: str, place: torch.device | None) -> None:
-    """Hand on a sparse buffer. Forwards replace it or leave it, so each memory has one copy, which goes nowhere until it is replaced."""
-    copied_from = "_paceline_copied_from"
+    """Hand on a sparse buffer, which forwards may replace, but not write to: each memory has one copy, which goes nowhere until it changes."""
     old = target.get(name)
-    if old is not None and (getattr(old, copied_from, None) is value or getattr(value, copied_from, None) is old):
+    if old is not None and (_copied_from(old, value) or _copied_from(value, old)):
         return
     target[name] = there = value if place is None else value.to(place)
     if there is not value:
-        setattr(there, copied_from, value)
+        there._paceline_copied_from = value, value._version  # type: ignore[attr-defined]
+
+
+def _copied_from(there: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a sparse buffer in another memory is a copy of what `value` is now."""
+    source, version = getattr(there, "_paceline_copied_from", (None, 0))
+    return source is value and version == value._version
+
+
+def sparse_slots(modules: Iterable[nn.Module]) -> list[tuple[Slots, str]]:
+    """Where the modules have sparse buffers."""
+    found = [(part._buffers, name, one) for part in modules for name, one in part._buffers.items()]
+    return [(own, name) for own, name, one in found if one is not None and one.layout is not torch.strided]
+
+
+class SharedBuffers:
+    """Sparse buffers before a run. Devices share them, so a forward that writes to one would do so once for each micro-batch."""
+
+    def __init__(self, slots: Iterable[tuple[Slots, str]]) -> None:
+        """Take what `sparse_slots` has found."""
+        found = [(name, own.get(name)) for own, name in slots]
+        self._seen = [(name, one, one._version) for name, one in found if one is not None]
+
+    def check(self) -> None:
+        """Raise if one was written to."""
+        for name, one, version in self._seen:
+            if one._version != version:
+                raise InvalidArgument(
+                    f"step: the forward writes to the sparse buffer {name!r} in place. The devices share it, so it was written once for each micro-batch. "
+                    f"It has the new values now. Set it to a new tensor, as by self.{name} = self.{name} * factor, or make it dense."
+                )
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -207,5 +237,5 @@ def lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, as after `expand`, or do not lie in order, as in a sparse tensor. PyTorch does not write to such a tensor."""
+    """Whether elements share memory, as after `expand`, or do not lie in order, as in a sparse tensor. PyTorch does not copy to such a tensor."""
     return tensor.layout is not torch.strided or 0 in tensor.stride()

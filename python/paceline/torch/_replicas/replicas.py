@@ -16,7 +16,7 @@ from paceline._core.engine import ModuleContents
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.arrivals import Arrivals, buckets_of
 from paceline.torch._replicas.attributes import Attributes, Change, carry, carry_hooks, is_of_a_forward
-from paceline.torch._replicas.buffers import Buffers, Pair
+from paceline.torch._replicas.buffers import Buffers, Pair, sparse_slots
 from paceline.torch._replicas.copies import (
     Copied,
     Replicate,
@@ -160,6 +160,7 @@ class Replicas:
         self._attributes = _watched(reach, made[0].counterparts) if self.shared else None
         self._watch_forwards()
         self.named_modules, self.modules = reach.modules, modules  # also those in plain lists
+        self.sparse = sparse_slots(modules)
         self._original = set(map(id, modules))
         self.norms = [entry for entry in reach.modules if isinstance(entry[1], nn.modules.batchnorm._BatchNorm)]
         for contents in (self._registered, self._buffer_names):

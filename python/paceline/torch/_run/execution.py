@@ -15,7 +15,7 @@ from paceline.torch._batch.joining import concatenate
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas.batch_norm import using_batch_statistics, warn_of_normalised_apart
-from paceline.torch._replicas.buffers import KeptBuffers
+from paceline.torch._replicas.buffers import KeptBuffers, SharedBuffers
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.around import Around
 from paceline.torch._run.gradients import UserGradients
@@ -68,7 +68,9 @@ class Execution(Runner):
             self._outside.begin(run.loss_fn, parameters, self.replicas.shared, carries=run.carries, refused=refused)
             if keep and self.faults is not None:
                 self._inject(run, self.faults(self.calls))
+            shared = SharedBuffers(self.replicas.sparse)
             outcome = self._execute(work, run)
+            shared.check()
             user.check()
             run.part = keep and self.ranks is not None
             run.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random as python_random
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,16 +20,17 @@ if TYPE_CHECKING:
 def refuse_means_over_nothing(run: TrainRun) -> None:
     """Raise if slices of a run on host devices have a loss that is not finite, others have one that is, and so has the whole batch.
 
-    Where the loss of the whole batch is not finite either, the run has the result of one device.
+    Where the loss of the whole batch is not finite either, the run has the result of one device. Where the whole batch would draw other numbers,
+    or be compiled anew, nobody knows.
     """
     if any(run.places.on_gpu):  # reading a loss would wait for the GPU
         return
-    found = [
-        (math.isfinite(term.item()), begin, device) for device, terms in enumerate(run.terms) for begin, term in terms
-    ]
-    bad = [one for one in found if not one[0]]
-    if 0 < len(bad) < len(found) and _finite_as_a_whole(run):
-        _, begin, device = min(bad)
+    found = [(begin, device, term.item()) for device, terms in enumerate(run.terms) for begin, term in terms]
+    bad = [one for one in found if not math.isfinite(one[2])]
+    if not 0 < len(bad) < len(found) or run.seen.compiled:
+        return
+    if _finite_as_a_whole(run, all(math.isnan(value) for *_, value in bad)):
+        begin, device, _ = min(bad)
         raise InvalidArgument(
             f"step: on {run.places.names[device]} the loss of the slice that begins with item {begin} is not finite, and the loss of the whole batch is. "
             "loss_fn divides by something that this slice has none of, such as labels that count (0/0). Say how much each item counts, by weight=, "
@@ -37,18 +39,22 @@ def refuse_means_over_nothing(run: TrainRun) -> None:
         )
 
 
-def _finite_as_a_whole(run: TrainRun) -> bool:
-    """Run the forward of the whole batch on the first device, and leave no trace. What raises is no answer."""
+def _finite_as_a_whole(run: TrainRun, nothing: bool) -> bool:
+    """Run the forward of a copy of the whole batch on the first device, and put back what it draws and writes. What raises is no answer.
+
+    Nor is a run that draws other numbers than the slices, which may not overflow where they did. `nothing`: they did not overflow, but are 0/0.
+    """
     module, size = run.replicas[0].module, run.batch.size
-    random, modules = RandomStates(run.places), run.replicas[0].modules
+    random, modules, python = RandomStates(run.places), run.replicas[0].modules, python_random.getstate()
     buffers, attributes = KeptBuffers(modules), KeptAttributes(modules)
     try:
         with torch.no_grad():
-            loss, _ = parted(run.loss_fn(module, run.batch.slice(0, size)))
-            return bool(run.objective.term(loss, 0, size).isfinite())
+            loss, _ = parted(run.loss_fn(module, run.batch.slice(0, size, torch.clone)))
+        return bool(run.objective.term(loss, 0, size).isfinite()) and (nothing or not random.moved)
     except Exception:  # loss_fn is the user's
         return False
     finally:
         buffers.restore()
         attributes.restore()
         random.restore()
+        python_random.setstate(python)

@@ -237,7 +237,7 @@ class Graphs:
         tensors = chain(
             *(chain(one.parameters, *(part._buffers.values() for part in one.modules)) for one in replicas.list)
         )
-        found = [(0, False) if one is None else (one.data_ptr(), one.requires_grad) for one in tensors]
+        found = [(0, False) if one is None else (_place(one), one.requires_grad) for one in tensors]
         memory = (replicas.generation, replicas.changes, found, 0 if self._flat is None else self._flat.layouts)
         if memory != self._memory:
             if any(device.captured for device in self.devices):
@@ -255,6 +255,11 @@ class Graphs:
         """How many graphs there are, in words."""
         captures, replays = (sum(map(operator.attrgetter(name), self.devices)) for name in ("captures", "replays"))
         return f"CUDA graphs: {captures} captured, {replays} micro-batches replayed.\n"
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where a tensor is. A sparse one has no memory of its own, but is not written to."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def key_of(function: Any, size: tuple[Any, ...], replica: Replica, given: Sequence[bool]) -> tuple[Any, ...]:

@@ -75,6 +75,11 @@ class GroupRanks(Ranks):
 
     def share(self, replicas: Replicas) -> None:
         """Give all ranks the parameters and buffers of rank 0, as DistributedDataParallel does."""
+        if replicas.sparse:
+            raise InvalidArgument(
+                f"DataParallel: group= together with a sparse buffer ({replicas.sparse[0][1]!r}), which is not sent to other ranks. Make it a plain "
+                "attribute that every rank sets, or dense."
+            )
         buffers = [buffer for part in replicas.modules for buffer in part._buffers.values() if buffer is not None]
         with self.together("DataParallel"):
             text = repr([(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers])

@@ -241,7 +241,7 @@ def check_sizes(micro_batch: int | None, granularity: int | None) -> None:
 
 def check_timeout(call: str, timeout: object) -> None:
     """Raise if `timeout` is no time to wait for."""
-    if not is_number(timeout) or not float(timeout) > 0:
+    if not is_number(timeout) or not float(timeout) > 0:  # type: ignore[arg-type]
         raise InvalidArgument(
             f"{call}: timeout is {timeout!r}; it must be a positive number of seconds, or float('inf')."
         )
