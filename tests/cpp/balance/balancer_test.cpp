@@ -295,7 +295,8 @@ TEST(Balancer, ExplainsInWords) {
   EXPECT_NE(balancer.explain().find("Nothing is measured yet"), std::string::npos);
   for (int k = 0; k < 20; ++k) balancer.record(proportional(balancer.next_plan(300).shares, {1.0, 1.0, 0.5}));
   const std::string text = balancer.explain();
-  for (const char* part : {"host:2", "speed 0.50", "20 steps measured", "Move at step", "to make steps", "kept", "noise"}) {
+  for (const char* part :
+       {"host:2", "speed 0.50", "20 steps measured", "Move at step", "to make steps", "kept", "noise"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;
   }
 }
