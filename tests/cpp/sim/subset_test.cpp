@@ -116,7 +116,7 @@ Outcome run(const RandomBox& random) {
 
 // 10000, which the comments below tell of, take a minute. The address sanitizer makes them several times slower.
 #if defined(__SANITIZE_ADDRESS__)
-constexpr std::uint64_t kBoxes = 300;
+constexpr std::uint64_t kBoxes = 100;
 #else
 constexpr std::uint64_t kBoxes = 3000;
 #endif
