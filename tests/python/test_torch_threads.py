@@ -115,7 +115,7 @@ def test_closing_ends_the_workers() -> None:
     for count in (1, 2, 3):
         with DataParallel(module, [f"host:{i}" for i in range(count)]) as trainer:
             trainer.step(mean_of_squares, batch)
-            assert thread_count() == before + count, thread_count()
+            assert thread_count(before + count) == before + count
         assert thread_count(before) == before
     print("ok")
     """

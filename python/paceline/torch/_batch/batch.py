@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from paceline import InvalidArgument
+from paceline import Cancelled, InvalidArgument
 from paceline._words import plural
 from paceline.torch._batch.moving import Move, moved, same, set_field
 from paceline.torch._batch.splits import Leaf as OwnLeaf
@@ -380,6 +380,8 @@ def _like(node: Mapping[Any, Any], contents: dict[Any, Any]) -> Any:
         state, wanted = getattr(made, "__dict__", {}), getattr(node, "__dict__", {})
         same &= state.keys() == wanted.keys()
         same &= all(value is wanted[name] or isinstance(value, (Mapping, list)) for name, value in state.items())
+    except Cancelled:  # gets a worker out of Python
+        raise
     except Exception:  # the type is the user's
         return contents
     return made if same else contents

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import contextvars
 import ctypes
@@ -142,8 +141,10 @@ def set_own_threads(number: int) -> None:
     with _setting_threads:
         try:
             _in_new_thread(lambda: others.append(torch.get_num_threads()))
-        except RuntimeError:  # the interpreter ends, and starts no thread that could be given a number
-            torch.set_num_threads(number)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # `Cancelled`, which gets this thread out of Python
+                raise
+            torch.set_num_threads(number)  # the interpreter ends, and starts no thread that could be given a number
             return
         try:
             torch.set_num_threads(number)
@@ -156,18 +157,9 @@ _setting_threads = threading.RLock()
 
 
 def _in_new_thread(call: Callable[[], None]) -> None:
-    """Run in a thread that has none of `threading`'s state: the collector may come here while `threading` holds its lock."""
-    over = _thread.allocate_lock()
-    over.acquire()
-
-    def run() -> None:
-        try:
-            call()
-        finally:
-            over.release()
-
-    _thread.start_new_thread(run, ())
-    over.acquire()
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()  # until nothing of it is left, which the end of the interpreter could stop in PyTorch's code
 
 
 class CallerThreads:

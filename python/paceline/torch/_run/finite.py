@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random as python_random
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -13,12 +13,9 @@ from paceline.torch._batch.extras import parted
 from paceline.torch._devices.places import RandomStates
 from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers
 
-if TYPE_CHECKING:
-    from paceline.torch._run.train_run import TrainRun
 
-
-def refuse_means_over_nothing(run: TrainRun) -> None:
-    """Raise if slices of a run on host devices have a loss that is not finite, others have one that is, and so has the whole batch.
+def refuse_means_over_nothing(run: Any) -> None:
+    """Raise if slices of a `TrainRun` on host devices have a loss that is not finite, others have one that is, and so has the whole batch.
 
     Where the loss of the whole batch is not finite either, the run has the result of one device. Where the whole batch would draw other numbers,
     or be compiled anew, nobody knows.
@@ -39,7 +36,7 @@ def refuse_means_over_nothing(run: TrainRun) -> None:
         )
 
 
-def _finite_as_a_whole(run: TrainRun, nothing: bool) -> bool:
+def _finite_as_a_whole(run: Any, nothing: bool) -> bool:
     """Run the forward of a copy of the whole batch on the first device, and put back what it draws and writes. What raises is no answer.
 
     Nor is a run that draws other numbers than the slices, which may not overflow where they did. `nothing`: they did not overflow, but are 0/0.
