@@ -115,8 +115,8 @@ class Trainer:
         ----------
         loss_fn
             ``loss_fn(module, slice)`` is called once per micro-batch, with a replica and a slice of `batch`. It returns the loss,
-            0-dimensional or with one entry per item of the slice; further dimensions of 1 are dropped. It may return a pair ``(loss, extras)`` with a tensor or a nest of tensors
-            beside the loss; `extras` then has them for the whole batch. If `weight` is a mapping, the loss is a mapping with the same keys.
+            0-dimensional or with one entry per item of the slice; further dimensions of 1 are dropped. It may return a pair
+            ``(loss, extras)`` with a tensor or a nest of tensors beside the loss; `extras` then has them for the whole batch. If `weight` is a mapping, the loss is a mapping with the same keys.
         batch
             With `group` of the trainer: this rank's part of the batch, or None if that is empty. Else the whole batch.
             A tensor, or any nest of tuples, lists, mappings and dataclasses. Tensors with dimensions are split along dimension 0, where all
