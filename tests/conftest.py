@@ -13,6 +13,9 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Most tests are about what a step does on its devices, also the first one. Those of proofs, and of exactness, turn them on.
+os.environ.setdefault("PACELINE_PROVE", "off")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let tests/run choose without ``-m``, of which pytest takes only the last."""
@@ -47,3 +50,9 @@ def _ctrl_c_is_not_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first step of each kind of work be proved, as it is by default."""
+    monkeypatch.setenv("PACELINE_PROVE", "raise")

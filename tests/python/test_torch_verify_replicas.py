@@ -13,7 +13,8 @@ from torch import nn
 
 from paceline import Error, InvalidArgument
 from paceline.torch import DataParallel
-from paceline.torch._check.agreement import differing_copies, same_bits
+from paceline.torch._check.agreement import differing_copies
+from paceline.torch._replicas.buffers import same_bits
 from torch_support import (
     TWO,
     assert_same_gradients,

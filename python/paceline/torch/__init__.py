@@ -11,6 +11,7 @@ except ImportError as error:
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._batch.sampler import BalancedBatchSampler
 from paceline.torch._check.agreement import ReplicaReport
+from paceline.torch._check.proof import proving
 from paceline.torch._check.report import Cause, CheckReport, SplitResult
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
 from paceline.torch._pipeline.layout import Candidate, Layout, layout
@@ -21,6 +22,7 @@ from paceline.torch._trainer.alarms import Alarm
 from paceline.torch._trainer.batch_size import BatchSizeSearch
 from paceline.torch._trainer.global_batch import GlobalBatch, MicroBatch
 from paceline.torch._trainer.module import Module
+from paceline.torch._trainer.proofs import ProofWarning
 from paceline.torch._trainer.trainer import DataParallel
 
 __all__ = [
@@ -39,8 +41,10 @@ __all__ = [
     "PendingSave",
     "Pipeline",
     "PipelineReplicas",
+    "ProofWarning",
     "ReplicaReport",
     "SplitResult",
     "UnseededDrawsWarning",
     "layout",
+    "proving",
 ]

@@ -158,6 +158,11 @@ class Batch:
         return [(f"{path}.movedim({dim}, 0)" if dim else path, leaf) for (path, _), leaf, dim in found]
 
     @property
+    def structure(self) -> Any:
+        """The nest: where its tensors are, how many dimensions they have and of which type, but not how large they are."""
+        return tuple(path for path, _ in self._sized), tuple((len(shape), dtype) for shape, dtype in self.item_shapes)
+
+    @property
     def may_be_turned(self) -> bool:
         """Whether the item may be in another dimension than the first without the caller having said so."""
         return not any(self._dims)

@@ -62,6 +62,10 @@ class Samples(Batch):
     def may_be_turned(self) -> bool:
         return False
 
+    @property
+    def structure(self) -> Any:
+        return type(self._samples[0])
+
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """None: samples are not cut."""
         return []

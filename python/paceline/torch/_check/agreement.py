@@ -6,8 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.objective import Objective
 from paceline.torch._check.check import TrialRun
@@ -15,7 +13,7 @@ from paceline.torch._check.probe import OutsideLeaves, Probe, Probed, Span, dist
 from paceline.torch._check.tolerance import tolerance_for
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import Places, RandomStates
-from paceline.torch._replicas.buffers import KeptAttributes
+from paceline.torch._replicas.buffers import KeptAttributes, same_bits
 from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.execution import Execution
@@ -180,9 +178,3 @@ def differing_copies(replicas: Replicas, places: Places, devices: Iterable[int])
             pairs = zip(replicas.names, replicas.parameters, replicas.list[device].parameters, strict=True)
             found[places.space_names[device]] = tuple(name for name, ours, copy in pairs if not same_bits(ours, copy))
     return found
-
-
-def same_bits(ours: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits, so that NaN equals itself, and 0.0 differs from -0.0."""
-    here, there = (one.detach().contiguous().view(-1).view(torch.uint8) for one in (ours, copy))
-    return torch.equal(here, there.to(here.device))

@@ -27,13 +27,14 @@ from paceline.torch._check.probe import (
     spans_of,
 )
 from paceline.torch._check.report import Cause, CheckReport, Kind, SplitResult
+from paceline.torch._check.state import close
 from paceline.torch._check.tolerance import tolerance_for
 from paceline.torch._check.weights import known_tensors
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import RandomStates
 from paceline.torch._devices.run_draws import Drawing, RunDraws
 from paceline.torch._replicas.batch_norm import fails_over_one_item, standing_still, using_batch_statistics
-from paceline.torch._replicas.buffers import KeptAttributes
+from paceline.torch._replicas.buffers import KeptAttributes, KeptParameters
 from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients
@@ -89,6 +90,7 @@ def check(
     def attempt() -> Trained:
         outside.clear()
         attributes.restore()  # so that the devices follow the module as it was
+        written.restore()
         frame = execution.frame(work, batch, loss_fn, costs)
         mine = objective if frame.items is None else frame.items.objective(objective)
         options = {"loss_fn": loss_fn, "objective": mine, "scale": None, "names": replicas.names}
@@ -103,6 +105,7 @@ def check(
 
     user = UserGradients(replicas)
     random, attributes = RandomStates(places), KeptAttributes(replicas.all_modules)
+    written = KeptParameters(replicas.parameters)
     try:
         norms = [norm for _, norm in using_batch_statistics(replicas.norms)] if execution.synchronised else []
         report = Check(
@@ -124,6 +127,7 @@ def check(
         user.restore()
         outside.restore()
         attributes.restore()
+        written.restore()
         execution.drop_gradients()
 
 
@@ -361,7 +365,7 @@ class Check:
 
     def _compare(self, name: str, whole: Probed, other: Probed) -> SplitResult:
         buffers = [
-            key for key, value in whole.buffers.items() if not _close(value, other.buffers.get(key), self.tolerance)
+            key for key, value in whole.buffers.items() if not close(value, other.buffers.get(key), self.tolerance)
         ]
         differences = distances(whole.gradients, other.gradients, self._gradient_names())
         return SplitResult(name, loss_distance(whole, other), differences, tuple(buffers), None)
@@ -386,12 +390,3 @@ class Check:
 
 def _largest(splits: Sequence[SplitResult]) -> float:
     return max(split.largest for split in splits)
-
-
-def _close(wanted: torch.Tensor, got: torch.Tensor | None, tolerance: float) -> bool:
-    if got is None:
-        return False
-    if wanted.shape != got.shape or not (wanted.is_floating_point() or wanted.is_complex()):
-        return torch.equal(wanted, got)
-    scale = float(wanted.abs().max()) if wanted.numel() else 0.0
-    return torch.allclose(wanted, got, rtol=tolerance, atol=tolerance * scale, equal_nan=True)

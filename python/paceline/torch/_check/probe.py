@@ -18,7 +18,7 @@ from paceline.torch._batch.terms import Terms
 from paceline.torch._devices.caller_state import outside_autocast
 from paceline.torch._devices.noise import Noise, OtherGenerators
 from paceline.torch._devices.places import Places, RandomStates
-from paceline.torch._replicas.buffers import KeptBuffers
+from paceline.torch._replicas.buffers import KeptBuffers, KeptParameters
 from paceline.torch._run.gradients import OwnStorages
 from paceline.torch._run.outside import leaves_of
 
@@ -29,13 +29,15 @@ Span = tuple[int, int]
 class OutsideLeaves:
     """Leaves that are not among the `known` ones. Their ``.grad`` is set aside when they are first met, and put back in the end."""
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor], *, hooks_rest: bool = False) -> None:
+        """`hooks_rest`: whether their hooks are not called, since somebody else's backward will call them."""
         self._known = {id(tensor) for tensor in known}
         self.leaves: list[torch.Tensor] = []
         self._before: list[torch.Tensor | None] = []
         self._runs: list[int] = []  # number of runs in which each leaf was met
         self._met: set[int] = set()  # leaves of this run, by identity
         self._lasting: set[int] | None = None
+        self._hooks: list[tuple[Any, Any, Any]] | None = [] if hooks_rest else None
 
     def watch(self, root: torch.Tensor) -> None:
         """Note the leaves that a backward from `root` will reach. To be called before each backward."""
@@ -46,7 +48,13 @@ class OutsideLeaves:
                 self._before.append(leaf.grad)
                 self._runs.append(0)
                 leaf.grad = None
+                self._let_hooks_rest(leaf)
             self._met.add(id(leaf))
+
+    def _let_hooks_rest(self, leaf: Any) -> None:
+        if self._hooks is not None:
+            self._hooks.append((leaf, leaf._backward_hooks, leaf._post_accumulate_grad_hooks))
+            leaf._backward_hooks = leaf._post_accumulate_grad_hooks = None
 
     def settle(self) -> None:
         """Drop, after two runs, leaves that only one of them has met: each run makes such leaves anew, so they are not parameters."""
@@ -72,6 +80,8 @@ class OutsideLeaves:
         """Put the gradients back as they were."""
         for leaf, before in zip(self.leaves, self._before, strict=True):
             leaf.grad = before
+        for hooked, hooks, late in self._hooks or ():
+            hooked._backward_hooks, hooked._post_accumulate_grad_hooks = hooks, late
 
 
 @dataclasses.dataclass
@@ -144,7 +154,7 @@ class Probe:
     def _run(self, parts: Sequence[tuple[Any, torch.Tensor, Callable[[Any], torch.Tensor]]]) -> Probed:
         random, others = RandomStates(self.places), OtherGenerators()
         buffers = KeptBuffers(part for _, part in self.modules)
-        storages, outside = OwnStorages(self.parameters), self.outside
+        written, storages, outside = KeptParameters(self.parameters), OwnStorages(self.parameters), self.outside
         replays = self.noise.recorded
         total = 0.0
         try:
@@ -175,6 +185,7 @@ class Probe:
             others.restore()
             with torch.no_grad():
                 buffers.restore()
+            written.restore()
 
 
 def described_sizes(sizes: Sequence[int]) -> str:

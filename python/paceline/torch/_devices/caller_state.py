@@ -196,6 +196,18 @@ class CallerThreads:
         self._uses.pop()
         self.here().settle()
 
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Give the calling thread its own number for a while in which the devices wait."""
+        if self._before in (None, 1):
+            yield
+            return
+        torch.set_num_threads(self._before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(1)
+
     def settle(self) -> None:
         """Give the calling thread, whose own these are, its own number back if nothing holds it any more."""
         if self._before is not None and not self._uses:

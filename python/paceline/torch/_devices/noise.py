@@ -48,11 +48,20 @@ class Noise:
         self.lost: dict[str, None] = {}  # what could not be replayed
         self.interleaved = False  # whether places come before items, where one dimension holds both
         self.lock = threading.Lock()  # devices share generators, and a draw changes a generator's state
+        self.counts = (
+            False  # whether the run that is recorded counts, so that generators of loss_fn stay where it leaves them
+        )
+        self._left: dict[torch.Generator, torch.Tensor] = {}
         self.has_blocks = False  # whether one dimension holds both items and places
 
     def anew(self, items: int) -> Noise:
         """An empty record, for another way to cut the batch."""
         return Noise(items, self._places, self.tolerance)
+
+    def leave(self) -> None:
+        """Bring the generators that loss_fn passes to where the run that counts has left them."""
+        for generator, state in self._left.items():
+            generator.set_state(state)
 
     @property
     def drew(self) -> bool:
@@ -114,6 +123,11 @@ class _Random(TorchDispatchMode):
 
 
 class _Recording(_Random):
+    def __exit__(self, *exception: Any) -> None:
+        if self.noise.counts:
+            self.noise._left |= {generator: generator.get_state() for generator in self._own}
+        super().__exit__(*exception)
+
     def called(self, func: Any, args: Any, kwargs: Any, generators: list[torch.Generator]) -> Any:
         states = [generator.get_state() for generator in generators]
         result = func(*args, **kwargs)

@@ -125,6 +125,10 @@ class Attributes:
         self._numbers = list(map(list, self._tables))
         self._all_numbers = list(chain.from_iterable(self._numbers))
 
+    def noted(self) -> dict[str, Any]:
+        """All that is known of the present state, in lists that `note` does not change."""
+        return {**vars(self), "_saved": list(self._saved)}
+
     def take(self, written: dict[int, dict[str, Any]]) -> None:
         """Set what a replica's forward has written, by holder and name. This does not count as a change by the user."""
         for index, values in written.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,9 @@ from paceline._core.engine import ModuleContents
 Slots = dict[str, Any]  # a module's own buffers, by name; an entry may be None
 Pair = tuple[Slots, Slots, str]  # two modules' buffers, and a name in both
 _Copy = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources of one type each, in one memory each
+
+_MOST_BYTES = 1 << 26  # of a tensor in an attribute that is kept by value
+_MOST_PARAMETERS = 1 << 30  # bytes of parameters that are kept by value
 
 _dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
 
@@ -106,19 +110,30 @@ class KeptBuffers:
 
 
 class KeptAttributes:
-    """The present attributes of modules, to go back to: a forward may store things there, or count. Containers get back what they held."""
+    """The present attributes of modules, to go back to: a forward may store things there, or count.
+
+    Containers get back what they held, and tensors their values. Values of parameters and buffers are kept elsewhere, and those of large tensors
+    nowhere.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept: dict[int, tuple[Any, Any]] = {}  # containers by identity, each with a copy
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity, each with a copy
         for part in modules:
+            for table in (part._parameters, part._buffers):
+                self._kept[id(table)] = table, copy.copy(table)
             self._keep(vars(part))
 
-    def _keep(self, container: Any) -> None:
-        if id(container) in self._kept or not isinstance(container, (dict, list, set, deque)):
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.is_leaf and not (value.requires_grad or _overlaps(value)) and value.nbytes <= _MOST_BYTES:
+                self._tensors[id(value)] = value, value.clone()
             return
-        self._kept[id(container)] = container, copy.copy(container)
-        for value in container.values() if isinstance(container, dict) else container:
-            self._keep(value)
+        if id(value) in self._kept or not isinstance(value, (dict, list, set, deque)):
+            return
+        self._kept[id(value)] = value, copy.copy(value)
+        for one in value.values() if isinstance(value, dict) else value:
+            self._keep(one)
 
     def restore(self) -> None:
         """Put the same objects back, into attributes and into containers."""
@@ -128,6 +143,48 @@ class KeptAttributes:
                 container.update(before)
             else:
                 container.extend(before)
+        with torch.no_grad():
+            for tensor, value in self._tensors.values():
+                if not same_bits(tensor, value):
+                    tensor.copy_(value)
+
+
+class KeptParameters:
+    """The values of parameters, to go back to. Of very large modules only the memory is known, which a forward may replace by ``.data``."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        keeps = sum(one.nbytes for one in parameters) <= _MOST_PARAMETERS
+        self._kept = [(one, one.data, one.detach().clone() if keeps else None) for one in parameters]
+
+    def written(self) -> dict[int, torch.Tensor]:
+        """The present values of those that were written since then, by index."""
+        return {index: one[0].detach().clone() for index, one in enumerate(self._kept) if _is_written(*one)}
+
+    def distance(self, index: int, values: torch.Tensor | None) -> float:
+        """How far these values are from the kept ones."""
+        then = self._kept[index][2]
+        if values is None or then is None or values.shape != then.shape:
+            return 0.0 if values is None else math.inf
+        return float(torch.linalg.vector_norm((values - then).double()))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for one, memory, values in self._kept:
+            if _is_written(one, memory, values):
+                one.data = memory
+                if values is not None:
+                    memory.copy_(values)
+
+
+def _is_written(parameter: torch.Tensor, memory: torch.Tensor, values: torch.Tensor | None) -> bool:
+    moved = parameter.data_ptr() != memory.data_ptr() or parameter.shape != memory.shape
+    return moved or (values is not None and not same_bits(parameter, values))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits, so that NaN equals itself, and 0.0 differs from -0.0."""
+    here, there = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(here, there.to(here.device))
 
 
 def copy_slots(pairs: Iterable[Pair], place: torch.device | None = None, *, anew: bool = False) -> None:

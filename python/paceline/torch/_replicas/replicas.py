@@ -123,6 +123,7 @@ class Replicas:
         )  # forwards whose graphs are alive, and keep the buffers they have read
         self.generation = 0  # how often the replicas were made
         self.changes = 0  # how often they followed changed attributes
+        self._resets = False  # whether containers of replicas are put back after each step
         self._flat: FlatBuffers | None = None
         self._parameter_copies: list[Copy] = []
         self._sent: dict[int, dict[int, torch.Tensor]] = {}
@@ -362,7 +363,15 @@ class Replicas:
 
     def _watch_forwards(self) -> None:
         for replica in self.list:
-            replica.written = None if self._attributes is None else Written(self._attributes, replica.counterparts)
+            replica.written = None
+            if self._attributes is not None:
+                replica.written = Written(self._attributes, replica.counterparts, self._resets)
+
+    def reset_containers(self) -> None:
+        """From now on put lists and dictionaries of the replicas back after each step. A forward that fills them leaves nothing for the next one."""
+        if not self._resets:
+            self._resets = True
+            self._watch_forwards()
 
     def guarded(self) -> contextlib.AbstractContextManager[None]:
         """While the devices run, refuse reads from the user's module of what the replicas' forwards write to their own modules."""
@@ -373,11 +382,49 @@ class Replicas:
     def _wrote(self, index: int, name: str) -> bool:
         return any(replica.written is not None and replica.written.has(index, name) for replica in self.list)
 
-    def push_written(self, device: int) -> None:
-        """Give the user's module, after a step, what the forwards of this device have written to attributes."""
+    def followed(self) -> Callable[[], None]:
+        """A function that brings back what the replicas have followed up to now, after their attributes and the user's were put back."""
+        attributes, generation = self._attributes, self.generation
+        noted = None if attributes is None else attributes.noted()
+
+        def restore() -> None:
+            if self.generation != generation or self._attributes is not attributes:
+                return self.renew()
+            if attributes is not None and noted is not None:
+                vars(attributes).update(noted, _saved=list(noted["_saved"]))
+            for replica in self.list:
+                if replica.written is not None:
+                    replica.written.note()
+            return None
+
+        return restore
+
+    def push_written(self, device: int, micro_batches: list[int]) -> None:
+        """Give the user's module, after a step, what the forwards of this device have written to attributes.
+
+        A number that each of the `micro_batches` has raised by the same counts forwards. It is raised once, and on all replicas.
+        """
         written = self.list[device].written
-        if written is not None:
-            written.push(self._places.home)
+        for replica in self.list if self._resets else ():
+            if replica.written is not None:
+                replica.written.reset()
+        if written is None or not written.changed:
+            return
+        if set(micro_batches) != {1}:
+            self._count_once(written, micro_batches)
+        written.push(self._places.home)
+        for replica in self.list:
+            if replica.written is not None and replica.written is not written:
+                replica.written.note()
+
+    def _count_once(self, written: Written, micro_batches: list[int]) -> None:
+        all_written = [replica.written for replica in self.list if replica.written is not None]
+        ran = [(one.raised(), times) for one, times in zip(all_written, micro_batches, strict=False) if times]
+        for place, (then, _) in written.raised().items():
+            steps = {divmod(found[place][1] if place in found else 0, times) for found, times in ran}
+            if len(steps) == 1 and not (step := steps.pop())[1]:
+                for one in all_written:
+                    one.put(place, then + step[0])
 
     def _present_storages(self) -> list[Any]:
         """Where the parameters lie that replicas share, and in which order of their elements."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import operator
+from collections import deque
 from itertools import chain
 from typing import Any
 
@@ -21,8 +23,10 @@ class Written:
     The user's module gets these values, as it would on one device. If the user then sets them, that counts as a change.
     """
 
-    def __init__(self, attributes: Attributes, counterparts: dict[int, Any]) -> None:
+    def __init__(self, attributes: Attributes, counterparts: dict[int, Any], resets: bool = False) -> None:
+        """`resets`: whether `reset` will be called."""
         self._attributes = attributes
+        self._resets = resets
         theirs = [counterparts.get(id(one), one) for one in attributes.holders]
         self._apart = [one is not ours for one, ours in zip(theirs, attributes.holders, strict=True)]
         self._dicts: list[dict[str, Any]] = list(map(vars, theirs))
@@ -31,6 +35,19 @@ class Written:
     def note(self) -> None:
         """Note the present values, after the replica was given new ones."""
         self._before = list(map(dict.copy, self._dicts))
+        self._containers = [
+            (value, copy.copy(value))
+            for values, apart in zip(self._dicts, self._apart, strict=True)
+            for name, value in (values.items() if self._resets and apart else ())
+            if type(value) in (list, dict, set, deque) and name not in BARE and len(value) <= LONGEST
+        ]
+
+    def reset(self) -> None:
+        """Put back what lists and dictionaries held when they were noted."""
+        for container, before in self._containers:
+            if not _is_same(container, before):
+                container.clear()
+                (container.update if isinstance(container, (dict, set)) else container.extend)(before)
 
     def undo(self) -> None:
         """Put the noted values back, since what was run does not count."""
@@ -46,11 +63,28 @@ class Written:
             return False  # a function that a forward has looked up and stored is not a result of it
         return self._before[index].get(name, _NOTHING) is not value or is_of_a_forward(value)
 
+    @property
+    def changed(self) -> bool:
+        """Whether a forward has set something since `note`."""
+        now, then = (chain.from_iterable(map(dict.values, dicts)) for dicts in (self._dicts, self._before))
+        return list(map(len, self._dicts)) != list(map(len, self._before)) or not all(map(operator.is_, now, then))
+
+    def raised(self) -> dict[tuple[int, str], tuple[int, int]]:
+        """The whole numbers that forwards have changed since `note`: by holder and name, what they were and by how much they were raised."""
+        return {
+            (index, name): (before[name], value - before[name])
+            for index, (values, before) in enumerate(zip(self._dicts, self._before, strict=True))
+            for name, value in (values.items() if self._apart[index] else ())
+            if type(value) is int and type(before.get(name)) is int and value != before[name]
+        }
+
+    def put(self, place: tuple[int, str], value: int) -> None:
+        """Set a number as if a forward had set it."""
+        if self._apart[place[0]]:
+            self._dicts[place[0]][place[1]] = value
+
     def push(self, home: torch.device) -> None:
         """Give the user's module what was written: simple values, and tensors without a graph."""
-        now, then = (chain.from_iterable(map(dict.values, dicts)) for dicts in (self._dicts, self._before))
-        if list(map(len, self._dicts)) == list(map(len, self._before)) and all(map(operator.is_, now, then)):
-            return
         if not self._attributes.same:  # loss_fn has changed the user's module; the replicas have to follow that first
             return
         found: dict[int, dict[str, Any]] = {}
@@ -65,6 +99,14 @@ class Written:
         if found:
             self._attributes.take(found)
         self.note()
+
+
+def _is_same(container: Any, before: Any) -> bool:
+    if isinstance(container, set):
+        return bool(container == before)
+    if isinstance(container, dict):
+        return list(container) == list(before) and all(map(operator.is_, container.values(), before.values()))
+    return len(container) == len(before) and all(map(operator.is_, container, before))
 
 
 def _settled(value: Any, home: torch.device) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from paceline.torch._run.train_run import TrainRun
 from paceline.torch._run.workload import Workload
 
 Gradients = list[torch.Tensor | None]
+_PROOFS = 8  # that are kept to be told of
 
 
 class Execution(Runner):
@@ -50,6 +52,7 @@ class Execution(Runner):
         self._outside = OutsideGradients()
         self._kept: tuple[int, KeptBuffers] | None = None  # with the replicas' generation
         self.committed: Any = None  # the last committed outcome
+        self.proofs: deque[Any] = deque(maxlen=_PROOFS)  # the last ones
         self._took_part = 0  # the number of the last call that was committed without items of this rank
 
     def train(self, work: Workload, run: TrainRun, *, keep: bool = True) -> tuple[torch.Tensor, Gradients, Any]:
@@ -215,7 +218,8 @@ class Execution(Runner):
 
     def explain(self) -> str:
         """Lines about norms over a part of the batch, and about graphs; empty if there are none."""
-        return super().explain() + ("" if self.graphs is None else self.graphs.explain())
+        proofs = "".join(f"Proof: {proof.text}.\n" for proof in self.proofs)
+        return super().explain() + ("" if self.graphs is None else self.graphs.explain()) + proofs
 
     def _most(self, outcome: Any) -> int:
         """The replica that ran most items of a step. What it has written goes to the user's module."""
@@ -231,8 +235,7 @@ class Execution(Runner):
             run.outside_gradients = self._outside.taken()
         else:
             self._outside.commit()
-        self._commit_buffers(outcome)
-        self._commit_attributes(outcome)
+        self.push(outcome)
         if self.committed is not outcome:
             items = outcome.items
             self.committed, self.items, self.extras = outcome, items, extras
@@ -252,6 +255,11 @@ class Execution(Runner):
         if self.sampler is not None:
             self.sampler.trained()
 
+    def push(self, outcome: Any) -> None:
+        """Give the user's module what the forwards have written."""
+        self._commit_buffers(outcome)
+        self._commit_attributes(outcome)
+
     def _commit_buffers(self, outcome: Any) -> None:
         if not self.replicas.shared:
             return
@@ -261,4 +269,4 @@ class Execution(Runner):
 
     def _commit_attributes(self, outcome: Any) -> None:
         if self.replicas.shared:
-            self.replicas.push_written(self._most(outcome))
+            self.replicas.push_written(self._most(outcome), [] if self.running is None else self.running.ran)

@@ -91,6 +91,7 @@ class Run:
         self._begun = [False] * len(places)  # per device: whether it has run something
         self._last = [False] * len(places)  # per device: whether it runs its last micro-batch
         self._brought = [0.0] * len(places)  # per device: when its items had arrived, and Python began to enqueue
+        self.ran = [0] * len(places)  # per device: how many micro-batches
         self.queues_empty = True  # whether the devices' queues were empty when this run began
         self.claims: list[list[tuple[int, int]]] | None = None  # per device, in place of planned claims
         self.pieces: list[list[tuple[int, int]]] | None = None  # the pieces of these claims
@@ -235,6 +236,7 @@ class Run:
                 seed_graph_trees()
             ran = self.compute(device, begin, end)
         if ran:
+            self.ran[device] += 1
             self.seen.ever[device].add(end - begin)
             if len(sizes) < MOST_SIZES:
                 sizes.add(size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -74,10 +74,7 @@ class TrainRun(Run):
         if idle:
             return True
         if not self.terms[device] and self.any_gradient(device, begin):
-            raise InvalidArgument(
-                "step: loss_fn called backward itself, so gradients would count twice. Return the loss; step calls backward. Backward "
-                "by hand is what DataParallel.batch() is for."
-            )
+            refuse_own_backward()
         term = self.term_of(loss, begin, end)
         self.terms[device].append((begin, term.detach()))
         if not term.requires_grad:  # nothing in this slice depends on a parameter: its gradient is zero
@@ -183,9 +180,7 @@ class TrainRun(Run):
     def check(self) -> None:
         """After all have run: raise if there is no gradient, or one that is silently wrong."""
         if self.without_gradient and not self.with_gradient and not self.part:
-            raise RuntimeError(  # the type that plain PyTorch raises
-                "step: the loss does not require grad: no parameter that does reaches it (is it detached, or everything frozen?)."
-            )
+            refuse_without_gradient()
         if self._finite:
             refuse_means_over_nothing(self)
         self.draws.check()
@@ -214,3 +209,18 @@ class TrainRun(Run):
         if len(terms) <= 2:
             return terms[0].clone() if len(terms) == 1 else terms[0] + terms[1]
         return torch.stack(terms).sum()
+
+
+def refuse_own_backward() -> NoReturn:
+    """Raise for a `loss_fn` that has filled gradients."""
+    raise InvalidArgument(
+        "step: loss_fn called backward itself, so gradients would count twice. Return the loss; step calls backward. Backward "
+        "by hand is what DataParallel.batch() is for."
+    )
+
+
+def refuse_without_gradient() -> NoReturn:
+    """Raise for a loss without a graph, by the type that plain PyTorch raises."""
+    raise RuntimeError(
+        "step: the loss does not require grad: no parameter that does reaches it (is it detached, or everything frozen?)."
+    )

@@ -19,6 +19,8 @@ _MOST_KINDS = 256  # kinds of batches that keep their number; the engine remembe
 class Workload:
     """One kind of work, with its own times, sizes and memory. These say nothing about another kind."""
 
+    proved = 0  # steps that one device ran, as proofs; they are not among those of `step_loop`
+
     def __init__(
         self, group: DeviceGroup, places: Places, limits: list[int | None], *, searches: bool = False, **options: Any
     ) -> None:

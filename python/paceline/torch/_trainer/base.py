@@ -26,6 +26,7 @@ from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.optimizer import spread
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.predictions import Predictions
+from paceline.torch._trainer.proofs import Proofs
 from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.saving import Saving
@@ -59,6 +60,7 @@ class Trainer:
         execution: Execution,
         reduction: Reduction,
         verify_every: int | None = None,
+        prove: Literal["warn", "raise"] | None = None,
     ) -> None:
         """Make the parts. `owned`: whether the group ends with the trainer."""
         self.module = module
@@ -68,7 +70,8 @@ class Trainer:
         self._gaps = StepGaps()
         self._recent = RecentSteps(on_gpu=any(execution.places.on_gpu))
         self._lifetime = lifetime = Lifetime(group, owned, execution, works, self._gaps, self._recent)
-        self._training = Training(works, execution, lifetime, self._recent, reduction)
+        proofs = Proofs(prove, works, execution)
+        self._training = Training(works, execution, lifetime, self._recent, reduction, proofs)
         self._predictions = Predictions(works, execution, lifetime, self._training)
         self._trials = Trials(works, execution, lifetime, self._training)
         self._verification = Verification(works, execution, lifetime, self._training, verify_every)

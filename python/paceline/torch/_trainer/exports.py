@@ -99,7 +99,9 @@ class Collector:
         seconds = HistogramMetricFamily(
             "paceline_step_seconds", "Time of training steps, with the reduction.", labels=common
         )
-        buckets = [(str(bound), steps) for bound, steps in report["step_counts"]] + [("+Inf", report["steps"])]
+        buckets = [(str(bound), steps) for bound, steps in report["step_counts"]] + [
+            ("+Inf", report["steps"] - report["proved"])
+        ]
         seconds.add_metric(values, buckets, report["step_seconds"])
         yield seconds
         for kind, name, help_text, value in (

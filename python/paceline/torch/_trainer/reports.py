@@ -57,7 +57,7 @@ class Reports:
             whether it gets no work since `retire`.
 
             ``imbalance``: the slowest device's busy time over the mean, minus 1 (recent). ``moves``: the number of changes of shares.
-            ``steps``: the number of steps. ``step_counts``: for bounds from 0.001 to 300 seconds how many steps took at most as long:
+            ``steps``: the number of steps. ``proved``: how many of them one device ran, as proofs. No time of these is counted. ``step_counts``: for bounds from 0.001 to 300 seconds how many steps took at most as long:
             a list of pairs (bound, steps). ``compute_seconds`` and ``step_seconds``: totals, without and with the reduction. The reduction on
             GPUs is not timed; there ``step_seconds`` counts the call of `step` or the devices' computing, whichever took longer.
 
@@ -356,5 +356,7 @@ def _explained(work: Workload) -> str:
 
 def _metrics_of(work: Workload) -> dict[str, Any]:
     """The metrics of one kind of work, with the costs of its items if some had costs."""
-    items = work.step_loop.items
-    return work.step_loop.metrics if items is None else {**work.step_loop.metrics, "items": items}
+    metrics = {**work.step_loop.metrics}
+    metrics["proved"] = work.proved
+    metrics["steps"] += work.proved
+    return metrics if work.step_loop.items is None else metrics | {"items": work.step_loop.items}

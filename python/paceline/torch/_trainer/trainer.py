@@ -44,6 +44,7 @@ from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.data import Data
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.passes import Passes
+from paceline.torch._trainer.proofs import Prove, prove_of
 from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.training import Training
 from paceline.torch._trainer.trials import Trials
@@ -160,6 +161,14 @@ class DataParallel(Trainer):
         the line: waits for the GPU such as ``item()``, or an ``if`` on a tensor. Also: hooks on modules, attributes that a forward sets, losses
         that reach tensors outside of the module, a `weight` that is a mapping, dropout on parts of one GPU, and ``batch_norm="synchronised"``. A
         single GPU works on a copy of the module, too.
+    prove
+        Whether `step` and `loss` prove that they give the result of one device. The first step of each kind of work (a function and what it closes
+        over, the structure of the batch, the module's structure and mode) runs whole on the module itself, as in plain PyTorch, and that is its
+        result. Then the same batch runs split over the devices from the same state, and is thrown away after it was compared: loss, extras,
+        gradients, buffers, attributes, and parameters that the forward writes. So do steps 1,000, 10,000 and so on of each kind. ``"warn"``: a
+        `ProofWarning` says what differs, and what cures it if that is found. ``"raise"``: an `Error`, and nothing is committed. False: no step
+        is proved. `explain` lists the proofs. ``paceline.torch.proving()`` is true in runs that are thrown away. None: what the environment
+        variable ``PACELINE_PROVE`` says (``warn``, ``raise`` or ``off``), else ``"warn"``.
 
     Notes
     -----
@@ -208,6 +217,7 @@ class DataParallel(Trainer):
         reducer: Reducer | None = None,
         batch_norm: BatchNorm = "apart",
         graphs: bool = False,
+        prove: Prove | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -221,6 +231,7 @@ class DataParallel(Trainer):
         check_reduce_dtype(reduce_dtype, transport)
         check_timeout("DataParallel", timeout)
         policy, _ = policy_of(balance)
+        proves = prove_of(prove)
         check_corrections(corrections, policy)
         if verify_every is not None:
             check_count("DataParallel", "verify_every", verify_every)
@@ -266,7 +277,14 @@ class DataParallel(Trainer):
                 local.close()
             raise
         self._assemble(
-            module, local, owned=owned, works=works, execution=execution, reduction=reduction, verify_every=verify_every
+            module,
+            local,
+            owned=owned,
+            works=works,
+            execution=execution,
+            reduction=reduction,
+            verify_every=verify_every,
+            prove=proves,
         )
         self._passes = Passes(works, execution, self._lifetime)
 

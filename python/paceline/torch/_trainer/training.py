@@ -27,6 +27,7 @@ from paceline.torch._trainer.arguments import check_scaler, check_trains
 from paceline.torch._trainer.claims import ClaimScript
 from paceline.torch._trainer.global_batch import FunctionRun, GlobalBatch, RunFunction
 from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.proofs import Proofs
 from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.works import Works, kind_of
 
@@ -37,9 +38,16 @@ class Training:
     """Trains on batches: as the balancer plans, or as the claims that are replayed say."""
 
     def __init__(
-        self, works: Works, execution: Execution, lifetime: Lifetime, recent: RecentSteps, reduction: Reduction
+        self,
+        works: Works,
+        execution: Execution,
+        lifetime: Lifetime,
+        recent: RecentSteps,
+        reduction: Reduction,
+        proofs: Proofs,
     ) -> None:
         self.reduction: Reduction = reduction
+        self._proofs = proofs
         self._works = works
         self._execution = execution
         self._places = execution.places
@@ -148,6 +156,11 @@ class Training:
         if whole is None:
             with self._recent.step(kind_of(None), self._execution):
                 loss, gradients = self._execution.take_part(loss_fn, objective, carries=carries)
+        elif kind_of(None) not in self._scripts and self._proofs.due(loss_fn, whole, objective, carries=carries):
+            with self._recent.step(kind_of(None), self._execution):
+                loss, gradients, outside = self._proofs.step(
+                    loss_fn, whole, objective, scale=scale, costs=costs, carries=carries, reduction=self.reduction
+                )
         else:
             loss, gradients, run = self._train(kind_of(None), whole, objective, costs, loss_fn, run_of, hooks=carries)
             outside = run.outside_gradients

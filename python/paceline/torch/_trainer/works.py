@@ -40,7 +40,7 @@ class Works:
         self.retired: set[int] = set()  # devices that get no work
         self._group = group
         self._places = places
-        self._limits = limits
+        self.limits = limits  # of memory, per device
         self._hints: Speeds = {}  # of an earlier run
         self._temporary: list[Workload] = []  # of a call that leaves no trace
         self.steps = self._new(options | {"searches": searches})
@@ -94,7 +94,7 @@ class Works:
         self._change(device, "restore", self.retired.discard)
 
     def _new(self, options: dict[str, Any]) -> Workload:
-        work = Workload(self._group, self._places, self._limits, **options)
+        work = Workload(self._group, self._places, self.limits, **options)
         for index in self.retired:
             work.step_loop.retire(index)
         return work

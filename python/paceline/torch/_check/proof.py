@@ -1,0 +1,52 @@
+"""What a proof of a step has found."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+_active = 0  # runs of this process that will be thrown away
+
+
+def proving() -> bool:
+    """Whether a step runs that is only compared and then thrown away, so that a script may leave out its log."""
+    return _active > 0
+
+
+@contextlib.contextmanager
+def thrown_away() -> Iterator[None]:
+    """Around runs that leave nothing."""
+    global _active
+    _active += 1
+    try:
+        yield
+    finally:
+        _active -= 1
+
+
+@dataclasses.dataclass
+class Proof:
+    """What was compared, and what came of it. `differences` are in words; `unproved` says why nothing could be said."""
+
+    function: str
+    step: int
+    items: int
+    compared: str = ""
+    largest: float = 0.0
+    seconds: float = 0.0
+    differences: list[str] = dataclasses.field(default_factory=list)
+    unproved: list[str] = dataclasses.field(default_factory=list)
+    cause: str = ""
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        what = f"step {self.step} of {self.function}, {self.items} items"
+        if self.differences:
+            result = f"differs from one device: {'; '.join(self.differences)}"
+        elif self.unproved:
+            result = f"not proved: {'; '.join(self.unproved)}"
+        else:
+            result = f"equal to one device up to {self.largest:.0e} ({self.compared})"
+        return f"{what}: {result}; {self.seconds * 1e3:.0f} ms"

@@ -1,0 +1,389 @@
+"""Proves a step: the batch runs whole on the user's own module, and again split over the devices. Both results are compared.
+
+The first result is that of plain PyTorch, and counts. The second is thrown away. So a loss, a module or a batch that a split changes is seen by its
+effect, whatever the reason is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from paceline import Cancelled
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.extras import Extras, parted
+from paceline.torch._batch.objective import Objective
+from paceline.torch._check.check import TrialRun
+from paceline.torch._check.probe import OutsideLeaves, Probed, distances, loss_distance
+from paceline.torch._check.proof import Proof, thrown_away
+from paceline.torch._check.state import Snapshot, State, close, same_nest
+from paceline.torch._check.tolerance import tolerance_for
+from paceline.torch._devices.caller_state import CallerThreads, outside_autocast
+from paceline.torch._devices.noise import Noise
+from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
+from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
+from paceline.torch._replicas.parametrized import forget
+from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._run.execution import Execution
+from paceline.torch._run.gradients import OwnStorages
+from paceline.torch._run.memory import is_out_of_memory
+from paceline.torch._run.train_run import LossFunction, refuse_own_backward, refuse_without_gradient
+from paceline.torch._run.workload import Workload
+
+_OF_THE_LOSS = {"loss", "gradient", "extras"}
+_OF_STATE = (
+    "What a forward keeps of its batch comes to the module from the device that ran most items; lists and dictionaries do not come at all. Let loss_fn "
+    "return it beside the loss (extras has it for the whole batch), pass it in with the batch, or keep it outside of the forward."
+)
+
+
+@dataclasses.dataclass
+class Result:
+    """What a run made of the batch. `found` is the state that it left, `written` has the values of the parameters that it wrote, if they are known."""
+
+    loss: torch.Tensor
+    gradients: list[torch.Tensor | None]
+    outside: list[torch.Tensor | None]
+    extras: Any
+    found: Snapshot
+    written: Mapping[int, torch.Tensor | None]
+
+    @property
+    def finite(self) -> bool:
+        """Whether there is anything to compare with."""
+        gradients = (one for one in self.gradients if one is not None and one.layout is torch.strided)
+        return math.isfinite(self.loss.item()) and all(bool(one.isfinite().all()) for one in gradients)
+
+
+class Edited:
+    """The tensors of a batch that ``loss_fn`` may change in place, so that each run begins with the same values."""
+
+    def __init__(self, batch: Batch) -> None:
+        tensors = [one for _, one in batch.tensors() if not (one.is_inference() or one.requires_grad)]
+        self._batch = batch
+        self._kept = [(one, one._version, one.clone()) for one in tensors]
+        self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """After the run that counts: remember what it has left."""
+        self._after = [(one, one.clone()) for one, version, _ in self._kept if one._version != version]
+        self.begin()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before another run."""
+        self._batch.count_edits(of_all=True)
+        for one, version, values in self._kept:
+            if one._version != version:
+                one.copy_(values)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Leave the batch as the run that counts has left it."""
+        self.begin()
+        for one, values in self._after:
+            one.copy_(values)
+
+
+class Prover:
+    """Runs one batch whole, and then split."""
+
+    def __init__(
+        self,
+        execution: Execution,
+        make_work: Callable[[], Workload],
+        batch: Batch,
+        objective: Objective,
+        loss_fn: LossFunction,
+        *,
+        scale: torch.Tensor | None,
+        costs: list[float] | None,
+        carries: bool,
+        micro_batch: int | None,
+        explain: Callable[[], str],
+    ) -> None:
+        """`make_work` makes work for the run that is thrown away. `explain` names the cause of a difference, if it can."""
+        self._execution, self._make_work = execution, make_work
+        self._module, self._places, self._replicas = execution.module, execution.places, execution.replicas
+        self._batch, self._objective, self._loss_fn = batch, objective, loss_fn
+        self._scale, self._costs, self._carries = scale, costs, carries
+        self._micro_batch = micro_batch or batch.size
+        self._explain = explain
+        self._tolerance = tolerance_for(self._module, self._places)
+        self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        if is_compiled(self._module) or is_compiled_function(loss_fn):
+            self._stance = partial(torch.compiler.set_stance, "force_eager")
+        self.outside = OutsideLeaves(self._replicas.parameters, hooks_rest=carries)
+        self._splits = False  # whether the devices run
+        self.size = batch.size
+
+    def run(self, proof: Proof) -> Result:
+        """The result of the whole batch, in which the module is left. `proof` gets what the comparison has found. If anything raises, all is as before."""
+        before, self._edited = State(self._replicas, self._places), Edited(self._batch)
+        try:
+            noise = self._noise(counts=True)
+            whole = self._first(before, noise)
+            after = State(self._replicas, self._places)
+            self._edited.note()
+            if not whole.finite:
+                proof.unproved.append("the loss or a gradient of the whole batch is not a finite number")
+            else:
+                found = self._compared(before, noise, whole, proof)
+                if found and not proof.unproved:
+                    found = self._lasting(found, after, proof)
+                if found and not proof.unproved:
+                    proof.differences = list(found.values())
+                    proof.cause = self._cause(found, after)
+            after.restore()
+            noise.leave()
+            self._edited.end()
+            return whole
+        except BaseException:
+            before.restore()
+            self._edited.begin()
+            raise
+        finally:
+            self._execution.drop_gradients()
+
+    def _lasting(self, found: dict[str, str], after: State, proof: Proof) -> dict[str, str]:
+        """The differences that are left in a second step: what a first forward sets up is on the module by then."""
+        try:
+            lasting = self._compared(after, self._noise(), None, proof)
+        except Cancelled:
+            raise
+        except Exception as error:  # as for a state of the whole batch that a slice cannot go on from
+            fails = f"a second step raises {type(error).__name__}: {error}"
+            return found | ({"error": fails} if self._splits else {})
+        return {name: text for name, text in found.items() if name in lasting}
+
+    def _cause(self, found: dict[str, str], after: State) -> str:
+        causes = []
+        if found.keys() & _OF_THE_LOSS:
+            after.restore()
+            self._edited.begin()
+            with thrown_away(), contextlib.suppress(Exception):  # the difference is known anyway
+                causes.append(self._explain())
+        if found.keys() - _OF_THE_LOSS:
+            causes.append(_OF_STATE)
+        return " ".join(filter(None, causes))
+
+    def _noise(self, *, counts: bool = False) -> Noise:
+        noise = Noise(self._batch.size, self._places, max(self._tolerance, 1e-9))
+        noise.counts = counts
+        noise.recorded = self._micro_batch < self._batch.size  # as an empty record: several slices draw apart
+        return noise
+
+    def _first(self, before: State, noise: Noise) -> Result:
+        """The result that counts. If the whole batch does not fit, it runs in slices."""
+        while True:
+            try:
+                return self._whole(before, noise)
+            except BaseException as error:
+                if not is_out_of_memory(error) or self._micro_batch == 1:
+                    raise
+            before.restore()
+            self.outside.clear()
+            for parameter in self._replicas.parameters:
+                parameter.grad = None
+            self._edited.begin()
+            self._places.release_memory()
+            self._micro_batch = -(-self._micro_batch // 2)
+            noise.draws.clear()
+            noise.recorded = True
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """The whole batch, or equal slices of at most so many items. Batch normalisation takes two at least."""
+        items, least = self._batch.size, 2 if using_batch_statistics(self._replicas.norms) else 1
+        count = max(1, min(-(-items // self._micro_batch), items // least))
+        return list(pairwise([items * index // count for index in range(count + 1)]))
+
+    def _whole(self, start: State, noise: Noise) -> Result:
+        parameters, objective = self._replicas.parameters, self._objective
+        storages, extras = OwnStorages(parameters), Extras(objective)
+        terms = []
+        spans = self._spans()
+        any_gradient, modules = False, set(map(id, self._replicas.modules))
+        with self._stance(), CallerThreads.here().lent():
+            for begin, end in spans:
+                if len(spans) > 1 and objective.idle(begin, end):
+                    continue
+                forget(modules)
+                with noise.of(self._batch.rows(begin, end)):
+                    loss, beside = parted(
+                        self._loss_fn(self._module, self._batch.slice(begin, end, self._places.to_home))
+                    )
+                    if beside is not None:
+                        extras.add(begin, end, beside)
+                    if not any_gradient and any(one.grad is not None for one in parameters):
+                        refuse_own_backward()
+                    term = objective.term(loss, begin, end)
+                    terms.append(term.detach())
+                    if term.requires_grad:
+                        any_gradient = True
+                        root = term if self._scale is None else term * self._scale
+                        self.outside.watch(root)
+                        with outside_autocast():
+                            root.backward()
+                storages.separate()
+        forget(modules)
+        if not any_gradient:
+            refuse_without_gradient()
+        noise.lost |= dict.fromkeys(start.others.moved)
+        if start.random.moved and not noise.drew:
+            noise.lost["code whose draws PyTorch does not show, or that runs in slices"] = None
+        gradients, outside = [one.grad for one in parameters], self.outside.taken()
+        for one in parameters:
+            one.grad = None
+        self.outside.clear()
+        with torch.no_grad():
+            return Result(
+                terms[0] if len(terms) == 1 else torch.stack(terms).sum(),
+                gradients,
+                outside,
+                extras.whole(None, self._places.to_home),
+                Snapshot(self._replicas),
+                start.parameters.written(),
+            )
+
+    def _compared(self, start: State, noise: Noise, own: Result | None, proof: Proof) -> dict[str, str]:
+        """Run the batch split from a state, and compare it with the whole batch. Returns what differs, in words.
+
+        Without the result of one device it runs there, too: twice, since what differs by itself does not count.
+        """
+        apart = [] if self._execution.synchronised else using_batch_statistics(self._replicas.norms)
+        norms: list[Any] = [part for _, part in apart]
+        like = next(iter(self._replicas.parameters), torch.empty(0))
+        again: Result | None = None
+        # Normalisation over a part of the batch is known to differ, and said elsewhere.
+        with thrown_away(), standing_still(norms, like):
+            if own is None:
+                self._start(start, norms)
+                again = self._whole(start, noise)
+            if own is None or norms:
+                self._start(start, norms)
+                own = self._whole(start, noise)
+            self._start(start, norms)
+            got = self._split(start, noise, normalises=bool(norms))
+            self._edited.begin()
+        self.outside.settle()
+        if noise.lost:
+            proof.unproved = [f"random draws that cannot be repeated ({', '.join(noise.lost)})"]
+            return {}
+        if again is not None and max(self._distances(own, again).values()) > self._tolerance:
+            proof.unproved = ["the same batch gave two results on one device"]
+            return {}
+        by_name = self._distances(own, got)
+        proof.largest = max(by_name.values())
+        proof.compared = f"loss, {len(by_name) - 1} gradients, {len(own.found.buffers)} buffers, {len(own.found.attributes)} attributes"
+        kept = own.found.differences(got.found, self._tolerance)
+        if own.found.holds_containers(kept):
+            self._replicas.reset_containers()
+        by_itself = (
+            {} if again is None else own.found.differences(again.found, self._tolerance)
+        )  # such as a time of day
+        kept = {name: text for name, text in kept.items() if name not in by_itself}
+        return self._of_the_loss(own, got, by_name) | self._of_parameters(start, own, got) | kept
+
+    def _distances(self, own: Result, got: Result) -> dict[str, float]:
+        """How far a result is from the wanted one: the loss, under an empty name, and the gradients."""
+        mine, theirs = (
+            Probed(one.loss.item(), [*one.gradients, *self.outside.lasting(one.outside)], {}) for one in (own, got)
+        )
+        return {"": loss_distance(mine, theirs), **distances(mine.gradients, theirs.gradients, self._replicas.names)}
+
+    def _of_the_loss(self, own: Result, got: Result, by_name: dict[str, float]) -> dict[str, str]:
+        said = {}
+        if by_name[""] > self._tolerance:
+            said["loss"] = f"the loss is {got.loss.item():.6g} instead of {own.loss.item():.6g}"
+        wrong = [name for name, far in by_name.items() if name and far > self._tolerance]
+        if wrong:
+            worst = max(wrong, key=lambda name: by_name[name])
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            name = worst if worst in self._replicas.names else "a tensor outside of the module"
+            said["gradient"] = f"the gradient of {name}{more} differs by {_percent(by_name[worst])}"
+        if not same_nest(own.extras, got.extras, self._tolerance):
+            said["extras"] = "what loss_fn returns beside the loss differs"
+        return said
+
+    def _of_parameters(self, start: State, own: Result, got: Result) -> dict[str, str]:
+        said = {}
+        for index in {**own.written, **got.written}:
+            mine, theirs, name = own.written.get(index), got.written.get(index), self._replicas.names[index]
+            if mine is None or theirs is None or not close(mine, theirs, self._tolerance):
+                moved = [start.parameters.distance(index, one) for one in (mine, theirs)]
+                said[f"parameter {name}"] = (
+                    f"the forward writes parameter {name}, and moves it by {moved[0]:.3g} on one device and {moved[1]:.3g} here"
+                )
+        return said
+
+    def _start(self, start: State, norms: Sequence[Any]) -> None:
+        """Go back to a state. Modules that stand still go on to do so."""
+        modes = [(part, part.training, part.running_mean, part.running_var) for part in norms]
+        start.restore()
+        for part, training, mean, variance in modes:
+            part.training, part.running_mean, part.running_var = training, mean, variance
+        self._edited.begin()
+
+    def _split(self, start: State, noise: Noise, *, normalises: bool) -> Result:
+        execution, replicas = self._execution, self._replicas
+        work = self._make_work()
+        work.normalises = normalises
+        memory: list[list[int]] = []
+
+        def attempt() -> Result:
+            self.outside.clear()
+            frame = execution.frame(work, self._batch, self._loss_fn, self._costs, hooks=self._carries)
+            memory[:] = _addresses(replicas)
+            objective = self._objective if frame.items is None else frame.items.objective(self._objective)
+            options: dict[str, Any] = {"scale": self._scale, "names": replicas.names, "carries": self._carries}
+            run = TrialRun(
+                frame, loss_fn=self._loss_fn, objective=objective, leaves=self.outside, noise=noise, **options
+            )
+            loss, totals, outcome = execution.train(work, run, keep=False)
+            with torch.no_grad():
+                extras = run.extras.whole(run.items, self._places.to_home)
+                inside, outside = (
+                    [None if one is None else self._places.to_home(one) for one in ones]
+                    for ones in (totals, run.reached)
+                )
+                # As a step would: what the busiest device has written comes to the user's module.
+                execution.push(outcome)
+            return Result(loss, inside, outside, extras, Snapshot(replicas), {})
+
+        self._splits = True
+        with self._stance():
+            result = execution.repeated(attempt)
+        self._splits = False
+        self.outside.clear()
+        self._places.drain()
+        now = _addresses(replicas)
+        # A forward that gives a parameter other memory writes to its own copy only.
+        moved = {
+            index
+            for before, after in zip(memory, now, strict=True)
+            for index, one in enumerate(before)
+            if one != after[index]
+        }
+        result.written = {**start.parameters.written(), **dict.fromkeys(moved)}
+        if moved:
+            start.restore()
+            replicas.renew()
+        return result
+
+
+def _addresses(replicas: Replicas) -> list[list[int]]:
+    return [[one.data_ptr() for one in replica.parameters] for replica in replicas.list]
+
+
+def _percent(value: float) -> str:
+    if not math.isfinite(value):
+        return "something that is no number"
+    return f"{value:.0%}" if value >= 0.01 else f"{value:.0e}"

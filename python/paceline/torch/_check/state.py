@@ -1,0 +1,175 @@
+"""What a step may change beside gradients: the state of a module before and after it, to go back to and to compare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.torch._devices.noise import OtherGenerators
+from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._replicas.attributes import HOOKS
+from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers, KeptParameters
+from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE
+from paceline.torch._replicas.replicas import Replicas
+
+_TABLES = ("_modules", "_parameters")
+_DEEPEST = 4
+
+
+class State:
+    """The module, its replicas and the generators at one moment."""
+
+    def __init__(self, replicas: Replicas, places: Places) -> None:
+        parts = [*replicas.all_modules, *_made_since(replicas)]
+        self.buffers = KeptBuffers(parts)
+        self.attributes = KeptAttributes(parts)
+        self.parameters = KeptParameters(list(replicas.parameters))
+        self._followed = replicas.followed()
+        self.random, self.others = RandomStates(places), OtherGenerators()
+
+    def restore(self) -> None:
+        """Go back to that moment."""
+        self.attributes.restore()  # first, since it decides which buffers there are
+        with torch.no_grad():
+            self.buffers.restore()
+        self.parameters.restore()
+        self._followed()
+        self.random.restore()
+        self.others.restore()
+
+
+def _made_since(replicas: Replicas) -> list[nn.Module]:
+    """Submodules that the last forward has made."""
+    known = set(map(id, replicas.modules))
+    return [part for part in replicas.modules[0].modules() if id(part) not in known]
+
+
+class Snapshot:
+    """Copies of what the user's module holds, for comparison: buffers, plain attributes, and how many hooks and submodules there are."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        named = [*replicas.named_modules, *((f"new {type(part).__name__}", part) for part in _made_since(replicas))]
+        self.buffers = {
+            _path(name, key): one.clone()
+            for name, part in named
+            for key, one in part._buffers.items()
+            if one is not None and one.layout is torch.strided
+        }
+        self.attributes: dict[str, Any] = {}
+        for name, part in named:
+            for key, value in vars(part).items():
+                if key not in BARE:
+                    self.attributes[_path(name, key)] = _copied(value)
+            self.attributes |= {_path(name, table): list(vars(part)[table]) for table in _TABLES}
+            self.attributes[_path(name, "hooks")] = sum(len(vars(part)[table]) for table in HOOKS)
+
+    def differences(self, other: Snapshot, tolerance: float) -> dict[str, str]:
+        """What differs, by name, in words: this one holds what one device has left, the `other` one what the split has left."""
+        found = {}
+        for kind, ours, theirs in (
+            ("buffer", self.buffers, other.buffers),
+            ("attribute", self.attributes, other.attributes),
+        ):
+            for name in {**ours, **theirs}:
+                mine, got = ours.get(name, _ABSENT), theirs.get(name, _ABSENT)
+                if not _alike(mine, got, tolerance):
+                    found[name] = f"{kind} {name!r} has {_said(mine, got)} on one device and {_said(got, mine)} here"
+        return found
+
+    def holds_containers(self, names: Iterable[str]) -> bool:
+        """Whether one of these attributes is a list or a dictionary."""
+        return any(isinstance(self.attributes.get(name), (tuple, dict)) for name in names)
+
+
+class _Token:
+    """Stands for a value that is not compared."""
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+
+_ABSENT = _Token("nothing")
+_GRAPH = _Token("a tensor with a graph")
+
+
+def _path(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _copied(value: Any, depth: int = 0) -> Any:
+    """A copy that can be compared later. Objects of other types, and tensors of a graph, which belong to their step, are left out."""
+    if type(value) in SIMPLE:
+        return value
+    if isinstance(value, torch.Tensor):
+        if not value.is_leaf or value.requires_grad:
+            return _GRAPH
+        return value.clone() if value.layout is torch.strided else _Token("a sparse tensor")
+    if isinstance(value, (list, tuple)) and depth < _DEEPEST:
+        return len(value), [_copied(one, depth + 1) for one in value] if len(value) <= LONGEST else []
+    if isinstance(value, Mapping) and depth < _DEEPEST:
+        return {key: _copied(one, depth + 1) for key, one in value.items()} if len(value) <= LONGEST else len(value)
+    return _Token(f"a {type(value).__name__}")
+
+
+def _alike(mine: Any, got: Any, tolerance: float) -> bool:
+    if isinstance(mine, _Token) or isinstance(got, _Token):
+        absent = mine is _ABSENT or got is _ABSENT
+        return not absent or mine is _GRAPH or got is _GRAPH
+    if type(mine) is not type(got):
+        return False
+    if isinstance(mine, torch.Tensor):
+        return close(mine, got, tolerance)
+    if isinstance(mine, float):
+        return mine == got or math.isclose(mine, got, rel_tol=tolerance) or (mine != mine and got != got)
+    if isinstance(mine, (list, tuple)):
+        return len(mine) == len(got) and all(
+            _alike(one, other, tolerance) for one, other in zip(mine, got, strict=True)
+        )
+    if isinstance(mine, dict):
+        return mine.keys() == got.keys() and all(_alike(one, got[key], tolerance) for key, one in mine.items())
+    return bool(mine == got)
+
+
+def close(wanted: torch.Tensor, got: torch.Tensor | None, tolerance: float) -> bool:
+    """Whether two tensors are equal but for rounding."""
+    if got is None or wanted.shape != got.shape or wanted.dtype != got.dtype:
+        return False
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return torch.equal(wanted, got)
+    scale = float(wanted.abs().max()) if wanted.numel() else 0.0
+    return torch.allclose(wanted, got.to(wanted.device), rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def same_nest(mine: Any, got: Any, tolerance: float) -> bool:
+    """Whether all tensors in two nests are equal but for rounding."""
+    if isinstance(mine, torch.Tensor) and isinstance(got, torch.Tensor):
+        return close(mine, got, tolerance)
+    if isinstance(mine, dict) and isinstance(got, dict):
+        return mine.keys() == got.keys() and all(same_nest(one, got[key], tolerance) for key, one in mine.items())
+    if isinstance(mine, (list, tuple)) and isinstance(got, (list, tuple)):
+        return len(mine) == len(got) and all(same_nest(one, two, tolerance) for one, two in zip(mine, got, strict=True))
+    return True  # what is no tensor goes along unchanged
+
+
+def _said(value: Any, other: Any) -> str:
+    """A value in a few words, which tell it from the other."""
+    if isinstance(value, _Token):
+        return value.words
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return f"{value.item():.6g}"
+        if isinstance(other, torch.Tensor) and other.shape != value.shape:
+            return f"shape {tuple(value.shape)}"
+        return f"values that sum to {value.double().sum().item():.6g}" if not value.is_complex() else "other values"
+    if isinstance(value, tuple) and isinstance(other, tuple):
+        return f"{value[0]} entries" if value[0] != other[0] else "other entries"
+    if isinstance(value, dict) and isinstance(other, dict):
+        for key, one in value.items():
+            if key not in other or not _alike(one, other[key], 1e-9):
+                return f"{_said(one, other.get(key, _ABSENT))} under {key!r}"
+        return "fewer entries"
+    return f"{value!r}"[:60]

@@ -1,0 +1,231 @@
+"""Decides which steps are proved, and says what the proofs have found."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Literal
+
+import torch
+
+from paceline import Error, InvalidArgument
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.objective import Objective
+from paceline.torch._batch.terms import Terms
+from paceline.torch._check.check import check
+from paceline.torch._check.proof import Proof
+from paceline.torch._check.prover import Prover, Result
+from paceline.torch._devices.failures import warn_caller
+from paceline.torch._run.execution import Execution
+from paceline.torch._run.gradients import UserGradients
+from paceline.torch._run.outside import code_of
+from paceline.torch._run.train_run import LossFunction
+from paceline.torch._trainer.works import Works
+
+Prove = Literal["warn", "raise"] | bool
+VARIABLE = "PACELINE_PROVE"
+_AGAIN = 1000  # the step of a kind that is proved next, and ten times as late each time after that
+_TRIES = 10  # of a step whose result is not finite
+_MOST_KINDS = 64
+_OFF = "prove=False turns the comparison off."
+
+
+class ProofWarning(UserWarning):
+    """A step gives another result on several devices than on one."""
+
+
+def prove_of(value: Prove | None) -> Literal["warn", "raise"] | None:
+    """How to take a difference, or None for no proofs. The environment says it where the caller does not.
+
+    Raises
+    ------
+    InvalidArgument
+        For another value.
+    """
+    named = {"warn": "warn", "raise": "raise", "1": "warn", "0": None, "off": None}
+    given = os.environ.get(VARIABLE, "warn") if value is None else value
+    if isinstance(given, bool):
+        return "warn" if given else None
+    if given not in named:
+        where = f"{VARIABLE} is" if value is None else "DataParallel: prove is"
+        raise InvalidArgument(
+            f"{where} {given!r}; it must be 'warn', 'raise' or {'off' if value is None else 'False'}."
+        )
+    return named[given]  # type: ignore[return-value]
+
+
+class Proofs:
+    """The proofs of one trainer.
+
+    A kind of work is a function with what it closes over, the structure of the batch, the module's structure and mode. Its first step is proved, and
+    again its steps 1,000, 10,000 and so on: fixed numbers, so that runs repeat.
+    """
+
+    def __init__(self, prove: Literal["warn", "raise"] | None, works: Works, execution: Execution) -> None:
+        self._prove = prove if len(execution.places) > 1 and execution.ranks is None else None
+        self._works = works
+        self._execution = execution
+        self._steps: dict[Any, int] = {}  # by kind
+        self._tries: dict[Any, int] = {}  # by kind, of steps whose result was not finite
+        self._names: tuple[int, Any] = (-1, None)  # the module's structure, with the replicas' generation
+        self._warned: set[str] = set()
+
+    def due(self, loss_fn: LossFunction, batch: Batch, objective: Objective, *, carries: bool) -> bool:
+        """Whether to prove the step that is about to run."""
+        if self._prove is None or batch.size < 2 or not objective.magnitude:
+            return False
+        kind = self._kind(loss_fn, batch, objective, carries)
+        if kind not in self._steps and len(self._steps) >= _MOST_KINDS:
+            return False
+        number = self._steps[kind] = self._steps.get(kind, 0) + 1
+        if number == 1 or (number >= _AGAIN and _is_power_of_ten(number)):
+            self._now = kind, number
+            if not (carries and self._hooked()):
+                return True
+            why = "parameters have gradient hooks, which would run for a step that is thrown away"
+            self._execution.proofs.append(Proof(_name(loss_fn), self._execution.steps + 1, batch.size, unproved=[why]))
+        return False
+
+    def _kind(self, loss_fn: LossFunction, batch: Batch, objective: Objective, carries: bool) -> Any:
+        replicas = self._execution.replicas
+        if self._names[0] != replicas.generation:
+            parts = tuple((name, type(part)) for name, part in replicas.named_modules)
+            self._names = replicas.generation, hash((tuple(replicas.names), parts))
+        weighted = tuple(objective.parts) if isinstance(objective, Terms) else objective.is_weighted
+        mode = self._execution.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        return _signature(loss_fn), batch.structure, weighted, mode, carries, self._names[1]
+
+    def _hooked(self) -> bool:
+        """Whether parameters have gradient hooks, which would see the gradient of a run that is thrown away."""
+        parameters: list[Any] = list(self._execution.replicas.parameters)
+        return any(one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None) for one in parameters)
+
+    def step(
+        self,
+        loss_fn: LossFunction,
+        batch: Batch,
+        objective: Objective,
+        *,
+        scale: torch.Tensor | None,
+        costs: list[float] | None,
+        carries: bool,
+        reduction: Any,
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The objective, the gradients of the parameters, and outside tensors with theirs. Commits them, unless the caller's loss `carries` them."""
+        execution, kind = self._execution, self._now[0]
+        execution.places.begin(batch)
+        execution.replicas.refresh(loss_fn, hooks=carries)
+        proof = Proof(_name(loss_fn), execution.steps + 1, batch.size)
+        began = time.perf_counter()
+        micro_batch = self._works.options["micro_batch"] or None
+        if micro_batch is None and any(self._works.limits):
+            micro_batch = -(-batch.size // (4 * len(execution.places)))
+
+        def explained() -> str:
+            granularity = self._works.options["granularity"]
+            work = self._works.temporary(micro_batch=self._works.options["micro_batch"], balance="even")
+            options: dict[str, Any] = {"micro_batch": micro_batch, "granularity": granularity, "tolerance": None}
+            report = check(execution, work, batch, objective, loss_fn, reduction=reduction, costs=costs, **options)
+            draws = ("random draws", "shared draws", "running statistics")
+            return " ".join(cause.text for cause in report.causes if cause.kind not in draws)
+
+        user = UserGradients(execution.replicas, adds=not carries)
+        with self._works.no_trace():
+            prover = Prover(
+                execution,
+                lambda: self._works.temporary(**self._works.options),
+                batch,
+                objective,
+                loss_fn,
+                scale=scale,
+                costs=costs,
+                carries=carries,
+                micro_batch=micro_batch,
+                explain=explained,
+            )
+            try:
+                whole = prover.run(proof)
+                proof.seconds = time.perf_counter() - began
+                if proof.unproved and not whole.finite and self._tries.setdefault(kind, 0) < _TRIES:
+                    self._tries[kind] += 1
+                    self._steps[kind] -= 1  # the next step tries again
+                if proof.differences and self._prove == "raise":
+                    raise Error(f"{_words(proof)} Nothing was committed.")
+            except BaseException:
+                prover.outside.restore()
+                user.restore()
+                raise
+        self._commit(user, prover, whole, carries=carries)
+        outside = [
+            (leaf, one) for leaf, one in zip(prover.outside.leaves, whole.outside, strict=False) if one is not None
+        ]
+        execution.proofs.append(proof)
+        if proof.differences and (said := _words(proof)) not in self._warned:
+            self._warned.add(said)
+            warn_caller(said, ProofWarning)
+        return whole.loss, whole.gradients, outside if carries else []
+
+    def _commit(self, user: UserGradients, prover: Prover, whole: Result, *, carries: bool) -> None:
+        """Write everything. An interrupted call is repeated."""
+        execution, steps = self._execution, self._execution.steps
+        pending = [] if carries else list(zip(prover.outside.leaves, whole.outside, strict=False))
+
+        def write() -> None:
+            user.commit([None] * len(whole.gradients) if carries else whole.gradients)
+            prover.outside.restore()
+            while pending:
+                leaf, gradient = pending.pop()
+                if gradient is not None:
+                    leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+            if execution.steps == steps:
+                execution.items = items
+                execution.extras, execution.steps = whole.extras, steps + 1
+                self._works.steps.proved += 1
+            if execution.sampler is not None:
+                execution.sampler.trained()
+
+        home = execution.places.devices.index(execution.places.home)
+        items = [prover.size if device == home else 0 for device in range(len(execution.places))]
+        try:
+            write()
+        except BaseException:
+            write()
+            raise
+
+
+def _words(proof: Proof) -> str:
+    cause = f" {proof.cause}" if proof.cause else ""
+    return (
+        f"step: split over the devices this batch of {proof.items} items gives another result than on one device: {'; '.join(proof.differences)}."
+        f"{cause} This step has the result of one device; those that follow do not. {_OFF}"
+    )
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _is_power_of_ten(number: int) -> bool:
+    while number % 10 == 0:
+        number //= 10
+    return number == 1
+
+
+def _signature(function: Any) -> Any:
+    """The code of a function and of the functions in its closure, defaults and partial arguments, and the types of all else there."""
+    found = [code_of(function)]
+    while hasattr(function, "func"):  # functools.partial
+        found += [_kind_of(one) for one in (*function.args, *function.keywords.values())]
+        function = function.func
+    cells = getattr(function, "__closure__", None) or ()
+    for cell in cells:
+        try:
+            found.append(_kind_of(cell.cell_contents))
+        except ValueError:  # not bound yet
+            found.append(None)
+    found.append(type(getattr(function, "__self__", None)))
+    return tuple(found)
+
+
+def _kind_of(value: Any) -> Any:
+    return code_of(value) if callable(value) else type(value)

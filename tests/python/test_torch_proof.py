@@ -1,0 +1,421 @@
+"""The first step of each kind of work has the result of one device, and is compared with a split one."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from paceline import Error, InvalidArgument
+from paceline.torch import DataParallel, ProofWarning, proving
+
+HOSTS = ["host:0", "host:1"]
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def made(module: nn.Module, **options: Any) -> DataParallel:
+    return DataParallel(module, HOSTS, **({"balance": [3, 5], "prove": "warn"} | options))
+
+
+def squares(module: Any, rows: Any) -> Any:
+    return module(rows).square().mean()
+
+
+def said_by(module: nn.Module, loss_fn: Any, batch: Any, steps: int = 1, **options: Any) -> str:
+    """What proofs warn of in these steps."""
+    with warnings.catch_warnings(record=True) as caught, made(module, **options) as trainer:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            trainer.step(loss_fn, batch)
+    return "\n".join(str(one.message) for one in caught if one.category is ProofWarning)
+
+
+def gradients(module: Any) -> list[Any]:
+    return [one.grad for one in ([module] if isinstance(module, torch.Tensor) else module.parameters())]
+
+
+def same(ours: Any, theirs: Any, *, exact: bool = False) -> bool:
+    compare: Any = torch.equal if exact else torch.allclose
+    return all(map(compare, gradients(ours), gradients(theirs)))
+
+
+def rows(count: int = 16) -> torch.Tensor:
+    return torch.randn(count, 4, dtype=torch.float64)
+
+
+def test_the_first_step_is_that_of_one_device_bit_for_bit() -> None:
+    module, batch = net(), rows()
+    plain = copy.deepcopy(module)
+    for one in (plain, module):
+        weight: Any = one[0].weight
+        weight.grad = torch.ones_like(weight)
+    loss = squares(plain, batch)
+    loss.backward()
+    with made(module) as trainer:
+        assert trainer.step(squares, batch).item() == loss.item()
+        assert same(plain, module, exact=True)
+        assert "equal to one device up to" in trainer.explain()
+        trainer.step(squares, batch)
+        assert trainer.shares == {"host:0": 6, "host:1": 10}
+
+
+def test_the_function_runs_whole_once_for_each_kind_of_work() -> None:
+    sizes: list[int] = []
+    thrown_away: list[bool] = []
+
+    def loss_fn(module: Any, slice: torch.Tensor) -> Any:
+        sizes.append(len(slice))
+        thrown_away.append(proving())
+        return squares(module, slice)
+
+    with made(net()) as trainer:
+        for _ in range(3):
+            trainer.step(loss_fn, rows())
+        assert sizes[0] == 16
+        assert sizes.count(16) == 1
+        assert thrown_away == [False, True, True, False, False, False, False]
+        trainer.module.eval()
+        trainer.step(loss_fn, rows())
+        assert sizes.count(16) == 2
+        trainer.step(lambda module, slice: loss_fn(module, slice[0]), (rows(), rows()))
+        assert sizes.count(16) == 3
+        trainer.step(loss_fn, rows(24))
+        assert 24 not in sizes
+    assert not proving()
+
+
+def test_a_kind_is_proved_again_at_fixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.torch._trainer.proofs._AGAIN", 10)
+    with made(net()) as trainer:
+        for _ in range(101):
+            trainer.step(squares, rows())
+        assert [int(line.split()[2]) for line in trainer.explain().splitlines() if line.startswith("Proof")] == [
+            1,
+            10,
+            100,
+        ]
+
+
+def test_a_mean_over_labels_is_named_with_its_cure() -> None:
+    labels = torch.randint(0, 3, (16, 6))
+    labels[:6, 1:] = -100
+    inputs = torch.randn(16, 6, 4, dtype=torch.float64)
+
+    def loss_fn(module: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    said = said_by(net(), loss_fn, (inputs, labels), steps=50)
+    assert said.count("another result than on one device") == 1
+    assert "the gradient of" in said
+    assert "weight=lambda batch:" in said
+    with made(net(), prove="raise") as trainer:
+        with pytest.raises(Error, match="Nothing was committed"):
+            trainer.step(loss_fn, (inputs, labels))
+        assert all(one.grad is None for one in trainer.module.parameters())
+
+
+def test_means_of_items_draw_and_normalise_without_a_word() -> None:
+    for module in (
+        nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double(),
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double(),
+    ):
+        assert said_by(module, squares, rows(), steps=3) == ""
+
+
+def test_generators_are_where_one_device_leaves_them() -> None:
+    module, batch = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)).double(), rows()
+    plain, own = copy.deepcopy(module), torch.Generator().manual_seed(3)
+
+    def loss_fn(module: Any, rows: torch.Tensor) -> Any:
+        return squares(module, rows + torch.randn(rows.shape, generator=own, dtype=rows.dtype))
+
+    torch.manual_seed(1)
+    random.seed(1)
+    wanted = loss_fn(plain, batch).item()
+    states = torch.get_rng_state(), own.get_state(), random.getstate()
+    torch.manual_seed(1)
+    random.seed(1)
+    own.manual_seed(3)
+    with made(module) as trainer:
+        assert trainer.step(loss_fn, batch).item() == wanted
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(own.get_state(), states[1])
+    assert random.getstate() == states[2]
+
+
+class Counts(nn.Module):
+    """Keeps what belongs to the batch: in a buffer, an attribute, a list and a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.register_buffer("load", torch.zeros(3))
+        self.seen, self.stat = 0, {"n": 0}
+        self.outs: list[Any] = []
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        out = self.net(rows)
+        load: Any = self.load
+        load += torch.bincount(out.detach().argmax(1), minlength=3)
+        self.seen += len(rows)
+        self.outs.append(out.detach().mean())
+        self.stat["n"] += len(rows)
+        return out
+
+
+def test_state_over_the_batch_is_named_with_numbers() -> None:
+    said = said_by(Counts(), squares, rows())
+    assert "buffer 'load'" in said
+    assert "attribute 'seen' has 16 on one device and 10 here" in said
+    assert "attribute 'outs' has 1 entries on one device and 0 entries here" in said
+    assert "attribute 'stat'" in said
+    assert "the gradient" not in said
+
+
+def test_what_a_first_forward_sets_up_is_on_the_module() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a: Any = nn.Linear(4, 4).double()
+            self.b: Any = nn.Linear(4, 4).double()
+            self.ready = False
+
+        def forward(self, rows: torch.Tensor) -> Any:
+            if not self.ready:
+                for part in (self.a, self.b):
+                    part.register_forward_hook(lambda part, given, out: setattr(part, "out", out))
+                self.ready = True
+            out = self.b(self.a(rows))
+            kept = [part.out for part in (self.a, self.b) if getattr(part, "out", None) is not None]
+            for part in (self.a, self.b):
+                part.out = None
+            return out + sum(kept)
+
+    module: Any = Lazy()
+    batch = rows()
+    plain = copy.deepcopy(module)
+    assert said_by(module, squares, batch, steps=3) == ""
+    assert [len(part._forward_hooks) for part in (module.a, module.b)] == [1, 1]
+    assert torch.equal(plain(batch), module(batch))
+
+
+def test_a_forward_that_writes_parameters_is_named() -> None:
+    class Momentum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(4, 3).double(), nn.Linear(4, 3).double().requires_grad_(False)
+
+        def forward(self, rows: torch.Tensor) -> Any:
+            for ours, theirs in zip(self.q.parameters(), self.k.parameters(), strict=True):
+                theirs.data = theirs.data * 0.9 + ours.data * 0.1
+            return self.q(rows) - self.k(rows + 1)
+
+    module, batch = Momentum(), rows()
+    plain = copy.deepcopy(module)
+    plain(batch)
+    said = said_by(module, squares, batch)
+    assert "the forward writes parameter k.weight" in said
+    assert torch.equal(plain.k.weight, module.k.weight)
+
+
+def test_a_value_that_changes_by_itself_is_no_difference() -> None:
+    class Timed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.last = net(), 0.0
+
+        def forward(self, rows: torch.Tensor) -> Any:
+            Timed.clock += 1.0
+            self.last = Timed.clock
+            return self.net(rows)
+
+        clock = 0.0
+
+    assert said_by(Timed(), squares, rows()) == ""
+
+
+def test_a_batch_that_is_changed_in_place_is_changed_once() -> None:
+    def loss_fn(module: Any, slice: torch.Tensor) -> Any:
+        slice.div_(2)
+        return squares(module, slice)
+
+    batch = rows()
+    wanted = batch / 2
+    assert said_by(net(), loss_fn, batch) == ""
+    assert torch.equal(batch, wanted)
+
+
+def test_a_failure_leaves_everything_as_it_was() -> None:
+    class Fails(Counts):
+        load: Any
+
+        def forward(self, rows: torch.Tensor) -> Any:
+            out = super().forward(rows)
+            if len(rows) < 16:
+                raise RuntimeError("a slice")
+            return out
+
+    module: Any = Fails()
+    with made(module) as trainer:
+        with pytest.raises(RuntimeError, match="a slice"):
+            trainer.step(squares, rows())
+        assert (module.seen, module.outs, module.stat, module.load.sum().item()) == (0, [], {"n": 0}, 0)
+        assert all(one.grad is None for one in module.parameters())
+
+
+def test_a_loss_carries_the_gradients_of_one_device() -> None:
+    module, batch = net(), rows()
+    plain = copy.deepcopy(module)
+    (squares(plain, batch) / 2).backward()
+    with made(module) as trainer:
+        loss = trainer.loss(squares, batch)
+        assert all(one.grad is None for one in module.parameters())
+        (loss / 2).backward()
+    assert same(plain, module)
+
+
+def test_tensors_outside_get_their_gradient_once() -> None:
+    head = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    module, batch = net(), rows()
+    wanted = torch.autograd.grad((copy.deepcopy(module)(batch) * head).square().mean(), head)[0]
+    head.grad = torch.ones_like(head)
+
+    def loss_fn(module: Any, rows: torch.Tensor) -> Any:
+        return (module(rows) * head).square().mean()
+
+    assert said_by(module, loss_fn, batch) == ""
+    assert torch.allclose(head.grad, wanted + 1)
+
+
+def test_extras_and_weights_are_those_of_the_whole_batch() -> None:
+    def loss_fn(module: Any, rows: torch.Tensor) -> Any:
+        out = module(rows)
+        return out.square().mean(1), {"out": out.detach(), "mean": out.detach().mean()}
+
+    with made(net()) as trainer:
+        trainer.step(loss_fn, rows())
+        assert trainer.extras["out"].shape == (16, 3)
+        assert "differs from one device" not in trainer.explain()
+    with made(net()) as trainer:  # a plain mean is no mean by weight
+        trainer.step(loss_fn, rows(), weight=torch.arange(16.0))
+        assert "what loss_fn returns beside the loss differs" in trainer.explain()
+
+
+@pytest.mark.parametrize("options", [{"micro_batch": 4}, {"memory": 0.5}])
+def test_a_limited_micro_batch_limits_the_whole_run(options: dict[str, Any]) -> None:
+    sizes: list[int] = []
+
+    def loss_fn(module: Any, slice: torch.Tensor) -> Any:
+        sizes.append(len(slice))
+        return squares(module, slice)
+
+    module, batch = net(), rows()
+    plain = copy.deepcopy(module)
+    squares(plain, batch).backward()
+    assert said_by(module, loss_fn, batch, **options) == ""
+    assert max(sizes[:4]) <= 4
+    assert same(plain, module)
+
+
+def test_where_memory_runs_out_slices_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def loss_fn(module: Any, slice: torch.Tensor) -> Any:
+        sizes.append(len(slice))
+        if len(slice) > 8:
+            raise torch.OutOfMemoryError("too many")
+        return squares(module, slice)
+
+    assert said_by(net(), loss_fn, rows(), balance="even") == ""
+    assert sizes[:3] == [16, 8, 8]
+
+
+def test_what_is_not_finite_is_proved_by_a_later_step() -> None:
+    factor = [float("inf")]
+    with made(net()) as trainer:
+        for factor[0] in (float("inf"), 1.0, 1.0):
+            trainer.step(lambda module, rows: squares(module, rows) * factor[0], rows())
+        proofs = [line for line in trainer.explain().splitlines() if line.startswith("Proof")]
+    assert len(proofs) == 2
+    assert "not a finite number" in proofs[0]
+    assert "equal to one device" in proofs[1]
+
+
+def test_the_environment_says_what_the_caller_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_PROVE", "sometimes")
+    with pytest.raises(InvalidArgument, match="PACELINE_PROVE is 'sometimes'"):
+        DataParallel(net(), HOSTS)
+    with pytest.raises(InvalidArgument, match="prove is 'never'"):
+        DataParallel(net(), HOSTS, prove="never")  # type: ignore[arg-type]
+    monkeypatch.setenv("PACELINE_PROVE", "off")
+    with DataParallel(net(), HOSTS) as trainer:
+        trainer.step(squares, rows())
+        assert "Proof" not in trainer.explain()
+
+
+def test_a_number_that_counts_forwards_counts_steps() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.calls = net(), 0
+
+        def forward(self, rows: torch.Tensor) -> Any:
+            self.calls += 1
+            return self.net(rows)
+
+    module = Counting()
+    with made(module, micro_batch=3) as trainer:
+        for step in range(1, 6):
+            trainer.step(squares, rows(24))
+            assert module.calls == (8 if step == 1 else 7 + step)  # the first step ran whole, in slices
+
+
+def test_hooks_of_tensors_outside_run_once_for_a_loss() -> None:
+    head, seen = nn.Parameter(torch.ones(3, dtype=torch.float64)), []
+    head.register_hook(lambda gradient: seen.append(gradient.clone()))
+    module, batch = net(), rows()
+    with made(module) as trainer:
+        trainer.loss(lambda module, rows: (module(rows) * head).square().mean(), batch).backward()
+    assert len(seen) == 1
+    assert torch.equal(seen[0], gradients(head)[0])
+
+
+def test_lists_that_a_forward_fills_are_empty_for_the_next_one() -> None:
+    class Aux(nn.Module):
+        """Appends an auxiliary loss, as mixtures of experts do. The loop clears the list."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+            self.aux: list[Any] = []
+
+        def forward(self, rows: torch.Tensor) -> Any:
+            out = self.net(rows)
+            self.aux.append(out.square().mean())
+            return out
+
+    module, batch = Aux(), rows()
+
+    def loss_fn(module: Any, rows: torch.Tensor) -> Any:
+        return squares(module, rows) + torch.stack(module.aux).sum()
+
+    with made(module) as trainer:
+        for step in range(3):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loss = trainer.step(loss_fn, batch)
+            assert ["attribute 'aux' has 1 entries on one device" in str(one.message) for one in caught] == [True] * (
+                not step
+            )
+            module.aux.clear()
+            assert loss.item() == pytest.approx(2 * squares(module, batch).item())
+            module.aux.clear()
