@@ -15,6 +15,8 @@ from torch import nn
 from paceline.torch import DataParallel
 from torch_support import TOLERANCE, LossFunction, assert_same_gradients, gradients, hosts, plain, worst_difference
 
+pytestmark = pytest.mark.usefixtures("proved")
+
 F = nn.functional
 Make = Callable[[int, torch.dtype], tuple[nn.Module, Any, LossFunction]]
 

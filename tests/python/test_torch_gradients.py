@@ -12,6 +12,8 @@ from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
 
+pytestmark = pytest.mark.usefixtures("proved")
+
 DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
 
 

@@ -15,6 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, linear, plain
 
+pytestmark = pytest.mark.usefixtures("proved")
+
 STEPS = 3
 
 

@@ -13,6 +13,8 @@ from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, hosts, plain
 
+pytestmark = pytest.mark.usefixtures("proved")
+
 F = nn.functional
 COUNTS: dict[str, Any] = {"label": lambda b: b["label"] >= 0, "depth": lambda b: b["valid"].flatten(1).sum(1)}
 

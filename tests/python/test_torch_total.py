@@ -13,6 +13,8 @@ from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, plain
 
+pytestmark = pytest.mark.usefixtures("proved")
+
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True])

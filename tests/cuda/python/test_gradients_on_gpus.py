@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch_support import classify
 RATIOS = [[1.0, 1.0, 1.0, 1.0], [3.0, 0.0, 1.0, 2.0], [0.0, 5.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
 
 
+@pytest.mark.usefixtures("proved")
 @pytest.mark.parametrize("devices", BOXES.values(), ids=BOXES)
 @pytest.mark.parametrize("ratios", RATIOS, ids=str)
 @pytest.mark.parametrize("micro_batch", [None, 4])
@@ -161,3 +163,15 @@ def test_complex_parameters_behind_odd_ones(fake: Any) -> None:
     with DataParallel(module, BOXES["mixed"], balance="even") as trainer:
         trainer.step(loss_fn, batch)
     expect_same(module, expected)
+
+
+def test_a_dropped_trainer_leaves_no_memory_behind(fake: Any) -> None:
+    module, batch = module_and_batch()
+    trainer = DataParallel(module, BOXES["four"])
+    trainer.step(classify, batch)
+    trainer.step(classify, batch)
+    flat = weakref.ref(trainer._execution.flat)
+    assert flat() is not None
+    del trainer
+    gc.collect()
+    assert flat() is None

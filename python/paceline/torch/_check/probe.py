@@ -200,15 +200,18 @@ def spans_of(sizes: Sequence[int]) -> list[Span]:
 
 
 def distances(
-    wanted: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None], names: Sequence[str] = ()
+    wanted: Sequence[torch.Tensor | None],
+    got: Sequence[torch.Tensor | None],
+    names: Sequence[str] = (),
+    floor: float = 1e-3,
 ) -> dict[str, float]:
-    """For each parameter the norm of the difference, relative to the parameter's norm, or to a thousandth of the norm of all if that is more.
+    """For each parameter the norm of the difference, relative to the parameter's norm, or to the part `floor` of the norm of all if that is more.
 
     The latter is for gradients that are zero in exact arithmetic (the key bias of attention), where a relative error means nothing.
     A gradient that one side does not have counts as zero there.
     """
     norms = [0.0 if tensor is None else _norm(tensor) for tensor in wanted]
-    floor = max(1e-3 * sum(norm * norm for norm in norms) ** 0.5, 1e-300)
+    least = max(floor * sum(norm * norm for norm in norms) ** 0.5, 1e-300)
     result = {}
     for index, (norm, mine, theirs) in enumerate(zip_longest(norms, wanted, got)):
         if mine is None and theirs is None:
@@ -217,7 +220,7 @@ def distances(
             difference = _norm(mine.double() - theirs.double())
         else:
             difference = sum(_norm(one) for one in (mine, theirs) if one is not None)
-        relative = difference / max(norm or 0.0, floor)
+        relative = difference / max(norm or 0.0, least)
         name = names[index] if index < len(names) else str(index)
         result[name] = relative if relative == relative else float("inf")  # NaN counts as infinite
     return result

@@ -297,7 +297,11 @@ class Prover:
         mine, theirs = (
             Probed(one.loss.item(), [*one.gradients, *self.outside.lasting(one.outside)], {}) for one in (own, got)
         )
-        return {"": loss_distance(mine, theirs), **distances(mine.gradients, theirs.gradients, self._replicas.names)}
+        floor = max(
+            1e-3, self._tolerance
+        )  # a gradient that is nothing but rounding is no larger than what rounding does to others
+        by_name = distances(mine.gradients, theirs.gradients, self._replicas.names, floor)
+        return {"": loss_distance(mine, theirs), **by_name}
 
     def _of_the_loss(self, own: Result, got: Result, by_name: dict[str, float]) -> dict[str, str]:
         said = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -210,11 +211,12 @@ class FlatGradients:
         self._order = list(order)
         self._layout = Layout(replicas.parameters, replicas.names, self._order, MOST_BYTES)
         self._bucket_of = {piece.index: k for k, one in enumerate(self._layout.buckets) for piece in one.pieces}
+        came = weakref.WeakMethod(self._came)  # PyTorch keeps hooks where the garbage collector does not look
         for device, replica in enumerate(replicas.list):
             with self._places.enter(device):
                 self._devices.append(self._memory_of(device, replica))
             for index in self._bucket_of:
-                hook = functools.partial(self._came, device, index)
+                hook = functools.partial(_call, came, device, index)
                 self._handles.append(replica.parameters[index].register_post_accumulate_grad_hook(hook))
 
     def _memory_of(self, device: int, replica: Replica) -> _Device:
@@ -257,6 +259,12 @@ class FlatGradients:
             one.capture.events[k] = one.capture.mark()
         else:
             queues.seal(device, k, *_view(one.buckets[k]))
+
+
+def _call(method: weakref.WeakMethod[Any], device: int, index: int, parameter: torch.Tensor) -> None:
+    alive = method()
+    if alive is not None:
+        alive(device, index, parameter)
 
 
 def _refuse_sparse(replicas: Replicas) -> None:
