@@ -40,6 +40,9 @@ class PacelineMixin:
     in `MyTrainer` itself replaces the mixin's. It has to call ``super().compute_loss`` without `return_outputs`, or batches run on the model's
     own device, which ``train`` warns of.
 
+    The first training step is proved (see `DataParallel`): a loss that is no mean over the labels, or a batch that cannot be cut along dimension 0, is
+    warned of, with the cure if it is found. `data_parallel_loss_options` is the place for the cure.
+
     Router losses of mixtures of experts (``config.output_router_logits``) are not those of one device. They couple the items of a batch. Here
     each slice has its own, and they are weighted by labels. ``train`` warns of this.
 
@@ -59,10 +62,12 @@ class PacelineMixin:
     data_parallel: DataParallel | None = None
     _reached = False  # whether `compute_loss` was called for training, or the warning was given that it is not
 
-    def __init__(self, model: Any = None, args: Any = None, *arguments: Any, **options: Any) -> None:
-        if args is not None:
-            args._n_gpu = min(args.n_gpu, 1)  # otherwise the Trainer wraps the model in nn.DataParallel
-        super().__init__(model, args, *arguments, **options)  # type: ignore[call-arg]
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        # The training arguments are the second argument of some classes, and the third of others.
+        for one in (*arguments, *options.values()):
+            if hasattr(type(one), "n_gpu"):
+                one._n_gpu = min(one.n_gpu, 1)  # otherwise the Trainer wraps the model in nn.DataParallel
+        super().__init__(*arguments, **options)
         trainer: Any = self
         trainer.args._n_gpu = min(trainer.args.n_gpu, 1)  # also where the arguments are the default ones
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -107,6 +112,7 @@ class PacelineMixin:
         if return_outputs or not torch.is_grad_enabled():
             return one_device(model, inputs, return_outputs, num_items_in_batch)
         self._reached = True
+        own = self.data_parallel_loss_options(inputs)
         self.loss_is_scaled_for_ga = (
             True  # what was accumulated is divided by here, and the Trainer must not do it again
         )
@@ -117,8 +123,8 @@ class PacelineMixin:
             labels = None if trainer.compute_loss_func is None else _labels_per_item(part, shifted=shifted)
             return one_device(module, part, num_items_in_batch=None if labels is None else labels.sum())
 
-        weight = _labels_per_item(inputs, shifted=shifted)
-        items = num_items_in_batch
+        weight = own.get("weight", _labels_per_item(inputs, shifted=shifted))
+        items = None if "weight" in own else num_items_in_batch
         if items is None:
             empty = weight is not None and not weight.any() and trainer.accelerator.num_processes == 1
         else:
@@ -130,10 +136,18 @@ class PacelineMixin:
         if empty:  # there is nothing to divide by
             loss = one_device(model, inputs, num_items_in_batch=num_items_in_batch)
         else:
-            loss = self._parallel().loss(
-                loss_fn, inputs, weight=weight, total=items, scaler=getattr(trainer.accelerator, "scaler", None)
-            )
+            scaler = getattr(trainer.accelerator, "scaler", None)
+            given = {"weight": weight, "total": items, "scaler": scaler, **own}
+            loss = self._parallel().loss(loss_fn, inputs, **given)
         return loss if items is not None else loss / trainer.current_gradient_accumulation_steps
+
+    def data_parallel_loss_options(self, inputs: Any) -> dict[str, Any]:
+        """Further arguments of `DataParallel.loss` for a batch: ``weight=``, ``total=``, ``split=``, ``batch_dim=``, ``cost=``. Yours to override.
+
+        For a loss that is a mean over something else than labels, give its weights: ``{"weight": class_weights[inputs["labels"]]}``. The mean is then
+        over the batch, and accumulated batches count alike.
+        """
+        return {}
 
     def _parallel(self) -> DataParallel:
         trainer: Any = self

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from frameworks_support import within
+from paceline.torch import ProofWarning
 from paceline.transformers import PacelineMixin
 
 TWO = ["host:0", "host:1"]
@@ -238,3 +239,61 @@ def test_router_losses_warn(coefficient: float, warned: int, tmp_path: Any) -> N
         warnings.simplefilter("always")
         train(Parallel, MixtralForCausalLM(config), tmp_path, max_steps=1)
     assert sum("adds a router loss" in str(one.message) for one in found) == warned
+
+
+class Reordered(Trainer):
+    """Has another second argument than the Trainer, as TRL's trainers have."""
+
+    def __init__(self, model: Any = None, reference: Any = None, args: Any = None, **options: Any) -> None:
+        super().__init__(model, args, **options)
+        self.reference = reference
+
+
+class ParallelReordered(PacelineMixin, Reordered):
+    data_parallel_options: ClassVar[dict[str, Any]] = {"devices": TWO}
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_training_arguments_may_be_any_argument(by_name: bool, tmp_path: Any) -> None:
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    if by_name:
+        trainer = ParallelReordered(model=llama(), args=arguments, train_dataset=sentences(), data_collator=pad)
+    else:
+        trainer = ParallelReordered(llama(), "the other", arguments, train_dataset=sentences(), data_collator=pad)
+    assert trainer.args is arguments
+    assert trainer.reference == (None if by_name else "the other")
+    assert trainer.args.n_gpu <= 1
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 30.0], dtype=torch.float64)
+
+
+class ByClass(Plain):
+    """The weighted loss of the documentation of transformers."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
+        loss = nn.functional.cross_entropy(outputs.logits[:, -1, :3], inputs["labels"], weight=CLASS_WEIGHTS)
+        return (loss, outputs) if return_outputs else loss
+
+
+class AfterByClass(PacelineMixin, ByClass):
+    data_parallel_options: ClassVar[dict[str, Any]] = {"devices": TWO, "balance": [1, 2], "prove": "warn"}
+
+
+class Weighted(AfterByClass):
+    def data_parallel_loss_options(self, inputs: Any) -> dict[str, Any]:
+        return {"weight": CLASS_WEIGHTS[inputs["labels"]]}
+
+
+def test_class_weights_are_warned_of_and_may_be_given(tmp_path: Any) -> None:
+    options = {"max_steps": 3, "gradient_accumulation_steps": 2}
+    with pytest.warns(ProofWarning, match="another result than on one device"):
+        train(AfterByClass, llama(), tmp_path, classified, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ProofWarning)
+        _, got = train(Weighted, llama(), tmp_path, classified, **options)
+    _, wanted = train(ByClass, llama(), tmp_path, classified, **options)
+    assert got == [pytest.approx(pair, rel=1e-6) for pair in wanted]

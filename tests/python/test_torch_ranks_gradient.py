@@ -20,7 +20,7 @@ SIZES = [[14, 6], [9, 0, 8], [0, 12, 5]]
 def two_steps(rank: int, sizes: list[int], call: str) -> Any:
     module, batch = classifier(sum(sizes))
     part = part_of(batch, rank, sizes)
-    with trainer_of(module, rank) as trainer:
+    with trainer_of(module, rank, prove="raise") as trainer:  # the first step is that of one device of each rank
         if call == "step":
             losses = [trainer.step(classify, part), trainer.step(classify, part)]
         else:
@@ -44,6 +44,21 @@ def test_the_gradient_is_that_of_one_device_on_every_rank(on_ranks: Run, sizes: 
             assert one.item() == pytest.approx(loss.item(), rel=1e-13)
         assert shares == sizes[rank]
         assert all(torch.equal(a, b) for a, b in zip(found, results[0][1], strict=True)), "ranks differ in a bit"
+
+
+def of_labels(rank: int) -> Any:
+    module, (inputs, labels) = classifier(20)
+    labels[:5] = labels[12:15] = -100  # a mean over those that are left
+    part = part_of((inputs, labels), rank, [12, 8])
+    with trainer_of(module, rank, more=1, prove="raise") as trainer:
+        return error_of(lambda: trainer.step(classify, part)), gradients(module)
+
+
+def test_a_failed_proof_is_a_failure_of_its_rank(on_ranks: Run) -> None:
+    for (kind, text), found in on_ranks(2, of_labels):
+        assert kind is Error
+        assert "another result than on one device" in text
+        assert found == [None] * len(found)
 
 
 def update(module: nn.Module) -> None:

@@ -127,14 +127,16 @@ class Prover:
 
     def run(self, proof: Proof) -> Result:
         """The result of the whole batch, in which the module is left. `proof` gets what the comparison has found. If anything raises, all is as before."""
-        before, self._edited = State(self._replicas, self._places), Edited(self._batch)
+        before, self._edited = State(self._replicas, self._places, self._loss_fn), Edited(self._batch)
         try:
             noise = self._noise(counts=True)
             whole = self._first(before, noise)
-            after = State(self._replicas, self._places)
+            after = State(self._replicas, self._places, self._loss_fn)
             self._edited.note()
             if not whole.finite:
                 proof.unproved.append("the loss or a gradient of the whole batch is not a finite number")
+            elif all(one is None for one in whole.gradients):
+                proof.unproved.append("no parameter of the module has a gradient")
             else:
                 found = self._compared(before, noise, whole, proof)
                 if found and not proof.unproved:
@@ -234,7 +236,7 @@ class Prover:
                             root.backward()
                 storages.separate()
         forget(modules)
-        if not any_gradient:
+        if not any_gradient and self._execution.ranks is None:  # other ranks may have one
             refuse_without_gradient()
         noise.lost |= dict.fromkeys(start.others.moved)
         if start.random.moved and not noise.drew:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.torch._check.around import KeptAround
 from paceline.torch._devices.noise import OtherGenerators
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.attributes import HOOKS
@@ -21,19 +22,21 @@ _DEEPEST = 4
 
 
 class State:
-    """The module, its replicas and the generators at one moment."""
+    """The module, its replicas, what `loss_fn` reaches beside these, and the generators, at one moment."""
 
-    def __init__(self, replicas: Replicas, places: Places) -> None:
+    def __init__(self, replicas: Replicas, places: Places, loss_fn: Any) -> None:
         parts = [*replicas.all_modules, *_made_since(replicas)]
         self.buffers = KeptBuffers(parts)
         self.attributes = KeptAttributes(parts)
         self.parameters = KeptParameters(list(replicas.parameters))
+        self._around = KeptAround(loss_fn, parts)
         self._followed = replicas.followed()
         self.random, self.others = RandomStates(places), OtherGenerators()
 
     def restore(self) -> None:
         """Go back to that moment."""
-        self.attributes.restore()  # first, since it decides which buffers there are
+        self._around.restore()
+        self.attributes.restore()  # before buffers, since it decides which ones there are
         with torch.no_grad():
             self.buffers.restore()
         self.parameters.restore()

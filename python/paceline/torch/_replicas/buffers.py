@@ -120,20 +120,26 @@ class KeptAttributes:
         self._kept: dict[int, tuple[Any, Any]] = {}  # containers by identity, each with a copy
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity, each with a copy
         for part in modules:
-            for table in (part._parameters, part._buffers):
-                self._kept[id(table)] = table, copy.copy(table)
-            self._keep(vars(part))
+            self.keep_module(part)
 
-    def _keep(self, value: Any) -> None:
+    def keep_module(self, part: nn.Module) -> None:
+        """Keep the attributes of one more module."""
+        for table in (part._parameters, part._buffers):
+            self._kept[id(table)] = table, copy.copy(table)
+        self.keep(vars(part))
+
+    def keep(self, value: Any) -> None:
+        """Keep what a container holds, or a tensor's values. Anything else is left out."""
         if isinstance(value, torch.Tensor):
-            if value.is_leaf and not (value.requires_grad or _overlaps(value)) and value.nbytes <= _MOST_BYTES:
+            writable = value.is_leaf and not (value.requires_grad or value.is_inference() or _overlaps(value))
+            if writable and value.nbytes <= _MOST_BYTES:
                 self._tensors[id(value)] = value, value.clone()
             return
         if id(value) in self._kept or not isinstance(value, (dict, list, set, deque)):
             return
         self._kept[id(value)] = value, copy.copy(value)
         for one in value.values() if isinstance(value, dict) else value:
-            self._keep(one)
+            self.keep(one)
 
     def restore(self) -> None:
         """Put the same objects back, into attributes and into containers."""

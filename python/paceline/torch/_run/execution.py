@@ -148,12 +148,7 @@ class Execution(Runner):
         if self.places.queues is not None:
             self.places.drain()
             _ = outcome.settled  # raises the error of a device that has failed
-        shape = self._outside.reached
-        if shape is not None:
-            raise InvalidArgument(
-                f"step: the loss reaches a tensor of shape {tuple(shape)} outside of the module. With group= the gradients of the module are summed "
-                "over the ranks, and no others: make it a parameter of the module, or detach it."
-            )
+        refuse_outside_of_ranks(self._outside.reached)
 
     def _kept_buffers(self) -> KeptBuffers:
         """The present buffers, in memory that is allocated once for the modules as they are now."""
@@ -270,3 +265,12 @@ class Execution(Runner):
     def _commit_attributes(self, outcome: Any) -> None:
         if self.replicas.shared:
             self.replicas.push_written(self._most(outcome), [] if self.running is None else self.running.ran)
+
+
+def refuse_outside_of_ranks(shape: torch.Size | None) -> None:
+    """Raise for a tensor of this shape that got a gradient, which would be that of this rank's part."""
+    if shape is not None:
+        raise InvalidArgument(
+            f"step: the loss reaches a tensor of shape {tuple(shape)} outside of the module. With group= the gradients of the module are summed "
+            "over the ranks, and no others: make it a parameter of the module, or detach it."
+        )

@@ -16,7 +16,7 @@ from paceline.torch._check.check import check
 from paceline.torch._check.proof import Proof
 from paceline.torch._check.prover import Prover, Result
 from paceline.torch._devices.failures import warn_caller
-from paceline.torch._run.execution import Execution
+from paceline.torch._run.execution import Execution, refuse_outside_of_ranks
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.outside import code_of
 from paceline.torch._run.train_run import LossFunction
@@ -62,7 +62,7 @@ class Proofs:
     """
 
     def __init__(self, prove: Literal["warn", "raise"] | None, works: Works, execution: Execution) -> None:
-        self._prove = prove if len(execution.places) > 1 and execution.ranks is None else None
+        self._prove = prove if len(execution.places) > 1 else None
         self._works = works
         self._execution = execution
         self._steps: dict[Any, int] = {}  # by kind
@@ -72,7 +72,7 @@ class Proofs:
 
     def due(self, loss_fn: LossFunction, batch: Batch, objective: Objective, *, carries: bool) -> bool:
         """Whether to prove the step that is about to run."""
-        if self._prove is None or batch.size < 2 or not objective.magnitude:
+        if self._prove is None or batch.size < 2 or not objective.magnitude or self._execution.faults is not None:
             return False
         kind = self._kind(loss_fn, batch, objective, carries)
         if kind not in self._steps and len(self._steps) >= _MOST_KINDS:
@@ -151,9 +151,14 @@ class Proofs:
                     self._steps[kind] -= 1  # the next step tries again
                 if proof.differences and self._prove == "raise":
                     raise Error(f"{_words(proof)} Nothing was committed.")
+                self._sum_over_ranks(prover, whole, objective, scale)
             except BaseException:
-                prover.outside.restore()
-                user.restore()
+                if execution.ranks is None or execution.ranks.agreed is None:
+                    prover.outside.restore()
+                    user.restore()
+                else:  # interrupted when all ranks commit already
+                    whole.loss, whole.gradients = execution.ranks.agreed
+                    self._commit(user, prover, whole, carries=carries)
                 raise
         self._commit(user, prover, whole, carries=carries)
         outside = [
@@ -164,6 +169,20 @@ class Proofs:
             self._warned.add(said)
             warn_caller(said, ProofWarning)
         return whole.loss, whole.gradients, outside if carries else []
+
+    def _sum_over_ranks(self, prover: Prover, whole: Result, objective: Objective, scale: torch.Tensor | None) -> None:
+        """Bring the result of this rank's part to that of the batch of all ranks, as every step does."""
+        execution = self._execution
+        if execution.ranks is None:
+            return
+        reached = (
+            leaf.shape for leaf, one in zip(prover.outside.leaves, whole.outside, strict=False) if one is not None
+        )
+        refuse_outside_of_ranks(next(reached, None))
+        with torch.no_grad():
+            whole.loss, whole.gradients = execution.ranks.sum(
+                execution.replicas, objective, whole.loss, whole.gradients, scale=scale, steps=execution.steps
+            )
 
     def _commit(self, user: UserGradients, prover: Prover, whole: Result, *, carries: bool) -> None:
         """Write everything. An interrupted call is repeated."""

@@ -156,7 +156,7 @@ class Training:
         if whole is None:
             with self._recent.step(kind_of(None), self._execution):
                 loss, gradients = self._execution.take_part(loss_fn, objective, carries=carries)
-        elif kind_of(None) not in self._scripts and self._proofs.due(loss_fn, whole, objective, carries=carries):
+        elif self._proofs.due(loss_fn, whole, objective, carries=carries):
             with self._recent.step(kind_of(None), self._execution):
                 loss, gradients, outside = self._proofs.step(
                     loss_fn, whole, objective, scale=scale, costs=costs, carries=carries, reduction=self.reduction
@@ -245,7 +245,8 @@ class Training:
         From the same parameters, with the same batches and as many threads per device, gradients on host devices are the same bit for bit,
         whatever the devices' speeds are now. Random draws from the same state of the caller's generator are the same, too, except those
         that `UnseededDrawsWarning` names. Gradients of tensors outside of the module may differ in their last bits: devices add to them in
-        the order in which they finish. Nothing is measured during a replay, and the balancer stays as it is.
+        the order in which they finish. Nothing is measured during a replay, and the balancer stays as it is. Steps that are proved are not in
+        a ledger, so the trainer needs the same `prove`.
 
         Parameters
         ----------
