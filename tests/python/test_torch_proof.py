@@ -484,3 +484,10 @@ def test_a_replay_proves_what_the_run_has_proved(tmp_path: Path) -> None:
             return [trainer.step(squares, batch).item() for batch in batches]
 
     assert trained(replay=False) == trained(replay=True)
+
+
+def test_a_function_that_takes_the_whole_batch_is_told_so() -> None:
+    whole = rows()
+    said = said_by(net(), lambda module, _: squares(module, whole), whole, steps=3)
+    assert said.count("refers to a tensor of the whole batch") == 1
+    assert said_by(net(), squares, whole) == ""

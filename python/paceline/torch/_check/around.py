@@ -41,6 +41,10 @@ class KeptAround:
             self._attributes.keep_module(part)
         self._buffers = KeptBuffers(parts)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the function reaches this tensor."""
+        return self._attributes.holds(tensor)
+
     def restore(self) -> None:
         """Put everything back."""
         for cell, value in self._cells:

@@ -38,6 +38,7 @@ class Proof:
     differences: list[str] = dataclasses.field(default_factory=list)
     unproved: list[str] = dataclasses.field(default_factory=list)
     cause: str = ""
+    reaches_batch: bool = False  # whether the function may use the whole batch instead of its slice
 
     @property
     def text(self) -> str:

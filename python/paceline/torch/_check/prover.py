@@ -128,6 +128,7 @@ class Prover:
     def run(self, proof: Proof) -> Result:
         """The result of the whole batch, in which the module is left. `proof` gets what the comparison has found. If anything raises, all is as before."""
         before, self._edited = State(self._replicas, self._places, self._loss_fn), Edited(self._batch)
+        proof.reaches_batch = any(before.around.holds(one) for _, one in self._batch.tensors())
         try:
             noise = self._noise(counts=True)
             whole = self._first(before, noise)

@@ -29,13 +29,13 @@ class State:
         self.buffers = KeptBuffers(parts)
         self.attributes = KeptAttributes(parts)
         self.parameters = KeptParameters(list(replicas.parameters))
-        self._around = KeptAround(loss_fn, parts)
+        self.around = KeptAround(loss_fn, parts)
         self._followed = replicas.followed()
         self.random, self.others = RandomStates(places), OtherGenerators()
 
     def restore(self) -> None:
         """Go back to that moment."""
-        self._around.restore()
+        self.around.restore()
         self.attributes.restore()  # before buffers, since it decides which ones there are
         with torch.no_grad():
             self.buffers.restore()

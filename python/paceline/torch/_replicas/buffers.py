@@ -141,6 +141,10 @@ class KeptAttributes:
         for one in value.values() if isinstance(value, dict) else value:
             self.keep(one)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor is among those that are kept."""
+        return id(tensor) in self._tensors
+
     def restore(self) -> None:
         """Put the same objects back, into attributes and into containers."""
         for container, before in self._kept.values():

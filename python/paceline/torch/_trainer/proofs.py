@@ -27,6 +27,10 @@ VARIABLE = "PACELINE_PROVE"
 _AGAIN = 1000  # the step of a kind that is proved next, and ten times as late each time after that
 _TRIES = 10  # of a step whose result is not finite
 _MOST_KINDS = 64
+_WHOLE_BATCH = (
+    "step: {} refers to a tensor of the whole batch by a variable of its own. If it computes with that instead of its second argument, which is the slice, the "
+    "result is right and every device does the work of all. Use the second argument."
+)
 _OFF = "prove=False turns the comparison off."
 
 
@@ -165,7 +169,10 @@ class Proofs:
             (leaf, one) for leaf, one in zip(prover.outside.leaves, whole.outside, strict=False) if one is not None
         ]
         execution.proofs.append(proof)
-        if proof.differences and (said := _words(proof)) not in self._warned:
+        said = (
+            _words(proof) if proof.differences else _WHOLE_BATCH.format(proof.function) if proof.reaches_batch else ""
+        )
+        if said and said not in self._warned:
             self._warned.add(said)
             warn_caller(said, ProofWarning)
         return whole.loss, whole.gradients, outside if carries else []
