@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from paceline import Error, InvalidArgument
 from paceline.torch import DataParallel
+from paceline.torch._check.proof import EXTRAS_OF_SLICES
 
 __all__ = ["PacelineStrategy"]
 
@@ -140,9 +141,12 @@ class PacelineStrategy(SingleDeviceStrategy):
         def loss_fn(replica: Any, part: Any) -> Any:
             log = _Log(kinds, part)
             replica._trainer = owner  # copies leave it out
-            vars(replica)["log"] = log.log
             before = _updates(replica) if counts else []
-            output = replica.training_step(part, *others, **options)
+            vars(replica)["log"] = log.log
+            try:
+                output = replica.training_step(part, *others, **options)
+            finally:
+                del vars(replica)["log"]  # the module itself runs, too
             if counts and _updates(replica) != before:
                 raise InvalidArgument(
                     "PacelineStrategy: training_step updates a torchmetrics object. Each device would update a copy, and the state would be lost. "
@@ -163,6 +167,7 @@ class PacelineStrategy(SingleDeviceStrategy):
                     )
             return loss, (log.values, beside)
 
+        vars(loss_fn)[EXTRAS_OF_SLICES] = True  # logged rows say how large a part of their slice they are
         loss: Any
         with self.precision_plugin.train_step_context():
             loss = self.data_parallel.loss(

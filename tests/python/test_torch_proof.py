@@ -491,3 +491,12 @@ def test_a_function_that_takes_the_whole_batch_is_told_so() -> None:
     said = said_by(net(), lambda module, _: squares(module, whole), whole, steps=3)
     assert said.count("refers to a tensor of the whole batch") == 1
     assert said_by(net(), squares, whole) == ""
+
+
+def test_rounding_inside_of_the_function_is_no_difference() -> None:
+    def loss_fn(module: Any, rows: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return squares(module, rows)
+
+    module = nn.Sequential(*[part for _ in range(6) for part in (nn.Linear(4, 4), nn.Tanh())])
+    assert said_by(module, loss_fn, rows(64).float()) == ""

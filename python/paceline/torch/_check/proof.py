@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+EXTRAS_OF_SLICES = "_paceline_extras_of_slices"  # an attribute of functions whose extras are not those of the batch
 _active = 0  # runs of this process that will be thrown away
 
 

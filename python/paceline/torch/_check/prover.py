@@ -22,9 +22,9 @@ from paceline.torch._batch.extras import Extras, parted
 from paceline.torch._batch.objective import Objective
 from paceline.torch._check.check import TrialRun
 from paceline.torch._check.probe import OutsideLeaves, Probed, distances, loss_distance
-from paceline.torch._check.proof import Proof, thrown_away
+from paceline.torch._check.proof import EXTRAS_OF_SLICES, Proof, thrown_away
 from paceline.torch._check.state import Snapshot, State, close, same_nest
-from paceline.torch._check.tolerance import tolerance_for
+from paceline.torch._check.tolerance import tolerance_for, tolerance_of
 from paceline.torch._devices.caller_state import CallerThreads, outside_autocast
 from paceline.torch._devices.noise import Noise
 from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
@@ -37,6 +37,7 @@ from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.train_run import LossFunction, refuse_own_backward, refuse_without_gradient
 from paceline.torch._run.workload import Workload
 
+_LEAST_TOLERANCE = 1e-4
 _OF_THE_LOSS = {"loss", "gradient", "extras"}
 _OF_STATE = (
     "What a forward keeps of its batch comes to the module from the device that ran most items; lists and dictionaries do not come at all. Let loss_fn "
@@ -117,7 +118,8 @@ class Prover:
         self._scale, self._costs, self._carries = scale, costs, carries
         self._micro_batch = micro_batch or batch.size
         self._explain = explain
-        self._tolerance = tolerance_for(self._module, self._places)
+        # A module in double precision may compute some things in single precision, as transformers' norms do.
+        self._tolerance = max(_LEAST_TOLERANCE, tolerance_for(self._module, self._places))
         self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if is_compiled(self._module) or is_compiled_function(loss_fn):
             self._stance = partial(torch.compiler.set_stance, "force_eager")
@@ -132,6 +134,9 @@ class Prover:
         try:
             noise = self._noise(counts=True)
             whole = self._first(before, noise)
+            self._tolerance = max(
+                self._tolerance, tolerance_of(noise.types)
+            )  # such as those of autocast inside of loss_fn
             after = State(self._replicas, self._places, self._loss_fn)
             self._edited.note()
             if not whole.finite:
@@ -316,7 +321,8 @@ class Prover:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             name = worst if worst in self._replicas.names else "a tensor outside of the module"
             said["gradient"] = f"the gradient of {name}{more} differs by {_percent(by_name[worst])}"
-        if not same_nest(own.extras, got.extras, self._tolerance):
+        of_slices = getattr(self._loss_fn, EXTRAS_OF_SLICES, False)
+        if not of_slices and not same_nest(own.extras, got.extras, self._tolerance):
             said["extras"] = "what loss_fn returns beside the loss differs"
         return said
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -11,10 +13,15 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, to
 _TENSOR_CORES = 5e-3  # float32 on GPUs, where convolutions round to 10 bits by default
 
 
+def tolerance_of(types: Iterable[torch.dtype]) -> float:
+    """The largest relative difference that rounding to these types may cause."""
+    return max((_TOLERANCE.get(one, 0.0) for one in types), default=0.0)
+
+
 def tolerance_for(module: nn.Module, places: Places) -> float:
     """The largest relative difference that rounding alone may cause, by the least precise type in use."""
     types = {parameter.dtype for parameter in module.parameters()}
-    worst = max((_TOLERANCE.get(dtype, 0.0) for dtype in types), default=0.0) or _TOLERANCE[torch.float32]
+    worst = tolerance_of(types) or _TOLERANCE[torch.float32]
     for kind in places.types:
         if torch.is_autocast_enabled(kind):
             worst = max(worst, _TOLERANCE.get(torch.get_autocast_dtype(kind), 0.0))

@@ -52,6 +52,7 @@ class Noise:
             False  # whether the run that is recorded counts, so that generators of loss_fn stay where it leaves them
         )
         self._left: dict[torch.Generator, torch.Tensor] = {}
+        self.types: set[torch.dtype] = set()  # of what operators gave in the run that is recorded
         self.has_blocks = False  # whether one dimension holds both items and places
 
     def anew(self, items: int) -> Noise:
@@ -123,6 +124,12 @@ class _Random(TorchDispatchMode):
 
 
 class _Recording(_Random):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(result, torch.Tensor):
+            self.noise.types.add(result.dtype)
+        return result
+
     def __exit__(self, *exception: Any) -> None:
         if self.noise.counts:
             self.noise._left |= {generator: generator.get_state() for generator in self._own}
