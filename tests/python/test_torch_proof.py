@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import warnings
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,7 @@ def test_the_function_runs_whole_once_for_each_kind_of_work() -> None:
 
 
 COUNTED = {"calls": 0}
+TOTAL = 0
 
 
 def test_what_loss_fn_reaches_is_as_after_one_run() -> None:
@@ -500,3 +503,136 @@ def test_rounding_inside_of_the_function_is_no_difference() -> None:
 
     module = nn.Sequential(*[part for _ in range(6) for part in (nn.Linear(4, 4), nn.Tanh())])
     assert said_by(module, loss_fn, rows(64).float()) == ""
+
+
+def test_what_is_raised_leaves_nothing_and_the_next_step_is_proved() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    before, states, calls = copy.deepcopy(module.state_dict()), torch.get_rng_state(), list[int]()
+
+    def loss_fn(module: Any, rows: torch.Tensor) -> Any:
+        calls.append(len(rows))
+        return module(rows).square().sum()
+
+    with made(module, prove="raise") as trainer:
+        batch = rows()
+        states = torch.get_rng_state()
+        for _ in range(2):
+            with pytest.raises(Error, match="Nothing was committed"):
+                trainer.step(loss_fn, batch)
+            assert all(torch.equal(module.state_dict()[name], one) for name, one in before.items())
+            assert torch.equal(torch.get_rng_state(), states)
+            assert calls == []
+
+
+def test_an_interrupted_first_step_is_proved_again() -> None:
+    interrupts = Seen()
+
+    def loss_fn(module: Any, rows: torch.Tensor) -> Any:
+        if not interrupts.items:
+            interrupts.items.append(1)
+            raise KeyboardInterrupt
+        return module(rows).square().sum()
+
+    with made(net()) as trainer:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(loss_fn, rows())
+        with pytest.warns(ProofWarning, match="another result than on one device"):
+            trainer.step(loss_fn, rows())
+
+
+class Odd(dict[str, Any]):
+    def update(self, *given: Any, **options: Any) -> None:
+        raise RuntimeError("You cannot use update on this")
+
+    def clear(self) -> None:
+        raise RuntimeError("You cannot use clear on this")
+
+
+def test_state_of_all_kinds_is_as_after_one_run() -> None:
+    teacher = net().requires_grad_(False)
+    start = copy.deepcopy(teacher)
+    groups, moving, loop = defaultdict[str, list[int]](list), torch.zeros(1), deque([1.0, 2.0])
+
+    class Count:
+        def __init__(self) -> None:
+            self.n = 0
+
+    class Meters:
+        def __init__(self) -> None:
+            self.loss = Count()
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.count = net(), Count()
+            self.odd = Odd(a=1)
+
+        def forward(self, rows: torch.Tensor) -> Any:
+            self.count.n += 1
+            dict.__setitem__(self.odd, "a", 2)
+            return self.net(rows)
+
+    meters, module = Meters(), Holder()
+
+    def loss_fn(module: Any, rows: torch.Tensor) -> Any:
+        global TOTAL
+        nonlocal moving
+        TOTAL += 1
+        moving = moving + 1
+        groups["sizes"].append(len(rows))
+        meters.loss.n += 1
+        for one in teacher.parameters():
+            one.data.add_(1)
+        return squares(module, rows) * sum(loop)
+
+    with made(module, prove="warn") as trainer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in loop:  # it may not change
+            trainer.step(loss_fn, rows())
+            break
+    assert (TOTAL, moving.item(), dict(groups), meters.loss.n) == (1, 1, {"sizes": [16]}, 1)
+    assert (module.count.n, dict(module.odd)) == (1, {"a": 2})
+    assert all(torch.equal(one, two + 1) for one, two in zip(teacher.parameters(), start.parameters(), strict=True))
+
+
+def test_near_an_optimum_rounding_is_no_difference() -> None:
+    torch.manual_seed(0)
+    module, inputs = nn.Linear(4, 1), torch.randn(64, 4)
+    targets = inputs.sum(1, keepdim=True) + torch.randn(64, 1)
+    with torch.no_grad():
+        found = torch.linalg.lstsq(
+            torch.cat([inputs, torch.ones(64, 1)], 1).double(), targets.double()
+        ).solution.float()
+        module.weight.copy_(found[:4].T)
+        module.bias.copy_(found[4])
+    assert said_by(module, lambda module, batch: F.mse_loss(module(batch[0]), batch[1]), (inputs, targets)) == ""
+
+
+def reducing(how: str, *, by_default: bool) -> Any:
+    def reduced(module: Any, rows: torch.Tensor, how: str = how if by_default else "mean") -> Any:
+        return getattr(module(rows).square(), how)()
+
+    return reduced if by_default else functools.partial(reduced, how=how)
+
+
+@pytest.mark.parametrize("by_default", [True, False])
+def test_what_a_function_is_given_makes_a_kind_of_work(by_default: bool) -> None:
+    with made(net()) as trainer:
+        for how in ("mean", "sum"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                trainer.step(reducing(how, by_default=by_default), rows())
+            assert len(caught) == (how == "sum")
+
+
+def test_the_size_of_a_slice_is_no_difference() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.items = net(), 0
+
+        def forward(self, rows: torch.Tensor) -> Any:
+            self.items = len(rows)
+            return self.net(rows)
+
+    assert said_by(Sized(), squares, rows()) == ""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers
+from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers, KeptParameters
 from paceline.torch._replicas.reach import LIBRARIES, SIMPLE
 
-_DEEPEST = 3  # functions that call functions
-_LONGEST = 10_000  # entries; a longer container is left alone
-_CONTAINERS = (list, dict, set, deque)
+_DEEPEST = 3  # functions that call functions, and objects in objects
+_MISSING = object()
 
 
 class KeptAround:
@@ -24,22 +22,16 @@ class KeptAround:
 
     def __init__(self, function: Any, modules: list[nn.Module]) -> None:
         """`modules` are those of the trainer, whose state is kept elsewhere."""
-        self._cells: list[tuple[Any, Any]] = []
-        known = set(map(id, modules))
-        self._attributes = KeptAttributes([])
-        parts: list[nn.Module] = []
+        self._variables: list[
+            tuple[Callable[[Any], None], Callable[[], Any], Any]
+        ] = []  # how to set and to get it, its value
+        self._attributes = KeptAttributes()
+        self._known = set(map(id, modules))
+        self._parts: list[nn.Module] = []
         for value in self._reached(function, 0):
-            if isinstance(value, nn.Module):
-                parts += [part for part in value.modules() if id(part) not in known]
-            elif isinstance(value, torch.Tensor) or (type(value) in _CONTAINERS and len(value) <= _LONGEST):
-                self._attributes.keep(value)
-            elif type(value).__module__.partition(".")[0] not in LIBRARIES | {"paceline"} and hasattr(
-                value, "__dict__"
-            ):
-                self._attributes.keep(vars(value))
-        for part in parts:
-            self._attributes.keep_module(part)
-        self._buffers = KeptBuffers(parts)
+            self._keep(value, 0)
+        parameters = [one for part in self._parts for one in part._parameters.values() if one is not None]
+        self._parameters, self._buffers = KeptParameters(parameters), KeptBuffers(self._parts)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the function reaches this tensor."""
@@ -47,11 +39,30 @@ class KeptAround:
 
     def restore(self) -> None:
         """Put everything back."""
-        for cell, value in self._cells:
-            cell.cell_contents = value
+        for put, get, value in self._variables:
+            if get() is not value:
+                put(value)
         self._attributes.restore()
         with torch.no_grad():
             self._buffers.restore()
+        self._parameters.restore()
+
+    def _keep(self, value: Any, depth: int) -> None:
+        if isinstance(value, nn.Module):
+            for part in value.modules():
+                if id(part) not in self._known:
+                    self._known.add(id(part))
+                    self._parts.append(part)
+                    self._attributes.keep_module(part)
+        elif type(value).__module__.partition(".")[0] not in _OF_OTHERS and hasattr(value, "__dict__"):
+            if id(value) in self._known or depth > _DEEPEST:
+                return
+            self._known.add(id(value))
+            self._attributes.keep(vars(value))
+            for one in list(vars(value).values()):
+                self._keep(one, depth + 1)
+        else:
+            self._attributes.keep(value)
 
     def _reached(self, function: Any, depth: int) -> Iterator[Any]:
         """What a function refers to: by its closure, its defaults, partial arguments, its object and the globals that it names."""
@@ -66,15 +77,7 @@ class KeptAround:
         function = getattr(function, "__func__", function)
         if isinstance(function, types.FunctionType):
             found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-            found += [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
-            for cell in function.__closure__ or ():
-                try:
-                    value = cell.cell_contents
-                except ValueError:  # not bound yet
-                    continue
-                found.append(value)
-                if type(value) in SIMPLE:
-                    self._cells.append((cell, value))
+            found += self._variables_of(function)
         for value in found:
             if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
                 if depth < _DEEPEST:
@@ -83,3 +86,25 @@ class KeptAround:
                 not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) and type(value) not in SIMPLE
             ):
                 yield value
+
+    def _variables_of(self, function: types.FunctionType) -> Iterator[Any]:
+        names, space = function.__code__.co_names, function.__globals__
+        for name in names:
+            if name in space:
+                get = functools.partial(space.get, name, _MISSING)
+                self._variables.append((functools.partial(space.__setitem__, name), get, space[name]))
+                yield space[name]
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not bound yet
+                continue
+            put, get = (
+                functools.partial(setattr, cell, "cell_contents"),
+                functools.partial(getattr, cell, "cell_contents", _MISSING),
+            )
+            self._variables.append((put, get, value))
+            yield value
+
+
+_OF_OTHERS = LIBRARIES | {"paceline", "builtins"}

@@ -5,25 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 EXTRAS_OF_SLICES = "_paceline_extras_of_slices"  # an attribute of functions whose extras are not those of the batch
-_active = 0  # runs of this process that will be thrown away
+_thrown_away = ContextVar("paceline_thrown_away", default=False)  # workers run in copies of the caller's context
 
 
 def proving() -> bool:
     """Whether a step runs that is only compared and then thrown away, so that a script may leave out its log."""
-    return _active > 0
+    return _thrown_away.get()
 
 
 @contextlib.contextmanager
 def thrown_away() -> Iterator[None]:
     """Around runs that leave nothing."""
-    global _active
-    _active += 1
+    token = _thrown_away.set(True)
     try:
         yield
     finally:
-        _active -= 1
+        _thrown_away.reset(token)
 
 
 @dataclasses.dataclass
@@ -39,6 +39,7 @@ class Proof:
     differences: list[str] = dataclasses.field(default_factory=list)
     unproved: list[str] = dataclasses.field(default_factory=list)
     cause: str = ""
+    is_wrong: bool = False  # whether more differs than attributes of the module
     reaches_batch: bool = False  # whether the function may use the whole batch instead of its slice
 
     @property

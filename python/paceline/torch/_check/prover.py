@@ -38,6 +38,7 @@ from paceline.torch._run.train_run import LossFunction, refuse_own_backward, ref
 from paceline.torch._run.workload import Workload
 
 _LEAST_TOLERANCE = 1e-4
+_ROUNDINGS = 10  # a split may differ by so many times what another order of the items does
 _OF_THE_LOSS = {"loss", "gradient", "extras"}
 _OF_STATE = (
     "What a forward keeps of its batch comes to the module from the device that ran most items; lists and dictionaries do not come at all. Let loss_fn "
@@ -125,11 +126,13 @@ class Prover:
             self._stance = partial(torch.compiler.set_stance, "force_eager")
         self.outside = OutsideLeaves(self._replicas.parameters, hooks_rest=carries)
         self._splits = False  # whether the devices run
+        self._before: State | None = None
         self.size = batch.size
 
     def run(self, proof: Proof) -> Result:
         """The result of the whole batch, in which the module is left. `proof` gets what the comparison has found. If anything raises, all is as before."""
-        before, self._edited = State(self._replicas, self._places, self._loss_fn), Edited(self._batch)
+        self._edited = Edited(self._batch)
+        self._before = before = State(self._replicas, self._places, self._loss_fn)
         proof.reaches_batch = any(before.around.holds(one) for _, one in self._batch.tensors())
         try:
             noise = self._noise(counts=True)
@@ -149,17 +152,23 @@ class Prover:
                     found = self._lasting(found, after, proof)
                 if found and not proof.unproved:
                     proof.differences = list(found.values())
+                    proof.is_wrong = not all(text.startswith("attribute") for text in proof.differences)
                     proof.cause = self._cause(found, after)
             after.restore()
             noise.leave()
             self._edited.end()
             return whole
         except BaseException:
-            before.restore()
-            self._edited.begin()
+            self.take_back()
             raise
         finally:
             self._execution.drop_gradients()
+
+    def take_back(self) -> None:
+        """Go back to where `run` began."""
+        if self._before is not None:
+            self._before.restore()
+            self._edited.begin()
 
     def _lasting(self, found: dict[str, str], after: State, proof: Proof) -> dict[str, str]:
         """The differences that are left in a second step: what a first forward sets up is on the module by then."""
@@ -213,8 +222,10 @@ class Prover:
         count = max(1, min(-(-items // self._micro_batch), items // least))
         return list(pairwise([items * index // count for index in range(count + 1)]))
 
-    def _whole(self, start: State, noise: Noise) -> Result:
-        parameters, objective = self._replicas.parameters, self._objective
+    def _whole(self, start: State, noise: Noise, order: torch.Tensor | None = None) -> Result:
+        """The batch on the user's own module, or its items in another order."""
+        parameters = self._replicas.parameters
+        objective = self._objective if order is None else self._objective.ordered(order)
         storages, extras = OwnStorages(parameters), Extras(objective)
         terms = []
         spans = self._spans()
@@ -224,10 +235,13 @@ class Prover:
                 if len(spans) > 1 and objective.idle(begin, end):
                     continue
                 forget(modules)
-                with noise.of(self._batch.rows(begin, end)):
-                    loss, beside = parted(
-                        self._loss_fn(self._module, self._batch.slice(begin, end, self._places.to_home))
-                    )
+                rows = self._batch.rows(begin, end) if order is None else order[begin:end]
+                with noise.of(rows):
+                    if order is None:
+                        data = self._batch.slice(begin, end, self._places.to_home)
+                    else:
+                        data = self._batch.gathered(rows, self._places.to_home)
+                    loss, beside = parted(self._loss_fn(self._module, data))
                     if beside is not None:
                         extras.add(begin, end, beside)
                     if not any_gradient and any(one.grad is not None for one in parameters):
@@ -270,11 +284,13 @@ class Prover:
         norms: list[Any] = [part for _, part in apart]
         like = next(iter(self._replicas.parameters), torch.empty(0))
         again: Result | None = None
+        rounding: dict[str, float] = {}
         # Normalisation over a part of the batch is known to differ, and said elsewhere.
         with thrown_away(), standing_still(norms, like):
             if own is None:
                 self._start(start, norms)
                 again = self._whole(start, noise)
+                rounding = self._rounding(start, norms, noise, again)
             if own is None or norms:
                 self._start(start, norms)
                 own = self._whole(start, noise)
@@ -298,7 +314,14 @@ class Prover:
             {} if again is None else own.found.differences(again.found, self._tolerance)
         )  # such as a time of day
         kept = {name: text for name, text in kept.items() if name not in by_itself}
-        return self._of_the_loss(own, got, by_name) | self._of_parameters(start, own, got) | kept
+        if (
+            again is not None
+        ):  # a number that is the size of the batch after a second step, too, says what the slice was
+            kept = {name: text for name, text in kept.items() if not self._is_size(own.found.attributes.get(name))}
+        return self._of_the_loss(own, got, by_name, rounding) | self._of_parameters(start, own, got) | kept
+
+    def _is_size(self, value: Any) -> bool:
+        return type(value) is int and value == self._batch.size
 
     def _distances(self, own: Result, got: Result) -> dict[str, float]:
         """How far a result is from the wanted one: the loss, under an empty name, and the gradients."""
@@ -311,11 +334,30 @@ class Prover:
         by_name = distances(mine.gradients, theirs.gradients, self._replicas.names, floor)
         return {"": loss_distance(mine, theirs), **by_name}
 
-    def _of_the_loss(self, own: Result, got: Result, by_name: dict[str, float]) -> dict[str, str]:
+    def _rounding(self, start: State, norms: Sequence[Any], noise: Noise, own: Result) -> dict[str, float]:
+        """How far the result of one device is from itself with the items in another order, which changes nothing but rounding.
+
+        Near an optimum the gradient is a small rest of large terms, so that rounding is most of it.
+        """
+        items = self._batch.size
+        if noise.drew or self._batch.in_order or len(self._spans()) > 1:  # another order would draw for other items
+            return {}
+        self._start(start, norms)
+        try:
+            return self._distances(own, self._whole(start, noise, torch.arange(items - 1, -1, -1)))
+        except Cancelled:
+            raise
+        except Exception:  # the function goes by the order of the items
+            return {}
+
+    def _of_the_loss(
+        self, own: Result, got: Result, by_name: dict[str, float], rounding: dict[str, float]
+    ) -> dict[str, str]:
         said = {}
-        if by_name[""] > self._tolerance:
+        limits = {name: max(self._tolerance, _ROUNDINGS * rounding.get(name, 0.0)) for name in by_name}
+        if by_name[""] > limits[""]:
             said["loss"] = f"the loss is {got.loss.item():.6g} instead of {own.loss.item():.6g}"
-        wrong = [name for name, far in by_name.items() if name and far > self._tolerance]
+        wrong = [name for name, far in by_name.items() if name and far > limits[name]]
         if wrong:
             worst = max(wrong, key=lambda name: by_name[name])
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""

@@ -28,6 +28,8 @@ class State:
         parts = [*replicas.all_modules, *_made_since(replicas)]
         self.buffers = KeptBuffers(parts)
         self.attributes = KeptAttributes(parts)
+        for one in replicas.plain_objects:
+            self.attributes.keep(vars(one))
         self.parameters = KeptParameters(list(replicas.parameters))
         self.around = KeptAround(loss_fn, parts)
         self._followed = replicas.followed()

@@ -19,7 +19,8 @@ Slots = dict[str, Any]  # a module's own buffers, by name; an entry may be None
 Pair = tuple[Slots, Slots, str]  # two modules' buffers, and a name in both
 _Copy = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources of one type each, in one memory each
 
-_MOST_BYTES = 1 << 26  # of a tensor in an attribute that is kept by value
+_MOST_BYTES = 1 << 28  # of tensors in attributes that are kept by value
+_LONGEST, _DEEPEST = 10_000, 8  # of containers: entries, and how far they are followed into each other
 _MOST_PARAMETERS = 1 << 30  # bytes of parameters that are kept by value
 
 _dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
@@ -112,13 +113,14 @@ class KeptBuffers:
 class KeptAttributes:
     """The present attributes of modules, to go back to: a forward may store things there, or count.
 
-    Containers get back what they held, and tensors their values. Values of parameters and buffers are kept elsewhere, and those of large tensors
-    nowhere.
+    Containers get back what they held, and tensors their values. Values of parameters and buffers are kept elsewhere. Long containers and large
+    tensors are left alone.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self._kept: dict[int, tuple[Any, Any]] = {}  # containers by identity, each with a copy
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity, each with a copy
+        self._bytes = 0  # of these copies
         for part in modules:
             self.keep_module(part)
 
@@ -128,35 +130,63 @@ class KeptAttributes:
             self._kept[id(table)] = table, copy.copy(table)
         self.keep(vars(part))
 
-    def keep(self, value: Any) -> None:
+    def keep(self, value: Any, depth: int = 0) -> None:
         """Keep what a container holds, or a tensor's values. Anything else is left out."""
         if isinstance(value, torch.Tensor):
-            writable = value.is_leaf and not (value.requires_grad or value.is_inference() or _overlaps(value))
-            if writable and value.nbytes <= _MOST_BYTES:
-                self._tensors[id(value)] = value, value.clone()
-            return
-        if id(value) in self._kept or not isinstance(value, (dict, list, set, deque)):
-            return
-        self._kept[id(value)] = value, copy.copy(value)
-        for one in value.values() if isinstance(value, dict) else value:
-            self.keep(one)
+            return self._keep_tensor(value)
+        base = _base_of(value)
+        if base is None or id(value) in self._kept or len(value) > _LONGEST or depth > _DEEPEST:
+            return None
+        before = base(value)
+        self._kept[id(value)] = value, before
+        for one in before.values() if base is dict else before:
+            self.keep(one, depth + 1)
+        return None
+
+    def _keep_tensor(self, tensor: torch.Tensor) -> None:
+        writable = tensor.is_leaf and not (tensor.requires_grad or tensor.is_inference() or _overlaps(tensor))
+        if writable and id(tensor) not in self._tensors and self._bytes + tensor.nbytes <= _MOST_BYTES:
+            self._bytes += tensor.nbytes
+            self._tensors[id(tensor)] = tensor, tensor.clone()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor is among those that are kept."""
         return id(tensor) in self._tensors
 
     def restore(self) -> None:
-        """Put the same objects back, into attributes and into containers."""
+        """Put the same objects back, into attributes and into containers. What has not changed is not touched."""
         for container, before in self._kept.values():
-            container.clear()
-            if isinstance(container, (dict, set)):
-                container.update(before)
-            else:
-                container.extend(before)
+            if not holds_the_same(container, before):
+                refill(container, before)
         with torch.no_grad():
             for tensor, value in self._tensors.values():
                 if not same_bits(tensor, value):
                     tensor.copy_(value)
+
+
+def _base_of(value: Any) -> Any:
+    """The type of containers that `value` is, or None."""
+    return next((base for base in (dict, list, set, deque) if isinstance(value, base)), None)
+
+
+def holds_the_same(container: Any, before: Any) -> bool:
+    """Whether a container holds the objects that it held, in the same order."""
+    if isinstance(container, set):
+        return len(container) == len(before) and set.__eq__(container, before) is True
+    if isinstance(container, dict):
+        ours, theirs = dict.items(container), dict.items(before)
+        return len(ours) == len(theirs) and all(
+            one is other and value is wanted
+            for (one, value), (other, wanted) in zip(list(ours), list(theirs), strict=False)
+        )
+    return len(container) == len(before) and all(map(operator.is_, list(container), before))
+
+
+def refill(container: Any, before: Any) -> None:
+    """Put back what a container held, past methods of a class of its own."""
+    base = _base_of(container)
+    base.clear(container)
+    (base.update if base in (dict, set) else base.extend)(container, before)
 
 
 class KeptParameters:

@@ -281,6 +281,13 @@ class Replicas:
         """The user's modules, and those of the devices."""
         return [*self.modules, *(part for replica in self.list for part in replica.modules)]
 
+    @property
+    def plain_objects(self) -> list[Any]:
+        """The objects in attributes that are followed, of the user's module and of the devices'."""
+        found = [] if self._attributes is None else self._attributes.holders[len(self.modules) :]
+        copies = [replica.counterparts.get(id(one), one) for one in found for replica in self.list]
+        return [*found, *(copy for copy in copies if all(copy is not one for one in found))]
+
     def release(self) -> None:
         """Release the modules of the devices. The user's module stays."""
         self.list = [] if self.shared else self.list

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from paceline.torch._replicas.attributes import Attributes, is_of_a_forward
+from paceline.torch._replicas.buffers import holds_the_same, refill
 from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE
 
 _NOTHING = object()
@@ -45,9 +46,8 @@ class Written:
     def reset(self) -> None:
         """Put back what lists and dictionaries held when they were noted."""
         for container, before in self._containers:
-            if not _is_same(container, before):
-                container.clear()
-                (container.update if isinstance(container, (dict, set)) else container.extend)(before)
+            if not holds_the_same(container, before):
+                refill(container, before)
 
     def undo(self) -> None:
         """Put the noted values back, since what was run does not count."""
@@ -99,14 +99,6 @@ class Written:
         if found:
             self._attributes.take(found)
         self.note()
-
-
-def _is_same(container: Any, before: Any) -> bool:
-    if isinstance(container, set):
-        return bool(container == before)
-    if isinstance(container, dict):
-        return list(container) == list(before) and all(map(operator.is_, container.values(), before.values()))
-    return len(container) == len(before) and all(map(operator.is_, container, before))
 
 
 def _settled(value: Any, home: torch.device) -> Any:

@@ -22,6 +22,7 @@ from paceline.torch._run.outside import code_of
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._trainer.works import Works
 
+Proved = tuple[torch.Tensor, list[torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor]]]
 Prove = Literal["warn", "raise"] | bool
 VARIABLE = "PACELINE_PROVE"
 _AGAIN = 1000  # the step of a kind that is proved next, and ten times as late each time after that
@@ -104,7 +105,15 @@ class Proofs:
         parameters: list[Any] = list(self._execution.replicas.parameters)
         return any(one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None) for one in parameters)
 
-    def step(
+    def step(self, *given: Any, **options: Any) -> Proved:
+        """The objective, the gradients of the parameters, and outside tensors with theirs. Commits them, unless the caller's loss `carries` them."""
+        try:
+            return self._step(*given, **options)
+        except BaseException:
+            self._steps[self._now[0]] -= 1  # the next step is proved
+            raise
+
+    def _step(
         self,
         loss_fn: LossFunction,
         batch: Batch,
@@ -114,8 +123,7 @@ class Proofs:
         costs: list[float] | None,
         carries: bool,
         reduction: Any,
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """The objective, the gradients of the parameters, and outside tensors with theirs. Commits them, unless the caller's loss `carries` them."""
+    ) -> Proved:
         execution, kind = self._execution, self._now[0]
         execution.places.begin(batch)
         execution.replicas.refresh(loss_fn, hooks=carries)
@@ -153,11 +161,12 @@ class Proofs:
                 if proof.unproved and not whole.finite and self._tries.setdefault(kind, 0) < _TRIES:
                     self._tries[kind] += 1
                     self._steps[kind] -= 1  # the next step tries again
-                if proof.differences and self._prove == "raise":
+                if proof.is_wrong and self._prove == "raise":
                     raise Error(f"{_words(proof)} Nothing was committed.")
                 self._sum_over_ranks(prover, whole, objective, scale)
             except BaseException:
                 if execution.ranks is None or execution.ranks.agreed is None:
+                    prover.take_back()
                     prover.outside.restore()
                     user.restore()
                 else:  # interrupted when all ranks commit already
@@ -243,8 +252,8 @@ def _signature(function: Any) -> Any:
     while hasattr(function, "func"):  # functools.partial
         found += [_kind_of(one) for one in (*function.args, *function.keywords.values())]
         function = function.func
-    cells = getattr(function, "__closure__", None) or ()
-    for cell in cells:
+    found += map(_kind_of, (getattr(function, "__defaults__", None) or ()))
+    for cell in getattr(function, "__closure__", None) or ():
         try:
             found.append(_kind_of(cell.cell_contents))
         except ValueError:  # not bound yet
@@ -254,4 +263,6 @@ def _signature(function: Any) -> Any:
 
 
 def _kind_of(value: Any) -> Any:
+    if isinstance(value, bool) or (isinstance(value, str) and value.isalpha()):  # a choice, while numbers may count
+        return value
     return code_of(value) if callable(value) else type(value)
