@@ -7,9 +7,8 @@ effect, whatever the reason is.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,6 +22,7 @@ from paceline.torch._batch.objective import Objective
 from paceline.torch._check.check import TrialRun
 from paceline.torch._check.probe import OutsideLeaves, Probed, distances, loss_distance
 from paceline.torch._check.proof import EXTRAS_OF_SLICES, Proof, thrown_away
+from paceline.torch._check.result import Edited, Result
 from paceline.torch._check.state import Snapshot, State, close, same_nest
 from paceline.torch._check.tolerance import tolerance_for, tolerance_of
 from paceline.torch._devices.caller_state import CallerThreads, outside_autocast
@@ -44,55 +44,6 @@ _OF_STATE = (
     "What a forward keeps of its batch comes to the module from the device that ran most items; lists and dictionaries do not come at all. Let loss_fn "
     "return it beside the loss (extras has it for the whole batch), pass it in with the batch, or keep it outside of the forward."
 )
-
-
-@dataclasses.dataclass
-class Result:
-    """What a run made of the batch. `found` is the state that it left, `written` has the values of the parameters that it wrote, if they are known."""
-
-    loss: torch.Tensor
-    gradients: list[torch.Tensor | None]
-    outside: list[torch.Tensor | None]
-    extras: Any
-    found: Snapshot
-    written: Mapping[int, torch.Tensor | None]
-
-    @property
-    def finite(self) -> bool:
-        """Whether there is anything to compare with."""
-        gradients = (one for one in self.gradients if one is not None and one.layout is torch.strided)
-        return math.isfinite(self.loss.item()) and all(bool(one.isfinite().all()) for one in gradients)
-
-
-class Edited:
-    """The tensors of a batch that ``loss_fn`` may change in place, so that each run begins with the same values."""
-
-    def __init__(self, batch: Batch) -> None:
-        tensors = [one for _, one in batch.tensors() if not (one.is_inference() or one.requires_grad)]
-        self._batch = batch
-        self._kept = [(one, one._version, one.clone()) for one in tensors]
-        self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    @torch.no_grad()
-    def note(self) -> None:
-        """After the run that counts: remember what it has left."""
-        self._after = [(one, one.clone()) for one, version, _ in self._kept if one._version != version]
-        self.begin()
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Before another run."""
-        self._batch.count_edits(of_all=True)
-        for one, version, values in self._kept:
-            if one._version != version:
-                one.copy_(values)
-
-    @torch.no_grad()
-    def end(self) -> None:
-        """Leave the batch as the run that counts has left it."""
-        self.begin()
-        for one, values in self._after:
-            one.copy_(values)
 
 
 class Prover:

@@ -14,7 +14,8 @@ from paceline.torch._batch.objective import Objective
 from paceline.torch._batch.terms import Terms
 from paceline.torch._check.check import check
 from paceline.torch._check.proof import Proof
-from paceline.torch._check.prover import Prover, Result
+from paceline.torch._check.prover import Prover
+from paceline.torch._check.result import Result
 from paceline.torch._devices.failures import warn_caller
 from paceline.torch._run.execution import Execution, refuse_outside_of_ranks
 from paceline.torch._run.gradients import UserGradients
