@@ -166,7 +166,8 @@ class DataParallel(Trainer):
         over, the structure of the batch, the module's structure and mode) runs whole on the module itself, as in plain PyTorch, and that is its
         result. Then the same batch runs split over the devices from the same state, and is thrown away after it was compared: loss, extras,
         gradients, buffers, attributes, and parameters that the forward writes. So do steps 1,000, 10,000 and so on of each kind. ``"warn"``: a
-        `ProofWarning` says what differs, and what cures it if that is found. ``"raise"``: an `Error`, and nothing is committed. False: no step
+        `ProofWarning` says what differs, and what cures it if that is found. ``"raise"``: an `Error`, and all is as before the step (attributes
+        alone are warned of). False: no step
         is proved. `explain` lists the proofs. ``paceline.torch.proving()`` is true in runs that are thrown away. None: what the environment
         variable ``PACELINE_PROVE`` says (``warn``, ``raise`` or ``off``), else ``"warn"``.
 
