@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-EXTRAS_OF_SLICES = "_paceline_extras_of_slices"  # an attribute of functions whose extras are not those of the batch
+EXTRAS_OF_SLICES = "extras_of_slices"  # an attribute of functions whose extras are not those of the batch
 _thrown_away = ContextVar("paceline_thrown_away", default=False)  # workers run in copies of the caller's context
 
 
