@@ -272,3 +272,18 @@ def test_what_a_function_is_given_makes_a_kind_of_work(by_default: bool) -> None
                 warnings.simplefilter("always")
                 trainer.step(reducing(how, by_default=by_default), rows())
             assert len(caught) == (how == "sum")
+
+
+def test_a_resumed_run_is_proved_and_goes_on_in_the_same_bits() -> None:
+    batches = [rows() for _ in range(4)]
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    other = copy.deepcopy(module)
+    with made(module, micro_batch=8) as trainer:
+        losses = [trainer.step(squares, batch).item() for batch in batches[:2]]
+        state = trainer.state_dict()
+        losses += [trainer.step(squares, batch).item() for batch in batches[2:]]
+    with made(other, micro_batch=8) as trainer:
+        trainer.load_state_dict(state)
+        assert [trainer.step(squares, batch).item() for batch in batches[2:]] == losses[2:]
+        assert sum(line.startswith("Proof") for line in trainer.explain().splitlines()) == 1

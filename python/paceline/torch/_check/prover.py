@@ -78,6 +78,7 @@ class Prover:
         self.outside = OutsideLeaves(self._replicas.parameters, hooks_rest=carries)
         self._splits = False  # whether the devices run
         self._before: State | None = None
+        self._first_noise: Noise | None = None
         self.size = batch.size
 
     def run(self, proof: Proof) -> Result:
@@ -86,7 +87,7 @@ class Prover:
         self._before = before = State(self._replicas, self._places, self._loss_fn)
         proof.reaches_batch = any(before.around.holds(one) for _, one in self._batch.tensors())
         try:
-            noise = self._noise(counts=True)
+            self._first_noise = noise = self._noise(counts=True)
             whole = self._first(before, noise)
             self._tolerance = max(
                 self._tolerance, tolerance_of(noise.types)
@@ -120,6 +121,8 @@ class Prover:
         if self._before is not None:
             self._before.restore()
             self._edited.begin()
+        if self._first_noise is not None:
+            self._first_noise.go_back()
 
     def _lasting(self, found: dict[str, str], after: State, proof: Proof) -> dict[str, str]:
         """The differences that are left in a second step: what a first forward sets up is on the module by then."""

@@ -51,6 +51,7 @@ class Noise:
         self.counts = (
             False  # whether the run that is recorded counts, so that generators of loss_fn stay where it leaves them
         )
+        self._begun: dict[torch.Generator, torch.Tensor] = {}  # the states of these generators before and after it
         self._left: dict[torch.Generator, torch.Tensor] = {}
         self.types: set[torch.dtype] = set()  # of what operators gave in the run that is recorded
         self.has_blocks = False  # whether one dimension holds both items and places
@@ -62,6 +63,11 @@ class Noise:
     def leave(self) -> None:
         """Bring the generators that loss_fn passes to where the run that counts has left them."""
         for generator, state in self._left.items():
+            generator.set_state(state)
+
+    def go_back(self) -> None:
+        """Bring them to where that run has found them."""
+        for generator, state in self._begun.items():
             generator.set_state(state)
 
     @property
@@ -132,6 +138,7 @@ class _Recording(_Random):
 
     def __exit__(self, *exception: Any) -> None:
         if self.noise.counts:
+            self.noise._begun = {**self._own, **self.noise._begun}
             self.noise._left |= {generator: generator.get_state() for generator in self._own}
         super().__exit__(*exception)
 

@@ -45,6 +45,7 @@ class Execution(Runner):
         super().__init__(module, places, replicas, synchronises=synchronises)
         self.items = [0] * len(group)  # how many each device ran in the last committed step
         self.steps = 0  # how many runs that train were committed, also in earlier processes if a state was loaded
+        self.resumed = False  # whether they were, so that the first steps here are not the first ones of the run
         self.extras: Any = None  # what loss_fn returned beside the loss in that step
         self.faults: Callable[[int], Around] | None = None  # what to inject into a call with this number, for tests
         self.ranks: Ranks | None = None  # the other processes that train the module

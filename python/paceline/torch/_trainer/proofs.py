@@ -106,8 +106,11 @@ class Proofs:
         parameters: list[Any] = list(self._execution.replicas.parameters)
         return any(one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None) for one in parameters)
 
-    def step(self, *given: Any, **options: Any) -> Proved:
-        """The objective, the gradients of the parameters, and outside tensors with theirs. Commits them, unless the caller's loss `carries` them."""
+    def step(self, *given: Any, **options: Any) -> Proved | None:
+        """The objective, the gradients of the parameters, and outside tensors with theirs. Commits them, unless the caller's loss `carries` them.
+
+        None, and all as before, in a run that was resumed: its devices run the step, as they would have without the interruption.
+        """
         try:
             return self._step(*given, **options)
         except BaseException:
@@ -124,7 +127,7 @@ class Proofs:
         costs: list[float] | None,
         carries: bool,
         reduction: Any,
-    ) -> Proved:
+    ) -> Proved | None:
         execution, kind = self._execution, self._now[0]
         execution.places.begin(batch)
         execution.replicas.refresh(loss_fn, hooks=carries)
@@ -164,7 +167,8 @@ class Proofs:
                     self._steps[kind] -= 1  # the next step tries again
                 if proof.is_wrong and self._prove == "raise":
                     raise Error(f"{_words(proof)} Nothing was committed.")
-                self._sum_over_ranks(prover, whole, objective, scale)
+                if not execution.resumed:
+                    self._sum_over_ranks(prover, whole, objective, scale)
             except BaseException:
                 if execution.ranks is None or execution.ranks.agreed is None:
                     prover.take_back()
@@ -174,18 +178,27 @@ class Proofs:
                     whole.loss, whole.gradients = execution.ranks.agreed
                     self._commit(user, prover, whole, carries=carries)
                 raise
+        if execution.resumed:  # the interrupted run has this step from its devices
+            prover.take_back()
+            prover.outside.restore()
+            user.restore()
+            self._tell(proof)
+            return None
         self._commit(user, prover, whole, carries=carries)
+        self._tell(proof)
         outside = [
             (leaf, one) for leaf, one in zip(prover.outside.leaves, whole.outside, strict=False) if one is not None
         ]
-        execution.proofs.append(proof)
+        return whole.loss, whole.gradients, outside if carries else []
+
+    def _tell(self, proof: Proof) -> None:
+        self._execution.proofs.append(proof)
         said = (
             _words(proof) if proof.differences else _WHOLE_BATCH.format(proof.function) if proof.reaches_batch else ""
         )
         if said and said not in self._warned:
             self._warned.add(said)
             warn_caller(said, ProofWarning)
-        return whole.loss, whole.gradients, outside if carries else []
 
     def _sum_over_ranks(self, prover: Prover, whole: Result, objective: Objective, scale: torch.Tensor | None) -> None:
         """Bring the result of this rank's part to that of the batch of all ranks, as every step does."""
@@ -233,7 +246,7 @@ def _words(proof: Proof) -> str:
     cause = f" {proof.cause}" if proof.cause else ""
     return (
         f"step: split over the devices this batch of {proof.items} items gives another result than on one device: {'; '.join(proof.differences)}."
-        f"{cause} This step has the result of one device; those that follow do not. {_OFF}"
+        f"{cause} Where the first step is proved it has the result of one device, and those that follow do not. {_OFF}"
     )
 
 

@@ -274,6 +274,7 @@ class Saving:
         ranks = self._execution.ranks
         restore_random(self._places.named_generators(), state["random"], 0 if ranks is None else ranks.rank)
         self._execution.steps = state["steps"]
+        self._execution.resumed = self._execution.steps > 0
         self._works.hint(read(state.get("speeds", "{}")))  # earlier versions had none
 
 

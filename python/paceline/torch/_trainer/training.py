@@ -27,7 +27,7 @@ from paceline.torch._trainer.arguments import check_scaler, check_trains
 from paceline.torch._trainer.claims import ClaimScript
 from paceline.torch._trainer.global_batch import FunctionRun, GlobalBatch, RunFunction
 from paceline.torch._trainer.lifetime import Lifetime
-from paceline.torch._trainer.proofs import Proofs
+from paceline.torch._trainer.proofs import Proofs, Proved
 from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.works import Works, kind_of
 
@@ -156,11 +156,8 @@ class Training:
         if whole is None:
             with self._recent.step(kind_of(None), self._execution):
                 loss, gradients = self._execution.take_part(loss_fn, objective, carries=carries)
-        elif self._proofs.due(loss_fn, whole, objective, carries=carries):
-            with self._recent.step(kind_of(None), self._execution):
-                loss, gradients, outside = self._proofs.step(
-                    loss_fn, whole, objective, scale=scale, costs=costs, carries=carries, reduction=self.reduction
-                )
+        elif (proved := self._proved(loss_fn, whole, objective, scale, costs, carries=carries)) is not None:
+            loss, gradients, outside = proved
         else:
             loss, gradients, run = self._train(kind_of(None), whole, objective, costs, loss_fn, run_of, hooks=carries)
             outside = run.outside_gradients
@@ -172,6 +169,24 @@ class Training:
         wanted = [name for name, leaf in named if leaf.requires_grad]
         carried = Carried(wanted, [leaf for leaf, _ in found], [gradient for _, gradient in found], scale)
         return carried.loss(loss)
+
+    def _proved(
+        self,
+        loss_fn: LossFunction,
+        whole: Batch,
+        objective: Objective,
+        scale: torch.Tensor | None,
+        costs: list[float] | None,
+        *,
+        carries: bool,
+    ) -> Proved | None:
+        """What a step that is proved gives, or None if the devices run it."""
+        if not self._proofs.due(loss_fn, whole, objective, carries=carries):
+            return None
+        with self._recent.step(kind_of(None), self._execution):
+            return self._proofs.step(
+                loss_fn, whole, objective, scale=scale, costs=costs, carries=carries, reduction=self.reduction
+            )
 
     def batch(
         self,
