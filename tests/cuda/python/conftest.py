@@ -40,6 +40,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 class Fake:
     """The fake's switches, and what was asked of ``torch.cuda``."""
 
+    boots: ClassVar[int] = 0  # of this process
+
     def __init__(self) -> None:
         self.library = ctypes.CDLL(_core.__file__)
         if hasattr(self.library, "paceline_fake_make_event"):
@@ -160,7 +162,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     fake = Fake()
     if not hasattr(fake.library, "paceline_fake_boot"):
         pytest.skip("this package is not linked to the fake: PYTHONPATH=BUILD/fake_python_package")
-    gc.collect()  # what tests before left in cycles belongs to the machine before
+    gc.collect()  # what tests before left in cycles belongs to the machine before, and so do parts that it knows
+    for index in range(4) if Fake.boots else ():
+        with contextlib.suppress(paceline.Error):
+            paceline.release_partitions(f"cuda:{index}")
+    Fake.boots += 1
     fake.boot(4)
     monkeypatch.setattr(cuda, "device", lambda index: torch.device("cpu"))
     monkeypatch.setattr(cuda, "current_stream", lambda index: None)
