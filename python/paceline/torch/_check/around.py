@@ -22,9 +22,8 @@ class KeptAround:
 
     def __init__(self, function: Any, modules: list[nn.Module]) -> None:
         """`modules` are those of the trainer, whose state is kept elsewhere."""
-        self._variables: list[
-            tuple[Callable[[Any], None], Callable[[], Any], Any]
-        ] = []  # how to set and to get it, its value
+        # Each variable by the functions that set and get it, with its value.
+        self._variables: list[tuple[Callable[[Any], None], Callable[[], Any], Any]] = []
         self._attributes = KeptAttributes()
         self._known = set(map(id, modules))
         self._parts: list[nn.Module] = []

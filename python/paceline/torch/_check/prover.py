@@ -264,27 +264,22 @@ class Prover:
         kept = own.found.differences(got.found, self._tolerance)
         if own.found.holds_containers(kept):
             self._replicas.reset_containers()
-        by_itself = (
-            {} if again is None else own.found.differences(again.found, self._tolerance)
-        )  # such as a time of day
-        kept = {name: text for name, text in kept.items() if name not in by_itself}
-        if (
-            again is not None
-        ):  # a number that is the size of the batch after a second step, too, says what the slice was
-            kept = {name: text for name, text in kept.items() if not self._is_size(own.found.attributes.get(name))}
+        if again is not None:
+            # A time of day changes by itself. A number that is the size of the batch after a second step tells the size of a slice.
+            by_itself = own.found.differences(again.found, self._tolerance)
+            sizes = {
+                name for name, value in own.found.attributes.items() if type(value) is int and value == self._batch.size
+            }
+            kept = {name: text for name, text in kept.items() if name not in by_itself and name not in sizes}
         return self._of_the_loss(own, got, by_name, rounding) | self._of_parameters(start, own, got) | kept
-
-    def _is_size(self, value: Any) -> bool:
-        return type(value) is int and value == self._batch.size
 
     def _distances(self, own: Result, got: Result) -> dict[str, float]:
         """How far a result is from the wanted one: the loss, under an empty name, and the gradients."""
         mine, theirs = (
             Probed(one.loss.item(), [*one.gradients, *self.outside.lasting(one.outside)], {}) for one in (own, got)
         )
-        floor = max(
-            1e-3, self._tolerance
-        )  # a gradient that is nothing but rounding is no larger than what rounding does to others
+        # A gradient that is nothing but rounding is no larger than what rounding does to the others.
+        floor = max(1e-3, self._tolerance)
         by_name = distances(mine.gradients, theirs.gradients, self._replicas.names, floor)
         return {"": loss_distance(mine, theirs), **by_name}
 

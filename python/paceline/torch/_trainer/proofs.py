@@ -162,9 +162,6 @@ class Proofs:
             try:
                 whole = prover.run(proof)
                 proof.seconds = time.perf_counter() - began
-                if proof.unproved and not whole.finite and self._tries.setdefault(kind, 0) < _TRIES:
-                    self._tries[kind] += 1
-                    self._steps[kind] -= 1  # the next step tries again
                 if proof.is_wrong and self._prove == "raise":
                     raise Error(f"{_words(proof)} Nothing was committed.")
                 if not execution.resumed:
@@ -186,6 +183,9 @@ class Proofs:
             return None
         self._commit(user, prover, whole, carries=carries)
         self._tell(proof)
+        if proof.unproved and not whole.finite and self._tries.setdefault(kind, 0) < _TRIES:
+            self._tries[kind] += 1
+            self._steps[kind] -= 1  # the next step tries again
         outside = [
             (leaf, one) for leaf, one in zip(prover.outside.leaves, whole.outside, strict=False) if one is not None
         ]
