@@ -84,6 +84,8 @@ class Prover:
     def run(self, proof: Proof) -> Result:
         """The result of the whole batch, in which the module is left. `proof` gets what the comparison has found. If anything raises, all is as before."""
         self._edited = Edited(self._batch)
+        if self._replicas.common is not None:
+            self._replicas.common.note()
         self._before = before = State(self._replicas, self._places, self._loss_fn)
         proof.reaches_batch = any(before.around.holds(one) for _, one in self._batch.tensors())
         try:
@@ -92,6 +94,7 @@ class Prover:
             self._tolerance = max(
                 self._tolerance, tolerance_of(noise.types)
             )  # such as those of autocast inside of loss_fn
+            self._hold_apart(before)
             after = State(self._replicas, self._places, self._loss_fn)
             self._edited.note()
             if not whole.finite:
@@ -115,6 +118,14 @@ class Prover:
             raise
         finally:
             self._execution.drop_gradients()
+
+    def _hold_apart(self, before: State) -> None:
+        """Give each replica a copy of the data that the forward has written."""
+        common = self._replicas.common
+        if common is not None:
+            changed = [path for path, one in common.held.items() if before.attributes.has_changed(one)]
+            if changed or common.written:
+                self._replicas.hold_apart([*changed, *common.written])
 
     def take_back(self) -> None:
         """Go back to where `run` began."""

@@ -13,12 +13,13 @@ from paceline.torch._check.around import KeptAround
 from paceline.torch._devices.noise import OtherGenerators
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.attributes import HOOKS
-from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers, KeptParameters
+from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers, KeptParameters, as_tensor
 from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE
 from paceline.torch._replicas.replicas import Replicas
 
 _TABLES = ("_modules", "_parameters")
 _DEEPEST = 4
+_MOST_BYTES = 1 << 20  # of a tensor that is compared by its elements
 
 
 class State:
@@ -109,15 +110,25 @@ def _copied(value: Any, depth: int = 0) -> Any:
     """A copy that can be compared later. Objects of other types, and tensors of a graph, which belong to their step, are left out."""
     if type(value) in SIMPLE:
         return value
-    if isinstance(value, torch.Tensor):
-        if not value.is_leaf or value.requires_grad:
+    if (tensor := as_tensor(value)) is not None:
+        if not tensor.is_leaf or tensor.requires_grad:
             return _GRAPH
-        return value.clone() if value.layout is torch.strided else _Token("a sparse tensor")
+        if tensor.layout is not torch.strided:
+            return _Token("a sparse tensor")
+        return tensor.clone() if tensor.nbytes <= _MOST_BYTES or tensor.is_complex() else _sums(tensor)
     if isinstance(value, (list, tuple)) and depth < _DEEPEST:
         return len(value), [_copied(one, depth + 1) for one in value] if len(value) <= LONGEST else []
     if isinstance(value, Mapping) and depth < _DEEPEST:
         return {key: _copied(one, depth + 1) for key, one in value.items()} if len(value) <= LONGEST else len(value)
     return _Token(f"a {type(value).__name__}")
+
+
+def _sums(tensor: torch.Tensor) -> list[Any]:
+    """What is compared of a large tensor."""
+    sums = [tensor.sum(dtype=torch.float64)]
+    if tensor.is_floating_point():
+        sums.append(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    return [tensor.shape, *sums]
 
 
 def _alike(mine: Any, got: Any, tolerance: float) -> bool:

@@ -108,6 +108,11 @@ class _Random(TorchDispatchMode):
 
     called: Callable[[Any, Any, Any, list[torch.Generator]], Any]  # by a subclass
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Skipping would import the compiler, which takes a second and 75 MiB. Where code is compiled, a proof and `check` run it eagerly."""
+        return False
+
     def __init__(self, noise: Noise) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noise = noise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -21,13 +22,11 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 # Attributes that are followed elsewhere: `Replica.follow` compares `training`, and `_is_full_backward_hook` goes with the hooks.
 _ELSEWHERE = BARE - {"_is_full_backward_hook"}
-_MOST_BYTES = 4096  # of an array that is compared by its elements
+MOST_BYTES = 4096  # of a tensor or an array that is compared by its elements
 # Containers that are compared entry by entry, found by their __eq__. A subclass belongs to them unless it has an __eq__ of its own.
 _CONTAINERS: dict[Any, Any] = {one.__eq__: one for one in (dict, list, tuple, set, deque)} | {OrderedDict.__eq__: dict}
 
 _tables = operator.attrgetter(*HOOKS)
-_version = operator.attrgetter("_version")
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Change(NamedTuple):
@@ -57,6 +56,16 @@ def _elements(array: Any) -> tuple[Any, ...]:
     return array.shape, array.dtype.str, array.tobytes()
 
 
+def _content(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What changes with a tensor: its version, the memory that it has, and the values of a small one, which NumPy and ``.data`` write uncounted."""
+    if tensor.is_inference() or tensor.layout is not torch.strided:
+        return ()
+    found = tensor.requires_grad, tensor._version, tensor.data_ptr(), tensor.shape
+    if tensor.nbytes > MOST_BYTES or not tensor.is_cpu or not tensor.is_contiguous():
+        return found
+    return *found, ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
 def _fields(value: Any) -> tuple[Any, ...]:
     base = _CONTAINERS.get(type(value).__eq__)
     return dict(attributes_of(value)), None if base is None else base(value)
@@ -69,6 +78,8 @@ def _frozen(value: Any, depth: int = 0) -> Any:
         return value
     if depth > 4:
         return _Is(value)
+    if isinstance(value, torch.Tensor):
+        return _Is(value) if _is_trained(value) else _Is(value, _content, depth)
     compares = getattr(kind, "__eq__", None)
     base = _CONTAINERS.get(compares)
     if base is not None and len(value) > LONGEST:
@@ -81,7 +92,7 @@ def _frozen(value: Any, depth: int = 0) -> Any:
     if base is not None:
         return set(value) if base is set else base(_frozen(one, depth + 1) for one in value)
     if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
-        return _Is(value, _elements, depth + 1) if value.nbytes <= _MOST_BYTES else _Is(value)
+        return _Is(value, _elements, depth + 1) if value.nbytes <= MOST_BYTES else _Is(value)
     return value if compares is object.__eq__ else _Is(value)
 
 
@@ -99,7 +110,6 @@ class Attributes:
         self._types = list(map(type, self._modules))
         self._dicts: list[dict[str, Any]] = list(map(vars, self.holders))
         self._saved: list[dict[str, Any]] = [{} for _ in self._dicts]
-        self._places: list[tuple[int, str, torch.Tensor]] = []
         self._differing = set(range(len(self._dicts)))  # holders in which `changes` has found differences
         self.note()
 
@@ -112,15 +122,6 @@ class Attributes:
             self._saved[index] = {key: value if key in kept else _frozen(value) for key, value in values}
         self._lengths = list(map(len, self._dicts))
         self._values = list(chain.from_iterable(map(dict.values, self._saved)))
-        self._places = [place for place in self._places if place[0] not in changed] + [
-            (index, name, value)
-            for index in changed
-            for name, value in self._dicts[index].items()
-            if isinstance(value, torch.Tensor) and not _is_trained(value) and not value.is_inference()
-        ]
-        self._tensors = [tensor for *_, tensor in self._places]
-        self._versions = list(map(_version, self._tensors))
-        self._required = list(map(_requires_grad, self._tensors))
         self._tables: list[dict[int, Any]] = list(chain.from_iterable(map(_tables, self._modules)))
         self._numbers = list(map(list, self._tables))
         self._all_numbers = list(chain.from_iterable(self._numbers))
@@ -147,8 +148,6 @@ class Attributes:
                 list(map(len, self._dicts)) == self._lengths
                 and self._values == list(chain.from_iterable(map(dict.values, self._dicts)))
                 and self._same_hooks
-                and list(map(_version, self._tensors)) == self._versions
-                and list(map(_requires_grad, self._tensors)) == self._required
             )
         except Exception:  # from the __eq__ of a new value
             return False
@@ -178,10 +177,6 @@ class Attributes:
                 if name not in kept and not (name in saved and _equal(saved[name], value))
             ]
             found += [Change(index, name, None, gone=True) for name in saved if name not in now]
-        for (index, name, tensor), version, required in zip(self._places, self._versions, self._required, strict=True):
-            same = tensor._version == version and tensor.requires_grad == required
-            if not same and self._dicts[index].get(name) is tensor:
-                found.append(Change(index, name, tensor))
         return found
 
     def hooked(self) -> list[int]:

@@ -119,7 +119,7 @@ class KeptAttributes:
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self._kept: dict[int, tuple[Any, Any]] = {}  # containers by identity, each with a copy
-        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity, each with a copy
+        self._tensors: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # by their memory, each with a copy
         self._bytes = 0  # of these copies
         for part in modules:
             self.keep_module(part)
@@ -132,8 +132,8 @@ class KeptAttributes:
 
     def keep(self, value: Any, depth: int = 0) -> None:
         """Keep what a container holds, or a tensor's values. Anything else is left out."""
-        if isinstance(value, torch.Tensor):
-            return self._keep_tensor(value)
+        if (tensor := as_tensor(value)) is not None:
+            return self._keep_tensor(tensor)
         base = _base_of(value)
         if base is None or id(value) in self._kept or len(value) > _LONGEST or depth > _DEEPEST:
             return None
@@ -145,13 +145,21 @@ class KeptAttributes:
 
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         writable = tensor.is_leaf and not (tensor.requires_grad or tensor.is_inference() or _overlaps(tensor))
-        if writable and id(tensor) not in self._tensors and self._bytes + tensor.nbytes <= _MOST_BYTES:
+        if writable and _memory(tensor) not in self._tensors and self._bytes + tensor.nbytes <= _MOST_BYTES:
             self._bytes += tensor.nbytes
-            self._tensors[id(tensor)] = tensor, tensor.clone()
+            self._tensors[_memory(tensor)] = tensor, tensor.clone()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor is among those that are kept."""
-        return id(tensor) in self._tensors
+        return tensor.layout is torch.strided and tensor.numel() > 0 and _memory(tensor) in self._tensors
+
+    def has_changed(self, value: Any) -> bool:
+        """Whether a container or an array that is kept holds something else now."""
+        if id(value) in self._kept:
+            return not holds_the_same(*self._kept[id(value)])
+        tensor = as_tensor(value)
+        kept = None if tensor is None else self._tensors.get(_memory(tensor))
+        return kept is not None and not same_bits(*kept)
 
     def restore(self) -> None:
         """Put the same objects back, into attributes and into containers. What has not changed is not touched."""
@@ -162,6 +170,22 @@ class KeptAttributes:
             for tensor, value in self._tensors.values():
                 if not same_bits(tensor, value):
                     tensor.copy_(value)
+
+
+def as_tensor(value: Any) -> torch.Tensor | None:
+    """The tensor itself, or one with the memory of a NumPy array that can be written. None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value).__module__ != "numpy" or not hasattr(value, "flags") or not value.flags.writeable or not value.ndim:
+        return None
+    try:
+        return torch.from_numpy(value)
+    except (TypeError, ValueError):  # a type or strides that PyTorch does not have
+        return None
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _base_of(value: Any) -> Any:

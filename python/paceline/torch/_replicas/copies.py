@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,10 +112,10 @@ def check_sent(name: str, parameter: torch.Tensor, where: str) -> None:
         )
 
 
-def copied(module: nn.Module, reach: Reach, alias: Alias) -> Copied:
-    """A deep copy of the module. It shares the registered parameters and the ones that `reach` has found beside them."""
+def copied(module: nn.Module, reach: Reach, alias: Alias, common: Mapping[int, Any]) -> Copied:
+    """A deep copy of the module. It shares the parameters, registered or found by `reach`, and has what `common` says in the place of other data."""
     parameters = [*module.parameters(), *reach.unregistered.values()]
-    memo: dict[int, Any] = {id(parameter): alias(parameter) for parameter in parameters}
+    memo: dict[int, Any] = {**common, **{id(parameter): alias(parameter) for parameter in parameters}}
     derived = derived_in(part for _, part in reach.modules)
     memo.update({id(vars(one.module)[one.name]): one for one in derived})  # until `derive` computes it
     try:

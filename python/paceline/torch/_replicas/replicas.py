@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.arrivals import Arrivals, buckets_of
 from paceline.torch._replicas.attributes import Attributes, Change, carry, carry_hooks, is_of_a_forward
 from paceline.torch._replicas.buffers import Buffers, Pair, sparse_slots
+from paceline.torch._replicas.common import Common
 from paceline.torch._replicas.copies import (
     Copied,
     Replicate,
@@ -76,9 +77,11 @@ class Replica:
         """Drop what ``parametrize.cached()`` holds, before a micro-batch and after a backward: the graph of the values may be gone."""
         forget(self._module_ids)
 
-    def carry(self, changes: list[Change], hooked: list[int], holders: list[Any]) -> dict[int, Any]:
+    def carry(
+        self, changes: list[Change], hooked: list[int], holders: list[Any], common: dict[int, Any]
+    ) -> dict[int, Any]:
         """Make changes of attributes and hooks of the user's `holders` on this replica, too. Returns all counterparts, old and new."""
-        memo = dict(self.counterparts)
+        memo = common | self.counterparts
         functions = None if self.functions is None else self.functions.among(memo)
         carry(changes, holders, memo, functions)
         for index in hooked:
@@ -111,9 +114,13 @@ class Replica:
 class Replicas:
     """The replicas of one trainer, and whether they still fit the user's module."""
 
-    def __init__(self, module: nn.Module, places: Places, replicate: Replicate | None) -> None:
+    def __init__(
+        self, module: nn.Module, places: Places, replicate: Replicate | None, *, common: Common | None = None
+    ) -> None:
+        """`common` keeps data that no forward writes. Without it each replica has a copy."""
         self._module = module
         self._places = places
+        self.common = common
         self.shared = len(places) > 1  # False: the user's module itself runs
         self._replicate = replicate
         self._reader = Reader()
@@ -137,6 +144,8 @@ class Replicas:
         check_trainable(self._module, reach, self.shared)
         named: dict[str, torch.Tensor] = {**dict(self._module.named_parameters()), **reach.unregistered}
         parameters, modules = list(named.values()), [part for _, part in reach.modules]
+        if self.common is not None:
+            self.common.forget()
         # What can fail comes first, so that a failure does not leave replicas that seem to fit.
         if self.shared:
             copies = self._copies(named)
@@ -210,7 +219,10 @@ class Replicas:
             return self._alias(parameter, storages.get(id(parameter)), device)
 
         replicate = self._replicate
-        made = made_by(replicate, self._module, reach, alias) if replicate else copied(self._module, reach, alias)
+        if replicate:
+            made = made_by(replicate, self._module, reach, alias)
+        else:
+            made = copied(self._module, reach, alias, self._in_common(reach, device))
         for _, ours in reach.modules if storages else ():
             buffers = made.counterparts[id(ours)]._buffers
             buffers |= {name: one.to(self._places.devices[device]) for name, one in buffers.items() if one is not None}
@@ -218,6 +230,23 @@ class Replicas:
             derive((part for _, part in reach.modules), made.counterparts)
         self._share(made, reach, device)
         return Replica(made, reach, parameters, self._reader)
+
+    def _in_common(self, reach: Reach, device: int) -> dict[int, Any]:
+        """What stands in this device's module for data that is not copied."""
+        if self.common is None:
+            return {}
+        places = self._places
+        at_home = places.spaces[device] == places.home_space
+        holders = [*reach.modules, *reach.objects.items()]
+        buffers = {id(one) for _, part in reach.modules for one in part._buffers.values()}
+        return self.common.memo(holders, buffers, places.home if at_home else None)
+
+    def hold_apart(self, paths: Iterable[str]) -> None:
+        """Make replicas with data of their own under these paths, which a forward has written."""
+        if self.common is not None:
+            self.common.part(paths)
+            self._places.drain()
+            self.renew()
 
     def _alias(self, parameter: torch.Tensor, storage: torch.Tensor | None, device: int) -> torch.Tensor:
         """What a device's module has in the place of a parameter."""
@@ -354,9 +383,15 @@ class Replicas:
             return self._build()
         if hooked or any(type(change.value) not in SIMPLE for change in changes):
             self._places.drain()  # devices may still use tensors that are about to be released
-            memos = [replica.carry(changes, hooked, attributes.holders) for replica in self.list]
+            reach = Reach(self._module)
+            if self.common is not None:
+                self.common.forget()
+            memos = [
+                replica.carry(changes, hooked, attributes.holders, self._in_common(reach, device))
+                for device, replica in enumerate(self.list)
+            ]
             # New objects may change later, so they have to be watched.
-            attributes = self._attributes = _watched(Reach(self._module), memos[0])
+            attributes = self._attributes = _watched(reach, memos[0])
             # The others may change, and a new object may get the identity of an object that is gone.
             wanted = set(map(id, (*self.parameters, *attributes.holders)))
             for replica, memo in zip(self.list, memos, strict=True):

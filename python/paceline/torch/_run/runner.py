@@ -242,6 +242,9 @@ class Runner:
     def _execute(self, work: Workload, run: Run) -> Any:
         self.running = run
         step_loop = work.step_loop
+        common = self.replicas.common
+        if common is not None:
+            common.note()
         marks = self._buffer_marks() if run.divides and run.claims is None else None
         # Version counters are cheap, but batch_norm does not count its writes. So the first run of a mode compares values.
         first = marks is not None and work.mode != run.seen.mode
@@ -317,6 +320,9 @@ class Runner:
             run.note_extras()
             raise _TryAgainError
         if run.repeatable and run.seen.waits and not run.seen.waits_at_once and has_compiled():
+            raise _TryAgainError(complete=True)
+        if common is not None and (written := common.written):  # by forwards, which shared it
+            self.replicas.hold_apart(written)
             raise _TryAgainError(complete=True)
         self._edits.check()
         return outcome
@@ -396,7 +402,8 @@ class _TryAgainError(Exception):
 
     The reason is one of these: memory ran out, and smaller pieces may fit; a device ran the forward several times, and the forward turned out to
     write buffers; the run drew random numbers, or entered a dual level, before that was prepared; something normalises over a micro-batch, which
-    takes two items; items without weight have extras; the run has compiled something, which did not wait for parameters.
+    takes two items; items without weight have extras; the run has compiled something, which did not wait for parameters; forwards have written to
+    data that replicas had in common.
     """
 
     def __init__(self, *, complete: bool = False, out_of_memory: bool = False) -> None:

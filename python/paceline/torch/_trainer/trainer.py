@@ -13,6 +13,7 @@ from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.comm import Transport
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.places import Places
+from paceline.torch._replicas.common import Common
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
@@ -264,7 +265,7 @@ class DataParallel(Trainer):
             works = Works(local, places, memory_limits(memory, local), options, searches=free)
             if free and policy == "auto" and len(local) > 1 and ranks is None:
                 works.steps.alone = AloneTrials()
-            replicas = Replicas(module, places, replicate)
+            replicas = Replicas(module, places, replicate, common=Common() if proves and len(places) > 1 else None)
             execution = Execution(local, module, places, replicas, synchronises=batch_norm == "synchronised")
             if graphs:
                 replicas.share()  # so that gradients in static memory are not the user's own

@@ -1,0 +1,80 @@
+"""Data that a module holds in plain attributes, such as a data set, a table or a vocabulary: replicas use the user's, so that there is one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from paceline.torch._replicas.attributes import MOST_BYTES
+from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE
+
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_DEEPEST = 3  # containers in containers
+
+
+class Common:
+    """Large tensors and arrays, and long containers of simple values, in attributes. What a forward writes is copied for each replica."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {}  # what the replicas have in common, by path
+        self._apart: set[str] = set()  # what a forward has written
+        self._versions: dict[str, int] = {}  # of tensors
+
+    def memo(self, holders: Iterable[tuple[str, Any]], buffers: set[int], home: torch.device | None) -> dict[int, Any]:
+        """What stands in a replica for the data of these objects, by the identity of the user's.
+
+        `buffers` are copied, also where an attribute refers to them. `home`: the replica's device, if it is the user's.
+        """
+        found = {}
+        for path, value in _large((path, vars(one)) for path, one in holders):
+            if path in self._apart or id(value) in buffers:
+                continue
+            theirs = value
+            if isinstance(value, torch.Tensor):
+                if not (value.is_cpu or value.device == home):
+                    continue
+                self._versions[path] = value._version
+                theirs = value.detach()  # with its memory and its version counter
+            self.held[path] = value
+            found[id(value)] = theirs
+        return found
+
+    def forget(self) -> None:
+        """Hold nothing, before replicas are made anew."""
+        self.held.clear()
+        self._versions.clear()
+
+    def note(self) -> None:
+        """Before devices run: what is written from now on was written by them."""
+        for path in self._versions:
+            self._versions[path] = self.held[path]._version
+
+    @property
+    def written(self) -> list[str]:
+        """The tensors that were written to since `note`. An array does not count writes."""
+        return [path for path, version in self._versions.items() if self.held[path]._version != version]
+
+    def part(self, paths: Iterable[str]) -> None:
+        """Let each replica have its own of these, from when the replicas are made anew."""
+        self._apart.update(paths)
+
+
+def _large(holders: Iterable[tuple[str, dict[str, Any]]], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    for holder, values in holders:
+        for key, value in list(values.items()):
+            if type(value) in SIMPLE or (not depth and key in BARE):
+                continue
+            path = f"{holder}.{key}" if holder else str(key)
+            if isinstance(value, torch.Tensor):
+                plain = type(value) is torch.Tensor and value.is_leaf and not value.requires_grad
+                if plain and value.layout is torch.strided and not value.is_inference() and value.nbytes > MOST_BYTES:
+                    yield path, value
+            elif isinstance(value, _CONTAINERS) and len(value) > LONGEST:
+                if set(map(type, value.values() if isinstance(value, dict) else value)) <= SIMPLE:
+                    yield path, value
+            elif isinstance(value, (dict, list, tuple)) and depth < _DEEPEST:
+                yield from _large([(path, value if isinstance(value, dict) else dict(enumerate(value)))], depth + 1)
+            elif type(value).__module__ == "numpy" and getattr(value, "nbytes", 0) > MOST_BYTES and value.dtype.kind != "O":
+                yield path, value
