@@ -28,7 +28,8 @@ class Holder(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         factor = self.small * self.large[0] * float(self.array[0]) * self.words[0]
         tables: Any = self.nested["tables"]
-        return self.layer(x) * factor * tables[0][0] * tables[1][0] * float(self.nested["arrays"][0][0])
+        out: torch.Tensor = self.layer(x) * factor * tables[0][0] * tables[1][0] * float(self.nested["arrays"][0][0])
+        return out
 
 
 def replicas_of(trainer: DataParallel) -> list[Any]:
@@ -92,7 +93,8 @@ class Scratch(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.memory[: len(x)] = x.numpy() if isinstance(self.memory, np.ndarray) else x
         held = torch.as_tensor(self.memory[: len(x)].copy() if isinstance(self.memory, np.ndarray) else self.memory)
-        return self.layer(held[: len(x)].clone())
+        out: torch.Tensor = self.layer(held[: len(x)].clone())
+        return out
 
 
 @pytest.mark.filterwarnings("ignore:step. split over")  # that the memory has another device's rows

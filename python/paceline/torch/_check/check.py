@@ -32,7 +32,7 @@ from paceline.torch._check.tolerance import tolerance_for
 from paceline.torch._check.weights import known_tensors
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import RandomStates
-from paceline.torch._devices.run_draws import Drawing, RunDraws
+from paceline.torch._devices.run_draws import replayed_draws
 from paceline.torch._replicas.batch_norm import fails_over_one_item, standing_still, using_batch_statistics
 from paceline.torch._replicas.buffers import KeptAttributes, KeptParameters
 from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
@@ -140,8 +140,7 @@ class TrialRun(TrainRun):
         self._noise = noise
         self.reached: list[torch.Tensor | None] = []
         if noise.drew:
-            self.draws = RunDraws(self.places, Drawing(), compiled=True, before=frame.random)
-            self.draws.unwatched()
+            self.draws = replayed_draws(self.places, frame.random)
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         with self._noise.of(self.batch.rows(begin, end)):

@@ -33,6 +33,7 @@ class Proof:
     function: str
     step: int
     items: int
+    call: str = "step"
     compared: str = ""
     largest: float = 0.0
     seconds: float = 0.0
@@ -45,7 +46,7 @@ class Proof:
     @property
     def text(self) -> str:
         """One line."""
-        what = f"step {self.step} of {self.function}, {self.items} items"
+        what = f"{self.call} {self.step} of {self.function}, {self.items} items"
         if self.differences:
             result = f"differs from one device: {'; '.join(self.differences)}"
         elif self.unproved:

@@ -24,7 +24,7 @@ from paceline.torch._check.probe import OutsideLeaves, Probed, distances, loss_d
 from paceline.torch._check.proof import EXTRAS_OF_SLICES, Proof, thrown_away
 from paceline.torch._check.result import Edited, Result
 from paceline.torch._check.state import Snapshot, State, close, same_nest
-from paceline.torch._check.tolerance import tolerance_for, tolerance_of
+from paceline.torch._check.tolerance import LEAST_OF_PROOFS, tolerance_for, tolerance_of
 from paceline.torch._devices.caller_state import CallerThreads, outside_autocast
 from paceline.torch._devices.noise import Noise
 from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
@@ -34,10 +34,10 @@ from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import OwnStorages
 from paceline.torch._run.memory import is_out_of_memory
+from paceline.torch._run.run import Frame
 from paceline.torch._run.train_run import LossFunction, refuse_own_backward, refuse_without_gradient
 from paceline.torch._run.workload import Workload
 
-_LEAST_TOLERANCE = 1e-4
 _ROUNDINGS = 10  # a split may differ by so many times what another order of the items does
 _OF_THE_LOSS = {"loss", "gradient", "extras"}
 _OF_STATE = (
@@ -70,8 +70,7 @@ class Prover:
         self._scale, self._costs, self._carries = scale, costs, carries
         self._micro_batch = micro_batch or batch.size
         self._explain = explain
-        # A module in double precision may compute some things in single precision, as transformers' norms do.
-        self._tolerance = max(_LEAST_TOLERANCE, tolerance_for(self._module, self._places))
+        self._tolerance = max(LEAST_OF_PROOFS, tolerance_for(self._module, self._places))
         self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if is_compiled(self._module) or is_compiled_function(loss_fn):
             self._stance = partial(torch.compiler.set_stance, "force_eager")
@@ -84,8 +83,6 @@ class Prover:
     def run(self, proof: Proof) -> Result:
         """The result of the whole batch, in which the module is left. `proof` gets what the comparison has found. If anything raises, all is as before."""
         self._edited = Edited(self._batch)
-        if self._replicas.common is not None:
-            self._replicas.common.note()
         self._before = before = State(self._replicas, self._places, self._loss_fn)
         proof.reaches_batch = any(before.around.holds(one) for _, one in self._batch.tensors())
         try:
@@ -94,7 +91,7 @@ class Prover:
             self._tolerance = max(
                 self._tolerance, tolerance_of(noise.types)
             )  # such as those of autocast inside of loss_fn
-            self._hold_apart(before)
+            before.hold_apart()
             after = State(self._replicas, self._places, self._loss_fn)
             self._edited.note()
             if not whole.finite:
@@ -118,14 +115,6 @@ class Prover:
             raise
         finally:
             self._execution.drop_gradients()
-
-    def _hold_apart(self, before: State) -> None:
-        """Give each replica a copy of the data that the forward has written."""
-        common = self._replicas.common
-        if common is not None:
-            changed = [path for path, one in common.held.items() if before.attributes.has_changed(one)]
-            if changed or common.written:
-                self._replicas.hold_apart([*changed, *common.written])
 
     def take_back(self) -> None:
         """Go back to where `run` began."""
@@ -206,23 +195,13 @@ class Prover:
                         data = self._batch.slice(begin, end, self._places.to_home)
                     else:
                         data = self._batch.gathered(rows, self._places.to_home)
-                    loss, beside = parted(self._loss_fn(self._module, data))
-                    if beside is not None:
-                        extras.add(begin, end, beside)
-                    if not any_gradient and any(one.grad is not None for one in parameters):
-                        refuse_own_backward()
-                    term = objective.term(loss, begin, end)
+                    term = self._one(data, begin, end, objective, extras, first=not any_gradient)
+                    any_gradient |= term.requires_grad
                     terms.append(term.detach())
-                    if term.requires_grad:
-                        any_gradient = True
-                        root = term if self._scale is None else term * self._scale
-                        self.outside.watch(root)
-                        with outside_autocast():
-                            root.backward()
                 storages.separate()
         forget(modules)
         if not any_gradient and self._execution.ranks is None:  # other ranks may have one
-            refuse_without_gradient()
+            self._refuse_without_gradient()
         noise.lost |= dict.fromkeys(start.others.moved)
         if start.random.moved and not noise.drew:
             noise.lost["code whose draws PyTorch does not show, or that runs in slices"] = None
@@ -239,6 +218,33 @@ class Prover:
                 Snapshot(self._replicas),
                 start.parameters.written(),
             )
+
+    def _one(
+        self, data: Any, begin: int, end: int, objective: Objective, extras: Extras, *, first: bool
+    ) -> torch.Tensor:
+        """Run forward and backward of a slice. Returns its term of the objective. `first`: whether no slice before has left a gradient."""
+        loss, beside = parted(self._loss_fn(self._module, data))
+        if beside is not None:
+            extras.add(begin, end, beside)
+        if first and any(one.grad is not None for one in self._replicas.parameters):
+            refuse_own_backward()
+        term = objective.term(loss, begin, end)
+        if term.requires_grad:
+            root = self._scaled(term)
+            self.outside.watch(root)
+            with outside_autocast():
+                root.backward()
+        return term
+
+    def _scaled(self, term: torch.Tensor) -> torch.Tensor:
+        return term if self._scale is None else term * self._scale
+
+    def _refuse_without_gradient(self) -> None:
+        refuse_without_gradient()
+
+    def _trial(self, frame: Frame, **options: Any) -> TrialRun:
+        """A run on the devices that repeats the draws of the whole batch."""
+        return TrialRun(frame, loss_fn=self._loss_fn, names=self._replicas.names, carries=self._carries, **options)
 
     def _compared(self, start: State, noise: Noise, own: Result | None, proof: Proof) -> dict[str, str]:
         """Run the batch split from a state, and compare it with the whole batch. Returns what differs, in words.
@@ -341,10 +347,7 @@ class Prover:
 
     def _start(self, start: State, norms: Sequence[Any]) -> None:
         """Go back to a state. Modules that stand still go on to do so."""
-        modes = [(part, part.training, part.running_mean, part.running_var) for part in norms]
-        start.restore()
-        for part, training, mean, variance in modes:
-            part.training, part.running_mean, part.running_var = training, mean, variance
+        start.restore_but(norms)
         self._edited.begin()
 
     def _split(self, start: State, noise: Noise, *, normalises: bool) -> Result:
@@ -358,10 +361,7 @@ class Prover:
             frame = execution.frame(work, self._batch, self._loss_fn, self._costs, hooks=self._carries)
             memory[:] = _addresses(replicas)
             objective = self._objective if frame.items is None else frame.items.objective(self._objective)
-            options: dict[str, Any] = {"scale": self._scale, "names": replicas.names, "carries": self._carries}
-            run = TrialRun(
-                frame, loss_fn=self._loss_fn, objective=objective, leaves=self.outside, noise=noise, **options
-            )
+            run = self._trial(frame, objective=objective, scale=self._scale, leaves=self.outside, noise=noise)
             loss, totals, outcome = execution.train(work, run, keep=False)
             with torch.no_grad():
                 extras = run.extras.whole(run.items, self._places.to_home)

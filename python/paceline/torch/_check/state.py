@@ -26,6 +26,8 @@ class State:
     """The module, its replicas, what `loss_fn` reaches beside these, and the generators, at one moment."""
 
     def __init__(self, replicas: Replicas, places: Places, loss_fn: Any) -> None:
+        if replicas.common is not None:
+            replicas.common.note()
         parts = [*replicas.all_modules, *_made_since(replicas)]
         self.buffers = KeptBuffers(parts)
         self.attributes = KeptAttributes(parts)
@@ -34,6 +36,7 @@ class State:
         self.parameters = KeptParameters(list(replicas.parameters))
         self.around = KeptAround(loss_fn, parts)
         self._followed = replicas.followed()
+        self._replicas = replicas
         self.random, self.others = RandomStates(places), OtherGenerators()
 
     def restore(self) -> None:
@@ -46,6 +49,21 @@ class State:
         self._followed()
         self.random.restore()
         self.others.restore()
+
+    def restore_but(self, norms: Iterable[Any]) -> None:
+        """Go back to that moment, except that these modules stand still if they do so now."""
+        modes = [(part, part.training, part.running_mean, part.running_var) for part in norms]
+        self.restore()
+        for part, training, mean, variance in modes:
+            part.training, part.running_mean, part.running_var = training, mean, variance
+
+    def hold_apart(self) -> None:
+        """Give each replica a copy of the data that was written since that moment, which they have in common."""
+        common = self._replicas.common
+        if common is not None:
+            written = [path for path, one in common.held.items() if self.attributes.has_changed(one)] + common.written
+            if written:
+                self._replicas.hold_apart(written)
 
 
 def _made_since(replicas: Replicas) -> list[nn.Module]:

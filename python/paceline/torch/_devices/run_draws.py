@@ -55,10 +55,6 @@ class RunDraws:
         watched = places.share_generators and (any(places.on_gpu) or not self._expects_none)
         self.watches = [RecomputeWatch() for _ in devices] if watched else []
 
-    def unwatched(self) -> None:
-        """Watch nothing: replayed draws need no seeds, and recomputation draws the same."""
-        self.watches, self._generators = [], []
-
     def run(self) -> contextlib.AbstractContextManager[None]:
         """A context around the whole run, on the caller's thread."""
         return contextlib.nullcontext() if self._own is None else of_each_thread()
@@ -122,3 +118,10 @@ class RunDraws:
         if names or not self._moved_on_host() or self._on_host.count(True) < 2:
             return ", ".join(sorted(names))
         return "compiled code" if self._compiled else "compiled code, an extension or another thread"
+
+
+def replayed_draws(places: Places, before: RandomStates) -> RunDraws:
+    """Draws that need no seeds, since each item draws what it drew before. Recomputation draws the same, so nothing watches it."""
+    draws = RunDraws(places, Drawing(), compiled=True, before=before)
+    draws.watches, draws._generators = [], []
+    return draws

@@ -61,7 +61,7 @@ class Common:
         self._apart.update(paths)
 
 
-def _large(holders: Iterable[tuple[str, dict[str, Any]]], depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _large(holders: Iterable[tuple[str, dict[Any, Any]]], depth: int = 0) -> Iterator[tuple[str, Any]]:
     for holder, values in holders:
         for key, value in list(values.items()):
             if type(value) in SIMPLE or (not depth and key in BARE):
@@ -76,5 +76,9 @@ def _large(holders: Iterable[tuple[str, dict[str, Any]]], depth: int = 0) -> Ite
                     yield path, value
             elif isinstance(value, (dict, list, tuple)) and depth < _DEEPEST:
                 yield from _large([(path, value if isinstance(value, dict) else dict(enumerate(value)))], depth + 1)
-            elif type(value).__module__ == "numpy" and getattr(value, "nbytes", 0) > MOST_BYTES and value.dtype.kind != "O":
+            elif (
+                type(value).__module__ == "numpy"
+                and getattr(value, "nbytes", 0) > MOST_BYTES
+                and value.dtype.kind != "O"
+            ):
                 yield path, value

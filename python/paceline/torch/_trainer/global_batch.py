@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,16 @@ from paceline.torch._run.run import Frame
 from paceline.torch._run.train_run import Loss, TrainRun
 
 RunFunction = Callable[[nn.Module, "MicroBatch"], Any]
+
+
+class _Weighs(Protocol):
+    """What runs a micro-batch."""
+
+    def term_of(self, loss: Any, begin: int, end: int) -> torch.Tensor: ...
+
+    def weighed(self, device: int, term: torch.Tensor) -> torch.Tensor: ...
+
+    def backward_of(self, device: int, term: torch.Tensor, retain_graph: bool) -> None: ...
 
 
 class MicroBatch:
@@ -29,7 +39,7 @@ class MicroBatch:
         were dealt out. If `fn` has to know the items, put ``torch.arange(items)`` into the batch.
     """
 
-    def __init__(self, run: FunctionRun, device: int, begin: int, end: int, data: Any) -> None:
+    def __init__(self, run: _Weighs, device: int, begin: int, end: int, data: Any) -> None:
         self.data = data
         self.begin = begin
         self.end = end
@@ -56,6 +66,10 @@ class MicroBatch:
         May be called several times. The objective is the sum of all losses.
         """
         self._run.backward_of(self._device, self._term(loss), retain_graph)
+
+    def sum(self) -> torch.Tensor:
+        """All terms that were taken, together."""
+        return torch.stack([term.to(self.terms[0]) for term in self.terms]).sum()
 
     def _term(self, loss: Loss) -> torch.Tensor:
         term = self._run.term_of(loss, self.begin, self.end)
@@ -148,7 +162,7 @@ class FunctionRun(TrainRun):
         super().__init__(frame, loss_fn=fn, objective=objective, scale=scale, names=replicas.names)
         self._wanted: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
         if parameters is not None:
-            wanted = _indices_of(parameters, replicas.parameters)
+            wanted = indices_of(parameters, replicas.parameters)
             self._wanted = [_parted(replica.parameters, wanted) for replica in self.replicas]
             self._unwanted = [index for index in range(len(replicas.parameters)) if index not in wanted]
 
@@ -160,12 +174,9 @@ class FunctionRun(TrainRun):
         self.loss_fn(self.replicas[device].module, part)
         self.draws.look(device)
         if not part.terms and not self.terms[device] and self.any_gradient(device):
-            raise InvalidArgument(
-                "run: fn called backward on a loss of its own, which does not know its part of the batch: the gradient would be wrong. Call "
-                "micro_batch.backward(loss), or micro_batch.weigh(loss).backward()."
-            )
+            refuse_backward_of_its_own()
         if part.terms:
-            self.terms[device].append((begin, torch.stack([term.to(part.terms[0]) for term in part.terms]).sum()))
+            self.terms[device].append((begin, part.sum()))
         if self._wanted is not None:  # a backward that the caller's function calls itself fills all gradients
             if self.flat is not None:
                 self.flat.forget(device, self._unwanted)
@@ -198,10 +209,23 @@ class FunctionRun(TrainRun):
         except RuntimeError as error:
             if self.with_gradient:
                 raise
-            raise RuntimeError(
-                "run: no gradient: fn has to call micro_batch.backward(loss) on a loss that depends on parameters"
-                + (", here on those that were given as parameters=." if self._wanted is not None else ".")
-            ) from error
+            raise without_gradient(self._wanted is not None) from error
+
+
+def refuse_backward_of_its_own() -> NoReturn:
+    """Raise for a function that has filled gradients without a micro-batch's term."""
+    raise InvalidArgument(
+        "run: fn called backward on a loss of its own, which does not know its part of the batch: the gradient would be wrong. Call "
+        "micro_batch.backward(loss), or micro_batch.weigh(loss).backward()."
+    )
+
+
+def without_gradient(some: bool) -> RuntimeError:
+    """The error for a function that leaves no gradient. `some`: whether only some parameters are wanted."""
+    return RuntimeError(
+        "run: no gradient: fn has to call micro_batch.backward(loss) on a loss that depends on parameters"
+        + (", here on those that were given as parameters=." if some else ".")
+    )
 
 
 def name_of(fn: Any) -> str:
@@ -211,7 +235,7 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
-def _indices_of(wanted: Iterable[nn.Parameter], parameters: list[torch.Tensor]) -> set[int]:
+def indices_of(wanted: Iterable[nn.Parameter], parameters: list[torch.Tensor]) -> set[int]:
     """The indices of the wanted parameters among the parameters of a module."""
     known = {id(parameter): index for index, parameter in enumerate(parameters)}
     found = set()

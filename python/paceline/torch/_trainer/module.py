@@ -12,6 +12,7 @@ from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.comm import Transport
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._trainer.arguments import Balance, BatchNorm
+from paceline.torch._trainer.proofs import Prove
 from paceline.torch._trainer.trainer import DataParallel
 
 _T = TypeVar("_T", bound="Module")
@@ -31,8 +32,8 @@ class Module(nn.Module):
     ----------
     module
         The module to run. It is `module` of this one. The keys of ``state_dict`` are those of `module`.
-    devices, balance, replicate, timeout, transport, reduce_dtype, batch_norm
-        As for `DataParallel`. With ``batch_norm="synchronised"`` the devices also meet in the backward.
+    devices, balance, replicate, timeout, transport, reduce_dtype, batch_norm, prove
+        As for `DataParallel`. A call that is proved runs on the user's module, with its graph, and is compared with the outputs of the devices. With ``batch_norm="synchronised"`` the devices also meet in the backward.
 
     Notes
     -----
@@ -57,6 +58,7 @@ class Module(nn.Module):
         transport: Transport = "auto",
         reduce_dtype: torch.dtype | None = None,
         batch_norm: BatchNorm = "apart",
+        prove: Prove | None = None,
     ) -> None:
         super().__init__()
         trainer = DataParallel(
@@ -69,6 +71,7 @@ class Module(nn.Module):
             reduce_dtype=reduce_dtype,
             corrections=False,  # one micro-batch per device
             batch_norm=batch_norm,
+            prove=prove,
         )
         self.module = module
         self.trainer = trainer

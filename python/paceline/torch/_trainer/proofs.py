@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -13,14 +15,17 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.objective import Objective
 from paceline.torch._batch.terms import Terms
 from paceline.torch._check.check import check
+from paceline.torch._check.forward import ForwardProver
 from paceline.torch._check.proof import Proof
 from paceline.torch._check.prover import Prover
 from paceline.torch._check.result import Result
 from paceline.torch._devices.failures import warn_caller
 from paceline.torch._run.execution import Execution, refuse_outside_of_ranks
 from paceline.torch._run.gradients import UserGradients
+from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.outside import code_of
 from paceline.torch._run.train_run import LossFunction
+from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.works import Works
 
 Proved = tuple[torch.Tensor, list[torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor]]]
@@ -76,30 +81,74 @@ class Proofs:
         self._names: tuple[int, Any] = (-1, None)  # the module's structure, with the replicas' generation
         self._warned: set[str] = set()
 
-    def due(self, loss_fn: LossFunction, batch: Batch, objective: Objective, *, carries: bool) -> bool:
-        """Whether to prove the step that is about to run."""
+    def due(
+        self, loss_fn: Callable[..., Any], batch: Batch, objective: Objective, *, carries: bool, run: Any = None
+    ) -> bool:
+        """Whether to prove the step that is about to run. `run`: what tells a run of `DataParallel.batch` from others of its function."""
         if self._prove is None or batch.size < 2 or not objective.magnitude or self._execution.faults is not None:
             return False
-        kind = self._kind(loss_fn, batch, objective, carries)
+        weighted = tuple(objective.parts) if isinstance(objective, Terms) else objective.is_weighted
+        if not self._counts(self._kind(loss_fn, batch, weighted, carries, run)):
+            return False
+        if not (carries and self._hooked()):
+            return True
+        why = "parameters have gradient hooks, which would run for a step that is thrown away"
+        self._execution.proofs.append(Proof(_name(loss_fn), self._execution.steps + 1, batch.size, unproved=[why]))
+        return False
+
+    def forward(self, call: str, fn: Callable[..., Any], batch: Batch, *, graph: bool) -> tuple[Any] | None:
+        """The outputs for the batch, as those of plain PyTorch, if this call is proved. `graph`: whether they lead to parameters and inputs.
+
+        None, and all as before, if the devices run it.
+        """
+        execution = self._execution
+        if self._prove is None or batch.size < 2 or not self._counts(self._kind(fn, batch, call, graph)):
+            return None
+        kind, number = self._now
+        proof = Proof(_name(fn), number, batch.size, call)
+        began = time.perf_counter()
+        try:
+            with contextlib.ExitStack() as stack:
+                if not graph:  # as the devices would: state that is made here has to serve in training
+                    stack.enter_context(torch.inference_mode(False))
+                    stack.enter_context(torch.no_grad())
+                execution.places.begin(batch)
+                execution.replicas.refresh(fn, hooks=True)
+                stack.enter_context(self._works.no_trace())
+                prover = ForwardProver(
+                    execution, lambda: self._works.temporary(**self._works.options), batch, fn, graph=graph
+                )
+                outputs = prover.run(proof)
+                proof.seconds = time.perf_counter() - began
+                if proof.is_wrong and self._prove == "raise":
+                    raise Error(f"{_words(proof)} Nothing was kept.")
+        except BaseException as error:
+            self._steps[kind] -= 1
+            if not is_out_of_memory(error):
+                raise
+        else:
+            self._tell(proof)
+            return (outputs,)
+        self._steps[kind] += 1
+        proof.unproved = ["the whole batch does not fit on one device"]
+        self._tell(proof)
+        return None
+
+    def _counts(self, kind: Any) -> bool:
+        """Count a call of this kind. Whether it is one of those that are proved."""
         if kind not in self._steps and len(self._steps) >= _MOST_KINDS:
             return False
         number = self._steps[kind] = self._steps.get(kind, 0) + 1
-        if number == 1 or (number >= _AGAIN and _is_power_of_ten(number)):
-            self._now = kind, number
-            if not (carries and self._hooked()):
-                return True
-            why = "parameters have gradient hooks, which would run for a step that is thrown away"
-            self._execution.proofs.append(Proof(_name(loss_fn), self._execution.steps + 1, batch.size, unproved=[why]))
-        return False
+        self._now = kind, number
+        return number == 1 or (number >= _AGAIN and _is_power_of_ten(number))
 
-    def _kind(self, loss_fn: LossFunction, batch: Batch, objective: Objective, carries: bool) -> Any:
+    def _kind(self, function: Callable[..., Any], batch: Batch, *more: Any) -> Any:
         replicas = self._execution.replicas
         if self._names[0] != replicas.generation:
             parts = tuple((name, type(part)) for name, part in replicas.named_modules)
             self._names = replicas.generation, hash((tuple(replicas.names), parts))
-        weighted = tuple(objective.parts) if isinstance(objective, Terms) else objective.is_weighted
         mode = self._execution.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        return _signature(loss_fn), batch.structure, weighted, mode, carries, self._names[1]
+        return _signature(function), batch.structure, mode, self._names[1], *more
 
     def _hooked(self) -> bool:
         """Whether parameters have gradient hooks, which would see the gradient of a run that is thrown away."""
@@ -127,17 +176,21 @@ class Proofs:
         costs: list[float] | None,
         carries: bool,
         reduction: Any,
+        prover_of: Callable[..., Prover] = Prover,
+        work: str,
     ) -> Proved | None:
         execution, kind = self._execution, self._now[0]
         execution.places.begin(batch)
         execution.replicas.refresh(loss_fn, hooks=carries)
-        proof = Proof(_name(loss_fn), execution.steps + 1, batch.size)
+        proof = Proof(_name(loss_fn), execution.steps + 1, batch.size, "step" if prover_of is Prover else "run")
         began = time.perf_counter()
         micro_batch = self._works.options["micro_batch"] or None
         if micro_batch is None and any(self._works.limits):
             micro_batch = -(-batch.size // (4 * len(execution.places)))
 
         def explained() -> str:
+            if prover_of is not Prover:
+                return ""
             granularity = self._works.options["granularity"]
             work = self._works.temporary(micro_batch=self._works.options["micro_batch"], balance="even")
             options: dict[str, Any] = {"micro_batch": micro_batch, "granularity": granularity, "tolerance": None}
@@ -147,7 +200,7 @@ class Proofs:
 
         user = UserGradients(execution.replicas, adds=not carries)
         with self._works.no_trace():
-            prover = Prover(
+            prover = prover_of(
                 execution,
                 lambda: self._works.temporary(**self._works.options),
                 batch,
@@ -173,7 +226,7 @@ class Proofs:
                     user.restore()
                 else:  # interrupted when all ranks commit already
                     whole.loss, whole.gradients = execution.ranks.agreed
-                    self._commit(user, prover, whole, carries=carries)
+                    self._commit(user, prover, whole, self._works.of(work), carries=carries)
                 raise
         if execution.resumed:  # the interrupted run has this step from its devices
             prover.take_back()
@@ -181,7 +234,7 @@ class Proofs:
             user.restore()
             self._tell(proof)
             return None
-        self._commit(user, prover, whole, carries=carries)
+        self._commit(user, prover, whole, self._works.of(work), carries=carries)
         self._tell(proof)
         if proof.unproved and not whole.finite and self._tries.setdefault(kind, 0) < _TRIES:
             self._tries[kind] += 1
@@ -214,7 +267,7 @@ class Proofs:
                 execution.replicas, objective, whole.loss, whole.gradients, scale=scale, steps=execution.steps
             )
 
-    def _commit(self, user: UserGradients, prover: Prover, whole: Result, *, carries: bool) -> None:
+    def _commit(self, user: UserGradients, prover: Prover, whole: Result, work: Workload, *, carries: bool) -> None:
         """Write everything. An interrupted call is repeated."""
         execution, steps = self._execution, self._execution.steps
         pending = [] if carries else list(zip(prover.outside.leaves, whole.outside, strict=False))
@@ -229,7 +282,7 @@ class Proofs:
             if execution.steps == steps:
                 execution.items = items
                 execution.extras, execution.steps = whole.extras, steps + 1
-                self._works.steps.proved += 1
+                work.proved += 1
             if execution.sampler is not None:
                 execution.sampler.trained()
 
@@ -244,9 +297,10 @@ class Proofs:
 
 def _words(proof: Proof) -> str:
     cause = f" {proof.cause}" if proof.cause else ""
+    call = proof.call if proof.call in ("step", "run") else "call"
     return (
-        f"step: split over the devices this batch of {proof.items} items gives another result than on one device: {'; '.join(proof.differences)}."
-        f"{cause} Where the first step is proved it has the result of one device, and those that follow do not. {_OFF}"
+        f"{proof.call}: split over the devices this batch of {proof.items} items gives another result than on one device: "
+        f"{'; '.join(proof.differences)}.{cause} Where the first {call} is proved it has the result of one device, and those that follow do not. {_OFF}"
     )
 
 

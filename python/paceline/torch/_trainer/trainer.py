@@ -163,13 +163,14 @@ class DataParallel(Trainer):
         that reach tensors outside of the module, a `weight` that is a mapping, dropout on parts of one GPU, and ``batch_norm="synchronised"``. A
         single GPU works on a copy of the module, too.
     prove
-        Whether `step` and `loss` prove that they give the result of one device. The first step of each kind of work (a function and what it closes
+        Whether `step`, `loss` and `predict` prove that they give the result of one device. The first step of each kind of work (a function and what it closes
         over, the structure of the batch, the module's structure and mode) runs whole on the module itself, as in plain PyTorch, and that is its
         result. Then the same batch runs split over the devices from the same state, and is thrown away after it was compared: loss, extras,
         gradients, buffers, attributes, and parameters that the forward writes. So do steps 1,000, 10,000 and so on of each kind. ``"warn"``: a
         `ProofWarning` says what differs, and what cures it if that is found. ``"raise"``: an `Error`, and all is as before the step (attributes
-        alone are warned of). False: no step
-        is proved. `explain` lists the proofs. ``paceline.torch.proving()`` is true in runs that are thrown away. None: what the environment
+        alone are warned of). Of a `predict` the outputs and the state are compared. While proofs are on, replicas use
+        the large tensors, arrays and vocabularies that the module holds, and each gets a copy of what a forward writes. False: nothing
+        is proved, and all is copied. `explain` lists the proofs. ``paceline.torch.proving()`` is true in runs that are thrown away. None: what the environment
         variable ``PACELINE_PROVE`` says (``warn``, ``raise`` or ``off``), else ``"warn"``.
 
     Notes
@@ -288,7 +289,7 @@ class DataParallel(Trainer):
             verify_every=verify_every,
             prove=proves,
         )
-        self._passes = Passes(works, execution, self._lifetime)
+        self._passes = Passes(works, execution, self._lifetime, self._proofs)
 
     batch = carried_out_by("_training", Training.batch)
     batch_sampler = carried_out_by("_data", Data.batch_sampler)

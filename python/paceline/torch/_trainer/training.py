@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from paceline.torch._run.run import Frame
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import check_scaler, check_trains
 from paceline.torch._trainer.claims import ClaimScript
+from paceline.torch._trainer.function_proof import FunctionProver
 from paceline.torch._trainer.global_batch import FunctionRun, GlobalBatch, RunFunction
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.proofs import Proofs, Proved
@@ -179,14 +181,19 @@ class Training:
         costs: list[float] | None,
         *,
         carries: bool,
+        name: str | None = None,
+        parameters: list[nn.Parameter] | None = None,
     ) -> Proved | None:
-        """What a step that is proved gives, or None if the devices run it."""
-        if not self._proofs.due(loss_fn, whole, objective, carries=carries):
+        """What a step, or a run with a `name`, gives if it is proved. None if the devices run it."""
+        run = None if name is None else (name, None if parameters is None else frozenset(map(id, parameters)))
+        if not self._proofs.due(loss_fn, whole, objective, carries=carries, run=run):
             return None
-        with self._recent.step(kind_of(None), self._execution):
-            return self._proofs.step(
-                loss_fn, whole, objective, scale=scale, costs=costs, carries=carries, reduction=self.reduction
-            )
+        options: dict[str, Any] = {"scale": scale, "costs": costs, "carries": carries, "reduction": self.reduction}
+        options["work"] = kind_of(name)
+        if name is not None:
+            options["prover_of"] = partial(FunctionProver, parameters=parameters)
+        with self._recent.step(kind_of(name), self._execution):
+            return self._proofs.step(loss_fn, whole, objective, **options)
 
     def batch(
         self,
@@ -249,7 +256,11 @@ class Training:
                     with self._recent.step(kind_of(name), self._execution):
                         loss, _ = self._execution.take_part(fn, objective, carries=False)
                 else:
-                    loss, _, _ = self._train(kind_of(name), whole, objective, costs, fn, run_of)
+                    scale = self._scale_of(scaler)
+                    proved = self._proved(
+                        fn, whole, objective, scale, costs, carries=False, name=name, parameters=wanted
+                    )
+                    loss, *_ = proved or self._train(kind_of(name), whole, objective, costs, fn, run_of)
                 return already_backward(loss)
 
         return GlobalBatch(0 if whole is None else whole.size, start)
