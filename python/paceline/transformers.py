@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from paceline import InvalidArgument
+from paceline import Error, InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._devices.failures import warn_caller
 
@@ -40,8 +40,10 @@ class PacelineMixin:
     in `MyTrainer` itself replaces the mixin's. It has to call ``super().compute_loss`` without `return_outputs`, or batches run on the model's
     own device, which ``train`` warns of.
 
-    The first training step is proved (see `DataParallel`): a loss that is no mean over the labels, or a batch that cannot be cut along dimension 0, is
-    warned of, with the cure if it is found. `data_parallel_loss_options` is the place for the cure.
+    The first training step is proved (see `DataParallel`). If a split changes the result, as for a mean over something else than labels or a batch of
+    chosen and rejected answers, a warning says so, with the cure if it is found, and training goes on on one device. So it does if the first batch
+    cannot be cut, as with ``packing=True`` and its ``cu_seq_lens``, or fails in slices only. `data_parallel_loss_options` is the place for the cure. With several processes
+    it is only warned of.
 
     Router losses of mixtures of experts (``config.output_router_logits``) are not those of one device. They couple the items of a batch. Here
     each slice has its own, and they are weighted by labels. ``train`` warns of this.
@@ -60,6 +62,8 @@ class PacelineMixin:
 
     data_parallel_options: ClassVar[dict[str, Any]] = {}
     data_parallel: DataParallel | None = None
+    _split = False  # whether a batch has run on the devices
+    _alone = False  # whether one device trains, since a split would change the result
     _reached = False  # whether `compute_loss` was called for training, or the warning was given that it is not
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -109,13 +113,12 @@ class PacelineMixin:
         """As `Trainer.compute_loss`, on all devices where the loss is for training and the outputs are not asked for."""
         trainer: Any = self
         one_device = super().compute_loss  # type: ignore[misc]
-        if return_outputs or not torch.is_grad_enabled():
+        if self._alone:
+            vars(self).pop("loss_is_scaled_for_ga", None)
+        if return_outputs or self._alone or not torch.is_grad_enabled():
             return one_device(model, inputs, return_outputs, num_items_in_batch)
         self._reached = True
         own = self.data_parallel_loss_options(inputs)
-        self.loss_is_scaled_for_ga = (
-            True  # what was accumulated is divided by here, and the Trainer must not do it again
-        )
         shifted = trainer._loss_shifts_labels
 
         def loss_fn(module: Any, part: Any) -> Any:
@@ -138,7 +141,22 @@ class PacelineMixin:
         else:
             scaler = getattr(trainer.accelerator, "scaler", None)
             given = {"weight": weight, "total": items, "scaler": scaler, **own}
-            loss = self._parallel().loss(loss_fn, inputs, **given)
+            try:
+                loss = self._parallel().loss(loss_fn, inputs, **given)
+            except Exception as error:
+                if own or self._split or trainer.accelerator.num_processes > 1 or not _is_of_a_slice(error):
+                    raise
+                loss = one_device(
+                    model, inputs, num_items_in_batch=num_items_in_batch
+                )  # else the error is that of one device
+                self._train_alone(f"A batch cannot be split: {error}")
+                return loss
+            self._split = True
+            if self._parallel().differs and trainer.accelerator.num_processes == 1:
+                self._train_alone("A split changes the result, as the ProofWarning says.")
+        self.loss_is_scaled_for_ga = (
+            True  # what was accumulated is divided by here, and the Trainer must not do it again
+        )
         return loss if items is not None else loss / trainer.current_gradient_accumulation_steps
 
     def data_parallel_loss_options(self, inputs: Any) -> dict[str, Any]:
@@ -148,6 +166,14 @@ class PacelineMixin:
         over the batch, and accumulated batches count alike.
         """
         return {}
+
+    def _train_alone(self, why: str) -> None:
+        self._alone = True
+        warn_caller(
+            f"PacelineMixin: training goes on on one device. {why} data_parallel_loss_options(inputs) may say weight= or split= for the batch. "
+            'data_parallel_options = {"prove": False} splits it without a proof.',
+            UserWarning,
+        )
 
     def _parallel(self) -> DataParallel:
         trainer: Any = self
@@ -172,6 +198,11 @@ class PacelineMixin:
     def _state_file(self, checkpoint: str) -> Path:
         """Each process draws random numbers of its own."""
         return Path(checkpoint) / f"paceline_{self.args.process_index}.pt"  # type: ignore[attr-defined]
+
+
+def _is_of_a_slice(error: Exception) -> bool:
+    """Whether an error may come from cutting the batch."""
+    return isinstance(error, InvalidArgument) or not isinstance(error, (Error, torch.OutOfMemoryError))
 
 
 def _labels_per_item(inputs: Any, *, shifted: bool) -> torch.Tensor | None:

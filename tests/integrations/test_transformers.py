@@ -291,10 +291,76 @@ class Weighted(AfterByClass):
 
 def test_class_weights_are_warned_of_and_may_be_given(tmp_path: Any) -> None:
     options = {"max_steps": 3, "gradient_accumulation_steps": 2}
-    with pytest.warns(ProofWarning, match="another result than on one device"):
+    with (
+        pytest.warns(ProofWarning, match="another result than on one device"),
+        pytest.warns(UserWarning, match="training goes on on one device. A split changes the result"),
+    ):
         train(AfterByClass, bert(), tmp_path, classified, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ProofWarning)
         _, got = train(Weighted, bert(), tmp_path, classified, **options)
     _, wanted = train(ByClass, bert(), tmp_path, classified, **options)
+    assert got == [pytest.approx(pair, rel=1e-6) for pair in wanted]
+
+
+class Preferred(Plain):
+    """Pairs the rows of the first half with those of the second one, as trainers of preferences do."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        ids = inputs["input_ids"]
+        scores = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).sum((1, 2))
+        chosen, rejected = scores.chunk(2)
+        return -nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+class AfterPreferred(PacelineMixin, Preferred):
+    data_parallel_options: ClassVar[dict[str, Any]] = {"devices": TWO, "balance": "even", "prove": "warn"}
+
+
+class AfterOdd(AfterPreferred):
+    data_parallel_options: ClassVar[dict[str, Any]] = {"devices": TWO, "balance": [3, 5], "prove": "warn"}
+
+
+def packed(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """All sentences in one row, with the positions where they begin."""
+    ids = torch.cat([sample["input_ids"] for sample in samples])
+    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+    return {
+        "input_ids": ids[None],
+        "labels": ids[None],
+        "cu_seq_lens_q": torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+    }
+
+
+class Unpacks(Plain):
+    """Leaves out what the model for tests does not take."""
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        inputs = {key: value for key, value in inputs.items() if key != "cu_seq_lens_q"}
+        return super().compute_loss(model, inputs, *arguments, **options)
+
+
+class AfterUnpacks(PacelineMixin, Unpacks):
+    data_parallel_options: ClassVar[dict[str, Any]] = {"devices": TWO, "prove": "warn"}
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain", "collate", "why"),
+    [
+        (AfterPreferred, Preferred, pad, "A split changes the result"),
+        (AfterOdd, Preferred, pad, "A batch cannot be split: The size of tensor a"),
+        (AfterUnpacks, Unpacks, packed, r"A batch cannot be split: batch: batch\['cu_seq_lens_q'\] has 9 items"),
+    ],
+    ids=["pairs", "pairs in odd slices", "packed"],
+)
+@pytest.mark.filterwarnings("ignore:step. split over")
+def test_what_cannot_be_split_trains_on_one_device_with_a_warning(
+    ours: Any, plain: Any, collate: Any, why: str, tmp_path: Any
+) -> None:
+    options = {"max_steps": 3, "gradient_accumulation_steps": 2}
+    with pytest.warns(UserWarning, match=f"training goes on on one device. {why}"):
+        _, got = train(ours, llama(), tmp_path, collate, **options)
+    _, wanted = train(plain, llama(), tmp_path, collate, **options)
     assert got == [pytest.approx(pair, rel=1e-6) for pair in wanted]

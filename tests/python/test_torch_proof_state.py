@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
 import pytest
@@ -333,3 +333,27 @@ def test_the_size_of_a_slice_is_no_difference() -> None:
             return self.net(rows)
 
     assert said_by(Sized(), squares, rows()) == ""
+
+
+def test_ordered_dictionaries_are_whole_after_they_were_put_back() -> None:
+    """Hooks of modules are kept in these, which lose their order by the methods of a plain dictionary."""
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.seen = net(), OrderedDict[str, int]()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.inner[0]._forward_hooks:
+                self.inner[0].register_forward_hook(lambda *_: None)
+            self.seen["first"] = 1
+            out: torch.Tensor = self.inner(x)
+            return out
+
+    module = Hooked()
+    module.inner[2].register_forward_hook(lambda *_: None)
+    said_by(module, squares, rows(), steps=2)
+    tables = [part._forward_hooks for part in (module.inner[0], module.inner[2])]
+    assert [len(list(table.items())) for table in tables] == [1, 1]
+    assert list(reversed(module.seen.items())) == [("first", 1)]
+    copy.deepcopy(module)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ from paceline.torch._run.run import Frame
 from paceline.torch._run.train_run import LossFunction, refuse_own_backward, refuse_without_gradient
 from paceline.torch._run.workload import Workload
 
-_ROUNDINGS = 10  # a split may differ by so many times what another order of the items does
+_ROUNDINGS = 10  # a split may differ by so many times what another rounding of parameters and batch does
+_ASIDE = 0.01  # where a first step is compared once more: a start may be special, such as zeros, or a policy that is its own reference
 _OF_THE_LOSS = {"loss", "gradient", "extras"}
 _OF_STATE = (
     "What a forward keeps of its batch comes to the module from the device that ran most items; lists and dictionaries do not come at all. Let loss_fn "
@@ -61,15 +63,16 @@ class Prover:
         costs: list[float] | None,
         carries: bool,
         micro_batch: int | None,
+        aside: bool,
         explain: Callable[[], str],
     ) -> None:
-        """`make_work` makes work for the run that is thrown away. `explain` names the cause of a difference, if it can."""
+        """`make_work` makes work for the runs that are thrown away. `aside`: whether to compare beside the parameters, too. `explain` names the cause."""
         self._execution, self._make_work = execution, make_work
         self._module, self._places, self._replicas = execution.module, execution.places, execution.replicas
         self._batch, self._objective, self._loss_fn = batch, objective, loss_fn
         self._scale, self._costs, self._carries = scale, costs, carries
         self._micro_batch = micro_batch or batch.size
-        self._explain = explain
+        self._aside, self._explain = aside, explain
         self._tolerance = max(LEAST_OF_PROOFS, tolerance_for(self._module, self._places))
         self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if is_compiled(self._module) or is_compiled_function(loss_fn):
@@ -102,6 +105,8 @@ class Prover:
                 found = self._compared(before, noise, whole, proof)
                 if found and not proof.unproved:
                     found = self._lasting(found, after, proof)
+                if self._aside and not proof.unproved and not found.keys() & _OF_THE_LOSS:
+                    found |= self._beside(after, proof)
                 if found and not proof.unproved:
                     proof.differences = list(found.values())
                     proof.is_wrong = not all(text.startswith("attribute") for text in proof.differences)
@@ -134,6 +139,25 @@ class Prover:
             fails = f"a second step raises {type(error).__name__}: {error}"
             return found | ({"error": fails} if self._splits else {})
         return {name: text for name, text in found.items() if name in lasting}
+
+    def _beside(self, after: State, proof: Proof) -> dict[str, str]:
+        """What differs where the parameters are moved a little."""
+        after.restore()
+        self._edited.begin()
+        if not after.parameters.keeps_values:
+            return {}
+        self._move(_ASIDE)
+        moved, noise, unproved = State(self._replicas, self._places, self._loss_fn), self._noise(), proof.unproved
+        try:
+            found = self._compared(moved, noise, None, proof)
+        except Cancelled:
+            raise
+        except Exception:  # not at the user's parameters, so it proves nothing
+            found = {}
+        proof.unproved = unproved
+        return {
+            name: f"with each parameter moved by 1 %, {text}" for name, text in found.items() if name in _OF_THE_LOSS
+        }
 
     def _cause(self, found: dict[str, str], after: State) -> str:
         causes = []
@@ -176,10 +200,9 @@ class Prover:
         count = max(1, min(-(-items // self._micro_batch), items // least))
         return list(pairwise([items * index // count for index in range(count + 1)]))
 
-    def _whole(self, start: State, noise: Noise, order: torch.Tensor | None = None) -> Result:
-        """The batch on the user's own module, or its items in another order."""
-        parameters = self._replicas.parameters
-        objective = self._objective if order is None else self._objective.ordered(order)
+    def _whole(self, start: State, noise: Noise) -> Result:
+        """The batch on the user's own module."""
+        parameters, objective = self._replicas.parameters, self._objective
         storages, extras = OwnStorages(parameters), Extras(objective)
         terms = []
         spans = self._spans()
@@ -189,13 +212,9 @@ class Prover:
                 if len(spans) > 1 and objective.idle(begin, end):
                     continue
                 forget(modules)
-                rows = self._batch.rows(begin, end) if order is None else order[begin:end]
-                with noise.of(rows):
-                    if order is None:
-                        data = self._batch.slice(begin, end, self._places.to_home)
-                    else:
-                        data = self._batch.gathered(rows, self._places.to_home)
-                    term = self._one(data, begin, end, objective, extras, first=not any_gradient)
+                with noise.of(self._batch.rows(begin, end)):
+                    data = self._batch.slice(begin, end, self._places.to_home)
+                    term = self._one(data, begin, end, extras, first=not any_gradient)
                     any_gradient |= term.requires_grad
                     terms.append(term.detach())
                 storages.separate()
@@ -219,16 +238,14 @@ class Prover:
                 start.parameters.written(),
             )
 
-    def _one(
-        self, data: Any, begin: int, end: int, objective: Objective, extras: Extras, *, first: bool
-    ) -> torch.Tensor:
+    def _one(self, data: Any, begin: int, end: int, extras: Extras, *, first: bool) -> torch.Tensor:
         """Run forward and backward of a slice. Returns its term of the objective. `first`: whether no slice before has left a gradient."""
         loss, beside = parted(self._loss_fn(self._module, data))
         if beside is not None:
             extras.add(begin, end, beside)
         if first and any(one.grad is not None for one in self._replicas.parameters):
             refuse_own_backward()
-        term = objective.term(loss, begin, end)
+        term = self._objective.term(loss, begin, end)
         if term.requires_grad:
             root = self._scaled(term)
             self.outside.watch(root)
@@ -254,41 +271,54 @@ class Prover:
         apart = [] if self._execution.synchronised else using_batch_statistics(self._replicas.norms)
         norms: list[Any] = [part for _, part in apart]
         like = next(iter(self._replicas.parameters), torch.empty(0))
-        again: Result | None = None
-        rounding: dict[str, float] = {}
         # Normalisation over a part of the batch is known to differ, and said elsewhere.
         with thrown_away(), standing_still(norms, like):
-            if own is None:
-                self._start(start, norms)
-                again = self._whole(start, noise)
-                rounding = self._rounding(start, norms, noise, again)
+            first = own is not None
             if own is None or norms:
                 self._start(start, norms)
                 own = self._whole(start, noise)
             self._start(start, norms)
             got = self._split(start, noise, normalises=bool(norms))
             self._edited.begin()
+            found: dict[str, str] | None = self._differences(start, own, got)
+            if found and not first:
+                self._start(start, norms)
+                again = self._whole(start, noise)
+                found = self._beyond(start, norms, noise, (own, again, got))
         self.outside.settle()
         if noise.lost:
             proof.unproved = [f"random draws that cannot be repeated ({', '.join(noise.lost)})"]
             return {}
-        if again is not None and max(self._distances(own, again).values()) > self._tolerance:
+        if found is None:
             proof.unproved = ["the same batch gave two results on one device"]
             return {}
         by_name = self._distances(own, got)
-        proof.largest = max(by_name.values())
+        proof.largest = max(proof.largest, *by_name.values())
         proof.compared = f"loss, {len(by_name) - 1} gradients, {len(own.found.buffers)} buffers, {len(own.found.attributes)} attributes"
-        kept = own.found.differences(got.found, self._tolerance)
-        if own.found.holds_containers(kept):
+        if own.found.holds_containers(found):
             self._replicas.reset_containers()
-        if again is not None:
-            # A time of day changes by itself. A number that is the size of the batch after a second step tells the size of a slice.
-            by_itself = own.found.differences(again.found, self._tolerance)
-            sizes = {
-                name for name, value in own.found.attributes.items() if type(value) is int and value == self._batch.size
-            }
-            kept = {name: text for name, text in kept.items() if name not in by_itself and name not in sizes}
-        return self._of_the_loss(own, got, by_name, rounding) | self._of_parameters(start, own, got) | kept
+        return found
+
+    def _differences(
+        self, start: State, own: Result, got: Result, rounding: Mapping[str, float] = MappingProxyType({})
+    ) -> dict[str, str]:
+        kept = own.found.differences(got.found, self._tolerance)
+        return self._of_the_loss(own, got, rounding) | self._of_parameters(start, own, got) | kept
+
+    def _beyond(
+        self, start: State, norms: Sequence[Any], noise: Noise, results: tuple[Result, Result, Result]
+    ) -> dict[str, str] | None:
+        """What differs by more than rounding does, and not by itself. None if one device gives two results: the first two of these."""
+        own, again, got = results
+        if max(self._distances(own, again).values()) > self._tolerance:
+            return None
+        found = self._differences(start, own, got, self._rounding(start, norms, noise, own))
+        # A time of day changes by itself. A number that is the size of the batch after a second step tells the size of a slice.
+        by_itself = own.found.differences(again.found, self._tolerance)
+        sizes = {
+            name for name, value in own.found.attributes.items() if type(value) is int and value == self._batch.size
+        }
+        return {name: text for name, text in found.items() if name not in by_itself and name not in sizes}
 
     def _distances(self, own: Result, got: Result) -> dict[str, float]:
         """How far a result is from the wanted one: the loss, under an empty name, and the gradients."""
@@ -301,25 +331,33 @@ class Prover:
         return {"": loss_distance(mine, theirs), **by_name}
 
     def _rounding(self, start: State, norms: Sequence[Any], noise: Noise, own: Result) -> dict[str, float]:
-        """How far the result of one device is from itself with the items in another order, which changes nothing but rounding.
+        """How far the result of one device is from itself with parameters and batch that were rounded otherwise.
 
         Near an optimum the gradient is a small rest of large terms, so that rounding is most of it.
         """
-        items = self._batch.size
-        if noise.drew or self._batch.in_order or len(self._spans()) > 1:  # another order would draw for other items
-            return {}
         self._start(start, norms)
+        types = [one.dtype for one in self._replicas.parameters if one.is_floating_point()]
+        wide = max((torch.finfo(one).eps for one in (*types, *noise.types) if one.is_floating_point), default=0.0)
+        self._move(wide, batch=True)
         try:
-            return self._distances(own, self._whole(start, noise, torch.arange(items - 1, -1, -1)))
+            return self._distances(own, self._whole(start, noise))
         except Cancelled:
             raise
-        except Exception:  # the function goes by the order of the items
+        except Exception:
             return {}
 
-    def _of_the_loss(
-        self, own: Result, got: Result, by_name: dict[str, float], rounding: dict[str, float]
-    ) -> dict[str, str]:
+    @torch.no_grad()
+    def _move(self, by: float, *, batch: bool = False) -> None:
+        """Move each parameter, or also the numbers of the `batch`, up or down by this part of it. Those that are zero move as if they were `by`."""
+        tensors = [one.data for one in self._replicas.parameters]
+        tensors += [one for _, one in self._batch.tensors() if batch and not (one.is_inference() or one.requires_grad)]
+        for index, one in enumerate(tensors):
+            if one.is_floating_point() and one.layout is torch.strided and 0 not in one.stride():
+                one.add_(torch.where(one == 0, by, one) * _signs(one, index), alpha=by)
+
+    def _of_the_loss(self, own: Result, got: Result, rounding: Mapping[str, float]) -> dict[str, str]:
         said = {}
+        by_name = self._distances(own, got)
         limits = {name: max(self._tolerance, _ROUNDINGS * rounding.get(name, 0.0)) for name in by_name}
         if by_name[""] > limits[""]:
             said["loss"] = f"the loss is {got.loss.item():.6g} instead of {own.loss.item():.6g}"
@@ -392,6 +430,12 @@ class Prover:
             start.restore()
             replicas.renew()
         return result
+
+
+def _signs(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Ones and minus ones without a pattern, the same in every run."""
+    counted = torch.arange(tensor.numel(), dtype=torch.int32, device=tensor.device)
+    return (((counted + seed) * -1640531535 >> 16) & 1).mul_(2).sub_(1).view(tensor.shape)
 
 
 def _addresses(replicas: Replicas) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -139,7 +139,7 @@ class KeptAttributes:
             return None
         before = base(value)
         self._kept[id(value)] = value, before
-        for one in before.values() if base is dict else before:
+        for one in before.values() if isinstance(before, dict) else before:
             self.keep(one, depth + 1)
         return None
 
@@ -190,7 +190,7 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 def _base_of(value: Any) -> Any:
     """The type of containers that `value` is, or None."""
-    return next((base for base in (dict, list, set, deque) if isinstance(value, base)), None)
+    return next((base for base in (OrderedDict, dict, list, set, deque) if isinstance(value, base)), None)
 
 
 def holds_the_same(container: Any, before: Any) -> bool:
@@ -198,7 +198,7 @@ def holds_the_same(container: Any, before: Any) -> bool:
     if isinstance(container, set):
         return len(container) == len(before) and set.__eq__(container, before) is True
     if isinstance(container, dict):
-        ours, theirs = dict.items(container), dict.items(before)
+        ours, theirs = (_base_of(one).items(one) for one in (container, before))
         return len(ours) == len(theirs) and all(
             one is other and value is wanted
             for (one, value), (other, wanted) in zip(list(ours), list(theirs), strict=False)
@@ -210,14 +210,14 @@ def refill(container: Any, before: Any) -> None:
     """Put back what a container held, past methods of a class of its own."""
     base = _base_of(container)
     base.clear(container)
-    (base.update if base in (dict, set) else base.extend)(container, before)
+    (base.extend if base in (list, deque) else base.update)(container, before)
 
 
 class KeptParameters:
     """The values of parameters, to go back to. Of very large modules only the memory is known, which a forward may replace by ``.data``."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        keeps = sum(one.nbytes for one in parameters) <= _MOST_PARAMETERS
+        self.keeps_values = keeps = sum(one.nbytes for one in parameters) <= _MOST_PARAMETERS
         self._kept = [(one, one.data, one.detach().clone() if keeps else None) for one in parameters]
 
     def written(self) -> dict[int, torch.Tensor]:

@@ -258,6 +258,11 @@ class Trainer:
         return self._measured("loss", loss_fn, batch, options, carries=True)
 
     @property
+    def differs(self) -> bool:
+        """Whether a proof has found that the devices give another result than one device. `explain` says how."""
+        return self._proofs.differs
+
+    @property
     def extras(self) -> Any:
         """What `loss_fn` returned beside the loss in the last step, for the whole batch, or None.
 

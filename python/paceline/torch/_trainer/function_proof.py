@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from paceline.torch._batch.extras import Extras
-from paceline.torch._batch.objective import Objective
 from paceline.torch._check.check import TrialRun
 from paceline.torch._check.prover import Prover
 from paceline.torch._devices.caller_state import outside_autocast
@@ -38,11 +37,8 @@ class FunctionProver(Prover):
             ours = self._replicas.parameters
             self._wanted = [ours[index] for index in sorted(indices_of(parameters, ours)) if ours[index].requires_grad]
 
-    def _one(
-        self, data: Any, begin: int, end: int, objective: Objective, extras: Extras, *, first: bool
-    ) -> torch.Tensor:
+    def _one(self, data: Any, begin: int, end: int, extras: Extras, *, first: bool) -> torch.Tensor:
         part = MicroBatch(self, 0, begin, end, data)
-        self._objective_here = objective
         self._loss_fn(self._module, part)
         parameters = self._replicas.parameters
         filled = any(one.grad is not None for one in parameters)
@@ -57,7 +53,7 @@ class FunctionProver(Prover):
         return (part.sum() if part.terms else torch.zeros((), device=self._places.home)).requires_grad_(filled)
 
     def term_of(self, loss: Any, begin: int, end: int) -> torch.Tensor:
-        return self._objective_here.term(loss, begin, end)
+        return self._objective.term(loss, begin, end)
 
     def weighed(self, device: int, term: torch.Tensor) -> torch.Tensor:
         root = self._scaled(term)

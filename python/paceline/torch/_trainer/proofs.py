@@ -80,6 +80,7 @@ class Proofs:
         self._tries: dict[Any, int] = {}  # by kind, of steps whose result was not finite
         self._names: tuple[int, Any] = (-1, None)  # the module's structure, with the replicas' generation
         self._warned: set[str] = set()
+        self.differs = False  # whether one has found another result than that of one device
 
     def due(
         self, loss_fn: Callable[..., Any], batch: Batch, objective: Objective, *, carries: bool, run: Any = None
@@ -210,6 +211,7 @@ class Proofs:
                 costs=costs,
                 carries=carries,
                 micro_batch=micro_batch,
+                aside=self._now[1] == 1,
                 explain=explained,
             )
             try:
@@ -246,6 +248,7 @@ class Proofs:
 
     def _tell(self, proof: Proof) -> None:
         self._execution.proofs.append(proof)
+        self.differs |= proof.is_wrong
         said = (
             _words(proof) if proof.differences else _WHOLE_BATCH.format(proof.function) if proof.reaches_batch else ""
         )
