@@ -40,7 +40,6 @@ from paceline.torch._run.train_run import LossFunction, refuse_own_backward, ref
 from paceline.torch._run.workload import Workload
 
 _ROUNDINGS = 10  # a split may differ by so many times what another rounding of parameters and batch does
-_ASIDE = 0.01  # where a first step is compared once more: a start may be special, such as zeros, or a policy that is its own reference
 _OF_THE_LOSS = {"loss", "gradient", "extras"}
 _OF_STATE = (
     "What a forward keeps of its batch comes to the module from the device that ran most items; lists and dictionaries do not come at all. Let loss_fn "
@@ -63,16 +62,15 @@ class Prover:
         costs: list[float] | None,
         carries: bool,
         micro_batch: int | None,
-        aside: bool,
         explain: Callable[[], str],
     ) -> None:
-        """`make_work` makes work for the runs that are thrown away. `aside`: whether to compare beside the parameters, too. `explain` names the cause."""
+        """`make_work` makes work for the runs that are thrown away. `explain` names the cause of a difference, if it can."""
         self._execution, self._make_work = execution, make_work
         self._module, self._places, self._replicas = execution.module, execution.places, execution.replicas
         self._batch, self._objective, self._loss_fn = batch, objective, loss_fn
         self._scale, self._costs, self._carries = scale, costs, carries
         self._micro_batch = micro_batch or batch.size
-        self._aside, self._explain = aside, explain
+        self._explain = explain
         self._tolerance = max(LEAST_OF_PROOFS, tolerance_for(self._module, self._places))
         self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if is_compiled(self._module) or is_compiled_function(loss_fn):
@@ -105,8 +103,6 @@ class Prover:
                 found = self._compared(before, noise, whole, proof)
                 if found and not proof.unproved:
                     found = self._lasting(found, after, proof)
-                if self._aside and not proof.unproved and not found.keys() & _OF_THE_LOSS:
-                    found |= self._beside(after, proof)
                 if found and not proof.unproved:
                     proof.differences = list(found.values())
                     proof.is_wrong = not all(text.startswith("attribute") for text in proof.differences)
@@ -139,25 +135,6 @@ class Prover:
             fails = f"a second step raises {type(error).__name__}: {error}"
             return found | ({"error": fails} if self._splits else {})
         return {name: text for name, text in found.items() if name in lasting}
-
-    def _beside(self, after: State, proof: Proof) -> dict[str, str]:
-        """What differs where the parameters are moved a little."""
-        after.restore()
-        self._edited.begin()
-        if not after.parameters.keeps_values:
-            return {}
-        self._move(_ASIDE)
-        moved, noise, unproved = State(self._replicas, self._places, self._loss_fn), self._noise(), proof.unproved
-        try:
-            found = self._compared(moved, noise, None, proof)
-        except Cancelled:
-            raise
-        except Exception:  # not at the user's parameters, so it proves nothing
-            found = {}
-        proof.unproved = unproved
-        return {
-            name: f"with each parameter moved by 1 %, {text}" for name, text in found.items() if name in _OF_THE_LOSS
-        }
 
     def _cause(self, found: dict[str, str], after: State) -> str:
         causes = []

@@ -217,7 +217,7 @@ class KeptParameters:
     """The values of parameters, to go back to. Of very large modules only the memory is known, which a forward may replace by ``.data``."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.keeps_values = keeps = sum(one.nbytes for one in parameters) <= _MOST_PARAMETERS
+        keeps = sum(one.nbytes for one in parameters) <= _MOST_PARAMETERS
         self._kept = [(one, one.data, one.detach().clone() if keeps else None) for one in parameters]
 
     def written(self) -> dict[int, torch.Tensor]:

@@ -211,7 +211,6 @@ class Proofs:
                 costs=costs,
                 carries=carries,
                 micro_batch=micro_batch,
-                aside=self._now[1] == 1,
                 explain=explained,
             )
             try:
