@@ -295,6 +295,27 @@ INSTANTIATE_TEST_SUITE_P(
                       Box{"Everything", 2, {"cuda:0/0", "cuda:1/0", "host:0", "cuda:0/1", "cuda:1/1"}, {0.5, 0.5}}),
     [](const auto& param) { return param.param.name; });
 
+TEST(CudaPipeline, AHangThatTheReaderOfTheLossFindsEndsTheTraining) {
+  set_up(2, 2);
+  const DeviceGroup group = group_of({"", 2, {"cuda:0", "cuda:1"}});
+  const Bodies bodies{group};
+  PipelineOptions options = options_of(0, 2);
+  options.timeout = std::chrono::milliseconds(20);
+  PipelineTrainer trainer(group, options);
+  initialise(trainer);
+  const Objective loss = trainer.step(kItems, bodies, [&](const Piece& run) {
+    bodies.back(run);
+    if (run.block == 0 && run.end == kItems) fake::hang(static_cast<cudaStream_t>(run.stream));  // the last one
+  });
+  EXPECT_THROW(static_cast<void>(loss.value()), Timeout);
+  try {
+    static_cast<void>(trainer.step(kItems, bodies, [&](const Piece& run) { bodies.back(run); }));
+    FAIL();
+  } catch (const DeviceLost& error) {
+    EXPECT_NE(std::string(error.what()).find("new process"), std::string::npos);
+  }
+}
+
 TEST(CudaPipeline, LearnsSpeedsFromTheDevicesClocks) {
   set_up(1, 2);
   const DeviceGroup group = group_of({"", 2, {"cuda:0", "cuda:1"}});

@@ -88,8 +88,8 @@ bool Worker::take_arrivals() {
 }
 
 bool Worker::ask() {
-  awaited_.events.clear();
-  awaited_.until = Clock::time_point::max();
+  awaits_events_ = false;
+  until_ = Clock::time_point::max();
   for (auto one = open_.begin(); one != open_.end();) {
     const NextWork next = one->source->next(index_, Clock::now());
     if (next.kind == NextWork::Kind::take) {
@@ -100,8 +100,9 @@ bool Worker::ask() {
       one = open_.erase(one);
       continue;
     }
-    if (next.event != nullptr) awaited_.events.push_back(next.event);
-    awaited_.until = std::min(awaited_.until, next.until);
+    one->awaited = next.event;
+    awaits_events_ |= next.event != nullptr;
+    until_ = std::min(until_, next.until);
     ++one;
   }
   return false;
@@ -121,16 +122,15 @@ void Worker::perform(WorkSource& source, std::int64_t number) {
 }
 
 /// An event that throws counts as done: its source checks it too, and gets the error.
-bool Worker::Awaited::due() const noexcept {
-  const auto is_done = [](const Event* event) {
+bool Worker::due() const noexcept {
+  const auto is_done = [](const Open& one) {
     try {
-      return event->done();
+      return one.awaited != nullptr && one.awaited->done();
     } catch (...) {
       return true;
     }
   };
-  return std::any_of(events.begin(), events.end(), is_done) ||
-         (until != Clock::time_point::max() && Clock::now() >= until);
+  return std::ranges::any_of(open_, is_done) || (until_ != Clock::time_point::max() && Clock::now() >= until_);
 }
 
 void Worker::sleep(std::uint64_t seen) {
@@ -145,12 +145,12 @@ void Worker::sleep(std::uint64_t seen) {
     return;
   }
   for (int i = 0; i < kSpins && !called(); ++i) relax();
-  if (awaited_.events.empty()) {
+  if (!awaits_events_) {
     std::unique_lock lock(mutex_);
-    if (awaited_.until == Clock::time_point::max()) {
+    if (until_ == Clock::time_point::max()) {
       changed_.wait(lock, called);
     } else {
-      changed_.wait_until(lock, awaited_.until, called);
+      changed_.wait_until(lock, until_, called);
     }
     return;
   }
@@ -158,10 +158,10 @@ void Worker::sleep(std::uint64_t seen) {
   // due within microseconds.
   const Clock::time_point begin = Clock::now();
   while (Clock::now() - begin < ShortWait::kSpin) {
-    if (called() || awaited_.due()) return;
+    if (called() || due()) return;
     relax();
   }
-  for (auto pause = kShortestPause; !called() && !awaited_.due(); pause = std::min(2 * pause, kLongestPause)) {
+  for (auto pause = kShortestPause; !called() && !due(); pause = std::min(2 * pause, kLongestPause)) {
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, pause, called);
   }

@@ -42,6 +42,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   struct Open {
     std::shared_ptr<WorkSource> source;
     int priority = 0;
+    const Event* awaited = nullptr;  // what it waits for, if that is an event
   };
 
   /// `own_cores`: no other worker of the group uses its cores.
@@ -65,12 +66,8 @@ class Worker : public std::enable_shared_from_this<Worker> {
 
  private:
   using Clock = WorkSource::Clock;
-  /// What may end a wait, beside wake().
-  struct Awaited {
-    std::vector<const Event*> events;
-    Clock::time_point until = Clock::time_point::max();
-    [[nodiscard]] bool due() const noexcept;
-  };
+  /// Whether what a source waits for is there.
+  [[nodiscard]] bool due() const noexcept;
 
   /// Makes a change that the thread looks at, and wakes it.
   template <class Change>
@@ -101,7 +98,8 @@ class Worker : public std::enable_shared_from_this<Worker> {
 
   // Used by the thread alone.
   std::list<Open> open_;  // by priority
-  Awaited awaited_;
+  bool awaits_events_ = false;
+  Clock::time_point until_ = Clock::time_point::max();
   ShortWait idle_wait_;
 };
 

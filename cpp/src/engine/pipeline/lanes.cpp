@@ -45,6 +45,7 @@ struct LaneThreads::State {
   std::size_t busy = 0;  // threads that have not let go of a job
   bool stop = false;
   pid_t owner = getpid();
+  std::shared_ptr<State> itself;
 
   static void work(const std::shared_ptr<State>& state, std::size_t lane) {
     pthread_setname_np(pthread_self(), ("pl lane " + std::to_string(lane)).substr(0, 15).c_str());
@@ -96,7 +97,7 @@ std::size_t LaneThreads::size() const noexcept {
 
 void LaneThreads::close() noexcept {
   if (state_->owner != getpid()) {  // a forked child has no such threads
-    new std::shared_ptr<State>(state_);
+    state_->itself = state_;  // which is never destroyed
     return;
   }
   std::vector<std::thread> threads;

@@ -208,8 +208,8 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
       return Objective(run->loss() / weight);
     }
     return Objective::State::objective(std::make_shared<Objective::State>(
-        [marks = std::move(marks), known = run->loss(), weight, timeout = devices_.timeout()] {
-          marks->wait(timeout);
+        [marks = std::move(marks), known = run->loss(), weight, timeout = devices_.timeout(), hung = devices_.hung()] {
+          marks->wait(timeout, *hung);
           const double there = marks->loss == nullptr ? 0.0 : *static_cast<const double*>(marks->loss->data());
           return (there + known) / weight;
         }));

@@ -74,19 +74,19 @@ void StageDevices::await(const Event& event) {
   try {
     wait_for(event, timeout_);
   } catch (const Timeout&) {
-    hung_ = true;
+    *hung_ = true;
     throw;
   }
 }
 
 void StageDevices::check() const {
-  if (!hung_) return;
+  if (!*hung_) return;
   throw DeviceLost(
       "pipeline: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
 }
 
 void StageDevices::drain(AsyncDevice* device, Stream* stream) noexcept {
-  if (device == nullptr || stream == nullptr || hung_) return;
+  if (device == nullptr || stream == nullptr || *hung_) return;
   try {
     const std::unique_ptr<Event> event = device->make_event(false);
     stream->record(*event);

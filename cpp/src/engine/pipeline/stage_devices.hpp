@@ -40,6 +40,8 @@ class StageDevices {
 
   /// @throws Timeout; from then on check() throws.
   void await(const Event& event);
+  /// Whether a device hangs, also as others find who wait for it.
+  [[nodiscard]] const std::shared_ptr<std::atomic<bool>>& hung() const noexcept { return hung_; }
   /// @throws DeviceLost after a hang.
   void check() const;
   /// Returns when a stream has no work left, or its device has failed or hangs.
@@ -57,7 +59,7 @@ class StageDevices {
   std::vector<Entry> devices_;
   AsyncDevice* pinning_ = nullptr;  // the first GPU, or null
   std::chrono::nanoseconds timeout_;
-  std::atomic<bool> hung_{false};
+  std::shared_ptr<std::atomic<bool>> hung_ = std::make_shared<std::atomic<bool>>(false);
 };
 
 }  // namespace paceline::internal

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include <paceline/error.hpp>
 #include <paceline/plan/schedule.hpp>
 #include <paceline/runtime/async_device.hpp>
 
@@ -64,9 +66,17 @@ struct StepMarks {
     }
     return true;
   }
-  void wait(std::chrono::nanoseconds timeout) const {
+  /// Sets `hung` if a device is late. A second wait would take as long again.
+  void wait(std::chrono::nanoseconds timeout, std::atomic<bool>& hung) const {
     for (const auto& event : over) {
-      if (event != nullptr) wait_for(*event, timeout);
+      if (event == nullptr) continue;
+      if (hung && !event->done()) throw_late(*event, timeout);
+      try {
+        wait_for(*event, timeout);
+      } catch (const Timeout&) {
+        hung = true;
+        throw;
+      }
     }
   }
 
