@@ -136,3 +136,47 @@ def test_an_array_that_counts_is_named() -> None:
             return out
 
     assert "attribute 'seen' has values that sum to 16 on one device" in said_by(Counts(), squares, rows())
+
+
+class Masked(nn.Module):
+    """Has a mask in a buffer, as language models do. It may write to it, without moving its version counter."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.layer, self.writes = nn.Linear(4, 3).double(), writes
+        self.register_buffer("mask", torch.ones(1 << 17, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask: Any = self.mask
+        if self.writes:
+            mask.data[:16] *= 1 + len(x)
+        out: torch.Tensor = self.layer(x) * mask[0]
+        return out
+
+
+def test_a_large_buffer_that_no_forward_writes_is_there_once() -> None:
+    module: Any = Masked(writes=False)
+    trainer, batch = made(module), rows()
+    before = [trainer.step(squares, batch).item() for _ in range(2)][-1]
+    assert [replica.mask.data_ptr() for replica in replicas_of(trainer)] == [module.mask.data_ptr()] * 2
+    module.mask.fill_(2)
+    assert trainer.step(squares, batch).item() == pytest.approx(4 * before)
+    old, module.mask = module.mask, torch.full_like(module.mask, 3)
+    assert trainer.step(squares, batch).item() == pytest.approx(9 * before)
+    assert (old == 2).all()
+    assert [replica.mask.data_ptr() for replica in replicas_of(trainer)] == [module.mask.data_ptr()] * 2
+    module.eval()
+    assert torch.allclose(trainer.predict(batch), module(batch))
+
+
+@pytest.mark.filterwarnings("ignore:step. split over")
+def test_a_large_buffer_that_a_forward_writes_is_copied() -> None:
+    module: Any = Masked(writes=True)
+    trainer = made(module)
+    trainer.step(squares, rows())
+    trainer.step(squares, rows())
+    masks = [replica.mask for replica in replicas_of(trainer)]
+    assert len({mask.data_ptr() for mask in (*masks, module.mask)}) == 3
+    assert (
+        module.mask[0] == 17 * 11
+    )  # the first step ran whole, and ten items of the second one on the device with most

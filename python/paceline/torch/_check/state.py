@@ -61,7 +61,8 @@ class State:
         """Give each replica a copy of the data that was written since that moment, which they have in common."""
         common = self._replicas.common
         if common is not None:
-            written = [path for path, one in common.held.items() if self.attributes.has_changed(one)] + common.written
+            changed = (self.attributes.has_changed, self.buffers.has_changed)
+            written = [path for path, one in common.held.items() if any(has(one) for has in changed)] + common.written
             if written:
                 self._replicas.hold_apart(written)
 

@@ -99,6 +99,10 @@ class KeptBuffers:
         pairs = [(buffer, value) for *_, buffer, value in self._kept if buffer is not None]
         return any(buffer.layout is torch.strided and not torch.equal(buffer, value) for buffer, value in pairs)
 
+    def has_changed(self, buffer: Any) -> bool:
+        """Whether a buffer has other values now."""
+        return any(one is buffer and not torch.equal(one, value) for _, _, one, value in self._kept)
+
     def restore(self) -> None:
         """Put the same tensors back, with the same values."""
         targets, sources = [], []
@@ -262,6 +266,11 @@ def copy_slots(pairs: Iterable[Pair], place: torch.device | None = None, *, anew
         where = place if old is None else old.device
         if value is None:
             target[name] = None
+        elif old is not None and _shares(old):
+            if value.data_ptr() != old.data_ptr() or value.shape != old.shape:
+                target[name] = alias_of_data(value)
+        elif _shares(value) and old is not None and value.data_ptr() == old.data_ptr():
+            continue
         elif value.layout is not torch.strided:
             share(value, target, name, where)
         elif anew or old is None or old.shape != value.shape or old.dtype != value.dtype:
@@ -273,6 +282,17 @@ def copy_slots(pairs: Iterable[Pair], place: torch.device | None = None, *, anew
             sources.append(value)
             targets.append(old)
     copy_all(targets, sources)
+
+
+def alias_of_data(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the same memory and version counter, which a replica has in the place of a copy."""
+    alias = tensor.detach()
+    alias._paceline_shares = True  # type: ignore[attr-defined]
+    return alias
+
+
+def _shares(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "_paceline_shares")
 
 
 def share(value: torch.Tensor, target: Slots, name: str, place: torch.device | None) -> None:

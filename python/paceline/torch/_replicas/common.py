@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.torch._replicas.attributes import MOST_BYTES
+from paceline.torch._replicas.buffers import alias_of_data
 from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE
 
+_LARGE_BUFFER = 1 << 20  # bytes, such as a causal mask. Running statistics, whose writes are not counted, are smaller
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEEPEST = 3  # containers in containers
 
@@ -21,33 +24,43 @@ class Common:
         self.held: dict[str, Any] = {}  # what the replicas have in common, by path
         self._apart: set[str] = set()  # what a forward has written
         self._versions: dict[str, int] = {}  # of tensors
+        self._slots: dict[str, tuple[dict[str, Any], str]] = {}  # of buffers, which the user may replace
 
-    def memo(self, holders: Iterable[tuple[str, Any]], buffers: set[int], home: torch.device | None) -> dict[int, Any]:
+    def memo(self, holders: Iterable[tuple[str, Any]], home: torch.device | None) -> dict[int, Any]:
         """What stands in a replica for the data of these objects, by the identity of the user's.
 
-        `buffers` are copied, also where an attribute refers to them. `home`: the replica's device, if it is the user's.
+        Smaller buffers are copied, also where an attribute refers to them. `home`: the replica's device, if it is the user's.
         """
         found = {}
-        for path, value in _large((path, vars(one)) for path, one in holders):
-            if path in self._apart or id(value) in buffers:
+        holders = list(holders)
+        modules = [(path, one) for path, one in holders if isinstance(one, nn.Module)]
+        buffers = {id(one) for _, part in modules for one in part._buffers.values()}
+        large = [entry for entry in _large((path, vars(one)) for path, one in holders) if id(entry[1]) not in buffers]
+        slots_of = {path: (slots, name) for path, slots, name in _large_buffers(modules, home)}
+        self._slots |= slots_of
+        for path, value in [*large, *((path, slots[name]) for path, (slots, name) in slots_of.items())]:
+            if path in self._apart:
                 continue
             theirs = value
             if isinstance(value, torch.Tensor):
                 if not (value.is_cpu or value.device == home):
                     continue
                 self._versions[path] = value._version
-                theirs = value.detach()  # with its memory and its version counter
+                theirs = alias_of_data(value)
             self.held[path] = value
             found[id(value)] = theirs
         return found
 
     def forget(self) -> None:
         """Hold nothing, before replicas are made anew."""
-        self.held.clear()
-        self._versions.clear()
+        for known in (self.held, self._versions, self._slots):
+            known.clear()
 
     def note(self) -> None:
         """Before devices run: what is written from now on was written by them."""
+        for path, (slots, name) in self._slots.items():
+            if path in self.held and slots.get(name) is not None:
+                self.held[path] = slots[name]
         for path in self._versions:
             self._versions[path] = self.held[path]._version
 
@@ -61,6 +74,20 @@ class Common:
         self._apart.update(paths)
 
 
+def _large_buffers(
+    modules: Iterable[tuple[str, nn.Module]], home: torch.device | None
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    for path, part in modules:
+        for name, one in part._buffers.items():
+            if one is not None and one.device == home and one.nbytes >= _LARGE_BUFFER and _is_plain(one):
+                yield f"{path}.{name}" if path else name, part._buffers, name
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) is torch.Tensor and tensor.is_leaf and not tensor.requires_grad
+    return plain and tensor.layout is torch.strided and not tensor.is_inference()
+
+
 def _large(holders: Iterable[tuple[str, dict[Any, Any]]], depth: int = 0) -> Iterator[tuple[str, Any]]:
     for holder, values in holders:
         for key, value in list(values.items()):
@@ -68,8 +95,7 @@ def _large(holders: Iterable[tuple[str, dict[Any, Any]]], depth: int = 0) -> Ite
                 continue
             path = f"{holder}.{key}" if holder else str(key)
             if isinstance(value, torch.Tensor):
-                plain = type(value) is torch.Tensor and value.is_leaf and not value.requires_grad
-                if plain and value.layout is torch.strided and not value.is_inference() and value.nbytes > MOST_BYTES:
+                if value.nbytes > MOST_BYTES and _is_plain(value):
                     yield path, value
             elif isinstance(value, _CONTAINERS) and len(value) > LONGEST:
                 if set(map(type, value.values() if isinstance(value, dict) else value)) <= SIMPLE:

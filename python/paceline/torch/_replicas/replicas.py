@@ -238,8 +238,7 @@ class Replicas:
         places = self._places
         at_home = places.spaces[device] == places.home_space
         holders = [*reach.modules, *reach.objects.items()]
-        buffers = {id(one) for _, part in reach.modules for one in part._buffers.values()}
-        return self.common.memo(holders, buffers, places.home if at_home else None)
+        return self.common.memo(holders, places.home if at_home else None)
 
     def hold_apart(self, paths: Iterable[str]) -> None:
         """Make replicas with data of their own under these paths, which a forward has written."""
