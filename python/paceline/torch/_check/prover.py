@@ -29,6 +29,7 @@ from paceline.torch._check.tolerance import LEAST_OF_PROOFS, tolerance_for, tole
 from paceline.torch._devices.caller_state import CallerThreads, outside_autocast
 from paceline.torch._devices.noise import Noise
 from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
+from paceline.torch._replicas.buffer_rules import BufferRule, BufferRules
 from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
 from paceline.torch._replicas.parametrized import forget
 from paceline.torch._replicas.replicas import Replicas
@@ -77,6 +78,8 @@ class Prover:
             self._stance = partial(torch.compiler.set_stance, "force_eager")
         self.outside = OutsideLeaves(self._replicas.parameters, hooks_rest=carries)
         self._splits = False  # whether the devices run
+        self._tries_rules = False
+        self._rules: dict[str, BufferRule] = {}  # that give buffers the values of one device
         self._before: State | None = None
         self._first_noise: Noise | None = None
         self.size = batch.size
@@ -127,6 +130,7 @@ class Prover:
 
     def _lasting(self, found: dict[str, str], after: State, proof: Proof) -> dict[str, str]:
         """The differences that are left in a second step: what a first forward sets up is on the module by then."""
+        self._tries_rules = any(text.startswith("buffer") for text in found.values())
         try:
             lasting = self._compared(after, self._noise(), None, proof)
         except Cancelled:
@@ -145,6 +149,9 @@ class Prover:
                 causes.append(self._explain())
         if found.keys() - _OF_THE_LOSS:
             causes.append(_OF_STATE)
+            rules = {name: rule for name, rule in self._rules.items() if name in found}
+            if rules:
+                causes.append(f"DataParallel(..., buffers={rules}) gives these the values of one device: it was tried.")
         return " ".join(filter(None, causes))
 
     def _noise(self, *, counts: bool = False) -> Noise:
@@ -280,6 +287,10 @@ class Prover:
         self, start: State, own: Result, got: Result, rounding: Mapping[str, float] = MappingProxyType({})
     ) -> dict[str, str]:
         kept = own.found.differences(got.found, self._tolerance)
+        for rule, values in got.joined.items():
+            for name, value in values.items():
+                if name in kept and close(own.found.buffers[name], value, self._tolerance):
+                    self._rules.setdefault(name, rule)
         return self._of_the_loss(own, got, rounding) | self._of_parameters(start, own, got) | kept
 
     def _beyond(
@@ -365,6 +376,22 @@ class Prover:
         start.restore_but(norms)
         self._edited.begin()
 
+    def _joined(self, outcome: Any) -> dict[BufferRule, dict[str, torch.Tensor]]:
+        """What each rule would make of the buffers that the devices have written."""
+        named = dict(self._module.named_buffers())
+        home = self._places.devices.index(self._places.home)
+        found: dict[BufferRule, dict[str, torch.Tensor]] = {}
+        for rule in ("sum", "mean"):
+            names = [
+                name
+                for name, one in named.items()
+                if one.layout is torch.strided and (rule == "sum" or one.is_floating_point())
+            ]
+            rules = BufferRules(dict.fromkeys(names, rule), self._module)
+            values = rules.joined(self._replicas, outcome.items, home, self._places.to_home)
+            found[rule] = dict(zip(names, (value for *_, value in values), strict=True))
+        return found
+
     def _split(self, start: State, noise: Noise, *, normalises: bool) -> Result:
         execution, replicas = self._execution, self._replicas
         work = self._make_work()
@@ -384,9 +411,10 @@ class Prover:
                     [None if one is None else self._places.to_home(one) for one in ones]
                     for ones in (totals, run.reached)
                 )
+                joined = self._joined(outcome) if self._tries_rules else {}
                 # As a step would: what the busiest device has written comes to the user's module.
                 execution.push(outcome)
-            return Result(loss, inside, outside, extras, Snapshot(replicas), {})
+            return Result(loss, inside, outside, extras, Snapshot(replicas), {}, joined)
 
         self._splits = True
         with self._stance():

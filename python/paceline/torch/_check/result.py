@@ -23,6 +23,7 @@ class Result:
     extras: Any
     found: Snapshot
     written: Mapping[int, torch.Tensor | None]
+    joined: Mapping[Any, Mapping[str, torch.Tensor]] = dataclasses.field(default_factory=dict)  # buffers, by rules
 
     @property
     def finite(self) -> bool:

@@ -16,6 +16,7 @@ from paceline.torch._batch.joining import concatenate
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas.batch_norm import using_batch_statistics, warn_of_normalised_apart
+from paceline.torch._replicas.buffer_rules import BufferRules, put
 from paceline.torch._replicas.buffers import KeptBuffers, SharedBuffers
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.around import Around
@@ -52,6 +53,8 @@ class Execution(Runner):
         self.sampler: GlobalBatchSampler | None = None  # the trainer's own; it is told what was trained on
         self._outside = OutsideGradients()
         self._kept: tuple[int, KeptBuffers] | None = None  # with the replicas' generation
+        self.buffer_rules: BufferRules | None = None  # for buffers that do not come from one device
+        self._joined: tuple[Any, list[Any]] | None = None  # what they say of an outcome
         self.committed: Any = None  # the last committed outcome
         self.proofs: deque[Any] = deque(maxlen=_PROOFS)  # the last ones
         self._took_part = 0  # the number of the last call that was committed without items of this rank
@@ -206,7 +209,7 @@ class Execution(Runner):
 
     def release(self) -> None:
         """Drop what was kept for the devices to read. Requires: the devices have ended."""
-        self.committed = self._enqueued = self._kept = None
+        self.committed = self._enqueued = self._kept = self._joined = None
         if self.graphs is not None:
             self.graphs.clear()
         if self.flat is not None:
@@ -260,8 +263,15 @@ class Execution(Runner):
         if not self.replicas.shared:
             return
         buffers = self.replicas.list[self._most(outcome)].buffers
-        if buffers is not None:
-            buffers.push()
+        if buffers is None:
+            return
+        # Once for an outcome: a commit that was interrupted is repeated, and then the user's buffers are not those before the step.
+        if self.buffer_rules is not None and (self._joined is None or self._joined[0] is not outcome):
+            home = self.places.devices.index(self.places.home)
+            self._joined = outcome, self.buffer_rules.joined(self.replicas, outcome.items, home, self.places.to_home)
+        buffers.push()
+        if self._joined is not None:
+            put(self._joined[1])
 
     def _commit_attributes(self, outcome: Any) -> None:
         if self.replicas.shared:

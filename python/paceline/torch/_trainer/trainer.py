@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.comm import Transport
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.places import Places
+from paceline.torch._replicas.buffer_rules import BufferRule, BufferRules
 from paceline.torch._replicas.common import Common
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.replicas import Replicas
@@ -162,6 +163,10 @@ class DataParallel(Trainer):
         the line: waits for the GPU such as ``item()``, or an ``if`` on a tensor. Also: hooks on modules, attributes that a forward sets, losses
         that reach tensors outside of the module, a `weight` that is a mapping, dropout on parts of one GPU, and ``batch_norm="synchronised"``. A
         single GPU works on a copy of the module, too.
+    buffers
+        What becomes of buffers that each device's forward writes, by their names in ``named_buffers()``. ``"sum"``: the devices' changes are added, as
+        for counts. ``"mean"``: they are averaged by items, as for averages that move. ``"home"``: the first device's. All others come from the
+        device that ran most items.
     prove
         Whether `step`, `loss` and `predict` prove that they give the result of one device. The first step of each kind of work (a function and what it closes
         over, the structure of the batch, the module's structure and mode) runs whole on the module itself, as in plain PyTorch, and that is its
@@ -221,6 +226,7 @@ class DataParallel(Trainer):
         batch_norm: BatchNorm = "apart",
         graphs: bool = False,
         prove: Prove | None = None,
+        buffers: Mapping[str, BufferRule] | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
@@ -235,6 +241,7 @@ class DataParallel(Trainer):
         check_timeout("DataParallel", timeout)
         policy, _ = policy_of(balance)
         proves = prove_of(prove)
+        rules = None if buffers is None else BufferRules(buffers, module)
         check_corrections(corrections, policy)
         if verify_every is not None:
             check_count("DataParallel", "verify_every", verify_every)
@@ -268,6 +275,7 @@ class DataParallel(Trainer):
                 works.steps.alone = AloneTrials()
             replicas = Replicas(module, places, replicate, common=Common() if proves and len(places) > 1 else None)
             execution = Execution(local, module, places, replicas, synchronises=batch_norm == "synchronised")
+            execution.buffer_rules = rules
             if graphs:
                 replicas.share()  # so that gradients in static memory are not the user's own
                 execution.graphs = Graphs(places, execution.flat)
