@@ -7,11 +7,9 @@ effect, whatever the reason is.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,10 +19,11 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.extras import Extras, parted
 from paceline.torch._batch.objective import Objective
 from paceline.torch._check.check import TrialRun
-from paceline.torch._check.probe import OutsideLeaves, Probed, distances, loss_distance
-from paceline.torch._check.proof import EXTRAS_OF_SLICES, Proof, thrown_away
+from paceline.torch._check.comparison import Comparison
+from paceline.torch._check.probe import OutsideLeaves
+from paceline.torch._check.proof import Proof, thrown_away
 from paceline.torch._check.result import Edited, Result
-from paceline.torch._check.state import Snapshot, State, close, same_nest
+from paceline.torch._check.state import Snapshot, State
 from paceline.torch._check.tolerance import LEAST_OF_PROOFS, tolerance_for, tolerance_of
 from paceline.torch._devices.caller_state import CallerThreads, outside_autocast
 from paceline.torch._devices.noise import Noise
@@ -40,7 +39,6 @@ from paceline.torch._run.run import Frame
 from paceline.torch._run.train_run import LossFunction, refuse_own_backward, refuse_without_gradient
 from paceline.torch._run.workload import Workload
 
-_ROUNDINGS = 10  # a split may differ by so many times what another rounding of parameters and batch does
 _OF_THE_LOSS = {"loss", "gradient", "extras"}
 _OF_STATE = (
     "What a forward keeps of its batch comes to the module from the device that ran most items; lists and dictionaries do not come at all. Let loss_fn "
@@ -72,14 +70,14 @@ class Prover:
         self._scale, self._costs, self._carries = scale, costs, carries
         self._micro_batch = micro_batch or batch.size
         self._explain = explain
-        self._tolerance = max(LEAST_OF_PROOFS, tolerance_for(self._module, self._places))
+        tolerance = max(LEAST_OF_PROOFS, tolerance_for(self._module, self._places))
         self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if is_compiled(self._module) or is_compiled_function(loss_fn):
             self._stance = partial(torch.compiler.set_stance, "force_eager")
         self.outside = OutsideLeaves(self._replicas.parameters, hooks_rest=carries)
+        self._comparison = Comparison(self._replicas, self.outside, loss_fn, tolerance)
         self._splits = False  # whether the devices run
         self._tries_rules = False
-        self._rules: dict[str, BufferRule] = {}  # that give buffers the values of one device
         self._before: State | None = None
         self._first_noise: Noise | None = None
         self.size = batch.size
@@ -92,8 +90,8 @@ class Prover:
         try:
             self._first_noise = noise = self._noise(counts=True)
             whole = self._first(before, noise)
-            self._tolerance = max(
-                self._tolerance, tolerance_of(noise.types)
+            self._comparison.tolerance = max(
+                self._comparison.tolerance, tolerance_of(noise.types)
             )  # such as those of autocast inside of loss_fn
             before.hold_apart()
             after = State(self._replicas, self._places, self._loss_fn)
@@ -149,13 +147,13 @@ class Prover:
                 causes.append(self._explain())
         if found.keys() - _OF_THE_LOSS:
             causes.append(_OF_STATE)
-            rules = {name: rule for name, rule in self._rules.items() if name in found}
+            rules = {name: rule for name, rule in self._comparison.rules.items() if name in found}
             if rules:
                 causes.append(f"DataParallel(..., buffers={rules}) gives these the values of one device: it was tried.")
         return " ".join(filter(None, causes))
 
     def _noise(self, *, counts: bool = False) -> Noise:
-        noise = Noise(self._batch.size, self._places, max(self._tolerance, 1e-9))
+        noise = Noise(self._batch.size, self._places, max(self._comparison.tolerance, 1e-9))
         noise.counts = counts
         noise.recorded = self._micro_batch < self._batch.size  # as an empty record: several slices draw apart
         return noise
@@ -264,7 +262,7 @@ class Prover:
             self._start(start, norms)
             got = self._split(start, noise, normalises=bool(norms))
             self._edited.begin()
-            found: dict[str, str] | None = self._differences(start, own, got)
+            found: dict[str, str] | None = self._comparison.differences(start, own, got)
             if found and not first:
                 self._start(start, norms)
                 again = self._whole(start, noise)
@@ -276,47 +274,27 @@ class Prover:
         if found is None:
             proof.unproved = ["the same batch gave two results on one device"]
             return {}
-        by_name = self._distances(own, got)
+        by_name = self._comparison.distances(own, got)
         proof.largest = max(proof.largest, *by_name.values())
         proof.compared = f"loss, {len(by_name) - 1} gradients, {len(own.found.buffers)} buffers, {len(own.found.attributes)} attributes"
         if own.found.holds_containers(found):
             self._replicas.reset_containers()
         return found
 
-    def _differences(
-        self, start: State, own: Result, got: Result, rounding: Mapping[str, float] = MappingProxyType({})
-    ) -> dict[str, str]:
-        kept = own.found.differences(got.found, self._tolerance)
-        for rule, values in got.joined.items():
-            for name, value in values.items():
-                if name in kept and close(own.found.buffers[name], value, self._tolerance):
-                    self._rules.setdefault(name, rule)
-        return self._of_the_loss(own, got, rounding) | self._of_parameters(start, own, got) | kept
-
     def _beyond(
         self, start: State, norms: Sequence[Any], noise: Noise, results: tuple[Result, Result, Result]
     ) -> dict[str, str] | None:
         """What differs by more than rounding does, and not by itself. None if one device gives two results: the first two of these."""
         own, again, got = results
-        if max(self._distances(own, again).values()) > self._tolerance:
+        if max(self._comparison.distances(own, again).values()) > self._comparison.tolerance:
             return None
-        found = self._differences(start, own, got, self._rounding(start, norms, noise, own))
+        found = self._comparison.differences(start, own, got, self._rounding(start, norms, noise, own))
         # A time of day changes by itself. A number that is the size of the batch after a second step tells the size of a slice.
-        by_itself = own.found.differences(again.found, self._tolerance)
+        by_itself = own.found.differences(again.found, self._comparison.tolerance)
         sizes = {
             name for name, value in own.found.attributes.items() if type(value) is int and value == self._batch.size
         }
         return {name: text for name, text in found.items() if name not in by_itself and name not in sizes}
-
-    def _distances(self, own: Result, got: Result) -> dict[str, float]:
-        """How far a result is from the wanted one: the loss, under an empty name, and the gradients."""
-        mine, theirs = (
-            Probed(one.loss.item(), [*one.gradients, *self.outside.lasting(one.outside)], {}) for one in (own, got)
-        )
-        # A gradient that is nothing but rounding is no larger than what rounding does to the others.
-        floor = max(1e-3, self._tolerance)
-        by_name = distances(mine.gradients, theirs.gradients, self._replicas.names, floor)
-        return {"": loss_distance(mine, theirs), **by_name}
 
     def _rounding(self, start: State, norms: Sequence[Any], noise: Noise, own: Result) -> dict[str, float]:
         """How far the result of one device is from itself with parameters and batch that were rounded otherwise.
@@ -328,7 +306,7 @@ class Prover:
         wide = max((torch.finfo(one).eps for one in (*types, *noise.types) if one.is_floating_point), default=0.0)
         self._move(wide, batch=True)
         try:
-            return self._distances(own, self._whole(start, noise))
+            return self._comparison.distances(own, self._whole(start, noise))
         except Cancelled:
             raise
         except Exception:
@@ -342,34 +320,6 @@ class Prover:
         for index, one in enumerate(tensors):
             if one.is_floating_point() and one.layout is torch.strided and 0 not in one.stride():
                 one.add_(torch.where(one == 0, by, one) * _signs(one, index), alpha=by)
-
-    def _of_the_loss(self, own: Result, got: Result, rounding: Mapping[str, float]) -> dict[str, str]:
-        said = {}
-        by_name = self._distances(own, got)
-        limits = {name: max(self._tolerance, _ROUNDINGS * rounding.get(name, 0.0)) for name in by_name}
-        if by_name[""] > limits[""]:
-            said["loss"] = f"the loss is {got.loss.item():.6g} instead of {own.loss.item():.6g}"
-        wrong = [name for name, far in by_name.items() if name and far > limits[name]]
-        if wrong:
-            worst = max(wrong, key=lambda name: by_name[name])
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            name = worst if worst in self._replicas.names else "a tensor outside of the module"
-            said["gradient"] = f"the gradient of {name}{more} differs by {_percent(by_name[worst])}"
-        of_slices = getattr(self._loss_fn, EXTRAS_OF_SLICES, False)
-        if not of_slices and not same_nest(own.extras, got.extras, self._tolerance):
-            said["extras"] = "what loss_fn returns beside the loss differs"
-        return said
-
-    def _of_parameters(self, start: State, own: Result, got: Result) -> dict[str, str]:
-        said = {}
-        for index in {**own.written, **got.written}:
-            mine, theirs, name = own.written.get(index), got.written.get(index), self._replicas.names[index]
-            if mine is None or theirs is None or not close(mine, theirs, self._tolerance):
-                moved = [start.parameters.distance(index, one) for one in (mine, theirs)]
-                said[f"parameter {name}"] = (
-                    f"the forward writes parameter {name}, and moves it by {moved[0]:.3g} on one device and {moved[1]:.3g} here"
-                )
-        return said
 
     def _start(self, start: State, norms: Sequence[Any]) -> None:
         """Go back to a state. Modules that stand still go on to do so."""
@@ -445,9 +395,3 @@ def _signs(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _addresses(replicas: Replicas) -> list[list[int]]:
     return [[one.data_ptr() for one in replica.parameters] for replica in replicas.list]
-
-
-def _percent(value: float) -> str:
-    if not math.isfinite(value):
-        return "something that is no number"
-    return f"{value:.0%}" if value >= 0.01 else f"{value:.0e}"
