@@ -136,5 +136,21 @@ TEST(HealthLog, LivesWithDevicesThatDoNotTell) {
   EXPECT_EQ(log.causes(report), std::vector<std::string>(1));
 }
 
+TEST(HealthLog, AsksAgainIfTheFirstSampleFailed) {
+  int calls = 0;
+  const auto sample = [&](std::span<const Device> devices) {
+    if (++calls == 1) throw std::runtime_error("no memory");
+    return HealthLog::Samples(devices.size());
+  };
+  std::vector<Device> gpu(1);
+  gpu[0].kind = DeviceKind::cuda;
+  HealthLog log(gpu, sample);
+  balance::BalanceReport report;
+  report.steps = 1;
+  report.devices = {device(0.5)};
+  EXPECT_THROW(log.causes(report), std::runtime_error);
+  EXPECT_EQ(log.causes(report), std::vector<std::string>(1));
+}
+
 }  // namespace
 }  // namespace paceline

@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <functional>
+#include <future>
+#include <system_error>
 #include <utility>
 
 #include <paceline/runtime/blocking.hpp>
@@ -16,6 +19,15 @@ constexpr std::chrono::seconds kShortestWindow{1};
 
 bool is_gpu(const Device& device) { return device.kind != DeviceKind::host; }
 
+/// Calls the sampler on a thread of its own, if that is wanted and one can be started; else when somebody asks.
+std::future<HealthLog::Samples> sampled(bool beside, std::function<HealthLog::Samples()> sample) {
+  try {
+    return std::async(beside ? std::launch::async : std::launch::deferred, sample);
+  } catch (const std::system_error&) {
+    return std::async(std::launch::deferred, std::move(sample));
+  }
+}
+
 }  // namespace
 
 bool needs_causes(const balance::DeviceReport& device) noexcept {
@@ -26,8 +38,8 @@ bool needs_causes(const balance::DeviceReport& device) noexcept {
 HealthLog::HealthLog(std::vector<Device> devices, Sampler sampler)
     : devices_(std::move(devices)),
       sampler_(sampler ? std::move(sampler) : Sampler([](std::span<const Device> asked) { return health_of(asked); })),
-      first_(std::async(std::ranges::any_of(devices_, is_gpu) ? std::launch::async : std::launch::deferred,
-                        [sampler = sampler_, asked = devices_] { return sampler(asked); })) {
+      first_(sampled(std::ranges::any_of(devices_, is_gpu),
+                     [sampler = sampler_, asked = devices_] { return sampler(asked); })) {
   if (std::ranges::none_of(devices_, is_gpu)) first_.wait();
 }
 
@@ -38,6 +50,7 @@ std::vector<std::string> HealthLog::causes(const balance::BalanceReport& report)
     const BlockingRegion region;
     before_ = after_ = first_.get();
   }
+  if (after_.empty()) before_ = after_ = sampler_(devices_);  // the first time has failed
   if (report.steps != steps_) {
     Samples now = sampler_(devices_);
     if (steps_ > 0 && now.front().when - after_.front().when >= kShortestWindow) before_ = std::move(after_);

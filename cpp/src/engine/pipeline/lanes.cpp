@@ -45,7 +45,7 @@ struct LaneThreads::State {
   std::size_t busy = 0;  // threads that have not let go of a job
   bool stop = false;
   pid_t owner = getpid();
-  std::shared_ptr<State> itself;
+  std::shared_ptr<State> itself;  // in a forked child
 
   static void work(const std::shared_ptr<State>& state, std::size_t lane) {
     pthread_setname_np(pthread_self(), ("pl lane " + std::to_string(lane)).substr(0, 15).c_str());
@@ -97,7 +97,7 @@ std::size_t LaneThreads::size() const noexcept {
 
 void LaneThreads::close() noexcept {
   if (state_->owner != getpid()) {  // a forked child has no such threads
-    state_->itself = state_;  // which is never destroyed
+    state_->itself = state_;        // which is never destroyed
     return;
   }
   std::vector<std::thread> threads;
@@ -130,6 +130,7 @@ struct Lanes::State {
     bool holds = false;
   };
 
+  std::shared_ptr<State> itself;  // in a forked child
   std::shared_ptr<LaneThreads::State> threads;
   std::weak_ptr<LaneThreads::State::Job> job;  // the job owns this state
   Body body;
@@ -204,7 +205,7 @@ Lanes::Lanes(LaneThreads& threads, const plan::Schedule& schedule, Body body) : 
 
 Lanes::~Lanes() {
   if (state_->threads->owner != getpid()) {  // a forked child: its copies of locks may be taken by nobody
-    new std::shared_ptr<State>(state_);
+    state_->itself = state_;                 // which is never destroyed
     return;
   }
   give_up();

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from paceline.torch._devices.caller_state import CallerThreads
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.run_draws import replayed_draws
 from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
-from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
+from paceline.torch._replicas.compiled import eagerly, is_compiled, is_compiled_function
 from paceline.torch._replicas.parametrized import forget
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.halves import ForwardRun
@@ -73,7 +72,7 @@ class ForwardProver:
         self._compiled = is_compiled(self._module) or is_compiled_function(fn)
         self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if self._compiled:
-            self._stance = partial(torch.compiler.set_stance, "force_eager")
+            self._stance = eagerly
 
     def run(self, proof: Proof) -> _Outputs:
         """The outputs for the whole batch, as plain PyTorch gives them. `proof` gets what differs. If anything raises, all is as before."""

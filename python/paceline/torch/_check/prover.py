@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +28,7 @@ from paceline.torch._devices.caller_state import CallerThreads, outside_autocast
 from paceline.torch._devices.noise import Noise
 from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
 from paceline.torch._replicas.buffer_rules import BufferRule, BufferRules
-from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
+from paceline.torch._replicas.compiled import eagerly, is_compiled, is_compiled_function
 from paceline.torch._replicas.parametrized import forget
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.execution import Execution
@@ -73,7 +72,7 @@ class Prover:
         tolerance = max(LEAST_OF_PROOFS, tolerance_for(self._module, self._places))
         self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if is_compiled(self._module) or is_compiled_function(loss_fn):
-            self._stance = partial(torch.compiler.set_stance, "force_eager")
+            self._stance = eagerly
         self.outside = OutsideLeaves(self._replicas.parameters, hooks_rest=carries)
         self._comparison = Comparison(self._replicas, self.outside, loss_fn, tolerance)
         self._splits = False  # whether the devices run

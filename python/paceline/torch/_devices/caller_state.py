@@ -202,11 +202,11 @@ class CallerThreads:
         if self._before in (None, 1):
             yield
             return
-        torch.set_num_threads(self._before)
+        set_own_threads(self._before)
         try:
             yield
         finally:
-            torch.set_num_threads(1)
+            set_own_threads(1)
 
     def settle(self) -> None:
         """Give the calling thread, whose own these are, its own number back if nothing holds it any more."""

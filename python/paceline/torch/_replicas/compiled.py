@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -37,6 +41,31 @@ def compiles(module: nn.Module) -> bool:
 def is_compiled_function(fn: Any) -> bool:
     """Whether `fn` is what ``torch.compile`` returned for a function."""
     return getattr(fn, "_torchdynamo_orig_callable", None) is not None
+
+
+class _Eager:
+    """How many threads want compiled code to run as it was written. PyTorch has one stance for the process."""
+
+    lock = threading.Lock()
+    users = 0
+    stance: Any = None
+
+
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    """Run compiled code as it was written, in all threads, until the last one of those that want it leaves."""
+    with _Eager.lock:
+        if _Eager.users == 0:
+            _Eager.stance = torch.compiler.set_stance("force_eager")
+            _Eager.stance.__enter__()
+        _Eager.users += 1
+    try:
+        yield
+    finally:
+        with _Eager.lock:
+            _Eager.users -= 1
+            if _Eager.users == 0:
+                _Eager.stance.__exit__(None, None, None)
 
 
 def captures_graphs(compiled: Any) -> bool:

@@ -130,6 +130,7 @@ class Replicas:
         )  # forwards whose graphs are alive, and keep the buffers they have read
         self.generation = 0  # how often the replicas were made
         self.changes = 0  # how often they followed changed attributes
+        self._counted: tuple[object, list[tuple[Written, tuple[int, str], int]]] | None = None  # of the last step
         self._resets = False  # whether containers of replicas are put back after each step
         self._flat: FlatBuffers | None = None
         self._parameter_copies: list[Copy] = []
@@ -440,10 +441,11 @@ class Replicas:
 
         return restore
 
-    def push_written(self, device: int, micro_batches: list[int]) -> None:
+    def push_written(self, device: int, micro_batches: list[int], step: object) -> None:
         """Give the user's module, after a step, what the forwards of this device have written to attributes.
 
-        A number that each of the `micro_batches` has raised by the same counts forwards. It is raised once, and on all replicas.
+        A number that each of the `micro_batches` has raised by the same counts forwards. It is raised once, and on all replicas. A second call for
+        one `step` finishes what an interrupted one has begun.
         """
         written = self.list[device].written
         for replica in self.list if self._resets else ():
@@ -451,21 +453,25 @@ class Replicas:
                 replica.written.reset()
         if written is None or not written.changed:
             return
-        if set(micro_batches) != {1}:
-            self._count_once(written, micro_batches)
+        if self._counted is None or self._counted[0] is not step:
+            self._counted = step, [] if set(micro_batches) == {1} else self._counts(written, micro_batches)
+        for one, place, value in self._counted[1]:
+            one.put(place, value)
         written.push(self._places.home)
         for replica in self.list:
             if replica.written is not None and replica.written is not written:
                 replica.written.note()
 
-    def _count_once(self, written: Written, micro_batches: list[int]) -> None:
+    def _counts(self, written: Written, micro_batches: list[int]) -> list[tuple[Written, tuple[int, str], int]]:
+        """The numbers that count forwards: where they are, and what they are after one more."""
+        counts = []
         all_written = [replica.written for replica in self.list if replica.written is not None]
         ran = [(one.raised(), times) for one, times in zip(all_written, micro_batches, strict=False) if times]
         for place, (then, _) in written.raised().items():
             steps = {divmod(found[place][1] if place in found else 0, times) for found, times in ran}
             if len(steps) == 1 and not (step := steps.pop())[1]:
-                for one in all_written:
-                    one.put(place, then + step[0])
+                counts += [(one, place, then + step[0]) for one in all_written]
+        return counts
 
     def _present_storages(self) -> list[Any]:
         """Where the parameters lie that replicas share, and in which order of their elements."""

@@ -275,7 +275,7 @@ class Execution(Runner):
 
     def _commit_attributes(self, outcome: Any) -> None:
         if self.replicas.shared:
-            self.replicas.push_written(self._most(outcome), [] if self.running is None else self.running.ran)
+            self.replicas.push_written(self._most(outcome), [] if self.running is None else self.running.ran, outcome)
 
 
 def refuse_outside_of_ranks(shape: torch.Size | None) -> None:

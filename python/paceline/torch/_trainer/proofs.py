@@ -180,7 +180,7 @@ class Proofs:
         prover_of: Callable[..., Prover] = Prover,
         work: str,
     ) -> Proved | None:
-        execution, kind = self._execution, self._now[0]
+        execution, kind, done = self._execution, self._now[0], self._works.of(work)
         execution.places.begin(batch)
         execution.replicas.refresh(loss_fn, hooks=carries)
         proof = Proof(_name(loss_fn), execution.steps + 1, batch.size, "step" if prover_of is Prover else "run")
@@ -227,7 +227,7 @@ class Proofs:
                     user.restore()
                 else:  # interrupted when all ranks commit already
                     whole.loss, whole.gradients = execution.ranks.agreed
-                    self._commit(user, prover, whole, self._works.of(work), carries=carries)
+                    self._commit(user, prover, whole, done, carries=carries)
                 raise
         if execution.resumed:  # the interrupted run has this step from its devices
             prover.take_back()
@@ -235,7 +235,7 @@ class Proofs:
             user.restore()
             self._tell(proof)
             return None
-        self._commit(user, prover, whole, self._works.of(work), carries=carries)
+        self._commit(user, prover, whole, done, carries=carries)
         self._tell(proof)
         if proof.unproved and not whole.finite and self._tries.setdefault(kind, 0) < _TRIES:
             self._tries[kind] += 1
@@ -272,15 +272,21 @@ class Proofs:
     def _commit(self, user: UserGradients, prover: Prover, whole: Result, work: Workload, *, carries: bool) -> None:
         """Write everything. An interrupted call is repeated."""
         execution, steps = self._execution, self._execution.steps
-        pending = [] if carries else list(zip(prover.outside.leaves, whole.outside, strict=False))
+        reached = [] if carries else list(zip(prover.outside.leaves, whole.outside, strict=False))
+        totals: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
         def write() -> None:
             user.commit([None] * len(whole.gradients) if carries else whole.gradients)
             prover.outside.restore()
-            while pending:
-                leaf, gradient = pending.pop()
-                if gradient is not None:
-                    leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+            if not totals:
+                totals[:] = [
+                    (leaf, one if one is None or leaf.grad is None else leaf.grad + one) for leaf, one in reached
+                ]
+            for leaf, total in totals:
+                if total is not None and leaf.grad is not None:
+                    leaf.grad.copy_(total)
+                elif total is not None:
+                    leaf.grad = total
             if execution.steps == steps:
                 execution.items = items
                 execution.extras, execution.steps = whole.extras, steps + 1
