@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -129,6 +131,15 @@ print(trainer.predict(batch).shape == (8, 2))
 """
     )
     assert output_of(program) == "True"
+
+
+def test_these_tests_run_where_sigint_is_ignored() -> None:
+    """As in a background job of a shell script."""
+    chosen = f"{__file__}::test_ctrl_c_in_predict_raises_too"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", chosen]
+    ignores = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
+    done = subprocess.run(ignores, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_second_ctrl_c_leaves_a_worker_behind_that_does_not_return() -> None:
