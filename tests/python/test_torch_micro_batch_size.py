@@ -43,7 +43,7 @@ def test_a_trainer_finds_it_and_stays_exact(devices: int) -> None:
             module.zero_grad()
             trainer.step(loss_of_slow, batch)
             assert_same_gradients(module, wanted)
-        assert re.search(r"Micro-batches of about (75|38) items: measured to be \d\.\d\d times", trainer.explain())
+        assert re.search(r"Micro-batches of about (75|38|19) items: measured to be \d\.\d\d times", trainer.explain())
         assert trainer.shares == {f"host:{device}": 300 for device in range(devices)}
         ran = trainer.report()["sizes"]["host:0"]
         assert {300, 150, 75} <= set(ran)
