@@ -150,6 +150,7 @@ class PacelineMixin:
                     model, inputs, num_items_in_batch=num_items_in_batch
                 )  # else the error is that of one device
                 self._train_alone(f"A batch cannot be split: {error}")
+                vars(self).pop("loss_is_scaled_for_ga", None)
                 return loss
             self._split = True
             if self._parallel().differs and trainer.accelerator.num_processes == 1:

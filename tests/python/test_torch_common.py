@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -180,3 +182,83 @@ def test_a_large_buffer_that_a_forward_writes_is_copied() -> None:
     assert (
         module.mask[0] == 17 * 11
     )  # the first step ran whole, and ten items of the second one on the device with most
+
+
+class Late(nn.Module):
+    """Begins to write some steps after the proof, as an average does after its warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.on, self.fails = nn.Linear(4, 3).double(), False, False
+        self.register_buffer("average", torch.zeros(1 << 17, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        average: Any = self.average
+        if self.on:
+            average.mul_(0.5).add_(1)
+        if self.fails:
+            raise ValueError("no")
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def test_a_buffer_that_forwards_begin_to_write_later_is_that_of_one_device() -> None:
+    module, found = Late(), []
+    trainer = made(module)
+    for step in range(5):
+        module.on = step > 1
+        trainer.step(squares, rows())
+        found.append(float(module.get_buffer("average")[0]))
+    assert found == [0, 0, 1, 1.5, 1.75]
+
+
+def test_a_failed_step_leaves_a_buffer_that_it_has_begun_to_write() -> None:
+    module = Late()
+    trainer = made(module)
+    trainer.step(squares, rows())
+    module.on = module.fails = True
+    with pytest.raises(ValueError, match="no"):
+        trainer.step(squares, rows())
+    assert not module.get_buffer("average").any()
+
+
+def by_mask(module: Any, x: Any) -> Any:
+    return x * module.mask[0, 1]
+
+
+def test_a_buffer_that_is_seen_in_another_way_is_followed() -> None:
+    module: Any = Masked(writes=False)
+    trainer, batch = made(module), rows()
+    module.mask = torch.arange(400.0 * 400, dtype=torch.float64).view(400, 400)
+    trainer.predict(batch, by_mask)
+    assert [replica.mask.stride() for replica in replicas_of(trainer)] == [(400, 1)] * 2
+    module.mask = module.mask.t()
+    trainer.predict(batch, by_mask)
+    assert [replica.mask.stride() for replica in replicas_of(trainer)] == [(1, 400)] * 2
+
+
+def test_a_dictionary_with_parameters_as_keys_belongs_to_each_replica() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers: Any = nn.ModuleList(nn.Linear(4, 4, bias=False).double() for _ in range(300))
+            self.names = {one: name for name, one in self.named_parameters()}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.names[self.layers[7].weight] == "layers.7.weight"
+            out: torch.Tensor = self.layers[7](x)
+            return out
+
+    made(Named()).step(squares, rows())
+
+
+def test_data_that_the_user_replaces_is_let_go() -> None:
+    module: Any = Holder()
+    trainer = made(module)
+    trainer.step(squares, rows())
+    gone = weakref.ref(module.large)
+    module.large = torch.ones(1, dtype=torch.float64)
+    for _ in range(2):
+        trainer.step(squares, rows())
+    gc.collect()
+    assert gone() is None

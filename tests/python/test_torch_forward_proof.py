@@ -86,7 +86,7 @@ def test_a_parameter_that_is_written_before_the_backward_is_refused_as_by_pytorc
     out = module_of(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), last).double())(rows())
     with torch.no_grad():
         last.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an operation in place"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.mean().backward()
 
 
@@ -143,11 +143,61 @@ def test_predict_may_be_called_in_inference_mode() -> None:
 
 
 def test_a_difference_raises_where_that_is_asked_and_leaves_all_as_before() -> None:
-    module = Mixes()
+    class Counts(Mixes):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x + 0 * torch.rand(()))
+
+    module = Counts()
     trainer = made(module, prove="raise")
+    batch = rows()
+    state = torch.get_rng_state()
     for _ in range(2):
         with pytest.raises(Error, match=r"predict: split over .* Nothing was kept"):
-            trainer.predict(rows())
+            trainer.predict(batch)
+        assert module.calls == 0
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_list_of_samples_is_predicted_and_proved() -> None:
+    trainer = made(net())
+    samples = list(rows(8))
+    ours = trainer.predict(samples, collate=torch.stack)
+    assert torch.allclose(ours, trainer.predict(samples, collate=torch.stack))
+
+
+def test_a_batch_that_the_forward_changes_is_changed_once() -> None:
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x.mul_(2))
+
+    batch = rows().requires_grad_()
+    before = batch.detach().clone()
+    with torch.no_grad():
+        made(Doubles()).predict(batch)
+    assert torch.equal(batch, 2 * before)
+
+
+def test_transforms_of_functions_run_in_a_proved_forward() -> None:
+    class Transforms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4).double()
+            self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            slopes: torch.Tensor = torch.func.grad(lambda one: (one * self.weight).square().sum())(x)
+            return slopes
+
+    module_of(Transforms().eval())(rows()).mean().backward()
 
 
 def test_what_is_thrown_away_is_marked() -> None:

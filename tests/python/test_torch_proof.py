@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from paceline import Error, InvalidArgument
 from paceline.torch import DataParallel, ProofWarning, proving
+from paceline.torch._replicas import buffers
 from proof_cases import HOSTS, Seen, gradients, made, net, rows, said_by, same, squares
 
 
@@ -307,3 +308,30 @@ def test_pairs_of_items_are_named_where_their_order_is_all_that_counts() -> None
     module = nn.Linear(4, 3, bias=False).double()
     nn.init.zeros_(module.weight)
     assert "the gradient of weight differs" in said_by(module, preferred, rows())
+
+
+def over_a_mask(module: Any, batch: Any) -> Any:
+    rows, counts = batch
+    return (module(rows).square().mean(1) * (counts == 1)).sum() / (counts == 1).sum().clamp(min=1)
+
+
+def test_a_mask_of_floating_point_numbers_hides_no_difference() -> None:
+    counts = torch.zeros(16, dtype=torch.float64)
+    counts[[0, 1, 2, 3, 15]] = 1
+    assert "the gradient of" in said_by(net(), over_a_mask, (rows(), counts))
+    assert "the gradient of" in said_by(net(), lambda m, x: m(x.sqrt()).square().sum() / 16, rows().relu())
+
+
+def test_parameters_are_where_they_were_if_their_values_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "_MOST_PARAMETERS", 8)
+    module = net()
+    before = copy.deepcopy(module)
+    assert said_by(module, lambda m, x: m(x).square().sum() / 16, rows())
+    assert all(map(torch.equal, module.parameters(), before.parameters()))
+
+
+def test_a_batch_in_memory_that_cannot_be_written_is_proved(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    rows().numpy().tofile(tmp_path / "rows")
+    batch = torch.from_numpy(numpy.memmap(tmp_path / "rows", dtype=numpy.float64, mode="r", shape=(16, 4)))
+    assert said_by(net(), lambda m, x: m(x).square().sum() / 16, batch)

@@ -28,6 +28,7 @@ from paceline.torch._run.run import PredictRun
 from paceline.torch._run.workload import Workload
 
 _Outputs = Any
+_DIFFER = "the outputs differ"
 _OF_OUTPUTS = (
     "What the forward makes of an item depends on the other items, such as by a mean over the batch or by its size. Compute that from the outputs, "
     "which are those of the whole batch."
@@ -77,8 +78,8 @@ class ForwardProver:
     def run(self, proof: Proof) -> _Outputs:
         """The outputs for the whole batch, as plain PyTorch gives them. `proof` gets what differs. If anything raises, all is as before."""
         self._call = proof.call
-        self._edited = edited = Edited(self._batch)
-        before, noise = State(self._replicas, self._places, self._fn), self._noise()
+        self._edited = edited = Edited(self._batch, leaves=not self._graph)
+        self._before, self._first_noise = before, noise = State(self._replicas, self._places, self._fn), self._noise()
         noise.counts = True
         try:
             with self._stance():
@@ -92,19 +93,22 @@ class ForwardProver:
                 proof.differences = list(self._lasting(differences, after, proof).values())
             if proof.differences:
                 proof.is_wrong = not all(text.startswith("attribute") for text in proof.differences)
-                proof.cause = _OF_OUTPUTS if "outputs" in differences else _OF_STATE
+                proof.cause = _OF_OUTPUTS if _DIFFER in proof.differences else _OF_STATE
             if self._graph:  # once more, with a graph that nothing above has written to
-                self._restore(before)
-                noise.go_back()
+                self.take_back()
                 return self._plain()
             self._restore(after)
             noise.leave()
             edited.end()
             return ours
         except BaseException:
-            self._restore(before)
-            noise.go_back()
+            self.take_back()
             raise
+
+    def take_back(self) -> None:
+        """Go back to where `run` began."""
+        self._restore(self._before)
+        self._first_noise.go_back()
 
     def _restore(self, state: State) -> None:
         state.restore()
@@ -124,10 +128,7 @@ class ForwardProver:
 
     def _plain(self) -> _Outputs:
         """The outputs with their graph."""
-        hooks: Any = contextlib.nullcontext()
-        if self._replicas.any_buffers and not self._compiled:
-            hooks = _apart_from(self._replicas.modules)
-        with hooks:
+        with _copies_in_place(self._replicas.modules):
             return self._called()
 
     def _called(self) -> _Outputs:
@@ -135,11 +136,12 @@ class ForwardProver:
         forget(modules)
         size = self._batch.size
         with CallerThreads.here().lent():
-            # A leaf that requires a gradient refuses an operator in place, which devices allow.
-            part = self._batch.cut(
-                lambda one: one[:size].clone() if one.requires_grad and self._graph else one[:size],
-                self._places.to_home,
-            )
+            if self._graph:  # a leaf that requires a gradient refuses an operator in place, which devices allow
+                part = self._batch.cut(
+                    lambda one: one[:size].clone() if one.requires_grad else one[:size], self._places.to_home
+                )
+            else:
+                part = self._batch.slice(0, size, self._places.to_home)
             outputs = self._fn(self._module, part)
         forget(modules)
         return outputs
@@ -179,7 +181,7 @@ class ForwardProver:
             return {}
         proof.compared = f"outputs, {len(found.buffers)} buffers, {len(found.attributes)} attributes"
         proof.largest = self._tolerance
-        differs = {} if same_nest(ours, theirs, self._tolerance) else {"outputs": "the outputs differ"}
+        differs = {} if same_nest(ours, theirs, self._tolerance) else {"outputs": _DIFFER}
         state = found.differences(kept, self._tolerance)
         if found.holds_containers(state):
             self._replicas.reset_containers()
@@ -216,27 +218,21 @@ class ForwardProver:
 
 
 @contextlib.contextmanager
-def _apart_from(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let a graph keep copies of buffers: calls on the devices write to those of the user's module before its backward."""
-    memories = {
-        one.untyped_storage().data_ptr()
+def _copies_in_place(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let a graph have copies of buffers: calls on the devices write to those of the user's module before its backward."""
+    held = [
+        (part._buffers, name, one, one.clone())
         for part in modules
-        for one in part._buffers.values()
+        for name, one in part._buffers.items()
         if one is not None and one.layout is torch.strided
-    }
-
-    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in memories:
-            return tensor.detach().clone(), None
-        return tensor, None if tensor.is_inference() else tensor._version
-
-    def unpack(kept: tuple[torch.Tensor, int | None]) -> torch.Tensor:
-        tensor, version = kept
-        if version is not None and tensor._version != version:
-            raise RuntimeError(
-                f"backward: a tensor of shape {tuple(tensor.shape)} that the forward has kept was modified by an operation in place."
-            )
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    ]
+    for slots, name, _, copy in held:
+        slots[name] = copy
+    try:
         yield
+    finally:
+        with torch.no_grad():
+            for slots, name, one, copy in held:
+                if slots.get(name) is copy:  # else the forward has set it to another tensor
+                    slots[name] = one
+                    one.copy_(copy.detach())

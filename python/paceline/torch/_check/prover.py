@@ -7,7 +7,8 @@ effect, whatever the reason is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -296,29 +297,32 @@ class Prover:
         return {name: text for name, text in found.items() if name not in by_itself and name not in sizes}
 
     def _rounding(self, start: State, norms: Sequence[Any], noise: Noise, own: Result) -> dict[str, float]:
-        """How far the result of one device is from itself with parameters and batch that were rounded otherwise.
+        """How far the result of one device is from itself with parameters that were rounded otherwise.
 
-        Near an optimum the gradient is a small rest of large terms, so that rounding is most of it.
+        Near an optimum the gradient is a small rest of large terms, so that rounding is most of it. The order of the items is no measure: it may be
+        what a split changes. Nor is the batch, whose numbers may be labels.
         """
         self._start(start, norms)
-        types = [one.dtype for one in self._replicas.parameters if one.is_floating_point()]
-        wide = max((torch.finfo(one).eps for one in (*types, *noise.types) if one.is_floating_point), default=0.0)
-        self._move(wide, batch=True)
+        if not start.parameters.keeps_values:
+            return {}
         try:
-            return self._comparison.distances(own, self._whole(start, noise))
+            self._round_otherwise(noise.types)
+            found = self._comparison.distances(own, self._whole(start, noise))
         except Cancelled:
             raise
         except Exception:
             return {}
+        return {name: far for name, far in found.items() if math.isfinite(far)}
 
     @torch.no_grad()
-    def _move(self, by: float, *, batch: bool = False) -> None:
-        """Move each parameter, or also the numbers of the `batch`, up or down by this part of it. Those that are zero move as if they were `by`."""
-        tensors = [one.data for one in self._replicas.parameters]
-        tensors += [one for _, one in self._batch.tensors() if batch and not (one.is_inference() or one.requires_grad)]
-        for index, one in enumerate(tensors):
+    def _round_otherwise(self, types: Iterable[torch.dtype]) -> None:
+        """Move each parameter up or down by the unit in its last place, in the least precise type that is used."""
+        parameters = self._replicas.parameters
+        types = {*types, *(one.dtype for one in parameters)}
+        by = max((torch.finfo(one).eps for one in types if one.is_floating_point), default=0.0)
+        for index, one in enumerate(parameters):
             if one.is_floating_point() and one.layout is torch.strided and 0 not in one.stride():
-                one.add_(torch.where(one == 0, by, one) * _signs(one, index), alpha=by)
+                one.data.add_(one.data * _signs(one, index), alpha=by)
 
     def _start(self, start: State, norms: Sequence[Any]) -> None:
         """Go back to a state. Modules that stand still go on to do so."""

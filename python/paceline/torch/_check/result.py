@@ -35,16 +35,17 @@ class Result:
 class Edited:
     """The tensors of a batch that ``loss_fn`` may change in place, so that each run begins with the same values."""
 
-    def __init__(self, batch: Batch) -> None:
-        tensors = [one for _, one in batch.tensors() if not (one.is_inference() or one.requires_grad)]
+    def __init__(self, batch: Batch, *, leaves: bool = False) -> None:
+        """`leaves`: whether tensors that require gradients may be changed, too, as where none are wanted."""
+        tensors = [one for _, one in batch.tensors() if not one.is_inference() and (leaves or not one.requires_grad)]
         self._batch = batch
-        self._kept = [(one, one._version, one.clone()) for one in tensors]
+        self._kept = [(one, one._version, one.detach().clone()) for one in tensors]
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @torch.no_grad()
     def note(self) -> None:
         """After the run that counts: remember what it has left."""
-        self._after = [(one, one.clone()) for one, version, _ in self._kept if one._version != version]
+        self._after = [(one, one.detach().clone()) for one, version, _ in self._kept if one._version != version]
         self.begin()
 
     @torch.no_grad()

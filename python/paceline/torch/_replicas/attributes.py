@@ -187,12 +187,16 @@ class Attributes:
         now = [list(map(list, _tables(one))) for one in self._modules]
         return [index for index, one in enumerate(now) if one != self._numbers[kinds * index : kinds * index + kinds]]
 
+    def path_of(self, change: Change) -> str:
+        """Where the attribute is, from the module."""
+        holder = self._paths[change.holder]
+        return f"{holder}.{change.name}" if holder else change.name
+
     def need_new_replicas(self, changes: list[Change]) -> bool:
         """Whether a change may affect what is trained or run, or how it is compiled."""
         probe = nn.Module()
         for change in changes:
-            holder = self._paths[change.holder]
-            path = f"{holder}.{change.name}" if holder else change.name
+            path = self.path_of(change)
             if change.name == "_compiled_call_impl" or any(one.startswith(path) for one in self._unregistered):
                 return True
             vars(probe)["value"] = change.value

@@ -19,7 +19,7 @@ Slots = dict[str, Any]  # a module's own buffers, by name; an entry may be None
 Pair = tuple[Slots, Slots, str]  # two modules' buffers, and a name in both
 _Copy = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources of one type each, in one memory each
 
-_MOST_BYTES = 1 << 28  # of tensors in attributes that are kept by value
+_MOST_BYTES = 1 << 29  # of tensors in attributes that are kept by value
 _LONGEST, _DEEPEST = 10_000, 8  # of containers: entries, and how far they are followed into each other
 _MOST_PARAMETERS = 1 << 30  # bytes of parameters that are kept by value
 
@@ -139,10 +139,12 @@ class KeptAttributes:
         if (tensor := as_tensor(value)) is not None:
             return self._keep_tensor(tensor)
         base = _base_of(value)
-        if base is None or id(value) in self._kept or len(value) > _LONGEST or depth > _DEEPEST:
+        if base is None or id(value) in self._kept or depth > _DEEPEST:
             return None
         before = base(value)
         self._kept[id(value)] = value, before
+        if len(value) > _LONGEST:
+            return None
         for one in before.values() if isinstance(before, dict) else before:
             self.keep(one, depth + 1)
         return None
@@ -221,7 +223,7 @@ class KeptParameters:
     """The values of parameters, to go back to. Of very large modules only the memory is known, which a forward may replace by ``.data``."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        keeps = sum(one.nbytes for one in parameters) <= _MOST_PARAMETERS
+        self.keeps_values = keeps = sum(one.nbytes for one in parameters) <= _MOST_PARAMETERS
         self._kept = [(one, one.data, one.detach().clone() if keeps else None) for one in parameters]
 
     def written(self) -> dict[int, torch.Tensor]:
@@ -267,9 +269,9 @@ def copy_slots(pairs: Iterable[Pair], place: torch.device | None = None, *, anew
         if value is None:
             target[name] = None
         elif old is not None and _shares(old):
-            if value.data_ptr() != old.data_ptr() or value.shape != old.shape:
+            if _memory(value) != _memory(old):
                 target[name] = alias_of_data(value)
-        elif _shares(value) and old is not None and value.data_ptr() == old.data_ptr():
+        elif _shares(value) and old is not None and _memory(value) == _memory(old):
             continue
         elif value.layout is not torch.strided:
             share(value, target, name, where)

@@ -12,6 +12,7 @@ from paceline.torch._replicas.attributes import MOST_BYTES
 from paceline.torch._replicas.buffers import alias_of_data
 from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE
 
+_MOST_BYTES = 1 << 28  # of attributes, which a proof keeps copies of. More is copied for each replica
 _LARGE_BUFFER = 1 << 20  # bytes, such as a causal mask. Running statistics, whose writes are not counted, are smaller
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEEPEST = 3  # containers in containers
@@ -25,6 +26,7 @@ class Common:
         self._apart: set[str] = set()  # what a forward has written
         self._versions: dict[str, int] = {}  # of tensors
         self._slots: dict[str, tuple[dict[str, Any], str]] = {}  # of buffers, which the user may replace
+        self._kept: dict[str, torch.Tensor] = {}  # the tensors' values, in case that a forward writes to them
 
     def memo(self, holders: Iterable[tuple[str, Any]], home: torch.device | None) -> dict[int, Any]:
         """What stands in a replica for the data of these objects, by the identity of the user's.
@@ -38,31 +40,57 @@ class Common:
         large = [entry for entry in _large((path, vars(one)) for path, one in holders) if id(entry[1]) not in buffers]
         slots_of = {path: (slots, name) for path, slots, name in _large_buffers(modules, home)}
         self._slots |= slots_of
-        for path, value in [*large, *((path, slots[name]) for path, (slots, name) in slots_of.items())]:
+        room = _MOST_BYTES
+        for path, value in [*((path, slots[name]) for path, (slots, name) in slots_of.items()), *large]:
             if path in self._apart:
                 continue
             theirs = value
+            if path not in slots_of:
+                room -= getattr(value, "nbytes", 0)
+                if room < 0:
+                    break
             if isinstance(value, torch.Tensor):
                 if not (value.is_cpu or value.device == home):
                     continue
-                self._versions[path] = value._version
                 theirs = alias_of_data(value)
+                if path not in self.held:
+                    self._keep(path, value)
             self.held[path] = value
             found[id(value)] = theirs
         return found
 
     def forget(self) -> None:
         """Hold nothing, before replicas are made anew."""
-        for known in (self.held, self._versions, self._slots):
+        for known in (self.held, self._versions, self._slots, self._kept):
             known.clear()
+
+    def drop(self, path: str) -> None:
+        """Let go of what was held under this path and below: the user has changed that."""
+        for one in [one for one in self.held if one == path or one.startswith((f"{path}.", f"{path}["))]:
+            for known in (self.held, self._versions, self._slots, self._kept):
+                known.pop(one, None)
 
     def note(self) -> None:
         """Before devices run: what is written from now on was written by them."""
         for path, (slots, name) in self._slots.items():
-            if path in self.held and slots.get(name) is not None:
-                self.held[path] = slots[name]
-        for path in self._versions:
-            self._versions[path] = self.held[path]._version
+            one = slots.get(name)
+            if path in self.held and one is not None and one is not self.held[path]:
+                self.held[path] = one
+                self._keep(path, one)
+        for path, version in self._versions.items():
+            if self.held[path]._version != version:
+                self._keep(path, self.held[path])
+
+    def _keep(self, path: str, tensor: torch.Tensor) -> None:
+        self._versions[path] = tensor._version
+        self._kept[path] = tensor.detach().clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what tensors held at `note`."""
+        for path in self.written:
+            if self.held[path].shape == self._kept[path].shape:
+                self.held[path].copy_(self._kept[path])
 
     @property
     def written(self) -> list[str]:
@@ -98,7 +126,8 @@ def _large(holders: Iterable[tuple[str, dict[Any, Any]]], depth: int = 0) -> Ite
                 if value.nbytes > MOST_BYTES and _is_plain(value):
                     yield path, value
             elif isinstance(value, _CONTAINERS) and len(value) > LONGEST:
-                if set(map(type, value.values() if isinstance(value, dict) else value)) <= SIMPLE:
+                entries = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+                if set(map(type, entries)) <= SIMPLE:
                     yield path, value
             elif isinstance(value, (dict, list, tuple)) and depth < _DEEPEST:
                 yield from _large([(path, value if isinstance(value, dict) else dict(enumerate(value)))], depth + 1)

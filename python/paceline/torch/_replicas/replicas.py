@@ -248,6 +248,11 @@ class Replicas:
             self._places.drain()
             self.renew()
 
+    def hold_all_apart(self) -> None:
+        """Make replicas that have nothing in common, where nothing finds out what forwards write."""
+        if self.common is not None and self.common.held:
+            self.hold_apart(list(self.common.held))
+
     def _alias(self, parameter: torch.Tensor, storage: torch.Tensor | None, device: int) -> torch.Tensor:
         """What a device's module has in the place of a parameter."""
         return alias_of(parameter, storage)
@@ -377,6 +382,9 @@ class Replicas:
         # A forward of the user may have left values on the module. They are left out, since the replicas' forwards set their own.
         changes = [change for change in attributes.changes() if not is_of_a_forward(change.value)]
         hooked = attributes.hooked()
+        if self.common is not None:
+            for change in changes:
+                self.common.drop(attributes.path_of(change))
         self.changes += bool(changes or hooked)  # else only modes have changed, which are followed elsewhere
         if attributes.need_new_replicas(changes):
             self._places.drain()

@@ -260,6 +260,12 @@ class Runner:
             for replica in run.replicas:
                 if replica.arrivals is not None:
                     replica.arrivals.end()
+        if common is not None and (written := common.written):  # by forwards, each of which wrote to the same
+            self.places.drain()
+            common.restore()
+            self.replicas.hold_apart(written)
+            if not run.failures and not outcome.failed:
+                raise _TryAgainError(complete=True)
         if run.draws.must_run_again() and (run.places.hosts_share or (work.fixed and run.searches)):
             complete = not run.failures
             run.failures.clear()
@@ -320,9 +326,6 @@ class Runner:
             run.note_extras()
             raise _TryAgainError
         if run.repeatable and run.seen.waits and not run.seen.waits_at_once and has_compiled():
-            raise _TryAgainError(complete=True)
-        if common is not None and (written := common.written):  # by forwards, which shared it
-            self.replicas.hold_apart(written)
             raise _TryAgainError(complete=True)
         self._edits.check()
         return outcome

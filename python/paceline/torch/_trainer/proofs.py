@@ -93,6 +93,7 @@ class Proofs:
             return False
         if not (carries and self._hooked()):
             return True
+        self._execution.replicas.hold_all_apart()  # nothing finds out what a forward writes
         why = "parameters have gradient hooks, which would run for a step that is thrown away"
         self._execution.proofs.append(Proof(_name(loss_fn), self._execution.steps + 1, batch.size, unproved=[why]))
         return False
@@ -122,6 +123,7 @@ class Proofs:
                 outputs = prover.run(proof)
                 proof.seconds = time.perf_counter() - began
                 if proof.is_wrong and self._prove == "raise":
+                    prover.take_back()
                     raise Error(f"{_words(proof)} Nothing was kept.")
         except BaseException as error:
             self._steps[kind] -= 1
@@ -138,6 +140,7 @@ class Proofs:
     def _counts(self, kind: Any) -> bool:
         """Count a call of this kind. Whether it is one of those that are proved."""
         if kind not in self._steps and len(self._steps) >= _MOST_KINDS:
+            self._execution.replicas.hold_all_apart()
             return False
         number = self._steps[kind] = self._steps.get(kind, 0) + 1
         self._now = kind, number
