@@ -41,7 +41,7 @@ class PacelineMixin:
     own device, which ``train`` warns of.
 
     The first training step is proved (see `DataParallel`). If a split changes the result, as for a mean over something else than labels or a batch of
-    chosen and rejected answers, a warning says so, with the cure if it is found, and training goes on on one device. So it does if the first batch
+    chosen and rejected answers, a warning says so, with the cure if it is found, and training continues on one device. So it does if the first batch
     cannot be cut, as with ``packing=True`` and its ``cu_seq_lens``, or fails in slices only. `data_parallel_loss_options` is the place for the cure. With several processes
     it is only warned of.
 
@@ -171,7 +171,7 @@ class PacelineMixin:
     def _train_alone(self, why: str) -> None:
         self._alone = True
         warn_caller(
-            f"PacelineMixin: training goes on on one device. {why} data_parallel_loss_options(inputs) may say weight= or split= for the batch. "
+            f"PacelineMixin: training continues on one device. {why} data_parallel_loss_options(inputs) may say weight= or split= for the batch. "
             'data_parallel_options = {"prove": False} splits it without a proof.',
             UserWarning,
         )

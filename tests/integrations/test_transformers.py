@@ -293,7 +293,7 @@ def test_class_weights_are_warned_of_and_may_be_given(tmp_path: Any) -> None:
     options = {"max_steps": 3, "gradient_accumulation_steps": 2}
     with (
         pytest.warns(ProofWarning, match="another result than on one device"),
-        pytest.warns(UserWarning, match="training goes on on one device. A split changes the result"),
+        pytest.warns(UserWarning, match="training continues on one device. A split changes the result"),
     ):
         train(AfterByClass, bert(), tmp_path, classified, **options)
     with warnings.catch_warnings():
@@ -360,7 +360,7 @@ def test_what_cannot_be_split_trains_on_one_device_with_a_warning(
     ours: Any, plain: Any, collate: Any, why: str, tmp_path: Any
 ) -> None:
     options = {"max_steps": 3, "gradient_accumulation_steps": 2}
-    with pytest.warns(UserWarning, match=f"training goes on on one device. {why}"):
+    with pytest.warns(UserWarning, match=f"training continues on one device. {why}"):
         _, got = train(ours, llama(), tmp_path, collate, **options)
     _, wanted = train(plain, llama(), tmp_path, collate, **options)
     assert got == [pytest.approx(pair, rel=1e-6) for pair in wanted]

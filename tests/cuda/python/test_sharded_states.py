@@ -150,4 +150,4 @@ def test_close_releases_everything_if_the_state_cannot_come_home(fake: Any, monk
     with pytest.raises(ValueError, match="broken"):
         trainer.close()
     assert not lifetime.places.holds
-    assert not lifetime.replicas._sent
+    assert not lifetime.replicas._sent._memory

@@ -29,7 +29,7 @@ from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import PipelinePlan
 from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers
 from paceline.torch._replicas.lane_replicas import LaneReplicas
-from paceline.torch._replicas.replicas import Replica
+from paceline.torch._replicas.replica import Replica
 from paceline.torch._run.around import Around
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.memory import is_out_of_memory

@@ -125,12 +125,10 @@ class PipelineLoop:
         self._names = [device.name for device in group.devices]
         self._totals = [_Totals() for _ in self._names]
         self._recent: list[deque[tuple[int, float]]] = [deque(maxlen=_RECENT) for _ in self._names]
-        self._steps = 0
-        self._seconds = 0.0
+        self._steps, self._seconds = 0, 0.0
         self._counts = [0] * (len(_BOUNDS) + 1)
         self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
-        self._rows: list[dict[str, Any]] = []
-        self._per_row = 1
+        self._rows, self._per_row = list[dict[str, Any]](), 1
 
     def commit(self, outcome: Outcome) -> None:
         """Take note of a step that was committed. Its times are read when somebody asks for them, or when the next step begins."""

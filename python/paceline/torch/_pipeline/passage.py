@@ -18,7 +18,7 @@ from paceline.torch._pipeline.gates import Journey, Separated, gated, journey_he
 from paceline.torch._pipeline.loop import Outcome
 from paceline.torch._pipeline.measure import BlockClock
 from paceline.torch._pipeline.plans import PipelinePlan
-from paceline.torch._replicas.replicas import Replica
+from paceline.torch._replicas.replica import Replica
 from paceline.torch._run.run import FAILED, Run
 from paceline.torch._run.train_run import TrainRun
 

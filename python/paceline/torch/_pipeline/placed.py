@@ -21,7 +21,7 @@ from paceline.torch._pipeline.passage import Passage
 from paceline.torch._pipeline.placement import Placement
 from paceline.torch._pipeline.plans import Action, PipelinePlan
 from paceline.torch._pipeline.visited import Visited
-from paceline.torch._replicas.replicas import Replica
+from paceline.torch._replicas.replica import Replica
 
 
 class PlacedPassage(Passage):

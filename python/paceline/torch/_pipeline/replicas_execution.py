@@ -19,7 +19,7 @@ from paceline.torch._pipeline.loop import Outcome
 from paceline.torch._pipeline.passage import Passage
 from paceline.torch._pipeline.replicas_plan import ReplicasPlan, ReplicasPlanner
 from paceline.torch._replicas.lane_replicas import LaneReplicas
-from paceline.torch._replicas.replicas import Replica
+from paceline.torch._replicas.replica import Replica
 from paceline.torch._run.run import Run
 
 

@@ -11,7 +11,8 @@ from paceline.torch._devices.lanes import SharedPlaces
 from paceline.torch._replicas.compiled import compiles
 from paceline.torch._replicas.copies import Copied, Replicate
 from paceline.torch._replicas.reach import Reach
-from paceline.torch._replicas.replicas import Replica, Replicas
+from paceline.torch._replicas.replica import Replica
+from paceline.torch._replicas.replicas import Replicas
 
 
 class LaneReplicas(Replicas):

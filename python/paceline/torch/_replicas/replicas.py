@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable
@@ -14,27 +13,25 @@ from torch import nn
 
 from paceline._core.engine import ModuleContents
 from paceline.torch._devices.places import Places, RandomStates
-from paceline.torch._replicas.arrivals import Arrivals, buckets_of
-from paceline.torch._replicas.attributes import Attributes, Change, carry, carry_hooks, is_of_a_forward
-from paceline.torch._replicas.buffers import Buffers, Pair, sparse_slots
+from paceline.torch._replicas.attributes import Attributes, carry, is_of_a_forward
+from paceline.torch._replicas.buffers import sparse_slots
 from paceline.torch._replicas.common import Common
 from paceline.torch._replicas.copies import (
     Copied,
     Replicate,
     alias_of,
     check_hooks,
-    check_sent,
     check_trainable,
     copied,
     derive,
-    in_one_piece,
     made_by,
 )
-from paceline.torch._replicas.flat_buffers import BUCKET, Copy, FlatBuffers
-from paceline.torch._replicas.hooks import Reader, check_global_hooks, guard_hooks
+from paceline.torch._replicas.flat_buffers import FlatBuffers
+from paceline.torch._replicas.hooks import Reader, check_global_hooks
 from paceline.torch._replicas.original import guarded
-from paceline.torch._replicas.parametrized import forget
+from paceline.torch._replicas.parameter_copies import ParameterCopies
 from paceline.torch._replicas.reach import SIMPLE, Reach
+from paceline.torch._replicas.replica import Replica
 from paceline.torch._replicas.written import Written
 
 # Before every step these are read from every parameter and module, by map(), which runs no line of Python for each.
@@ -45,70 +42,6 @@ _hooks = operator.attrgetter("_backward_hooks")
 _late_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 _training = operator.attrgetter("training")
 _contents = operator.attrgetter("_parameters", "_buffers", "_modules")
-
-
-class Replica:
-    """One device's module. Its `parameters` are in the order of the user's parameters."""
-
-    def __init__(self, copied: Copied, reach: Reach, parameters: list[torch.Tensor], reader: Reader | None) -> None:
-        self.module = copied.module
-        self.shared = reader is not None  # False: this is the user's module itself
-        self.counterparts = copied.counterparts
-        self.functions = copied.functions
-        self.written: Written | None = None
-        self.arrivals: Arrivals | None = None  # set where parameters come from another memory space, in several buckets
-        self.parameters: list[torch.Tensor] = [copied.counterparts[id(parameter)] for parameter in parameters]
-        pairs = [(ours, copied.counterparts.get(id(ours), ours)) for _, ours in reach.modules]
-        self.modules = [theirs for _, theirs in pairs]
-        self.buffer_pairs: list[Pair] = [
-            (one._buffers, other._buffers, name) for one, other in pairs for name in one._buffers
-        ]
-        self.buffers = Buffers(self.buffer_pairs) if self.shared else None
-        self._buffer_slots = [(one._buffers, name) for one in self.modules for name in one._buffers]
-        self._module_ids = set(map(id, self.modules))
-        # A class with its own way of copying may leave a part of the user's module in the copy.
-        named = zip(reach.modules, self.modules, strict=True)
-        self._copied = [(name, theirs) for (name, ours), theirs in named if ours is not theirs]
-        self._reader = reader
-        if reader is not None:
-            guard_hooks(self._copied, self.module, reader)
-
-    def forget_cached(self) -> None:
-        """Drop what ``parametrize.cached()`` holds, before a micro-batch and after a backward: the graph of the values may be gone."""
-        forget(self._module_ids)
-
-    def carry(
-        self, changes: list[Change], hooked: list[int], holders: list[Any], common: dict[int, Any]
-    ) -> dict[int, Any]:
-        """Make changes of attributes and hooks of the user's `holders` on this replica, too. Returns all counterparts, old and new."""
-        memo = common | self.counterparts
-        functions = None if self.functions is None else self.functions.among(memo)
-        carry(changes, holders, memo, functions)
-        for index in hooked:
-            carry_hooks(holders[index], memo.get(id(holders[index])), memo, functions)
-        if hooked and self._reader is not None:
-            guard_hooks(self._copied, self.module, self._reader)
-        return memo
-
-    def buffer_marks(self) -> list[tuple[int, int]]:
-        """Marks that change when a buffer is set or written to, except through ``.data`` or by batch normalisation."""
-        found = (slots.get(name) for slots, name in self._buffer_slots)
-        return [(id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version) for buffer in found]
-
-    def follow(self, requires_grad: list[bool], training: list[bool], *, anew: bool) -> None:
-        """Take over ``requires_grad``, the training mode and the buffers of the user's module, the latter `anew` or in place."""
-        if list(map(_requires_grad, self.parameters)) != requires_grad:
-            for parameter, wanted in zip(self.parameters, requires_grad, strict=True):
-                parameter.requires_grad_(wanted)
-        if list(map(_training, self.modules)) != training:
-            for module, mode in zip(self.modules, training, strict=True):
-                module.training = mode
-        if self.buffers is not None:
-            self.buffers.pull(anew=anew)
-
-    def clear_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 class Replicas:
@@ -133,8 +66,7 @@ class Replicas:
         self._counted: tuple[object, list[tuple[Written, tuple[int, str], int]]] | None = None  # of the last step
         self._resets = False  # whether containers of replicas are put back after each step
         self._flat: FlatBuffers | None = None
-        self._parameter_copies: list[Copy] = []
-        self._sent: dict[int, dict[int, torch.Tensor]] = {}
+        self._sent = ParameterCopies(places)
         self._registered = ModuleContents(["_parameters", "_modules"], objects=True)
         self._buffer_names = ModuleContents(["_buffers"], objects=False)
         with torch.inference_mode(False):
@@ -149,7 +81,7 @@ class Replicas:
             self.common.forget()
         # What can fail comes first, so that a failure does not leave replicas that seem to fit.
         if self.shared:
-            copies = self._copies(named)
+            copies = self._sent.memory_for(named)
             random = RandomStates(self._places)
             try:
                 made = [self._make(device, copies, reach, parameters) for device in range(len(self._places))]
@@ -159,7 +91,7 @@ class Replicas:
             for device, replica in enumerate(made) if self._places.queues is not None else ():
                 if self._places.spaces[device] != self._places.home_space:
                     replica.buffers = self._flat.add(device, replica.buffer_pairs)
-            self._send(copies, parameters, made)
+            self._sent.begin(copies, parameters, made)
         else:
             itself = {id(one): one for one in (*parameters, *modules)}
             made = [Replica(Copied(self._module, itself), reach, parameters, None)]
@@ -184,32 +116,6 @@ class Replicas:
             [[*part._parameters.values(), *part._modules.values()] for part in modules],
         ]
         self._storages = self._present_storages()
-
-    def _copies(self, named: dict[str, torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
-        """For each memory space but home: memory for a copy of each parameter, by the parameter's identity."""
-        copies: dict[int, dict[int, torch.Tensor]] = {}
-        for device, space in enumerate(self._places.spaces):
-            if space == self._places.home_space or space in copies:
-                continue
-            for name, parameter in named.items():
-                check_sent(name, parameter, self._places.names[device])
-            ours = list(named.values())
-            copies[space] = dict(zip(map(id, ours), self._memory_like(ours, device), strict=True))
-        return copies
-
-    def _memory_like(self, parameters: list[torch.Tensor], device: int) -> list[torch.Tensor]:
-        """Memory on the device for a copy of each. On GPUs each bucket is one piece, which goes from GPU to GPU as such."""
-        place = self._places.devices[device]
-        if place.type == "cpu" and self._places.home.type != "cpu":
-            pinned = self._places.pinned
-            return [pinned(one.numel(), one.dtype).as_strided(one.shape, one.stride()) for one in parameters]
-        found: list[torch.Tensor] = []
-        # PyTorch gives memory of this stream again only to this stream, whose work ends before a step begins to copy.
-        with self._places.enter(device):
-            numbered = zip(buckets_of(parameters), parameters, strict=True)
-            for _, bucket in itertools.groupby(numbered, operator.itemgetter(0)):
-                found += in_one_piece([one for _, one in bucket], place)
-        return found
 
     def _make(
         self, device: int, copies: dict[int, dict[int, torch.Tensor]], reach: Reach, parameters: list[torch.Tensor]
@@ -260,30 +166,9 @@ class Replicas:
     def _share(self, made: Copied, reach: Reach, device: int) -> None:
         """Called for each device's module when its parameters and buffers are in place."""
 
-    def _send(self, copies: dict[int, dict[int, torch.Tensor]], ours: list[torch.Tensor], made: list[Replica]) -> None:
-        """Let every step begin by copying the parameters to the other memory spaces, bucket by bucket."""
-        if self._places.queues is None:
-            return
-        self._parameter_copies = []
-        buckets = buckets_of(ours)
-        found = sorted((bucket, space, index) for index, bucket in enumerate(buckets) for space in copies)
-        for bucket, space, index in found:
-            parameter, copy = ours[index], copies[space][id(ours[index])]
-            self._parameter_copies.append(
-                (space, copy.data_ptr(), parameter.data_ptr(), copy.numel() * copy.element_size(), bucket)
-            )
-        self._places.queues.set_copies(self._parameter_copies)
-        if copies and torch.are_deterministic_algorithms_enabled():
-            self._places.drain()  # PyTorch has filled the memory on the devices' streams, which the copies do not wait for
-        self._sent = copies  # keeps the memory alive: the queues have only addresses
-        for replica, space in zip(made, self._places.spaces, strict=True):
-            if space in copies and len(set(buckets)) > 1:
-                first = (BUCKET,) if replica.buffer_pairs else ()
-                replica.arrivals = Arrivals(replica.parameters, buckets, replica.modules, at_once=first)
-
     def copies_of(self, parameter: torch.Tensor) -> dict[int, torch.Tensor]:
         """The copies that other memory spaces have of a parameter, by space."""
-        return {space: copies[id(parameter)] for space, copies in self._sent.items() if id(parameter) in copies}
+        return self._sent.of(parameter)
 
     @property
     def blame(self) -> str:
@@ -326,7 +211,8 @@ class Replicas:
         """Release the modules of the devices. The user's module stays."""
         self.list = [] if self.shared else self.list
         self._functions = None
-        self._sent, self._flat = {}, None
+        self._sent.release()
+        self._flat = None
 
     def share(self) -> None:
         """From now on a single device has a copy of the module, too. The copy's parameters have no hooks, and a ``.grad`` of their own."""
@@ -373,7 +259,7 @@ class Replicas:
         requires_grad, training = list(map(_requires_grad, self.parameters)), list(map(_training, self.modules))
         anew = bool(self.graphs)
         if self._flat is not None and self._places.queues is not None and self._flat.pull(anew=anew):
-            self._places.queues.set_copies(self._parameter_copies, self._flat.copies)
+            self._places.queues.set_copies(self._sent.entries, self._flat.copies)
         for replica in self.list:
             replica.follow(requires_grad, training, anew=anew)
 

@@ -15,7 +15,8 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline._words import plural
 from paceline.torch._devices.places import Places
-from paceline.torch._replicas.replicas import Replica, Replicas
+from paceline.torch._replicas.replica import Replica
+from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.buckets import Layout
 from paceline.torch._run.gradients import DTYPES, View
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from paceline import InvalidArgument
-from paceline.torch._replicas.replicas import Replica, Replicas
+from paceline.torch._replicas.replica import Replica
+from paceline.torch._replicas.replicas import Replicas
 
 # Types that the reduction sums, with their number in paceline's DType. PyTorch sums others on the caller's thread.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}

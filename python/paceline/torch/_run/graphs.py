@@ -23,7 +23,8 @@ from paceline.torch._devices import cuda
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas.hooks import hooks_of_user, sign_of
 from paceline.torch._replicas.reach import SIMPLE
-from paceline.torch._replicas.replicas import Replica, Replicas
+from paceline.torch._replicas.replica import Replica
+from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.flat_gradients import Capture, FlatGradients
 
 WARM_UPS = (

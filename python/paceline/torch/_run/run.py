@@ -22,7 +22,7 @@ from paceline.torch._devices.compiling import seed_graph_trees
 from paceline.torch._devices.meeting import Meeting, MeetingOffError
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.run_draws import RunDraws
-from paceline.torch._replicas.replicas import Replica
+from paceline.torch._replicas.replica import Replica
 from paceline.torch._run.around import Around
 from paceline.torch._run.flat_gradients import FlatGradients
 from paceline.torch._run.gradients import View

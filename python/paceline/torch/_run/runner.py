@@ -25,6 +25,7 @@ from paceline.torch._replicas.batch_norm import CURE, fails_over_one_item, norma
 from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._replicas.synchronised import synchronised
+from paceline.torch._run.again import TryAgainError
 from paceline.torch._run.around import profiled
 from paceline.torch._run.flat_gradients import FlatGradients
 from paceline.torch._run.graphs import Graphs
@@ -47,8 +48,7 @@ class Runner:
         self.out_of_memory = 0  # how often a step had to run again in smaller pieces
         self.calls = 0  # how many have begun
         self.watchdog: Watchdog | None = None
-        self.module = module
-        self._names = places.names
+        self.module, self._names = module, places.names
         self.places = places
         self.replicas = replicas
         self._warned = False  # about draws without a seed
@@ -204,7 +204,7 @@ class Runner:
         return [replica.buffer_marks() for replica in self.replicas.list]
 
     def repeated(self, attempt: Callable[[], _T]) -> _T:
-        """What `attempt` returns. If memory runs out, or on `_TryAgainError`, `attempt` runs again from the same state of the generators."""
+        """What `attempt` returns. If memory runs out, or on `TryAgainError`, `attempt` runs again from the same state of the generators."""
         self._random = cast("RandomStates | None", None)  # `frame`, which an attempt calls, sets it
         self.calls += 1
         self.failed_on = None
@@ -221,7 +221,7 @@ class Runner:
         while True:
             try:
                 return attempt()
-            except _TryAgainError as error:
+            except TryAgainError as error:
                 complete, out_of_memory = error.complete, error.out_of_memory
             except OutOfMemory:  # paceline's own: PyTorch may sit on memory that it does not use
                 if released:
@@ -265,11 +265,11 @@ class Runner:
             common.restore()
             self.replicas.hold_apart(written)
             if not run.failures and not outcome.failed:
-                raise _TryAgainError(complete=True)
+                raise TryAgainError(complete=True)
         if run.draws.must_run_again() and (run.places.hosts_share or (work.fixed and run.searches)):
             complete = not run.failures
             run.failures.clear()
-            raise _TryAgainError(complete=complete)
+            raise TryAgainError(complete=complete)
         cause = outcome.take_cause() if outcome.failed else None
         if cause is not None:  # raised where the body catches nothing
             run.failures.insert(0, (outcome.failed_device, 0, 0, cause))
@@ -288,10 +288,10 @@ class Runner:
                 if len(self._names) > 1 and forward_ad.wanted(error) is not None:
                     if not run.seen.forward_ad:
                         run.seen.forward_ad = True
-                        raise _TryAgainError from error
+                        raise TryAgainError from error
                     error = forward_ad.refused(error)
                 if self._tries_again(error):
-                    raise _TryAgainError from error
+                    raise TryAgainError from error
                 where = self._where_too(None) if device is None else self._where(device, outcome)
                 if (
                     device is not None
@@ -301,10 +301,10 @@ class Runner:
                     and step_loop.shrink(outcome, isinstance(error, OutOfMemory))
                 ):
                     self.out_of_memory += 1
-                    raise _TryAgainError(out_of_memory=True) from error
+                    raise TryAgainError(out_of_memory=True) from error
                 if fails_over_one_item(error) and run.least == 1 < run.batch.size:
                     work.normalises = True
-                    raise _TryAgainError from error
+                    raise TryAgainError from error
                 items = run.batch.described(begin, end) if end > begin else ""
                 if end - begin == 1 < run.batch.size and type(error) in (ValueError, RuntimeError, IndexError):
                     items += ", a slice of one item (where squeeze() also drops the dimension of the items, and squeeze(-1) does not)"
@@ -321,12 +321,12 @@ class Runner:
             work.mode = run.seen.mode
             work.writes_buffers = self._buffer_marks() != marks or (first and self._wrote_buffers(values, outcome))
             if work.writes_buffers and outcome.divided:
-                raise _TryAgainError(complete=True)
+                raise TryAgainError(complete=True)
         if run.lacks_extras:
             run.note_extras()
-            raise _TryAgainError
+            raise TryAgainError
         if run.repeatable and run.seen.waits and not run.seen.waits_at_once and has_compiled():
-            raise _TryAgainError(complete=True)
+            raise TryAgainError(complete=True)
         self._edits.check()
         return outcome
 
@@ -398,18 +398,3 @@ class Runner:
                 return False
         self._enqueued = None
         return True
-
-
-class _TryAgainError(Exception):
-    """Nothing was committed, and the step must run once more.
-
-    The reason is one of these: memory ran out, and smaller pieces may fit; a device ran the forward several times, and the forward turned out to
-    write buffers; the run drew random numbers, or entered a dual level, before that was prepared; something normalises over a micro-batch, which
-    takes two items; items without weight have extras; the run has compiled something, which did not wait for parameters; forwards have written to
-    data that replicas had in common.
-    """
-
-    def __init__(self, *, complete: bool = False, out_of_memory: bool = False) -> None:
-        super().__init__()
-        self.complete = complete  # whether all items have run
-        self.out_of_memory = out_of_memory  # whether unused memory has to be given back first

@@ -63,10 +63,8 @@ class Trainer:
         prove: Literal["warn", "raise"] | None = None,
     ) -> None:
         """Make the parts. `owned`: whether the group ends with the trainer."""
-        self.module = module
-        self.group = group
-        self._works = works
-        self._execution = execution
+        self.module, self.group = module, group
+        self._works, self._execution = works, execution
         self._gaps = StepGaps()
         self._recent = RecentSteps(on_gpu=any(execution.places.on_gpu))
         self._lifetime = lifetime = Lifetime(group, owned, execution, works, self._gaps, self._recent)
@@ -373,9 +371,7 @@ class Trainer:
             try:
                 self._verification.before_step(loss_fn, batch, options)
                 loss = self._training.step(loss_fn, batch, **options, carries=carries)
-                self._reports.loss = (
-                    loss.detach().clone() if carries else loss
-                )  # the caller may change the loss in place
+                self._reports.loss = loss.detach().clone() if carries else loss  # which the caller may change in place
             except BaseException:
                 self._gaps.interrupted()
                 raise
