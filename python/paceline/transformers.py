@@ -146,18 +146,16 @@ class PacelineMixin:
             except Exception as error:
                 if own or self._split or trainer.accelerator.num_processes > 1 or not _is_of_a_slice(error):
                     raise
-                loss = one_device(
-                    model, inputs, num_items_in_batch=num_items_in_batch
-                )  # else the error is that of one device
+                # If one device cannot run the batch either, its own error is raised.
+                loss = one_device(model, inputs, num_items_in_batch=num_items_in_batch)
                 self._train_alone(f"A batch cannot be split: {error}")
                 vars(self).pop("loss_is_scaled_for_ga", None)
                 return loss
             self._split = True
             if self._parallel().differs and trainer.accelerator.num_processes == 1:
                 self._train_alone("A split changes the result, as the ProofWarning says.")
-        self.loss_is_scaled_for_ga = (
-            True  # what was accumulated is divided by here, and the Trainer must not do it again
-        )
+        # Accumulated losses are divided below, and the Trainer must not divide them again.
+        self.loss_is_scaled_for_ga = True
         return loss if items is not None else loss / trainer.current_gradient_accumulation_steps
 
     def data_parallel_loss_options(self, inputs: Any) -> dict[str, Any]:

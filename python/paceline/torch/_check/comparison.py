@@ -14,7 +14,7 @@ from paceline.torch._check.state import State, close, same_nest
 from paceline.torch._replicas.buffer_rules import BufferRule
 from paceline.torch._replicas.replicas import Replicas
 
-_ROUNDINGS = 10  # a split may differ by so many times what another rounding of parameters and batch does
+_ROUNDINGS = 10  # a split may differ by so many times what another rounding of the parameters does
 
 
 class Comparison:

@@ -70,9 +70,8 @@ class ForwardProver:
         self._module, self._places, self._replicas = execution.module, execution.places, execution.replicas
         self._graph = graph
         self._tolerance = max(LEAST_OF_PROOFS, tolerance_for(self._module, self._places))
-        self._compiled = is_compiled(self._module) or is_compiled_function(fn)
         self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        if self._compiled:
+        if is_compiled(self._module) or is_compiled_function(fn):
             self._stance = eagerly
 
     def run(self, proof: Proof) -> _Outputs:

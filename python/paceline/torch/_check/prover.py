@@ -90,9 +90,8 @@ class Prover:
         try:
             self._first_noise = noise = self._noise(counts=True)
             whole = self._first(before, noise)
-            self._comparison.tolerance = max(
-                self._comparison.tolerance, tolerance_of(noise.types)
-            )  # such as those of autocast inside of loss_fn
+            # The types that ran, such as those of autocast inside of loss_fn.
+            self._comparison.tolerance = max(self._comparison.tolerance, tolerance_of(noise.types))
             before.hold_apart()
             after = State(self._replicas, self._places, self._loss_fn)
             self._edited.note()
