@@ -191,11 +191,33 @@ def test_the_environment_says_what_the_caller_does_not(monkeypatch: pytest.Monke
 def test_hooks_of_tensors_outside_run_once_for_a_loss() -> None:
     head, seen = nn.Parameter(torch.ones(3, dtype=torch.float64)), []
     head.register_hook(lambda gradient: seen.append(gradient.clone()))
+    late: list[torch.Tensor] = []
+    head.register_post_accumulate_grad_hook(lambda one: late.append(one.grad.clone()))
     module, batch = net(), rows()
     with made(module) as trainer:
-        trainer.loss(lambda module, rows: (module(rows) * head).square().mean(), batch).backward()
-    assert len(seen) == 1
-    assert torch.equal(seen[0], gradients(head)[0])
+        for number in (1, 2):
+            head.grad = None
+            trainer.loss(lambda module, rows: (module(rows) * head).square().mean(), batch).backward()
+            assert len(seen) == len(late) == number
+    assert torch.equal(seen[1], gradients(head)[0])
+    assert torch.equal(seen[1], late[1])
+
+
+def test_hooks_of_parameters_rest_in_a_proof_and_run_once_for_its_loss() -> None:
+    module, batch = net(), rows()
+    seen: list[torch.Tensor] = []
+    weight = next(module.parameters())
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)  # type: ignore[func-returns-value]
+    late: list[torch.Tensor] = []
+    weight.register_post_accumulate_grad_hook(lambda one: late.append(one.grad.clone()))
+    with made(module) as trainer:
+        for number in (1, 2):
+            weight.grad = None
+            trainer.loss(squares, batch).backward()
+            assert len(seen) == len(late) == number
+            torch.testing.assert_close(late[-1], 2 * seen[-1])
+        assert "equal to one device" in trainer.explain()
+    torch.testing.assert_close(seen[0], seen[1])
 
 
 def test_a_replay_proves_what_the_run_has_proved(tmp_path: Path) -> None:

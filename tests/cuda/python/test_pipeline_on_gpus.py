@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fake_device
-from paceline import InvalidArgument
+from paceline import Error, InvalidArgument
 from paceline.torch import Pipeline, layout
 from paceline.torch._devices import cuda
 from paceline.torch._devices.stages import StagePlaces
@@ -342,3 +342,38 @@ def test_a_step_does_not_wait_for_its_gpus(gpus: Any, read: str) -> None:
     assert all(start < finish for actions in last.record for _, _, start, finish in actions)
     if read == "the next step":
         assert loop.metrics["steps"] == 4
+
+
+@pytest.mark.parametrize("box", ["two", "host between"])
+def test_a_step_is_proved_in_two_numbers_of_micro_batches_where_its_stages_are(gpus: Any, box: str) -> None:
+    devices, batch = BOXES[box], words()
+    wanted: list[Any] = []
+    for prove in (False, "raise"):
+        model = text()
+        case = Case(model, batch, 2, {}, False)
+        options: dict[str, Any] = {"cuts": list(range(len(devices))), "micro_batches": 4, "prove": prove}
+        with Pipeline(model, devices, **options) as trainer:
+            for _ in range(2):
+                trainer.step(case.loss_fn, batch)
+            said = trainer.explain()
+        assert ("equal to 4 micro-batches" in said or "equal to 2 micro-batches" in said) == bool(prove)
+        wanted.append([None if one.grad is None else one.grad.cpu() for one in model.parameters()])
+    assert [one is None or torch.equal(one, other) for one, other in zip(*wanted, strict=True)] == [True] * len(
+        wanted[0]
+    )
+
+
+def test_a_mean_over_labels_differs_and_nothing_moves_for_it(gpus: Any) -> None:
+    model, batch = text(), words()
+
+    def loss_fn(module: nn.Module, part: Any) -> torch.Tensor:
+        out = module(part[0])
+        loss: torch.Tensor = (out[0] if isinstance(out, tuple) else out).mean() * part[0].float().sum().detach()
+        return loss
+
+    with Pipeline(model, BOXES["two"], cuts=[0, 2], micro_batches=4, prove="raise") as trainer:
+        with pytest.raises(
+            Error, match=r"(?s)another result than in .*check\(\), on devices that can run the whole batch"
+        ):
+            trainer.step(loss_fn, batch)
+        assert all(one.grad is None for one in model.parameters())

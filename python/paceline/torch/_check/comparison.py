@@ -10,7 +10,7 @@ from typing import Any
 from paceline.torch._check.probe import OutsideLeaves, Probed, distances, loss_distance
 from paceline.torch._check.proof import EXTRAS_OF_SLICES
 from paceline.torch._check.result import Result
-from paceline.torch._check.state import State, close, same_nest
+from paceline.torch._check.state import DEVICES, State, close, same_nest
 from paceline.torch._replicas.buffer_rules import BufferRule
 from paceline.torch._replicas.replicas import Replicas
 
@@ -22,6 +22,7 @@ class Comparison:
 
     def __init__(self, replicas: Replicas, outside: OutsideLeaves, loss_fn: Any, tolerance: float) -> None:
         self.tolerance = tolerance
+        self.words = DEVICES
         self.rules: dict[str, BufferRule] = {}  # that give buffers the values of one device
         self._replicas, self._outside, self._loss_fn = replicas, outside, loss_fn
 
@@ -39,7 +40,7 @@ class Comparison:
         self, start: State, own: Result, got: Result, rounding: Mapping[str, float] = MappingProxyType({})
     ) -> dict[str, str]:
         """What the second result has otherwise, by name. `rounding`: how far rounding alone brings the loss and the gradients."""
-        kept = own.found.differences(got.found, self.tolerance)
+        kept = own.found.differences(got.found, self.tolerance, self.words)
         for rule, values in got.joined.items():
             for name, value in values.items():
                 if name in kept and close(own.found.buffers[name], value, self.tolerance):
@@ -70,7 +71,7 @@ class Comparison:
             if mine is None or theirs is None or not close(mine, theirs, self.tolerance):
                 moved = [start.parameters.distance(index, one) for one in (mine, theirs)]
                 said[f"parameter {name}"] = (
-                    f"the forward writes parameter {name}, and moves it by {moved[0]:.3g} on one device and {moved[1]:.3g} here"
+                    f"the forward writes parameter {name}, and moves it by {moved[0]:.3g} {self.words[0]} and {moved[1]:.3g} {self.words[1]}"
                 )
         return said
 

@@ -20,7 +20,7 @@ from paceline.torch._devices.noise import Noise, OtherGenerators
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.buffers import KeptBuffers, KeptParameters
 from paceline.torch._run.gradients import OwnStorages
-from paceline.torch._run.outside import leaves_of
+from paceline.torch._run.outside import RestingHooks, leaves_of
 
 LossFunction = Callable[[nn.Module, Any], Any]
 Span = tuple[int, int]
@@ -37,7 +37,7 @@ class OutsideLeaves:
         self._runs: list[int] = []  # number of runs in which each leaf was met
         self._met: set[int] = set()  # leaves of this run, by identity
         self._lasting: set[int] | None = None
-        self._hooks: list[tuple[Any, Any, Any]] | None = [] if hooks_rest else None
+        self._hooks = RestingHooks() if hooks_rest else None
 
     def watch(self, root: torch.Tensor) -> None:
         """Note the leaves that a backward from `root` will reach. To be called before each backward."""
@@ -48,13 +48,23 @@ class OutsideLeaves:
                 self._before.append(leaf.grad)
                 self._runs.append(0)
                 leaf.grad = None
-                self._let_hooks_rest(leaf)
+                self.let_hooks_rest(leaf)
             self._met.add(id(leaf))
 
-    def _let_hooks_rest(self, leaf: Any) -> None:
+    def note(self, set_aside: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Note leaves that a run on devices has reached, with the gradients that they had before it."""
+        for leaf, before in set_aside:
+            if id(leaf) not in self._known:
+                self._known.add(id(leaf))
+                self.leaves.append(leaf)
+                self._before.append(before)
+                self._runs.append(0)
+            self._met.add(id(leaf))
+
+    def let_hooks_rest(self, leaf: torch.Tensor) -> None:
+        """Call its hooks no more until `restore`, if hooks rest."""
         if self._hooks is not None:
-            self._hooks.append((leaf, leaf._backward_hooks, leaf._post_accumulate_grad_hooks))
-            leaf._backward_hooks = leaf._post_accumulate_grad_hooks = None
+            self._hooks.add(leaf)
 
     def settle(self) -> None:
         """Drop, after two runs, leaves that only one of them has met: each run makes such leaves anew, so they are not parameters."""
@@ -80,8 +90,8 @@ class OutsideLeaves:
         """Put the gradients back as they were."""
         for leaf, before in zip(self.leaves, self._before, strict=True):
             leaf.grad = before
-        for hooked, hooks, late in self._hooks or ():
-            hooked._backward_hooks, hooked._post_accumulate_grad_hooks = hooks, late
+        if self._hooks is not None:
+            self._hooks.restore()
 
 
 @dataclasses.dataclass

@@ -34,6 +34,9 @@ class Proof:
     step: int
     items: int
     call: str = "step"
+    split: tuple[int, int] | None = (
+        None  # two numbers of micro-batches that were compared, or None: the devices with one device
+    )
     compared: str = ""
     largest: float = 0.0
     seconds: float = 0.0
@@ -47,10 +50,14 @@ class Proof:
     def text(self) -> str:
         """One line."""
         what = f"{self.call} {self.step} of {self.function}, {self.items} items"
+        against = "one device"
+        if self.split is not None:
+            what += f" in {self.split[1]} micro-batches"
+            against = f"{self.split[0]} micro-batches"
         if self.differences:
-            result = f"differs from one device: {'; '.join(self.differences)}"
+            result = f"differs from {against}: {'; '.join(self.differences)}"
         elif self.unproved:
             result = f"not proved: {'; '.join(self.unproved)}"
         else:
-            result = f"equal to one device up to {self.largest:.0e} ({self.compared})"
+            result = f"equal to {against} up to {self.largest:.0e} ({self.compared})"
         return f"{what}: {result}; {self.seconds * 1e3:.0f} ms"

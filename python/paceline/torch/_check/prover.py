@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ from paceline.torch._check.comparison import Comparison
 from paceline.torch._check.probe import OutsideLeaves
 from paceline.torch._check.proof import Proof, thrown_away
 from paceline.torch._check.result import Edited, Result
+from paceline.torch._check.rounding import round_otherwise
 from paceline.torch._check.state import Snapshot, State
 from paceline.torch._check.tolerance import LEAST_OF_PROOFS, tolerance_for, tolerance_of
 from paceline.torch._devices.caller_state import CallerThreads, outside_autocast
@@ -48,6 +49,8 @@ _OF_STATE = (
 
 class Prover:
     """Runs one batch whole, and then split."""
+
+    _of_state = _OF_STATE
 
     def __init__(
         self,
@@ -88,6 +91,8 @@ class Prover:
         self._before = before = State(self._replicas, self._places, self._loss_fn)
         proof.reaches_batch = any(before.around.holds(one) for _, one in self._batch.tensors())
         try:
+            for parameter in self._replicas.parameters:
+                self.outside.let_hooks_rest(parameter)
             self._first_noise = noise = self._noise(counts=True)
             whole = self._first(before, noise)
             # The types that ran, such as those of autocast inside of loss_fn.
@@ -145,7 +150,7 @@ class Prover:
             with thrown_away(), contextlib.suppress(Exception):  # the difference is known anyway
                 causes.append(self._explain())
         if found.keys() - _OF_THE_LOSS:
-            causes.append(_OF_STATE)
+            causes.append(self._of_state)
             rules = {name: rule for name, rule in self._comparison.rules.items() if name in found}
             if rules:
                 causes.append(f"DataParallel(..., buffers={rules}) gives these the values of one device: it was tried.")
@@ -305,23 +310,13 @@ class Prover:
         if not start.parameters.keeps_values:
             return {}
         try:
-            self._round_otherwise(noise.types)
+            round_otherwise(list(self._replicas.parameters), noise.types)
             found = self._comparison.distances(own, self._whole(start, noise))
         except Cancelled:
             raise
         except Exception:
             return {}
         return {name: far for name, far in found.items() if math.isfinite(far)}
-
-    @torch.no_grad()
-    def _round_otherwise(self, types: Iterable[torch.dtype]) -> None:
-        """Move each parameter up or down by the unit in its last place, in the least precise type that is used."""
-        parameters = self._replicas.parameters
-        types = {*types, *(one.dtype for one in parameters)}
-        by = max((torch.finfo(one).eps for one in types if one.is_floating_point), default=0.0)
-        for index, one in enumerate(parameters):
-            if one.is_floating_point() and one.layout is torch.strided and 0 not in one.stride():
-                one.data.add_(one.data * _signs(one, index), alpha=by)
 
     def _start(self, start: State, norms: Sequence[Any]) -> None:
         """Go back to a state. Modules that stand still go on to do so."""
@@ -344,10 +339,13 @@ class Prover:
             found[rule] = dict(zip(names, (value for *_, value in values), strict=True))
         return found
 
+    def _new_work(self) -> Workload:
+        return self._make_work()
+
     def _split(self, start: State, noise: Noise, *, normalises: bool) -> Result:
         execution, replicas = self._execution, self._replicas
-        work = self._make_work()
-        work.normalises = normalises
+        work = self._new_work()
+        work.normalises |= normalises
         memory: list[list[int]] = []
 
         def attempt() -> Result:
@@ -387,12 +385,6 @@ class Prover:
             start.restore()
             replicas.renew()
         return result
-
-
-def _signs(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """Ones and minus ones without a pattern, the same in every run."""
-    counted = torch.arange(tensor.numel(), dtype=torch.int32, device=tensor.device)
-    return (((counted + seed) * -1640531535 >> 16) & 1).mul_(2).sub_(1).view(tensor.shape)
 
 
 def _addresses(replicas: Replicas) -> list[list[int]]:

@@ -17,6 +17,8 @@ from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers, KeptPa
 from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE
 from paceline.torch._replicas.replicas import Replicas
 
+Words = tuple[str, str]  # where the two results come from that are compared
+DEVICES: Words = "on one device", "here"
 _TABLES = ("_modules", "_parameters")
 _DEEPEST = 4
 _MOST_BYTES = 1 << 20  # of a tensor that is compared by its elements
@@ -92,7 +94,7 @@ class Snapshot:
             self.attributes |= {_path(name, table): list(vars(part)[table]) for table in _TABLES}
             self.attributes[_path(name, "hooks")] = sum(len(vars(part)[table]) for table in HOOKS)
 
-    def differences(self, other: Snapshot, tolerance: float) -> dict[str, str]:
+    def differences(self, other: Snapshot, tolerance: float, words: Words = DEVICES) -> dict[str, str]:
         """What differs, by name, in words: this one holds what one device has left, the `other` one what the split has left."""
         found = {}
         for kind, ours, theirs in (
@@ -102,7 +104,7 @@ class Snapshot:
             for name in {**ours, **theirs}:
                 mine, got = ours.get(name, _ABSENT), theirs.get(name, _ABSENT)
                 if not _alike(mine, got, tolerance):
-                    found[name] = f"{kind} {name!r} has {_said(mine, got)} on one device and {_said(got, mine)} here"
+                    found[name] = f"{kind} {name!r} has {_said(mine, got)} {words[0]} and {_said(got, mine)} {words[1]}"
         return found
 
     def holds_containers(self, names: Iterable[str]) -> bool:

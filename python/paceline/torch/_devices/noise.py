@@ -103,6 +103,55 @@ class Noise:
         return values.index_select(along[0], index.flatten().to(values.device))
 
 
+class SliceNoise:
+    """As `Noise`, for a batch that first runs in slices: each slice is recorded, and later runs cut the slices."""
+
+    counts = False
+
+    def __init__(self, places: Places, tolerance: float) -> None:
+        self.records = True  # whether slices are recorded
+        self._places, self._tolerance = places, tolerance
+        self._slices: dict[int, Noise] = {}  # by the first item
+        self._lost: dict[str, None] = {}
+        self._lock = threading.Lock()
+
+    def of(self, rows: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Record or replay on the calling thread, for one forward and backward of these items."""
+        begin = int(rows[0])
+        with self._lock:
+            if self.records:
+                self._slices[begin] = slice = Noise(len(rows), self._places, self._tolerance)
+                slice.lock = self._lock
+            else:
+                begin = max(first for first in self._slices if first <= begin)
+            slice = self._slices[begin]
+            if begin + slice.items <= int(rows[-1]):
+                self._lost["the slices of an earlier try"] = None
+                return contextlib.nullcontext()
+            return slice.of(rows - begin)
+
+    def leave(self) -> None:
+        """Nothing of a run that is recorded here stays."""
+
+    def go_back(self) -> None:
+        """Nor does it move the generators that loss_fn passes."""
+
+    @property
+    def drew(self) -> bool:
+        """Whether a slice drew anything."""
+        return any(slice.drew for slice in self._slices.values())
+
+    @property
+    def lost(self) -> dict[str, None]:
+        """What could not be replayed."""
+        return self._lost | {name: None for slice in self._slices.values() for name in slice.lost}
+
+    @property
+    def types(self) -> set[torch.dtype]:
+        """Of what operators gave when slices were recorded."""
+        return set().union(*(slice.types for slice in self._slices.values()))
+
+
 class _Random(TorchDispatchMode):
     """Sees the operators that may draw."""
 
@@ -148,11 +197,13 @@ class _Recording(_Random):
         super().__exit__(*exception)
 
     def called(self, func: Any, args: Any, kwargs: Any, generators: list[torch.Generator]) -> Any:
-        states = [generator.get_state() for generator in generators]
-        result = func(*args, **kwargs)
+        with self.noise.lock:
+            states = [generator.get_state() for generator in generators]
+            result = func(*args, **kwargs)
+            moved = any(not torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True))
         draw = Draw(_name_of(func), _settings(args, kwargs))
         self.noise.draws.append(draw)
-        if all(torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True)):
+        if not moved:
             return result
         values = result[1] if func is _FUSED_DROPOUT else result
         if isinstance(values, torch.Tensor) and len(_written(func)) < 2:

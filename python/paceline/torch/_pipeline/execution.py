@@ -21,12 +21,13 @@ from paceline.torch._pipeline.blocks import Block, OtherOrderError
 from paceline.torch._pipeline.carried import Carried, message
 from paceline.torch._pipeline.chain import Chain
 from paceline.torch._pipeline.gates import journey_here, without_transforms
-from paceline.torch._pipeline.loop import Outcome, PipelineWork
+from paceline.torch._pipeline.loop import Outcome
 from paceline.torch._pipeline.materialise import Unfilled
 from paceline.torch._pipeline.measure import BlockClock
 from paceline.torch._pipeline.passage import Passage
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import PipelinePlan
+from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._replicas.replica import Replica

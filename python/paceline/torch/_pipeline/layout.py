@@ -17,12 +17,12 @@ from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._devices.places import RandomStates
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
-from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.materialise import Init, unfilled
 from paceline.torch._pipeline.measure import BlockCost
 from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._pipeline.planner import plan_of
 from paceline.torch._pipeline.replicated import PipelineReplicas
+from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import Memory, check_trains

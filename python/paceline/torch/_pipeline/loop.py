@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from paceline import DeviceGroup, InvalidArgument
 from paceline._core.engine import step_bounds
-from paceline.torch._batch.batch import Batch
-from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.gates import Journey
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import Action, PipelinePlan
-from paceline.torch._run.launch import LaunchClock
-from paceline.torch._run.seen import Seen
-from paceline.torch._run.workload import Workload
 
 _BOUNDS = step_bounds()  # of the step counts, as trainers without stages have them
 _RECENT = 32  # steps whose times make a speed
@@ -364,37 +359,3 @@ def _sum(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         "longest_step_seconds": max(first["longest_step_seconds"], second["longest_step_seconds"]),
         "moves": first["moves"] + second["moves"],
     }
-
-
-class PipelineWork(Workload):
-    """One kind of work of a pipeline."""
-
-    def __init__(self, group: DeviceGroup, places: Places, planner: Planner) -> None:
-        self.step_loop: Any = PipelineLoop(group, planner)
-        self.planner = planner
-        self.predicts = False
-        self.limits = [None] * len(group)
-        self.searches = self.fixed = self.corrects = self.normalises = False
-        self.seen = Seen(1)
-        self.launches = LaunchClock([False])
-        self.writes_buffers = False
-        self.mode = None
-        self.given = None
-        self.alone = None
-        self._kinds: dict[Hashable, int] = {}
-
-    def follow(self, whole: Batch, least: int) -> None:
-        """Fit what is planned to the batch of the next step. `least`: the fewest items of a micro-batch."""
-        self.planner.least_items = least
-        self.planner.follow(whole.size, sum(shape.numel() * dtype.itemsize for shape, dtype in whole.item_shapes))
-
-    def plan_for(self, whole: Batch, least: int, must_run_alone: Callable[[PipelinePlan], bool]) -> PipelinePlan:
-        """What the next step runs."""
-        self.step_loop.settle()
-        least = 2 if self.normalises else least
-        if self.predicts:
-            plan = self.planner.predictions(whole.size, least)
-            return plan.in_one_stage() if must_run_alone(plan) else plan
-        self.follow(whole, least)
-        plan = self.planner.plan(whole.size)
-        return plan.alone() if must_run_alone(plan) else plan

@@ -17,17 +17,19 @@ from paceline.torch._devices.stages import StagePlaces
 from paceline.torch._pipeline.arguments import check_cuts, check_whole_gpus
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.execution import PipelineExecution
-from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.materialise import Init, unfilled
 from paceline.torch._pipeline.placed_execution import PlacedExecution
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.reports import PipelineReports, PipelineTracing
+from paceline.torch._pipeline.stages_proof import StageProofs
+from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.arguments import Memory, check_count, check_devices, memory_limits, named_devices
 from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.parts import carried_out_by
+from paceline.torch._trainer.proofs import Prove, prove_of
 from paceline.torch._trainer.works import Works
 
 Schedule = Literal["auto", "gpipe", "1f1b"]
@@ -37,6 +39,7 @@ class StagesTrainer(Trainer):
     """What trainers with stages have in common."""
 
     _kind_of_reports = PipelineReports
+    _kind_of_proofs = StageProofs
     _kind_of_tracing = PipelineTracing
     _reports: PipelineReports
     _planner: Any
@@ -110,6 +113,12 @@ class Pipeline(StagesTrainer):
         load that of another one after the first step. With GPUs the module is filled in host memory at once.
     group
         Only ``"alone"``: stages are devices of one process.
+    prove
+        Whether `step` and `loss` prove that their result does not depend on the number of micro-batches. Before the first step of each kind of work, and
+        before its steps 1,000, 10,000 and so on, the batch passes through the stages twice, one micro-batch at a time: as many as planned, and about twice
+        as many. Both runs are thrown away after loss, extras, gradients, buffers, and parameters that a forward writes were compared. ``"warn"``,
+        ``"raise"``, False and None as for `DataParallel`. Not proved: `predict`, steps of modules without memory before the first one has filled
+        them, and ``micro_batches=1``, which is the whole batch.
 
     Raises
     ------
@@ -164,10 +173,12 @@ class Pipeline(StagesTrainer):
         replicate: Replicate | None = None,
         init: Init | None = None,
         group: Literal["alone"] = "alone",
+        prove: Prove | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"Pipeline: module is a {type(module).__name__}; a torch.nn.Module is needed.")
         check_devices(devices)
+        proves = prove_of(prove)
         if reduction not in ("mean", "sum"):
             raise InvalidArgument(f"Pipeline: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
         if group != "alone":
@@ -181,6 +192,7 @@ class Pipeline(StagesTrainer):
             check_count("Pipeline", "micro_batches", micro_batches)
         found = blocks_of(module, blocks)
         check_cuts(cuts, len(found))
+        proves = None if micro_batches == 1 else proves  # as on one device, whatever the loss is
         without_memory = unfilled(module, found, init)
         local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = local is not devices
@@ -226,7 +238,8 @@ class Pipeline(StagesTrainer):
             if owned:
                 local.close()
             raise
-        self._assemble(module, local, owned=owned, works=works, execution=execution, reduction=reduction)
+        options: dict[str, Any] = {"reduction": reduction, "prove": proves}
+        self._assemble(module, local, owned=owned, works=works, execution=execution, **options)
 
 
 class PipelineWorks(Works):

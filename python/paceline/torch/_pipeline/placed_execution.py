@@ -14,11 +14,11 @@ from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.stages import StageLanePlaces, StagePlaces
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.execution import PipelineExecution
-from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.placed import PlacedPassage
 from paceline.torch._pipeline.placement import Placement
 from paceline.torch._pipeline.plans import PipelinePlan
 from paceline.torch._pipeline.visited import visited_in
+from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._run.workload import Workload
 

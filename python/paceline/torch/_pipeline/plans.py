@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -60,6 +60,10 @@ class PipelinePlan(NamedTuple):
     def in_one_stage(self) -> PipelinePlan:
         """The same micro-batches on one device, for predictions: one at a time."""
         return self._replace(cuts=(0,), order=self.order[:1], schedule=core.forward_only(1, len(self.sizes)))
+
+    def resized(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> PipelinePlan:
+        """The same items in other micro-batches, one at a time."""
+        return self._replace(sizes=change(self.sizes)).alone()
 
     def alone(self) -> PipelinePlan:
         """The same with one micro-batch at a time."""

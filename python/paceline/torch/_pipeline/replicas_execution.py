@@ -70,7 +70,7 @@ class _Passages:
     """How the micro-batches of one run pass through all pipelines."""
 
     def __init__(self, passages: Sequence[Passage], plan: ReplicasPlan, groups: Sequence[DeviceGroup], threads: Sequence[LaneThreads], devices: int) -> None:  # fmt: skip
-        self._passages, self._plan, self._groups, self._threads = passages, plan, groups, threads
+        self._passages, self.plan, self._groups, self._threads = passages, plan, groups, threads
         self._devices = devices
 
     def begins(self, begin: int) -> bool:
@@ -91,7 +91,7 @@ class _Passages:
         begun: Callable[[Any], None],
     ) -> Outcome:
         """Run all pipelines at the same time: the first one on the calling thread, which signals reach."""
-        planner.note_stages(self._plan)
+        planner.note_stages(self.plan)
         together = Together()
         begun(together)
         count = len(self._passages)
@@ -99,7 +99,7 @@ class _Passages:
         errors: list[BaseException | None] = [None] * count
 
         def one(index: int) -> None:
-            number = self._plan.parts[index][0]
+            number = self.plan.parts[index][0]
             try:
                 outcome = outcomes[index] = self._passages[index].run(
                     planner.planners[number], run, self._groups[number], self._threads[number], together.add
@@ -135,13 +135,13 @@ class _Passages:
             return self._of_failure(failed)
         with torch.no_grad():
             add_up(run.replicas[passage.first_lane] for passage in self._passages)
-        return ReplicasOutcome(self._plan, finished, self._devices)
+        return ReplicasOutcome(self.plan, finished, self._devices)
 
     def _of_failure(self, failed: Outcome) -> Outcome:
-        index = next(k for k, (_, part) in enumerate(self._plan.parts) if part is failed.plan)
+        index = next(k for k, (_, part) in enumerate(self.plan.parts) if part is failed.plan)
         if failed.failed_stage is not None:
-            failed.failed_stage += self._plan.first_stages[index]
-        failed.failed_where = f"pipeline {self._plan.parts[index][0]}, {failed.failed_where}"
+            failed.failed_stage += self.plan.first_stages[index]
+        failed.failed_where = f"pipeline {self.plan.parts[index][0]}, {failed.failed_where}"
         return failed
 
 

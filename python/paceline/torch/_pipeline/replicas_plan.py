@@ -57,6 +57,10 @@ class ReplicasPlan:
             found += [[(kind, first + one, *span) for kind, one, *span in stage] for stage in stages]  # type: ignore[misc]
         return found
 
+    def resized(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> ReplicasPlan:
+        """The same items in other micro-batches, one at a time in each pipeline."""
+        return ReplicasPlan([(number, plan.resized(change)) for number, plan in self.parts], self._first_devices)
+
     def alone(self) -> ReplicasPlan:
         """The same with one micro-batch at a time in each pipeline."""
         return ReplicasPlan([(number, plan.alone()) for number, plan in self.parts], self._first_devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,7 @@ from paceline.torch._pipeline.replicas_plan import ReplicasPlanner
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._trainer.arguments import Memory, memory_limits
+from paceline.torch._trainer.proofs import prove_of
 
 
 class PipelineReplicas(StagesTrainer):
@@ -80,4 +82,5 @@ class PipelineReplicas(StagesTrainer):
             for group in (local, *groups):
                 group.close()
             raise
-        self._assemble(module, local, owned=True, works=works, execution=execution, reduction=reduction)
+        options: dict[str, Any] = {"reduction": reduction, "prove": prove_of(None)}
+        self._assemble(module, local, owned=True, works=works, execution=execution, **options)

@@ -24,6 +24,27 @@ _LOOKS = 2  # steps of one function in which its graphs are searched, at a micro
 _MOST_FUNCTIONS = 64  # remembered
 
 
+class RestingHooks:
+    """Hooks of tensors that are not called until `restore`. Their tables are emptied: PyTorch goes on to call late hooks whose table is taken away."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Let the hooks of this tensor rest."""
+        for table in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
+            if table:
+                self._kept.append((table, dict(table)))
+                table.clear()
+
+    def restore(self) -> None:
+        """Let them be called again."""
+        while self._kept:
+            table, hooks = self._kept[-1]
+            table.update(hooks)
+            self._kept.pop()
+
+
 class OutsideGradients:
     """The outside gradients of one trainer. The first steps of a function show which tensors it reaches."""
 
@@ -37,7 +58,7 @@ class OutsideGradients:
         self._parameters: list[list[torch.Tensor]] = []
         self._own: set[int] | None = None
         self._looks = self._shared = self._carries = False
-        self._hooks: list[tuple[Any, Any, Any]] = []  # tensors, and the hooks that rest
+        self._hooks = RestingHooks()
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
 
     def begin(
@@ -112,6 +133,12 @@ class OutsideGradients:
             return [leaf for leaf, _, _ in self._before.values()]
 
     @property
+    def set_aside(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The same with the gradients that they had before."""
+        with self._lock:
+            return [(leaf, before) for leaf, before, _ in self._before.values()]
+
+    @property
     def reached(self) -> torch.Size | None:
         """The shape of a tensor that got a gradient in the step, or None if there is none."""
         return next((leaf.shape for leaf, _, _ in self._before.values() if leaf.grad is not None), None)
@@ -126,16 +153,13 @@ class OutsideGradients:
         """Put the gradients back as they were before the step."""
         for leaf, before, _ in self._before.values():
             leaf.grad = before
-        for hooked, hooks, late in self._hooks:
-            hooked._backward_hooks, hooked._post_accumulate_grad_hooks = hooks, late
-        self._before, self._hooks = {}, []
+        self._hooks.restore()
+        self._before = {}
         self._parameters, self._own = [], None
 
     def _set_aside(self, leaf: torch.Tensor) -> None:
         if self._carries:
-            hooked: Any = leaf
-            self._hooks.append((leaf, hooked._backward_hooks, hooked._post_accumulate_grad_hooks))
-            hooked._backward_hooks = hooked._post_accumulate_grad_hooks = None
+            self._hooks.add(leaf)
         elif self._shared and isinstance(leaf, nn.Parameter):
             check_hooks(f"of shape {tuple(leaf.shape)} outside of the module", leaf)
         before = leaf.grad

@@ -48,6 +48,7 @@ class Trainer:
     module: nn.Module
     group: DeviceGroup
     _kind_of_reports: type[Reports] = Reports
+    _kind_of_proofs: type[Proofs] = Proofs
     _kind_of_tracing: type[Tracing] = Tracing
 
     def _assemble(
@@ -65,10 +66,9 @@ class Trainer:
         """Make the parts. `owned`: whether the group ends with the trainer."""
         self.module, self.group = module, group
         self._works, self._execution = works, execution
-        self._gaps = StepGaps()
-        self._recent = RecentSteps(on_gpu=any(execution.places.on_gpu))
+        self._gaps, self._recent = StepGaps(), RecentSteps(on_gpu=any(execution.places.on_gpu))
         self._lifetime = lifetime = Lifetime(group, owned, execution, works, self._gaps, self._recent)
-        self._proofs = proofs = Proofs(prove, works, execution)
+        self._proofs = proofs = self._kind_of_proofs(prove, works, execution)
         self._training = Training(works, execution, lifetime, self._recent, reduction, proofs)
         self._predictions = Predictions(works, execution, lifetime, self._training, proofs)
         self._trials = Trials(works, execution, lifetime, self._training)

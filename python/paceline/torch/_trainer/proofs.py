@@ -58,7 +58,7 @@ def prove_of(value: Prove | None) -> Literal["warn", "raise"] | None:
     if isinstance(given, bool):
         return "warn" if given else None
     if given not in named:
-        where = f"{VARIABLE} is" if value is None else "DataParallel: prove is"
+        where = f"{VARIABLE} is" if value is None else "prove is"
         raise InvalidArgument(
             f"{where} {given!r}; it must be 'warn', 'raise' or {'off' if value is None else 'False'}."
         )
@@ -72,8 +72,10 @@ class Proofs:
     again its steps 1,000, 10,000 and so on: fixed numbers, so that runs repeat.
     """
 
+    _proves_one_device = False
+
     def __init__(self, prove: Literal["warn", "raise"] | None, works: Works, execution: Execution) -> None:
-        self._prove = prove if len(execution.places) > 1 else None
+        self._prove = prove if len(execution.places) > 1 or self._proves_one_device else None
         self._works = works
         self._execution = execution
         self._steps: dict[Any, int] = {}  # by kind
@@ -89,14 +91,7 @@ class Proofs:
         if self._prove is None or batch.size < 2 or not objective.magnitude or self._execution.faults is not None:
             return False
         weighted = tuple(objective.parts) if isinstance(objective, Terms) else objective.is_weighted
-        if not self._counts(self._kind(loss_fn, batch, weighted, carries, run)):
-            return False
-        if not (carries and self._hooked()):
-            return True
-        self._execution.replicas.hold_all_apart()  # nothing finds out what a forward writes
-        why = "parameters have gradient hooks, which would run for a step that is thrown away"
-        self._execution.proofs.append(Proof(_name(loss_fn), self._execution.steps + 1, batch.size, unproved=[why]))
-        return False
+        return self._counts(self._kind(loss_fn, batch, weighted, carries, run))
 
     def forward(self, call: str, fn: Callable[..., Any], batch: Batch, *, graph: bool) -> tuple[Any] | None:
         """The outputs for the batch, as those of plain PyTorch, if this call is proved. `graph`: whether they lead to parameters and inputs.
@@ -107,7 +102,7 @@ class Proofs:
         if self._prove is None or batch.size < 2 or not self._counts(self._kind(fn, batch, call, graph)):
             return None
         kind, number = self._now
-        proof = Proof(_name(fn), number, batch.size, call)
+        proof = Proof(name_of(fn), number, batch.size, call)
         began = time.perf_counter()
         try:
             with contextlib.ExitStack() as stack:
@@ -117,14 +112,12 @@ class Proofs:
                 execution.places.begin(batch)
                 execution.replicas.refresh(fn, hooks=True)
                 stack.enter_context(self._works.no_trace())
-                prover = ForwardProver(
-                    execution, lambda: self._works.temporary(**self._works.options), batch, fn, graph=graph
-                )
+                prover = ForwardProver(execution, self._make_work, batch, fn, graph=graph)
                 outputs = prover.run(proof)
                 proof.seconds = time.perf_counter() - began
                 if proof.is_wrong and self._prove == "raise":
                     prover.take_back()
-                    raise Error(f"{_words(proof)} Nothing was kept.")
+                    raise Error(f"{words_of(proof)} Nothing was kept.")
         except BaseException as error:
             self._steps[kind] -= 1
             if not is_out_of_memory(error):
@@ -154,11 +147,6 @@ class Proofs:
         mode = self._execution.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         return _signature(function), batch.structure, mode, self._names[1], *more
 
-    def _hooked(self) -> bool:
-        """Whether parameters have gradient hooks, which would see the gradient of a run that is thrown away."""
-        parameters: list[Any] = list(self._execution.replicas.parameters)
-        return any(one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None) for one in parameters)
-
     def step(self, *given: Any, **options: Any) -> Proved | None:
         """The objective, the gradients of the parameters, and outside tensors with theirs. Commits them, unless the caller's loss `carries` them.
 
@@ -186,7 +174,7 @@ class Proofs:
         execution, kind, done = self._execution, self._now[0], self._works.of(work)
         execution.places.begin(batch)
         execution.replicas.refresh(loss_fn, hooks=carries)
-        proof = Proof(_name(loss_fn), execution.steps + 1, batch.size, "step" if prover_of is Prover else "run")
+        proof = Proof(name_of(loss_fn), execution.steps + 1, batch.size, "step" if prover_of is Prover else "run")
         began = time.perf_counter()
         micro_batch = self._works.options["micro_batch"] or None
         if micro_batch is None and any(self._works.limits):
@@ -204,23 +192,13 @@ class Proofs:
 
         user = UserGradients(execution.replicas, adds=not carries)
         with self._works.no_trace():
-            prover = prover_of(
-                execution,
-                lambda: self._works.temporary(**self._works.options),
-                batch,
-                objective,
-                loss_fn,
-                scale=scale,
-                costs=costs,
-                carries=carries,
-                micro_batch=micro_batch,
-                explain=explained,
-            )
+            options = {"scale": scale, "costs": costs, "carries": carries, "micro_batch": micro_batch}
+            prover = prover_of(execution, self._make_work, batch, objective, loss_fn, explain=explained, **options)
             try:
                 whole = prover.run(proof)
                 proof.seconds = time.perf_counter() - began
                 if proof.is_wrong and self._prove == "raise":
-                    raise Error(f"{_words(proof)} Nothing was committed.")
+                    raise Error(f"{words_of(proof)} Nothing was committed.")
                 if not execution.resumed:
                     self._sum_over_ranks(prover, whole, objective, scale)
             except BaseException:
@@ -248,11 +226,15 @@ class Proofs:
         ]
         return whole.loss, whole.gradients, outside if carries else []
 
+    def _make_work(self) -> Workload:
+        """Work for a run that is thrown away."""
+        return self._works.temporary(**self._works.options)
+
     def _tell(self, proof: Proof) -> None:
         self._execution.proofs.append(proof)
         self.differs |= proof.is_wrong
         said = (
-            _words(proof) if proof.differences else _WHOLE_BATCH.format(proof.function) if proof.reaches_batch else ""
+            words_of(proof) if proof.differences else _WHOLE_BATCH.format(proof.function) if proof.reaches_batch else ""
         )
         if said and said not in self._warned:
             self._warned.add(said)
@@ -306,8 +288,14 @@ class Proofs:
             raise
 
 
-def _words(proof: Proof) -> str:
+def words_of(proof: Proof) -> str:
+    """What an error or a warning says of a difference."""
     cause = f" {proof.cause}" if proof.cause else ""
+    if proof.split is not None:
+        return (
+            f"{proof.call}: in {proof.split[1]} micro-batches this batch of {proof.items} items gives another result than in {proof.split[0]}: "
+            f"{'; '.join(proof.differences)}.{cause} {_OFF}"
+        )
     call = proof.call if proof.call in ("step", "run") else "call"
     return (
         f"{proof.call}: split over the devices this batch of {proof.items} items gives another result than on one device: "
@@ -315,7 +303,8 @@ def _words(proof: Proof) -> str:
     )
 
 
-def _name(function: Any) -> str:
+def name_of(function: Any) -> str:
+    """What messages call it."""
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 

@@ -147,7 +147,7 @@ class Training:
                 "scale": scale,
                 "names": self._replicas.names,  # which the frame has brought up to date
                 "carries": carries,
-                "finite": frame.passage is None,
+                "finite": True,
             }
             graphs = self._execution.graphs
             if graphs is None:

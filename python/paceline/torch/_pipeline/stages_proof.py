@@ -1,0 +1,201 @@
+"""Proves a step of a pipeline: the batch passes through the stages in two numbers of micro-batches, and the results are compared.
+
+A module that is cut may fit on no single device, so there is no whole batch to compare with. Both runs are thrown away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from paceline import Error
+from paceline.torch._batch.batch import Batch
+from paceline.torch._batch.objective import Objective
+from paceline.torch._check.check import TrialRun, check
+from paceline.torch._check.proof import Proof, thrown_away
+from paceline.torch._check.prover import Prover
+from paceline.torch._check.result import Result
+from paceline.torch._check.state import Snapshot, State, close
+from paceline.torch._devices.noise import SliceNoise
+from paceline.torch._pipeline.execution import PipelineExecution
+from paceline.torch._pipeline.work import PipelineWork
+from paceline.torch._replicas.batch_norm import using_batch_statistics
+from paceline.torch._run.memory import is_out_of_memory
+from paceline.torch._run.run import Frame
+from paceline.torch._run.train_run import LossFunction
+from paceline.torch._run.workload import Workload
+from paceline.torch._trainer.proofs import Proofs, name_of, words_of
+
+_PLANNED = (
+    "The number of micro-batches is planned by measured times, so the result depends on these. micro_batches= fixes it."
+)
+_CHECK = "check(), on devices that can run the whole batch, says why."
+
+
+class StagesProver(Prover):
+    """Runs one batch in fewer and in more micro-batches."""
+
+    counts: list[int]  # of the two runs
+    _left: list[dict[str, torch.Tensor]]  # the buffers that they left
+    _fewer = True
+    _of_state = (
+        "What a forward keeps for the next one depends on the number of micro-batches, as in plain accumulation. It is planned by measured times: "
+        "micro_batches= fixes it."
+    )
+
+    def run(self, proof: Proof) -> Result:
+        """Compare. Nothing is left of the runs, not even of the one that is returned."""
+        self.counts, self._left = [0, 0], [{}, {}]
+        try:
+            with thrown_away():
+                return super().run(proof)
+        finally:
+            self.take_back()
+            self.outside.restore()
+
+    def _noise(self, *, counts: bool = False) -> Any:
+        return SliceNoise(self._places, max(self._comparison.tolerance, 1e-9))
+
+    def _first(self, before: State, noise: Any) -> Result:
+        return self._whole(before, noise)
+
+    def _whole(self, start: State, noise: Any) -> Result:
+        """The batch in fewer micro-batches."""
+        self._fewer = True
+        result = self._split(start, noise, normalises=False)
+        self._fewer = noise.records = False
+        return result
+
+    def _split(self, start: State, noise: Any, *, normalises: bool) -> Result:
+        result = super()._split(start, noise, normalises=normalises)
+        self._left[0 if self._fewer else 1] = result.found.buffers
+        return result
+
+    def _compared(self, start: State, noise: Any, own: Result | None, proof: Proof) -> dict[str, str]:
+        """As in plain accumulation attributes have what some micro-batch has left, and counts of calls are those of its micro-batches."""
+        try:
+            found = super()._compared(start, noise, own, proof)
+        except Error:  # of this library: a device failed, or somebody has closed the trainer
+            raise
+        except Exception as error:
+            if self._fewer:
+                raise
+            proof.unproved = [f"in {self.counts[1]} micro-batches it raises {type(error).__name__}: {error}"]
+            return {}
+        proof.compared = proof.compared.rpartition(", ")[0]
+        left = {name: text for name, text in found.items() if not text.startswith("attribute")}
+        if any(text.startswith("buffer") for text in left.values()):
+            left = {name: text for name, text in left.items() if name not in self._counters(start)}
+        return left
+
+    def _counters(self, start: State) -> set[str]:
+        """The buffers that each micro-batch raises by the same."""
+        start.restore()
+        before = Snapshot(self._replicas).buffers
+        (fewer, ours), (more, theirs) = zip(self.counts, self._left, strict=True)
+        return {
+            name
+            for name, value in before.items()
+            if name in ours
+            and name in theirs
+            and close((ours[name] - value) * more, (theirs[name] - value) * fewer, 0.0)
+        }
+
+    def _new_work(self) -> Workload:
+        work = cast(PipelineWork, super()._new_work())
+        work.normalises = bool(using_batch_statistics(self._replicas.norms))
+        resized = fewer if self._fewer else more
+        work.resizes = lambda sizes: resized(sizes, 2 if work.normalises else 1)
+        return work
+
+    def _trial(self, frame: Frame, **options: Any) -> TrialRun:
+        passage: Any = frame.passage
+        self.counts[0 if self._fewer else 1] = len(passage.plan.sizes)
+        self._comparison.words = f"in {self.counts[0]} micro-batches", f"in {self.counts[1]}"
+        return _StagesTrial(frame, loss_fn=self._loss_fn, names=self._replicas.names, carries=self._carries, **options)
+
+
+class _StagesTrial(TrialRun):
+    def check(self) -> None:
+        if self.outside is not None:
+            self._leaves.note(self.outside.set_aside)
+        super().check()
+
+
+def fewer(sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """The planned micro-batches. If these cannot be halved into at least so many items: pairs of them."""
+    if min(sizes) >= 2 * least:
+        return sizes
+    return tuple(sum(sizes[first : first + 2]) for first in range(0, len(sizes), 2))
+
+
+def more(sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """The same slices, each in two halves if it can be halved: an item then draws what it drew in its slice."""
+    found: list[int] = []
+    for size in fewer(sizes, least):
+        found += [size - size // 2, size // 2] if size >= 2 * least else [size]
+    return tuple(found)
+
+
+class StageProofs(Proofs):
+    """The proofs of a trainer with stages. Its steps run as planned, also those that are proved."""
+
+    _proves_one_device = True
+
+    def due(self, loss_fn: Any, batch: Batch, objective: Objective, **options: Any) -> bool:
+        execution = cast(PipelineExecution, self._execution)
+        if (
+            execution.unfilled is not None or options.get("run") is not None
+        ):  # the blocks are measured before there is memory
+            return False
+        return super().due(loss_fn, batch, objective, **options)
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        """A forward is not proved."""
+
+    def _step(
+        self,
+        loss_fn: LossFunction,
+        batch: Batch,
+        objective: Objective,
+        *,
+        scale: torch.Tensor | None,
+        costs: list[float] | None,
+        carries: bool,
+        reduction: Any,
+        prover_of: Callable[..., Prover] = StagesProver,
+        work: str,
+    ) -> None:
+        execution = self._execution
+        execution.places.begin(batch)
+        execution.replicas.refresh(loss_fn, hooks=carries)
+        proof = Proof(name_of(loss_fn), execution.steps + 1, batch.size)
+        began = time.perf_counter()
+
+        def explained() -> str:
+            if any(execution.places.on_gpu):
+                return f"{_PLANNED} {_CHECK}"
+            options: dict[str, Any] = {"micro_batch": None, "granularity": 1, "tolerance": None, "costs": None}
+            report = check(execution, self._make_work(), batch, objective, loss_fn, reduction=reduction, **options)
+            texts = [cause.text for cause in report.causes if "draws" not in cause.kind]
+            return " ".join([*texts, _PLANNED])
+
+        with self._works.no_trace():
+            options: dict[str, Any] = {"scale": scale, "costs": costs, "carries": carries, "micro_batch": None}
+            prover: Any = prover_of(execution, self._make_work, batch, objective, loss_fn, explain=explained, **options)
+            try:
+                prover.run(proof)
+            except BaseException as error:
+                if not is_out_of_memory(error):
+                    raise
+                proof.unproved = ["memory ran out"]
+        first, second = proof.split = prover.counts[0], prover.counts[1]
+        if first == second:
+            proof.unproved = ["a micro-batch cannot be cut"]
+        proof.seconds = time.perf_counter() - began
+        if proof.is_wrong and self._prove == "raise":
+            raise Error(f"{words_of(proof)} Nothing was committed.")
+        self._tell(proof)
