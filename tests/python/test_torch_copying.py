@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classifier, classify, hosts, plain
+from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
 
 
 class Storing(nn.Module):
@@ -46,17 +46,22 @@ def stored_activation() -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize(
-    ("make", "attribute"),
-    [
-        (stored_activation, r"'1\.last' \(Tensor\)"),
-        (lambda: nn.Sequential(nn.Identity(), Locking()), r"'1\.guard' \(lock\)"),
-    ],
-    ids=["stored activation", "lock"],
-)
-def test_what_cannot_be_copied_is_named_and_one_device_takes_it(make: Callable[[], nn.Module], attribute: str) -> None:
-    module = make()
-    with pytest.raises(InvalidArgument, match=rf"cannot be copied.*{attribute}.*replicate="):
+def test_a_tensor_with_a_graph_that_a_forward_has_left_is_copied_without_it() -> None:
+    module, (_, batch) = stored_activation().double(), classifier()
+    classify(module, batch).backward()
+    wanted = gradients(module)
+    module.zero_grad()
+    left: Any = module.get_submodule("1")
+    left.several = {"all": [left.last, (left.last,)]}
+    with DataParallel(module, TWO) as trainer:
+        trainer.step(classify, batch)
+        assert_same_gradients(module, wanted)
+        assert left.several["all"][0].requires_grad
+
+
+def test_what_cannot_be_copied_is_named_and_one_device_takes_it() -> None:
+    module = nn.Sequential(nn.Identity(), Locking())
+    with pytest.raises(InvalidArgument, match=r"cannot be copied.*'1\.guard' \(lock\).*replicate="):
         DataParallel(module, TWO)
     with DataParallel(module, ["host:0"]) as trainer:
         trainer.step(classify, (torch.ones(4, 6), torch.zeros(4, dtype=torch.long)))

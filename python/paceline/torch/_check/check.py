@@ -205,8 +205,8 @@ class Check:
         if splits[-1].largest > self.tolerance and not self._blamed:
             self._add(
                 "devices",
-                "the trainer's devices gave another result than the module itself with the same slices one after the other: loss_fn or the "
-                "module shares state between the threads of the devices, or the copies of the module that the devices run are not what the "
+                "the trainer's devices gave another result than the module itself with the same slices one after the other: loss_fn reads "
+                "from the original module what a forward has written to the module that loss_fn is given, or shares state between the threads of the devices, or the copies of the module that the devices run are not what the "
                 "module is: see whether replicate= or copy.deepcopy leaves something out.",
             )
         splits += self._one_item()

@@ -12,7 +12,7 @@ from torch import nn
 from paceline import Cancelled
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.joining import concatenate
-from paceline.torch._check.proof import Proof, thrown_away
+from paceline.torch._check.proof import Proof, said_of_slices, thrown_away
 from paceline.torch._check.result import Edited
 from paceline.torch._check.state import Snapshot, State, same_nest
 from paceline.torch._check.tolerance import LEAST_OF_PROOFS, tolerance_for, tolerance_of
@@ -210,7 +210,8 @@ class ForwardProver:
             execution.forward(work, run)
             return run
 
-        run = execution.repeated(attempt)
+        with said_of_slices():
+            run = execution.repeated(attempt)
         outputs = self._joined(sorted(run.outputs, key=lambda piece: piece[0]))
         self._places.drain()
         return outputs, Snapshot(self._replicas)

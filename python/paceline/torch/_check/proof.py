@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+from paceline import Error
+
 EXTRAS_OF_SLICES = "extras_of_slices"  # an attribute of functions whose extras are not those of the batch
 _thrown_away = ContextVar("paceline_thrown_away", default=False)  # workers run in copies of the caller's context
 
@@ -24,6 +26,21 @@ def thrown_away() -> Iterator[None]:
         yield
     finally:
         _thrown_away.reset(token)
+
+
+@contextlib.contextmanager
+def said_of_slices() -> Iterator[None]:
+    """Add to what the user's code raises that the whole batch has just run without it."""
+    try:
+        yield
+    except Error:  # of this library: a device failed, or somebody has closed the trainer
+        raise
+    except Exception as error:
+        error.add_note(
+            "The whole batch has just run on one device without this error. The devices run slices of it, each on its own copy of the module. Does the "
+            "code need the size of the batch, or read from the original module what a forward writes to the module that it is given?"
+        )
+        raise
 
 
 @dataclasses.dataclass

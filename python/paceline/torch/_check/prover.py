@@ -21,7 +21,7 @@ from paceline.torch._batch.objective import Objective
 from paceline.torch._check.check import TrialRun
 from paceline.torch._check.comparison import Comparison
 from paceline.torch._check.probe import OutsideLeaves
-from paceline.torch._check.proof import Proof, thrown_away
+from paceline.torch._check.proof import Proof, said_of_slices, thrown_away
 from paceline.torch._check.result import Edited, Result
 from paceline.torch._check.rounding import round_otherwise
 from paceline.torch._check.state import Snapshot, State
@@ -367,7 +367,7 @@ class Prover:
             return Result(loss, inside, outside, extras, Snapshot(replicas), {}, joined)
 
         self._splits = True
-        with self._stance():
+        with self._stance(), said_of_slices():
             result = execution.repeated(attempt)
         self._splits = False
         self.outside.clear()

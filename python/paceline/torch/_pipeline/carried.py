@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.torch._pipeline.blocks import Block
-from paceline.torch._replicas.original import guarded
 from paceline.torch._replicas.reach import BARE
 
 Named = tuple[str, nn.Module]
 _Key = tuple[int, str]  # a module by number, and the name of its attribute
 _CONTAINERS = (list, dict, set, deque)
+_notes: dict[int, Callable[[str], None]] = {}  # by the identity of a module, while it is watched
 
 
 class Carried:
@@ -48,13 +49,12 @@ class Carried:
         read: set[_Key] = set()
         looked_at = sorted({index for index, _ in wanted or ()})
 
-        def note(number: int, name: str) -> bool:
+        def note(number: int, name: str) -> None:
             key = looked_at[number], name
             if wanted is not None and key in wanted and vars(modules[key[0]][1]).get(name) is before[key][0]:
                 read.add(key)
-            return False  # it may be read
 
-        with guarded([modules[index] for index in looked_at], note):
+        with _watched([modules[index][1] for index in looked_at], note):
             yield
         after = _states(modules)
         changed = {key for key, state in after.items() if not _same(state, before.get(key))}
@@ -76,6 +76,39 @@ class Carried:
             for buffer, value in part._buffers.items()
             if value is not None
         }
+
+
+@contextlib.contextmanager
+def _watched(modules: list[nn.Module], note: Callable[[int, str], None]) -> Iterator[None]:
+    """Call ``note(index of the module, name)`` before an attribute is read. Meanwhile the class of each module is a subclass of its own class."""
+    watched: list[tuple[nn.Module, type]] = []
+    try:
+        for index, module in enumerate(modules):
+            own: Any = type(module)
+            with contextlib.suppress(Exception):  # the class allows no subclass, or no other class in its place
+                object.__setattr__(module, "__class__", _watching(own))
+                watched.append((module, own))
+                _notes[id(module)] = functools.partial(note, index)
+        yield
+    finally:
+        for module, own in watched:
+            _notes.pop(id(module), None)
+            object.__setattr__(module, "__class__", own)
+
+
+@functools.lru_cache(maxsize=256)
+def _watching(own: Any) -> type:
+    """A subclass that has the name of `own`, and of which every read is noted."""
+
+    def read(self: Any, name: str) -> Any:
+        note = _notes.get(id(self)) if name not in BARE else None
+        if note is not None:
+            note(name)
+        return own.__getattribute__(self, name)
+
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__getattribute__": read}
+    watching: type = type(own)(own.__name__, (own,), names)
+    return watching
 
 
 def message(found: Sequence[str]) -> str:

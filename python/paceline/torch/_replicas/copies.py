@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import math
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from paceline.torch._replicas.reach import Reach
 Replicate = Callable[[nn.Module], nn.Module]
 
 _ALIGNMENT = 256  # bytes, enough for all kernels
+_DEEPEST = 4  # levels of containers in which a forward leaves tensors
 
 # Makes the tensor that a device's module has in the place of a parameter, with storage in the device's memory space.
 Alias = Callable[[torch.Tensor], torch.Tensor]
@@ -118,6 +120,8 @@ def copied(module: nn.Module, reach: Reach, alias: Alias, common: Mapping[int, A
     memo: dict[int, Any] = {**common, **{id(parameter): alias(parameter) for parameter in parameters}}
     derived = derived_in(part for _, part in reach.modules)
     memo.update({id(vars(one.module)[one.name]): one for one in derived})  # until `derive` computes it
+    for one in (*(part for _, part in reach.modules), *reach.objects.values()):
+        _detach(list(vars(one).values()), memo)
     try:
         made = copy.deepcopy(module, memo)
     except Exception as error:
@@ -136,6 +140,16 @@ def copied(module: nn.Module, reach: Reach, alias: Alias, common: Mapping[int, A
         if id(part) in counterparts:
             carry_compiled(part, counterparts[id(part)])
     return Copied(made, counterparts, functions)
+
+
+def _detach(values: Iterable[Any], memo: dict[int, Any], depth: int = 0) -> None:
+    """Let copies of tensors with a graph, which a forward has left and `copy.deepcopy` refuses, have none."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not value.is_leaf and id(value) not in memo:
+                memo[id(value)] = value.detach().clone()
+        elif type(value) in (list, tuple, dict, OrderedDict, set, deque) and depth < _DEEPEST:
+            _detach(list(value.values() if isinstance(value, dict) else value), memo, depth + 1)
 
 
 def derive(modules: Iterable[nn.Module], counterparts: dict[int, Any]) -> None:

@@ -25,7 +25,6 @@ from paceline.torch._replicas.reach import BARE, LIBRARIES, LONGEST, SIMPLE, Rea
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator, *_FUNCTIONS)
 _DEPTH = 3  # levels of nesting: a dictionary in a list in an object
-_MOST_LOOKS = 2000  # objects that are looked at, from one function
 
 
 class Root(NamedTuple):
@@ -41,7 +40,6 @@ class Reader:
 
     def __init__(self) -> None:
         self._function: Callable[[], Any] = lambda: None
-        self._reaches: tuple[Any, bool] | None = None  # the key and the answer of the last `reaches`
 
     def follow(self, function: Any) -> None:
         """Read by this function until the next call. The function is not kept alive."""
@@ -49,22 +47,6 @@ class Reader:
             self._function = weakref.ref(function)
         except TypeError:
             self._function = lambda: None
-
-    def reaches(self, modules: set[int]) -> bool:
-        """Whether the function refers to one of the modules, given by identity, other than by its arguments. True if the search takes too long."""
-        function = self._function()
-        sign = (id(modules), *sign_of(function))
-        if self._reaches is None or self._reaches[0] != sign:
-            left = [(root.get(), _DEPTH) for root in _roots(function, set(), set())]
-            left += [(function, _DEPTH)] if isinstance(function, nn.Module) else []
-            for _ in range(_MOST_LOOKS):
-                if not left or id(left[-1][0]) in modules:
-                    break
-                value, depth = left.pop()
-                left += [(part, 0) for part in (value.modules() if isinstance(value, nn.Module) else ())]
-                left += [(one, depth - 1) for one in (_inside(value) if depth else ())]
-            self._reaches = sign, bool(left)
-        return self._reaches[1]
 
     def sees(self, tensor: torch.Tensor) -> bool:
         """Whether the function refers to something that holds the tensor."""

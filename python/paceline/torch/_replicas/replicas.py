@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Iterable
@@ -28,7 +27,6 @@ from paceline.torch._replicas.copies import (
 )
 from paceline.torch._replicas.flat_buffers import FlatBuffers
 from paceline.torch._replicas.hooks import Reader, check_global_hooks
-from paceline.torch._replicas.original import guarded
 from paceline.torch._replicas.parameter_copies import ParameterCopies
 from paceline.torch._replicas.reach import SIMPLE, Reach
 from paceline.torch._replicas.replica import Replica
@@ -104,7 +102,6 @@ class Replicas:
         self._watch_forwards()
         self.named_modules, self.modules = reach.modules, modules  # also those in plain lists
         self.sparse = sparse_slots(modules)
-        self._original = set(map(id, modules))
         self.norms = [entry for entry in reach.modules if isinstance(entry[1], nn.modules.batchnorm._BatchNorm)]
         for contents in (self._registered, self._buffer_names):
             contents.note(self.modules)
@@ -308,15 +305,6 @@ class Replicas:
         if not self._resets:
             self._resets = True
             self._watch_forwards()
-
-    def guarded(self) -> contextlib.AbstractContextManager[None]:
-        """While the devices run, refuse reads from the user's module of what the replicas' forwards write to their own modules."""
-        if not self.shared or not self._reader.reaches(self._original):
-            return contextlib.nullcontext()
-        return guarded(self.named_modules, self._wrote)
-
-    def _wrote(self, index: int, name: str) -> bool:
-        return any(replica.written is not None and replica.written.has(index, name) for replica in self.list)
 
     def followed(self) -> Callable[[], None]:
         """A function that brings back what the replicas have followed up to now, after their attributes and the user's were put back."""

@@ -254,7 +254,7 @@ class Runner:
             run.around.insert(0, self.watchdog.call.micro_batch)
         run.around[:0] = profiled(run.places.names)
         try:
-            with self._level(run), run.draws.run(), self.replicas.guarded(), self._compiling(run):
+            with self._level(run), run.draws.run(), self._compiling(run):
                 outcome = self._run_devices(work, run)
         finally:
             for replica in run.replicas:
