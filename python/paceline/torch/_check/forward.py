@@ -64,11 +64,12 @@ class ForwardProver:
         fn: Callable[[nn.Module, Any], Any],
         *,
         graph: bool,
+        pad: float | None = None,
     ) -> None:
-        """`graph`: whether the outputs lead to parameters and inputs."""
+        """`graph`: whether the outputs lead to parameters and inputs. `pad`: as for `concatenate`."""
         self._execution, self._make_work, self._batch, self._fn = execution, make_work, batch, fn
         self._module, self._places, self._replicas = execution.module, execution.places, execution.replicas
-        self._graph = graph
+        self._graph, self._pad = graph, pad
         self._tolerance = max(LEAST_OF_PROOFS, tolerance_for(self._module, self._places))
         self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if is_compiled(self._module) or is_compiled_function(fn):
@@ -148,7 +149,9 @@ class ForwardProver:
     def _joined(self, pieces: list[tuple[int, int, Any]]) -> _Outputs:
         """Outputs by the rule for those of several devices, without a graph, and with memory of their own."""
         with torch.no_grad():
-            return concatenate(pieces, lambda one: self._places.to_home(one.detach()), torch.clone, call=self._call)
+            return concatenate(
+                pieces, lambda one: self._places.to_home(one.detach()), torch.clone, call=self._call, pad=self._pad
+            )
 
     def _compared(
         self, start: State, noise: Noise, ours: _Outputs, found: Snapshot | None, proof: Proof

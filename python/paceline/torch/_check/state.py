@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.torch._check.around import KeptAround
+from paceline.torch._batch.joining import is_array
 from paceline.torch._devices.noise import OtherGenerators
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.attributes import HOOKS
@@ -189,7 +190,15 @@ def same_nest(mine: Any, got: Any, tolerance: float) -> bool:
         return mine.keys() == got.keys() and all(same_nest(one, got[key], tolerance) for key, one in mine.items())
     if isinstance(mine, (list, tuple)) and isinstance(got, (list, tuple)):
         return len(mine) == len(got) and all(same_nest(one, two, tolerance) for one, two in zip(mine, got, strict=True))
-    return True  # what is no tensor goes along unchanged
+    if is_array(mine) and is_array(got):
+        return same_nest(torch.from_numpy(mine), torch.from_numpy(got), tolerance)
+    if isinstance(mine, float) and isinstance(got, float):
+        return math.isclose(mine, got, rel_tol=tolerance) or mine != mine
+    if isinstance(mine, (int, str)) and isinstance(got, (int, str)):
+        return mine == got
+    if type(mine) is type(got) and hasattr(mine, "__dict__") and not callable(mine):
+        return same_nest(vars(mine), vars(got), tolerance)
+    return True
 
 
 def _said(value: Any, other: Any) -> str:

@@ -174,7 +174,7 @@ class Execution(Runner):
         self.forward(work, run)
         with torch.no_grad():
             own = self.places.owned if run.items is None else run.items.restored
-            return concatenate(run.outputs, self.places.to_home, own)
+            return concatenate(run.outputs, self.places.to_home, own, pad=run.pad)
 
     def forward(self, work: Workload, run: PredictRun) -> None:
         """Run forward, and commit what it wrote."""

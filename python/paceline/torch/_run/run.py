@@ -268,9 +268,10 @@ class Run:
 class PredictRun(Run):
     """Forward only."""
 
-    def __init__(self, frame: Frame, *, fn: Callable[[nn.Module, Any], Any]) -> None:
+    def __init__(self, frame: Frame, *, fn: Callable[[nn.Module, Any], Any], pad: float | None = None) -> None:
         super().__init__(frame)
         self.fn = fn
+        self.pad = pad  # what fills rows of outputs up
         self.outputs: list[tuple[int, int, Any]] = []
 
     @property

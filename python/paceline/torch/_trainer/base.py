@@ -359,8 +359,8 @@ class Trainer:
 
     @property
     def shares(self) -> dict[str, int]:
-        """Items that each device really ran in the last step."""
-        return dict(zip(self._works.names, self._execution.items, strict=True))
+        """Items that each device really ran in the last step. Before the first one: in the last `predict`."""
+        return self._reports.shares
 
     def _measured(
         self, call: str, loss_fn: LossFunction, batch: Any, options: dict[str, Any], *, carries: bool = False

@@ -47,7 +47,7 @@ class Lifetime:
         self._gaps = gaps
         self._recent = recent
         self._lock = threading.Lock()
-        self._caller: threading.Thread | None = None  # the thread of the present call, or of the last one
+        self._caller: threading.Thread | None = None  # the thread of the present call
         self._abandoned = False  # by a second Ctrl-C: workers were still inside when the call ended
         threads = self._limited_threads()
         # This runs when the trainer is dropped without close(). _close_all handles the end of the program.
@@ -105,18 +105,22 @@ class Lifetime:
         return None
 
     @contextlib.contextmanager
-    def exclusive(self, call: str) -> Iterator[None]:
-        """Let one call in at a time, since the replicas and their gradients belong to the trainer and not to the call."""
-        if not self._finalizer.alive:
-            CallerThreads.here().settle()
-            raise Unavailable(f"{call}: the trainer is closed. Make a new one.")
-        if not self._lock.acquire(blocking=False):
+    def exclusive(self, call: str, *, waits: bool = False) -> Iterator[None]:
+        """Let one call in at a time, since the replicas and their gradients belong to the trainer and not to the call.
+
+        `waits`: for a call of another thread to end. A call inside of another one is an error.
+        """
+        self._check_open(call)
+        running = self._execution.running
+        inside = self._caller is threading.current_thread() or (running is not None and running.on_a_worker)
+        if not self._lock.acquire(blocking=waits and not inside):
             raise InvalidArgument(
                 f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
                 "not call the trainer). One call at a time."
             )
         threads = None
         try:
+            self._check_open(call)  # it may have been closed meanwhile
             self._caller = threading.current_thread()
             threads = self._limited_threads()
             if self.group.busy:
@@ -130,11 +134,16 @@ class Lifetime:
         finally:
             if self.group.busy and self._execution.running is not None:
                 _abandoned_runs.add(self._execution.running)
-            self._execution.running = None
+            self._execution.running = self._caller = None
             self._abandoned = self.group.busy
             self._unlock()
             if threads is not None:
                 threads.release()
+
+    def _check_open(self, call: str) -> None:
+        if not self._finalizer.alive:
+            CallerThreads.here().settle()
+            raise Unavailable(f"{call}: the trainer is closed. Make a new one.")
 
     def _limited_threads(self) -> CallerThreads | None:
         """Hold the calling thread's PyTorch at one thread, until what is returned is released."""
@@ -145,9 +154,9 @@ class Lifetime:
         return threads
 
     @contextlib.contextmanager
-    def between_steps(self, call: str) -> Iterator[None]:
+    def between_steps(self, call: str, *, waits: bool = False) -> Iterator[None]:
         """Like `exclusive`, for work that the devices do between two steps: this time does not count as waiting."""
-        with self.exclusive(call):
+        with self.exclusive(call, waits=waits):
             self._gaps.interrupted()
             yield
 

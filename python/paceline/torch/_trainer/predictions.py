@@ -43,18 +43,22 @@ class Predictions:
         collate: Collate | None = None,
         batch_dim: BatchDim = 0,
         split: Split | None = None,
+        pad: float | None = None,
     ) -> Any:
-        """Run the module forward over `batch` on all devices, without gradients.
+        """Run the module forward over `batch` on all devices, without gradients. Calls from several threads wait for each other.
 
         Parameters
         ----------
         batch, collate, batch_dim, split
             As for `step`.
         fn
-            ``fn(module, slice)``; default ``module(slice)``. Returns a tensor, or a nest of them, whose dimension 0 is the item.
+            ``fn(module, slice)``; default ``module(slice)``. Returns tensors or arrays whose dimension 0 is the item, lists with one entry of any kind per
+            item (labels, detections, texts), or a nest or an object of these, such as an output of Hugging Face with its cache. A 0-dim
+            floating-point tensor, such as a loss, is taken for the mean over its slice. Other values have to be the same for all slices.
         cost
-            As for `step`. Outputs still come in the caller's order. If `fn` trims its slice, it has to pad what it returns to a common
-            length.
+            As for `step`. Outputs still come in the caller's order. If `fn` trims its slice, `pad` brings the outputs to a common length.
+        pad
+            What fills rows up at their ends where slices give other widths: the ``pad_token_id`` of ``generate``. None: an error.
 
         Returns
         -------
@@ -70,21 +74,23 @@ class Predictions:
         Exception
             What `fn` raised on a worker, with a note that names the device.
         """
-        with self._lifetime.between_steps("predict"):
+        with self._lifetime.between_steps("predict", waits=True):
             layout = Layout(collate, batch_dim, split)
             whole = layout.whole(batch, gradients=not torch.is_grad_enabled())
             costs = self._training.costs(cost, batch, whole)
-            return self._predict(whole, fn if fn is not None else _forward, costs)
+            return self._predict(whole, fn if fn is not None else _forward, costs, pad)
 
-    def _predict(self, whole: Batch, fn: Callable[[nn.Module, Any], Any], costs: list[float] | None) -> Any:
-        if (proved := self._proofs.forward("predict", fn, whole, graph=False)) is not None:
+    def _predict(
+        self, whole: Batch, fn: Callable[[nn.Module, Any], Any], costs: list[float] | None, pad: float | None
+    ) -> Any:
+        if (proved := self._proofs.forward("predict", fn, whole, graph=False, pad=pad)) is not None:
             return proved[0]
         self._execution.places.begin(whole)
         work = self._works.of("predict")
 
         def attempt() -> Any:
             frame = self._execution.frame(work, whole, fn, costs, hooks=True)
-            return self._execution.predict(work, PredictRun(frame, fn=fn))
+            return self._execution.predict(work, PredictRun(frame, fn=fn, pad=pad))
 
         return self._execution.repeated(attempt)
 

@@ -93,7 +93,9 @@ class Proofs:
         weighted = tuple(objective.parts) if isinstance(objective, Terms) else objective.is_weighted
         return self._counts(self._kind(loss_fn, batch, weighted, carries, run))
 
-    def forward(self, call: str, fn: Callable[..., Any], batch: Batch, *, graph: bool) -> tuple[Any] | None:
+    def forward(
+        self, call: str, fn: Callable[..., Any], batch: Batch, *, graph: bool, pad: float | None = None
+    ) -> tuple[Any] | None:
         """The outputs for the batch, as those of plain PyTorch, if this call is proved. `graph`: whether they lead to parameters and inputs.
 
         None, and all as before, if the devices run it.
@@ -112,7 +114,7 @@ class Proofs:
                 execution.places.begin(batch)
                 execution.replicas.refresh(fn, hooks=True)
                 stack.enter_context(self._works.no_trace())
-                prover = ForwardProver(execution, self._make_work, batch, fn, graph=graph)
+                prover = ForwardProver(execution, self._make_work, batch, fn, graph=graph, pad=pad)
                 outputs = prover.run(proof)
                 proof.seconds = time.perf_counter() - began
                 if proof.is_wrong and self._prove == "raise":
@@ -124,6 +126,8 @@ class Proofs:
                 raise
         else:
             self._tell(proof)
+            if not graph:
+                self._works.of(call).proved += 1
             return (outputs,)
         self._steps[kind] += 1
         proof.unproved = ["the whole batch does not fit on one device"]

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 class Reports:
     """Everything that can be read about a trainer. Nothing here changes what its steps do.
 
-    Figures, rows, events, pictures and `what_if` are about `step`. `report` and `explain` are also about the runs of `batch`, by name.
+    Figures, rows, events, pictures and `what_if` are about `step`. `report` and `explain` are also about `predict` and the runs of `batch`, by name.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Reports:
             each GPU ``pool_peak_bytes``: the most that paceline's own pool had given out at once to all trainers of the process, while there
             were any. Memory of PyTorch and NCCL is not included.
 
-            ``runs``: all of this except ``sizes``, ``memory`` and ``runs``, for each run of `batch` by its name.
+            ``runs``: all of this except ``sizes``, ``memory`` and ``runs``, for each run of `batch` by its name. ``predictions``: the same for `predict`, once it was called.
 
             ``items``, after a step (or run) with `cost`: ``cost`` of all items; ``padded_cost`` of the micro-batches that ran (the count of
             each times its largest cost); ``contiguous_cost``, the same for micro-batches of these sizes cut from the batch as it came;
@@ -93,6 +93,8 @@ class Reports:
         """
         runs = {name: _metrics_of(work) for name, work in self._works.runs().items()}
         figures = _metrics_of(self._works.steps)
+        if self._works.predictions is not None:
+            figures["predictions"] = _metrics_of(self._works.predictions)
         if self._execution.ranks is not None and self._execution.ranks.last:
             figures["ranks"] = list(self._execution.ranks.last)
         dealt = self._dealt
@@ -176,7 +178,7 @@ class Reports:
 
         Notes
         -----
-        All figures are about `step`. A loop that only runs `batch` shows its batches and no steps. Shares, busy and step times are means
+        All figures are about `step`, or before the first one about `predict`. A loop that only runs `batch` shows its batches and no steps. Shares, busy and step times are means
         since the last figures. Reading them and the loss waits for GPUs, and happens only when something is shown. The trainer remembers
         how long the loop waits for batches, and `explain` says so if it is long.
 
@@ -191,7 +193,19 @@ class Reports:
         def loss() -> float | None:
             return None if self.loss is None else float(self.loss)
 
-        return Progress(batches, self.report, loss, total=total, every=every, file=file, watched=self._gaps.watched)
+        def figures() -> dict[str, Any]:
+            found = self.report()
+            return found if found["steps"] else found | found.get("predictions", {})
+
+        return Progress(batches, figures, loss, total=total, every=every, file=file, watched=self._gaps.watched)
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """By device, the items of the last step, or of the last prediction if there was no step yet."""
+        predictions = self._works.predictions
+        if self._execution.steps or predictions is None:
+            return dict(zip(self._works.names, self._execution.items, strict=True))
+        return {name: device["share"] for name, device in predictions.step_loop.metrics["devices"].items()}
 
     def events(self) -> list[dict[str, Any]]:
         """The last events, oldest first, at most 4096. Reading them waits for GPUs.
@@ -253,11 +267,10 @@ class Reports:
 
         Waits for GPUs. Works after `close`, too.
         """
-        texts = [
-            f"run {name}: {_explained(work)}"
-            for name, work in self._works.runs().items()
-            if work.step_loop.metrics["steps"]
-        ]
+        named = {f"run {name}": work for name, work in self._works.runs().items()}
+        if self._works.predictions is not None:
+            named["predict"] = self._works.predictions
+        texts = [f"{name}: {_explained(work)}" for name, work in named.items() if work.step_loop.metrics["steps"]]
         if self._works.steps.step_loop.metrics["steps"] or not texts:
             texts.insert(0, _explained(self._works.steps))
         texts[0] += self._execution.places.explain() + self._execution.explain()

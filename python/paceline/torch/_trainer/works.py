@@ -67,6 +67,11 @@ class Works:
         """The work of each run of `batch`, by name."""
         return {kind.removeprefix(_RUN): work for kind, work in self._by_kind.items() if kind.startswith(_RUN)}
 
+    @property
+    def predictions(self) -> Workload | None:
+        """The work of `predict`, once it was called."""
+        return self._by_kind.get("predict")
+
     def all(self) -> list[Workload]:
         """All work that may run or be pending."""
         return [*self._by_kind.values(), *self._temporary]

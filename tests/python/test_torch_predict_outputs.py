@@ -1,0 +1,169 @@
+"""What a prediction may return: one entry of any kind per item, means, objects, and rows that are filled up."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from paceline import Error, InvalidArgument
+from paceline.torch import DataParallel
+from torch_support import TWO, classifier
+
+ITEMS = 9
+
+
+def rows() -> tuple[nn.Module, torch.Tensor]:
+    module, (x, _) = classifier(ITEMS)
+    return module, x
+
+
+def predicted(fn: Callable[[Any, Any], Any], **options: Any) -> list[Any]:
+    """Of one device, of a proof, and of devices."""
+    module, x = rows()
+    with torch.no_grad():
+        found = [fn(module, x)]
+    with DataParallel(module, TWO, balance=[2, 1], prove="raise") as trainer:
+        return [*found, trainer.predict(x, fn, **options), trainer.predict(x, fn, **options)]
+
+
+def boxes(module: Any, part: Any) -> Any:
+    labels = module(part).argmax(1)
+    return [
+        {"boxes": row.repeat(int(label) + 1, 1), "label": int(label)} for row, label in zip(part, labels, strict=True)
+    ]
+
+
+PER_ITEM: dict[str, Callable[[Any, Any], Any]] = {
+    "numbers": lambda module, part: [int(one) for one in module(part).argmax(1)],
+    "texts": lambda module, part: tuple(f"{float(one):.4f}" for one in part[:, 0]),
+    "lists": lambda module, part: {"words": [[str(float(v)) for v in row[: int(abs(row[0]) * 3)]] for row in part]},
+    "rows of their own": lambda module, part: [module(row) for row in part],
+}
+
+
+@pytest.mark.parametrize("kind", PER_ITEM)
+def test_lists_with_one_entry_per_item_come_back_in_order(kind: str) -> None:
+    wanted, proved, got = predicted(PER_ITEM[kind])
+    if kind == "rows of their own":
+        torch.testing.assert_close(proved, wanted)
+        torch.testing.assert_close(got, wanted)
+    else:
+        assert proved == got == wanted
+
+
+def test_detections_come_back_in_order() -> None:
+    wanted, proved, got = predicted(boxes)
+    for found in (proved, got):
+        assert [one["label"] for one in found] == [one["label"] for one in wanted]
+        assert all(torch.equal(one["boxes"], other["boxes"]) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_proof_sees_entries_that_depend_on_the_slice() -> None:
+    with pytest.raises(Error, match="the outputs differ"):
+        predicted(lambda module, part: [f"{index} of {len(part)}" for index in range(len(part))])
+
+
+def test_by_cost_entries_come_in_the_callers_order() -> None:
+    module, x = rows()
+    with DataParallel(module, TWO, prove=False) as trainer:
+        got = trainer.predict(x, lambda m, part: [float(row[0]) for row in part], cost=torch.arange(1.0, ITEMS + 1))
+    assert got == x[:, 0].tolist()
+
+
+def test_arrays_and_means_are_put_together() -> None:
+    wanted, _, got = predicted(
+        lambda module, part: {"array": module(part).numpy(), "loss": part.mean(), "kind": "a", "width": 3}
+    )
+    np.testing.assert_allclose(got["array"], wanted["array"])
+    torch.testing.assert_close(got["loss"], wanted["loss"])
+    assert (got["kind"], got["width"]) == ("a", 3)
+
+
+class Layer:
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys, self.dtype, self.full = keys, keys.dtype, False
+
+
+class Cache:
+    """As libraries of models return it: an object that holds objects that hold tensors."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self.layers = layers
+
+
+@pytest.mark.parametrize("layers", [1, 3, 6])
+def test_objects_are_put_together_attribute_by_attribute(layers: int) -> None:
+    wanted, _, got = predicted(lambda module, part: Cache([Layer(module(part) * index) for index in range(layers)]))
+    assert len(got.layers) == layers
+    for one, other in zip(got.layers, wanted.layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys)
+        assert (one.dtype, one.full) == (torch.float64, False)
+
+
+def generated(module: Any, part: Any) -> torch.Tensor:
+    """As many columns as the longest item of the slice has, filled up with -1."""
+    lengths = (part[:, 0].abs() * 5).long() + 1
+    places = torch.arange(int(lengths.max()))
+    return torch.where(places < lengths[:, None], places, -1)
+
+
+def test_rows_of_other_widths_are_filled_up_or_refused_by_name() -> None:
+    wanted, proved, got = predicted(generated, pad=-1)
+    assert torch.equal(proved, wanted)
+    assert torch.equal(got, wanted)
+    with pytest.raises(InvalidArgument, match=r"predict\(\.\.\., pad=value\)"):
+        predicted(generated)
+
+
+def test_calls_of_several_threads_wait_for_each_other_and_one_inside_of_another_is_refused() -> None:
+    module, x = rows()
+    errors: list[BaseException] = []
+    with DataParallel(module, TWO, prove=False) as trainer:
+        wanted = trainer.predict(x)
+
+        def predicts() -> None:
+            try:
+                for _ in range(20):
+                    torch.testing.assert_close(trainer.predict(x), wanted)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=predicts) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        with pytest.raises(InvalidArgument, match="in the middle of another call"):
+            trainer.predict(x, lambda m, part: trainer.predict(part))
+    with (
+        DataParallel(module, TWO, prove="warn") as trainer,
+        pytest.raises(InvalidArgument, match="in the middle of another call"),
+    ):
+        trainer.predict(x, lambda m, part: trainer.predict(part))
+
+
+def test_predictions_have_figures_and_are_shown_where_there_is_no_step() -> None:
+    module, x = rows()
+    file = io.StringIO()
+    with DataParallel(module, TWO, balance=[2, 1], prove="warn") as trainer:
+        assert "predictions" not in trainer.report()
+        for part in trainer.progress([x] * 3, every=0, file=file):
+            trainer.predict(part)
+        figures = trainer.report()
+        assert figures["steps"] == 0
+        assert (figures["predictions"]["steps"], figures["predictions"]["proved"]) == (3, 1)
+        assert [one["items"] for one in figures["predictions"]["devices"].values()] == [12, 6]
+        assert trainer.shares == {"host:0": 6, "host:1": 3}
+        assert trainer.explain().startswith("predict: weighted balance, 2 steps measured")
+        assert "host:0 6" in file.getvalue()
+        for _ in range(2):
+            trainer.step(lambda m, part: m(part).square().mean(), x)
+        assert "\npredict: " in trainer.explain()
