@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr std::int64_t kItems = 10'000;
+constexpr std::int64_t kItems = 1'000'000;  // a step of less than a millisecond is over before a second device begins
 constexpr int kSteps = 200;
 constexpr double kRate = 0.5;
 

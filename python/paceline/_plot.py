@@ -5,6 +5,7 @@ The figures do not use pyplot: no window, no global state, no choice of backend.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -21,7 +22,9 @@ _MEDIAN_ROWS = 9  # wide enough to smooth single steps, narrow enough to keep a 
 
 
 def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
-    """Draw shares, speeds and step times over the steps of a run. If all steps had costs, cost replaces items.
+    """Draw shares, speeds and step times over the steps of a run. If all steps had costs, cost replaces items. A pipeline's shares are blocks.
+
+    Where shares were planned, these are the lines, and what devices have run is faint: devices that end early take items over.
 
     Parameters
     ----------
@@ -46,13 +49,22 @@ def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     amounts = [row["costs" if by_cost else "items"] for row in history]
     sizes = [sum(amount.values()) / row["steps"] for amount, row in zip(amounts, history, strict=True)]
     fixed = min(sizes) == max(sizes) and not by_cost
-    for name in history[0]["items"]:
+    blocks = all("blocks" in row for row in history)
+    planned = all(row.get("planned") for row in history)
+    scale = [row["steps"] if fixed else size * row["steps"] / 100 for size, row in zip(sizes, history, strict=True)]
+    for name, color in zip(history[0]["items"], itertools.cycle(f"C{number}" for number in range(10))):
         items = [amount[name] for amount in amounts]
-        scale = [row["steps"] if fixed else size * row["steps"] / 100 for size, row in zip(sizes, history, strict=True)]
-        shares.stairs([n / per for n, per in zip(items, scale, strict=True)], edges, baseline=None, label=name, lw=1.5)
+        ran = [n / per for n, per in zip(items, scale, strict=True)]
+        line = ran
+        if blocks:
+            line = [row["blocks"][name] for row in history]
+        elif planned:
+            line = [row["planned"][name] / per for row, per in zip(history, scale, strict=True)]
+            shares.stairs(ran, edges, baseline=None, lw=1, color=color, alpha=0.35)
+        shares.stairs(line, edges, baseline=None, label=name, lw=1.5, color=color)
         seconds = [row["busy_seconds"][name] for row in history]
         rate = [n / s if n and s > 0 else float("nan") for n, s in zip(items, seconds, strict=True)]
-        speeds.plot(_middles(edges), _running_median(rate), label=name, lw=1.5)
+        speeds.plot(_middles(edges), _running_median(rate), label=name, lw=1.5, color=color)
     moves = [(x, row["moves"]) for x, row in zip(_middles(edges), history, strict=True) if row["moves"]]
     if moves:
         count = sum(number for _, number in moves)
@@ -60,8 +72,8 @@ def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
         bottom = shares.get_xaxis_transform()  # x is the step, y goes from 0 to 1
         shares.plot([x for x, _ in moves], [0.03] * len(moves), "k^", ms=4, transform=bottom, label=label)
     share = "items of a step" if fixed else "% of a step's cost" if by_cost else "% of a step's items"
-    shares.set(ylabel=f"share ({share})", title=title)
-    whole = sizes[0] if fixed else 100
+    shares.set(ylabel="blocks of a device" if blocks else f"share ({share})", title=title)
+    whole = sum(history[-1]["blocks"].values()) if blocks else sizes[0] if fixed else 100
     shares.set_ylim(-0.02 * whole, 1.02 * whole)  # so that shares of 0 and of everything stay visible
     speeds.set(ylabel=f"speed while busy ({'cost' if by_cost else 'items'}/s)")
     speeds.set_ylim(bottom=0)

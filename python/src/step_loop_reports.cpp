@@ -127,16 +127,20 @@ py::list history_list(StepLoop& step_loop) {
     py::dict items;
     py::dict busy_seconds;
     py::dict costs;
+    py::dict planned;
     for (std::size_t d = 0; d < devices.size(); ++d) {
       const py::str name(devices[d].name);
       if (!row.costs.empty()) costs[name] = row.costs[d];
+      if (!row.planned.empty()) planned[name] = row.planned[d];
       items[name] = row.items[d];
       busy_seconds[name] = row.busy_seconds[d];
     }
-    rows.append(py::dict(
-        "first_step"_a = row.first_step, "steps"_a = row.steps, "items"_a = items, "busy_seconds"_a = busy_seconds,
-        "costs"_a = row.costs.empty() ? py::object(py::none()) : py::object(costs), "step_seconds"_a = row.step_seconds,
-        "longest_step_seconds"_a = row.longest_step_seconds, "moves"_a = row.moves));
+    rows.append(py::dict("first_step"_a = row.first_step, "steps"_a = row.steps, "items"_a = items,
+                         "busy_seconds"_a = busy_seconds,
+                         "costs"_a = row.costs.empty() ? py::object(py::none()) : py::object(costs),
+                         "planned"_a = row.planned.empty() ? py::object(py::none()) : py::object(planned),
+                         "step_seconds"_a = row.step_seconds, "longest_step_seconds"_a = row.longest_step_seconds,
+                         "moves"_a = row.moves));
   }
   return rows;
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline import InvalidArgument
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, Pipeline
 from torch_support import TWO, classifier, classify
 
 
@@ -28,7 +28,7 @@ def test_the_history_adds_up_to_the_report() -> None:
     history, report = trainer.history(), trainer.report()
     assert [row["first_step"] for row in history] == list(range(20))
     for name, share in zip(TWO, (8, 4), strict=True):
-        assert all(row["items"][name] == share for row in history)
+        assert all(row["items"][name] == row["planned"][name] == share for row in history)
         assert sum(row["busy_seconds"][name] for row in history) == pytest.approx(
             report["devices"][name]["busy_seconds"]
         )
@@ -52,6 +52,42 @@ def legend(axes: Any) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
+def lines(axes: Any, *, faint: bool = False) -> list[list[float]]:
+    """The shares that are drawn: those that were planned, or, `faint`, those that ran."""
+    return [list(patch.get_data().values) for patch in axes.patches if (patch.get_alpha() is not None) == faint]
+
+
+def test_planned_shares_are_lines_and_what_ran_is_faint() -> None:
+    pytest.importorskip("matplotlib")
+    from paceline._plot import draw_run
+
+    row = {
+        "steps": 2,
+        "busy_seconds": {"a": 0.1, "b": 0.1},
+        "step_seconds": 0.1,
+        "longest_step_seconds": 0.1,
+        "moves": 0,
+    }
+    ran, planned = {"a": 11, "b": 5}, {"a": 8, "b": 8}
+    figure = draw_run([{**row, "first_step": 2 * k, "items": ran, "planned": planned} for k in range(3)], title="")
+    assert lines(figure.axes[0]) == [[4] * 3, [4] * 3]
+    assert lines(figure.axes[0], faint=True) == [[5.5] * 3, [2.5] * 3]
+    assert legend(figure.axes[0]) == ["a", "b"]
+
+
+def test_a_pipeline_shows_blocks() -> None:
+    pytest.importorskip("matplotlib")
+    module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(5)))
+    with Pipeline(module, TWO, cuts=[0, 2], micro_batches=2) as trainer:
+        for _ in range(3):
+            trainer.step(lambda m, part: m(part).square().mean(), torch.ones(8, 8))
+        assert sorted(trainer.history()[0]["blocks"].values()) == [2, 3]
+        assert trainer.history()[0]["planned"] is None
+        shares = trainer.plot().axes[0]
+    assert shares.get_ylabel() == "blocks of a device"
+    assert sorted(heights[0] for heights in lines(shares)) == [2, 3]
+
+
 def test_the_picture_shows_shares_speeds_and_step_times(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "run.png"
@@ -66,7 +102,7 @@ def test_the_picture_shows_shares_speeds_and_step_times(tmp_path: Path) -> None:
     ]
     assert legend(shares)[:2] == TWO
     assert legend(speeds) == TWO
-    assert [list(patch.get_data().values) for patch in shares.patches] == [[8] * 30, [4] * 30]  # type: ignore[attr-defined]
+    assert lines(shares) == [[8] * 30, [4] * 30]
     assert times.get_xlim() == (0.5, 30.5)
     assert "2 devices" not in shares.get_title()
     assert "host:0, host:1" in shares.get_title()
@@ -80,7 +116,7 @@ def test_batches_of_changing_size_are_drawn_in_percent() -> None:
             trainer.step(classify, classifier(size)[1])
         shares = trainer.plot().axes[0]
     assert shares.get_ylabel() == "share (% of a step's items)"
-    assert [list(patch.get_data().values) for patch in shares.patches] == [[75] * 3, [25] * 3]  # type: ignore[attr-defined]
+    assert lines(shares) == [[75] * 3, [25] * 3]
 
 
 def test_steps_with_costs_are_drawn_by_cost() -> None:
@@ -104,6 +140,8 @@ def test_steps_with_costs_are_drawn_by_cost() -> None:
     assert sorted(heights) == [pytest.approx(1100 / 111), pytest.approx(10000 / 111)]
     assert [axes.get_ylabel() for axes in mixed[:2]] == ["share (items of a step)", "speed while busy (items/s)"]
     assert last["costs"] is None
+    assert first["planned"] is None
+    assert sum(last["planned"].values()) == 12
     assert {entry["cost"] for entry in report["devices"].values()} == {33, 300}
     rates = [entry["cost_per_second"] for entry in report["devices"].values()]
     assert [entry["speed"] for entry in report["devices"].values()] == [rate / max(rates) for rate in rates]

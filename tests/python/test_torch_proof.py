@@ -357,3 +357,20 @@ def test_a_batch_in_memory_that_cannot_be_written_is_proved(tmp_path: Path) -> N
     rows().numpy().tofile(tmp_path / "rows")
     batch = torch.from_numpy(numpy.memmap(tmp_path / "rows", dtype=numpy.float64, mode="r", shape=(16, 4)))
     assert said_by(net(), lambda m, x: m(x).square().sum() / 16, batch)
+
+
+def test_a_list_of_samples_that_is_cut_inside_its_entries_names_collate() -> None:
+    torch.manual_seed(0)
+    images = [torch.randn(3, 8 + index, 9, dtype=torch.float64) for index in range(6)]
+    with made(nn.Conv2d(3, 4, 3).double()) as trainer:
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match=r"raises RuntimeError with slices of it.*collate=.*split="):
+                trainer.step(
+                    lambda module, part: torch.stack([module(one[None]).mean() for one in part]).mean(), images
+                )
+        clouds = [torch.randn(5, 4, dtype=torch.float64) for _ in range(6)]
+    with (
+        made(net()) as trainer,
+        pytest.warns(ProofWarning, match=r"whose 6 tensors were cut along dimension 0 .*collate="),
+    ):
+        trainer.step(lambda module, part: torch.stack([module(one).amax(0).sum() for one in part]).mean(), clouds)

@@ -90,6 +90,9 @@ std::string StageBalancer::explain(std::int64_t steps_before) const {
   }
   const auto pace = static_cast<std::size_t>(std::ranges::max_element(busy) - busy.begin());
   out += fmt::format("Stage {} on {} sets the pace.\n", pace, state.given.devices[now.order[pace]].name);
+  if (now.sizes.size() == 1 && busy.size() > 1) {
+    out += "With one micro-batch no two devices work at once: the stages hold what one device could not.\n";
+  }
   const auto fastest = std::ranges::max_element(problem.problem.devices, {}, &plan::StageDevice::speed);
   ActiveProblem more = problem;
   more.problem.devices.push_back(*fastest);

@@ -16,6 +16,8 @@ void add_to(HistoryRow& row, const HistoryRow& next) {
     row.items[d] += next.items[d];
     row.busy_seconds[d] += next.busy_seconds[d];
   }
+  if (next.planned.empty()) row.planned.clear();
+  for (std::size_t d = 0; d < row.planned.size(); ++d) row.planned[d] += next.planned[d];
   if (next.costs.empty()) row.costs.clear();
   for (std::size_t d = 0; d < row.costs.size(); ++d) row.costs[d] += next.costs[d];
 }
@@ -30,6 +32,7 @@ void History::add(const StepSample& sample) {
   step.items = sample.items;
   step.busy_seconds = sample.busy_seconds;
   step.costs = sample.costs;
+  step.planned = sample.planned;
   step.step_seconds = step.longest_step_seconds = sample.step_seconds;
   step.moves = sample.moved ? 1 : 0;
 

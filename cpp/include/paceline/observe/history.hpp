@@ -18,7 +18,8 @@ struct HistoryRow {
   std::int64_t steps = 0;
   std::vector<std::int64_t> items{};
   std::vector<double> busy_seconds{};
-  std::vector<double> costs{};  ///< empty unless all of these steps had costs
+  std::vector<double> costs{};          ///< empty unless all of these steps had costs
+  std::vector<std::int64_t> planned{};  ///< empty if one of these steps had costs
   double step_seconds = 0.0;
   double longest_step_seconds = 0.0;  ///< of one step: a sum would hide a spike
   std::int64_t moves = 0;

@@ -20,6 +20,8 @@ struct StepSample {
   double step_seconds = 0.0;           ///< with the reduction
   bool moved = false;                  ///< its shares differ from those of the step before
   std::vector<double> costs{};         ///< of the items, in the caller's unit; empty for a step without costs
+  std::vector<std::int64_t>
+      planned{};  ///< the shares that were planned, which devices may take from each other; empty for a step with costs
 };
 
 /// Upper bounds of the buckets in which step times are counted, in seconds: from a step of a millisecond to one of

@@ -141,6 +141,7 @@ void StepLoop::State::note(const Step& done) {
   observe::StepSample sample;
   sample.items = record.items(group.size());
   sample.costs = ran_by.costs_of(record);
+  if (!ran_by.by_cost()) sample.planned = ran_by.shares;
   sample.compute_seconds = record.compute_seconds;
   sample.step_seconds = record.step_seconds;
   sample.moved = ran_by.balance.moved;

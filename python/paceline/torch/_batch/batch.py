@@ -40,7 +40,7 @@ class Batch:
         is not a tensor, or if `batch_dim` does not fit. The message names the leaf.
     """
 
-    _how = ""  # it was cut, if that may be what the caller did not mean
+    cut_inside = ""  # how it was cut, if that may be what the caller did not mean
 
     def __init__(
         self, data: Any, batch_dim: BatchDim = 0, *, gradients: bool = False, split: Split | None = None
@@ -99,7 +99,7 @@ class Batch:
             and alike
             and self._leaves[0].dim() > 1
         ):
-            self._how = f", whose {len(data)} tensors were cut along dimension {self._dims[0]} (if each of them is an item: {_SAMPLES})"
+            self.cut_inside = f"whose {len(data)} tensors were cut along dimension {self._dims[0]} (if each of them is an item: {_SAMPLES})"
         # For each thread what its slice is cut from, the slice, and how many of its changes are counted.
         self._views: dict[int, list[tuple[torch.Tensor, torch.Tensor, list[int]]]] = {}
         memory = Counter(one.untyped_storage().data_ptr() for one in self._leaves if type(one) is torch.Tensor)
@@ -190,7 +190,7 @@ class Batch:
     def described(self, begin: int, end: int) -> str:
         """The items of a slice in words."""
         items = f"items {begin} to {end - 1} of the batch" if end - begin > 1 else f"item {begin} of the batch"
-        return f"{items}{self._how}"
+        return f"{items}, {self.cut_inside}" if self.cut_inside else items
 
     def _slicer(self, node: Any, path: str, dim: BatchDim) -> Slicer | None:
         """A function that cuts `node`, or None if `node` goes along unchanged."""

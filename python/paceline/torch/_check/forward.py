@@ -94,6 +94,8 @@ class ForwardProver:
             if proof.differences:
                 proof.is_wrong = not all(text.startswith("attribute") for text in proof.differences)
                 proof.cause = _OF_OUTPUTS if _DIFFER in proof.differences else _OF_STATE
+                if self._batch.cut_inside:
+                    proof.cause += f" The batch is a list or tuple, {self._batch.cut_inside}."
             if self._graph:  # once more, with a graph that nothing above has written to
                 self.take_back()
                 return self._plain()
@@ -213,7 +215,7 @@ class ForwardProver:
             execution.forward(work, run)
             return run
 
-        with said_of_slices():
+        with said_of_slices(self._call, self._batch.cut_inside):
             run = execution.repeated(attempt)
         outputs = self._joined(sorted(run.outputs, key=lambda piece: piece[0]))
         self._places.drain()

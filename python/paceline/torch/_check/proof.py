@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from paceline import Error
+from paceline import Error, InvalidArgument
 
 EXTRAS_OF_SLICES = "extras_of_slices"  # an attribute of functions whose extras are not those of the batch
 _thrown_away = ContextVar("paceline_thrown_away", default=False)  # workers run in copies of the caller's context
@@ -29,13 +29,18 @@ def thrown_away() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def said_of_slices() -> Iterator[None]:
-    """Add to what the user's code raises that the whole batch has just run without it."""
+def said_of_slices(call: str, cut_inside: str) -> Iterator[None]:
+    """Add to what the user's code raises that the whole batch has just run without it. `cut_inside`: as `Batch` says it, which is then the error."""
     try:
         yield
     except Error:  # of this library: a device failed, or somebody has closed the trainer
         raise
     except Exception as error:
+        if cut_inside:
+            raise InvalidArgument(
+                f"{call}: the function runs with the whole batch, and raises {type(error).__name__} with slices of it ({error}). The batch is a list or tuple, "
+                f"{cut_inside}. split= says how to cut objects of another type."
+            ) from error
         error.add_note(
             "The whole batch has just run on one device without this error. The devices run slices of it, each on its own copy of the module. Does the "
             "code need the size of the batch, or read from the original module what a forward writes to the module that it is given?"

@@ -149,6 +149,8 @@ class Prover:
             self._edited.begin()
             with thrown_away(), contextlib.suppress(Exception):  # the difference is known anyway
                 causes.append(self._explain())
+            if self._batch.cut_inside:
+                causes.append(f"The batch is a list or tuple, {self._batch.cut_inside}.")
         if found.keys() - _OF_THE_LOSS:
             causes.append(self._of_state)
             rules = {name: rule for name, rule in self._comparison.rules.items() if name in found}
@@ -367,7 +369,7 @@ class Prover:
             return Result(loss, inside, outside, extras, Snapshot(replicas), {}, joined)
 
         self._splits = True
-        with self._stance(), said_of_slices():
+        with self._stance(), said_of_slices("step", self._batch.cut_inside):
             result = execution.repeated(attempt)
         self._splits = False
         self.outside.clear()

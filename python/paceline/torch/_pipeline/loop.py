@@ -192,6 +192,8 @@ class PipelineLoop:
             "items": dict(zip(self._names, outcome.items, strict=True)),
             "busy_seconds": {name: of_device.get(d, 0.0) for d, name in enumerate(self._names)},
             "costs": None,
+            "planned": None,
+            "blocks": self._blocks_of(outcome),
             "step_seconds": seconds,
             "longest_step_seconds": seconds,
             "moves": int(moved),
@@ -205,6 +207,15 @@ class PipelineLoop:
             self._per_row *= 2
             pairs = [self._rows[k : k + 2] for k in range(0, len(self._rows), 2)]
             self._rows = [_sum(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+
+    def _blocks_of(self, outcome: Outcome) -> dict[str, int]:
+        """By device, how many blocks its stage has."""
+        plan = outcome.plan
+        ends = [cut or len(self.planner.blocks) for cut in (*plan.cuts[1:], 0)]  # a stage behind a last one begins at 0
+        blocks = dict.fromkeys(self._names, 0)
+        for device, first, end in zip(plan.order, plan.cuts, ends, strict=True):
+            blocks[self._names[device]] = end - first
+        return blocks
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -352,6 +363,7 @@ def _sum(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
     return {
         **first,
+        "blocks": second["blocks"],
         "steps": first["steps"] + second["steps"],
         "items": added("items"),
         "busy_seconds": added("busy_seconds"),

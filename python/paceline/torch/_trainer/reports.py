@@ -227,7 +227,8 @@ class Reports:
         -------
         list of dict
             ``first_step`` (from 0), ``steps`` (in this row), ``items`` and ``busy_seconds`` (sums, by name of a device), ``costs`` (like
-            ``items``; None unless all of these steps had costs), ``step_seconds`` (sum, with the reduction; with GPUs as in `report`),
+            ``items``; None unless all of these steps had costs), ``planned`` (the same of the planned shares, which devices may take from each other; None if
+            one of these steps had costs, and for a `Pipeline`, whose rows have ``blocks`` by device instead), ``step_seconds`` (sum, with the reduction; with GPUs as in `report`),
             ``longest_step_seconds`` (of one step), ``moves``. Reading it waits for GPUs, as `report` does.
         """
         return list(self._works.steps.step_loop.history)
