@@ -162,17 +162,22 @@ for name in sys.argv[2:]:
 PYTHON
 }
 
+# The compiler, and an environment whose pip can build with it.
+need_compiler() {
+  command -v "$compiler" >/dev/null || die "no C++ compiler: $compiler is not there (on Debian: apt-get install g++)"
+  use_unpacked
+  need_venv
+  pip_once "pip>=23.1" # older versions do not know --config-settings
+}
+
 # CMake, Ninja and the build requirements from PyPI.
 have_build_tools=no
 need_build_tools() {
   [ "$have_build_tools" = no ] || return 0
   have_build_tools=yes
-  command -v "$compiler" >/dev/null || die "no C++ compiler: $compiler is not there (on Debian: apt-get install g++)"
-  use_unpacked
-  need_venv
+  need_compiler
   local needed
   mapfile -t needed < <(requirements requires)
-  pip_once "pip>=23.1" # older versions do not know --config-settings
   pip_once "${needed[@]}" "cmake>=3.28" "ninja>=1.11"
 }
 

@@ -17,6 +17,7 @@
 #include <paceline/runtime/backend.hpp>
 
 #include "interrupts.hpp"
+#include "nccl_bench.hpp"
 #include "nccl_communicators.hpp"
 #include "nccl_machine.hpp"
 #include "orders.hpp"
@@ -26,40 +27,6 @@ namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-
-DeviceGroup gpus(int count) {
-  std::vector<std::string> names;
-  for (int d = 0; d < count; ++d) names.push_back("cuda:" + std::to_string(d));
-  return group_of(names);
-}
-
-/// A group of GPUs with an array each, and one more call to see that all is well again.
-struct Bench {
-  explicit Bench(int count, std::chrono::nanoseconds timeout = seconds(30), std::size_t warm_up_bytes = 0)
-      : group(gpus(count)),
-        communicator(group, {.transport = Transport::nccl, .timeout = timeout, .warm_up_bytes = warm_up_bytes}),
-        arrays(group, 4),
-        ones(4, 1.0F) {}
-
-  void reduce() {
-    for (std::size_t d = 0; d < group.size(); ++d) arrays.fill(d, ones);
-    communicator.all_reduce(arrays.views());
-  }
-
-  void expect_right() {
-    reduce();
-    std::vector<std::vector<float>> after(group.size());
-    for (std::size_t d = 0; d < group.size(); ++d) arrays.read(d, after[d]);
-    communicator.wait();
-    arrays.wait();
-    for (const auto& each : after) ASSERT_EQ(each, std::vector<float>(4, static_cast<float>(group.size())));
-  }
-
-  DeviceGroup group;
-  Communicator communicator;
-  GpuArrays arrays;
-  std::vector<float> ones;
-};
 
 TEST(NcclLink, ConnectsAllGpusAtOnceAndEndsThemTogether) {
   for (std::uint64_t seed = 0; seed < kOrders; ++seed) {

@@ -235,3 +235,31 @@ def test_what_cannot_run_in_smaller_slices_is_not_proved_and_trains() -> None:
     _, line, gradients = steps(net(), loss_fn, batch(), prove="raise")
     assert "not proved: in 16 micro-batches it raises ValueError: four at least" in line
     assert gradients[0] is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.4}])
+def test_outputs_of_a_prediction_are_proved(options: Any) -> None:
+    module, (x, _) = net(**options), batch()
+    with Pipeline(module, HOSTS, prove="raise") as trainer:
+        torch.manual_seed(4)
+        outputs = trainer.predict(x)
+        assert "Proof: predict 1 of" in trainer.explain()
+        assert "equal to 8 micro-batches up to" in trainer.explain()
+    with Pipeline(module, HOSTS, prove=False) as trainer:
+        torch.manual_seed(4)
+        assert torch.equal(trainer.predict(x), outputs)
+
+
+def test_outputs_that_depend_on_the_number_are_said_and_refused_where_that_is_asked() -> None:
+    module, (x, _) = net(), batch()
+
+    def centered(inner: nn.Module, part: torch.Tensor) -> Any:
+        out = inner(part)
+        return out - out.mean(0)
+
+    with Pipeline(module, HOSTS, prove="warn") as trainer:
+        with pytest.warns(ProofWarning, match="in 16 micro-batches .* than in 8: the outputs differ"):
+            trainer.predict(x, centered)
+        assert trainer.differs
+    with Pipeline(module, HOSTS, prove="raise") as trainer, pytest.raises(Error, match="the outputs differ"):
+        trainer.predict(x, centered)

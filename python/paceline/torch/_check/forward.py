@@ -24,7 +24,7 @@ from paceline.torch._replicas.compiled import eagerly, is_compiled, is_compiled_
 from paceline.torch._replicas.parametrized import forget
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.halves import ForwardRun
-from paceline.torch._run.run import PredictRun
+from paceline.torch._run.run import Frame, PredictRun
 from paceline.torch._run.workload import Workload
 
 _Outputs = Any
@@ -201,14 +201,20 @@ class ForwardProver:
             return found | {"error": f"a second call raises {type(error).__name__}: {error}"}
         return {} if proof.unproved else {name: text for name, text in found.items() if name in lasting}
 
+    def _new_work(self) -> Workload:
+        return self._make_work()
+
+    def _run_of(self, frame: Frame) -> _Replays:
+        return _Forward(frame, self._fn, self._batch) if self._graph else _Replays(frame, fn=self._fn)
+
     def _split(self, noise: Noise, *, normalises: bool) -> tuple[_Outputs, Snapshot]:
         execution = self._execution
-        work = self._make_work()
-        work.normalises = normalises
+        work = self._new_work()
+        work.normalises |= normalises
 
         def attempt() -> PredictRun:
             frame = execution.frame(work, self._batch, self._fn, hooks=True)
-            run = _Forward(frame, self._fn, self._batch) if self._graph else _Replays(frame, fn=self._fn)
+            run = self._run_of(frame)
             run.noise = noise
             if noise.drew:
                 run.draws = replayed_draws(frame.places, frame.random)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.torch._check.around import KeptAround
 from paceline.torch._batch.joining import is_array
+from paceline.torch._check.around import KeptAround
 from paceline.torch._devices.noise import OtherGenerators
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.attributes import HOOKS

@@ -114,11 +114,11 @@ class Pipeline(StagesTrainer):
     group
         Only ``"alone"``: stages are devices of one process.
     prove
-        Whether `step` and `loss` prove that their result does not depend on the number of micro-batches. Before the first step of each kind of work, and
+        Whether `step`, `loss` and `predict` prove that their result does not depend on the number of micro-batches. Before the first step of each kind of work, and
         before its steps 1,000, 10,000 and so on, the batch passes through the stages twice, one micro-batch at a time: as many as planned, and about twice
         as many. Both runs are thrown away after loss, extras, gradients, buffers, and parameters that a forward writes were compared. ``"warn"``,
-        ``"raise"``, False and None as for `DataParallel`. Not proved: `predict`, steps of modules without memory before the first one has filled
-        them, and ``micro_batches=1``, which is the whole batch.
+        ``"raise"``, False and None as for `DataParallel`. Of a `predict` the outputs are compared. Not proved: steps of modules without memory before the
+        first one has filled them, and ``micro_batches=1``, which is the whole batch.
 
     Raises
     ------

@@ -15,10 +15,12 @@ from paceline import Error
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.objective import Objective
 from paceline.torch._check.check import TrialRun, check
+from paceline.torch._check.forward import ForwardProver
 from paceline.torch._check.proof import Proof, thrown_away
 from paceline.torch._check.prover import Prover
 from paceline.torch._check.result import Result
 from paceline.torch._check.state import Snapshot, State, close
+from paceline.torch._check.tolerance import LEAST_OF_PROOFS
 from paceline.torch._devices.noise import SliceNoise
 from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.work import PipelineWork
@@ -35,12 +37,33 @@ _PLANNED = (
 _CHECK = "check(), on devices that can run the whole batch, says why."
 
 
-class StagesProver(Prover):
-    """Runs one batch in fewer and in more micro-batches."""
+class _TwoNumbers:
+    """What both provers have in common: runs in fewer and in more micro-batches."""
 
     counts: list[int]  # of the two runs
-    _left: list[dict[str, torch.Tensor]]  # the buffers that they left
     _fewer = True
+    _execution: Any
+
+    def _noise(self, *, counts: bool = False) -> Any:
+        return SliceNoise(self._execution.places, LEAST_OF_PROOFS)
+
+    def _resizing(self, work: Workload) -> Workload:
+        """Let runs of this work have the number of micro-batches that is due."""
+        work = cast(PipelineWork, work)
+        work.normalises = bool(using_batch_statistics(self._execution.replicas.norms))
+        resized = fewer if self._fewer else more
+        work.resizes = lambda sizes: resized(sizes, 2 if work.normalises else 1)
+        return work
+
+    def _count(self, frame: Frame) -> None:
+        passage: Any = frame.passage
+        self.counts[0 if self._fewer else 1] = len(passage.plan.sizes)
+
+
+class StagesProver(_TwoNumbers, Prover):
+    """Runs a step of one batch in fewer and in more micro-batches."""
+
+    _left: list[dict[str, torch.Tensor]]  # the buffers that the two runs left
     _of_state = (
         "What a forward keeps for the next one depends on the number of micro-batches, as in plain accumulation. It is planned by measured times: "
         "micro_batches= fixes it."
@@ -55,9 +78,6 @@ class StagesProver(Prover):
         finally:
             self.take_back()
             self.outside.restore()
-
-    def _noise(self, *, counts: bool = False) -> Any:
-        return SliceNoise(self._places, max(self._comparison.tolerance, 1e-9))
 
     def _first(self, before: State, noise: Any) -> Result:
         return self._whole(before, noise)
@@ -105,17 +125,43 @@ class StagesProver(Prover):
         }
 
     def _new_work(self) -> Workload:
-        work = cast(PipelineWork, super()._new_work())
-        work.normalises = bool(using_batch_statistics(self._replicas.norms))
-        resized = fewer if self._fewer else more
-        work.resizes = lambda sizes: resized(sizes, 2 if work.normalises else 1)
-        return work
+        return self._resizing(super()._new_work())
 
     def _trial(self, frame: Frame, **options: Any) -> TrialRun:
-        passage: Any = frame.passage
-        self.counts[0 if self._fewer else 1] = len(passage.plan.sizes)
+        self._count(frame)
         self._comparison.words = f"in {self.counts[0]} micro-batches", f"in {self.counts[1]}"
         return _StagesTrial(frame, loss_fn=self._loss_fn, names=self._replicas.names, carries=self._carries, **options)
+
+
+class StagesForwardProver(_TwoNumbers, ForwardProver):
+    """Runs the forward of one batch in fewer and in more micro-batches. Only outputs are compared."""
+
+    def run(self, proof: Proof) -> None:
+        """Compare. Nothing is left of the runs."""
+        self.counts = [0, 0]
+        try:
+            with thrown_away():
+                super().run(proof)
+        finally:
+            self.take_back()
+
+    def _whole(self, start: State, noise: Any) -> Any:
+        self._fewer = True
+        result = self._split(noise, normalises=False)
+        self._fewer = noise.records = False
+        return result
+
+    def _compared(self, *given: Any) -> dict[str, str]:
+        return {name: text for name, text in super()._compared(*given).items() if name == "outputs"}
+
+    def _new_work(self) -> Workload:
+        work = cast(PipelineWork, self._resizing(super()._new_work()))
+        work.predicts = True
+        return work
+
+    def _run_of(self, frame: Frame) -> Any:
+        self._count(frame)
+        return super()._run_of(frame)
 
 
 class _StagesTrial(TrialRun):
@@ -149,12 +195,43 @@ class StageProofs(Proofs):
         execution = cast(PipelineExecution, self._execution)
         if (
             execution.unfilled is not None or options.get("run") is not None
-        ):  # the blocks are measured before there is memory
+        ):  # blocks are measured before there is memory
             return False
         return super().due(loss_fn, batch, objective, **options)
 
-    def forward(self, *_: Any, **__: Any) -> None:
-        """A forward is not proved."""
+    def forward(self, call: str, fn: Any, batch: Batch, *, graph: bool, pad: float | None = None) -> None:
+        """Prove a prediction, if that is due. The devices run it in any case."""
+        execution = cast(PipelineExecution, self._execution)
+        skipped = self._prove is None or batch.size < 2 or execution.unfilled is not None
+        if skipped or not self._counts(self._kind(fn, batch, call)):
+            return
+        kind, number = self._now
+        try:
+            with torch.inference_mode(False), torch.no_grad(), self._works.no_trace():
+                execution.places.begin(batch)
+                execution.replicas.refresh(fn, hooks=True)
+                proof = Proof(name_of(fn), number, batch.size, call)
+                self._finish(StagesForwardProver(execution, self._make_work, batch, fn, graph=False, pad=pad), proof)
+        except BaseException:
+            self._steps[kind] -= 1
+            raise
+
+    def _finish(self, prover: Any, proof: Proof) -> None:
+        """Run a prover, and say what it has found."""
+        began = time.perf_counter()
+        try:
+            prover.run(proof)
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                raise
+            proof.unproved = ["memory ran out"]
+        first, second = proof.split = prover.counts[0], prover.counts[1]
+        if first == second:
+            proof.unproved = ["a micro-batch cannot be cut"]
+        proof.seconds = time.perf_counter() - began
+        if proof.is_wrong and self._prove == "raise":
+            raise Error(f"{words_of(proof)} Nothing was committed.")
+        self._tell(proof)
 
     def _step(
         self,
@@ -172,8 +249,6 @@ class StageProofs(Proofs):
         execution = self._execution
         execution.places.begin(batch)
         execution.replicas.refresh(loss_fn, hooks=carries)
-        proof = Proof(name_of(loss_fn), execution.steps + 1, batch.size)
-        began = time.perf_counter()
 
         def explained() -> str:
             if any(execution.places.on_gpu):
@@ -185,17 +260,5 @@ class StageProofs(Proofs):
 
         with self._works.no_trace():
             options: dict[str, Any] = {"scale": scale, "costs": costs, "carries": carries, "micro_batch": None}
-            prover: Any = prover_of(execution, self._make_work, batch, objective, loss_fn, explain=explained, **options)
-            try:
-                prover.run(proof)
-            except BaseException as error:
-                if not is_out_of_memory(error):
-                    raise
-                proof.unproved = ["memory ran out"]
-        first, second = proof.split = prover.counts[0], prover.counts[1]
-        if first == second:
-            proof.unproved = ["a micro-batch cannot be cut"]
-        proof.seconds = time.perf_counter() - began
-        if proof.is_wrong and self._prove == "raise":
-            raise Error(f"{words_of(proof)} Nothing was committed.")
-        self._tell(proof)
+            prover = prover_of(execution, self._make_work, batch, objective, loss_fn, explain=explained, **options)
+            self._finish(prover, Proof(name_of(loss_fn), execution.steps + 1, batch.size))

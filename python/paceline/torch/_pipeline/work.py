@@ -44,6 +44,7 @@ class PipelineWork(Workload):
         least = 2 if self.normalises else least
         if self.predicts:
             plan = self.planner.predictions(whole.size, least)
+            plan = plan if self.resizes is None else plan.resized(self.resizes)
             return plan.in_one_stage() if must_run_alone(plan) else plan
         self.follow(whole, least)
         plan = self.planner.plan(whole.size)
