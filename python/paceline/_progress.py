@@ -117,6 +117,8 @@ class _FiguresSince:
 
     def __call__(self, done: int) -> Figures:
         now = self._of.report()
+        if now.get("of") != self._first.get("of"):  # about another kind of work from now on
+            self._first = self._since = self._next = now
         since = self._since
         steps = now["steps"] - since["steps"]
         seconds = now["step_seconds"] - since["step_seconds"]

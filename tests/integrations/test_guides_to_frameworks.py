@@ -1,4 +1,4 @@
-"""The samples in the section "Frameworks" of python/README.md run as they stand there, and train what they train on one device."""
+"""The samples in python/guide/frameworks.md run as they stand there, and train what they train on one device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import torch
 
 from frameworks_support import difference, within
 
-README = (Path(__file__).resolve().parents[2] / "python" / "README.md").read_text()
-SECTION = README[README.index("\n## Frameworks\n") : README.index("\n## Several machines\n")]
-SHARED = re.search(r"```python\n(.*?)```", SECTION, re.DOTALL)[1]  # type: ignore[index]
+GUIDE = (Path(__file__).resolve().parents[2] / "python" / "guide" / "frameworks.md").read_text()
+SHARED = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)[1]  # type: ignore[index]
 
 # What the samples leave to the reader. Samplers shuffle into one fixed order, so that all programs see the same batches.
 YOURS = """
@@ -73,7 +72,7 @@ loader = DataLoader(dataset, batch_size=16)
 
 
 def blocks(title: str, kind: str) -> list[str]:
-    part = re.search(rf"\n### {re.escape(title)}\n(.*?)(?=\n###? |\Z)", SECTION, re.DOTALL)
+    part = re.search(rf"\n## {re.escape(title)}\n(.*?)(?=\n## |\Z)", GUIDE, re.DOTALL)
     assert part is not None
     return re.findall(rf"```{kind}\n(.*?)```", part[1], re.DOTALL)
 
@@ -139,7 +138,7 @@ def test_the_sample_for_timm_with_its_scaler() -> None:
     yours = YOURS_FOR_TIMM + "from timm.utils import NativeScaler\nloss_scaler = NativeScaler(device='cpu')\n"
     update = "    _loss.backward()\n    optimizer.step()\n"
     scaled = "    loss_scaler(_loss, optimizer)\n"
-    assert "`scaler=loss_scaler._scaler`" in SECTION
+    assert "`scaler=loss_scaler._scaler`" in GUIDE
     before, after = (side.replace(update, scaled).replace(ADAM, DESCENT) for side in before_and_after("timm"))
     after = after.replace(
         "(input, target))\n    loss_scaler", "(input, target), scaler=loss_scaler._scaler)\n    loss_scaler"
@@ -168,7 +167,7 @@ def test_a_module_in_place_of_nn_data_parallel_has_its_attributes_and_takes_its_
     state = {key: value + 1 for key, value in theirs.state_dict().items()}
     with pytest.raises(RuntimeError, match="Missing key"):
         ours.load_state_dict(state)
-    assert "consume_prefix_in_state_dict_if_present" in SECTION
+    assert "consume_prefix_in_state_dict_if_present" in GUIDE
     torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
     ours.load_state_dict(state)
     assert difference(ours.module, theirs.module) == 1

@@ -122,8 +122,14 @@ def test_a_row_that_the_table_of_waits_lacks_or_has_too_many_is_noticed() -> Non
     ]
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().split()) <= 1500
+@pytest.mark.parametrize("name", ["README.md", "python/README.md"])
+def test_the_first_pages_are_short(name: str) -> None:
+    assert len((ROOT / name).read_text().split()) <= 1500
+
+
+def test_the_start_page_leads_to_every_page_of_the_guide() -> None:
+    text = (ROOT / "python" / "README.md").read_text()
+    assert [page.name for page in (ROOT / "python" / "guide").glob("*.md") if f"(guide/{page.name})" not in text] == []
 
 
 def test_the_program_in_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, Pipeline
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
 
 
@@ -53,7 +53,11 @@ def test_a_tensor_with_a_graph_that_a_forward_has_left_is_copied_without_it() ->
     module.zero_grad()
     left: Any = module.get_submodule("1")
     left.several = {"all": [left.last, (left.last,)]}
-    with DataParallel(module, TWO) as trainer:
+    with pytest.raises(InvalidArgument, match="cannot be copied"):  # nothing would see the effect
+        DataParallel(module, TWO, prove=False)
+    with pytest.raises(InvalidArgument, match="cannot be copied"):
+        Pipeline(module, TWO, blocks=list(module.children()))
+    with DataParallel(module, TWO, prove="raise") as trainer:
         trainer.step(classify, batch)
         assert_same_gradients(module, wanted)
         assert left.several["all"][0].requires_grad

@@ -18,7 +18,7 @@ def test_rows_of_their_own_are_right_whatever_device_is_first() -> None:
     last_is_done = threading.Event()
     appended: list[torch.Tensor] = []
 
-    # As in python/README.md, but for what makes the first slice the last one to finish.
+    # As in python/guide/losses.md, but for what makes the first slice the last one to finish.
     correct = torch.empty(len(x), dtype=torch.bool)
 
     def loss_fn(module: Any, b: Any) -> Any:

@@ -7,12 +7,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline import Error
+from paceline import Error, Unavailable
 from paceline.torch import Pipeline, ProofWarning, proving
 
 HOSTS = ["host:0", "host:1"]
@@ -138,7 +139,7 @@ def test_a_buffer_that_depends_on_the_number_is_said_and_attributes_are_not() ->
     assert module.calls == other.calls
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, Error])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Unavailable])
 def test_what_a_proof_raises_leaves_everything_as_it_was(kind: type[BaseException], tmp_path: Path) -> None:
     module, rows, once = Averages(), batch(), tmp_path / "raised"
     state = copy.deepcopy(module.state_dict())
@@ -263,3 +264,95 @@ def test_outputs_that_depend_on_the_number_are_said_and_refused_where_that_is_as
         assert trainer.differs
     with Pipeline(module, HOSTS, prove="raise") as trainer, pytest.raises(Error, match="the outputs differ"):
         trainer.predict(x, centered)
+
+
+class Aside(nn.Module):
+    """Leaves a term of the loss on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.aside = net(), torch.zeros((), dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        self.aside = out.square().mean()
+        return out
+
+
+def test_a_read_from_the_original_module_is_said() -> None:
+    module, rows = Aside(), batch()
+    said, _, _ = steps(module, lambda m, part: loss_of(m, part) + module.aside, rows, prove="warn")
+    assert "reads 'aside' from the original module" in said
+    steps(Aside(), lambda m, part: loss_of(m, part) + m.aside, rows, prove="raise")
+    with (
+        Pipeline(module, HOSTS, prove="raise") as trainer,
+        pytest.raises(Error, match="reads 'aside' from the original"),
+    ):
+        trainer.predict(rows[0], lambda m, part: m(part) + module.aside)
+    assert type(module) is Aside
+
+
+def test_draws_that_cannot_be_repeated_are_not_proved() -> None:
+    def loss_fn(module: nn.Module, part: Any) -> torch.Tensor:
+        return loss_of(module, part) * (1 + np.random.rand())  # noqa: NPY002
+
+    _, line, _ = steps(net(), loss_fn, batch(), prove="raise")
+    assert "not proved: random draws that cannot be repeated (numpy.random)" in line
+
+
+def test_buffers_of_other_types_and_shapes_are_compared() -> None:
+    module = Averages()
+    module.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool))
+    module.register_buffer("growing", torch.zeros(2))
+    said, _, _ = steps(module, loss_of, batch(), prove="warn")
+    assert "buffer 'average' has" in said
+    assert "mask" not in said
+
+
+def test_a_prediction_that_needs_two_items_works_and_is_not_proved() -> None:
+    def fn(inner: nn.Module, part: torch.Tensor) -> Any:
+        out = inner(part)[:, :1].squeeze()
+        assert out.dim() == 1
+        return out
+
+    with Pipeline(net(), HOSTS, prove="raise") as trainer:
+        assert trainer.predict(batch(16)[0], fn).shape == (16,)
+        assert "in 16 micro-batches it raises AssertionError" in trainer.explain()
+
+
+def test_norms_are_proved_in_small_batches_too() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="paceline: .*BatchNorm1d", category=UserWarning)
+        _, line, _ = steps(net(norm=True), loss_of, batch(16), prove="raise")
+    assert "in 8 micro-batches: equal to 4 micro-batches" in line
+
+
+def test_memory_that_runs_out_in_a_proof_changes_no_plan() -> None:
+    def loss_fn(module: nn.Module, part: Any) -> torch.Tensor:
+        if proving() and len(part[0]) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss_of(module, part)
+
+    with Pipeline(net(), HOSTS, prove="raise", micro_batches=5) as trainer:
+        trainer.step(loss_fn, batch(5))
+        assert "not proved: memory ran out" in trainer.explain()
+        assert trainer.report()["out_of_memory"] == 0
+        assert trainer.report()["micro_batches"] == [1] * 5
+        assert len(trainer._recent.steps) == 1
+
+
+def test_a_step_that_overflows_is_proved_by_a_later_one() -> None:
+    scaler, rows, large = torch.amp.GradScaler("cpu", init_scale=4.0), batch(), [1e308]
+    with Pipeline(net(), HOSTS, prove="raise") as trainer:
+        trainer.step(lambda m, part: loss_of(m, part) * large[0], rows, scaler=scaler)
+        large[0] = 1.0
+        trainer.step(lambda m, part: loss_of(m, part) * large[0], rows, scaler=scaler)
+        assert "not a finite number" in trainer.explain()
+        assert "equal to 8 micro-batches" in trainer.explain()
+
+
+def test_a_number_that_the_user_has_fixed_is_not_called_planned() -> None:
+    said, _, _ = steps(net(), loss_of, batch(ignored=9), prove="warn", micro_batches=4)
+    assert "in 8 micro-batches this batch of 32 items gives another result than in 4" in said
+    assert "micro_batches= fixes their number, so runs repeat" in said
+    assert "planned" not in said

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import pathlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ import torch
 from torch import nn
 
 from paceline import Error, InvalidArgument
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, Module
+from paceline.torch._check import forward
+from paceline.torch._trainer import lifetime
 from torch_support import TWO, classifier
 
 ITEMS = 9
@@ -167,3 +171,111 @@ def test_predictions_have_figures_and_are_shown_where_there_is_no_step() -> None
         for _ in range(2):
             trainer.step(lambda m, part: m(part).square().mean(), x)
         assert "\npredict: " in trainer.explain()
+
+
+def halves(fn: Callable[[Any, Any], Any], items: int = 4, **options: Any) -> Any:
+    """In slices of equal size, without a proof."""
+    module, (x, _) = classifier(items)
+    with DataParallel(module, TWO, balance="even", prove=False, **options) as trainer:
+        return trainer.predict(x, fn)
+
+
+def test_a_tuple_with_as_many_entries_as_a_slice_has_items_is_a_nest() -> None:
+    module, (x, _) = classifier(4)
+    out, nothing = halves(lambda m, part: (m(part), None))
+    torch.testing.assert_close(out, module(x).detach())
+    assert nothing is None
+    out, loss = halves(lambda m, part: (m(part), part.mean()))
+    assert out.shape == (4, 3)
+    torch.testing.assert_close(loss, x.mean())
+    out, kind = halves(lambda m, part: (m(part), "a"))
+    assert (out.shape, kind) == ((4, 3), "a")
+
+
+def test_a_list_that_may_be_read_in_two_ways_is_refused() -> None:
+    for fn in (lambda m, part: [m(row) for row in part], lambda m, part: [row.sum() for row in part]):
+        with pytest.raises(InvalidArgument, match="may be one tensor per item"):
+            halves(fn, 6)
+    assert halves(lambda m, part: [0, 0]) == [0, 0, 0, 0]
+    assert halves(lambda m, part: [None, "a"]) == [None, "a", None, "a"]
+    assert [one.shape for one in halves(lambda m, part: [m(row) for row in part], 8)] == [(3,)] * 8
+
+
+def test_all_else_has_to_be_the_same() -> None:
+    same = {
+        "set": {1, 2},
+        "path": pathlib.Path("a"),
+        "range": range(3),
+        "nan": float("nan"),
+        "type": int,
+        "function": len,
+    }
+    assert halves(lambda m, part: dict(same, rows=part))["set"] == {1, 2}
+    with pytest.raises(InvalidArgument, match=r"is .* in one micro-batch and .* in another"):
+        halves(lambda m, part: {"first": float(part[0, 0]), "rows": part})
+    with pytest.raises(InvalidArgument, match="other entries"):
+        halves(lambda m, part: {str(float(part[0, 0])): part})
+
+
+def test_arrays_of_any_type_are_put_together() -> None:
+    found = halves(
+        lambda m, part: {"text": np.array([f"{v:.3f}" for v in part[:, 0]]), "turned": part.numpy()[:, ::-1]}
+    )
+    _, (x, _) = classifier(4)
+    assert found["text"].tolist() == [f"{v:.3f}" for v in x[:, 0]]
+    np.testing.assert_array_equal(found["turned"], x.numpy()[:, ::-1])
+    with pytest.raises(InvalidArgument, match="is an array of shape"):
+        halves(lambda m, part: np.array(3))
+
+
+def test_the_first_call_of_a_module_refuses_what_the_second_does() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = classifier(4)[0]
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x).mean()
+
+    module = Module(Mean(), TWO, prove="warn")
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match=r"output has shape \(\)"):
+            module(classifier(4)[1][0])
+
+
+def test_a_thread_that_a_prediction_waits_for_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifetime, "_PATIENCE", 0.2)
+    module, x = rows()
+
+    def fn(inner: Any, part: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(trainer.predict, part).result(30)
+
+    for prove in (False, "warn"):
+        with (
+            DataParallel(module, TWO, prove=prove) as trainer,
+            pytest.raises(InvalidArgument, match="in the middle of another call"),
+        ):
+            trainer.predict(x, fn)
+
+
+def test_a_loop_of_steps_after_predictions_shows_steps() -> None:
+    module, x = rows()
+    file = io.StringIO()
+    with DataParallel(module, TWO, prove=False) as trainer:
+        for _ in range(5):
+            trainer.predict(x)
+        for part in trainer.progress([x] * 4, every=0, file=file):
+            trainer.step(lambda m, one: m(one).square().mean(), part)
+    assert "step -" not in file.getvalue()
+    assert "step 3" in file.getvalue().splitlines()[-1]
+
+
+def test_ctrl_c_before_a_proof_has_begun_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    module, x = rows()
+    monkeypatch.setattr(forward, "State", interrupted)
+    with DataParallel(module, TWO, prove="warn") as trainer, pytest.raises(KeyboardInterrupt):
+        trainer.predict(x)

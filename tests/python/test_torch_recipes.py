@@ -1,4 +1,4 @@
-"""The recipes of python/README.md, each trained for some steps and compared with one device."""
+"""The recipes of python/guide, each trained for some steps and compared with one device."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import enum
 import operator
 import sys
 from collections import UserDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -21,14 +21,19 @@ from paceline.torch._batch.moving import Move, moved, same, set_field
 Piece = tuple[int, int, Any]
 # Makes one tensor of the tensors in the same place of all pieces. The path names the place.
 Leaf = Callable[[list[Piece], str], torch.Tensor]
-# Puts entries, one per item, from the order of the pieces into that of the batch.
-Order = Callable[[list[Any]], list[Any]]
 
 _SIMPLE = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+_DEEPEST = 20  # objects in objects
 
 
 def concatenate(
-    outputs: list[Piece], move: Move = same, own: Move = same, *, call: str = "predict", pad: float | None = None
+    outputs: list[Piece],
+    move: Move = same,
+    own: Move = same,
+    *,
+    call: str = "predict",
+    pad: float | None = None,
+    rows_only: bool = False,
 ) -> Any:
     """Put the outputs of slices back together along dimension 0, in the order of the items.
 
@@ -45,22 +50,46 @@ def concatenate(
         What errors name.
     pad
         What fills rows up to the width of the widest slice. None: other widths are an error.
+    rows_only
+        Take nests of tensors with one row per item, and nothing else.
 
     Raises
     ------
     InvalidArgument
-        If something cannot be put together. The message names it.
+        If something cannot be put together, or in two ways. The message names it.
     """
     outputs = sorted(outputs, key=lambda entry: entry[0])
 
     def leaf(pieces: list[Piece], path: str) -> torch.Tensor:
-        if all(tensor.dim() == 0 and tensor.is_floating_point() for _, _, tensor in pieces):
+        if not rows_only and all(tensor.dim() == 0 and tensor.is_floating_point() for _, _, tensor in pieces):
             return mean_of(pieces, move).clone()
         if pad is not None:
             pieces = _padded(pieces, pad)
         return rows_of(pieces, path, move, own, call)
 
-    return joined(outputs, "output", leaf, call, lambda entries: in_order(entries, move, own))
+    return joined(outputs, "output", leaf, call, None if rows_only else PerItem(move, own))
+
+
+class PerItem:
+    """Puts what items have, one entry each, from the order of the pieces into that of the batch."""
+
+    def __init__(self, move: Move, own: Move) -> None:
+        """`move` and `own`: as for `concatenate`."""
+        self._move, self._own = move, own
+
+    @property
+    def home(self) -> torch.device:
+        """Where tensors are moved to."""
+        return self._move(torch.empty(0)).device
+
+    def order(self, items: int) -> list[int]:
+        """For each item its place among the pieces."""
+        found: list[int] = self._own(torch.arange(items)).tolist()
+        return found
+
+    def list(self, entries: Sequence[Any]) -> Sequence[Any]:
+        """The entries in the order of the items. Their tensors are moved, and have memory of their own."""
+        return [moved(entries[index], lambda one: self._move(one).clone()) for index in self.order(len(entries))]
 
 
 def mean_of(pieces: list[Piece], move: Move) -> torch.Tensor:
@@ -70,12 +99,6 @@ def mean_of(pieces: list[Piece], move: Move) -> torch.Tensor:
     items = sum(end - begin for begin, end, _ in pieces)
     parts = [move(tensor).double() * ((end - begin) / items) for begin, end, tensor in pieces]
     return torch.stack(parts).sum().to(pieces[0][2].dtype)
-
-
-def in_order(entries: list[Any], move: Move, own: Move) -> list[Any]:
-    """One entry per item, with tensors that are moved and have memory of their own, in the order in which `own` would put rows."""
-    order = own(torch.arange(len(entries))).tolist()
-    return [moved(entries[index], lambda one: move(one).clone()) for index in order]
 
 
 def _padded(pieces: list[Piece], value: float) -> list[Piece]:
@@ -115,12 +138,12 @@ def check_rows(tensor: torch.Tensor, items: int, path: str, call: str) -> None:
         )
 
 
-def joined(pieces: list[Piece], path: str, leaf: Leaf, call: str, order: Order | None = None) -> Any:
-    """One nest out of nests of one structure. `leaf` makes its tensors, `order` its lists with one entry per item, if there may be such."""
+def joined(pieces: list[Piece], path: str, leaf: Leaf, call: str, per_item: PerItem | None = None) -> Any:
+    """One nest out of nests of one structure. `leaf` makes its tensors, `per_item` its lists with one entry per item, if there may be such."""
 
     def inner(part: Callable[[Any], Any], name: str) -> Any:
         parts = [(begin, end, part(piece)) for begin, end, piece in pieces]
-        return joined(parts, f"{path}{name}", leaf, call, order)
+        return joined(parts, f"{path}{name}", leaf, call, per_item)
 
     first = pieces[0][2]
     other = next((piece for _, _, piece in pieces if type(piece) is not type(first)), first)
@@ -135,16 +158,10 @@ def joined(pieces: list[Piece], path: str, leaf: Leaf, call: str, order: Order |
         for field in dataclasses.fields(first):
             set_field(result, field.name, inner(operator.attrgetter(field.name), f".{field.name}"))
         return result
-    if order is not None and _is_per_item(pieces):
-        return type(first)(order([entry for _, _, piece in pieces for entry in piece]))
+    if per_item is not None and _is_per_item(pieces, path, call):
+        return type(first)(per_item.list([entry for _, _, piece in pieces for entry in piece]))
     if isinstance(first, (dict, UserDict, list, tuple)):
-        entries = set(first) if isinstance(first, (dict, UserDict)) else len(first)
-        for _, _, piece in pieces:
-            if (set(piece) if isinstance(piece, (dict, UserDict)) else len(piece)) != entries:
-                raise InvalidArgument(
-                    f"{call}: {path} has other entries in one micro-batch than in another: {_described_entries(first)} and "
-                    f"{_described_entries(piece)}. Return the same for every slice, whatever its items are."
-                )
+        _check_entries([piece for _, _, piece in pieces], path, call)
     if isinstance(first, (dict, UserDict)):
         result = copy.copy(first)
         for key in first:
@@ -155,46 +172,120 @@ def joined(pieces: list[Piece], path: str, leaf: Leaf, call: str, order: Order |
         return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
     if first is None:
         return None
-    if order is not None and is_array(first):
-        return leaf([(begin, end, torch.from_numpy(piece)) for begin, end, piece in pieces], path).numpy()
-    if order is not None and isinstance(first, _SIMPLE):
-        other = next((piece for _, _, piece in pieces if piece != first), first)
-        if other == first:
-            return first
+    if per_item is None:
         raise InvalidArgument(
-            f"{call}: {path} is {first!r} in one micro-batch and {other!r} in another. A value for the whole batch cannot be put together from "
-            "slices. Return one row, or one entry of a list, per item."
+            f"{call}: {path} is {type(first).__name__}, not a tensor, so it cannot be put together from slices."
         )
-    if order is not None and hasattr(first, "__dict__") and not callable(first):
-        result = copy.copy(first)
-        for name in vars(first):
-            vars(result)[name] = inner(operator.attrgetter(name), f".{name}")
-        return result
-    raise InvalidArgument(
-        f"{call}: {path} is {type(first).__name__}, not a tensor, so it cannot be put together from slices."
-    )
+    if is_array(first):
+        return _array_of(pieces, path, call, per_item)
+    if isinstance(first, torch.device):  # where the tensors beside it are
+        return per_item.home
+    if all(_equal(piece, first) for _, _, piece in pieces):
+        return first
+    if isinstance(first, _SIMPLE) or not hasattr(first, "__dict__") or callable(first) or path.count(".") > _DEEPEST:
+        other = next(piece for _, _, piece in pieces if not _equal(piece, first))
+        raise InvalidArgument(
+            f"{call}: {path} is {_shortened(first)} in one micro-batch and {_shortened(other)} in another. A value for the whole batch cannot be put "
+            "together from slices. Return one row, or one entry of a list, per item."
+        )
+    _check_entries([vars(piece) for _, _, piece in pieces], path, call)
+    result = copy.copy(first)
+    for name in vars(first):
+        vars(result)[name] = inner(operator.attrgetter(name), f".{name}")
+    return result
 
 
-def _is_per_item(pieces: list[Piece]) -> bool:
-    """Whether all are lists with one entry per item, and not nests of tensors with one row per item."""
+def _check_entries(nodes: list[Any], path: str, call: str) -> None:
+    """Raise if they have not the same keys, or the same length."""
+
+    def entries(node: Any) -> Any:
+        return set(node) if isinstance(node, (dict, UserDict)) else len(node)
+
+    other = next((node for node in nodes if entries(node) != entries(nodes[0])), None)
+    if other is not None:
+        raise InvalidArgument(
+            f"{call}: {path} has other entries in one micro-batch than in another: {_described_entries(nodes[0])} and {_described_entries(other)}. "
+            "Return the same for every slice, whatever its items are, or a list with one entry per item."
+        )
+
+
+def _array_of(pieces: list[Piece], path: str, call: str, per_item: PerItem) -> Any:
+    """The rows of NumPy arrays, of any type."""
+    import numpy as np
+
+    for begin, end, piece in pieces:
+        if not piece.ndim or len(piece) != end - begin or piece.shape[1:] != pieces[0][2].shape[1:]:
+            raise InvalidArgument(
+                f"{call}: {path} is an array of shape {piece.shape} for {plural(end - begin, 'item')}. Return arrays whose dimension 0 is the item, with rows of "
+                "one shape, or a list with one entry per item."
+            )
+    rows = np.concatenate([piece for _, _, piece in pieces])
+    return rows[per_item.order(len(rows))]
+
+
+def _is_per_item(pieces: list[Piece], path: str, call: str) -> bool:
+    """Whether all are lists with one entry per item, and not nests of tensors with one row per item.
+
+    Both may be so where slices have as many items as a list has entries. A tuple is a nest then, and a list is refused.
+    """
     if not all(type(piece) in (list, tuple) and len(piece) == end - begin for begin, end, piece in pieces):
         return False
-    same_length = len({len(piece) for _, _, piece in pieces}) == 1
-    return not (same_length and all(_has_rows(entry, end - begin) for begin, end, piece in pieces for entry in piece))
+    if len({len(piece) for _, _, piece in pieces}) > 1:
+        return True
+    kinds = {_kind_of([(b, e, piece[index]) for b, e, piece in pieces]) for index in range(len(pieces[0][2]))}
+    if "other" in kinds or ("same" in kinds and "rows" not in kinds):
+        return True
+    if len(pieces) > 1 and type(pieces[0][2]) is list and len(kinds) == 1 and pieces[0][2][0] is not None:
+        raise InvalidArgument(
+            f"{call}: {path} is a list of {len(pieces[0][2])} tensors for slices of as many items, so it may be one tensor per item, or tensors for the whole "
+            "slice. Return a tuple for the latter, and for the former torch.stack, or a list of dictionaries."
+        )
+    return False
 
 
-def _has_rows(node: Any, items: int) -> bool:
-    """Whether all that the node holds are tensors and arrays with one row per item."""
-    if isinstance(node, torch.Tensor) or is_array(node):
-        return bool(node.ndim and len(node) == items)
-    if isinstance(node, (list, tuple)):
-        inside = list(node)
-    elif isinstance(node, (dict, UserDict)):
-        inside = list(node.values())
+def _kind_of(pieces: list[Piece]) -> Literal["rows", "same", "nothing", "other"]:
+    """What is in one place of a nest in all pieces: tensors with one row per item, a value that is the same, None or means, or something else."""
+    nodes = [piece for _, _, piece in pieces]
+    first = nodes[0]
+    if any(type(node) is not type(first) for node in nodes):
+        return "other"
+    if isinstance(first, torch.Tensor) or is_array(first):
+        if all(node.ndim and len(node) == end - begin for begin, end, node in pieces):
+            return "rows"
+        means = isinstance(first, torch.Tensor) and first.is_floating_point() and all(node.ndim == 0 for node in nodes)
+        return "nothing" if means else "other"
+    if first is None:
+        return "nothing"
+    if isinstance(first, _SIMPLE):
+        return "same" if all(_equal(node, first) for node in nodes) else "other"
+    if isinstance(first, (list, tuple)):
+        insides = [dict(enumerate(node)) for node in nodes]
+    elif isinstance(first, (dict, UserDict)):
+        insides = [dict(node) for node in nodes]
     else:
-        inside = [one for one in getattr(node, "__dict__", {}).values() if not isinstance(one, _SIMPLE)]
-    inside = [one for one in inside if one is not None]
-    return bool(inside) and all(_has_rows(one, items) for one in inside)
+        insides = [vars(node) if hasattr(node, "__dict__") else {} for node in nodes]
+    if any(inside.keys() != insides[0].keys() for inside in insides):
+        return "other"
+    kinds = {
+        _kind_of([(b, e, inside[key]) for (b, e, _), inside in zip(pieces, insides, strict=True)]) for key in insides[0]
+    }
+    if "other" in kinds:
+        return "other"
+    return "rows" if "rows" in kinds else "same"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    try:
+        return type(one) is type(other) and bool(one == other or (one != one and other != other))
+    except Exception:  # their own comparison
+        return False
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def is_array(value: Any) -> bool:

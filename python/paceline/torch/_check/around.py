@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import enum
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.torch._devices.noise import states_of
 from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers, KeptParameters
 from paceline.torch._replicas.reach import LIBRARIES, SIMPLE
 
@@ -18,13 +21,15 @@ _MISSING = object()
 
 
 class KeptAround:
-    """The present state of what `function` refers to. Objects of libraries, such as loaders, files and threads, are left alone."""
+    """The present state of what `function` refers to. Objects of libraries, such as loaders, files and threads, are `left_alone`."""
 
     def __init__(self, function: Any, modules: list[nn.Module]) -> None:
         """`modules` are those of the trainer, whose state is kept elsewhere."""
         # Each variable by the functions that set and get it, with its value.
         self._variables: list[tuple[Callable[[Any], None], Callable[[], Any], Any]] = []
         self._attributes = KeptAttributes()
+        self.left_alone: dict[str, None] = {}  # by the names of their types
+        self.generators: list[Any] = []  # of Python and NumPy; their states are kept elsewhere
         self._known = set(map(id, modules))
         self._parts: list[nn.Module] = []
         for value in self._reached(function, 0):
@@ -53,15 +58,25 @@ class KeptAround:
                     self._known.add(id(part))
                     self._parts.append(part)
                     self._attributes.keep_module(part)
-        elif type(value).__module__.partition(".")[0] not in _OF_OTHERS and hasattr(value, "__dict__"):
+        elif _is_plain(value):
             if id(value) in self._known or depth > _DEEPEST:
                 return
             self._known.add(id(value))
             self._attributes.keep(vars(value))
             for one in list(vars(value).values()):
                 self._keep(one, depth + 1)
-        else:
+        elif states_of(value) is not None:
+            self.generators.append(value)
+        elif isinstance(value, tuple):
+            for one in value if depth <= _DEEPEST else ():
+                self._keep(one, depth + 1)
+        elif not (
             self._attributes.keep(value)
+            or callable(value)
+            or isinstance(value, _UNCHANGING)
+            or _room_of(value) == "paceline"
+        ):
+            self.left_alone[type(value).__name__] = None
 
     def _reached(self, function: Any, depth: int) -> Iterator[Any]:
         """What a function refers to: by its closure, its defaults, partial arguments, its object and the globals that it names."""
@@ -106,4 +121,15 @@ class KeptAround:
             yield value
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether it is an object of the user's, or a bag of values."""
+    own = _room_of(value) not in _OF_OTHERS or isinstance(value, (argparse.Namespace, types.SimpleNamespace))
+    return own and hasattr(value, "__dict__")
+
+
+def _room_of(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+_UNCHANGING = (*SIMPLE, enum.Enum, torch.Generator, types.ModuleType)  # or seen to elsewhere
 _OF_OTHERS = LIBRARIES | {"paceline", "builtins"}

@@ -70,6 +70,7 @@ class ForwardProver:
         self._execution, self._make_work, self._batch, self._fn = execution, make_work, batch, fn
         self._module, self._places, self._replicas = execution.module, execution.places, execution.replicas
         self._graph, self._pad = graph, pad
+        self._before: State | None = None
         self._tolerance = max(LEAST_OF_PROOFS, tolerance_for(self._module, self._places))
         self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if is_compiled(self._module) or is_compiled_function(fn):
@@ -79,8 +80,10 @@ class ForwardProver:
         """The outputs for the whole batch, as plain PyTorch gives them. `proof` gets what differs. If anything raises, all is as before."""
         self._call = proof.call
         self._edited = edited = Edited(self._batch, leaves=not self._graph)
-        self._before, self._first_noise = before, noise = State(self._replicas, self._places, self._fn), self._noise()
+        self._first_noise = noise = self._noise()
+        self._before = before = State(self._replicas, self._places, self._fn)
         noise.counts = True
+        proof.left_alone = list(before.around.left_alone)
         try:
             with self._stance():
                 ours, found = self._whole(before, noise)
@@ -109,8 +112,9 @@ class ForwardProver:
 
     def take_back(self) -> None:
         """Go back to where `run` began."""
-        self._restore(self._before)
-        self._first_noise.go_back()
+        if self._before is not None:
+            self._restore(self._before)
+            self._first_noise.go_back()
 
     def _restore(self, state: State) -> None:
         state.restore()
@@ -151,9 +155,8 @@ class ForwardProver:
     def _joined(self, pieces: list[tuple[int, int, Any]]) -> _Outputs:
         """Outputs by the rule for those of several devices, without a graph, and with memory of their own."""
         with torch.no_grad():
-            return concatenate(
-                pieces, lambda one: self._places.to_home(one.detach()), torch.clone, call=self._call, pad=self._pad
-            )
+            options: dict[str, Any] = {"call": self._call, "pad": self._pad, "rows_only": self._graph}
+            return concatenate(pieces, lambda one: self._places.to_home(one.detach()), torch.clone, **options)
 
     def _compared(
         self, start: State, noise: Noise, ours: _Outputs, found: Snapshot | None, proof: Proof
@@ -201,6 +204,10 @@ class ForwardProver:
             return found | {"error": f"a second call raises {type(error).__name__}: {error}"}
         return {} if proof.unproved else {name: text for name, text in found.items() if name in lasting}
 
+    def _said(self) -> contextlib.AbstractContextManager[None]:
+        """Around a run on the devices."""
+        return said_of_slices(self._call, self._batch.cut_inside)
+
     def _new_work(self) -> Workload:
         return self._make_work()
 
@@ -221,7 +228,7 @@ class ForwardProver:
             execution.forward(work, run)
             return run
 
-        with said_of_slices(self._call, self._batch.cut_inside):
+        with self._said():
             run = execution.repeated(attempt)
         outputs = self._joined(sorted(run.outputs, key=lambda piece: piece[0]))
         self._places.drain()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from paceline import Error, InvalidArgument
+from paceline.torch._devices.failures import noted
 
 EXTRAS_OF_SLICES = "extras_of_slices"  # an attribute of functions whose extras are not those of the batch
 _thrown_away = ContextVar("paceline_thrown_away", default=False)  # workers run in copies of the caller's context
@@ -41,9 +42,10 @@ def said_of_slices(call: str, cut_inside: str) -> Iterator[None]:
                 f"{call}: the function runs with the whole batch, and raises {type(error).__name__} with slices of it ({error}). The batch is a list or tuple, "
                 f"{cut_inside}. split= says how to cut objects of another type."
             ) from error
-        error.add_note(
+        noted(
+            error,
             "The whole batch has just run on one device without this error. The devices run slices of it, each on its own copy of the module. Does the "
-            "code need the size of the batch, or read from the original module what a forward writes to the module that it is given?"
+            "code need the size of the batch, or read from the original module what a forward writes to the module that it is given?",
         )
         raise
 
@@ -66,6 +68,9 @@ class Proof:
     unproved: list[str] = dataclasses.field(default_factory=list)
     cause: str = ""
     is_wrong: bool = False  # whether more differs than attributes of the module
+    left_alone: list[str] = dataclasses.field(
+        default_factory=list
+    )  # types of objects that the function reaches, and that were not put back
     reaches_batch: bool = False  # whether the function may use the whole batch instead of its slice
 
     @property
@@ -82,4 +87,5 @@ class Proof:
             result = f"not proved: {'; '.join(self.unproved)}"
         else:
             result = f"equal to {against} up to {self.largest:.0e} ({self.compared})"
-        return f"{what}: {result}; {self.seconds * 1e3:.0f} ms"
+        left = f"; not put back: {', '.join(self.left_alone[:5])}" if self.left_alone else ""
+        return f"{what}: {result}{left}; {self.seconds * 1e3:.0f} ms"

@@ -50,7 +50,7 @@ _OF_STATE = (
 class Prover:
     """Runs one batch whole, and then split."""
 
-    _of_state = _OF_STATE
+    _knows_rules = True  # whether buffers may come from all devices
 
     def __init__(
         self,
@@ -89,6 +89,7 @@ class Prover:
         """The result of the whole batch, in which the module is left. `proof` gets what the comparison has found. If anything raises, all is as before."""
         self._edited = Edited(self._batch)
         self._before = before = State(self._replicas, self._places, self._loss_fn)
+        proof.left_alone = list(before.around.left_alone)
         proof.reaches_batch = any(before.around.holds(one) for _, one in self._batch.tensors())
         try:
             for parameter in self._replicas.parameters:
@@ -132,7 +133,7 @@ class Prover:
 
     def _lasting(self, found: dict[str, str], after: State, proof: Proof) -> dict[str, str]:
         """The differences that are left in a second step: what a first forward sets up is on the module by then."""
-        self._tries_rules = any(text.startswith("buffer") for text in found.values())
+        self._tries_rules = self._knows_rules and any(text.startswith("buffer") for text in found.values())
         try:
             lasting = self._compared(after, self._noise(), None, proof)
         except Cancelled:
@@ -152,7 +153,7 @@ class Prover:
             if self._batch.cut_inside:
                 causes.append(f"The batch is a list or tuple, {self._batch.cut_inside}.")
         if found.keys() - _OF_THE_LOSS:
-            causes.append(self._of_state)
+            causes.append(self._about_state())
             rules = {name: rule for name, rule in self._comparison.rules.items() if name in found}
             if rules:
                 causes.append(f"DataParallel(..., buffers={rules}) gives these the values of one device: it was tried.")
@@ -341,6 +342,14 @@ class Prover:
             found[rule] = dict(zip(names, (value for *_, value in values), strict=True))
         return found
 
+    def _about_state(self) -> str:
+        """What to say of other buffers and attributes."""
+        return _OF_STATE
+
+    def _said(self) -> contextlib.AbstractContextManager[None]:
+        """Around a run on the devices."""
+        return said_of_slices("step", self._batch.cut_inside)
+
     def _new_work(self) -> Workload:
         return self._make_work()
 
@@ -369,7 +378,7 @@ class Prover:
             return Result(loss, inside, outside, extras, Snapshot(replicas), {}, joined)
 
         self._splits = True
-        with self._stance(), said_of_slices("step", self._batch.cut_inside):
+        with self._stance(), self._said():
             result = execution.repeated(attempt)
         self._splits = False
         self.outside.clear()

@@ -40,7 +40,7 @@ class State:
         self.around = KeptAround(loss_fn, parts)
         self._followed = replicas.followed()
         self._replicas = replicas
-        self.random, self.others = RandomStates(places), OtherGenerators()
+        self.random, self.others = RandomStates(places), OtherGenerators(self.around.generators)
 
     def restore(self) -> None:
         """Go back to that moment."""

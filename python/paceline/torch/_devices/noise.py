@@ -7,7 +7,7 @@ import dataclasses
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -129,6 +129,14 @@ class SliceNoise:
                 self._lost["the slices of an earlier try"] = None
                 return contextlib.nullcontext()
             return slice.of(rows - begin)
+
+    def clear(self) -> None:
+        """Forget all slices, before another try to record them."""
+        self._slices.clear()
+
+    def lose(self, names: Iterable[str]) -> None:
+        """Note draws that cannot be replayed."""
+        self._lost |= dict.fromkeys(names)
 
     def leave(self) -> None:
         """Nothing of a run that is recorded here stays."""
@@ -279,15 +287,34 @@ def _name_of(func: Any) -> str:
     return str(func._schema.name.partition("::")[2].strip("_"))
 
 
-class OtherGenerators:
-    """The present state of the global generators of Python and NumPy, to go back to."""
+def states_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+    """What gets and what sets the state of a generator of Python or NumPy. None for anything else."""
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and isinstance(generator, numpy.RandomState):
+        return generator.get_state, generator.set_state
+    if numpy is not None and isinstance(generator, numpy.Generator):
+        bits = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return None
 
-    def __init__(self) -> None:
+
+class OtherGenerators:
+    """The present state of the global generators of Python and NumPy, and of others of theirs, to go back to."""
+
+    def __init__(self, others: Iterable[Any] = ()) -> None:
         self._kept: list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]]
         self._kept = [("Python's random", random.getstate, random.setstate, random.getstate())]
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
             self._kept.append(("numpy.random", numpy.get_state, numpy.set_state, numpy.get_state()))
+
+        for one in others:
+            known = states_of(one)
+            if known is not None:
+                get, put = known
+                self._kept.append((f"a {type(one).__name__} of loss_fn", get, put, get()))
 
     @property
     def moved(self) -> list[str]:

@@ -54,7 +54,7 @@ class Carried:
             if wanted is not None and key in wanted and vars(modules[key[0]][1]).get(name) is before[key][0]:
                 read.add(key)
 
-        with _watched([modules[index][1] for index in looked_at], note):
+        with watched([modules[index][1] for index in looked_at], note):
             yield
         after = _states(modules)
         changed = {key for key, state in after.items() if not _same(state, before.get(key))}
@@ -79,7 +79,7 @@ class Carried:
 
 
 @contextlib.contextmanager
-def _watched(modules: list[nn.Module], note: Callable[[int, str], None]) -> Iterator[None]:
+def watched(modules: Sequence[nn.Module], note: Callable[[int, str], None]) -> Iterator[None]:
     """Call ``note(index of the module, name)`` before an attribute is read. Meanwhile the class of each module is a subclass of its own class."""
     watched: list[tuple[nn.Module, type]] = []
     try:

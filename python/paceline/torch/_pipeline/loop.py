@@ -117,6 +117,7 @@ class PipelineLoop:
         self.planner = planner
         self.last: Outcome | None = None
         self.lanes: Any = None  # of the step that runs
+        self.is_trial = False  # whether its runs are thrown away, so that the planner learns nothing from them
         self._names = [device.name for device in group.devices]
         self._totals = [_Totals() for _ in self._names]
         self._recent: list[deque[tuple[int, float]]] = [deque(maxlen=_RECENT) for _ in self._names]
@@ -211,11 +212,14 @@ class PipelineLoop:
     def _blocks_of(self, outcome: Outcome) -> dict[str, int]:
         """By device, how many blocks its stage has."""
         plan = outcome.plan
-        ends = [cut or len(self.planner.blocks) for cut in (*plan.cuts[1:], 0)]  # a stage behind a last one begins at 0
         blocks = dict.fromkeys(self._names, 0)
-        for device, first, end in zip(plan.order, plan.cuts, ends, strict=True):
+        for device, first, end in zip(plan.order, plan.cuts, self._ends(plan), strict=True):
             blocks[self._names[device]] = end - first
         return blocks
+
+    def _ends(self, plan: PipelinePlan) -> list[int]:
+        """The block behind each stage. A stage behind the last one of a pipeline begins at 0."""
+        return [cut or len(self.planner.blocks) for cut in (*plan.cuts[1:], 0)]
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -277,7 +281,6 @@ class PipelineLoop:
             return figures
         planned = last.plan.figures
         busy, seconds = last.busy(), last.seconds
-        ends = [cut or len(planner.blocks) for cut in (*last.plan.cuts[1:], 0)]  # a stage behind a last one begins at 0
         figures["stages"] = [
             {
                 "device": self._names[last.plan.order[stage]],
@@ -288,7 +291,7 @@ class PipelineLoop:
                 "bytes": planned["bytes"][stage] if planned else None,
                 "in_flight": last.plan.in_flight(stage),
             }
-            for stage, (first, end) in enumerate(zip(last.plan.cuts, ends, strict=True))
+            for stage, (first, end) in enumerate(zip(last.plan.cuts, self._ends(last.plan), strict=True))
         ]
         figures["schedule"] = last.plan.schedule
         figures["seconds"] = seconds
@@ -329,7 +332,7 @@ class PipelineLoop:
     def shrink(self, outcome: Outcome, limited: bool) -> bool:
         """After a step that ran out of memory: whether there is another plan that takes less."""
         self.settle()
-        if outcome.failed_stage is None:
+        if outcome.failed_stage is None or self.is_trial:
             return False
         if not outcome.trains:
             return self.planner.out_of_memory_predicting(outcome.plan)

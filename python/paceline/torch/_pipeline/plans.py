@@ -62,7 +62,7 @@ class PipelinePlan(NamedTuple):
         return self._replace(cuts=(0,), order=self.order[:1], schedule=core.forward_only(1, len(self.sizes)))
 
     def resized(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> PipelinePlan:
-        """The same items in other micro-batches, one at a time."""
+        """The same items in other micro-batches, which train one at a time."""
         return self._replace(sizes=change(self.sizes)).alone()
 
     def alone(self) -> PipelinePlan:

@@ -58,7 +58,7 @@ class ReplicasPlan:
         return found
 
     def resized(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> ReplicasPlan:
-        """The same items in other micro-batches, one at a time in each pipeline."""
+        """The same items in other micro-batches, which train one at a time in each pipeline."""
         return ReplicasPlan([(number, plan.resized(change)) for number, plan in self.parts], self._first_devices)
 
     def alone(self) -> ReplicasPlan:

@@ -58,6 +58,7 @@ class PipelineReplicas(StagesTrainer):
         reduction: Reduction = "mean",
         replicate: Replicate | None = None,
     ) -> None:
+        proves = prove_of(None)
         found = blocks_of(module, blocks)
         local = DeviceGroup([device for devices in pipelines for device in devices])
         groups: list[DeviceGroup] = []
@@ -82,5 +83,5 @@ class PipelineReplicas(StagesTrainer):
             for group in (local, *groups):
                 group.close()
             raise
-        options: dict[str, Any] = {"reduction": reduction, "prove": prove_of(None)}
+        options: dict[str, Any] = {"reduction": reduction, "prove": proves}
         self._assemble(module, local, owned=True, works=works, execution=execution, **options)

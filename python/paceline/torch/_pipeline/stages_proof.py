@@ -5,13 +5,14 @@ A module that is cut may fit on no single device, so there is no whole batch to 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 
-from paceline import Error
+from paceline import Cancelled, DeviceLost, Error, Timeout, Unavailable
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.objective import Objective
 from paceline.torch._check.check import TrialRun, check
@@ -22,6 +23,7 @@ from paceline.torch._check.result import Result
 from paceline.torch._check.state import Snapshot, State, close
 from paceline.torch._check.tolerance import LEAST_OF_PROOFS
 from paceline.torch._devices.noise import SliceNoise
+from paceline.torch._pipeline.carried import watched
 from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.batch_norm import using_batch_statistics
@@ -29,49 +31,115 @@ from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.run import Frame
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._run.workload import Workload
-from paceline.torch._trainer.proofs import Proofs, name_of, words_of
+from paceline.torch._trainer.proofs import TRIES, Proofs, name_of, words_of
 
+_T = TypeVar("_T")
 _PLANNED = (
     "The number of micro-batches is planned by measured times, so the result depends on these. micro_batches= fixes it."
 )
+_FIXED = "micro_batches= fixes their number, so runs repeat; one device that takes the whole batch at once has another result."
 _CHECK = "check(), on devices that can run the whole batch, says why."
+_ENDS = (Cancelled, DeviceLost, Timeout, Unavailable)  # of a call, whatever it runs
 
 
 class _TwoNumbers:
     """What both provers have in common: runs in fewer and in more micro-batches."""
 
     counts: list[int]  # of the two runs
+    plans = True  # whether the number of micro-batches is planned
     _fewer = True
     _execution: Any
+    _batch: Batch
+
+    def _begin(self, function: Any, *, hooks: bool) -> None:
+        self.counts, self._reads = [0, 0], dict[str, None]()
+        self._normalises = bool(using_batch_statistics(self._execution.replicas.norms))
+        if any(self._execution.places.on_gpu):  # so that parameters are on their devices when their state is kept
+            work = self._new_work()
+            self._execution.repeated(lambda: self._execution.frame(work, self._batch, function, hooks=hooks))
+
+    def _new_work(self) -> Workload:
+        raise NotImplementedError
 
     def _noise(self, *, counts: bool = False) -> Any:
-        return SliceNoise(self._execution.places, LEAST_OF_PROOFS)
+        self._slices = SliceNoise(self._execution.places, LEAST_OF_PROOFS)
+        return self._slices
+
+    def _said(self) -> contextlib.AbstractContextManager[None]:
+        """Around a run. No run is one of the whole batch, so there is nothing to say of its errors."""
+        return contextlib.nullcontext()
 
     def _resizing(self, work: Workload) -> Workload:
         """Let runs of this work have the number of micro-batches that is due."""
         work = cast(PipelineWork, work)
-        work.normalises = bool(using_batch_statistics(self._execution.replicas.norms))
+        work.normalises, work.step_loop.is_trial = self._normalises, True
+        self.plans = work.planner.plans_micro_batches
         resized = fewer if self._fewer else more
         work.resizes = lambda sizes: resized(sizes, 2 if work.normalises else 1)
         return work
 
     def _count(self, frame: Frame) -> None:
+        """At the beginning of each try to run."""
         passage: Any = frame.passage
         self.counts[0 if self._fewer else 1] = len(passage.plan.sizes)
+        if self._slices.records:
+            self._slices.clear()
+
+    def _fewer_by(self, run: Callable[[], _T], start: State, noise: Any) -> _T:
+        self._fewer = True
+        result = run()
+        self._fewer = noise.records = False
+        noise.lose(start.others.moved)
+        return result
+
+    def _tried(self, compare: Callable[[], dict[str, str]], proof: Proof) -> dict[str, str]:
+        """What two runs differ in. More micro-batches than planned may be more than the user's code can do."""
+        try:
+            found = compare()
+        except _ENDS:
+            raise
+        except Exception as error:
+            if self._fewer or is_out_of_memory(error):
+                raise
+            proof.unproved = [f"in {self.counts[1]} micro-batches it raises {type(error).__name__}: {error}"]
+            return {}
+        if self._reads:
+            names = ", ".join(list(self._reads)[:3])
+            found["loss"] = (
+                f"the function reads {names} from the original module, which has what an earlier call has left there: forwards write it to the module "
+                "that the function is given"
+            )
+        return found
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Note reads from the user's module of what the forwards of lanes have written to theirs. Both runs would read the same."""
+        replicas = self._execution.replicas
+        named = replicas.named_modules
+
+        def note(index: int, name: str) -> None:
+            if any(one.written is not None and one.written.has(index, name) for one in replicas.list):
+                path = named[index][0]
+                self._reads[f"'{path}.{name}'" if path else f"'{name}'"] = None
+
+        with watched([part for _, part in named], note) if replicas.shared else contextlib.nullcontext():
+            yield
 
 
 class StagesProver(_TwoNumbers, Prover):
     """Runs a step of one batch in fewer and in more micro-batches."""
 
     _left: list[dict[str, torch.Tensor]]  # the buffers that the two runs left
-    _of_state = (
-        "What a forward keeps for the next one depends on the number of micro-batches, as in plain accumulation. It is planned by measured times: "
-        "micro_batches= fixes it."
-    )
+    _knows_rules = False
+
+    def _about_state(self) -> str:
+        kept = "What a forward keeps for the next one depends on the number of micro-batches, as in plain accumulation."
+        return f"{kept} {_PLANNED if self.plans else _FIXED}"
 
     def run(self, proof: Proof) -> Result:
         """Compare. Nothing is left of the runs, not even of the one that is returned."""
-        self.counts, self._left = [0, 0], [{}, {}]
+        self._left = [{}, {}]
+        self._begin(self._loss_fn, hooks=self._carries)
         try:
             with thrown_away():
                 return super().run(proof)
@@ -84,48 +152,42 @@ class StagesProver(_TwoNumbers, Prover):
 
     def _whole(self, start: State, noise: Any) -> Result:
         """The batch in fewer micro-batches."""
-        self._fewer = True
-        result = self._split(start, noise, normalises=False)
-        self._fewer = noise.records = False
-        return result
+        return self._fewer_by(lambda: self._split(start, noise, normalises=False), start, noise)
 
     def _split(self, start: State, noise: Any, *, normalises: bool) -> Result:
-        result = super()._split(start, noise, normalises=normalises)
+        with self._watching():
+            result = super()._split(start, noise, normalises=normalises)
         self._left[0 if self._fewer else 1] = result.found.buffers
         return result
 
     def _compared(self, start: State, noise: Any, own: Result | None, proof: Proof) -> dict[str, str]:
         """As in plain accumulation attributes have what some micro-batch has left, and counts of calls are those of its micro-batches."""
-        try:
-            found = super()._compared(start, noise, own, proof)
-        except Error:  # of this library: a device failed, or somebody has closed the trainer
-            raise
-        except Exception as error:
-            if self._fewer:
-                raise
-            proof.unproved = [f"in {self.counts[1]} micro-batches it raises {type(error).__name__}: {error}"]
-            return {}
+        compare = super()._compared
+        found = self._tried(lambda: compare(start, noise, own, proof), proof)
         proof.compared = proof.compared.rpartition(", ")[0]
         left = {name: text for name, text in found.items() if not text.startswith("attribute")}
         if any(text.startswith("buffer") for text in left.values()):
-            left = {name: text for name, text in left.items() if name not in self._counters(start)}
+            counters = self._counters(start, left)
+            left = {name: text for name, text in left.items() if name not in counters}
         return left
 
-    def _counters(self, start: State) -> set[str]:
-        """The buffers that each micro-batch raises by the same."""
+    def _counters(self, start: State, names: Iterable[str]) -> set[str]:
+        """Those of the buffers that each micro-batch raises by the same."""
         start.restore()
         before = Snapshot(self._replicas).buffers
         (fewer, ours), (more, theirs) = zip(self.counts, self._left, strict=True)
-        return {
-            name
-            for name, value in before.items()
-            if name in ours
-            and name in theirs
-            and close((ours[name] - value) * more, (theirs[name] - value) * fewer, 0.0)
-        }
+        found = set()
+        for name in names:
+            values = [buffers.get(name) for buffers in (before, ours, theirs)]
+            if any(one is None or one.dtype is torch.bool or one.shape != values[0].shape for one in values):  # type: ignore[union-attr]
+                continue
+            then, left, other = cast(list[torch.Tensor], values)
+            if close((left - then) * more, (other - then) * fewer, 0.0):
+                found.add(name)
+        return found
 
     def _new_work(self) -> Workload:
-        return self._resizing(super()._new_work())
+        return self._resizing(self._make_work())
 
     def _trial(self, frame: Frame, **options: Any) -> TrialRun:
         self._count(frame)
@@ -138,7 +200,7 @@ class StagesForwardProver(_TwoNumbers, ForwardProver):
 
     def run(self, proof: Proof) -> None:
         """Compare. Nothing is left of the runs."""
-        self.counts = [0, 0]
+        self._begin(self._fn, hooks=True)
         try:
             with thrown_away():
                 super().run(proof)
@@ -146,16 +208,19 @@ class StagesForwardProver(_TwoNumbers, ForwardProver):
             self.take_back()
 
     def _whole(self, start: State, noise: Any) -> Any:
-        self._fewer = True
-        result = self._split(noise, normalises=False)
-        self._fewer = noise.records = False
-        return result
+        return self._fewer_by(lambda: self._split(noise, normalises=False), start, noise)
 
-    def _compared(self, *given: Any) -> dict[str, str]:
-        return {name: text for name, text in super()._compared(*given).items() if name == "outputs"}
+    def _split(self, noise: Any, *, normalises: bool) -> Any:
+        with self._watching():
+            return super()._split(noise, normalises=normalises)
+
+    def _compared(self, start: State, noise: Any, ours: Any, found: Any, proof: Proof) -> dict[str, str]:
+        compare = super()._compared
+        said = self._tried(lambda: compare(start, noise, ours, found, proof), proof)
+        return {name: text for name, text in said.items() if name in ("outputs", "loss")}
 
     def _new_work(self) -> Workload:
-        work = cast(PipelineWork, self._resizing(super()._new_work()))
+        work = cast(PipelineWork, self._resizing(self._make_work()))
         work.predicts = True
         return work
 
@@ -189,15 +254,12 @@ def more(sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
 class StageProofs(Proofs):
     """The proofs of a trainer with stages. Its steps run as planned, also those that are proved."""
 
+    runs_step = False
     _proves_one_device = True
 
     def due(self, loss_fn: Any, batch: Batch, objective: Objective, **options: Any) -> bool:
-        execution = cast(PipelineExecution, self._execution)
-        if (
-            execution.unfilled is not None or options.get("run") is not None
-        ):  # blocks are measured before there is memory
-            return False
-        return super().due(loss_fn, batch, objective, **options)
+        execution = cast(PipelineExecution, self._execution)  # blocks are measured before there is memory
+        return execution.unfilled is None and super().due(loss_fn, batch, objective, **options)
 
     def forward(self, call: str, fn: Any, batch: Batch, *, graph: bool, pad: float | None = None) -> None:
         """Prove a prediction, if that is due. The devices run it in any case."""
@@ -218,20 +280,26 @@ class StageProofs(Proofs):
 
     def _finish(self, prover: Any, proof: Proof) -> None:
         """Run a prover, and say what it has found."""
-        began = time.perf_counter()
+        began, result = time.perf_counter(), None
         try:
-            prover.run(proof)
+            result = prover.run(proof)
         except BaseException as error:
             if not is_out_of_memory(error):
                 raise
             proof.unproved = ["memory ran out"]
-        first, second = proof.split = prover.counts[0], prover.counts[1]
-        if first == second:
-            proof.unproved = ["a micro-batch cannot be cut"]
+        first, second = prover.counts
+        if first and second:
+            proof.split = first, second
+            if first == second and not proof.unproved:
+                proof.unproved = ["a micro-batch cannot be cut"]
         proof.seconds = time.perf_counter() - began
         if proof.is_wrong and self._prove == "raise":
             raise Error(f"{words_of(proof)} Nothing was committed.")
         self._tell(proof)
+        kind = self._now[0]
+        if result is not None and not result.finite and self._tries.setdefault(kind, 0) < TRIES:
+            self._tries[kind] += 1
+            self._steps[kind] -= 1  # the next step tries again
 
     def _step(
         self,
@@ -251,14 +319,15 @@ class StageProofs(Proofs):
         execution.replicas.refresh(loss_fn, hooks=carries)
 
         def explained() -> str:
+            planned = _PLANNED if prover.plans else _FIXED
             if any(execution.places.on_gpu):
-                return f"{_PLANNED} {_CHECK}"
+                return f"{planned} {_CHECK}"
             options: dict[str, Any] = {"micro_batch": None, "granularity": 1, "tolerance": None, "costs": None}
             report = check(execution, self._make_work(), batch, objective, loss_fn, reduction=reduction, **options)
             texts = [cause.text for cause in report.causes if "draws" not in cause.kind]
-            return " ".join([*texts, _PLANNED])
+            return " ".join([*texts, planned])
 
         with self._works.no_trace():
             options: dict[str, Any] = {"scale": scale, "costs": costs, "carries": carries, "micro_batch": None}
-            prover = prover_of(execution, self._make_work, batch, objective, loss_fn, explain=explained, **options)
+            prover: Any = prover_of(execution, self._make_work, batch, objective, loss_fn, explain=explained, **options)
             self._finish(prover, Proof(name_of(loss_fn), execution.steps + 1, batch.size))

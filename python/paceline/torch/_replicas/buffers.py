@@ -134,20 +134,20 @@ class KeptAttributes:
             self._kept[id(table)] = table, copy.copy(table)
         self.keep(vars(part))
 
-    def keep(self, value: Any, depth: int = 0) -> None:
-        """Keep what a container holds, or a tensor's values. Anything else is left out."""
+    def keep(self, value: Any, depth: int = 0) -> bool:
+        """Keep what a container holds, or a tensor's values. Anything else is left out. Returns whether it is one of these."""
         if (tensor := as_tensor(value)) is not None:
-            return self._keep_tensor(tensor)
+            self._keep_tensor(tensor)
+            return True
         base = _base_of(value)
         if base is None or id(value) in self._kept or depth > _DEEPEST:
-            return None
+            return base is not None
         before = base(value)
         self._kept[id(value)] = value, before
-        if len(value) > _LONGEST:
-            return None
-        for one in before.values() if isinstance(before, dict) else before:
-            self.keep(one, depth + 1)
-        return None
+        if len(value) <= _LONGEST:
+            for one in before.values() if isinstance(before, dict) else before:
+                self.keep(one, depth + 1)
+        return True
 
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         writable = tensor.is_leaf and not (tensor.requires_grad or tensor.is_inference() or _overlaps(tensor))

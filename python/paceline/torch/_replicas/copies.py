@@ -114,13 +114,18 @@ def check_sent(name: str, parameter: torch.Tensor, where: str) -> None:
         )
 
 
-def copied(module: nn.Module, reach: Reach, alias: Alias, common: Mapping[int, Any]) -> Copied:
-    """A deep copy of the module. It shares the parameters, registered or found by `reach`, and has what `common` says in the place of other data."""
+def copied(
+    module: nn.Module, reach: Reach, alias: Alias, common: Mapping[int, Any], *, detaches: bool = False
+) -> Copied:
+    """A deep copy of the module. It shares the parameters, registered or found by `reach`, and has what `common` says in the place of other data.
+
+    `detaches`: whether tensors with a graph are copied without it, which a proof has to see the effect of. Otherwise they are refused.
+    """
     parameters = [*module.parameters(), *reach.unregistered.values()]
     memo: dict[int, Any] = {**common, **{id(parameter): alias(parameter) for parameter in parameters}}
     derived = derived_in(part for _, part in reach.modules)
     memo.update({id(vars(one.module)[one.name]): one for one in derived})  # until `derive` computes it
-    for one in (*(part for _, part in reach.modules), *reach.objects.values()):
+    for one in (*(part for _, part in reach.modules), *reach.objects.values()) if detaches else ():
         _detach(list(vars(one).values()), memo)
     try:
         made = copy.deepcopy(module, memo)

@@ -126,7 +126,8 @@ class Replicas:
         if replicate:
             made = made_by(replicate, self._module, reach, alias)
         else:
-            made = copied(self._module, reach, alias, self._in_common(reach, device))
+            common = self._in_common(reach, device)
+            made = copied(self._module, reach, alias, common, detaches=self.common is not None)
         for _, ours in reach.modules if storages else ():
             buffers = made.counterparts[id(ours)]._buffers
             buffers |= {name: one.to(self._places.devices[device]) for name, one in buffers.items() if one is not None}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.torch._replicas.attributes import Attributes
+from paceline.torch._replicas.attributes import Attributes, is_of_a_forward
 from paceline.torch._replicas.buffers import holds_the_same, refill
 from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE
 
@@ -55,6 +55,13 @@ class Written:
             if apart and not (len(values) == len(before) and all(map(operator.is_, values.values(), before.values()))):
                 values.clear()
                 values.update(before)
+
+    def has(self, index: int, name: str) -> bool:
+        """Whether a forward has set the attribute of this holder since `note`, or has put a tensor with a graph into it."""
+        value = self._dicts[index].get(name, _NOTHING)
+        if value is _NOTHING or not self._apart[index] or name in BARE or callable(value):
+            return False  # a function that a forward has looked up and stored is not a result of it
+        return self._before[index].get(name, _NOTHING) is not value or is_of_a_forward(value)
 
     @property
     def changed(self) -> bool:

@@ -21,6 +21,7 @@ from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.works import Works
 
+_PATIENCE = 600.0  # with calls of other threads
 _SECONDS = 3.0  # the program's end waits so long for a worker that is inside an operator or a sleep
 _SECONDS_TO_LEAVE = 0.2  # for a daemon thread to release what its step held; releasing may end inside of PyTorch
 
@@ -48,6 +49,7 @@ class Lifetime:
         self._recent = recent
         self._lock = threading.Lock()
         self._caller: threading.Thread | None = None  # the thread of the present call
+        self._call: str | None = None  # its name
         self._abandoned = False  # by a second Ctrl-C: workers were still inside when the call ended
         threads = self._limited_threads()
         # This runs when the trainer is dropped without close(). _close_all handles the end of the program.
@@ -108,12 +110,13 @@ class Lifetime:
     def exclusive(self, call: str, *, waits: bool = False) -> Iterator[None]:
         """Let one call in at a time, since the replicas and their gradients belong to the trainer and not to the call.
 
-        `waits`: for a call of another thread to end. A call inside of another one is an error.
+        `waits`: for the same call of another thread to end. A call inside of another one is an error.
         """
         self._check_open(call)
         running = self._execution.running
         inside = self._caller is threading.current_thread() or (running is not None and running.on_a_worker)
-        if not self._lock.acquire(blocking=waits and not inside):
+        # The limit is for a thread that the present call has started, and waits for.
+        if not self._lock.acquire(timeout=_PATIENCE if waits and call == self._call and not inside else 0):
             raise InvalidArgument(
                 f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
                 "not call the trainer). One call at a time."
@@ -121,7 +124,7 @@ class Lifetime:
         threads = None
         try:
             self._check_open(call)  # it may have been closed meanwhile
-            self._caller = threading.current_thread()
+            self._caller, self._call = threading.current_thread(), call
             threads = self._limited_threads()
             if self.group.busy:
                 raise InvalidArgument(
@@ -134,7 +137,7 @@ class Lifetime:
         finally:
             if self.group.busy and self._execution.running is not None:
                 _abandoned_runs.add(self._execution.running)
-            self._execution.running = self._caller = None
+            self._execution.running = self._caller = self._call = None
             self._abandoned = self.group.busy
             self._unlock()
             if threads is not None:

@@ -32,7 +32,7 @@ Proved = tuple[torch.Tensor, list[torch.Tensor | None], list[tuple[torch.Tensor,
 Prove = Literal["warn", "raise"] | bool
 VARIABLE = "PACELINE_PROVE"
 _AGAIN = 1000  # the step of a kind that is proved next, and ten times as late each time after that
-_TRIES = 10  # of a step whose result is not finite
+TRIES = 10  # of a step whose result is not finite
 _MOST_KINDS = 64
 _WHOLE_BATCH = (
     "step: {} refers to a tensor of the whole batch by a variable of its own. If it computes with that instead of its second argument, which is the slice, the "
@@ -72,6 +72,7 @@ class Proofs:
     again its steps 1,000, 10,000 and so on: fixed numbers, so that runs repeat.
     """
 
+    runs_step = True  # whether the step that is proved is the result of the proof
     _proves_one_device = False
 
     def __init__(self, prove: Literal["warn", "raise"] | None, works: Works, execution: Execution) -> None:
@@ -222,7 +223,7 @@ class Proofs:
             return None
         self._commit(user, prover, whole, done, carries=carries)
         self._tell(proof)
-        if proof.unproved and not whole.finite and self._tries.setdefault(kind, 0) < _TRIES:
+        if proof.unproved and not whole.finite and self._tries.setdefault(kind, 0) < TRIES:
             self._tries[kind] += 1
             self._steps[kind] -= 1  # the next step tries again
         outside = [

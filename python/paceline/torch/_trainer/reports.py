@@ -195,7 +195,8 @@ class Reports:
 
         def figures() -> dict[str, Any]:
             found = self.report()
-            return found if found["steps"] else found | found.get("predictions", {})
+            of_predictions = not found["steps"] and "predictions" in found
+            return found | found["predictions"] | {"of": "predictions"} if of_predictions else found
 
         return Progress(batches, figures, loss, total=total, every=every, file=file, watched=self._gaps.watched)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -147,7 +148,7 @@ class Training:
                 "scale": scale,
                 "names": self._replicas.names,  # which the frame has brought up to date
                 "carries": carries,
-                "finite": True,
+                "finite": frame.passage is None or not any(self._places.on_gpu),
             }
             graphs = self._execution.graphs
             if graphs is None:
@@ -192,7 +193,10 @@ class Training:
         options["work"] = kind_of(name)
         if name is not None:
             options["prover_of"] = partial(FunctionProver, parameters=parameters)
-        with self._recent.step(kind_of(name), self._execution):
+        noted = (
+            self._recent.step(kind_of(name), self._execution) if self._proofs.runs_step else contextlib.nullcontext()
+        )
+        with noted:
             return self._proofs.step(loss_fn, whole, objective, **options)
 
     def batch(
