@@ -46,11 +46,12 @@ TEST(StepTimes, EndWhereTheListsOfTheirEventsGetNoMemory) {
     std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program);
     step->wait();
     EXPECT_EQ(step->failure(), nullptr);
-    EXPECT_EQ(step.use_count(), 1);
-    no_memory = true;
-    step.reset();  // a destructor that throws would end the program
-    no_memory = false;
     program->queues.drain();
+    step.reset();
+    EXPECT_EQ(program.use_count(), 1);
+    no_memory = true;
+    program.reset();  // its queues hold the times of the last step; a destructor that throws would end the program
+    no_memory = false;
   }
   bring_seconds = 0.0;
   EXPECT_EQ(fake::problems(), std::vector<std::string>{});

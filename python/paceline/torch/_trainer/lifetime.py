@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -48,6 +49,7 @@ class Lifetime:
         self._gaps = gaps
         self._recent = recent
         self._lock = threading.Lock()
+        self._freed = threading.Condition()  # notified when it is released
         self._caller: threading.Thread | None = None  # the thread of the present call
         self._call: str | None = None  # its name
         self._abandoned = False  # by a second Ctrl-C: workers were still inside when the call ended
@@ -113,18 +115,10 @@ class Lifetime:
         `waits`: for the same call of another thread to end. A call inside of another one is an error.
         """
         self._check_open(call)
-        running = self._execution.running
-        inside = self._caller is threading.current_thread() or (running is not None and running.on_a_worker)
-        # The limit is for a thread that the present call has started, and waits for.
-        if not self._lock.acquire(timeout=_PATIENCE if waits and call == self._call and not inside else 0):
-            raise InvalidArgument(
-                f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
-                "not call the trainer). One call at a time."
-            )
+        self._enter(call, _PATIENCE if waits else 0.0)
         threads = None
         try:
             self._check_open(call)  # it may have been closed meanwhile
-            self._caller, self._call = threading.current_thread(), call
             threads = self._limited_threads()
             if self.group.busy:
                 raise InvalidArgument(
@@ -142,6 +136,24 @@ class Lifetime:
             self._unlock()
             if threads is not None:
                 threads.release()
+
+    def _enter(self, call: str, patience: float) -> None:
+        """Take the lock for this call, or raise. `patience`: seconds to wait for the same call of another thread.
+
+        The limit is for a thread that the present call has started, and waits for.
+        """
+        deadline = time.monotonic() + patience
+        with self._freed:
+            while not self._lock.acquire(blocking=False):
+                running, left = self._execution.running, deadline - time.monotonic()
+                inside = self._caller is threading.current_thread() or (running is not None and running.on_a_worker)
+                if inside or left <= 0 or self._call not in (None, call):  # None: somebody is about to leave
+                    raise InvalidArgument(
+                        f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
+                        "not call the trainer). One call at a time."
+                    )
+                self._freed.wait(left)
+            self._caller, self._call = threading.current_thread(), call
 
     def _check_open(self, call: str) -> None:
         if not self._finalizer.alive:
@@ -174,8 +186,13 @@ class Lifetime:
         finally:
             self._unlock()
 
-    def _unlock(self) -> None:
+    def _free(self) -> None:
         self._lock.release()
+        with self._freed:
+            self._freed.notify_all()
+
+    def _unlock(self) -> None:
+        self._free()
         if not self._finalizer.alive:  # another thread has closed the trainer meanwhile
             self._release_if_idle()
 
@@ -185,7 +202,7 @@ class Lifetime:
             try:
                 self._release()
             finally:
-                self._lock.release()
+                self._free()
 
     def _release(self) -> None:
         """Release everything that the devices hold for this trainer. Its figures stay."""
