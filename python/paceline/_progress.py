@@ -120,7 +120,7 @@ class _FiguresSince:
         if now.get("of") != self._first.get("of"):  # about another kind of work from now on
             self._first = self._since = self._next = now
         since = self._since
-        steps = now["steps"] - since["steps"]
+        steps = now["steps"] - since["steps"] - (now.get("proved", 0) - since.get("proved", 0))  # that have times
         seconds = now["step_seconds"] - since["step_seconds"]
         # If only some of the steps had costs, amounts are in items.
         by_cost = steps > 0 and _steps_with_costs(now) - _steps_with_costs(since) == steps

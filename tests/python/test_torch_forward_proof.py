@@ -251,3 +251,15 @@ def test_gradients_are_untouched_by_predict() -> None:
     module = net()
     made(module).predict(rows())
     assert gradients(module) == [None] * 4
+
+
+def test_a_mean_over_labels_is_no_mean_of_a_prediction() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 4, dtype=torch.float64)
+    counted = x[:, 0] > -1  # most of them
+
+    def fn(module: Any, part: Any) -> Any:
+        return {"loss": (module(part[0]).square().mean(1) * part[1]).sum() / part[1].sum()}
+
+    with made(net()) as trainer, pytest.warns(ProofWarning, match="sums and counts with one row per item"):
+        trainer.predict((x, counted), fn)

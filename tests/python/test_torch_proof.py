@@ -374,3 +374,17 @@ def test_a_list_of_samples_that_is_cut_inside_its_entries_names_collate() -> Non
         pytest.warns(ProofWarning, match=r"whose 6 tensors were cut along dimension 0 .*collate="),
     ):
         trainer.step(lambda module, part: torch.stack([module(one).amax(0).sum() for one in part]).mean(), clouds)
+
+
+def test_each_function_that_differs_is_warned_of_by_name() -> None:
+    def other(module: Any, part: Any) -> Any:
+        return module(part).square().mean().sqrt()
+
+    def another(module: Any, part: Any) -> Any:
+        return module(part).square().mean().sqrt()
+
+    with made(net()) as trainer:
+        for function in (other, another):
+            with pytest.warns(ProofWarning, match=f"The function is .*{function.__name__}"):
+                trainer.step(function, rows())
+        assert trainer.explain().count("differs from one device") == 2

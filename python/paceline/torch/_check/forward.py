@@ -31,7 +31,8 @@ _Outputs = Any
 _DIFFER = "the outputs differ"
 _OF_OUTPUTS = (
     "What the forward makes of an item depends on the other items, such as by a mean over the batch or by its size. Compute that from the outputs, "
-    "which are those of the whole batch."
+    "which are those of the whole batch. A 0-dim output is taken for the mean over its slice: where it is a mean over something else than items, such as labels, "
+    "return sums and counts with one row per item."
 )
 _OF_STATE = (
     "What a forward keeps of its batch comes to the module from the device that ran most items; lists and dictionaries do not come at all. Let the "

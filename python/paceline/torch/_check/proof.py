@@ -82,7 +82,7 @@ class Proof:
             what += f" in {self.split[1]} micro-batches"
             against = f"{self.split[0]} micro-batches"
         if self.differences:
-            result = f"differs from {against}: {'; '.join(self.differences)}"
+            result = f"differs from {against}: {'; '.join(self.differences)}{f'. {self.cause}' if self.cause else ''}"
         elif self.unproved:
             result = f"not proved: {'; '.join(self.unproved)}"
         else:

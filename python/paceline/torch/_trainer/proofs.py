@@ -82,7 +82,7 @@ class Proofs:
         self._steps: dict[Any, int] = {}  # by kind
         self._tries: dict[Any, int] = {}  # by kind, of steps whose result was not finite
         self._names: tuple[int, Any] = (-1, None)  # the module's structure, with the replicas' generation
-        self._warned: set[str] = set()
+        self._warned: set[tuple[Any, str]] = set()  # kinds of work, and what was said of them
         self.differs = False  # whether one has found another result than that of one device
 
     def due(
@@ -241,8 +241,8 @@ class Proofs:
         said = (
             words_of(proof) if proof.differences else _WHOLE_BATCH.format(proof.function) if proof.reaches_batch else ""
         )
-        if said and said not in self._warned:
-            self._warned.add(said)
+        if said and (self._now[0], said) not in self._warned:
+            self._warned.add((self._now[0], said))
             warn_caller(said, ProofWarning)
 
     def _sum_over_ranks(self, prover: Prover, whole: Result, objective: Objective, scale: torch.Tensor | None) -> None:
@@ -299,12 +299,13 @@ def words_of(proof: Proof) -> str:
     if proof.split is not None:
         return (
             f"{proof.call}: in {proof.split[1]} micro-batches this batch of {proof.items} items gives another result than in {proof.split[0]}: "
-            f"{'; '.join(proof.differences)}.{cause} {_OFF}"
+            f"{'; '.join(proof.differences)}.{cause} {_OFF} The function is {proof.function}."
         )
     call = proof.call if proof.call in ("step", "run") else "call"
     return (
         f"{proof.call}: split over the devices this batch of {proof.items} items gives another result than on one device: "
-        f"{'; '.join(proof.differences)}.{cause} Where the first {call} is proved it has the result of one device, and those that follow do not. {_OFF}"
+        f"{'; '.join(proof.differences)}.{cause} Where the first {call} is proved it has the result of one device, and those that follow do not. {_OFF} The function is "
+        f"{proof.function}."
     )
 
 
