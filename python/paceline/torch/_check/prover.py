@@ -71,16 +71,14 @@ class Prover:
         self._module, self._places, self._replicas = execution.module, execution.places, execution.replicas
         self._batch, self._objective, self._loss_fn = batch, objective, loss_fn
         self._scale, self._costs, self._carries = scale, costs, carries
-        self._micro_batch = micro_batch or batch.size
-        self._explain = explain
+        self._micro_batch, self._explain = micro_batch or batch.size, explain
         tolerance = max(LEAST_OF_PROOFS, tolerance_for(self._module, self._places))
         self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if is_compiled(self._module) or is_compiled_function(loss_fn):
             self._stance = eagerly
         self.outside = OutsideLeaves(self._replicas.parameters, hooks_rest=carries)
         self._comparison = Comparison(self._replicas, self.outside, loss_fn, tolerance)
-        self._splits = False  # whether the devices run
-        self._tries_rules = False
+        self._splits = self._tries_rules = False  # whether the devices run, and whether rules of buffers are tried
         self._before: State | None = None
         self._first_noise: Noise | None = None
         self.size = batch.size
