@@ -51,15 +51,12 @@ class _TwoNumbers:
     _execution: Any
     _batch: Batch
 
-    def _begin(self, function: Any, *, hooks: bool) -> None:
+    def _begin(self, make: Callable[[], Workload], function: Any, *, hooks: bool) -> None:
         self.counts, self._reads = [0, 0], dict[str, None]()
         self._normalises = bool(using_batch_statistics(self._execution.replicas.norms))
         if any(self._execution.places.on_gpu):  # so that parameters are on their devices when their state is kept
-            work = self._new_work()
+            work = make()
             self._execution.repeated(lambda: self._execution.frame(work, self._batch, function, hooks=hooks))
-
-    def _new_work(self) -> Workload:
-        raise NotImplementedError
 
     def _noise(self, *, counts: bool = False) -> Any:
         self._slices = SliceNoise(self._execution.places, LEAST_OF_PROOFS)
@@ -139,7 +136,7 @@ class StagesProver(_TwoNumbers, Prover):
     def run(self, proof: Proof) -> Result:
         """Compare. Nothing is left of the runs, not even of the one that is returned."""
         self._left = [{}, {}]
-        self._begin(self._loss_fn, hooks=self._carries)
+        self._begin(self._new_work, self._loss_fn, hooks=self._carries)
         try:
             with thrown_away():
                 return super().run(proof)
@@ -200,7 +197,7 @@ class StagesForwardProver(_TwoNumbers, ForwardProver):
 
     def run(self, proof: Proof) -> None:
         """Compare. Nothing is left of the runs."""
-        self._begin(self._fn, hooks=True)
+        self._begin(self._new_work, self._fn, hooks=True)
         try:
             with thrown_away():
                 super().run(proof)
@@ -311,8 +308,7 @@ class StageProofs(Proofs):
         costs: list[float] | None,
         carries: bool,
         reduction: Any,
-        prover_of: Callable[..., Prover] = StagesProver,
-        work: str,
+        **_: Any,
     ) -> None:
         execution = self._execution
         execution.places.begin(batch)
@@ -329,5 +325,5 @@ class StageProofs(Proofs):
 
         with self._works.no_trace():
             options: dict[str, Any] = {"scale": scale, "costs": costs, "carries": carries, "micro_batch": None}
-            prover: Any = prover_of(execution, self._make_work, batch, objective, loss_fn, explain=explained, **options)
+            prover = StagesProver(execution, self._make_work, batch, objective, loss_fn, explain=explained, **options)
             self._finish(prover, Proof(name_of(loss_fn), execution.steps + 1, batch.size))
