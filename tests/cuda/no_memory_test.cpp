@@ -1,13 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The end of a step on GPUs on a thread that gets no memory. The operator new of this program fails on a thread that
-// asks for it.
+// The end of a step on GPUs on a thread that gets no memory.
 #include <gtest/gtest.h>
 
-#include <cstddef>
-#include <cstdlib>
 #include <memory>
-#include <new>
 #include <string>
 #include <vector>
 
@@ -15,21 +11,7 @@
 
 #include "orders.hpp"
 #include "queued_steps.hpp"
-
-namespace {
-
-thread_local bool no_memory = false;
-
-}  // namespace
-
-// Not inlined: GCC would take the freed memory for that of another allocation function.
-[[gnu::noinline]] void* operator new(std::size_t bytes) {
-  void* const data = no_memory ? nullptr : std::malloc(bytes > 0 ? bytes : 1);
-  if (data == nullptr) throw std::bad_alloc();
-  return data;
-}
-[[gnu::noinline]] void operator delete(void* data) noexcept { std::free(data); }
-[[gnu::noinline]] void operator delete(void* data, std::size_t) noexcept { std::free(data); }
+#include "shortage.hpp"
 
 namespace paceline {
 namespace {
@@ -50,9 +32,10 @@ TEST(StepTimes, EndWhereTheListsOfTheirEventsGetNoMemory) {
     times->wait();
     const std::shared_ptr<const StepTimes> later = queues.begin_step({});  // the queues let go of those before
     ASSERT_EQ(times.use_count(), 1);
-    no_memory = true;
-    times.reset();  // a destructor that throws would end the program
-    no_memory = false;
+    {
+      const Shortage shortage;
+      times.reset();  // a destructor that throws would end the program
+    }
     run_nothing(queues);
     later->wait();
     queues.drain();

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <new>
 #include <random>
 #include <thread>
 #include <vector>
@@ -10,23 +8,7 @@
 #include <paceline/error.hpp>
 
 #include "comm/block_reduction.hpp"
-
-namespace {
-
-thread_local bool may_allocate = true;
-
-void* allocate(std::size_t bytes, std::size_t alignment) {
-  if (!may_allocate) throw std::bad_alloc();
-  void* const data = std::aligned_alloc(alignment, (bytes + alignment) / alignment * alignment);
-  return data != nullptr ? data : throw std::bad_alloc();
-}
-
-}  // namespace
-
-// Not inlined: GCC would take the freed memory for that of another allocation function.
-[[gnu::noinline]] void* operator new(std::size_t bytes) { return allocate(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__); }
-[[gnu::noinline]] void operator delete(void* data) noexcept { std::free(data); }
-[[gnu::noinline]] void operator delete(void* data, std::size_t) noexcept { std::free(data); }
+#include "shortage.hpp"
 
 namespace paceline::internal {
 namespace {
@@ -92,9 +74,10 @@ TEST(BlockReduction, NeedsNoMemoryForItsWork) {
                                                           .count = sums.size(),
                                                           .dtype = DType::float64,
                                                           .scale = 0.5}});
-  may_allocate = false;
-  const bool done = reduction.work();
-  may_allocate = true;
+  const bool done = [&] {
+    const Shortage shortage;
+    return reduction.work();
+  }();
   EXPECT_TRUE(done);
   EXPECT_EQ(sums.back(), 1.5);
 }

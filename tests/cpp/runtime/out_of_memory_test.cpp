@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory that runs out in the middle of a call. The operator new of this program fails on a thread that asks for it.
+// Memory that runs out in the middle of a call.
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <iterator>
@@ -20,44 +19,10 @@
 #include <paceline/runtime/device_group.hpp>
 
 #include "host_group.hpp"
-
-namespace {
-
-thread_local int allocations_left = -1;  // until one fails; negative: none fails
-thread_local bool all_later_fail = false;
-
-bool fails() {
-  if (allocations_left < 0) return false;
-  if (allocations_left > 0 && --allocations_left > 0) return false;
-  if (!all_later_fail) allocations_left = -1;
-  return true;
-}
-
-}  // namespace
-
-// Not inlined: GCC would take the freed memory for that of another allocation function.
-[[gnu::noinline]] void* operator new(std::size_t bytes) {
-  void* const data = fails() ? nullptr : std::malloc(bytes > 0 ? bytes : 1);
-  if (data == nullptr) throw std::bad_alloc();
-  return data;
-}
-[[gnu::noinline]] void operator delete(void* data) noexcept { std::free(data); }
-[[gnu::noinline]] void operator delete(void* data, std::size_t) noexcept { std::free(data); }
+#include "shortage.hpp"
 
 namespace paceline {
 namespace {
-
-/// Makes the n-th allocation of this thread fail, and all later ones too if `all_later`.
-class Shortage {
- public:
-  Shortage(int n, bool all_later) {
-    allocations_left = n;
-    all_later_fail = all_later;
-  }
-  ~Shortage() { allocations_left = -1; }
-  Shortage(const Shortage&) = delete;
-  Shortage& operator=(const Shortage&) = delete;
-};
 
 /// Counts its calls, and holds the workers until `go`.
 class Count final : public GroupTask {
