@@ -207,7 +207,7 @@ def test_with_costs_the_first_run_of_each_longest_item_is_no_evidence(
 
 
 def test_the_lengths_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.torch._run.run.MOST_SIZES", 3)
+    monkeypatch.setattr("paceline.torch._run.executor.MOST_SIZES", 3)
     module = nn.RNN(3, 4, batch_first=True).double()
     compiled = torch.compile(loss_of_trimmed, backend="eager")
     with DataParallel(module, ["host:0"], balance="even") as trainer:

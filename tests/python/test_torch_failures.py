@@ -20,7 +20,7 @@ import torch
 from paceline import Cancelled, Error, InvalidArgument, Unavailable
 from paceline.torch import DataParallel, Pipeline
 from paceline.torch._devices.failures import noted
-from paceline.torch._run.run import Run
+from paceline.torch._run.executor import Executor
 from paceline.torch._trainer.host_workers import HostWorkers
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
 
@@ -158,12 +158,12 @@ def test_notes_hide_no_cause_where_python_prints_none(explicit: bool) -> None:
 def test_what_the_worker_itself_raises_is_raised(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as an interrupt between a micro-batch and its end, where nothing is caught."""
 
-    def body(self: Run, *_: Any) -> int:
+    def body(self: Executor, *_: Any) -> int:
         raise Unlucky("outside of user code")
 
     module, batch = classifier(12)
     with kind(module, TWO) as trainer:
-        monkeypatch.setattr(Run, "body", body)
+        monkeypatch.setattr(Executor, "body", body)
         with pytest.raises(Unlucky, match="outside of user code") as caught:
             trainer.step(classify, batch)
         monkeypatch.undo()

@@ -28,7 +28,8 @@ import torch
 
 from paceline import DeviceLost, InvalidArgument
 from paceline.torch import Module
-from paceline.torch._run.around import Around
+from paceline.torch._features.faults import Faults
+from paceline.torch._run.executor import Around
 from paceline.torch._trainer.base import Trainer
 
 __all__ = ["Error", "Fault", "Hang", "Injected", "InjectedError", "Injection", "Lost", "OutOfMemory", "Slow", "inject"]
@@ -298,14 +299,15 @@ def inject(trainer: Trainer | Module, *faults: Fault, seed: int = 0) -> Iterator
             )
         fault.check()
     execution = owner._execution
-    if execution.faults is not None:
+    if any(isinstance(one, Faults) for one in execution.features):
         raise InvalidArgument(
             "inject: faults are injected into this trainer already. Give all of them to one inject()."
         )
     injection = Injection(names, faults, seed)
-    execution.faults = injection.of
+    injected = Faults(injection.of, names)
+    execution.features.add(injected)
     try:
         yield injection
     finally:
-        execution.faults = None
+        execution.features.remove(injected)
         injection.end()

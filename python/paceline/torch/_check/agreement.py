@@ -16,6 +16,7 @@ from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.buffers import KeptAttributes, same_bits
 from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
 from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.train_run import LossFunction
@@ -113,17 +114,18 @@ def verify(
     probe = Probe(module, replicas.parameters, places, part, term, loss_fn, noise, outside, replicas.named_modules)
 
     def on(device: int) -> Probed:
-        def attempt() -> Probed:
+        def before() -> None:
             outside.clear()
             attributes.restore()
-            frame = execution.frame(work, part, loss_fn, hooks=True)
-            options = {"loss_fn": loss_fn, "objective": term, "scale": None, "names": replicas.names}
-            run = TrialRun(frame, **options, leaves=outside, noise=noise)
-            run.run_alone(device)
-            loss, gradients, _ = execution.train(work, run, keep=False)
-            return Probed(loss.item(), gradients, {})
 
-        return execution.repeated(attempt)
+        def trial(call: Call) -> TrialRun:
+            options = {"loss_fn": loss_fn, "objective": term, "scale": None, "names": replicas.names}
+            run = TrialRun(call, **options, leaves=outside, noise=noise)
+            run.run_alone(device)
+            return run
+
+        done = execution.train(Asked(work, part, loss_fn, trial, hooks=True, before=before), keep=False)
+        return Probed(done.loss.item(), done.totals, {})
 
     def distance(wanted: Probed, got: Probed) -> float:
         found = distances(wanted.gradients[: len(replicas.names)], got.gradients[: len(replicas.names)])

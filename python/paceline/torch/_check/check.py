@@ -36,9 +36,9 @@ from paceline.torch._devices.run_draws import replayed_draws
 from paceline.torch._replicas.batch_norm import fails_over_one_item, standing_still, using_batch_statistics
 from paceline.torch._replicas.buffers import KeptAttributes, KeptParameters
 from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
+from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients
-from paceline.torch._run.run import Frame
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._run.workload import Workload
 
@@ -81,27 +81,30 @@ def check(
     )
     by_cost = None
     if costs is not None:
-        execution.follow_modules(work)
+        execution.constrain(work)
         plan = work.step_loop.plan(costs)
         items = Items(list(plan.order), batch, places.pin, costs)
         spans = [span for span in pairwise(plan.bounds) if span[0] < span[1]]
         by_cost = dataclasses.replace(probe, batch=items.batch, objective=items.objective(objective)), spans
 
-    def attempt() -> Trained:
+    def before() -> None:
         outside.clear()
         attributes.restore()  # so that the devices follow the module as it was
         written.restore()
-        frame = execution.frame(work, batch, loss_fn, costs)
-        mine = objective if frame.items is None else frame.items.objective(objective)
+
+    def trial(call: Call) -> TrialRun:
+        mine = objective if call.items is None else call.items.objective(objective)
         options = {"loss_fn": loss_fn, "objective": mine, "scale": None, "names": replicas.names}
-        run = TrialRun(frame, **options, leaves=outside, noise=noise)
+        return TrialRun(call, **options, leaves=outside, noise=noise)
+
+    def trained() -> Trained:
         try:
-            loss, gradients, outcome = execution.train(work, run, keep=False)
+            done = execution.train(Asked(work, batch, loss_fn, trial, costs, before=before), keep=False)
         finally:
             execution.gather()
-        shares = dict(zip(places.names, outcome.items, strict=True))
-        found = [*gradients, *run.reached]
-        return shares, loss.item(), [None if one is None else places.to_home(one) for one in found]
+        shares = dict(zip(places.names, done.outcome.items, strict=True))
+        found = [*done.totals, *done.run.reached]
+        return shares, done.loss.item(), [None if one is None else places.to_home(one) for one in found]
 
     user = UserGradients(replicas)
     random, attributes = RandomStates(places), KeptAttributes(replicas.all_modules)
@@ -115,7 +118,7 @@ def check(
             micro_batch,
             granularity,
             tolerance,
-            lambda: execution.repeated(attempt),
+            trained,
             by_cost,
             norms,
             cure=execution.cure_of_running_statistics,
@@ -134,13 +137,13 @@ def check(
 class TrialRun(TrainRun):
     """A run in which items draw what they drew before. After it, `reached` has the gradients of leaves outside of the module."""
 
-    def __init__(self, frame: Frame, *, leaves: OutsideLeaves, noise: Noise, **options: Any) -> None:
-        super().__init__(frame, **options)
+    def __init__(self, call: Call, *, leaves: OutsideLeaves, noise: Noise, **options: Any) -> None:
+        super().__init__(call, **options)
         self._leaves = leaves
         self._noise = noise
         self.reached: list[torch.Tensor | None] = []
         if noise.drew:
-            self.draws = replayed_draws(self.places, frame.random)
+            self.draws = replayed_draws(self.places, call.random)
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         with self._noise.of(self.batch.rows(begin, end)):

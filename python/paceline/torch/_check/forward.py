@@ -22,9 +22,10 @@ from paceline.torch._devices.run_draws import replayed_draws
 from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
 from paceline.torch._replicas.compiled import eagerly, is_compiled, is_compiled_function
 from paceline.torch._replicas.parametrized import forget
+from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
+from paceline.torch._run.executor import PredictRun
 from paceline.torch._run.halves import ForwardRun
-from paceline.torch._run.run import Frame, PredictRun
 from paceline.torch._run.workload import Workload
 
 _Outputs = Any
@@ -212,25 +213,23 @@ class ForwardProver:
     def _new_work(self) -> Workload:
         return self._make_work()
 
-    def _run_of(self, frame: Frame) -> _Replays:
-        return _Forward(frame, self._fn, self._batch) if self._graph else _Replays(frame, fn=self._fn)
+    def _run_of(self, call: Call) -> _Replays:
+        return _Forward(call, self._fn, self._batch) if self._graph else _Replays(call, fn=self._fn)
 
     def _split(self, noise: Noise, *, normalises: bool) -> tuple[_Outputs, Snapshot]:
         execution = self._execution
         work = self._new_work()
         work.normalises |= normalises
 
-        def attempt() -> PredictRun:
-            frame = execution.frame(work, self._batch, self._fn, hooks=True)
-            run = self._run_of(frame)
+        def replays(call: Call) -> _Replays:
+            run = self._run_of(call)
             run.noise = noise
             if noise.drew:
-                run.draws = replayed_draws(frame.places, frame.random)
-            execution.forward(work, run)
+                run.draws = replayed_draws(call.places, call.random)
             return run
 
         with self._said():
-            run = execution.repeated(attempt)
+            run = execution.forward(Asked(work, self._batch, self._fn, replays, hooks=True))
         outputs = self._joined(sorted(run.outputs, key=lambda piece: piece[0]))
         self._places.drain()
         return outputs, Snapshot(self._replicas)

@@ -33,10 +33,10 @@ from paceline.torch._replicas.buffer_rules import BufferRule, BufferRules
 from paceline.torch._replicas.compiled import eagerly, is_compiled, is_compiled_function
 from paceline.torch._replicas.parametrized import forget
 from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import OwnStorages
 from paceline.torch._run.memory import is_out_of_memory
-from paceline.torch._run.run import Frame
 from paceline.torch._run.train_run import LossFunction, refuse_own_backward, refuse_without_gradient
 from paceline.torch._run.workload import Workload
 
@@ -246,9 +246,9 @@ class Prover:
     def _refuse_without_gradient(self) -> None:
         refuse_without_gradient()
 
-    def _trial(self, frame: Frame, **options: Any) -> TrialRun:
+    def _trial(self, call: Call, **options: Any) -> TrialRun:
         """A run on the devices that repeats the draws of the whole batch."""
-        return TrialRun(frame, loss_fn=self._loss_fn, names=self._replicas.names, carries=self._carries, **options)
+        return TrialRun(call, loss_fn=self._loss_fn, names=self._replicas.names, carries=self._carries, **options)
 
     def _compared(self, start: State, noise: Noise, own: Result | None, proof: Proof) -> dict[str, str]:
         """Run the batch split from a state, and compare it with the whole batch. Returns what differs, in words.
@@ -357,27 +357,26 @@ class Prover:
         work.normalises |= normalises
         memory: list[list[int]] = []
 
-        def attempt() -> Result:
-            self.outside.clear()
-            frame = execution.frame(work, self._batch, self._loss_fn, self._costs, hooks=self._carries)
+        def trial(call: Call) -> TrialRun:
             memory[:] = _addresses(replicas)
-            objective = self._objective if frame.items is None else frame.items.objective(self._objective)
-            run = self._trial(frame, objective=objective, scale=self._scale, leaves=self.outside, noise=noise)
-            loss, totals, outcome = execution.train(work, run, keep=False)
-            with torch.no_grad():
-                extras = run.extras.whole(run.items, self._places.to_home)
-                inside, outside = (
-                    [None if one is None else self._places.to_home(one) for one in ones]
-                    for ones in (totals, run.reached)
-                )
-                joined = self._joined(outcome) if self._tries_rules else {}
-                # As a step would: what the busiest device has written comes to the user's module.
-                execution.push(outcome)
-            return Result(loss, inside, outside, extras, Snapshot(replicas), {}, joined)
+            objective = self._objective if call.items is None else call.items.objective(self._objective)
+            return self._trial(call, objective=objective, scale=self._scale, leaves=self.outside, noise=noise)
 
+        asked = Asked(
+            work, self._batch, self._loss_fn, trial, self._costs, hooks=self._carries, before=self.outside.clear
+        )
         self._splits = True
         with self._stance(), self._said():
-            result = execution.repeated(attempt)
+            done = execution.train(asked, keep=False)
+            with torch.no_grad():
+                inside, outside = (
+                    [None if one is None else self._places.to_home(one) for one in ones]
+                    for ones in (done.totals, done.run.reached)
+                )
+                joined = self._joined(done.outcome) if self._tries_rules else {}
+                # As a step would: what the busiest device has written comes to the user's module.
+                execution.push(done.outcome)
+            result = Result(done.loss, inside, outside, done.extras, Snapshot(replicas), {}, joined)
         self._splits = False
         self.outside.clear()
         self._places.drain()

@@ -17,6 +17,7 @@ from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.failures import warn_caller
 from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._features.every import every_feature
 from paceline.torch._pipeline.blocks import Block, OtherOrderError
 from paceline.torch._pipeline.carried import Carried, message
 from paceline.torch._pipeline.chain import Chain
@@ -31,23 +32,36 @@ from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._replicas.replica import Replica
-from paceline.torch._run.around import Around
+from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
+from paceline.torch._run.executor import Executor
+from paceline.torch._run.feature import Feature, Retry
 from paceline.torch._run.memory import is_out_of_memory
-from paceline.torch._run.run import Frame, Run
 from paceline.torch._run.train_run import TrainRun
 from paceline.torch._run.workload import Workload
+
+_MOST_ORDERS = 64
+CURE_OF_NORMS = (
+    "Their number is planned from measured times. Fix it with micro_batches=, so that runs repeat, and as small as memory allows; 1 gives the "
+    "statistics of the batch. Or use GroupNorm or LayerNorm, or evaluation mode for these modules."
+)
+
+
+class OtherOrder(Feature):
+    """Cuts the module anew if its blocks are called in another order than they were registered in."""
+
+    def mend(self, run: Executor, error: BaseException, outcome: Any) -> Retry | BaseException | None:
+        if not isinstance(error, OtherOrderError):
+            return None
+        planner: Any = run.call.work.planner  # type: ignore[attr-defined]
+        planner.reorder(error.calls)
+        return Retry("blocks are called in another order", most=_MOST_ORDERS)
 
 
 class PipelineExecution(Execution):
     """An `Execution` whose devices are the stages of one copy of the module."""
 
-    cure_of_norms = (
-        "Their number is planned from measured times. Fix it with micro_batches=, so that runs repeat, and as small as memory allows; 1 gives the "
-        "statistics of the batch. Or use GroupNorm or LayerNorm, or evaluation mode for these modules."
-    )
-
-    cure_of_running_statistics = cure_of_norms
+    cure_of_running_statistics = CURE_OF_NORMS
 
     def __init__(
         self,
@@ -56,8 +70,10 @@ class PipelineExecution(Execution):
         places: Places,
         replicas: LaneReplicas,
         blocks: list[Block],
+        *mends: Feature,
     ) -> None:
-        super().__init__(group, module, places, replicas)
+        features = every_feature(replicas, cure_of_norms=CURE_OF_NORMS, mends=(OtherOrder(), *mends))
+        super().__init__(group, module, places, replicas, features)
         self.blocks = blocks
         self._lane_replicas = replicas
         self._warned_of_carried = False
@@ -68,52 +84,41 @@ class PipelineExecution(Execution):
         self.threads = LaneThreads()
         self._group = group
 
-    def frame(
-        self,
-        work: Workload,
-        whole: Batch,
-        fn: Callable[..., Any],
-        costs: list[float] | None = None,
-        order: list[int] | None = None,
-        *,
-        hooks: bool = False,
-    ) -> Frame:
-        if costs is not None:
+    def prepare(self, asked: Asked, *, keep: bool = False) -> Call:
+        work = asked.work
+        if asked.costs is not None:
             raise InvalidArgument(
                 "cost=: a pipeline runs the items in their order, in micro-batches of equal size, so costs have nothing to balance. Leave it out."
             )
         assert isinstance(work, PipelineWork)
         if self.unfilled is not None and not work.predicts:
-            self.measure(work, whole, fn)
-            work.planner.plan(whole.size)  # which tells whether it fits, before it has any memory
+            self.measure(work, asked.batch, asked.fn)
+            work.planner.plan(asked.batch.size)  # which tells whether it fits, before it has any memory
         self.fill()
-        frame = super().frame(work, whole, fn, hooks=hooks)
+        call = super().prepare(asked, keep=keep)
         if self.replicas.generation != self._generation:
             self._check_module()
             work.planner.renewed(self.replicas.parameters)
-        plan = work.plan_for(whole, frame.least, self._must_run_alone(work, whole))
-        if self._place(plan, fn, hooks=hooks):
-            work.seen.follow(self.replicas, self.module, fn, frame.state)
+        plan = work.plan_for(call.whole, call.recipe.constraints.least, self._must_run_alone(work, call.whole))
+        if self._place(plan, asked.fn, hooks=asked.hooks):
+            work.seen.follow(self.replicas, self.module, asked.fn, call.state)
         lanes = plan.lanes
         work.seen.sizes = [work.seen.sizes[0]] * lanes
         work.seen.ever = [work.seen.ever[0]] * lanes
-        places = self._places_of(plan)
-        return frame._replace(
-            replicas=self._replicas_of_lanes(plan),
-            state=CallerState(self.places.types, lanes, caches_casts=False),
-            places=places,
-            limits=[None] * lanes,
-            searches=False,
-            divides=False,
-            passage=self._passage_of(plan),
-        )
+        call.places = self._places_of(plan)
+        call.replicas, call.limits = self._replicas_of_lanes(plan), [None] * lanes
+        call.state = CallerState(self.places.types, lanes, caches_casts=False)
+        call.searches = call.divides = False
+        call.passage = self._passage_of(plan)
+        return call
 
     def measure(self, work: PipelineWork, whole: Batch, fn: Callable[..., Any]) -> None:
         """Measure the blocks of a module without memory one after the other."""
         planner = work.planner
         if self.unfilled is None or planner.balancer is not None:
             return
-        work.follow(whole, self.follow_modules(work))
+        self.constrain(work)
+        work.follow(whole, self.features.constraints(self.replicas, work).least)
         chain = Chain(self.module, self.blocks, self.unfilled.outside, planner.glue, reorders=planner.finds_order)
         parts = list(self.module.modules())
         random, attributes, buffers = RandomStates(self.places), KeptAttributes(parts), KeptBuffers(parts)
@@ -152,20 +157,6 @@ class PipelineExecution(Execution):
             self.unfilled = None
             self.replicas.renew()
 
-    def _tries_again(self, error: BaseException) -> bool:
-        if not isinstance(error, OtherOrderError):
-            return False
-        self._reorder(error.calls)
-        return True
-
-    def _inject(self, run: TrainRun, faults: Around) -> None:
-        def around(lane: int, begin: int, end: int) -> contextlib.AbstractContextManager[None]:
-            journey = journey_here()
-            assert journey is not None
-            return journey.surrounded(lambda device: faults(self._names.index(device), begin, end))
-
-        run.around.append(around)
-
     def _check_module(self) -> None:
         """Raise if the module has other blocks or parameters than when it was cut."""
         parts = dict(self.replicas.named_modules)
@@ -202,7 +193,7 @@ class PipelineExecution(Execution):
 
         return must
 
-    def _run_devices(self, work: Workload, run: Run) -> Any:
+    def _run_devices(self, work: Workload, run: Executor) -> Any:
         passage: Any = run.passage
         assert isinstance(work, PipelineWork)
         loop = work.step_loop
@@ -223,10 +214,10 @@ class PipelineExecution(Execution):
                 ran_all.append(lane)
 
         if planner.finds_order:
-            self._reorder = planner.reorder
             run.around.append(in_order)
         try:
-            outcome = passage.run(work.planner, run, self._group, self.threads, begun)
+            with run.surrounded():
+                outcome = passage.run(work.planner, run, self._group, self.threads, begun)
             if work.planner.plans_micro_batches:
                 outcome.micro_batches = len(outcome.bounds)
             if carried is not None and carried.found and not self._warned_of_carried:
@@ -238,7 +229,7 @@ class PipelineExecution(Execution):
         finally:
             loop.lanes = None
 
-    def _watched(self, run: Run) -> Carried:
+    def _watched(self, run: Executor) -> Carried:
         """Look in this run, which measures or is the first one, for what forwards leave to the next micro-batch."""
         carried = Carried(self.blocks, self.replicas.named_modules)
 
@@ -256,7 +247,7 @@ class PipelineExecution(Execution):
         run.around.append(around)
         return carried
 
-    def _first_failure(self, run: Run, outcome: Outcome) -> tuple[int | None, int, int, BaseException]:
+    def _first_failure(self, run: Executor, outcome: Outcome) -> tuple[int | None, int, int, BaseException]:
         failed = outcome.failed_begin
         device, begin, end, error = next((one for one in run.failures if one[1] == failed), run.failures[0])
         return device, begin, end, without_transforms(error)

@@ -24,6 +24,7 @@ from paceline.torch._pipeline.planner import plan_of
 from paceline.torch._pipeline.replicated import PipelineReplicas
 from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.copies import Replicate
+from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import Memory, check_trains
 from paceline.torch._trainer.base import Trainer
@@ -362,15 +363,14 @@ def _measure(
             execution.measure(work, whole, loss_fn)
             return whole.size
 
-        def attempt() -> None:
-            frame = execution.frame(work, whole, loss_fn)
-            run = TrainRun(frame, loss_fn=loss_fn, objective=objective, scale=None, names=execution.replicas.names)
-            execution.train(work, run, keep=False)
+        def executor(call: Call) -> TrainRun:
+            names = execution.replicas.names
+            return TrainRun(call, loss_fn=loss_fn, objective=objective, scale=None, names=names)
 
         random = RandomStates(execution.places)
         try:
             while planner.balancer is None:
-                execution.repeated(attempt)
+                execution.train(Asked(work, whole, loss_fn, executor), keep=False)
                 assert planner.measures is not None
                 planner.add(planner.measures)
         finally:

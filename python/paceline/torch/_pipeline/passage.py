@@ -19,7 +19,7 @@ from paceline.torch._pipeline.loop import Outcome
 from paceline.torch._pipeline.measure import BlockClock
 from paceline.torch._pipeline.plans import PipelinePlan
 from paceline.torch._replicas.replica import Replica
-from paceline.torch._run.run import FAILED, Run
+from paceline.torch._run.executor import FAILED, Executor
 from paceline.torch._run.train_run import TrainRun
 
 
@@ -52,8 +52,15 @@ class Passage:
         assert journey is not None
         journey.end()
 
+    def surrounded(
+        self, around: Callable[[str], contextlib.AbstractContextManager[Any]]
+    ) -> contextlib.AbstractContextManager[Any]:
+        journey = journey_here()
+        assert journey is not None
+        return journey.surrounded(around)
+
     def run(
-        self, planner: Any, run: Run, group: DeviceGroup, threads: LaneThreads, begun: Callable[[Lanes], None]
+        self, planner: Any, run: Executor, group: DeviceGroup, threads: LaneThreads, begun: Callable[[Lanes], None]
     ) -> Outcome:
         """Run all micro-batches. Failures are in the run. `begun` gets what can cancel it."""
         plan = self.plan

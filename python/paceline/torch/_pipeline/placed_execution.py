@@ -20,9 +20,24 @@ from paceline.torch._pipeline.plans import PipelinePlan
 from paceline.torch._pipeline.visited import visited_in
 from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.lane_replicas import LaneReplicas
+from paceline.torch._run.executor import Executor
+from paceline.torch._run.feature import Feature, Retry
 from paceline.torch._run.workload import Workload
 
 _ELSEWHERE = "Expected all tensors to be on the same device"  # PyTorch's words, for which it has no type
+
+
+class Strays(Feature):
+    """Looks after tensors that an operator met in another memory, from the first such error on."""
+
+    def __init__(self) -> None:
+        self.looks = False
+
+    def mend(self, run: Executor, error: BaseException, outcome: Any) -> Retry | BaseException | None:
+        if self.looks or not isinstance(error, RuntimeError) or _ELSEWHERE not in str(error):
+            return None
+        self.looks = True
+        return Retry("a tensor is in another memory")
 
 
 class PlacedExecution(PipelineExecution):
@@ -33,9 +48,9 @@ class PlacedExecution(PipelineExecution):
     def __init__(
         self, group: DeviceGroup, module: nn.Module, places: StagePlaces, replicas: LaneReplicas, blocks: list[Block]
     ) -> None:
-        super().__init__(group, module, places, replicas, blocks)
+        self._strays = Strays()
+        super().__init__(group, module, places, replicas, blocks, self._strays)
         self._placement = Placement(module, blocks, places)
-        self._strays = False  # whether an operator has failed since a tensor was elsewhere
 
     def _place(self, plan: PipelinePlan, fn: Callable[..., Any], *, hooks: bool) -> bool:
         moved = self._placement.follow(plan)
@@ -65,19 +80,13 @@ class PlacedExecution(PipelineExecution):
             self._placement,
             visited,
             compiled,
-            strays=self._strays or self._comes_back(plan),
+            strays=self._strays.looks or self._comes_back(plan),
         )
 
     def _comes_back(self, plan: PipelinePlan) -> bool:
         """Whether stages of one memory have another one between them. No operator fails there on a tensor that has a later copy."""
         memories = [memory for memory, _ in groupby(self.places.devices[device] for device in plan.order)]
         return len(set(memories)) < len(memories)
-
-    def _tries_again(self, error: BaseException) -> bool:
-        if self._strays or not isinstance(error, RuntimeError) or _ELSEWHERE not in str(error):
-            return False
-        self._strays = True
-        return True
 
     def gather(self) -> None:
         self._placement.gather()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from paceline.torch._pipeline.passage import Passage
 from paceline.torch._pipeline.replicas_plan import ReplicasPlan, ReplicasPlanner
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._replicas.replica import Replica
-from paceline.torch._run.run import Run
+from paceline.torch._run.executor import Executor
 
 
 class ReplicasOutcome(Outcome):
@@ -82,10 +83,15 @@ class _Passages:
     def end(self) -> None:
         self._passages[0].end()
 
+    def surrounded(
+        self, around: Callable[[str], contextlib.AbstractContextManager[Any]]
+    ) -> contextlib.AbstractContextManager[Any]:
+        return self._passages[0].surrounded(around)
+
     def run(
         self,
         planner: ReplicasPlanner,
-        run: Run,
+        run: Executor,
         group: DeviceGroup,
         threads: LaneThreads,
         begun: Callable[[Any], None],

@@ -27,8 +27,9 @@ from paceline.torch._pipeline.carried import watched
 from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.batch_norm import using_batch_statistics
+from paceline.torch._run.call import Asked, Call
+from paceline.torch._run.executor import Executor
 from paceline.torch._run.memory import is_out_of_memory
-from paceline.torch._run.run import Frame
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.proofs import TRIES, Proofs, name_of, words_of
@@ -56,7 +57,7 @@ class _TwoNumbers:
         self._normalises = bool(using_batch_statistics(self._execution.replicas.norms))
         if any(self._execution.places.on_gpu):  # so that parameters are on their devices when their state is kept
             work = make()
-            self._execution.repeated(lambda: self._execution.frame(work, self._batch, function, hooks=hooks))
+            self._execution.rehearse(Asked(work, self._batch, function, Executor, hooks=hooks))
 
     def _noise(self, *, counts: bool = False) -> Any:
         self._slices = SliceNoise(self._execution.places, LEAST_OF_PROOFS)
@@ -75,9 +76,9 @@ class _TwoNumbers:
         work.resizes = lambda sizes: resized(sizes, 2 if work.normalises else 1)
         return work
 
-    def _count(self, frame: Frame) -> None:
+    def _count(self, call: Call) -> None:
         """At the beginning of each try to run."""
-        passage: Any = frame.passage
+        passage: Any = call.passage
         self.counts[0 if self._fewer else 1] = len(passage.plan.sizes)
         if self._slices.records:
             self._slices.clear()
@@ -186,10 +187,10 @@ class StagesProver(_TwoNumbers, Prover):
     def _new_work(self) -> Workload:
         return self._resizing(self._make_work())
 
-    def _trial(self, frame: Frame, **options: Any) -> TrialRun:
-        self._count(frame)
+    def _trial(self, call: Call, **options: Any) -> TrialRun:
+        self._count(call)
         self._comparison.words = f"in {self.counts[0]} micro-batches", f"in {self.counts[1]}"
-        return _StagesTrial(frame, loss_fn=self._loss_fn, names=self._replicas.names, carries=self._carries, **options)
+        return _StagesTrial(call, loss_fn=self._loss_fn, names=self._replicas.names, carries=self._carries, **options)
 
 
 class StagesForwardProver(_TwoNumbers, ForwardProver):
@@ -221,9 +222,9 @@ class StagesForwardProver(_TwoNumbers, ForwardProver):
         work.predicts = True
         return work
 
-    def _run_of(self, frame: Frame) -> Any:
-        self._count(frame)
-        return super()._run_of(frame)
+    def _run_of(self, call: Call) -> Any:
+        self._count(call)
+        return super()._run_of(call)
 
 
 class _StagesTrial(TrialRun):

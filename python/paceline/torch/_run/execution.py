@@ -1,263 +1,389 @@
-"""Runs one call of a trainer on its devices. It commits everything, or nothing."""
+"""The order of a step: prepare, plan and run on the devices, try again where that may help, commit everything or nothing."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable
-from typing import Any
+import gc
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from paceline import DeviceGroup, InvalidArgument
+from paceline import DeviceGroup, Error, OutOfMemory
+from paceline.torch._batch.edits import Edits
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
+from paceline.torch._batch.items import Items
 from paceline.torch._batch.joining import concatenate
 from paceline.torch._batch.objective import Objective
-from paceline.torch._devices.places import Places
-from paceline.torch._replicas.batch_norm import using_batch_statistics, warn_of_normalised_apart
+from paceline.torch._devices.failures import Failure, raise_failure
+from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._replicas.batch_norm import CURE
 from paceline.torch._replicas.buffer_rules import BufferRules, put
-from paceline.torch._replicas.buffers import KeptBuffers, SharedBuffers
+from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
-from paceline.torch._run.around import Around
-from paceline.torch._run.gradients import UserGradients
+from paceline.torch._run.call import Asked, Call
+from paceline.torch._run.executor import Executor, PredictRun
+from paceline.torch._run.feature import Constraints, Feature, Features, Retry, RetryError
+from paceline.torch._run.flat_gradients import FlatGradients
+from paceline.torch._run.gradients import totals_of
+from paceline.torch._run.graphs import Graphs
+from paceline.torch._run.journal import Done, Gradients, Journal
 from paceline.torch._run.outside import OutsideGradients
+from paceline.torch._run.participants import of_forward, of_part, of_step, refuse_outside_of_ranks
 from paceline.torch._run.ranks import Ranks
-from paceline.torch._run.run import PredictRun
-from paceline.torch._run.runner import Runner
 from paceline.torch._run.train_run import TrainRun
 from paceline.torch._run.workload import Workload
 
-Gradients = list[torch.Tensor | None]
+_T = TypeVar("_T")
 _PROOFS = 8  # that are kept to be told of
 
 
-class Execution(Runner):
-    """Uses the replicas' gradients freely while a call runs, and writes the user's gradients at the end."""
+class Execution:
+    """Runs one call at a time. It uses the replicas' gradients freely meanwhile, and writes the user's at the end."""
 
+    cure_of_norms = CURE  # that normalise over a part of the batch
     # The cure of norms over micro-batches where `check` has found out: there is no device yet whose statistics count.
     cure_of_running_statistics = (
         "Use DataParallel(..., batch_norm='synchronised'), GroupNorm or LayerNorm, or evaluation mode for these."
     )
 
     def __init__(
-        self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas, *, synchronises: bool = False
+        self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas, features: Sequence[Feature]
     ) -> None:
-        super().__init__(module, places, replicas, synchronises=synchronises)
+        self.features = Features(features)
+        self.module, self.places, self.replicas, self._names = module, places, replicas, places.names
         self.items = [0] * len(group)  # how many each device ran in the last committed step
         self.steps = 0  # how many runs that train were committed, also in earlier processes if a state was loaded
         self.resumed = False  # whether they were, so that the first steps here are not the first ones of the run
         self.extras: Any = None  # what loss_fn returned beside the loss in that step
-        self.faults: Callable[[int], Around] | None = None  # what to inject into a call with this number, for tests
-        self.ranks: Ranks | None = None  # the other processes that train the module
-        self.sampler: GlobalBatchSampler | None = None  # the trainer's own; it is told what was trained on
-        self._outside = OutsideGradients()
-        self._kept: tuple[int, KeptBuffers] | None = None  # with the replicas' generation
-        self.buffer_rules: BufferRules | None = None  # for buffers that do not come from one device
-        self._joined: tuple[Any, list[Any]] | None = None  # what they say of an outcome
         self.committed: Any = None  # the last committed outcome
         self.proofs: deque[Any] = deque(maxlen=_PROOFS)  # the last ones
-        self._took_part = 0  # the number of the last call that was committed without items of this rank
+        self.running: Executor | None = None
+        self.failed_on: str | None = None  # the device that the last failure is to blame on, if it is one device
+        self.out_of_memory = 0  # how often a step had to run again in smaller pieces
+        self.calls = 0  # how many have begun
+        self.attempts = 0  # of the present call
+        self.graphs: Graphs | None = None  # set if micro-batches are captured
+        self.ranks: Ranks | None = None  # the other processes that train the module
+        self.sampler: GlobalBatchSampler | None = None  # the trainer's own; it is told what was trained on
+        self.buffer_rules: BufferRules | None = None  # for buffers that do not come from one device
+        self.flat = FlatGradients(replicas, places) if places.queues is not None and len(places) > 1 else None
+        self.outside = OutsideGradients()
+        self.took_part = 0  # the number of the last call that was committed without items of this rank
+        self._edits = Edits()
+        self._enqueued: Any = None  # the last outcome, committed or not
+        self._random: RandomStates | None = None  # the generators' states when the present attempt began
+        self._kept: tuple[int, KeptBuffers] | None = None  # with the replicas' generation
+        self._joined: tuple[Any, list[Any]] | None = None  # what `buffer_rules` say of an outcome
 
-    def train(self, work: Workload, run: TrainRun, *, keep: bool = True) -> tuple[torch.Tensor, Gradients, Any]:
-        """The objective, the gradients of the batch, and the outcome.
+    # What a trainer calls.
+
+    def train(self, asked: Asked, *, keep: bool = True) -> Done:
+        """The objective and the gradients of the batch. `asked.executor` makes a `TrainRun`.
 
         With `keep` the user's ``.grad``, the buffers and the balancer get the results of the step. Without, all three are as before.
         """
-        # With one device the user's module itself runs, so its buffers are saved in case the step fails.
-        kept = None if self.replicas.shared else self._kept_buffers()
-        user = UserGradients(self.replicas, adds=not run.carries)
-        try:
-            run.outside = self._outside
-            replicas = [replica.parameters for replica in self.replicas.list]
-            parameters = [self.replicas.parameters, *replicas]
-            refused = keep and self.ranks is not None
-            self._outside.begin(run.loss_fn, parameters, self.replicas.shared, carries=run.carries, refused=refused)
-            if keep and self.faults is not None:
-                self._inject(run, self.faults(self.calls))
-            shared = SharedBuffers(self.replicas.sparse)
-            outcome = self._execute(work, run)
-            shared.check()
-            user.check()
-            run.part = keep and self.ranks is not None
-            run.check()
-            self._end_draws(run)
-            if keep and run.least > 1 and outcome.micro_batches > 1 and not self._warned_of_norms:
-                self._warned_of_norms = True
-                warn_of_normalised_apart(using_batch_statistics(self.replicas.norms), self.cure_of_norms)
+        return self._repeated(asked, lambda call: self._train(call, asked.executor(call), keep), keep=keep)
+
+    def forward(self, asked: Asked) -> Any:
+        """Run forward, and commit what it wrote. Returns what `asked.executor` made."""
+        return self._repeated(asked, lambda call: self._forward(asked.executor(call)))
+
+    def predict(self, asked: Asked) -> Any:
+        """What the function returned, for the whole batch."""
+
+        def attempt(call: Call) -> Any:
+            run: PredictRun = self._forward(asked.executor(call))
             with torch.no_grad():
-                loss = self.places.to_home(run.loss())
-                extras = run.extras.whole(run.items, self.places.to_home)
-                totals = user.totals(run.left_out) if run.flat is None else run.flat.totals()
-                if keep and self.ranks is not None:
-                    self._check_for_ranks(outcome)
-                    loss, totals = self.ranks.sum(
-                        self.replicas, run.objective, loss, totals, scale=run.scale, steps=self.steps
-                    )
-                if keep:
-                    self._commit(work, run, user, totals, outcome, extras)
-            if not keep:
-                self._put_back(user, kept)
-            return loss, totals, outcome
-        except BaseException:
-            agreed = self.ranks.agreed if keep and self.ranks is not None else None
-            if user.written or agreed is not None:  # interrupted in the middle of writing: a step is done or not done
-                with torch.no_grad():
-                    self._commit(work, run, user, totals if agreed is None else agreed[1], outcome, extras)
-                raise
-            self._put_back(user, kept)
-            raise
-        finally:
-            self.drop_gradients()
+                own = self.places.owned if run.items is None else run.items.restored
+                return concatenate(run.outputs, self.places.to_home, own, pad=run.pad)
 
-    def _inject(self, run: TrainRun, faults: Around) -> None:
-        run.around.append(faults)
+        return self._repeated(asked, attempt)
 
-    def join(self, ranks: Ranks) -> None:
-        """Train together with other processes from now on."""
-        self.replicas.share()  # so that one device, too, refuses hooks on gradients of a part, and leaves .grad alone
-        ranks.share(self.replicas)
-        self.ranks = ranks
+    def rehearse(self, asked: Asked) -> None:
+        """Prepare a call as often as it takes, and run nothing."""
+        self._repeated(asked, lambda call: None)
 
     def take_part(
         self, function: Callable[..., Any], objective: Objective, *, carries: bool
     ) -> tuple[torch.Tensor, Gradients]:
-        """What `train` returns on a rank without items: the objective of all ranks, and its gradients."""
+        """What `train` gives on a rank without items: the objective of all ranks, and its gradients."""
         assert self.ranks is not None
         self.replicas.refresh(function, hooks=carries)
-        user = UserGradients(self.replicas)
-        totals: Gradients = [None] * len(self.replicas.parameters)
+        journal = Journal(of_part(self, carries=carries))
+        journal.prepare()
         self.calls += 1
         self.failed_on = None
-        watch = contextlib.nullcontext() if self.watchdog is None else self.watchdog.watch(self.calls, lambda: None)
-        with torch.no_grad(), watch:
+        none: Gradients = [None] * len(self.replicas.parameters)
+        with torch.no_grad(), self.features.around_call(self):
             try:
-                loss, totals = self.ranks.sum(self.replicas, objective, None, totals, steps=self.steps)
-                self._commit_part(user, totals, carries=carries)
+                loss, totals = self.ranks.sum(self.replicas, objective, None, none, steps=self.steps)
+                journal.commit(Done(None, None, loss, totals))
             except BaseException:
-                agreed = self.ranks.agreed
-                if agreed is None:
-                    user.restore()
+                if self.ranks.agreed is None:
+                    journal.rollback()
                 else:  # interrupted in the middle of writing
-                    self._commit_part(user, agreed[1], carries=carries)
+                    journal.commit(Done(None, None, *self.ranks.agreed))
                 raise
         return loss, totals
 
-    def together(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """Around a call that all ranks make."""
-        return contextlib.nullcontext() if self.ranks is None else self.ranks.together(call)
+    # The order of a step.
 
-    def _check_for_ranks(self, outcome: Any) -> None:
-        """Raise for what only this rank knows: a device that has failed, and gradients that have no place in the sum."""
-        if self.places.queues is not None:
-            self.places.drain()
-            _ = outcome.settled  # raises the error of a device that has failed
-        refuse_outside_of_ranks(self._outside.reached)
+    def _repeated(self, asked: Asked, attempt: Callable[[Call], _T], *, keep: bool = False) -> _T:
+        """What `attempt` returns, as often as it takes. Each attempt starts from the same state of the generators."""
+        self._random = None
+        self.calls += 1
+        self.attempts = 0
+        self.failed_on = None
+        retries: Counter[str] = Counter()
+        try:
+            with self.features.around_call(self):
+                while True:
+                    self.attempts += 1
+                    try:
+                        if asked.before is not None:
+                            asked.before()
+                        return attempt(self.prepare(asked, keep=keep))
+                    except RetryError as error:
+                        retry = error.retry
+                    except OutOfMemory:  # paceline's own: PyTorch may sit on memory that it does not use
+                        retry = Retry("memory that PyTorch had kept", out_of_memory=True)
+                        if retries[retry.reason]:
+                            raise
+                    retries[retry.reason] += 1
+                    if retries[retry.reason] > retry.most:
+                        raise Error(
+                            f"step: run {retries[retry.reason]} times for one reason: {retry.reason}. Please report this."
+                        )
+                    self._go_back(retry)
+        finally:
+            self._edits.end()
 
-    def _kept_buffers(self) -> KeptBuffers:
-        """The present buffers, in memory that is allocated once for the modules as they are now."""
+    def prepare(self, asked: Asked, *, keep: bool = False) -> Call:
+        """Bring the replicas up to date with the module, and bind the features."""
+        self.places.separate_generators()
+        self._random = random = RandomStates(self.places)
+        self._edits.begin(asked.batch)
+        self.replicas.refresh(asked.fn, hooks=asked.hooks)
+        call = Call(asked, self.replicas, self.places, random, number=self.calls, keep=keep)
+        call.seen.follow(self.replicas, self.module, asked.fn, call.state, captures=self.graphs is not None)
+        self.features.bind(call)
+        self._constrain(call.work, call.recipe.constraints)
+        if asked.order is not None:
+            call.items = Items(asked.order, call.whole, self.places.pin, asked.costs)
+        elif asked.costs is not None:
+            plan = call.work.step_loop.plan(asked.costs)
+            call.items = Items(list(plan.order), call.whole, self.places.pin, asked.costs, plan)
+        if call.items is not None:
+            call.batch = call.items.batch
+        limits = call.recipe.constraints
+        may_divide = limits.least == 1 and not limits.undivided and call.work.writes_buffers is not True
+        call.searches = call.items is None and may_divide and self._searches(call.work)
+        call.divides = may_divide and (call.work.corrects or call.searches)
+        call.flat = self.flat
+        return call
+
+    def _constrain(self, work: Workload, constraints: Constraints) -> None:
+        """Each device gets one micro-batch if the result depends on their number. Corrections would divide it."""
+        corrections = None
+        if work.corrects:
+            writes = self.replicas.any_buffers if work.writes_buffers is None else work.writes_buffers
+            corrections = False if writes or constraints.least > 1 or constraints.undivided else None
+        if work.given != (constraints.least, corrections):
+            work.step_loop.set_least_items(constraints.least)
+            if work.corrects:
+                work.step_loop.set_corrections(corrections)
+            work.given = (constraints.least, corrections)
+
+    def _train(self, call: Call, run: TrainRun, keep: bool) -> Done:
+        began = time.perf_counter()
+        ranks = self.ranks if keep else None
+        run.part = ranks is not None
+        journal, done = Journal(of_step(self, run, keep=keep)), None
+        try:
+            journal.prepare()
+            outcome = self._execute(run)
+            journal.check(run, outcome)
+            run.check()
+            for check in run.recipe.check:
+                check(run, outcome)
+            with torch.no_grad():
+                loss = self.places.to_home(run.loss())
+                extras = run.extras.whole(run.items, self.places.to_home)
+                done = Done(run, outcome, loss, self._totals(run), extras)
+                if ranks is not None:
+                    self._check_for_ranks(outcome)
+                    summed = ranks.sum(
+                        self.replicas, run.objective, loss, done.totals, scale=run.scale, steps=self.steps
+                    )
+                    done = done._replace(loss=summed[0], totals=summed[1])
+                if keep:
+                    journal.commit(done)
+                else:
+                    journal.rollback()
+            return done._replace(seconds=time.perf_counter() - began)
+        except BaseException:
+            agreed = None if ranks is None else ranks.agreed
+            if done is not None and keep and (journal.begun or agreed is not None):  # interrupted: done, or not done
+                with torch.no_grad():
+                    journal.commit(done if agreed is None else done._replace(loss=agreed[0], totals=agreed[1]))
+            else:
+                journal.rollback()
+            raise
+        finally:
+            self.drop_gradients()
+
+    def _totals(self, run: TrainRun) -> Gradients:
+        return totals_of(self.replicas, run.left_out) if run.flat is None else run.flat.totals()
+
+    def _forward(self, run: Any) -> Any:
+        outcome = self._execute(run)
+        for check in run.recipe.check:
+            check(run, outcome)
+        journal = Journal(of_forward(self))
+        done = Done(run, outcome, torch.empty(0), [])
+        with torch.no_grad():
+            try:
+                journal.commit(done)
+            except BaseException:  # interrupted in the middle of writing
+                journal.commit(done)
+                raise
+        return run
+
+    def _execute(self, run: Executor) -> Any:
+        """Run everything, on all devices. Raises what the user's code has raised, or why the run does not count."""
+        self.running = run
+        run.queues_empty = self._queues_are_empty()
+        outcome = self._run_devices(run.call.work, run)
+        failed = bool(run.failures) or outcome.failed
+        for retry in run.recipe.retry:
+            if (again := retry(run, outcome, failed=failed)) is not None:
+                run.failures.clear()
+                raise RetryError(again)
+        cause = outcome.take_cause() if outcome.failed else None
+        if cause is not None:  # raised where the body catches nothing
+            run.failures.insert(0, (outcome.failed_device, 0, 0, cause))
+        del cause
+        if run.failures:
+            self._fail(run, outcome)
+        if outcome.failed:
+            device = outcome.failed_device
+            where = "the reduction" if device is None else self._names[device]
+            raise Error(f"step: {where} failed outside of user code. Nothing was committed.")
+        self._enqueued = None if self.places.queues is None else outcome
+        self._edits.check()
+        return outcome
+
+    def _run_devices(self, work: Workload, run: Executor) -> Any:
+        """Let the devices run everything. Returns the outcome, also of a run that has failed."""
+        step_loop, queues = work.step_loop, self.places.queues
+        calls = (run.body, run.end, queues, None if queues is None else run.sums())
+        plan = run.items.plan if run.items is not None else None
+        if plan is None:
+            shapes = run.batch.item_shapes
+            speed = work.kind((shapes, run.seen.mode, self.replicas.generation)) if run.searches else 0
+            plan = step_loop.plan(run.batch.size, work.kind(shapes), speed, run.searches)
+        run.plan = plan
+        with run.surrounded():
+            return step_loop.run(plan, *calls, run.claims, run.pieces)
+
+    def _fail(self, run: Executor, outcome: Any) -> None:
+        """Raise the first failure, or why it may not come again."""
+        device, begin, end, error = self._first_failure(run, outcome)
+        others = [
+            Failure(self._where_too(one[0]), run.batch.described(*one[1:3]) if one[2] > one[1] else "", one[3])
+            for one in run.failures
+            if one[:3] != (device, begin, end)
+        ]
+        failed = outcome.failed_device
+        self.failed_on = None if failed is None else self._names[failed]
+        run.failures.clear()
+        mended: Retry | BaseException = error
+        try:
+            mended = self.features.mend(run, error, outcome)
+            if isinstance(mended, Retry):
+                self.out_of_memory += mended.out_of_memory
+                raise RetryError(mended) from error
+            error = mended
+            where = self._where_too(None) if device is None else self._where(device, outcome)
+            items = run.batch.described(begin, end) if end > begin else ""
+            if end - begin == 1 < run.batch.size and type(error) in (ValueError, RuntimeError, IndexError):
+                items += ", a slice of one item (where squeeze() also drops the dimension of the items, and squeeze(-1) does not)"
+            raise_failure(Failure(where, items, error), others, run.kept)
+        finally:
+            # They refer to this frame, and a dropped trainer must end without the garbage collector.
+            del error, others, mended
+
+    def _go_back(self, retry: Retry) -> None:
+        """Put everything back that the last attempt has moved."""
+        if self._random is not None:
+            self._edits.run_again(complete=retry.complete)
+        # Not in the handler, where the traceback still holds what the first attempt had allocated.
+        if retry.out_of_memory:
+            gc.collect()  # as cycles of the user's objects may, too
+            self.places.release_memory()
+        if self._random is not None:
+            self._random.restore()
+        for replica in self.replicas.list:
+            if replica.written is not None:
+                replica.written.undo()
+
+    def _first_failure(self, run: Executor, outcome: Any) -> tuple[int | None, int, int, BaseException]:
+        failed = outcome.failed_device
+        return next((one for one in run.failures if one[0] == failed), run.failures[0])
+
+    def _where(self, device: int, outcome: Any) -> str:
+        """Where the first failure was, in words."""
+        return self._names[device]
+
+    def _where_too(self, device: int | None) -> str:
+        """Where another failure was, in words."""
+        return "what adds the gradients up" if device is None else self._names[device]
+
+    def _searches(self, work: Workload) -> bool:
+        """Whether to search for sizes. Not if other sizes have to be compiled, or would draw other random numbers under fixed shares."""
+        repeatable = work.fixed and self.places.any_host and work.seen.drawing.draws is not False
+        return work.searches and not work.seen.tunes and not repeatable
+
+    def _queues_are_empty(self) -> bool:
+        """Whether the devices have finished their last step. After a failure they have, because the failed step was waited for."""
+        if self._enqueued is None:
+            return True
+        with contextlib.suppress(Error):  # the step reports a lost device
+            if not self._enqueued.settled:
+                return False
+        self._enqueued = None
+        return True
+
+    # What is written in the end.
+
+    def kept_buffers(self) -> KeptBuffers | None:
+        """The present buffers of a single device, which runs the user's module itself. In memory that is allocated once for the modules."""
+        if self.replicas.shared:
+            return None
         if self._kept is None or self._kept[0] != self.replicas.generation:
             self._kept = self.replicas.generation, KeptBuffers(self.replicas.modules)
         else:
             self._kept[1].note()
         return self._kept[1]
 
-    def _put_back(self, user: UserGradients, kept: KeptBuffers | None) -> None:
-        self._outside.restore()
-        user.restore()  # last, because a tensor that was outside may be a part of the module by now
-        if kept is not None:
-            with torch.no_grad():
-                kept.restore()
-
-    def predict(self, work: Workload, run: PredictRun) -> Any:
-        """What `fn` returned, for the whole batch."""
-        self.forward(work, run)
-        with torch.no_grad():
-            own = self.places.owned if run.items is None else run.items.restored
-            return concatenate(run.outputs, self.places.to_home, own, pad=run.pad)
-
-    def forward(self, work: Workload, run: PredictRun) -> None:
-        """Run forward, and commit what it wrote."""
-        outcome = self._execute(work, run)
-        self._end_draws(run)
-        try:
-            self._commit_forward(outcome)
-        except BaseException:  # interrupted in the middle of writing
-            self._commit_forward(outcome)
-            raise
-        work.step_loop.commit(outcome)
-
-    @torch.no_grad()
-    def _commit_forward(self, outcome: Any) -> None:
-        self._commit_attributes(outcome)
-        if self.module.training:  # as in plain PyTorch, running statistics follow
+    def push(self, outcome: Any, *, buffers: bool = True) -> None:
+        """Give the user's module what the forwards have written."""
+        if buffers:
             self._commit_buffers(outcome)
+        self._commit_attributes(outcome)
 
-    def drop_gradients(self) -> None:
-        """Drop the replicas' gradients. The user's own stay."""
-        if self.flat is not None:
-            self.flat.drop_sums()
+    def _commit_attributes(self, outcome: Any) -> None:
         if self.replicas.shared:
-            for replica in self.replicas.list:
-                replica.clear_gradients()
-
-    def gather(self) -> None:
-        """Bring the user's module to one device, until the next run."""
-
-    def end(self) -> None:
-        """Called when the workers have ended, or are left behind."""
-
-    def release(self) -> None:
-        """Drop what was kept for the devices to read. Requires: the devices have ended."""
-        self.committed = self._enqueued = self._kept = self._joined = None
-        if self.graphs is not None:
-            self.graphs.clear()
-        if self.flat is not None:
-            self.flat.release()
-
-    def explain(self) -> str:
-        """Lines about norms over a part of the batch, and about graphs; empty if there are none."""
-        proofs = "".join(f"Proof: {proof.text}.\n" for proof in self.proofs)
-        return super().explain() + ("" if self.graphs is None else self.graphs.explain()) + proofs
+            self.replicas.push_written(self._most(outcome), [] if self.running is None else self.running.ran, outcome)
 
     def _most(self, outcome: Any) -> int:
         """The replica that ran most items of a step. What it has written goes to the user's module."""
         ran: list[int] = outcome.items
         return ran.index(max(ran))
-
-    def _commit(
-        self, work: Workload, run: TrainRun, user: UserGradients, totals: Gradients, outcome: Any, extras: Any
-    ) -> None:
-        """Write everything. An interrupted call is repeated, so what must not be done twice is marked before, with no call in between."""
-        user.commit([None] * len(totals) if run.carries else totals)
-        if run.carries:
-            run.outside_gradients = self._outside.taken()
-        else:
-            self._outside.commit()
-        self.push(outcome)
-        if self.committed is not outcome:
-            items = outcome.items
-            self.committed, self.items, self.extras = outcome, items, extras
-            self.steps += 1
-            work.step_loop.commit(outcome)
-            work.launches.add(run.launches)
-        if self.sampler is not None:
-            self.sampler.trained()
-
-    def _commit_part(self, user: UserGradients, totals: Gradients, *, carries: bool) -> None:
-        """Write everything on a rank without items. An interrupted call is repeated, as for `_commit`."""
-        user.commit([None] * len(totals) if carries else totals)
-        if self._took_part != self.calls:
-            items = [0] * len(self._names)
-            self._took_part, self.items, self.extras = self.calls, items, None
-            self.steps += 1
-        if self.sampler is not None:
-            self.sampler.trained()
-
-    def push(self, outcome: Any) -> None:
-        """Give the user's module what the forwards have written."""
-        self._commit_buffers(outcome)
-        self._commit_attributes(outcome)
 
     def _commit_buffers(self, outcome: Any) -> None:
         if not self.replicas.shared:
@@ -273,15 +399,64 @@ class Execution(Runner):
         if self._joined is not None:
             put(self._joined[1])
 
-    def _commit_attributes(self, outcome: Any) -> None:
+    def drop_gradients(self) -> None:
+        """Drop the replicas' gradients. The user's own stay."""
+        if self.flat is not None:
+            self.flat.drop_sums()
         if self.replicas.shared:
-            self.replicas.push_written(self._most(outcome), [] if self.running is None else self.running.ran, outcome)
+            for replica in self.replicas.list:
+                replica.clear_gradients()
 
+    # Other processes.
 
-def refuse_outside_of_ranks(shape: torch.Size | None) -> None:
-    """Raise for a tensor of this shape that got a gradient, which would be that of this rank's part."""
-    if shape is not None:
-        raise InvalidArgument(
-            f"step: the loss reaches a tensor of shape {tuple(shape)} outside of the module. With group= the gradients of the module are summed "
-            "over the ranks, and no others: make it a parameter of the module, or detach it."
-        )
+    def join(self, ranks: Ranks) -> None:
+        """Train together with other processes from now on."""
+        self.replicas.share()  # so that one device, too, refuses hooks on gradients of a part, and leaves .grad alone
+        ranks.share(self.replicas)
+        self.ranks = ranks
+
+    def together(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Around a call that all ranks make."""
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.together(call)
+
+    def _check_for_ranks(self, outcome: Any) -> None:
+        """Raise for what only this rank knows: a device that has failed, and gradients that have no place in the sum."""
+        if self.places.queues is not None:
+            self.places.drain()
+            _ = outcome.settled  # raises the error of a device that has failed
+        refuse_outside_of_ranks(self.outside.reached)
+
+    # Life.
+
+    def constrain(self, work: Workload) -> None:
+        """Before a plan that no call makes: fit the micro-batches to the modules as they are now."""
+        self._constrain(work, self.features.constraints(self.replicas, work))
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether the module, as it is now, has batch normalisation that is over the batch of all devices."""
+        return self.features.constraints(self.replicas, None).undivided
+
+    def fill(self) -> None:
+        """Give the module memory and values, if it has none yet."""
+
+    def gather(self) -> None:
+        """Bring the user's module to one device, until the next run."""
+
+    def end(self) -> None:
+        """Called when the workers have ended, or are left behind."""
+        self.features.close()
+
+    def release(self) -> None:
+        """Drop what was kept for the devices to read. Requires: the devices have ended."""
+        self.committed = self._enqueued = self._kept = self._joined = None
+        if self.graphs is not None:
+            self.graphs.clear()
+        if self.flat is not None:
+            self.flat.release()
+
+    def explain(self) -> str:
+        """Lines about gradients that are summed early, features, graphs and proofs; empty if there is nothing to say."""
+        text = "" if self.flat is None else self.flat.explain()
+        text += self.features.explain() + ("" if self.graphs is None else self.graphs.explain())
+        return text + "".join(f"Proof: {proof.text}.\n" for proof in self.proofs)

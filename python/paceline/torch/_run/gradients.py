@@ -160,13 +160,6 @@ class UserGradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
-    def totals(self, left_out: dict[int, set[int]]) -> list[torch.Tensor | None]:
-        """The gradients of the batch. The reduction has left its sum in the first device that has a gradient."""
-        totals: list[torch.Tensor | None] = list(map(_grad, self._replicas.list[0].parameters))
-        if any(left_out.values()):
-            return [self._total(index, left_out) for index in range(len(totals))]
-        return [self._total(index, left_out) if total is None else total for index, total in enumerate(totals)]
-
     def commit(self, totals: list[torch.Tensor | None]) -> None:
         """Set or add the gradients of the batch. An interrupted call may be repeated, and adds nothing twice."""
         if not self.written:
@@ -187,17 +180,26 @@ class UserGradients:
         """Whether `commit` has begun to write the user's gradients. Then the step is to be completed: what was added cannot be undone."""
         return self._is_added or any(gradient._version != version for gradient, version in self._added_to)
 
-    def _total(self, index: int, left_out: dict[int, set[int]]) -> torch.Tensor | None:
-        total: torch.Tensor | None = None
-        extra: list[torch.Tensor] = []
-        for device, replica in enumerate(self._replicas.list):
-            gradient = replica.parameters[index].grad
-            if gradient is None:
-                continue
-            if index in left_out.get(device, ()):
-                extra.append(gradient)
-            elif total is None:
-                total = gradient
-        for gradient in extra:
-            total = gradient if total is None else total + gradient
-        return total
+
+def totals_of(replicas: Replicas, left_out: dict[int, set[int]]) -> list[torch.Tensor | None]:
+    """The gradients of the batch. The reduction has left its sum in the first device that has a gradient."""
+    totals: list[torch.Tensor | None] = list(map(_grad, replicas.list[0].parameters))
+    if any(left_out.values()):
+        return [_total(replicas, index, left_out) for index in range(len(totals))]
+    return [_total(replicas, index, left_out) if total is None else total for index, total in enumerate(totals)]
+
+
+def _total(replicas: Replicas, index: int, left_out: dict[int, set[int]]) -> torch.Tensor | None:
+    total: torch.Tensor | None = None
+    extra: list[torch.Tensor] = []
+    for device, replica in enumerate(replicas.list):
+        gradient = replica.parameters[index].grad
+        if gradient is None:
+            continue
+        if index in left_out.get(device, ()):
+            extra.append(gradient)
+        elif total is None:
+            total = gradient
+    for gradient in extra:
+        total = gradient if total is None else total + gradient
+    return total

@@ -11,18 +11,18 @@ from paceline.torch._batch.extras import parted
 from paceline.torch._batch.joining import joined
 from paceline.torch._batch.terms import Terms
 from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._run.call import Call
 from paceline.torch._run.gradients import View
 from paceline.torch._run.graphs import Captured, Graphs, Inputs, key_of
 from paceline.torch._run.outside import leaves_of
-from paceline.torch._run.run import Frame
 from paceline.torch._run.train_run import TrainRun
 
 
 class GraphRun(TrainRun):
     """Runs micro-batches without a graph as `TrainRun` does, and captures those that were seen often enough."""
 
-    def __init__(self, frame: Frame, graphs: Graphs, replicas: Replicas, **options: Any) -> None:
-        super().__init__(frame, **options)
+    def __init__(self, call: Call, graphs: Graphs, replicas: Replicas, **options: Any) -> None:
+        super().__init__(call, **options)
         graphs.follow(replicas)
         if isinstance(self.objective, Terms):
             raise InvalidArgument(

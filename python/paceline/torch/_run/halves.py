@@ -15,8 +15,9 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.joining import Piece, joined, rows_of
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import RecomputeWatch, backward_watched, outside_autocast
+from paceline.torch._run.call import Call
+from paceline.torch._run.executor import PredictRun
 from paceline.torch._run.outside import leaves_of
-from paceline.torch._run.run import Frame, PredictRun
 from paceline.torch._run.train_run import TrainRun
 
 
@@ -33,8 +34,8 @@ class Slice:
 class ForwardRun(PredictRun):
     """Forward with a graph. Tensors of the batch may require gradients."""
 
-    def __init__(self, frame: Frame, fn: Any, whole: Batch) -> None:
-        super().__init__(frame, fn=fn)
+    def __init__(self, call: Call, fn: Any, whole: Batch) -> None:
+        super().__init__(call, fn=fn)
         self._whole = whole
         self._wanted = [tensor.requires_grad for _, tensor in whole.tensors()]
         self._own = {id(parameter) for replica in self.replicas for parameter in replica.parameters}
@@ -103,16 +104,15 @@ class BackwardRun(TrainRun):
     repeatable = False  # the graphs are gone
 
     def __init__(
-        self, frame: Frame, forward: ForwardRun, gradients: Sequence[torch.Tensor | None], names: list[str]
+        self, call: Call, forward: ForwardRun, gradients: Sequence[torch.Tensor | None], names: list[str]
     ) -> None:
-        objective = Objective(None, frame.batch.size, "sum", None)
-        super().__init__(frame, loss_fn=forward.fn, objective=objective, scale=None, names=names, carries=True)
+        objective = Objective(None, call.batch.size, "sum", None)
+        super().__init__(call, loss_fn=forward.fn, objective=objective, scale=None, names=names, carries=True)
         if any(map(operator.is_not, self.replicas, forward.replicas)):
             raise RuntimeError(
                 "backward: the module was changed since its forward (another structure, or other parameters), so the devices have new copies of "
                 "it, which know nothing of that forward. Change it between backward and the next forward."
             )
-        self.synchronised = forward.synchronised  # the module may be in another mode now
         self._forward = forward
         self._gradients = gradients
         self.claims = [[(part.begin, part.end) for part in parts] for parts in forward.slices]

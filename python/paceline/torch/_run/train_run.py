@@ -13,23 +13,25 @@ from paceline import InvalidArgument
 from paceline.torch._batch.extras import Extras, parted
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import backward_watched, outside_autocast
+from paceline.torch._run.alone import AloneTrials
+from paceline.torch._run.call import Call
+from paceline.torch._run.executor import MOST_SIZES, Executor
 from paceline.torch._run.finite import refuse_means_over_nothing
 from paceline.torch._run.gradients import OwnStorages, View, views
 from paceline.torch._run.launch import Launch
 from paceline.torch._run.outside import OutsideGradients, code_of
-from paceline.torch._run.run import MOST_SIZES, Frame, Run
 
 # One loss, or those of several terms by name, and what is returned beside them.
 Loss = torch.Tensor | Mapping[str, torch.Tensor]
 LossFunction = Callable[[nn.Module, Any], Loss | tuple[Loss, Any]]
 
 
-class TrainRun(Run):
+class TrainRun(Executor):
     """Forward, backward and the slice's term of the objective."""
 
     def __init__(
         self,
-        frame: Frame,
+        call: Call,
         *,
         loss_fn: LossFunction,
         objective: Objective,
@@ -38,7 +40,7 @@ class TrainRun(Run):
         carries: bool = False,
         finite: bool = False,
     ) -> None:
-        super().__init__(frame)
+        super().__init__(call)
         replicas, places = self.replicas, self.places
         self.loss_fn = loss_fn
         self.objective = objective
@@ -58,6 +60,7 @@ class TrainRun(Run):
         self.outside_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their tensors, if the run carries
         self._storages = [OwnStorages(replica.parameters) for replica in replicas] if self.flat is None else None
         self.without_gradient = self.with_gradient = False
+        self.trial_of: AloneTrials | None = None  # what the step's time is for, beside the balancer
         self.part = False  # whether other ranks run other parts of the batch, which may have the gradient
 
     def compute(self, device: int, begin: int, end: int) -> bool:
@@ -96,11 +99,11 @@ class TrainRun(Run):
 
     def idle(self, begin: int, end: int) -> bool:
         """Whether the slice is left out, since no item of it has weight. In statistics over the batch such items count, too."""
-        return not self.synchronised and self.objective.idle(begin, end)
+        return not self.constraints.all_items and self.objective.idle(begin, end)
 
     def term_of(self, loss: Any, begin: int, end: int) -> torch.Tensor:
         """The slice's term of the objective, 0-dimensional, with its graph."""
-        return self.objective.term(loss, begin, end, all_run=self.synchronised)
+        return self.objective.term(loss, begin, end, all_run=self.constraints.all_items)
 
     def any_gradient(self, device: int, begin: int = 0) -> bool:
         """Whether a parameter of the device's replica has a gradient. None has one before the first backward of a run."""

@@ -11,7 +11,7 @@ from paceline.torch._batch.extras import Extras
 from paceline.torch._check.check import TrialRun
 from paceline.torch._check.prover import Prover
 from paceline.torch._devices.caller_state import outside_autocast
-from paceline.torch._run.run import Frame
+from paceline.torch._run.call import Call
 from paceline.torch._trainer.global_batch import (
     FunctionRun,
     MicroBatch,
@@ -72,5 +72,5 @@ class FunctionProver(Prover):
     def _refuse_without_gradient(self) -> None:
         raise without_gradient(self._given is not None)
 
-    def _trial(self, frame: Frame, **options: Any) -> TrialRun:
-        return _Trial(frame, fn=self._loss_fn, replicas=self._replicas, parameters=self._given, **options)
+    def _trial(self, call: Call, **options: Any) -> TrialRun:
+        return _Trial(call, fn=self._loss_fn, replicas=self._replicas, parameters=self._given, **options)

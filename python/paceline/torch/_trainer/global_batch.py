@@ -11,7 +11,7 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._batch.objective import Objective
 from paceline.torch._replicas.replicas import Replicas
-from paceline.torch._run.run import Frame
+from paceline.torch._run.call import Call
 from paceline.torch._run.train_run import Loss, TrainRun
 
 RunFunction = Callable[[nn.Module, "MicroBatch"], Any]
@@ -152,14 +152,14 @@ class FunctionRun(TrainRun):
 
     def __init__(
         self,
-        frame: Frame,
+        call: Call,
         fn: RunFunction,
         objective: Objective,
         scale: torch.Tensor | None,
         replicas: Replicas,
         parameters: list[nn.Parameter] | None,
     ) -> None:
-        super().__init__(frame, loss_fn=fn, objective=objective, scale=scale, names=replicas.names)
+        super().__init__(call, loss_fn=fn, objective=objective, scale=scale, names=replicas.names)
         self._wanted: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
         if parameters is not None:
             wanted = indices_of(parameters, replicas.parameters)

@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 
 from paceline._core.engine import StepLoop
 from paceline.torch._devices.failures import Failure, note_others
-from paceline.torch._run.run import DONE, FAILED
+from paceline.torch._run.executor import DONE, FAILED
 from paceline.torch._trainer.lifetime import Lifetime
 
 _PARTS_PER_DEVICE = 2  # so that other devices can take parts of a late device

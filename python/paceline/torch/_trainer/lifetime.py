@@ -16,7 +16,7 @@ from paceline import DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
 from paceline.torch._devices.caller_state import CallerThreads
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.run import Run
+from paceline.torch._run.executor import Executor
 from paceline.torch._save.background import Saver
 from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.step_gaps import StepGaps
@@ -88,8 +88,6 @@ class Lifetime:
         self._finalizer()
         CallerThreads.here().settle()
         self._execution.end()
-        if self._execution.watchdog is not None:
-            self._execution.watchdog.close()
         self._release_if_idle()
 
     def leave(self, raised: bool) -> None:
@@ -224,7 +222,7 @@ class Lifetime:
 
 
 _open: weakref.WeakSet[Lifetime] = weakref.WeakSet()
-_abandoned_runs: weakref.WeakSet[Run] = weakref.WeakSet()  # a second Ctrl-C left them; workers may still be inside
+_abandoned_runs: weakref.WeakSet[Executor] = weakref.WeakSet()  # a second Ctrl-C left them; workers may still be inside
 
 
 def _gather(shards: Any) -> None:

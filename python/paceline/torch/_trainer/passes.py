@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.joining import joined
+from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.halves import BackwardRun, ForwardRun
 from paceline.torch._trainer.lifetime import Lifetime
@@ -38,13 +40,8 @@ class Passes:
             self._execution.places.begin(whole)
             inputs = [tensor for _, tensor in whole.tensors()]
 
-            def attempt() -> ForwardRun:
-                frame = self._execution.frame(self._works.steps, whole, fn, hooks=True)
-                run = ForwardRun(frame, fn, whole)
-                self._execution.forward(self._works.steps, run)
-                return run
-
-            run = self._execution.repeated(attempt)
+            executor = partial(ForwardRun, fn=fn, whole=whole)
+            run: ForwardRun = self._execution.forward(Asked(self._works.steps, whole, fn, executor, hooks=True))
             with torch.no_grad():
                 tensors, nest = run.gathered()
             replicas.graphs.add(run)
@@ -85,16 +82,13 @@ class Passes:
             self._execution.places.begin(whole)
             work = self._works.of("backward")
 
-            def attempt() -> tuple[_Gradients, BackwardRun]:
-                frame = self._execution.frame(work, whole, fn, hooks=True)
-                frame.seen.drawing.draws = forward.draws.drew
-                run = BackwardRun(frame, forward, gradients, self._execution.replicas.names)
-                _, totals, _ = self._execution.train(work, run)
-                return totals, run
+            def executor(call: Call) -> BackwardRun:
+                call.seen.drawing.draws = forward.draws.drew
+                return BackwardRun(call, forward, gradients, self._execution.replicas.names)
 
-            totals, run = self._execution.repeated(attempt)
-            by_leaf = {id(leaf): gradient for leaf, gradient in run.outside_gradients}
-            return totals, forward.input_gradients(by_leaf), by_leaf
+            done = self._execution.train(Asked(work, whole, fn, executor, hooks=True, like=forward))
+            by_leaf = {id(leaf): gradient for leaf, gradient in done.run.outside_gradients}
+            return done.totals, forward.input_gradients(by_leaf), by_leaf
 
 
 class _Passes(torch.autograd.Function):

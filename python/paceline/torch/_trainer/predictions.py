@@ -14,8 +14,9 @@ from paceline.torch._batch.layout import Layout
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._devices.failures import noted
+from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.run import PredictRun
+from paceline.torch._run.executor import PredictRun
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.proofs import Proofs
 from paceline.torch._trainer.training import Training
@@ -88,11 +89,10 @@ class Predictions:
         self._execution.places.begin(whole)
         work = self._works.of("predict")
 
-        def attempt() -> Any:
-            frame = self._execution.frame(work, whole, fn, costs, hooks=True)
-            return self._execution.predict(work, PredictRun(frame, fn=fn, pad=pad))
+        def executor(call: Call) -> PredictRun:
+            return PredictRun(call, fn=fn, pad=pad)
 
-        return self._execution.repeated(attempt)
+        return self._execution.predict(Asked(work, whole, fn, executor, costs, hooks=True))
 
 
 def _forward(module: nn.Module, part: Any) -> Any:

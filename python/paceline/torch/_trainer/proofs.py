@@ -20,10 +20,12 @@ from paceline.torch._check.proof import Proof
 from paceline.torch._check.prover import Prover
 from paceline.torch._check.result import Result
 from paceline.torch._devices.failures import warn_caller
-from paceline.torch._run.execution import Execution, refuse_outside_of_ranks
+from paceline.torch._features.faults import Faults
+from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.outside import code_of
+from paceline.torch._run.participants import refuse_outside_of_ranks
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.works import Works
@@ -89,7 +91,12 @@ class Proofs:
         self, loss_fn: Callable[..., Any], batch: Batch, objective: Objective, *, carries: bool, run: Any = None
     ) -> bool:
         """Whether to prove the step that is about to run. `run`: what tells a run of `DataParallel.batch` from others of its function."""
-        if self._prove is None or batch.size < 2 or not objective.magnitude or self._execution.faults is not None:
+        if (
+            self._prove is None
+            or batch.size < 2
+            or not objective.magnitude
+            or any(isinstance(one, Faults) for one in self._execution.features)
+        ):
             return False
         weighted = tuple(objective.parts) if isinstance(objective, Terms) else objective.is_weighted
         return self._counts(self._kind(loss_fn, batch, weighted, carries, run))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.places import RandomStates
+from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._run.workload import Workload
@@ -37,7 +37,7 @@ class StepTimer:
         spent = 0.0
         while len(times) < _WARM_UP + _LEAST or spent < at_least:
             began = time.perf_counter()
-            self._execution.repeated(lambda: self._step(work, batch, objective))
+            self._step(work, batch, objective)
             work.step_loop.settle()
             times.append(time.perf_counter() - began)
             spent += times[-1] if len(times) > _WARM_UP else 0.0
@@ -45,8 +45,9 @@ class StepTimer:
         return statistics.median(times[_WARM_UP:])
 
     def _step(self, work: Workload, batch: Batch, objective: Objective) -> None:
-        frame = self._execution.frame(work, batch, self._loss_fn)
-        names = self._execution.replicas.names
-        run = TrainRun(frame, loss_fn=self._loss_fn, objective=objective, scale=None, names=names)
-        outcome: Any = self._execution.train(work, run, keep=False)[2]
-        work.step_loop.commit(outcome)
+        def executor(call: Call) -> TrainRun:
+            names = self._execution.replicas.names
+            return TrainRun(call, loss_fn=self._loss_fn, objective=objective, scale=None, names=names)
+
+        done = self._execution.train(Asked(work, batch, self._loss_fn, executor), keep=False)
+        work.step_loop.commit(done.outcome)

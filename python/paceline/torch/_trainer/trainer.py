@@ -13,6 +13,8 @@ from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.comm import Transport
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.places import Places
+from paceline.torch._features.every import every_feature
+from paceline.torch._features.watchdog import Watchdog
 from paceline.torch._replicas.buffer_rules import BufferRule, BufferRules
 from paceline.torch._replicas.common import Common
 from paceline.torch._replicas.copies import Replicate
@@ -23,7 +25,6 @@ from paceline.torch._run.graphs import Graphs
 from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._run.ranks import Ranks
 from paceline.torch._run.reducer import Reducer, ReducerRanks
-from paceline.torch._run.watchdog import Watchdog
 from paceline.torch._trainer.arguments import (
     Balance,
     BatchNorm,
@@ -274,13 +275,14 @@ class DataParallel(Trainer):
             if free and policy == "auto" and len(local) > 1 and ranks is None:
                 works.steps.alone = AloneTrials()
             replicas = Replicas(module, places, replicate, common=Common() if proves and len(places) > 1 else None)
-            execution = Execution(local, module, places, replicas, synchronises=batch_norm == "synchronised")
+            features = every_feature(replicas, synchronised=batch_norm == "synchronised")
+            execution = Execution(local, module, places, replicas, features)
             execution.buffer_rules = rules
             if graphs:
                 replicas.share()  # so that gradients in static memory are not the user's own
                 execution.graphs = Graphs(places, execution.flat)
             if watchdog is not None and folder is not None:
-                execution.watchdog = Watchdog(watchdog, folder, places)
+                execution.features.add(Watchdog(watchdog, folder, places))
             if ranks is not None:
                 execution.join(ranks)
         except BaseException:

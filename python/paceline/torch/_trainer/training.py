@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,10 +19,10 @@ from paceline.torch._batch.objective import Objective, Reduction, Total, Weight,
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._batch.terms import Terms, objective_over
+from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.carried import Carried
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.graph_run import GraphRun
-from paceline.torch._run.run import Frame
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import check_scaler, check_trains
 from paceline.torch._trainer.claims import ClaimScript
@@ -141,19 +140,19 @@ class Training:
         if carries:
             self._replicas.share()
 
-        def run_of(frame: Frame, objective: Objective) -> TrainRun:
+        def run_of(call: Call, objective: Objective) -> TrainRun:
             options: Any = {
                 "loss_fn": loss_fn,
                 "objective": objective,
                 "scale": scale,
-                "names": self._replicas.names,  # which the frame has brought up to date
+                "names": self._replicas.names,  # brought up to date by now
                 "carries": carries,
-                "finite": frame.passage is None or not any(self._places.on_gpu),
+                "finite": call.passage is None or not any(self._places.on_gpu),
             }
             graphs = self._execution.graphs
             if graphs is None:
-                return TrainRun(frame, **options)
-            return GraphRun(frame, graphs, self._replicas, **options)
+                return TrainRun(call, **options)
+            return GraphRun(call, graphs, self._replicas, **options)
 
         outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         if whole is None:
@@ -249,8 +248,8 @@ class Training:
             whole, objective, costs = self._prepared(batch, weight, cost, total, layout)
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
-            def run_of(frame: Frame, objective: Objective) -> TrainRun:
-                return FunctionRun(frame, fn, objective, self._scale_of(scaler), self._replicas, wanted)
+            def run_of(call: Call, objective: Objective) -> TrainRun:
+                return FunctionRun(call, fn, objective, self._scale_of(scaler), self._replicas, wanted)
 
             with self._lifetime.between_steps("run"), together(f"run {name}"):
                 check_trains("run", fn)
@@ -311,7 +310,7 @@ class Training:
         objective: Objective,
         costs: list[float] | None,
         fn: Callable[..., Any],
-        run_of: Callable[[Frame, Objective], TrainRun],
+        run_of: Callable[[Call, Objective], TrainRun],
         *,
         hooks: bool = False,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None], TrainRun]:
@@ -320,40 +319,39 @@ class Training:
         Returns the objective, the gradients of the batch and the run. `hooks`: whether parameters may have gradient hooks.
         """
         self._places.begin(whole)
+        execution, script = self._execution, self._scripts.get(kind)
+        work, claims = self._works.of(kind), None
+        if script is not None:
+            work, claims = self._works.of(f"replay {kind}"), script.peek(whole.size, by_cost=costs is not None)
+        of_kind = (whole.size, whole.item_shapes)
 
-        def attempt() -> tuple[torch.Tensor, list[torch.Tensor | None], TrainRun]:
-            began = time.perf_counter()
-            step.attempts += 1
-            work, script = self._works.of(kind), self._scripts.get(kind)
-            claims = None
-            if script is not None:
-                work, claims = self._works.of(f"replay {kind}"), script.peek(whole.size, by_cost=costs is not None)
-            order = claims.order if claims is not None else None
-            frame = self._execution.frame(work, whole, fn, costs, order, hooks=hooks)
-            run = run_of(frame, objective if frame.items is None else frame.items.objective(objective))
+        def executor(call: Call) -> TrainRun:
+            run = run_of(call, objective if call.items is None else call.items.objective(objective))
             if claims is not None:
                 run.claims, run.pieces = claims.micro_batches, claims.pieces
             # One device alone runs the whole batch as one micro-batch, so norms and buffers do what they do on one device. It does not
             # run alone where a new size may be compiled.
-            trials = work.alone if claims is None and run.items is None and not run.seen.tunes else None
-            of_kind = (whole.size, whole.item_shapes)
-            alone = None if trials is None else trials.device(of_kind, self._execution.items)
-            if alone is not None:
-                run.run_alone(alone)
-            before = self._execution.committed
+            elif work.alone is not None and call.items is None and not call.seen.tunes:
+                run.trial_of = work.alone
+                if (alone := work.alone.device(of_kind, execution.items)) is not None:
+                    run.run_alone(alone)
+            return run
+
+        order = claims.order if claims is not None else None
+        before = execution.committed
+        with self._recent.step(kind, execution) as step:
             try:
-                loss, gradients, outcome = self._execution.train(work, run)
-                if trials is not None and run.alone:
-                    busy = sum(finish - start for _, _, _, start, finish, *_ in outcome.claims)
-                    trials.add_alone(time.perf_counter() - began, busy)
-                elif trials is not None:
-                    trials.add(of_kind, whole.size, time.perf_counter() - began)
-                return loss, gradients, run
+                done = execution.train(Asked(work, whole, fn, executor, costs, order, hooks))
             finally:  # also after an interrupt: if it comes while gradients are written, the run is done
-                if self._execution.committed is not before:
-                    step.outcome = self._execution.committed
+                step.attempts = execution.attempts
+                if execution.committed is not before:
+                    step.outcome = execution.committed
                     if script is not None:
                         script.advance()
-
-        with self._recent.step(kind, self._execution) as step:
-            return self._execution.repeated(attempt)
+            trials = done.run.trial_of
+            if trials is not None and done.run.alone:
+                busy = sum(finish - start for _, _, _, start, finish, *_ in done.outcome.claims)
+                trials.add_alone(done.seconds, busy)
+            elif trials is not None:
+                trials.add(of_kind, whole.size, done.seconds)
+            return done.loss, done.totals, done.run

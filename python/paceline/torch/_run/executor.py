@@ -7,27 +7,21 @@ import ctypes
 import functools
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from paceline import Cancelled, InvalidArgument
+from paceline import Cancelled
 from paceline._core.engine import BatchPlan, collect_garbage_if_due
-from paceline.torch._batch.batch import Batch
-from paceline.torch._batch.items import Items, OrderedBatch
-from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.compiling import seed_graph_trees
-from paceline.torch._devices.meeting import Meeting, MeetingOffError
-from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._devices.meeting import MeetingOffError
 from paceline.torch._devices.run_draws import RunDraws
-from paceline.torch._replicas.replica import Replica
-from paceline.torch._run.around import Around
-from paceline.torch._run.flat_gradients import FlatGradients
+from paceline.torch._run.call import Call
 from paceline.torch._run.gradients import View
 from paceline.torch._run.memory import metered
-from paceline.torch._run.seen import CompileGate, Seen
+from paceline.torch._run.seen import CompileGate
 
 # Sizes per device. A compiler that meets so many has long switched to dynamic shapes, or given up (its own limit is 8).
 MOST_SIZES = 64
@@ -42,49 +36,20 @@ MEASURE = 2
 LAST = 4
 
 
-class Passage(Protocol):
-    """How micro-batches pass through the stages of a module, each on a lane of its own. The lanes share one replica."""
-
-    def begins(self, begin: int) -> bool:
-        """Whether the micro-batch that begins at this item is the first, so that no other one can have run backward before its forward is over."""
-
-    def turn_back(self) -> list[torch.Tensor]:
-        """Called on the lane between forward and backward. Returns the roots of the backward beside the loss."""
-
-    def end(self) -> None:
-        """Called on the lane after the backward."""
+# (device, begin, end): a context around one micro-batch, which its worker enters.
+Around = Callable[[int, int, int], contextlib.AbstractContextManager[object]]
 
 
-class Frame(NamedTuple):
-    """What every run starts from."""
-
-    batch: Batch | OrderedBatch
-    replicas: list[Replica]
-    seen: Seen
-    state: CallerState
-    random: RandomStates  # the states of all generators
-    places: Places
-    limits: list[int | None]  # of memory, per device
-    items: Items | None = None  # the plan of a batch with costs
-    searches: bool = False  # whether sizes of micro-batches may be tried
-    least: int = 1  # the fewest items of a micro-batch
-    divides: bool = False  # whether a device may run its part in several micro-batches without being asked to
-    synchronised: bool = False  # whether batch normalisation is over the batch of all devices
-    passage: Passage | None = None  # set if devices are stages; then `replicas` and others have one entry for each lane
-    flat: FlatGradients | None = None  # where gradients are, with several devices of which some have queues
-
-
-class Run:
-    """What all runs have in common: the caller's state around every slice, and failures with their traceback."""
+class Executor:
+    """Runs the micro-batches of one attempt: the caller's state around every slice, and failures with their traceback."""
 
     repeatable = True  # whether it may run a second time, if memory runs out
 
-    def __init__(self, frame: Frame) -> None:
-        self.batch, self.replicas, self.seen, self.state, _, self.places, self.limits, self.items, self.searches = (
-            frame[:9]
-        )
-        self.least, self.divides, self.synchronised, self.passage, self.flat = frame[9:]
-        self.meeting: Meeting | None = None  # where devices wait for each other in their micro-batches, if they do
+    def __init__(self, call: Call) -> None:
+        self.call, self.recipe, self.places = call, call.recipe, call.places
+        self.batch, self.items, self.replicas, self.seen = call.batch, call.items, call.replicas, call.seen
+        self.state, self.limits, self.flat, self.passage = call.state, call.limits, call.flat, call.passage
+        self.searches, self.divides, self.constraints = call.searches, call.divides, call.recipe.constraints
         self.gate = CompileGate.of_call()
         places = self.places
         self._fresh = [True] * len(places)  # per device: whether it runs the first piece of a claim
@@ -97,37 +62,41 @@ class Run:
         self.pieces: list[list[tuple[int, int]]] | None = None  # the pieces of these claims
         self.alone = False  # whether one device runs everything, as a trial
         self.plan: BatchPlan | None = None  # who runs what, once that is planned
-        self.around: list[Around] = []  # what surrounds each micro-batch on its worker, outside of the caller's state
+        self.around: list[
+            Around
+        ] = []  # what surrounds each micro-batch on its worker beside the features, inside of these
         self.failures: list[
             tuple[int | None, int, int, BaseException]
         ] = []  # device (None: the reduction), begin, end, error
         self._inside: dict[int, int] = {}
         self._interrupted = False
-        self.draws = RunDraws(places, self.seen.drawing, self.seen.compiled, frame.random)
+        self.waited: list[float] | None = None  # seconds of each device in which others held it up
+        self.draws = RunDraws(places, self.seen.drawing, self.seen.compiled, call.random)
 
     def body(self, device: int, begin: int, end: int, flags: int) -> int | tuple[int, int] | tuple[int, int, float]:
         try:
             self._inside[device] = threading.get_ident()
             if self._interrupted:  # before this worker could be seen inside
                 raise Cancelled
-            if self.synchronised and self._begun[device]:
-                raise InvalidArgument(
-                    "batch_norm='synchronised': a device would run its share in several micro-batches, as memory ran out earlier or as replayed "
-                    "claims say. Statistics of the batch need one. Make a new trainer, with a smaller batch if that was too large, or use batch_norm='apart'."
-                )
-            if self.meeting is not None:
-                self.meeting.begin(device)
             self.places.prepare_worker(device)
             return self.state.contexts[device].run(self._micro_batch, device, begin, end, flags)
         except MeetingOffError:  # another device's failure says why
             return FAILED
         except BaseException as error:
             self.failures.append((device, begin, end, error))
-            if self.meeting is not None:
-                self.meeting.call_off()
+            for failed in self.recipe.failed:
+                failed(device)
             return FAILED
         finally:
             self._inside.pop(device, None)
+
+    @contextlib.contextmanager
+    def surrounded(self) -> Iterator[None]:
+        """A context around all devices, on the caller's thread."""
+        with contextlib.ExitStack() as stack:
+            for bound in self.recipe.run:
+                stack.enter_context(bound(self))
+            yield
 
     def run_alone(self, device: int) -> None:
         """Let one device run the whole batch. Its time alone is no evidence of its speed beside the others."""
@@ -160,8 +129,8 @@ class Run:
 
     def end(self, device: int) -> list[View | None] | None:
         """Called on each device's worker when nothing is left to run, also for a device that a cancelled run has given nothing."""
-        if self.meeting is not None:
-            self.meeting.end(device)
+        for ended in self.recipe.ended:
+            ended(device)
         return self.finish(device)
 
     def finish(self, device: int) -> list[View | None] | None:
@@ -183,7 +152,7 @@ class Run:
                 self._begin(device)
             if not flags & MEASURE:
                 _, code = self._timed(device, begin, end)
-                return code if self.meeting is None else (code, 0, self.meeting.waited[device])
+                return code if self.waited is None else (code, 0, self.waited[device])
             name, limit = self.places.names[device], self.limits[device]
             with metered(self.places.devices[device], limit, name) as meter:
                 ran, code = self._timed(device, begin, end)
@@ -197,8 +166,10 @@ class Run:
         self.first(device)
 
     def _timed(self, device: int, begin: int, end: int) -> tuple[bool, int]:
-        if self.around:
+        if self.around or self.recipe.micro_batch:
             with contextlib.ExitStack() as stack:
+                for bound in self.recipe.micro_batch:
+                    stack.enter_context(bound(self, device, begin, end))
                 for surround in self.around:
                     stack.enter_context(surround(device, begin, end))
                 ran, code = self._compute(device, begin, end)
@@ -244,7 +215,7 @@ class Run:
         return ran, DONE if ran and not first and not waited else DONE_BUT_NO_EVIDENCE
 
     def compute(self, device: int, begin: int, end: int) -> bool:
-        raise TypeError("Run.compute is for subclasses")
+        raise TypeError("Executor.compute is for subclasses")
 
     def captures(self, device: int, size: tuple[Any, ...]) -> bool:
         """Whether the device's next micro-batch, of this size, will be captured."""
@@ -265,11 +236,11 @@ class Run:
         """Called after each micro-batch, outside of the caller's state: the user's modes do not see it."""
 
 
-class PredictRun(Run):
+class PredictRun(Executor):
     """Forward only."""
 
-    def __init__(self, frame: Frame, *, fn: Callable[[nn.Module, Any], Any], pad: float | None = None) -> None:
-        super().__init__(frame)
+    def __init__(self, call: Call, *, fn: Callable[[nn.Module, Any], Any], pad: float | None = None) -> None:
+        super().__init__(call)
         self.fn = fn
         self.pad = pad  # what fills rows of outputs up
         self.outputs: list[tuple[int, int, Any]] = []

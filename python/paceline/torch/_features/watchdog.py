@@ -16,7 +16,10 @@ from typing import TextIO
 from paceline._words import plural
 from paceline.torch._devices.failures import noted
 from paceline.torch._devices.places import Places
-from paceline.torch._run.run import Run
+from paceline.torch._run.call import Call
+from paceline.torch._run.execution import Execution
+from paceline.torch._run.executor import Executor
+from paceline.torch._run.feature import Bound, Context, Feature
 
 _numbers = itertools.count()  # of the files of this process
 
@@ -30,10 +33,10 @@ class Work:
         self.ended = 0  # how many micro-batches have ended
 
 
-class WatchedCall:
+class WatchedCall(Bound):
     """One call under watch: `number` counts the trainer's calls from 1, and `running` returns its run, once there is one."""
 
-    def __init__(self, number: int, running: Callable[[], Run | None], devices: int) -> None:
+    def __init__(self, number: int, running: Callable[[], Executor | None], devices: int) -> None:
         self.number = number
         self.running = running
         self.began = time.monotonic()
@@ -41,7 +44,7 @@ class WatchedCall:
         self.report: str | None = None  # where everything was written, in words
 
     @contextlib.contextmanager
-    def micro_batch(self, device: int, begin: int, end: int) -> Iterator[None]:
+    def micro_batch(self, run: Executor, device: int, begin: int, end: int) -> Iterator[None]:
         """Note what a worker runs, around one micro-batch."""
         work = self.works[device]
         work.last, work.since = (begin, end), time.monotonic()
@@ -52,7 +55,7 @@ class WatchedCall:
             work.ended += 1
 
 
-class Watchdog:
+class Watchdog(Feature):
     """Watches the calls of one trainer, one at a time.
 
     A timer for each call would cost a thread for each. Here one thread sleeps until the deadline of the call that ran when it fell asleep.
@@ -62,7 +65,7 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float, folder: Path, places: Places) -> None:
-        self.call: WatchedCall | None = None  # the one that runs now
+        self._call: WatchedCall | None = None  # the one that runs now
         self._seconds = seconds
         self._folder = folder
         self._places = places
@@ -70,12 +73,18 @@ class Watchdog:
         self._is_watching = False
         self._closed = False
 
+    def call(self, execution: Execution) -> Context:
+        return self.watch(execution.calls, lambda: execution.running)
+
+    def bind(self, call: Call) -> Bound | None:
+        return self._call
+
     @contextlib.contextmanager
-    def watch(self, number: int, running: Callable[[], Run | None]) -> Iterator[None]:
+    def watch(self, number: int, running: Callable[[], Executor | None]) -> Iterator[None]:
         """Watch a call for the length of a ``with`` block. An error that ends it late says where its state was written."""
         call = WatchedCall(number, running, len(self._places))
         with self._condition:
-            self.call = call
+            self._call = call
             if not self._is_watching:
                 threading.Thread(target=self._sleep_and_look, name="paceline watchdog", daemon=True).start()
                 self._is_watching = True
@@ -87,7 +96,7 @@ class Watchdog:
             raise
         finally:
             with self._condition:
-                self.call = None
+                self._call = None
 
     def close(self) -> None:
         """Let the thread end now."""
@@ -98,7 +107,7 @@ class Watchdog:
     def _sleep_and_look(self) -> None:
         while True:
             with self._condition:
-                call = self.call
+                call = self._call
                 if call is None or self._closed:
                     self._is_watching = False
                     return
@@ -155,7 +164,7 @@ class Watchdog:
             lines.append(f"{name}: {state}{thread}; {plural(work.ended, 'micro-batch', 'micro-batches')} ended")
         return "\n".join(lines) + "\n"
 
-    def _plan(self, run: Run) -> str:
+    def _plan(self, run: Executor) -> str:
         names = self._places.names
         if run.claims is not None:
             claims = zip(names, run.claims, strict=True)

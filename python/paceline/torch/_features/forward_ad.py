@@ -1,0 +1,30 @@
+"""Forward-mode differentiation, whose dual level belongs to the process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.torch._devices import forward_ad
+from paceline.torch._run.call import Call
+from paceline.torch._run.executor import Executor
+from paceline.torch._run.feature import Bound, Context, Feature, Retry
+
+
+class ForwardAD(Feature):
+    """Holds one dual level for the length of a run, if a run before has failed for want of it."""
+
+    def bind(self, call: Call) -> Bound | None:
+        return _Holds() if len(call.places) > 1 else None
+
+    def mend(self, run: Executor, error: BaseException, outcome: Any) -> Retry | BaseException | None:
+        if len(run.call.all_replicas.list) < 2 or forward_ad.wanted(error) is None:
+            return None
+        if not run.seen.forward_ad:
+            run.seen.forward_ad = True
+            return Retry("a dual level is entered")
+        return forward_ad.refused(error)
+
+
+class _Holds(Bound):
+    def run(self, run: Executor) -> Context:
+        return forward_ad.held(run.seen.forward_ad)
