@@ -266,7 +266,7 @@ def test_nothing_surrounds_micro_batches_outside_of_the_block() -> None:
         def loss_fn(replica: Any, part: Any) -> Any:
             running = trainer._execution.running
             assert running is not None
-            seen.append(len(running.around))
+            seen.append(len(running.recipe.micro_batch))
             return classify(replica, part)
 
         trainer.step(loss_fn, batch)

@@ -61,7 +61,7 @@ def test_without_a_profiler_there_are_none() -> None:
         def loss_fn(replica: Any, part: Any) -> Any:
             running = trainer._execution.running
             assert running is not None
-            seen.append(len(running.around))
+            seen.append(len(running.recipe.micro_batch))
             return classify(replica, part)
 
         trainer.step(loss_fn, batch)

@@ -9,14 +9,12 @@ is refused.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
 import threading
 import time
 import traceback
 import types
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -42,24 +40,27 @@ class _Level:
     methods: dict[str, Any] = {}  # noqa: RUF012  those of the module class that a trace patches, when the level was entered
 
 
-@contextlib.contextmanager
-def held(shared: bool) -> Iterator[None]:
-    """Hold the level while several workers run, so that nobody else enters it. `shared`: the workers use it together.
+class Held:
+    """Holds the level while several workers run, so that nobody else enters it. `shared`: the workers use it together.
 
     Raises
     ------
     InvalidArgument
         If somebody is inside of the level, and stays there.
     """
-    with _Level.lock:
-        if not _Level.open:
-            _enter()
-        _Level.holders += 1
-        if shared and not _Level.shared:
-            _share(1)
-    try:
-        yield
-    finally:
+
+    def __init__(self, shared: bool) -> None:
+        self._shared = shared
+
+    def __enter__(self) -> None:
+        with _Level.lock:
+            if not _Level.open:
+                _enter()
+            _Level.holders += 1
+            if self._shared and not _Level.shared:
+                _share(1)
+
+    def __exit__(self, *exception: object) -> None:
         with _Level.lock:
             _Level.holders -= 1
             if _Level.holders == 0:
@@ -72,8 +73,10 @@ def _enter() -> None:
         try:
             torch._C._enter_dual_level()
             _Level.open = True
-            now = {name: vars(torch.nn.Module)[name] for name in ("__call__", "__getattr__")}
-            _Level.methods = {name: method for name, method in now.items() if not _is_of_a_trace(method)}
+            now = vars(torch.nn.Module)
+            if any(now[name] is not method for name, method in _Level.methods.items()) or len(_Level.methods) < 2:
+                both = {name: now[name] for name in ("__call__", "__getattr__")}
+                _Level.methods = {name: method for name, method in both.items() if not _is_of_a_trace(method)}
         except RuntimeError as error:
             if time.monotonic() > deadline:
                 raise InvalidArgument(

@@ -22,6 +22,7 @@ class LanePlaces(Places):
         self._threads = [max(base._threads)] * lanes
         self.spaces = [base.home_space] * lanes
         self.own_generators = [WorkerGenerator() for _ in range(lanes)]
+        self._derive()
 
     def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
         # Autocast keeps casts of parameters by tensor, for all threads: a lane would use the nodes of another lane's graph. The thread is ours.

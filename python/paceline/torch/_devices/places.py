@@ -46,7 +46,7 @@ class Places:
         self._gpu = [device.index if device.kind == "cuda" else None for device in group.devices]
         self.devices = [_HOST if gpu is None else cuda.device(gpu) for gpu in self._gpu]
         # The streams of a part end with it; PyTorch keeps those of whole GPUs.
-        self._any_part = any(device.part is not None for device in gpus)
+        self.any_part = any(device.part is not None for device in gpus)
         self._home_name = gpus[0].name if gpus else ""
         self._home_gpu = gpus[0].index if gpus else None
         self.home = _HOST if self._home_gpu is None else cuda.device(self._home_gpu)
@@ -71,30 +71,21 @@ class Places:
         self.own_generators = [WorkerGenerator() if gpu is None and hosts > 1 else None for gpu in self._gpu]
         self._copies: dict[int, cuda.CopyStream] = {}
         self._pool_peaks: dict[str, int] = {}
+        self._derive()
+
+    def _derive(self) -> None:
+        """What every step asks, from what the constructor has set."""
+        gpus = [gpu for gpu in self._gpu if gpu is not None]
+        self.on_gpu = [gpu is not None for gpu in self._gpu]  # or a part of a GPU
+        self.any_host = None in self._gpu  # whether some device is a worker on the host's cores
+        self.share_gpu = len(set(gpus)) < len(gpus)  # whether two devices are parts of one GPU
+        # Whether two devices draw from one generator, as host devices and the parts of one GPU do.
+        self.share_generators = len(set(self._gpu)) < len(self._gpu)
+        # Whether there are several host devices, for which PyTorch has one generator.
+        self.hosts_share = any(generator is not None for generator in self.own_generators)
 
     def __len__(self) -> int:
         return len(self.devices)
-
-    @property
-    def on_gpu(self) -> list[bool]:
-        """For each device, whether it is a GPU or a part of a GPU."""
-        return [gpu is not None for gpu in self._gpu]
-
-    @property
-    def any_part(self) -> bool:
-        """Whether some device is a part of a GPU."""
-        return self._any_part
-
-    @property
-    def share_gpu(self) -> bool:
-        """Whether two devices are parts of one GPU."""
-        gpus = [gpu for gpu in self._gpu if gpu is not None]
-        return len(set(gpus)) < len(gpus)
-
-    @property
-    def any_host(self) -> bool:
-        """Whether some device is a worker on the host's cores."""
-        return None in self._gpu
 
     def begin(self, batch: Batch) -> None:
         """Order the next step on the stream that the caller is on now. The work that made the batch has to be ordered on that stream, too."""
@@ -256,16 +247,6 @@ class Places:
         gpus = {cuda.uuid(gpu): cuda.generator(gpu) for gpu in self._gpu if gpu is not None}
         return {"host": torch.default_generator, **gpus}
 
-    @property
-    def share_generators(self) -> bool:
-        """Whether two devices draw from one generator, as host devices and the parts of one GPU do."""
-        return len(set(self._gpu)) < len(self._gpu)
-
-    @property
-    def hosts_share(self) -> bool:
-        """Whether there are several host devices, for which PyTorch has one generator."""
-        return any(generator is not None for generator in self.own_generators)
-
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory that GPUs can copy from while the host goes on."""
         return cuda.pinned(count, dtype)
@@ -318,7 +299,7 @@ class Places:
     def release_memory(self) -> None:
         """Give unused memory back, after memory ran out and before streams end."""
         if self.queues is not None:
-            cuda.release_memory(self._any_part)
+            cuda.release_memory(self.any_part)
             self.queues.release_memory()
 
     @property

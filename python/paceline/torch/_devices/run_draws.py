@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 
 from paceline import InvalidArgument
 from paceline.torch._devices.caller_state import RecomputeWatch
@@ -43,7 +44,7 @@ class RunDraws:
         # Only in a first run: it takes milliseconds.
         self._others = OtherGenerators() if seeds and self._first else None
         self._expects_none = places.any_host and not compiled and drawing.draws is False
-        devices = range(len(places))
+        devices = range(len(places.devices))
         looks = places.any_host or places.share_generators
         self._generators = [places.generator(device) for device in devices] if looks else []
         # `look` compares the generator after every forward. Recomputation sets the generator back for a while, so its state may be the
@@ -110,7 +111,7 @@ class RunDraws:
         return self._unseeded() if any(self._moved) or own is not None else ""
 
     def _moved_on_host(self) -> bool:
-        return any(moved and host for moved, host in zip(self._moved, self._on_host, strict=False))
+        return True in self._moved and any(map(operator.and_, self._moved, self._on_host))
 
     def _unseeded(self) -> str:
         names = set() if self._own is None else set(self._own.unreached)

@@ -38,7 +38,7 @@ class StagePlaces(Places):
         self.devices = [_HOST if gpu is None else cuda.device(gpu) for gpu in self._gpu]
         self.home = _home_of(module, self.devices)
         self.types = sorted({device.type for device in (*self.devices, _HOST)})
-        self._any_part = False
+        self.any_part = False
         self._threads = [max(1, len(one.cores)) if one.kind == "host" else 1 for one in group.devices]
         self.queues = None
         self.transport = ""
@@ -48,6 +48,7 @@ class StagePlaces(Places):
         self.home_space = 0
         self.own_generators = [None] * len(group)
         self._pool_peaks = {}
+        self._derive()
         self._open = True
         self._links: dict[tuple[int, int], tuple[float, float]] = {}
         self._gpus = [gpu for gpu in self._gpu if gpu is not None]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import Executor
-from paceline.torch._run.feature import Bound, Feature, Retry
+from paceline.torch._run.feature import Bound, Feature
+from paceline.torch._run.recipe import Retry
 
 
 class WrittenBuffers(Feature):
@@ -27,14 +26,13 @@ class _Marks(Bound):
         self._first = False
         self._values: KeptBuffers | None = None
 
-    @contextlib.contextmanager
-    def run(self, run: Executor) -> Iterator[None]:
+    def begin(self, run: Executor) -> None:
+        self._marks, self._first, self._values = None, False, None
         if run.divides and run.claims is None:
             replicas = run.call.all_replicas
             self._marks = [replica.buffer_marks() for replica in replicas.list]
             self._first = run.call.work.mode != run.seen.mode
             self._values = KeptBuffers(replicas.modules) if self._first and not replicas.shared else None
-        yield
 
     def retry(self, run: Executor, outcome: Any, *, failed: bool) -> Retry | None:
         if failed or self._marks is None:

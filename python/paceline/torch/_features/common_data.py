@@ -7,7 +7,8 @@ from typing import Any
 from paceline.torch._replicas.common import Common
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import Executor
-from paceline.torch._run.feature import Bound, Feature, Retry
+from paceline.torch._run.feature import Bound, Feature
+from paceline.torch._run.recipe import Retry
 
 
 class CommonData(Feature):
@@ -15,15 +16,15 @@ class CommonData(Feature):
 
     def bind(self, call: Call) -> Bound | None:
         common = call.all_replicas.common
-        if common is None:
-            return None
-        common.note()
-        return _Noted(common)
+        return None if common is None else _Noted(common)
 
 
 class _Noted(Bound):
     def __init__(self, common: Common) -> None:
         self._common = common
+
+    def begin(self, run: Executor) -> None:
+        self._common.note()
 
     def retry(self, run: Executor, outcome: Any, *, failed: bool) -> Retry | None:
         written = self._common.written

@@ -10,7 +10,8 @@ from paceline import InvalidArgument
 from paceline.torch._devices.compiling import compiled_for_each, has_compiled, seed_graph_trees
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import Executor
-from paceline.torch._run.feature import Bound, Feature, Retry
+from paceline.torch._run.feature import Bound, Feature
+from paceline.torch._run.recipe import Retry
 
 
 class CompiledCode(Feature):

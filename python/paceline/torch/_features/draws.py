@@ -8,7 +8,8 @@ from paceline.torch._devices.failures import warn_caller
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import Executor
-from paceline.torch._run.feature import Bound, Context, Feature, Retry
+from paceline.torch._run.feature import Bound, Context, Feature
+from paceline.torch._run.recipe import Retry
 
 
 class Draws(Feature):
@@ -18,7 +19,10 @@ class Draws(Feature):
         self._warned = False
 
     def bind(self, call: Call) -> Bound | None:
-        return _Looks(self)
+        return _Looks(self) if call.seen.compiled or call.seen.drawing.draws is False else _Seeds(self)
+
+    def key(self, call: Call) -> bool | None:
+        return call.seen.drawing.draws
 
     def warn(self, unseeded: str) -> None:
         """Warn of these draws, once."""
@@ -35,9 +39,6 @@ class _Looks(Bound):
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
 
-    def run(self, run: Executor) -> Context:
-        return run.draws.run()
-
     def retry(self, run: Executor, outcome: Any, *, failed: bool) -> Retry | None:
         if run.draws.must_run_again() and (run.places.hosts_share or (run.call.work.fixed and run.searches)):
             return Retry("random numbers are drawn", complete=not failed)
@@ -45,3 +46,8 @@ class _Looks(Bound):
 
     def check(self, run: Executor, outcome: Any) -> None:
         self._draws.warn(run.draws.finish())
+
+
+class _Seeds(_Looks):
+    def run(self, run: Executor) -> Context:
+        return run.draws.run()

@@ -16,12 +16,15 @@ class Faults(Feature):
         self._of, self._names = of, names
 
     def bind(self, call: Call) -> Bound | None:
-        return _Injected(self._of(call.number), self._names) if call.keep else None
+        return _Injected(self._of, self._names) if call.keep else None
 
 
 class _Injected(Bound):
-    def __init__(self, faults: Around, names: list[str]) -> None:
-        self._faults, self._names = faults, names
+    def __init__(self, of: Callable[[int], Around], names: list[str]) -> None:
+        self._of, self._names = of, names
+
+    def begin(self, run: Executor) -> None:
+        self._faults = self._of(run.call.number)
 
     def micro_batch(self, run: Executor, device: int, begin: int, end: int) -> Context:
         if run.passage is None:

@@ -7,7 +7,8 @@ from typing import Any
 from paceline.torch._devices import forward_ad
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import Executor
-from paceline.torch._run.feature import Bound, Context, Feature, Retry
+from paceline.torch._run.feature import Bound, Context, Feature
+from paceline.torch._run.recipe import Retry
 
 
 class ForwardAD(Feature):
@@ -27,4 +28,4 @@ class ForwardAD(Feature):
 
 class _Holds(Bound):
     def run(self, run: Executor) -> Context:
-        return forward_ad.held(run.seen.forward_ad)
+        return forward_ad.Held(run.seen.forward_ad)

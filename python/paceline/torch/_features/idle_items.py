@@ -6,7 +6,8 @@ from typing import Any
 
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import Executor
-from paceline.torch._run.feature import Bound, Feature, Retry
+from paceline.torch._run.feature import Bound, Feature
+from paceline.torch._run.recipe import Retry
 
 
 class IdleItems(Feature):

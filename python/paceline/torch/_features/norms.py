@@ -14,7 +14,8 @@ from paceline.torch._replicas.batch_norm import (
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import Executor
-from paceline.torch._run.feature import Bound, Constraints, Feature, Retry
+from paceline.torch._run.feature import Bound, Feature
+from paceline.torch._run.recipe import Constraints, Retry
 from paceline.torch._run.workload import Workload
 
 
@@ -33,7 +34,7 @@ class NormsApart(Feature):
         return Constraints(least=2 if alone or (work is not None and work.normalises) else 1)
 
     def bind(self, call: Call) -> Bound | None:
-        return _Apart(self) if call.keep and call.recipe.constraints.least > 1 and not self._warned else None
+        return _Apart(self) if call.keep and call.recipe.constraints.least > 1 else None
 
     def mend(self, run: Executor, error: BaseException, outcome: Any) -> Retry | BaseException | None:
         if fails_over_one_item(error) and run.constraints.least == 1 < run.batch.size:
@@ -42,7 +43,9 @@ class NormsApart(Feature):
         return None
 
     def warn(self) -> None:
-        """Say that a batch was normalised in parts."""
+        """Say, once, that a batch was normalised in parts."""
+        if self._warned:
+            return
         self._warned = True
         warn_of_normalised_apart(using_batch_statistics(self._replicas.norms), self._cure)
 

@@ -20,12 +20,13 @@ class Profiler(Feature):
     """Shows each micro-batch to the profilers that are active when a call begins: a span, a range of NVTX, or nothing."""
 
     def bind(self, call: Call) -> Bound | None:
-        spans: list[Span] = []
-        if torch.autograd.profiler._is_profiler_enabled:  # in any thread
-            spans.append(torch.profiler.record_function)
-        if _nvtx_is_read():
-            spans.append(torch.cuda.nvtx.range)
+        recorded, read = self.key(call)
+        spans: list[Span] = [torch.profiler.record_function] if recorded else []
+        spans += [torch.cuda.nvtx.range] if read else []
         return _Spans(spans) if spans else None
+
+    def key(self, call: Call) -> tuple[bool, bool]:
+        return torch.autograd.profiler._is_profiler_enabled, _nvtx_is_read()  # the first one in any thread
 
 
 class _Spans(Bound):

@@ -12,7 +12,8 @@ from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._replicas.synchronised import synchronised
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import Executor
-from paceline.torch._run.feature import Bound, Constraints, Context, Feature
+from paceline.torch._run.feature import Bound, Context, Feature
+from paceline.torch._run.recipe import Constraints
 from paceline.torch._run.workload import Workload
 
 
@@ -58,6 +59,7 @@ class _Meets(Bound):
                 "batch_norm='synchronised': the ledger that is replayed has several micro-batches of a device in one step. Statistics of the batch "
                 "need one. Replay it with batch_norm='apart', as it was written."
             )
+        self._meeting, self._begun = None, set()
         if sum(parts) < 2:
             yield
             return

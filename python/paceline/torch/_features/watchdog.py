@@ -17,7 +17,6 @@ from paceline._words import plural
 from paceline.torch._devices.failures import noted
 from paceline.torch._devices.places import Places
 from paceline.torch._run.call import Call
-from paceline.torch._run.execution import Execution
 from paceline.torch._run.executor import Executor
 from paceline.torch._run.feature import Bound, Context, Feature
 
@@ -33,7 +32,7 @@ class Work:
         self.ended = 0  # how many micro-batches have ended
 
 
-class WatchedCall(Bound):
+class WatchedCall:
     """One call under watch: `number` counts the trainer's calls from 1, and `running` returns its run, once there is one."""
 
     def __init__(self, number: int, running: Callable[[], Executor | None], devices: int) -> None:
@@ -44,7 +43,7 @@ class WatchedCall(Bound):
         self.report: str | None = None  # where everything was written, in words
 
     @contextlib.contextmanager
-    def micro_batch(self, run: Executor, device: int, begin: int, end: int) -> Iterator[None]:
+    def micro_batch(self, device: int, begin: int, end: int) -> Iterator[None]:
         """Note what a worker runs, around one micro-batch."""
         work = self.works[device]
         work.last, work.since = (begin, end), time.monotonic()
@@ -53,6 +52,17 @@ class WatchedCall(Bound):
         finally:
             work.since = time.monotonic()
             work.ended += 1
+
+
+class _Notes(Bound):
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+
+    def begin(self, run: Executor) -> None:
+        self._watched = self._watchdog.watched
+
+    def micro_batch(self, run: Executor, device: int, begin: int, end: int) -> Context:
+        return self._watched.micro_batch(device, begin, end)
 
 
 class Watchdog(Feature):
@@ -73,10 +83,16 @@ class Watchdog(Feature):
         self._is_watching = False
         self._closed = False
 
-    def call(self, execution: Execution) -> Context:
-        return self.watch(execution.calls, lambda: execution.running)
+    def call(self, number: int, running: Callable[[], Executor | None]) -> Context:
+        return self.watch(number, running)
 
     def bind(self, call: Call) -> Bound | None:
+        return _Notes(self)
+
+    @property
+    def watched(self) -> WatchedCall:
+        """The call that runs now."""
+        assert self._call is not None
         return self._call
 
     @contextlib.contextmanager

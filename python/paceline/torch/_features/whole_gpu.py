@@ -13,6 +13,9 @@ class WholeGpuKernels(Feature):
     def __init__(self) -> None:
         self._warned = False
 
+    def key(self, call: Call) -> int:
+        return 0 if self._warned or not call.all_places.any_part else call.number
+
     def bind(self, call: Call) -> Bound | None:
         if not self._warned and call.all_places.any_part:
             replicas = call.all_replicas

@@ -35,8 +35,9 @@ from paceline.torch._replicas.replica import Replica
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.executor import Executor
-from paceline.torch._run.feature import Feature, Retry
+from paceline.torch._run.feature import Feature
 from paceline.torch._run.memory import is_out_of_memory
+from paceline.torch._run.recipe import Retry
 from paceline.torch._run.train_run import TrainRun
 from paceline.torch._run.workload import Workload
 

@@ -21,7 +21,8 @@ from paceline.torch._pipeline.visited import visited_in
 from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._run.executor import Executor
-from paceline.torch._run.feature import Feature, Retry
+from paceline.torch._run.feature import Feature
+from paceline.torch._run.recipe import Retry
 from paceline.torch._run.workload import Workload
 
 _ELSEWHERE = "Expected all tensors to be on the same device"  # PyTorch's words, for which it has no type

@@ -39,11 +39,13 @@ class Buffers:
 
     def pull(self, *, anew: bool = False) -> None:
         """Copy the user's values into the replica, or `anew` into new tensors, so that graphs of earlier forwards keep the old ones."""
-        copy_slots(self.pairs, anew=anew)
+        if self.pairs:
+            copy_slots(self.pairs, anew=anew)
 
     def push(self) -> None:
         """Copy the replica's values into the user's module."""
-        copy_slots((theirs, ours, name) for ours, theirs, name in self.pairs)
+        if self.pairs:
+            copy_slots((theirs, ours, name) for ours, theirs, name in self.pairs)
 
     @property
     def differ(self) -> bool:
@@ -283,7 +285,8 @@ def copy_slots(pairs: Iterable[Pair], place: torch.device | None = None, *, anew
         else:
             sources.append(value)
             targets.append(old)
-    copy_all(targets, sources)
+    if targets:
+        copy_all(targets, sources)
 
 
 def alias_of_data(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline._core.engine import ModuleContents
+from paceline.torch._devices.caller_state import NoGrad
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.attributes import Attributes, carry, is_of_a_forward
 from paceline.torch._replicas.buffers import sparse_slots
@@ -61,6 +62,10 @@ class Replicas:
         )  # forwards whose graphs are alive, and keep the buffers they have read
         self.generation = 0  # how often the replicas were made
         self.changes = 0  # how often they followed changed attributes
+        self.modes = (
+            0  # how often modules had changed between training and evaluation, or got or lost running statistics
+        )
+        self._modes: list[Any] = []
         self._counted: tuple[object, list[tuple[Written, tuple[int, str], int]]] | None = None  # of the last step
         self._resets = False  # whether containers of replicas are put back after each step
         self._flat: FlatBuffers | None = None
@@ -239,13 +244,17 @@ class Replicas:
             with torch.inference_mode(False):
                 return self.refresh(function, hooks=hooks)
         self._reader.follow(function)
-        with torch.no_grad():
+        with NoGrad():
             self._refresh(hooks)
 
     def _refresh(self, hooks: bool) -> None:
         if not self._fits():
             self._places.drain()  # devices may still use what is about to be released
             self._build()
+        training = list(map(_training, self.modules))
+        modes = [*training, *[part._buffers.get("running_mean") is None for _, part in self.norms]]
+        if modes != self._modes:
+            self.modes, self._modes = self.modes + 1, modes
         if self._attributes is None:
             return
         check_global_hooks()
@@ -254,7 +263,7 @@ class Replicas:
         if not hooks and (any(map(_hooks, self.parameters)) or any(map(_late_hooks, self.parameters))):
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 check_hooks(name, parameter)
-        requires_grad, training = list(map(_requires_grad, self.parameters)), list(map(_training, self.modules))
+        requires_grad = list(map(_requires_grad, self.parameters))
         anew = bool(self.graphs)
         if self._flat is not None and self._places.queues is not None and self._flat.pull(anew=anew):
             self._places.queues.set_copies(self._sent.entries, self._flat.copies)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,12 +14,9 @@ from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.replica import Replica
 from paceline.torch._replicas.replicas import Replicas
-from paceline.torch._run.feature import Constraints, Recipe
 from paceline.torch._run.flat_gradients import FlatGradients
+from paceline.torch._run.recipe import Constraints, Recipe
 from paceline.torch._run.workload import Workload
-
-if TYPE_CHECKING:
-    from paceline.torch._run.executor import Executor
 
 
 class Passage(Protocol):
@@ -40,6 +37,9 @@ class Passage(Protocol):
         """On the lane: `around` the part of its micro-batch that each device runs."""
 
 
+_NO_RECIPE = Recipe(Constraints())
+
+
 class Asked(NamedTuple):
     """One call, the same in every attempt."""
 
@@ -50,7 +50,7 @@ class Asked(NamedTuple):
     costs: list[float] | None = None  # a plan orders the items by these
     order: list[int] | None = None  # in place of a plan
     hooks: bool = False  # whether parameters may have gradient hooks, since gradients of slices are not theirs to see
-    like: Executor | None = None  # the forward whose backward this is
+    like: Constraints | None = None  # those of the forward whose backward this is
     before: Callable[[], None] | None = None  # called before each attempt
 
 
@@ -75,10 +75,10 @@ class Call:
         self.all_replicas, self.all_places, self.random = replicas, places, random  # of all devices
         self.places: Places = places  # those of the lanes, in a pipeline
         self.replicas: list[Replica] = replicas.list  # one for each device, or for each lane of a pipeline
-        self.state = CallerState(places.types, len(places))
+        self.state = CallerState(places.types, len(places.devices))
         self.seen = asked.work.seen
         self.limits = asked.work.limits  # of memory, per device
-        self.recipe = Recipe(Constraints())
+        self.recipe: Recipe = _NO_RECIPE
         self.searches = False  # whether sizes of micro-batches may be tried
         self.divides = False  # whether a device may run its part in several micro-batches without being asked to
         self.passage: Passage | None = None  # set if devices are stages

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections import Counter, deque
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._batch.items import Items
 from paceline.torch._batch.joining import concatenate
 from paceline.torch._batch.objective import Objective
+from paceline.torch._devices.caller_state import NoGrad
 from paceline.torch._devices.failures import Failure, raise_failure
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.batch_norm import CURE
@@ -26,7 +28,7 @@ from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.executor import Executor, PredictRun
-from paceline.torch._run.feature import Constraints, Feature, Features, Retry, RetryError
+from paceline.torch._run.feature import Feature, Features
 from paceline.torch._run.flat_gradients import FlatGradients
 from paceline.torch._run.gradients import totals_of
 from paceline.torch._run.graphs import Graphs
@@ -34,6 +36,7 @@ from paceline.torch._run.journal import Done, Gradients, Journal
 from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.participants import of_forward, of_part, of_step, refuse_outside_of_ranks
 from paceline.torch._run.ranks import Ranks
+from paceline.torch._run.recipe import Constraints, Retry, RetryError
 from paceline.torch._run.train_run import TrainRun
 from paceline.torch._run.workload import Workload
 
@@ -73,6 +76,7 @@ class Execution:
         self.flat = FlatGradients(replicas, places) if places.queues is not None and len(places) > 1 else None
         self.outside = OutsideGradients()
         self.took_part = 0  # the number of the last call that was committed without items of this rank
+        self._journal = Journal(of_step(weakref.proxy(self)))  # a dropped trainer must end without the garbage collector
         self._edits = Edits()
         self._enqueued: Any = None  # the last outcome, committed or not
         self._random: RandomStates | None = None  # the generators' states when the present attempt began
@@ -97,7 +101,7 @@ class Execution:
 
         def attempt(call: Call) -> Any:
             run: PredictRun = self._forward(asked.executor(call))
-            with torch.no_grad():
+            with NoGrad():
                 own = self.places.owned if run.items is None else run.items.restored
                 return concatenate(run.outputs, self.places.to_home, own, pad=run.pad)
 
@@ -113,20 +117,20 @@ class Execution:
         """What `train` gives on a rank without items: the objective of all ranks, and its gradients."""
         assert self.ranks is not None
         self.replicas.refresh(function, hooks=carries)
-        journal = Journal(of_part(self, carries=carries))
-        journal.prepare()
+        journal = Journal(of_part(self))
+        journal.prepare(None)
         self.calls += 1
         self.failed_on = None
         none: Gradients = [None] * len(self.replicas.parameters)
-        with torch.no_grad(), self.features.around_call(self):
+        with NoGrad(), self.features.around_call(self.calls, lambda: self.running):
             try:
                 loss, totals = self.ranks.sum(self.replicas, objective, None, none, steps=self.steps)
-                journal.commit(Done(None, None, loss, totals))
+                journal.commit(Done(None, None, loss, totals, carries=carries))
             except BaseException:
                 if self.ranks.agreed is None:
                     journal.rollback()
                 else:  # interrupted in the middle of writing
-                    journal.commit(Done(None, None, *self.ranks.agreed))
+                    journal.commit(Done(None, None, *self.ranks.agreed, carries=carries))
                 raise
         return loss, totals
 
@@ -138,9 +142,9 @@ class Execution:
         self.calls += 1
         self.attempts = 0
         self.failed_on = None
-        retries: Counter[str] = Counter()
+        retries: dict[str, int] = {}
         try:
-            with self.features.around_call(self):
+            with self.features.around_call(self.calls, lambda: self.running):
                 while True:
                     self.attempts += 1
                     try:
@@ -151,9 +155,9 @@ class Execution:
                         retry = error.retry
                     except OutOfMemory:  # paceline's own: PyTorch may sit on memory that it does not use
                         retry = Retry("memory that PyTorch had kept", out_of_memory=True)
-                        if retries[retry.reason]:
+                        if retry.reason in retries:
                             raise
-                    retries[retry.reason] += 1
+                    retries[retry.reason] = retries.get(retry.reason, 0) + 1
                     if retries[retry.reason] > retry.most:
                         raise Error(
                             f"step: run {retries[retry.reason]} times for one reason: {retry.reason}. Please report this."
@@ -170,8 +174,8 @@ class Execution:
         self.replicas.refresh(asked.fn, hooks=asked.hooks)
         call = Call(asked, self.replicas, self.places, random, number=self.calls, keep=keep)
         call.seen.follow(self.replicas, self.module, asked.fn, call.state, captures=self.graphs is not None)
-        self.features.bind(call)
-        self._constrain(call.work, call.recipe.constraints)
+        limits = self.features.recipe_of(call).constraints
+        self._constrain(call.work, limits)
         if asked.order is not None:
             call.items = Items(asked.order, call.whole, self.places.pin, asked.costs)
         elif asked.costs is not None:
@@ -179,7 +183,6 @@ class Execution:
             call.items = Items(list(plan.order), call.whole, self.places.pin, asked.costs, plan)
         if call.items is not None:
             call.batch = call.items.batch
-        limits = call.recipe.constraints
         may_divide = limits.least == 1 and not limits.undivided and call.work.writes_buffers is not True
         call.searches = call.items is None and may_divide and self._searches(call.work)
         call.divides = may_divide and (call.work.corrects or call.searches)
@@ -202,18 +205,18 @@ class Execution:
         began = time.perf_counter()
         ranks = self.ranks if keep else None
         run.part = ranks is not None
-        journal, done = Journal(of_step(self, run, keep=keep)), None
+        journal, done = self._journal, None
         try:
-            journal.prepare()
+            journal.prepare(run)
             outcome = self._execute(run)
-            journal.check(run, outcome)
+            journal.check()
             run.check()
             for check in run.recipe.check:
                 check(run, outcome)
-            with torch.no_grad():
+            with NoGrad():
                 loss = self.places.to_home(run.loss())
                 extras = run.extras.whole(run.items, self.places.to_home)
-                done = Done(run, outcome, loss, self._totals(run), extras)
+                done = Done(run, outcome, loss, self._totals(run), extras, carries=run.carries)
                 if ranks is not None:
                     self._check_for_ranks(outcome)
                     summed = ranks.sum(
@@ -228,12 +231,13 @@ class Execution:
         except BaseException:
             agreed = None if ranks is None else ranks.agreed
             if done is not None and keep and (journal.begun or agreed is not None):  # interrupted: done, or not done
-                with torch.no_grad():
+                with NoGrad():
                     journal.commit(done if agreed is None else done._replace(loss=agreed[0], totals=agreed[1]))
             else:
                 journal.rollback()
             raise
         finally:
+            journal.release()
             self.drop_gradients()
 
     def _totals(self, run: TrainRun) -> Gradients:
@@ -243,9 +247,8 @@ class Execution:
         outcome = self._execute(run)
         for check in run.recipe.check:
             check(run, outcome)
-        journal = Journal(of_forward(self))
-        done = Done(run, outcome, torch.empty(0), [])
-        with torch.no_grad():
+        journal, done = Journal(of_forward(self)), Done(run, outcome, torch.empty(0), [])
+        with NoGrad():
             try:
                 journal.commit(done)
             except BaseException:  # interrupted in the middle of writing
@@ -301,6 +304,7 @@ class Execution:
         failed = outcome.failed_device
         self.failed_on = None if failed is None else self._names[failed]
         run.failures.clear()
+        run.failed_device = device
         mended: Retry | BaseException = error
         try:
             mended = self.features.mend(run, error, outcome)

@@ -51,12 +51,12 @@ class Executor:
         self.state, self.limits, self.flat, self.passage = call.state, call.limits, call.flat, call.passage
         self.searches, self.divides, self.constraints = call.searches, call.divides, call.recipe.constraints
         self.gate = CompileGate.of_call()
-        places = self.places
-        self._fresh = [True] * len(places)  # per device: whether it runs the first piece of a claim
-        self._begun = [False] * len(places)  # per device: whether it has run something
-        self._last = [False] * len(places)  # per device: whether it runs its last micro-batch
-        self._brought = [0.0] * len(places)  # per device: when its items had arrived, and Python began to enqueue
-        self.ran = [0] * len(places)  # per device: how many micro-batches
+        count = len(self.replicas)
+        self._fresh = [True] * count  # per device: whether it runs the first piece of a claim
+        self._begun = [False] * count  # per device: whether it has run something
+        self._last = [False] * count  # per device: whether it runs its last micro-batch
+        self._brought = [0.0] * count  # per device: when its items had arrived, and Python began to enqueue
+        self.ran = [0] * count  # per device: how many micro-batches
         self.queues_empty = True  # whether the devices' queues were empty when this run began
         self.claims: list[list[tuple[int, int]]] | None = None  # per device, in place of planned claims
         self.pieces: list[list[tuple[int, int]]] | None = None  # the pieces of these claims
@@ -68,10 +68,11 @@ class Executor:
         self.failures: list[
             tuple[int | None, int, int, BaseException]
         ] = []  # device (None: the reduction), begin, end, error
+        self.failed_device: int | None = None  # where the first of these came; None also for the reduction
         self._inside: dict[int, int] = {}
         self._interrupted = False
         self.waited: list[float] | None = None  # seconds of each device in which others held it up
-        self.draws = RunDraws(places, self.seen.drawing, self.seen.compiled, call.random)
+        self.draws = RunDraws(self.places, self.seen.drawing, self.seen.compiled, call.random)
 
     def body(self, device: int, begin: int, end: int, flags: int) -> int | tuple[int, int] | tuple[int, int, float]:
         try:
@@ -90,12 +91,20 @@ class Executor:
         finally:
             self._inside.pop(device, None)
 
-    @contextlib.contextmanager
-    def surrounded(self) -> Iterator[None]:
+    def surrounded(self) -> contextlib.AbstractContextManager[Any]:
         """A context around all devices, on the caller's thread."""
+        for begin in self.recipe.begin:
+            begin(self)
+        contexts = self.recipe.run
+        if len(contexts) < 2:
+            return contexts[0](self) if contexts else contextlib.nullcontext()
+        return self._surrounded()
+
+    @contextlib.contextmanager
+    def _surrounded(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for bound in self.recipe.run:
-                stack.enter_context(bound(self))
+            for context in self.recipe.run:
+                stack.enter_context(context(self))
             yield
 
     def run_alone(self, device: int) -> None:

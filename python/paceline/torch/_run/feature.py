@@ -3,55 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from paceline.torch._replicas.replicas import Replicas
-    from paceline.torch._run.call import Call
-    from paceline.torch._run.execution import Execution
-    from paceline.torch._run.executor import Executor
-    from paceline.torch._run.workload import Workload
+from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._run.call import Call
+from paceline.torch._run.executor import Executor
+from paceline.torch._run.recipe import Constraints, Recipe, Retry, overriding
+from paceline.torch._run.workload import Workload
 
 Context = contextlib.AbstractContextManager[Any]
-
-
-class Retry(NamedTuple):
-    """Why a call runs once more, from the same state. Nothing was committed."""
-
-    reason: str
-    most: int = 1  # times in one call
-    complete: bool = False  # whether all items have run
-    out_of_memory: bool = False  # whether unused memory has to be given back first
-
-
-class RetryError(Exception):
-    """Leaves an attempt, for another one."""
-
-    def __init__(self, retry: Retry) -> None:
-        super().__init__(retry.reason)
-        self.retry = retry
-
-
-class Constraints(NamedTuple):
-    """What a plan may do. Those of several features hold together."""
-
-    least: int = 1  # items of a micro-batch
-    undivided: bool = False  # whether a device runs its share as one micro-batch
-    all_items: bool = False  # whether items without weight run, too
-
-    def both(self, other: Constraints) -> Constraints:
-        """What holds under both."""
-        return Constraints(
-            max(self.least, other.least), self.undivided or other.undivided, self.all_items or other.all_items
-        )
+# Whether each step makes its recipe anew, and compares: for tests.
+_CHECKS = os.environ.get("PACELINE_CHECK_RECIPES") == "1"
 
 
 class Bound:
-    """A feature in one attempt of a call. A method that a class does not override is never called."""
+    """A feature in all attempts of one recipe. A method that a class does not override is never called. What is of one attempt is set in `begin` or `run`."""
+
+    def begin(self, run: Executor) -> None:
+        """An attempt begins. Its plan is made."""
+        raise TypeError("Bound.begin is for subclasses")
 
     def run(self, run: Executor) -> Context:
-        """A context around all devices, on the caller's thread. The plan is made."""
+        """A context around all devices, on the caller's thread."""
         raise TypeError("Bound.run is for subclasses")
 
     def micro_batch(self, run: Executor, device: int, begin: int, end: int) -> Context:
@@ -78,19 +53,23 @@ class Bound:
 class Feature:
     """Adds something to the calls of one trainer."""
 
+    def key(self, call: Call) -> Hashable:
+        """What `bind` looks at, beside what is in the key of every recipe (`Features.recipe_of`)."""
+        raise TypeError("Feature.key is for subclasses")
+
     def constraints(self, replicas: Replicas, work: Workload | None) -> Constraints:
         """What a plan may do with the module as it is now, as far as the module and this kind of work say."""
         return Constraints()
 
-    def call(self, execution: Execution) -> Context | None:
-        """A context around a whole call, with all its attempts. None: nothing."""
+    def call(self, number: int, running: Callable[[], Executor | None]) -> Context | None:
+        """A context around a whole call, with all its attempts. `running`: what runs now. None: nothing."""
         return None
 
     def close(self) -> None:
         """The trainer ends."""
 
     def bind(self, call: Call) -> Bound | None:
-        """What it does in this attempt. None: nothing."""
+        """What it does in attempts like this one. None: nothing."""
         return None
 
     def mend(self, run: Executor, error: BaseException, outcome: Any) -> Retry | BaseException | None:
@@ -102,30 +81,20 @@ class Feature:
         return ""
 
 
-class Recipe:
-    """The features that do something in an attempt, by what they do."""
-
-    def __init__(self, constraints: Constraints, bound: Sequence[Bound] = ()) -> None:
-        self.constraints = constraints
-        self.run = _overriding(Bound, bound, "run")
-        self.micro_batch = _overriding(Bound, bound, "micro_batch")
-        self.failed = _overriding(Bound, bound, "failed")
-        self.ended = _overriding(Bound, bound, "ended")
-        self.retry = _overriding(Bound, bound, "retry")
-        self.check = _overriding(Bound, bound, "check")
-
-
 class Features:
     """All features of one trainer, in the order in which they act."""
 
     def __init__(self, features: Sequence[Feature]) -> None:
         self._all = list(features)
+        self._changes = 0
         self._sort()
 
     def _sort(self) -> None:
-        self._constraints = _overriding(Feature, self._all, "constraints")
-        self._calls = _overriding(Feature, self._all, "call")
-        self._bind = _overriding(Feature, self._all, "bind")
+        self._constraints = overriding(Feature, self._all, "constraints")
+        self._calls = overriding(Feature, self._all, "call")
+        self._bind = overriding(Feature, self._all, "bind")
+        self._keys = overriding(Feature, self._all, "key")
+        self._changes += 1
 
     def __iter__(self) -> Iterator[Feature]:
         return iter(self._all)
@@ -147,18 +116,44 @@ class Features:
             found = found.both(constraints(replicas, work))
         return found
 
-    def bind(self, call: Call) -> None:
-        """Make the recipe of an attempt. Its constraints are those of the forward that it follows, if it follows one."""
-        like = call.asked.like
-        constraints = self.constraints(call.all_replicas, call.work) if like is None else like.constraints
-        call.recipe = Recipe(constraints)
-        bound = [one for bind in self._bind if (one := bind(call)) is not None]
-        if bound:
-            call.recipe = Recipe(constraints, bound)
+    def recipe_of(self, call: Call) -> Recipe:
+        """The recipe of an attempt: the last one of this kind of work, as long as nothing has changed that it was made from."""
+        asked, replicas, work, seen = call.asked, call.all_replicas, call.work, call.seen
+        key = (
+            self._changes,
+            replicas.generation,
+            replicas.modes,
+            call.keep,
+            asked.costs is not None,
+            asked.like,
+            seen.compiled,
+            seen.compiler_captures,
+            seen.waits,
+            work.normalises,
+            work.writes_buffers,
+            *[key(call) for key in self._keys],
+        )
+        known: Recipe | None = work.recipe
+        if known is not None and known.key == key:
+            if _CHECKS:
+                anew = self._made(call, key)
+                assert (anew.constraints, anew.names) == (known.constraints, known.names), (anew.names, known.names)
+            call.recipe = known
+            return known
+        made = work.recipe = self._made(call, key)
+        return made
 
-    def around_call(self, execution: Execution) -> Context:
-        """A context around a whole call."""
-        contexts = [one for call in self._calls if (one := call(execution)) is not None]
+    def _made(self, call: Call, key: Hashable) -> Recipe:
+        """A new recipe. Its constraints are those of the forward that it follows, if it follows one."""
+        like = call.asked.like
+        constraints = self.constraints(call.all_replicas, call.work) if like is None else like
+        call.recipe = Recipe(constraints)
+        call.recipe = Recipe(constraints, Bound, [one for bind in self._bind if (one := bind(call)) is not None], key)
+        return call.recipe
+
+    def around_call(self, number: int, running: Callable[[], Executor | None]) -> Context:
+        """A context around the whole call of this number."""
+        contexts = [one for call in self._calls if (one := call(number, running)) is not None] if self._calls else []
         if len(contexts) < 2:
             return contexts[0] if contexts else contextlib.nullcontext()
         stack = contextlib.ExitStack()
@@ -183,8 +178,3 @@ class Features:
         """The trainer ends."""
         for feature in self._all:
             feature.close()
-
-
-def _overriding(base: type, ones: Sequence[Any], method: str) -> list[Any]:
-    inherited = getattr(base, method)
-    return [getattr(one, method) for one in ones if getattr(type(one), method) is not inherited]

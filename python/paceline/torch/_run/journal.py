@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.torch._run.executor import Executor
+from paceline.torch._run.recipe import overriding
 
 Gradients = list[torch.Tensor | None]
 
@@ -21,20 +21,21 @@ class Done(NamedTuple):
     totals: Gradients
     extras: Any = None  # what loss_fn returned beside the loss
     seconds: float = 0.0  # of the attempt
+    carries: bool = False  # whether the gradients go to whoever calls backward, and not to ``.grad``
 
 
 class Participant:
-    """One thing that a step changes."""
+    """One thing that steps change. A method that a class does not override is never called."""
 
-    def prepare(self) -> None:
-        """Note the state before the step."""
+    def prepare(self, run: Any) -> None:
+        """Note the state before the step. `run`: its `TrainRun`; None on a rank without items."""
 
     @property
     def written(self) -> bool:
         """Whether a commit has begun that cannot be undone."""
         return False
 
-    def check(self, run: Executor, outcome: Any) -> None:
+    def check(self) -> None:
         """Raise if the run has touched what it may not."""
 
     def commit(self, done: Done) -> None:
@@ -43,28 +44,37 @@ class Participant:
     def rollback(self) -> None:
         """Put everything back as it was before the step, also after half of a `prepare`."""
 
+    def release(self) -> None:
+        """Let go of what was noted: the step is over."""
+
 
 class Journal:
     """Commits participants in their order. After the first one has begun it only goes forward, interrupted or not."""
 
     def __init__(self, participants: Sequence[Participant]) -> None:
         self._participants = participants
+        self._prepares = overriding(Participant, participants, "prepare")
+        self._checks = overriding(Participant, participants, "check")
+        self._commits = overriding(Participant, participants, "commit")
+        self._rollbacks = overriding(Participant, participants, "rollback")[::-1]
+        self._releases = overriding(Participant, participants, "release")
         self._next = 0
 
-    def prepare(self) -> None:
+    def prepare(self, run: Any) -> None:
         """Note the state before the step."""
-        for one in self._participants:
-            one.prepare()
+        self._next = 0
+        for prepare in self._prepares:
+            prepare(run)
 
-    def check(self, run: Executor, outcome: Any) -> None:
+    def check(self) -> None:
         """Raise if the run has touched what it may not."""
-        for one in self._participants:
-            one.check(run, outcome)
+        for check in self._checks:
+            check()
 
     def commit(self, done: Done) -> None:
         """Write everything."""
-        while self._next < len(self._participants):
-            self._participants[self._next].commit(done)
+        while self._next < len(self._commits):
+            self._commits[self._next](done)
             self._next += 1
 
     @property
@@ -74,5 +84,10 @@ class Journal:
 
     def rollback(self) -> None:
         """Put everything back, the last one first."""
-        for one in reversed(self._participants):
-            one.rollback()
+        for rollback in self._rollbacks:
+            rollback()
+
+    def release(self) -> None:
+        """Let go of what was noted: the step is over."""
+        for release in self._releases:
+            release()

@@ -2,87 +2,111 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch._replicas.buffers import SharedBuffers
-from paceline.torch._run.executor import Executor
+from paceline.torch._batch.global_sampler import GlobalBatchSampler
+from paceline.torch._replicas.buffers import KeptBuffers, SharedBuffers
+from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.journal import Done, Participant
+from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.train_run import TrainRun
 
-if TYPE_CHECKING:
-    from paceline.torch._run.execution import Execution
+
+class Committing(Protocol):
+    """What participants read and write of an `Execution`."""
+
+    replicas: Replicas
+    outside: OutsideGradients
+    module: nn.Module
+    ranks: Any
+    sampler: GlobalBatchSampler | None
+    committed: Any
+    items: list[int]
+    extras: Any
+    steps: int
+    calls: int
+    took_part: int
+
+    def kept_buffers(self) -> KeptBuffers | None:
+        """The buffers of a single device."""
+
+    def push(self, outcome: Any, *, buffers: bool = True) -> None:
+        """Give the user's module what the forwards have written."""
 
 
-def of_step(execution: Execution, run: TrainRun, *, keep: bool) -> list[Participant]:
+def of_step(execution: Committing) -> list[Participant]:
     """What a step changes. Tensors outside come after the module's gradients, because such a tensor may be a part of the module by now."""
     return [
         _Buffers(execution),
-        _Gradients(execution, carries=run.carries),
-        _Outside(execution, run, keep=keep),
-        _Pushed(execution, buffers=True),
+        _Gradients(execution),
+        _Outside(execution),
+        _Pushed(execution),
         _Counters(execution),
         _Sampler(execution),
     ]
 
 
-def of_part(execution: Execution, *, carries: bool) -> list[Participant]:
+def of_part(execution: Committing) -> list[Participant]:
     """What a step changes on a rank without items."""
-    return [_Gradients(execution, carries=carries, adds=True), _PartCounters(execution), _Sampler(execution)]
+    return [_Gradients(execution), _PartCounters(execution), _Sampler(execution)]
 
 
-def of_forward(execution: Execution) -> list[Participant]:
+def of_forward(execution: Committing) -> list[Participant]:
     """What a forward changes. As in plain PyTorch, running statistics follow in training."""
-    return [_Pushed(execution, buffers=execution.module.training), _Times()]
+    return [_Pushed(execution, always=False), _Times()]
 
 
 class _Gradients(Participant):
     """The user's ``.grad``."""
 
-    def __init__(self, execution: Execution, *, carries: bool, adds: bool | None = None) -> None:
-        self._replicas, self._carries = execution.replicas, carries  # whether they go to whoever calls backward
-        self._adds = not carries if adds is None else adds
+    def __init__(self, execution: Committing) -> None:
+        self._replicas = execution.replicas
         self._user: UserGradients | None = None
 
-    def prepare(self) -> None:
-        self._user = UserGradients(self._replicas, adds=self._adds)
+    def prepare(self, run: Any) -> None:
+        self._user = None
+        self._user = UserGradients(self._replicas, adds=run is None or not run.carries)
 
     @property
     def written(self) -> bool:
         return self._user is not None and self._user.written
 
-    def check(self, run: Executor, outcome: Any) -> None:
+    def check(self) -> None:
         assert self._user is not None
         self._user.check()
 
     def commit(self, done: Done) -> None:
         assert self._user is not None
-        self._user.commit([None] * len(done.totals) if self._carries else done.totals)
+        self._user.commit([None] * len(done.totals) if done.carries else done.totals)
 
     def rollback(self) -> None:
         if self._user is not None:
             self._user.restore()
 
+    def release(self) -> None:
+        self._user = None
+
 
 class _Outside(Participant):
     """Gradients of tensors outside of the module."""
 
-    def __init__(self, execution: Execution, run: TrainRun, *, keep: bool) -> None:
-        self._outside, self._run, self._replicas = execution.outside, run, execution.replicas
-        self._refused = keep and execution.ranks is not None
+    def __init__(self, execution: Committing) -> None:
+        self._execution, self._outside, self._replicas = execution, execution.outside, execution.replicas
 
-    def prepare(self) -> None:
-        run, replicas = self._run, self._replicas
-        run.outside = self._outside
-        parameters = [replicas.parameters, *(replica.parameters for replica in replicas.list)]
-        self._outside.begin(run.loss_fn, parameters, replicas.shared, carries=run.carries, refused=self._refused)
+    def prepare(self, run: TrainRun) -> None:
+        run.outside, replicas = self._outside, self._replicas
+        parameters = [replicas.parameters, *[replica.parameters for replica in replicas.list]]
+        refused = run.call.keep and self._execution.ranks is not None
+        self._outside.begin(run.loss_fn, parameters, replicas.shared, carries=run.carries, refused=refused)
 
     def commit(self, done: Done) -> None:
-        if self._run.carries:
-            self._run.outside_gradients = self._outside.taken()
+        if done.carries:
+            done.run.outside_gradients = self._outside.taken()
         else:
             self._outside.commit()
 
@@ -93,14 +117,14 @@ class _Outside(Participant):
 class _Buffers(Participant):
     """The buffers: those that replicas share may not be written, and those of a single device are put back after a failure."""
 
-    def __init__(self, execution: Execution) -> None:
-        self._kept = execution.kept_buffers()
-        self._replicas = execution.replicas
+    def __init__(self, execution: Committing) -> None:
+        self._execution = execution
 
-    def prepare(self) -> None:
-        self._shared = SharedBuffers(self._replicas.sparse)
+    def prepare(self, run: Any) -> None:
+        self._kept = self._execution.kept_buffers()
+        self._shared = SharedBuffers(self._execution.replicas.sparse)
 
-    def check(self, run: Executor, outcome: Any) -> None:
+    def check(self) -> None:
         self._shared.check()
 
     def rollback(self) -> None:
@@ -112,17 +136,18 @@ class _Buffers(Participant):
 class _Pushed(Participant):
     """Buffers and attributes that a device's forward has written."""
 
-    def __init__(self, execution: Execution, *, buffers: bool) -> None:
-        self._execution, self._buffers = execution, buffers
+    def __init__(self, execution: Committing, *, always: bool = True) -> None:
+        """`always`: buffers also follow in evaluation mode."""
+        self._execution, self._always = execution, always
 
     def commit(self, done: Done) -> None:
-        self._execution.push(done.outcome, buffers=self._buffers)
+        self._execution.push(done.outcome, buffers=self._always or self._execution.module.training)
 
 
 class _Counters(Participant):
     """What is counted and measured of committed steps. What must not be done twice is marked before, with no call in between."""
 
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, execution: Committing) -> None:
         self._execution = execution
 
     def commit(self, done: Done) -> None:
@@ -136,7 +161,7 @@ class _Counters(Participant):
 
 
 class _PartCounters(Participant):
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, execution: Committing) -> None:
         self._execution = execution
 
     def commit(self, done: Done) -> None:
@@ -155,7 +180,7 @@ class _Times(Participant):
 
 
 class _Sampler(Participant):
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, execution: Committing) -> None:
         self._execution = execution
 
     def commit(self, done: Done) -> None:

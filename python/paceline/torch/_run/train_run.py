@@ -41,11 +41,11 @@ class TrainRun(Executor):
         finite: bool = False,
     ) -> None:
         super().__init__(call)
-        replicas, places = self.replicas, self.places
+        replicas = self.replicas
         self.loss_fn = loss_fn
         self.objective = objective
         self.scale = scale
-        self.scales: list[torch.Tensor | None] = [scale] * len(places)
+        self.scales: list[torch.Tensor | None] = [scale] * len(replicas)
         self.carries = carries  # whether the gradients go to whoever calls backward, and not to .grad
         self._finite = finite  # whether loss_fn's result must be finite in each slice, if it is for the whole batch
         self.extras = Extras(objective)

@@ -42,6 +42,7 @@ class Workload:
             None  # the least items and the corrections that the StepLoop was given
         )
         self.normalises = False  # whether something other than the known modules normalises over a micro-batch
+        self.recipe: Any = None  # the features of the last attempt
         self.alone: AloneTrials | None = None  # set where one device may be faster than all
         self._kinds: dict[Hashable, int] = {}  # least recently used first
         self._numbers = itertools.count()

@@ -86,7 +86,7 @@ class Passes:
                 call.seen.drawing.draws = forward.draws.drew
                 return BackwardRun(call, forward, gradients, self._execution.replicas.names)
 
-            done = self._execution.train(Asked(work, whole, fn, executor, hooks=True, like=forward))
+            done = self._execution.train(Asked(work, whole, fn, executor, hooks=True, like=forward.constraints))
             by_leaf = {id(leaf): gradient for leaf, gradient in done.run.outside_gradients}
             return done.totals, forward.input_gradients(by_leaf), by_leaf
 
