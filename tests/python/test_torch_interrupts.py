@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.torch import DataParallel
-from paceline.torch._run.execution import Execution
+from paceline.torch._run.pushing import Pushing
 from torch_support import TWO, gradients, output_of, plain, run_script, worst_difference
 
 SETUP = """
@@ -264,14 +264,14 @@ def pressed_after(name: str, trainer: DataParallel, monkeypatch: pytest.MonkeyPa
     if name == "balancer":
         trainer._works.steps.step_loop = Told(trainer._works.steps.step_loop)  # type: ignore[assignment]
         return
-    part, presses = getattr(Execution, f"_commit_{name}"), iter([KeyboardInterrupt])
+    part, presses = getattr(Pushing, name), iter([KeyboardInterrupt])
 
-    def part_and_press(self: Execution, outcome: Any) -> None:
-        part(self, outcome)
+    def part_and_press(self: Pushing, *given: Any) -> None:
+        part(self, *given)
         for press in presses:
             raise press
 
-    monkeypatch.setattr(Execution, f"_commit_{name}", part_and_press)
+    monkeypatch.setattr(Pushing, name, part_and_press)
 
 
 def loss_of(module: Any, part: Any) -> Any:

@@ -37,7 +37,7 @@ class CallerState:
         self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.contexts = [contextvars.copy_context() for _ in range(device_count)]
         casts = any(enabled or dtype != _NEW_THREAD_AUTOCAST_DTYPE[kind] for kind, enabled, dtype in autocast)
-        self._plain = not (casts or self._function_modes or self._dispatch_modes or self._saved_tensor_hooks)
+        self.is_plain = not (casts or self._function_modes or self._dispatch_modes or self._saved_tensor_hooks)
 
     @property
     def sees_operators(self) -> bool:
@@ -65,12 +65,21 @@ class CallerState:
 
     def replayed(self) -> contextlib.AbstractContextManager[None]:
         """Set the state for the length of a ``with`` block on a worker."""
-        return contextlib.nullcontext() if self._plain else self._replayed()
+        return NOTHING if self.is_plain else self._replayed()
+
+
+NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+def outside_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Turn autocast off on the calling thread, around a backward pass: its operators take the types that the forward chose."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return _outside_autocast()
+    return NOTHING
 
 
 @contextlib.contextmanager
-def outside_autocast() -> Iterator[None]:
-    """Turn autocast off on the calling thread, around a backward pass: its operators take the types that the forward chose."""
+def _outside_autocast() -> Iterator[None]:
     on = [kind for kind in _NEW_THREAD_AUTOCAST_DTYPE if torch.is_autocast_enabled(kind)]
     for kind in on:
         torch.set_autocast_enabled(kind, False)

@@ -18,7 +18,7 @@ from paceline.comm import Transport
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.moving import Move, same
 from paceline.torch._devices import cuda
-from paceline.torch._devices.caller_state import bytes_of, set_own_threads
+from paceline.torch._devices.caller_state import NOTHING, bytes_of, set_own_threads
 from paceline.torch._devices.worker_draws import WorkerGenerator, mixed_seed
 
 _HOST = torch.device("cpu")
@@ -148,7 +148,7 @@ class Places:
     def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
         """Send the operators of the calling worker to the device's own queue."""
         if self.queues is None:
-            return contextlib.nullcontext()
+            return NOTHING
         source = self._home_gpu, self.queues.sources[device]  # for reads from the home GPU's memory
         return _on_streams(source, (self._gpu[device], self.queues.streams[device]))
 

@@ -6,7 +6,7 @@ import contextlib
 import operator
 
 from paceline import InvalidArgument
-from paceline.torch._devices.caller_state import RecomputeWatch
+from paceline.torch._devices.caller_state import NOTHING, RecomputeWatch
 from paceline.torch._devices.noise import OtherGenerators
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._devices.worker_draws import WorkerDraws, of_each_thread
@@ -41,6 +41,7 @@ class RunDraws:
         self._on_host = [not gpu for gpu in places.on_gpu]
         seeds = places.hosts_share and not compiled
         self._own = WorkerDraws(places.own_generators) if seeds and drawing.draws is not False else None
+        self.seeds = self._own is not None  # whether each host device draws from a generator of its own
         # Only in a first run: it takes milliseconds.
         self._others = OtherGenerators() if seeds and self._first else None
         self._expects_none = places.any_host and not compiled and drawing.draws is False
@@ -62,17 +63,12 @@ class RunDraws:
 
     def micro_batch(self, device: int, first: int) -> contextlib.AbstractContextManager[None]:
         """A context around forward and backward of a micro-batch, on a worker."""
-        return contextlib.nullcontext() if self._own is None else self._own.on(device, first)
+        return NOTHING if self._own is None else self._own.on(device, first)
 
     def look(self, device: int) -> None:
         """Note whether the generator has moved: on a worker, after a forward and before a backward that the caller's function runs."""
         if self._generators and not self._moved[device]:
             self._moved[device] = self._before.moved_of(self._generators[device])
-
-    @property
-    def seeds(self) -> bool:
-        """Whether each host device draws from a generator of its own."""
-        return self._own is not None
 
     @property
     def drew(self) -> bool:

@@ -35,8 +35,10 @@ from paceline.torch._replicas.replica import Replica
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.executor import Executor
+from paceline.torch._run.failing import Failing
 from paceline.torch._run.feature import Feature
 from paceline.torch._run.memory import is_out_of_memory
+from paceline.torch._run.pushing import Pushing
 from paceline.torch._run.recipe import Retry
 from paceline.torch._run.train_run import TrainRun
 from paceline.torch._run.workload import Workload
@@ -59,6 +61,34 @@ class OtherOrder(Feature):
         return Retry("blocks are called in another order", most=_MOST_ORDERS)
 
 
+class PushingOfLanes(Pushing):
+    """All lanes of a pipeline have the same buffers. Attributes come from the lane that ran last."""
+
+    def most(self, outcome: Any) -> int:
+        lane: int = outcome.last_lane
+        return lane if lane < len(self._replicas.list) else 0
+
+    def buffers(self, outcome: Any) -> None:
+        buffers = self._replicas.list[0].buffers
+        if buffers is not None:
+            buffers.push()
+
+
+class FailingOnStages(Failing):
+    """The number of a failure is that of a lane, which has been on several devices."""
+
+    def first(self, run: Executor, outcome: Outcome) -> tuple[int | None, int, int, BaseException]:
+        failed = outcome.failed_begin
+        device, begin, end, error = next((one for one in run.failures if one[1] == failed), run.failures[0])
+        return device, begin, end, without_transforms(error)
+
+    def where(self, device: int, outcome: Outcome) -> str:
+        return outcome.failed_where
+
+    def where_too(self, device: int | None) -> str:
+        return "the pipeline"
+
+
 class PipelineExecution(Execution):
     """An `Execution` whose devices are the stages of one copy of the module."""
 
@@ -75,6 +105,7 @@ class PipelineExecution(Execution):
     ) -> None:
         features = every_feature(replicas, cure_of_norms=CURE_OF_NORMS, mends=(OtherOrder(), *mends))
         super().__init__(group, module, places, replicas, features)
+        self.pushing, self.failing = PushingOfLanes(replicas, places), FailingOnStages(places.names)
         self.blocks = blocks
         self._lane_replicas = replicas
         self._warned_of_carried = False
@@ -247,26 +278,6 @@ class PipelineExecution(Execution):
 
         run.around.append(around)
         return carried
-
-    def _first_failure(self, run: Executor, outcome: Outcome) -> tuple[int | None, int, int, BaseException]:
-        failed = outcome.failed_begin
-        device, begin, end, error = next((one for one in run.failures if one[1] == failed), run.failures[0])
-        return device, begin, end, without_transforms(error)
-
-    def _where(self, device: int, outcome: Outcome) -> str:
-        return outcome.failed_where
-
-    def _where_too(self, device: int | None) -> str:
-        return "the pipeline"  # the number is that of a lane, which has been on several devices
-
-    def _most(self, outcome: Any) -> int:
-        lane: int = outcome.last_lane
-        return lane if lane < len(self.replicas.list) else 0
-
-    def _commit_buffers(self, outcome: Any) -> None:
-        buffers = self.replicas.list[0].buffers  # those of all lanes
-        if buffers is not None:
-            buffers.push()
 
     def end(self) -> None:
         while self.at_end:

@@ -22,6 +22,7 @@ from paceline.torch._pipeline.replicas_plan import ReplicasPlan, ReplicasPlanner
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._replicas.replica import Replica
 from paceline.torch._run.executor import Executor
+from paceline.torch._run.pushing import Pushing
 
 
 class ReplicasOutcome(Outcome):
@@ -159,6 +160,22 @@ def add_up(pipelines: Iterable[Replica]) -> None:
             gradients[0].add_(gradient)
 
 
+class PushingOfPipelines(Pushing):
+    """What the pipeline that ran most items has written."""
+
+    _replicas: LaneReplicas
+
+    def most(self, outcome: Any) -> int:
+        number, lane = outcome.largest
+        own = self._replicas.of(number)
+        return self._replicas.list.index(own[lane if lane < len(own) else 0])
+
+    def buffers(self, outcome: Any) -> None:
+        buffers = self._replicas.of(outcome.largest[0])[0].buffers  # those of all its lanes
+        if buffers is not None:
+            buffers.push()
+
+
 class ReplicasExecution(PipelineExecution):
     """An `Execution` whose devices are the stages of several copies of the module."""
 
@@ -167,6 +184,7 @@ class ReplicasExecution(PipelineExecution):
         groups: Sequence[DeviceGroup],
     ) -> None:  # fmt: skip
         super().__init__(group, module, places, replicas, blocks)
+        self.pushing = PushingOfPipelines(replicas, places)
         self._groups = groups
         self._all_threads = [LaneThreads() for _ in groups]
 
@@ -181,16 +199,6 @@ class ReplicasExecution(PipelineExecution):
             passages.append(Passage(self.blocks, part, self._lane_replicas.of(number)[0], item, lane))
             lane += part.lanes
         return _Passages(passages, plan, self._groups, self._all_threads, len(self._names))
-
-    def _most(self, outcome: Any) -> int:
-        number, lane = outcome.largest
-        own = self._lane_replicas.of(number)
-        return self.replicas.list.index(own[lane if lane < len(own) else 0])
-
-    def _commit_buffers(self, outcome: Any) -> None:
-        buffers = self._lane_replicas.of(outcome.largest[0])[0].buffers  # those of all its lanes
-        if buffers is not None:
-            buffers.push()
 
     def end(self) -> None:
         super().end()

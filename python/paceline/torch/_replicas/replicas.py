@@ -251,11 +251,8 @@ class Replicas:
         if not self._fits():
             self._places.drain()  # devices may still use what is about to be released
             self._build()
-        training = list(map(_training, self.modules))
-        modes = [*training, *[part._buffers.get("running_mean") is None for _, part in self.norms]]
-        if modes != self._modes:
-            self.modes, self._modes = self.modes + 1, modes
         if self._attributes is None:
+            self._training_modes()
             return
         check_global_hooks()
         if not self._attributes.same:
@@ -263,12 +260,20 @@ class Replicas:
         if not hooks and (any(map(_hooks, self.parameters)) or any(map(_late_hooks, self.parameters))):
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 check_hooks(name, parameter)
-        requires_grad = list(map(_requires_grad, self.parameters))
+        requires_grad, training = list(map(_requires_grad, self.parameters)), self._training_modes()
         anew = bool(self.graphs)
         if self._flat is not None and self._places.queues is not None and self._flat.pull(anew=anew):
             self._places.queues.set_copies(self._sent.entries, self._flat.copies)
         for replica in self.list:
             replica.follow(requires_grad, training, anew=anew)
+
+    def _training_modes(self) -> list[bool]:
+        """The modes of the user's modules. Counts their changes."""
+        training = list(map(_training, self.modules))
+        modes = [*training, *[part._buffers.get("running_mean") is None for _, part in self.norms]]
+        if modes != self._modes:
+            self.modes, self._modes = self.modes + 1, modes
+        return training
 
     def _follow(self, attributes: Attributes) -> None:
         """Follow attributes and hooks that the user has changed. What a replica's forward has set stays, unless the user has changed it."""

@@ -20,14 +20,12 @@ from paceline.torch._batch.items import Items
 from paceline.torch._batch.joining import concatenate
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import NoGrad
-from paceline.torch._devices.failures import Failure, raise_failure
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.batch_norm import CURE
-from paceline.torch._replicas.buffer_rules import BufferRules, put
-from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.executor import Executor, PredictRun
+from paceline.torch._run.failing import Failing
 from paceline.torch._run.feature import Feature, Features
 from paceline.torch._run.flat_gradients import FlatGradients
 from paceline.torch._run.gradients import totals_of
@@ -35,6 +33,7 @@ from paceline.torch._run.graphs import Graphs
 from paceline.torch._run.journal import Done, Gradients, Journal
 from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.participants import of_forward, of_part, of_step, refuse_outside_of_ranks
+from paceline.torch._run.pushing import Pushing
 from paceline.torch._run.ranks import Ranks
 from paceline.torch._run.recipe import Constraints, Retry, RetryError
 from paceline.torch._run.train_run import TrainRun
@@ -72,16 +71,16 @@ class Execution:
         self.graphs: Graphs | None = None  # set if micro-batches are captured
         self.ranks: Ranks | None = None  # the other processes that train the module
         self.sampler: GlobalBatchSampler | None = None  # the trainer's own; it is told what was trained on
-        self.buffer_rules: BufferRules | None = None  # for buffers that do not come from one device
+        self.pushing, self.failing = Pushing(replicas, places), Failing(places.names)
         self.flat = FlatGradients(replicas, places) if places.queues is not None and len(places) > 1 else None
         self.outside = OutsideGradients()
         self.took_part = 0  # the number of the last call that was committed without items of this rank
-        self._journal = Journal(of_step(weakref.proxy(self)))  # a dropped trainer must end without the garbage collector
+        self._journal = Journal(
+            of_step(weakref.proxy(self))
+        )  # a dropped trainer must end without the garbage collector
         self._edits = Edits()
         self._enqueued: Any = None  # the last outcome, committed or not
         self._random: RandomStates | None = None  # the generators' states when the present attempt began
-        self._kept: tuple[int, KeptBuffers] | None = None  # with the replicas' generation
-        self._joined: tuple[Any, list[Any]] | None = None  # what `buffer_rules` say of an outcome
 
     # What a trainer calls.
 
@@ -295,12 +294,8 @@ class Execution:
 
     def _fail(self, run: Executor, outcome: Any) -> None:
         """Raise the first failure, or why it may not come again."""
-        device, begin, end, error = self._first_failure(run, outcome)
-        others = [
-            Failure(self._where_too(one[0]), run.batch.described(*one[1:3]) if one[2] > one[1] else "", one[3])
-            for one in run.failures
-            if one[:3] != (device, begin, end)
-        ]
+        device, begin, end, error = self.failing.first(run, outcome)
+        others = self.failing.others(run, device, begin, end)
         failed = outcome.failed_device
         self.failed_on = None if failed is None else self._names[failed]
         run.failures.clear()
@@ -311,12 +306,7 @@ class Execution:
             if isinstance(mended, Retry):
                 self.out_of_memory += mended.out_of_memory
                 raise RetryError(mended) from error
-            error = mended
-            where = self._where_too(None) if device is None else self._where(device, outcome)
-            items = run.batch.described(begin, end) if end > begin else ""
-            if end - begin == 1 < run.batch.size and type(error) in (ValueError, RuntimeError, IndexError):
-                items += ", a slice of one item (where squeeze() also drops the dimension of the items, and squeeze(-1) does not)"
-            raise_failure(Failure(where, items, error), others, run.kept)
+            self.failing.fail(run, outcome, (device, begin, end), mended, others)
         finally:
             # They refer to this frame, and a dropped trainer must end without the garbage collector.
             del error, others, mended
@@ -335,18 +325,6 @@ class Execution:
             if replica.written is not None:
                 replica.written.undo()
 
-    def _first_failure(self, run: Executor, outcome: Any) -> tuple[int | None, int, int, BaseException]:
-        failed = outcome.failed_device
-        return next((one for one in run.failures if one[0] == failed), run.failures[0])
-
-    def _where(self, device: int, outcome: Any) -> str:
-        """Where the first failure was, in words."""
-        return self._names[device]
-
-    def _where_too(self, device: int | None) -> str:
-        """Where another failure was, in words."""
-        return "what adds the gradients up" if device is None else self._names[device]
-
     def _searches(self, work: Workload) -> bool:
         """Whether to search for sizes. Not if other sizes have to be compiled, or would draw other random numbers under fixed shares."""
         repeatable = work.fixed and self.places.any_host and work.seen.drawing.draws is not False
@@ -364,44 +342,11 @@ class Execution:
 
     # What is written in the end.
 
-    def kept_buffers(self) -> KeptBuffers | None:
-        """The present buffers of a single device, which runs the user's module itself. In memory that is allocated once for the modules."""
-        if self.replicas.shared:
-            return None
-        if self._kept is None or self._kept[0] != self.replicas.generation:
-            self._kept = self.replicas.generation, KeptBuffers(self.replicas.modules)
-        else:
-            self._kept[1].note()
-        return self._kept[1]
-
     def push(self, outcome: Any, *, buffers: bool = True) -> None:
         """Give the user's module what the forwards have written."""
         if buffers:
-            self._commit_buffers(outcome)
-        self._commit_attributes(outcome)
-
-    def _commit_attributes(self, outcome: Any) -> None:
-        if self.replicas.shared:
-            self.replicas.push_written(self._most(outcome), [] if self.running is None else self.running.ran, outcome)
-
-    def _most(self, outcome: Any) -> int:
-        """The replica that ran most items of a step. What it has written goes to the user's module."""
-        ran: list[int] = outcome.items
-        return ran.index(max(ran))
-
-    def _commit_buffers(self, outcome: Any) -> None:
-        if not self.replicas.shared:
-            return
-        buffers = self.replicas.list[self._most(outcome)].buffers
-        if buffers is None:
-            return
-        # Once for an outcome: a commit that was interrupted is repeated, and then the user's buffers are not those before the step.
-        if self.buffer_rules is not None and (self._joined is None or self._joined[0] is not outcome):
-            home = self.places.devices.index(self.places.home)
-            self._joined = outcome, self.buffer_rules.joined(self.replicas, outcome.items, home, self.places.to_home)
-        buffers.push()
-        if self._joined is not None:
-            put(self._joined[1])
+            self.pushing.buffers(outcome)
+        self.pushing.attributes(outcome, [] if self.running is None else self.running.ran)
 
     def drop_gradients(self) -> None:
         """Drop the replicas' gradients. The user's own stay."""
@@ -453,7 +398,9 @@ class Execution:
 
     def release(self) -> None:
         """Drop what was kept for the devices to read. Requires: the devices have ended."""
-        self.committed = self._enqueued = self._kept = self._joined = None
+        self.committed = self._enqueued = None
+        self._journal.end()
+        self.pushing.release()
         if self.graphs is not None:
             self.graphs.clear()
         if self.flat is not None:

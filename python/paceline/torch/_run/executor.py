@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from paceline import Cancelled
 from paceline._core.engine import BatchPlan, collect_garbage_if_due
@@ -155,7 +156,8 @@ class Executor:
     ) -> int | tuple[int, int] | tuple[int, int, float]:
         self._fresh[device] = not flags & CONTINUES
         self._last[device] = bool(flags & LAST)
-        self.replicas[device].forget_cached()
+        if parametrize._cache:
+            self.replicas[device].forget_cached()
         with self.places.enter(device):
             if not self._begun[device]:
                 self._begin(device)
@@ -184,7 +186,7 @@ class Executor:
                 ran, code = self._compute(device, begin, end)
         else:
             ran, code = self._compute(device, begin, end)
-        if ran:
+        if ran and self.places.on_gpu[device]:
             self.launched(device, time.perf_counter() - self._brought[device])
         self._begun[device] = True
         collect_garbage_if_due()
@@ -209,11 +211,15 @@ class Executor:
         size = self.seen.size_of(self.batch, begin, end)
         first = not sizes or (self.seen.tunes and size not in sizes and len(sizes) < MOST_SIZES)
         first |= self.captures(device, size)
-        gated = self.seen.compiled or self.seen.captures
-        gate = self.gate.enter(first, self) if gated else contextlib.nullcontext(False)
-        with gate as waited, self.draws.micro_batch(device, begin), self.state.replayed():
-            if self.seen.compiled:
+        waited = False
+        if self.seen.compiled or self.seen.captures:
+            with self.gate.enter(first, self) as waited, self.draws.micro_batch(device, begin), self.state.replayed():
                 seed_graph_trees()
+                ran = self.compute(device, begin, end)
+        elif self.draws.seeds or not self.state.is_plain:
+            with self.draws.micro_batch(device, begin), self.state.replayed():
+                ran = self.compute(device, begin, end)
+        else:
             ran = self.compute(device, begin, end)
         if ran:
             self.ran[device] += 1
@@ -239,7 +245,7 @@ class Executor:
         """Let the next run have what this one lacks."""
 
     def launched(self, device: int, seconds: float) -> None:
-        """Called after each piece, with the seconds from the arrival of its items until it was enqueued or, on the host, had run."""
+        """Called after each piece on a GPU, with the seconds from the arrival of its items until it was enqueued or, on the host, had run."""
 
     def after(self, device: int) -> None:
         """Called after each micro-batch, outside of the caller's state: the user's modes do not see it."""

@@ -47,6 +47,9 @@ class Participant:
     def release(self) -> None:
         """Let go of what was noted: the step is over."""
 
+    def end(self) -> None:
+        """Let go of what is kept from step to step."""
+
 
 class Journal:
     """Commits participants in their order. After the first one has begun it only goes forward, interrupted or not."""
@@ -91,3 +94,8 @@ class Journal:
         """Let go of what was noted: the step is over."""
         for release in self._releases:
             release()
+
+    def end(self) -> None:
+        """Let go of what is kept from step to step."""
+        for one in self._participants:
+            one.end()

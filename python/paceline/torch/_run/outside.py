@@ -174,7 +174,8 @@ def _sign_of(root: torch.Tensor) -> Any:
         if len(nodes) >= _SIGNED:
             break
         if node is not None:
-            nodes += [following for following, _ in node.next_functions]
+            for following, _ in node.next_functions:
+                nodes.append(following)
     return tuple(map(type, nodes))
 
 

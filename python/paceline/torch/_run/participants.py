@@ -32,9 +32,6 @@ class Committing(Protocol):
     calls: int
     took_part: int
 
-    def kept_buffers(self) -> KeptBuffers | None:
-        """The buffers of a single device."""
-
     def push(self, outcome: Any, *, buffers: bool = True) -> None:
         """Give the user's module what the forwards have written."""
 
@@ -118,11 +115,18 @@ class _Buffers(Participant):
     """The buffers: those that replicas share may not be written, and those of a single device are put back after a failure."""
 
     def __init__(self, execution: Committing) -> None:
-        self._execution = execution
+        self._replicas = execution.replicas
+        self._kept: tuple[int, KeptBuffers] | None = None  # of a single device, with the replicas' generation
 
     def prepare(self, run: Any) -> None:
-        self._kept = self._execution.kept_buffers()
-        self._shared = SharedBuffers(self._execution.replicas.sparse)
+        replicas = self._replicas
+        self._shared = SharedBuffers(replicas.sparse)
+        if replicas.shared:
+            self._kept = None
+        elif self._kept is None or self._kept[0] != replicas.generation:
+            self._kept = replicas.generation, KeptBuffers(replicas.modules)
+        else:
+            self._kept[1].note()
 
     def check(self) -> None:
         self._shared.check()
@@ -130,7 +134,10 @@ class _Buffers(Participant):
     def rollback(self) -> None:
         if self._kept is not None:
             with torch.no_grad():
-                self._kept.restore()
+                self._kept[1].restore()
+
+    def end(self) -> None:
+        self._kept = None
 
 
 class _Pushed(Participant):

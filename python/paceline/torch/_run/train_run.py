@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from paceline import InvalidArgument
 from paceline.torch._batch.extras import Extras, parted
@@ -24,6 +26,10 @@ from paceline.torch._run.outside import OutsideGradients, code_of
 # One loss, or those of several terms by name, and what is returned beside them.
 Loss = torch.Tensor | Mapping[str, torch.Tensor]
 LossFunction = Callable[[nn.Module, Any], Loss | tuple[Loss, Any]]
+
+
+_grad = operator.attrgetter("grad")
+_NONE = {None}
 
 
 class TrainRun(Executor):
@@ -111,7 +117,7 @@ class TrainRun(Executor):
             return self.flat.any(device)
         if self.passage is not None and not self.passage.begins(begin):
             return False
-        return any(parameter.grad is not None for parameter in self.replicas[device].parameters)
+        return not set(map(_grad, self.replicas[device].parameters)) <= _NONE
 
     def backward(
         self,
@@ -131,11 +137,13 @@ class TrainRun(Executor):
             if self.draws.watches:
                 with self.draws.watches[device]:
                     backward_watched(roots, [torch.ones_like(one) for one in roots], retain_graph, inputs)
+            elif self.state.is_plain:  # no mode of the caller's looks at calls
+                backward_watched(roots, [torch.ones_like(one) for one in roots], retain_graph, inputs)
             elif len(roots) > 1:
                 torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
             else:
                 root.backward(retain_graph=retain_graph, inputs=inputs)
-        if not retain_graph:  # PyTorch itself empties the cache only when no thread is inside cached()
+        if parametrize._cache and not retain_graph:  # PyTorch empties it only when no thread is inside cached()
             self.replicas[device].forget_cached()
 
     def scaled(self, device: int, term: torch.Tensor) -> torch.Tensor:

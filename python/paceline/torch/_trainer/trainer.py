@@ -23,6 +23,7 @@ from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.graphs import Graphs
 from paceline.torch._run.group_ranks import GroupRanks
+from paceline.torch._run.pushing import Pushing
 from paceline.torch._run.ranks import Ranks
 from paceline.torch._run.reducer import Reducer, ReducerRanks
 from paceline.torch._trainer.arguments import (
@@ -277,7 +278,7 @@ class DataParallel(Trainer):
             replicas = Replicas(module, places, replicate, common=Common() if proves and len(places) > 1 else None)
             features = every_feature(replicas, synchronised=batch_norm == "synchronised")
             execution = Execution(local, module, places, replicas, features)
-            execution.buffer_rules = rules
+            execution.pushing = Pushing(replicas, places, rules)
             if graphs:
                 replicas.share()  # so that gradients in static memory are not the user's own
                 execution.graphs = Graphs(places, execution.flat)
