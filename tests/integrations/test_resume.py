@@ -87,7 +87,7 @@ class Parallel(PacelineMixin, Trainer):
 
     def log(self, *arguments: Any, **options: Any) -> None:
         if self.data_parallel is not None:
-            self.steps = self.data_parallel.state_dict()["steps"]
+            self.steps = self.data_parallel.training_state()["steps"]
         super().log(*arguments, **options)
 
 
@@ -119,7 +119,7 @@ def test_accelerate(tmp_path: Path) -> None:
             accelerator.register_for_checkpointing(trainer)
             if resume:
                 accelerator.load_state(str(tmp_path / "saved"))
-                assert trainer.state_dict()["steps"] == steps.start
+                assert trainer.training_state()["steps"] == steps.start
             for step in steps:
                 accelerator.backward(trainer.loss(loss_fn, dataset()[10 * (step % 4) : 10 * (step % 4) + 10]))
                 optimizer.step()

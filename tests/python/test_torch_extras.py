@@ -159,7 +159,7 @@ def test_samples_are_put_together_on_the_devices(count: int) -> None:
         assert max(sizes) < 17 or count == 1
         assert_same_gradients(module, expected)
         torch.testing.assert_close(
-            trainer.predict(samples_of(batch), lambda m, b: m(b[0]), collate=collate), module(batch[0])
+            trainer.predict(lambda m, b: m(b[0]), samples_of(batch), collate=collate), module(batch[0])
         )
         assert trainer.check(classify, samples_of(batch), collate=collate).exact
 

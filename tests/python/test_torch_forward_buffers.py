@@ -144,6 +144,6 @@ def test_prediction_in_training_mode_goes_on_as_on_one_device() -> None:
             alone = copy.deepcopy(module)
             with torch.no_grad():
                 wanted = alone(x)
-            torch.testing.assert_close(trainer.predict(x, predict), wanted, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(trainer.predict(predict, x), wanted, rtol=1e-12, atol=1e-12)
             for ours, theirs in zip(module.buffers(), alone.buffers(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

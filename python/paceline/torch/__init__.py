@@ -1,4 +1,4 @@
-"""PyTorch on all devices of one machine: `DataParallel`, `Pipeline` for modules larger than a device, or `Module` in place of `torch.nn.DataParallel`; for those who stay on DDP or FSDP, `BalancedBatchSampler`.
+"""PyTorch on all devices of one machine: `DataParallel`, also in place of `torch.nn.DataParallel`, `Pipeline` for modules larger than a device; for those who stay on DDP or FSDP, `BalancedBatchSampler`.
 
 Needs PyTorch, which this package does not install by itself: ``pip install "paceline[torch]"``.
 """
@@ -21,7 +21,6 @@ from paceline.torch._save.background import PendingSave
 from paceline.torch._trainer.alarms import Alarm
 from paceline.torch._trainer.batch_size import BatchSizeSearch
 from paceline.torch._trainer.global_batch import GlobalBatch, MicroBatch
-from paceline.torch._trainer.module import Module
 from paceline.torch._trainer.proofs import ProofWarning
 from paceline.torch._trainer.trainer import DataParallel
 
@@ -37,7 +36,6 @@ __all__ = [
     "GlobalBatchSampler",
     "Layout",
     "MicroBatch",
-    "Module",
     "PendingSave",
     "Pipeline",
     "PipelineReplicas",

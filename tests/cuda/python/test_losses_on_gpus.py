@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gpu_cases import BOXES, expect_same, module_and_batch, plain
-from paceline.torch import DataParallel, Module
+from paceline.torch import DataParallel
 from torch_support import classify
 
 
@@ -43,7 +43,7 @@ def test_forward_and_backward_apart_are_exact(fake: Any, box: str) -> None:
         return (coupled * (rows @ rows.T)).logsumexp(1).mean()
 
     _, expected = plain(module, batch, loss_fn)
-    apart = Module(module, BOXES[box])
+    apart = DataParallel(module, BOXES[box])
     with apart.trainer:
         for _ in range(3):
             module.zero_grad()

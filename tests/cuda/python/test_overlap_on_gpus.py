@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpu_cases import BOXES, expect_same, module_and_batch, plain
 from paceline import InvalidArgument
-from paceline.torch import DataParallel, Module
+from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
 from paceline.torch._run import flat_gradients
 from torch_support import classify
@@ -217,7 +217,7 @@ def test_everything_may_be_frozen_but_the_inputs(fake: Any) -> None:
     module, batch = module_and_batch()
     module.requires_grad_(False)
     inputs = batch[0].clone().requires_grad_()
-    wrapped = Module(module, BOXES["two"])
+    wrapped = DataParallel(module, BOXES["two"])
     wrapped(inputs).square().sum().backward()
     plainly = batch[0].clone().requires_grad_()
     module(plainly).square().sum().backward()

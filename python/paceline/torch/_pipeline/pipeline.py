@@ -26,7 +26,14 @@ from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._run.workload import Workload
-from paceline.torch._trainer.arguments import Memory, check_count, check_devices, memory_limits, named_devices
+from paceline.torch._trainer.arguments import (
+    Memory,
+    check_count,
+    check_devices,
+    check_module,
+    memory_limits,
+    named_devices,
+)
 from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.proofs import Prove, prove_of
@@ -175,8 +182,7 @@ class Pipeline(StagesTrainer):
         group: Literal["alone"] = "alone",
         prove: Prove | None = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise InvalidArgument(f"Pipeline: module is a {type(module).__name__}; a torch.nn.Module is needed.")
+        check_module("Pipeline", module)
         check_devices(devices)
         proves = prove_of(prove)
         if reduction not in ("mean", "sum"):
@@ -250,8 +256,8 @@ class PipelineWorks(Works):
         options: dict[str, Any] = {"balance": "auto", "micro_batch": 0, "granularity": 1}
         super().__init__(group, places, [None] * len(group), options)
 
-    def of(self, kind: str) -> Workload:
-        work = super().of(kind)
+    def of(self, kind: str, **options: Any) -> Workload:
+        work = super().of(kind, **options)
         if kind == "predict":
             cast(PipelineWork, work).predicts = True
         return work

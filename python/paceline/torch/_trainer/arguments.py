@@ -20,6 +20,7 @@ from paceline.comm import Transport
 
 Memory = float | Mapping[str, float]  # bytes, or a fraction if at most 1
 _LEAST_FLOAT_BYTES = 10_000  # a float such as 8e9 means bytes; 2.0 and 80.0 are mistakes
+Devices = str | Sequence[str | int | Device | torch.device] | DeviceGroup
 Balance = Literal["auto", "even"] | Sequence[float]
 BatchNorm = Literal["apart", "synchronised"]
 
@@ -32,6 +33,51 @@ def is_whole(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Whether `value` is a real number, NumPy's included. True and False are not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_module(call: str, module: object) -> None:
+    """Raise if `module` is nothing to train."""
+    if not isinstance(module, nn.Module):
+        raise InvalidArgument(f"{call}: module is a {type(module).__name__}; a torch.nn.Module is needed.")
+    if vars(module).get("_lifetime") is not None and vars(module).get("module") is not None:
+        raise InvalidArgument(
+            f"{call}: module is a {type(module).__name__} already. Give what it wraps: {call}(model.module)."
+        )
+
+
+def check_dim(dim: object) -> None:
+    """Raise if `dim` is no dimension to split along."""
+    if not is_whole(dim) or dim < 0:  # type: ignore[operator]
+        raise InvalidArgument(f"DataParallel: dim is {dim!r}; it must be an integer of at least 0.")
+
+
+def _numbers_are() -> str:
+    return "cuda" if any(device.kind == "cuda" for device in all_devices()) else "host"
+
+
+def numbered(devices: Any, module: nn.Module) -> Any:
+    """The devices, with names in place of numbers. If there are numbers, the module is brought to the first device."""
+    if isinstance(devices, (str, DeviceGroup)) or not isinstance(devices, Sequence) or not any(map(is_whole, devices)):
+        return devices
+    kind = _numbers_are()
+    named = [f"{kind}:{device}" if is_whole(device) else device for device in devices]
+    if kind == "cuda":
+        module.to(str(named[0]))
+    return named
+
+
+def output_of(device: int | str | torch.device | None) -> torch.device | None:
+    """Where outputs go, None for where the module is."""
+    if device is None:
+        return None
+    if is_whole(device):
+        return torch.device("cpu" if _numbers_are() == "host" or int(device) < 0 else f"cuda:{device}")  # type: ignore[arg-type]
+    try:
+        return torch.device("cpu" if str(device).startswith("host") else device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(
+            f"DataParallel: output_device is {device!r}; give a number, a name or a torch.device."
+        ) from error
 
 
 def check_devices(devices: object) -> None:

@@ -17,6 +17,7 @@ from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.exports import Collector, Scalars
 from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.passes import Passes
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.works import Works, kind_of
 
@@ -38,6 +39,7 @@ class Reports:
         self, module: nn.Module, works: Works, execution: Execution, lifetime: Lifetime, gaps: StepGaps
     ) -> None:
         self.loss: torch.Tensor | None = None  # of the last step; the trainer sets it
+        self.passes: Passes | None = None  # of a trainer that can be called, which sets it
         self._module = module
         self._works = works
         self._execution = execution
@@ -84,6 +86,7 @@ class Reports:
             were any. Memory of PyTorch and NCCL is not included.
 
             ``runs``: all of this except ``sizes``, ``memory`` and ``runs``, for each run of `batch` by its name. ``predictions``: the same for `predict`, once it was called.
+            ``calls``: the same for the forward of the trainer's calls as a module.
 
             ``items``, after a step (or run) with `cost`: ``cost`` of all items; ``padded_cost`` of the micro-batches that ran (the count of
             each times its largest cost); ``contiguous_cost``, the same for micro-batches of these sizes cut from the batch as it came;
@@ -95,6 +98,8 @@ class Reports:
         figures = _metrics_of(self._works.steps)
         if self._works.predictions is not None:
             figures["predictions"] = _metrics_of(self._works.predictions)
+        if self._works.calls is not None:
+            figures["calls"] = _metrics_of(self._works.calls)
         if self._execution.ranks is not None and self._execution.ranks.last:
             figures["ranks"] = list(self._execution.ranks.last)
         dealt = self._dealt
@@ -195,8 +200,8 @@ class Reports:
 
         def figures() -> dict[str, Any]:
             found = self.report()
-            of_predictions = not found["steps"] and "predictions" in found
-            return found | found["predictions"] | {"of": "predictions"} if of_predictions else found
+            other = next((kind for kind in ("calls", "predictions") if kind in found and not found["steps"]), None)
+            return found if other is None else found | found[other] | {"of": other}
 
         return Progress(batches, figures, loss, total=total, every=every, file=file, watched=self._gaps.watched)
 
@@ -272,12 +277,15 @@ class Reports:
         named = {f"run {name}": work for name, work in self._works.runs().items()}
         if self._works.predictions is not None:
             named["predict"] = self._works.predictions
+        if self._works.calls is not None:
+            named["calls"] = self._works.calls
         texts = [f"{name}: {_explained(work)}" for name, work in named.items() if work.step_loop.metrics["steps"]]
         if self._works.steps.step_loop.metrics["steps"] or not texts:
             texts.insert(0, _explained(self._works.steps))
         texts[0] += self._execution.places.explain() + self._execution.explain()
         texts[0] += "".join(shards.explain() for shards in self._lifetime.shards)
         texts[0] += "".join(self._lifetime.unsharded.values())
+        texts[0] += "" if self.passes is None else self.passes.clock.explain()
         if not any(self._execution.places.on_gpu):
             texts[0] += self._gaps.explain()
         if self._dealt is not None:

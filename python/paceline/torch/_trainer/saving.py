@@ -53,8 +53,8 @@ class Saving:
         self._data = data
         self._staging = Staging()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the trainer, beside the module's and the optimizer's. It does not depend on the number of devices.
+    def training_state(self) -> dict[str, Any]:
+        """The state of the training run, beside the module's and the optimizer's. It does not depend on the number of devices.
 
         Returns
         -------
@@ -77,13 +77,13 @@ class Saving:
 
         Examples
         --------
-        >>> torch.save({"model": model.state_dict(), "trainer": trainer.state_dict()}, path)     # doctest: +SKIP
+        >>> torch.save({"model": model.state_dict(), "trainer": trainer.training_state()}, path)  # doctest: +SKIP
         """
-        with self._lifetime.between_steps("state_dict"):
+        with self._lifetime.between_steps("training_state"):
             return self._state()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of `state_dict`, of a trainer with any other devices.
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state of `training_state`, of a trainer with any other devices.
 
         With the same parameters, optimizer, batches and shares, a run on host devices then draws the same random numbers and computes the same
         bits as the one that was saved. ``balance="even"`` and fixed ratios give the same shares on as many devices. GPUs that the state does not
@@ -95,8 +95,8 @@ class Saving:
 
         Parameters
         ----------
-        state_dict
-            What `state_dict` returned.
+        state
+            What `training_state` returned.
 
         Raises
         ------
@@ -105,10 +105,10 @@ class Saving:
         Unavailable
             After `close`.
         """
-        with self._lifetime.between_steps("load_state_dict"):
-            _check_state("load_state_dict", state_dict)
-            self._data.check(state_dict)
-            self._load_state(state_dict)
+        with self._lifetime.between_steps("load_training_state"):
+            _check_state("load_training_state", state)
+            self._data.check(state)
+            self._load_state(state)
 
     def save_async(
         self,
@@ -190,7 +190,7 @@ class Saving:
             state = json.dumps({name: part.json for name, part in packed.items()}, allow_nan=False).encode()
             return self._lifetime.saver.start(functools.partial(commit, root, images, state, int(keep)))
 
-    def load(self, path: str | os.PathLike[str], optimizer: Stateful | Mapping[str, Stateful] | None = None) -> Any:
+    def load(self, path: str | os.PathLike[str], *, optimizer: Stateful | Mapping[str, Stateful] | None = None) -> Any:
         """Go on from the newest complete save of `save_async`, of a trainer with any other devices.
 
         Parameters
@@ -221,7 +221,7 @@ class Saving:
         Examples
         --------
         >>> try:                                                                    # doctest: +SKIP
-        ...     first = 1 + trainer.load("saves", optimizer)["step"]
+        ...     first = 1 + trainer.load("saves", optimizer=optimizer)["step"]
         ... except FileNotFoundError:
         ...     first = 0
         """
@@ -311,7 +311,7 @@ def _named(optimizer: Stateful | Mapping[str, Stateful], call: str) -> Iterator[
 
 
 def _check_state(call: str, state: Any) -> None:
-    """Raise if `state` is not what `Saving.state_dict` returns."""
+    """Raise if `state` is not what `Saving.training_state` returns."""
     fields: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
     version, random = fields.get("version"), fields.get("random", {})
     if is_whole(version) and version != _VERSION:
@@ -325,5 +325,5 @@ def _check_state(call: str, state: Any) -> None:
         good = False
     if not good or not all(isinstance(one, torch.Tensor) and one.dtype == torch.uint8 for one in random.values()):
         raise InvalidArgument(
-            f"{call}: this is not a state of a trainer. Give what state_dict() of a DataParallel returned."
+            f"{call}: this is not a state of a trainer. Give what training_state() of a trainer returned."
         )

@@ -46,10 +46,10 @@ class Works:
         self.steps = self._new(options | {"searches": searches})
         self._by_kind = {kind_of(None): self.steps}
 
-    def of(self, kind: str) -> Workload:
-        """The work of this kind, which is made when it is first needed."""
+    def of(self, kind: str, **options: Any) -> Workload:
+        """The work of this kind, which is made when it is first needed. `options` are in place of those of all work."""
         if kind not in self._by_kind:
-            self._by_kind[kind] = self._new(self.options)
+            self._by_kind[kind] = self._new(self.options | options)
             give_hints(self._hints, kind, self._by_kind[kind], self._group)
         return self._by_kind[kind]
 
@@ -71,6 +71,16 @@ class Works:
     def predictions(self) -> Workload | None:
         """The work of `predict`, once it was called."""
         return self._by_kind.get("predict")
+
+    @property
+    def calls(self) -> Workload | None:
+        """The forward of the trainer's calls as a module, once there was one."""
+        return self._by_kind.get("forward")
+
+    @property
+    def unused(self) -> bool:
+        """Whether nothing has run."""
+        return not any(work.proved or work.step_loop.metrics["steps"] for work in self._by_kind.values())
 
     def all(self) -> list[Workload]:
         """All work that may run or be pending."""
