@@ -184,7 +184,7 @@ def test_a_move_away_from_the_devices_is_refused(move: Any, inside: bool) -> Non
             move(nn.Sequential(model) if inside else model)
         assert module[0].weight.dtype is torch.float64
         assert model.double().cpu().to("cpu", torch.float64) is model
-        assert model.to(memory_format=torch.channels_last) is model
+        assert model.to(memory_format=torch.channels_last) is model  # type: ignore[call-overload]
 
 
 def test_before_the_first_call_the_devices_follow_a_move() -> None:
@@ -235,7 +235,7 @@ def test_an_attribute_of_the_module_is_found_at_the_module() -> None:
     with DataParallel(Named(2, 2), TWO) as model:
         with pytest.raises(AttributeError, match=r"use .module.config"):
             _ = model.config
-        with pytest.raises(AttributeError, match="has no attribute 'nothing'$"):
+        with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
             _ = model.nothing
         with pytest.raises(AttributeError, match="module cannot be replaced"):
             model.module = nn.Linear(1, 1)

@@ -17,6 +17,7 @@ from paceline import devices as all_devices
 from paceline._core.runtime import gpu_facts
 from paceline._words import plural
 from paceline.comm import Transport
+from paceline.torch._devices import cuda
 
 Memory = float | Mapping[str, float]  # bytes, or a fraction if at most 1
 _LEAST_FLOAT_BYTES = 10_000  # a float such as 8e9 means bytes; 2.0 and 80.0 are mistakes
@@ -56,23 +57,22 @@ def _numbers_are() -> str:
 
 
 def numbered(devices: Any, module: nn.Module) -> Any:
-    """The devices, with names in place of numbers. If there are numbers, the module is brought to the first device."""
+    """The devices, with names in place of numbers. If there are numbers, a module in host memory is brought to the first GPU."""
     if isinstance(devices, (str, DeviceGroup)) or not isinstance(devices, Sequence) or not any(map(is_whole, devices)):
         return devices
     kind = _numbers_are()
-    named = [f"{kind}:{device}" if is_whole(device) else device for device in devices]
-    if kind == "cuda":
-        module.to(str(named[0]))
-    return named
+    if kind == "cuda" and is_whole(devices[0]) and all(one.is_cpu for one in module.parameters()):
+        module.to(cuda.device(int(devices[0])))
+    return [f"{kind}:{device}" if is_whole(device) else device for device in devices]
 
 
-def output_of(device: int | str | torch.device | None) -> torch.device | None:
+def output_of(device: Any) -> torch.device | None:
     """Where outputs go, None for where the module is."""
     if device is None:
         return None
-    if is_whole(device):
-        return torch.device("cpu" if _numbers_are() == "host" or int(device) < 0 else f"cuda:{device}")  # type: ignore[arg-type]
     try:
+        if is_whole(device):
+            return torch.device("cpu") if _numbers_are() == "host" or device < 0 else cuda.device(int(device))
         return torch.device("cpu" if str(device).startswith("host") else device)
     except (RuntimeError, TypeError) as error:
         raise InvalidArgument(
