@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -116,7 +117,9 @@ def test_accelerate(tmp_path: Path) -> None:
         model = network(seed, dropout=0.5)
         model, optimizer = accelerator.prepare(model, adam(model))
         with DataParallel(accelerator.unwrap_model(model), **EVEN) as trainer:
-            accelerator.register_for_checkpointing(trainer)
+            accelerator.register_for_checkpointing(
+                SimpleNamespace(state_dict=trainer.training_state, load_state_dict=trainer.load_training_state)
+            )
             if resume:
                 accelerator.load_state(str(tmp_path / "saved"))
                 assert trainer.training_state()["steps"] == steps.start

@@ -1,4 +1,4 @@
-"""The first forward of each kind, by `predict` and `Module`, is that of one device, and says what devices would change."""
+"""The first forward of each kind, by `predict` and calls, is that of one device, and says what devices would change."""
 
 from __future__ import annotations
 

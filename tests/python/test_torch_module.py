@@ -1,4 +1,4 @@
-"""`Module`: forward and backward on all devices, with the caller's loss between them."""
+"""Calls of `DataParallel`: forward and backward on all devices, with the caller's loss between them."""
 
 from __future__ import annotations
 

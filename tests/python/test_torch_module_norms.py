@@ -1,4 +1,4 @@
-"""`Module` with ``batch_norm="synchronised"``: the devices meet in the forward, and again in the backward, which is another run."""
+"""Calls with ``batch_norm="synchronised"``: the devices meet in the forward, and again in the backward, which is another run."""
 
 from __future__ import annotations
 
