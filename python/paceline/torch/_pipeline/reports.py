@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from paceline import InvalidArgument
+from paceline import Unavailable
 from paceline._chrome_trace import ChromeTrace
 from paceline._plot_schedule import ScheduleRow, ScheduleSpan, draw_schedule
 from paceline.torch._pipeline.loop import Outcome, PipelineLoop
@@ -77,12 +77,12 @@ class PipelineReports(Reports):
         ------
         ImportError
             If matplotlib is not installed. ``pip install 'paceline[plot]'`` brings it.
-        InvalidArgument
+        Unavailable
             Before the first step.
         """
         last = self._loop.last
         if last is None:
-            raise InvalidArgument("plot_schedule: no step has run yet, so there is nothing to draw.")
+            raise Unavailable("plot_schedule: no step has run yet, so there is nothing to draw.")
         planned = self._loop.planned_actions()
         title = f"{type(self._module).__name__}: {len(last.plan.cuts)} stages, {len(last.plan.sizes)} micro-batches"
         return draw_schedule(

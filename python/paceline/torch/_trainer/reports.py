@@ -256,7 +256,7 @@ class Reports:
         ------
         ImportError
             If matplotlib is not installed. ``pip install 'paceline[plot]'`` brings it.
-        InvalidArgument
+        Unavailable
             Before the first step.
         """
         from paceline._plot import draw_run, save

@@ -70,10 +70,8 @@ class Saving:
 
         Raises
         ------
-        InvalidArgument
-            In the middle of another call.
         Unavailable
-            After `close`.
+            After `close`, or in the middle of another call.
 
         Examples
         --------
@@ -101,9 +99,9 @@ class Saving:
         Raises
         ------
         InvalidArgument
-            If it is no such state. Nothing is changed then. Also in the middle of another call.
+            If it is no such state. Nothing is changed then.
         Unavailable
-            After `close`.
+            After `close`, or in the middle of another call.
         """
         with self._lifetime.between_steps("load_training_state"):
             _check_state("load_training_state", state)
@@ -145,11 +143,11 @@ class Saving:
         Raises
         ------
         InvalidArgument
-            If something cannot be saved; the message says where it is. Also in the middle of another call.
+            If something cannot be saved; the message says where it is.
         OSError
             If the folder cannot be made, or if the save before could not be written. Then this one was not begun.
         Unavailable
-            After `close`.
+            After `close`, or in the middle of another call.
 
         Notes
         -----
@@ -212,11 +210,11 @@ class Saving:
         Error
             If there are saves, but none is complete. If only the newer ones are not, as after a failure of the disk, a warning says so.
         InvalidArgument
-            If the save has no state of such an optimizer. Nothing is changed then. Also in the middle of another call.
+            If the save has no state of such an optimizer. Nothing is changed then.
         RuntimeError, ValueError
             From ``load_state_dict`` of the module or an optimizer, if the save does not fit it.
         Unavailable
-            After `close`.
+            After `close`, or in the middle of another call.
 
         Examples
         --------
