@@ -69,6 +69,24 @@ def test_it_can_be_called_and_stepped_in_turn() -> None:
     assert "step(loss_fn, batch) computes the loss on the devices" in text
 
 
+@pytest.mark.parametrize("options", [{"memory": 10**6}, {"micro_batch": 3}, {"granularity": 4}, {"corrections": True}])
+def test_each_device_runs_its_share_of_a_call_as_one_micro_batch(options: Any) -> None:
+    module, batch = classifier(16)
+    reference = copy.deepcopy(module)
+    classify(reference, batch).backward()
+    sizes: list[int] = []
+    module.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    with DataParallel(module, TWO, prove=False, **options) as model:
+        for _ in range(3):
+            model.zero_grad()
+            model.step(classify, batch)
+            model.zero_grad()
+            sizes.clear()
+            nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+            assert len(sizes) <= 2
+            assert_same_gradients(module, gradients(reference))
+
+
 def test_explain_says_nothing_of_calls_where_there_were_none() -> None:
     module, batch = classifier(16)
     with DataParallel(module, TWO) as model:

@@ -161,7 +161,7 @@ assert 0.7 < interrupted(lambda: trainer.step(stuck, batch)) < 25
 for call in (lambda: trainer.step(mean_of_squares, batch), lambda: trainer.predict(batch)):
     try:
         call()
-    except paceline.InvalidArgument as error:
+    except paceline.Unavailable as error:
         assert "has not ended" in str(error), error
     else:
         raise SystemExit("not refused")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import Error, InvalidArgument
+from paceline import Error, InvalidArgument, Unavailable
 from paceline.torch import DataParallel
 from paceline.torch._check import forward
 from paceline.torch._trainer import lifetime
@@ -145,11 +145,11 @@ def test_calls_of_several_threads_wait_for_each_other_and_one_inside_of_another_
         for thread in threads:
             thread.join()
         assert not errors
-        with pytest.raises(InvalidArgument, match="in the middle of another call"):
+        with pytest.raises(Unavailable, match="in the middle of another call"):
             trainer.predict(lambda m, part: trainer.predict(part), x)
     with (
         DataParallel(module, TWO, prove="warn") as trainer,
-        pytest.raises(InvalidArgument, match="in the middle of another call"),
+        pytest.raises(Unavailable, match="in the middle of another call"),
     ):
         trainer.predict(lambda m, part: trainer.predict(part), x)
 
@@ -254,7 +254,7 @@ def test_a_thread_that_a_prediction_waits_for_gives_up(monkeypatch: pytest.Monke
     for prove in (False, "warn"):
         with (
             DataParallel(module, TWO, prove=prove) as trainer,
-            pytest.raises(InvalidArgument, match="in the middle of another call"),
+            pytest.raises(Unavailable, match="in the middle of another call"),
         ):
             trainer.predict(fn, x)
 

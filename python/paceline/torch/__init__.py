@@ -10,13 +10,16 @@ except ImportError as error:
 
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._batch.sampler import BalancedBatchSampler
+from paceline.torch._batch.splits import Splitter
 from paceline.torch._check.agreement import ReplicaReport
 from paceline.torch._check.proof import proving
 from paceline.torch._check.report import Cause, CheckReport, SplitResult
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
+from paceline.torch._devices.whole_gpu_kernels import WholeGpuKernelsWarning
 from paceline.torch._pipeline.layout import Candidate, Layout, layout
 from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._pipeline.replicated import PipelineReplicas
+from paceline.torch._run.reducer import Reducer
 from paceline.torch._save.background import PendingSave
 from paceline.torch._trainer.alarms import Alarm
 from paceline.torch._trainer.batch_size import BatchSizeSearch
@@ -40,9 +43,12 @@ __all__ = [
     "Pipeline",
     "PipelineReplicas",
     "ProofWarning",
+    "Reducer",
     "ReplicaReport",
     "SplitResult",
+    "Splitter",
     "UnseededDrawsWarning",
+    "WholeGpuKernelsWarning",
     "layout",
     "proving",
 ]

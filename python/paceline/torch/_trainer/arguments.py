@@ -80,14 +80,14 @@ def output_of(device: Any) -> torch.device | None:
         ) from error
 
 
-def check_devices(devices: object) -> None:
+def check_devices(call: str, devices: object) -> None:
     """Raise if `devices` does not name devices."""
     known = isinstance(devices, (str, DeviceGroup)) or (
         isinstance(devices, Sequence) and all(isinstance(device, (str, Device, torch.device)) for device in devices)
     )
     if not known:
         raise InvalidArgument(
-            f"paceline: devices is {devices!r}; give 'auto', a list of names such as ['host:0', 'host:1'], or a DeviceGroup."
+            f"{call}: devices is {devices!r}; give 'auto', a list of names such as ['host:0', 'host:1'], or a DeviceGroup."
         )
 
 
@@ -120,7 +120,9 @@ def _has_cores_of_its_own() -> bool:
         return False
 
 
-def named_devices(devices: str | Sequence[str | Device | torch.device], module: nn.Module) -> str | list[str | Device]:
+def named_devices(
+    call: str, devices: str | Sequence[str | Device | torch.device], module: nn.Module
+) -> str | list[str | Device]:
     """What to make a group of. "auto" follows the module: if it is on a GPU, all GPUs, its own first; else all host devices."""
     if devices != "auto":
         if isinstance(devices, str):
@@ -131,7 +133,7 @@ def named_devices(devices: str | Sequence[str | Device | torch.device], module: 
     on_gpu = parameter is not None and parameter.device.type == "cuda"
     if processes.isdigit() and int(processes) > 1 and (on_gpu or not _has_cores_of_its_own()):
         raise InvalidArgument(
-            f"DataParallel: devices='auto' in one of {processes} processes on this machine (LOCAL_WORLD_SIZE), and each would take all of its "
+            f"{call}: devices='auto' in one of {processes} processes on this machine (LOCAL_WORLD_SIZE), and each would take all of its "
             "devices. Start one process for each machine (torchrun --nproc-per-node 1), or name the devices of this process: devices=['cuda:0'] or "
             "devices=ray.train.torch.get_devices()."
         )
@@ -237,15 +239,13 @@ def check_shard(shard: object) -> None:
         )
 
 
-def memory_limits(memory: Memory | None, group: DeviceGroup) -> list[int | None]:
+def memory_limits(call: str, memory: Memory | None, group: DeviceGroup) -> list[int | None]:
     """Bytes for each device, None where there is no limit."""
     names = [device.name for device in group.devices]
     given = memory if isinstance(memory, Mapping) else dict.fromkeys(names, memory)
     unknown = [name for name in given if name not in names]
     if unknown:
-        raise InvalidArgument(
-            f"paceline: memory names {unknown[0]!r}, which is none of the devices {', '.join(names)}."
-        )
+        raise InvalidArgument(f"{call}: memory names {unknown[0]!r}, which is none of the devices {', '.join(names)}.")
     limits: list[int | None] = []
     for device in group.devices:
         value = given.get(device.name)
@@ -253,11 +253,11 @@ def memory_limits(memory: Memory | None, group: DeviceGroup) -> list[int | None]
             isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**62
         ):
             raise InvalidArgument(
-                f"paceline: memory is {value!r} for {device.name}; give bytes, or a fraction of its memory such as 0.5."
+                f"{call}: memory is {value!r} for {device.name}; give bytes, or a fraction of its memory such as 0.5."
             )
         if isinstance(value, float) and value > 1 and (value < _LEAST_FLOAT_BYTES or not value.is_integer()):
             raise InvalidArgument(
-                f"paceline: memory is {value!r} for {device.name}; a fraction of its memory is at most 1.0. To give bytes, write a whole "
+                f"{call}: memory is {value!r} for {device.name}; a fraction of its memory is at most 1.0. To give bytes, write a whole "
                 "number such as 2 * 2**30."
             )
         if value is not None and isinstance(value, float) and value <= 1:

@@ -20,7 +20,6 @@ from paceline.torch._trainer.proofs import Proofs
 from paceline.torch._trainer.works import Works
 
 _Gradients = Sequence[torch.Tensor | None]
-_ONE_EACH = {"corrections": False, "micro_batch": 0}  # each device keeps the graph of its whole share
 
 
 class PassesClock:
@@ -89,7 +88,7 @@ class Passes:
             inputs = [tensor for _, tensor in whole.tensors()]
 
             def attempt() -> ForwardRun:
-                work = self._works.of("forward", **_ONE_EACH)
+                work = self._works.of("forward", whole=True)
                 frame = self._execution.frame(work, whole, fn, hooks=True)
                 run = ForwardRun(frame, fn, whole)
                 self._execution.forward(work, run)
@@ -135,7 +134,7 @@ class Passes:
         with self._lifetime.between_steps("backward"), self.clock("backward"):
             forward = runs.pop()
             self._execution.places.begin(whole)
-            work = self._works.of("backward", **_ONE_EACH)
+            work = self._works.of("backward", whole=True)
 
             def attempt() -> tuple[_Gradients, BackwardRun]:
                 frame = self._execution.frame(work, whole, fn, hooks=True)

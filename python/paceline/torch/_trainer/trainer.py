@@ -255,7 +255,7 @@ class DataParallel(Trainer, AsModule):
                 "DataParallel: devices= and device_ids= are two names for the same. Give one of them."
             )
         named: Any = numbered(next((one for one in (devices, device_ids) if one is not None), "auto"), module)
-        check_devices(named)
+        check_devices("DataParallel", named)
         check_dim(dim)
         self._dim, self._output_device, self._arguments = dim, output_of(output_device), arguments
         if reduction not in ("mean", "sum"):
@@ -273,7 +273,7 @@ class DataParallel(Trainer, AsModule):
         if verify_every is not None:
             check_count("DataParallel", "verify_every", verify_every)
         folder = watchdog_folder(watchdog, watchdog_path)
-        local = named if isinstance(named, DeviceGroup) else DeviceGroup(named_devices(named, module))
+        local = named if isinstance(named, DeviceGroup) else DeviceGroup(named_devices("DataParallel", named, module))
         owned = local is not named
         try:
             _, weights = policy_of(balance, count=len(local))
@@ -297,7 +297,7 @@ class DataParallel(Trainer, AsModule):
             free = (
                 micro_batch is None and granularity in (None, 1) and corrections is not False and not any(places.on_gpu)
             )
-            works = Works(local, places, memory_limits(memory, local), options, searches=free)
+            works = Works(local, places, memory_limits("DataParallel", memory, local), options, searches=free)
             if free and policy == "auto" and len(local) > 1 and ranks is None:
                 works.steps.alone = AloneTrials()
             replicas = Replicas(module, places, replicate, common=Common() if proves and len(places) > 1 else None)

@@ -46,10 +46,11 @@ class Works:
         self.steps = self._new(options | {"searches": searches})
         self._by_kind = {kind_of(None): self.steps}
 
-    def of(self, kind: str, **options: Any) -> Workload:
-        """The work of this kind, which is made when it is first needed. `options` are in place of those of all work."""
+    def of(self, kind: str, *, whole: bool = False) -> Workload:
+        """The work of this kind, which is made when it is first needed. `whole`: each device runs its share as one micro-batch, however large."""
         if kind not in self._by_kind:
-            self._by_kind[kind] = self._new(self.options | options)
+            options = self.options | {"corrections": False, "micro_batch": 0} if whole else self.options
+            self._by_kind[kind] = self._new(options, limited=not whole)
             give_hints(self._hints, kind, self._by_kind[kind], self._group)
         return self._by_kind[kind]
 
@@ -108,8 +109,9 @@ class Works:
         """Give a device work again."""
         self._change(device, "restore", self.retired.discard)
 
-    def _new(self, options: dict[str, Any]) -> Workload:
-        work = Workload(self._group, self._places, self.limits, **options)
+    def _new(self, options: dict[str, Any], *, limited: bool = True) -> Workload:
+        limits: list[int | None] = self.limits if limited else [None] * len(self.names)
+        work = Workload(self._group, self._places, limits, **options)
         for index in self.retired:
             work.step_loop.retire(index)
         return work
