@@ -23,6 +23,7 @@ from paceline.torch._run.reducer import Reducer
 from paceline.torch._save.background import PendingSave
 from paceline.torch._trainer.alarms import Alarm
 from paceline.torch._trainer.batch_size import BatchSizeSearch
+from paceline.torch._trainer.figures import Report
 from paceline.torch._trainer.global_batch import GlobalBatch, MicroBatch
 from paceline.torch._trainer.proofs import ProofWarning
 from paceline.torch._trainer.trainer import DataParallel
@@ -45,6 +46,7 @@ __all__ = [
     "ProofWarning",
     "Reducer",
     "ReplicaReport",
+    "Report",
     "SplitResult",
     "Splitter",
     "UnseededDrawsWarning",
