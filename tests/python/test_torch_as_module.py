@@ -69,7 +69,7 @@ def test_it_can_be_called_and_stepped_in_turn() -> None:
     assert "step(loss_fn, batch) computes the loss on the devices" in text
 
 
-@pytest.mark.parametrize("options", [{"memory": 10**6}, {"micro_batch": 3}, {"granularity": 4}, {"corrections": True}])
+@pytest.mark.parametrize("options", [{"memory": 10**6}, {"micro_batch": 3}, {"granularity": 4}, {"hold_back": True}])
 def test_each_device_runs_its_share_of_a_call_as_one_micro_batch(options: Any) -> None:
     module, batch = classifier(16)
     reference = copy.deepcopy(module)

@@ -127,7 +127,7 @@ def test_other_buffers_leave_corrections_on() -> None:
 
 def test_corrections_that_are_asked_for_stay() -> None:
     module, loss_fn = network(nn.utils.parametrizations.spectral_norm), Unsteady(2e-4, spread=0.4)
-    with DataParallel(module, TWO, corrections=True) as trainer:
+    with DataParallel(module, TWO, hold_back=True) as trainer:
         assert loss_fn.corrected(lambda: trainer.step(loss_fn, classifier(64)[1]))
 
 

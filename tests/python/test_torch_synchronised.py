@@ -322,9 +322,9 @@ def test_a_ledger_of_several_micro_batches_is_refused(tmp_path: Path) -> None:
         ({"batch_norm": "together"}, "it must be 'apart' or 'synchronised'"),
         ({**Synchronised, "micro_batch": 4}, "micro_batch=4"),
         ({**Synchronised, "memory": 0.5}, "memory=0.5"),
-        ({**Synchronised, "corrections": True}, "corrections=True"),
+        ({**Synchronised, "hold_back": True}, "hold_back=True"),
     ],
-    ids=["name", "micro_batch", "memory", "corrections"],
+    ids=["name", "micro_batch", "memory", "hold_back"],
 )
 def test_options_that_do_not_go_together_are_refused(options: Any, named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):

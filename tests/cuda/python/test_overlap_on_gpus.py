@@ -169,7 +169,7 @@ def test_backward_passes_of_the_caller_are_summed_when_all_are_done(fake: Any) -
 def test_devices_that_may_still_get_work_seal_in_the_end(fake: Any) -> None:
     module, batch = module_and_batch()
     for corrections in (None, True):
-        with DataParallel(module, BOXES["two"], micro_batch=4, corrections=corrections) as trainer:
+        with DataParallel(module, BOXES["two"], micro_batch=4, hold_back=corrections) as trainer:
             for _ in range(4):
                 _, gradients = plain(module, batch)
                 module.zero_grad()

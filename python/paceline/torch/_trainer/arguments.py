@@ -160,12 +160,12 @@ def policy_of(
     return "weighted", [float(ratio) for ratio in balance]
 
 
-def check_corrections(corrections: object, policy: str) -> None:
-    """Raise if `corrections` is not a choice, or if nothing may move for them."""
-    if corrections is not None and not isinstance(corrections, bool):
-        raise InvalidArgument(f"DataParallel: corrections is {corrections!r}; it must be True, False or None.")
-    if corrections and policy != "auto":
-        raise InvalidArgument("DataParallel: corrections=True needs balance='auto'; other policies never move work.")
+def check_hold_back(hold_back: object, policy: str) -> None:
+    """Raise if `hold_back` is not a choice, or if nothing may move for it."""
+    if hold_back is not None and not isinstance(hold_back, bool):
+        raise InvalidArgument(f"DataParallel: hold_back is {hold_back!r}; it must be True, False or None.")
+    if hold_back and policy != "auto":
+        raise InvalidArgument("DataParallel: hold_back=True needs balance='auto'; other policies never move work.")
 
 
 def check_batch_norm(batch_norm: object, **options: Any) -> None:

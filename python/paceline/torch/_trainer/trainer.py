@@ -30,11 +30,11 @@ from paceline.torch._trainer.arguments import (
     Devices,
     Memory,
     check_batch_norm,
-    check_corrections,
     check_count,
     check_devices,
     check_dim,
     check_graphs,
+    check_hold_back,
     check_module,
     check_reduce_dtype,
     check_sizes,
@@ -104,7 +104,7 @@ class DataParallel(Trainer, AsModule):
         Items of one forward and backward. None: one large planned micro-batch per device, then small corrections where they pay. On host
         devices (also on a single one) `step` then also measures in some steps whether smaller micro-batches are faster, since they may fit
         a cache, and uses them if so. It does not if the forward writes buffers, as batch and spectral normalisation do, if fixed shares
-        draw random numbers, or with `torch.compile`, ``corrections=False``, `granularity` or costs. If the loss couples items, set
+        draw random numbers, or with `torch.compile`, ``hold_back=False``, `granularity` or costs. If the loss couples items, set
         `micro_batch` to the whole batch on one device, so that the loss stays as it is.
     reduction
         What ``loss_fn`` returns for its slice: the ``"mean"`` over its items (or, with `weight`, over their weight), or their ``"sum"``.
@@ -132,10 +132,10 @@ class DataParallel(Trainer, AsModule):
         which devices that share a memory divide evenly. A dictionary limits only some devices, by name. Two sizes are measured, and then
         larger claims run in pieces that fit. With `cost` of `step` a size is the cost of the items when all are padded to the longest.
         Default: no limit but the memory itself.
-    corrections
+    hold_back
         Whether each device holds back a part of its share if times vary. Devices that are done early then take ever smaller micro-batches
         from these parts within the step. None: on host devices, unless the forward writes buffers, as batch and spectral normalisation in
-        training do; then each device runs one micro-batch. On GPUs you have to ask for corrections, since a new size may need compilation,
+        training do; then each device runs one micro-batch. On GPUs you have to ask for it, since a new size may need compilation,
         a new capture, or the search for an algorithm. `granularity` bounds the number of sizes. With `micro_batch`, or costs: devices that
         are done early take over micro-batches that others have not begun; on two GPUs or more only if this is True. A GPU that may still get
         work does not know its last micro-batch, so its gradients are summed after the step's last work. Needs ``balance="auto"``.
@@ -168,7 +168,7 @@ class DataParallel(Trainer, AsModule):
         What batch normalisation in training normalises over. ``"apart"``: each micro-batch by itself. ``"synchronised"``: the whole batch, as
         on one device. Each device then runs its share as one micro-batch, all at the same time, and they meet in each BatchNorm module,
         forward and backward. Gradients and running statistics are those of the whole batch. Several GPUs meet in the host's memory, so each
-        waits in every such module. Not together with `micro_batch`, `memory`, ``corrections=True``, ``cost=`` and ``torch.compile``. Gradients
+        waits in every such module. Not together with `micro_batch`, `memory`, ``hold_back=True``, ``cost=`` and ``torch.compile``. Gradients
         of gradients are refused.
     graphs
         Whether `step` and `loss` replay CUDA graphs, so that a micro-batch is one launch and no Python of `loss_fn`. For GPUs only. Each GPU runs
@@ -236,7 +236,7 @@ class DataParallel(Trainer, AsModule):
         transport: Transport = "auto",
         reduce_dtype: torch.dtype | None = None,
         memory: Memory | None = None,
-        corrections: bool | None = None,
+        hold_back: bool | None = None,
         granularity: int | None = None,
         watchdog: float | None = None,
         watchdog_path: str | os.PathLike[str] | None = None,
@@ -269,7 +269,7 @@ class DataParallel(Trainer, AsModule):
         policy, _ = policy_of(balance)
         proves = prove_of(prove)
         rules = None if buffers is None else BufferRules(buffers, module)
-        check_corrections(corrections, policy)
+        check_hold_back(hold_back, policy)
         if verify_every is not None:
             check_count("DataParallel", "verify_every", verify_every)
         folder = watchdog_folder(watchdog, watchdog_path)
@@ -286,16 +286,16 @@ class DataParallel(Trainer, AsModule):
                     "DataParallel: batch_norm='synchronised' together with group= or reducer=: devices meet within one process only, so each rank "
                     "would normalise over its own part of the batch. Use GroupNorm or LayerNorm, or one process."
                 )
-            check_batch_norm(batch_norm, micro_batch=micro_batch, memory=memory, corrections=corrections, graphs=graphs)
+            check_batch_norm(batch_norm, micro_batch=micro_batch, memory=memory, hold_back=hold_back, graphs=graphs)
             options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
                 "micro_batch": micro_batch or 0,
                 "granularity": int(not any(places.on_gpu)) if granularity is None else granularity,
-                "corrections": corrections,
+                "corrections": hold_back,
             }
             free = (
-                micro_batch is None and granularity in (None, 1) and corrections is not False and not any(places.on_gpu)
+                micro_batch is None and granularity in (None, 1) and hold_back is not False and not any(places.on_gpu)
             )
             works = Works(local, places, memory_limits("DataParallel", memory, local), options, searches=free)
             if free and policy == "auto" and len(local) > 1 and ranks is None:
