@@ -60,7 +60,7 @@ def main() -> int:
     with paceline.stop_on(signal.SIGTERM, signal.SIGUSR1) as stop, DataParallel(model, args.devices) as trainer:  # (*)
         optimizer = trainer.optimizer(torch.optim.SGD, lr=0.3, momentum=0.9)  # (*)
         with contextlib.suppress(FileNotFoundError):  # there is none at the first start
-            step = trainer.load(args.saves, optimizer)["step"]  # (*)
+            step = trainer.load(args.saves, optimizer=optimizer)["step"]  # (*)
         names = ", ".join(device.name for device in trainer.group.devices)
         print(f"step {step} of {args.steps}, on {names}", flush=True)
         saved = step

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from paceline import InvalidArgument
+from paceline import Unavailable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
         If matplotlib is not installed. The message names the extra that installs it.
     """
     if not history:
-        raise InvalidArgument("plot: no step has run yet, so there is nothing to draw.")
+        raise Unavailable("plot: no step has run yet, so there is nothing to draw.")
     figure = figure_class()(figsize=(9, 7.8), layout="constrained")
     shares, speeds, times = figure.subplots(3, 1, sharex=True)
     edges = [row["first_step"] + 0.5 for row in history] + [history[-1]["first_step"] + history[-1]["steps"] + 0.5]

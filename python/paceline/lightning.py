@@ -33,7 +33,7 @@ class PacelineStrategy(SingleDeviceStrategy):
 
     The loader yields the batch of all devices together. Each device's copy of the `LightningModule` runs ``training_step`` on its slices.
     What the slices log is merged, and logged once. ``training_step`` may return tensors beside the loss: a row per item, or a mean. Loss, accumulation, clipping, precision, callbacks and checkpoints are those of one device.
-    Checkpoints have one more entry, ``"paceline"``: `DataParallel.state_dict`, with the states of the random generators. Validation, test and prediction run on the module's own device.
+    Checkpoints have one more entry, ``"paceline"``: `DataParallel.training_state`, with the states of the random generators. Validation, test and prediction run on the module's own device.
 
     Parameters
     ----------
@@ -105,11 +105,11 @@ class PacelineStrategy(SingleDeviceStrategy):
         self.data_parallel = DataParallel(module, self._devices, **self._options)
         self._full = 0
         if state is not None:
-            self.data_parallel.load_state_dict(state)
+            self.data_parallel.load_training_state(state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the state of the `DataParallel`, too."""
-        state = self._last if self.data_parallel is None else self.data_parallel.state_dict()
+        state = self._last if self.data_parallel is None else self.data_parallel.training_state()
         if state is not None:
             checkpoint["paceline"] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -184,7 +184,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         """End the workers, before the module moves."""
         if self.data_parallel is not None:
             with contextlib.suppress(Error):  # in the middle of an interrupted step there is none
-                self._last = self.data_parallel.state_dict()
+                self._last = self.data_parallel.training_state()
             self.data_parallel.close()
             self.data_parallel = None
         super().teardown()

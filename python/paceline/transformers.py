@@ -28,7 +28,7 @@ class PacelineMixin:
     ``{"devices": ["host:0", "host:1"]}``. `data_parallel` is that object while ``train`` runs; ``trainer.data_parallel.explain()``, called
     in a callback, says what it does.
 
-    Checkpoints have one more file, ``paceline_0.pt``: `DataParallel.state_dict`, with the states of all GPUs' random generators, of which the
+    Checkpoints have one more file, ``paceline_0.pt``: `DataParallel.training_state`, with the states of all GPUs' random generators, of which the
     Trainer saves the current one only. ``resume_from_checkpoint`` goes on from it, on any devices.
 
     Some models ignore ``num_items_in_batch``, such as `BertForSequenceClassification`. The Trainer on one device then adds the means of
@@ -186,13 +186,13 @@ class PacelineMixin:
         """The Trainer calls this for each checkpoint."""
         super()._save_rng_state(output_dir)  # type: ignore[misc]
         if self.data_parallel is not None:
-            torch.save(self.data_parallel.state_dict(), self._state_file(output_dir))
+            torch.save(self.data_parallel.training_state(), self._state_file(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """The Trainer calls this after `_load_from_checkpoint`, when the next thing to draw random numbers is training."""
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         if checkpoint is not None and (file := self._state_file(checkpoint)).exists():
-            self._parallel().load_state_dict(torch.load(file, weights_only=True))
+            self._parallel().load_training_state(torch.load(file, weights_only=True))
 
     def _state_file(self, checkpoint: str) -> Path:
         """Each process draws random numbers of its own."""

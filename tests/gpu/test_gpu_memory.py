@@ -146,6 +146,6 @@ def test_the_peak_is_that_of_plain_pytorch_and_the_gradients_of_each_part(box: B
     with DataParallel(module, box.devices, balance="even") as trainer:
         peak = peak_of(module, lambda: trainer.step(squares, x))
         pools = trainer.report()["memory"]
-    peak += sum(each.get("pool_peak_bytes", 0) for each in pools.values())
+    peak += sum(int(each.get("pool_peak_bytes", 0)) for each in pools.values())
     workspace = 64 << 20  # of cuBLAS, for each stream: 32 MiB on Hopper
     assert peak <= wanted + len(box) * (gradient_bytes + workspace), (peak, wanted, gradient_bytes)

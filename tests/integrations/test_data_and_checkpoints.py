@@ -58,7 +58,7 @@ def test_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(workers: int) -> No
             if index == 1:
                 saved = io.BytesIO()
                 parts = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save({**parts, "trainer": trainer.state_dict(), "loader": batches.state_dict()}, saved)
+                torch.save({**parts, "trainer": trainer.training_state(), "loader": batches.state_dict()}, saved)
         assert index == 4
     state = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
     resumed = network(seed=7, dropout=0.5)
@@ -69,7 +69,7 @@ def test_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(workers: int) -> No
         batches = loader()
         batches.load_state_dict(state["loader"])
         rest = iter(batches)
-        trainer.load_state_dict(state["trainer"])  # after the loader has drawn its seeds
+        trainer.load_training_state(state["trainer"])  # after the loader has drawn its seeds
         train(trainer, optimizer, rest)
     assert within(difference(resumed, module), 1e-12)
 

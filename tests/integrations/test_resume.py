@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -87,7 +88,7 @@ class Parallel(PacelineMixin, Trainer):
 
     def log(self, *arguments: Any, **options: Any) -> None:
         if self.data_parallel is not None:
-            self.steps = self.data_parallel.state_dict()["steps"]
+            self.steps = self.data_parallel.training_state()["steps"]
         super().log(*arguments, **options)
 
 
@@ -116,10 +117,12 @@ def test_accelerate(tmp_path: Path) -> None:
         model = network(seed, dropout=0.5)
         model, optimizer = accelerator.prepare(model, adam(model))
         with DataParallel(accelerator.unwrap_model(model), **EVEN) as trainer:
-            accelerator.register_for_checkpointing(trainer)
+            accelerator.register_for_checkpointing(
+                SimpleNamespace(state_dict=trainer.training_state, load_state_dict=trainer.load_training_state)
+            )
             if resume:
                 accelerator.load_state(str(tmp_path / "saved"))
-                assert trainer.state_dict()["steps"] == steps.start
+                assert trainer.training_state()["steps"] == steps.start
             for step in steps:
                 accelerator.backward(trainer.loss(loss_fn, dataset()[10 * (step % 4) : 10 * (step % 4) + 10]))
                 optimizer.step()

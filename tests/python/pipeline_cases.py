@@ -196,7 +196,7 @@ def differences_of(case: Case, steps: int = 5) -> list[str]:
             for step in range(steps):
                 if step == steps - 1 and len(names) > 1 and "cuts" not in case.options:
                     trainer.retire(names[len(case.batch[0]) % len(names)])  # blocks move to the others
-                loss = trainer.step(case.loss_fn, case.batch, case.weight)
+                loss = trainer.step(case.loss_fn, case.batch, weight=case.weight)
                 wanted = accumulated(case, plain, trainer.report()["micro_batches"])
                 if not torch.equal(loss, wanted):
                     found.append(f"step {step}: loss {loss.item()} and {wanted.item()}")

@@ -46,7 +46,7 @@ def differences(case: Case, devices: list[str], steps: int = 5, retired: str | N
         for step in range(steps):
             if step == steps - 1 and retired is not None:
                 trainer.retire(retired)
-            loss = trainer.step(case.loss_fn, case.batch, case.weight)
+            loss = trainer.step(case.loss_fn, case.batch, weight=case.weight)
             wanted = accumulated(there, plain, trainer.report()["micro_batches"])
             if not torch.equal(loss.cpu(), wanted.cpu()):
                 found.append(f"step {step}: loss {loss.item()} and {wanted.item()}")

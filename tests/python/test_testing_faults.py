@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline import DeviceLost, InvalidArgument
 from paceline.testing import faults
-from paceline.torch import DataParallel, Module, Pipeline
+from paceline.torch import DataParallel, Pipeline
 from torch_support import (
     TWO,
     assert_same_gradients,
@@ -247,7 +247,7 @@ def test_a_slow_stage_takes_longer() -> None:
 
 def test_a_module_has_faults_in_its_backward() -> None:
     inner, batch = classifier(12)
-    module = Module(inner, TWO, balance="even")
+    module = DataParallel(inner, TWO, balance="even")
     with faults.inject(module, faults.Error("host:1")):
         loss = nn.functional.cross_entropy(module(batch[0]), batch[1])
         with pytest.raises(faults.InjectedError):
@@ -255,7 +255,7 @@ def test_a_module_has_faults_in_its_backward() -> None:
     assert gradients(inner) == [None] * 4
     nn.functional.cross_entropy(module(batch[0]), batch[1]).backward()
     assert_same_gradients(inner, plain(inner, classify, batch)[1])
-    module.trainer.close()
+    module.close()
 
 
 def test_nothing_surrounds_micro_batches_outside_of_the_block() -> None:

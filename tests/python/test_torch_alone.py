@@ -135,7 +135,7 @@ def test_without_a_trial_the_answer_says_what_it_takes_for_granted() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"balance": "even"}, {"balance": [1, 1]}, {"micro_batch": 8}, {"corrections": False}, {"granularity": 2}],
+    [{"balance": "even"}, {"balance": [1, 1]}, {"micro_batch": 8}, {"hold_back": False}, {"granularity": 2}],
     ids=str,
 )
 def test_splits_and_sizes_that_the_user_chose_are_kept(options: Any) -> None:

@@ -133,7 +133,7 @@ def test_none_is_for_a_tensor_of_the_whole_batch() -> None:
 def test_predict_takes_it_and_returns_the_item_first() -> None:
     module, x, states = sequences()
     with DataParallel(module, TWO, balance="even") as trainer:
-        outputs = trainer.predict((x, states), lambda m, b: m(*b).transpose(0, 1), batch_dim=1)
+        outputs = trainer.predict(lambda m, b: m(*b).transpose(0, 1), (x, states), batch_dim=1)
     assert worst_difference([outputs], [module(x, states).transpose(0, 1).detach()]) < 1e-12
 
 
@@ -149,7 +149,7 @@ def test_costs_weights_and_extras_go_along() -> None:
     losses, last = per_item(reference, (x, states))
     ((losses * weight).sum() / weight.sum()).backward()
     with DataParallel(module, TWO) as trainer:
-        trainer.step(per_item, (x, states), weight, cost=torch.arange(ITEMS).flip(0) + 1.0, batch_dim=1)
+        trainer.step(per_item, (x, states), weight=weight, cost=torch.arange(ITEMS).flip(0) + 1.0, batch_dim=1)
         assert worst_difference([trainer.extras], [last]) < 1e-12
     assert_same_gradients(module, gradients(reference))
 

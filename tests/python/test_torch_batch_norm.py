@@ -55,7 +55,7 @@ class Sizes:
         {"granularity": 3},
         {"micro_batch": 2},
         {"micro_batch": 4},
-        {"corrections": True},
+        {"hold_back": True},
         {"memory": 0.5},
     ],
     ids=str,

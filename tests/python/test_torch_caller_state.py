@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline import InvalidArgument
-from paceline.torch import DataParallel, Module, Pipeline
+from paceline.torch import DataParallel, Pipeline
 from torch_support import (
     TWO,
     assert_same_gradients,
@@ -121,7 +121,7 @@ def _backward_of_loss(module: nn.Module, batch: torch.Tensor) -> None:
 
 
 def _backward_of_outputs(module: nn.Module, batch: torch.Tensor) -> None:
-    with Module(module, ["host:0"]) as parallel:
+    with DataParallel(module, ["host:0"]) as parallel:
         _squares(parallel, batch).backward()
 
 

@@ -251,14 +251,14 @@ def test_without_corrections_shares_are_run_as_planned() -> None:
         time.sleep(0.0005 * len(part[0]) * random.uniform(0.5, 2.0))
         return classify(one, part)
 
-    with DataParallel(module, TWO, corrections=False) as trainer:
+    with DataParallel(module, TWO, hold_back=False) as trainer:
         for _ in range(20):
             trainer.step(loss_fn, batch)
     assert len(runs) <= 40, "one piece of a share each"
-    with pytest.raises(InvalidArgument, match="corrections is 1; it must be True, False or None"):
-        DataParallel(module, TWO, corrections=1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="hold_back is 1; it must be True, False or None"):
+        DataParallel(module, TWO, hold_back=1)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="needs balance='auto'"):
-        DataParallel(module, TWO, corrections=True, balance="even")
+        DataParallel(module, TWO, hold_back=True, balance="even")
 
 
 def test_a_module_with_batch_norm_never_gets_a_single_item() -> None:
@@ -280,7 +280,7 @@ def test_a_module_with_batch_norm_never_gets_a_single_item() -> None:
             trainer.step(classify, (batch[0][:8], batch[1][:8]))
         trainer.step(classify, batch, cost=torch.arange(64) + 1.0)
     runs.clear()
-    with DataParallel(module.eval(), TWO, corrections=True) as trainer:
+    with DataParallel(module.eval(), TWO, hold_back=True) as trainer:
         for _ in range(30):
             trainer.step(loss_fn, batch)
     assert len(runs) > 60, "or the above says nothing"

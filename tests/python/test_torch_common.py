@@ -230,10 +230,10 @@ def test_a_buffer_that_is_seen_in_another_way_is_followed() -> None:
     module: Any = Masked(writes=False)
     trainer, batch = made(module), rows()
     module.mask = torch.arange(400.0 * 400, dtype=torch.float64).view(400, 400)
-    trainer.predict(batch, by_mask)
+    trainer.predict(by_mask, batch)
     assert [replica.mask.stride() for replica in replicas_of(trainer)] == [(400, 1)] * 2
     module.mask = module.mask.t()
-    trainer.predict(batch, by_mask)
+    trainer.predict(by_mask, batch)
     assert [replica.mask.stride() for replica in replicas_of(trainer)] == [(1, 400)] * 2
 
 

@@ -56,7 +56,7 @@ def test_each_worker_has_graph_trees_of_its_own(trees: Any) -> None:
     after: list[Any] = []
 
     def steps() -> None:
-        with DataParallel(module, TWO, balance="even", corrections=False) as trainer:
+        with DataParallel(module, TWO, balance="even", hold_back=False) as trainer:
             for _ in range(2):
                 trainer.step(loss_fn, batch)
         after.append(trees.get_container(0))

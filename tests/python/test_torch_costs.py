@@ -63,10 +63,10 @@ def test_random_costs_zero_costs_and_weights(devices: int, seed: int) -> None:
         for _ in range(4):
             costs = torch.tensor([rng.choice([0.0, 0.0, rng.random(), 1e6 * rng.random()]) for _ in range(items)])
             module.zero_grad()
-            trainer.step(single, batch, weight, cost=costs)
+            trainer.step(single, batch, weight=weight, cost=costs)
             assert_same_gradients(module, wanted)
         module.zero_grad()
-        trainer.step(single, batch, weight, cost=torch.zeros(items, dtype=torch.int64))
+        trainer.step(single, batch, weight=weight, cost=torch.zeros(items, dtype=torch.int64))
         assert_same_gradients(module, wanted)
 
 
@@ -164,7 +164,7 @@ def test_predictions_come_in_the_callers_order(devices: int) -> None:
         for _ in range(4):
             torch.testing.assert_close(trainer.predict(batch, cost=batch["length"]), wanted)
         got = trainer.predict(
-            batch, lambda one, part: {"logits": one(part), "label": part["label"]}, cost=batch["length"]
+            lambda one, part: {"logits": one(part), "label": part["label"]}, batch, cost=batch["length"]
         )
     torch.testing.assert_close(got["logits"], wanted)
     assert torch.equal(got["label"], batch["label"])
@@ -183,7 +183,7 @@ def test_predictions_of_unequal_width_are_refused_with_the_reason() -> None:
         DataParallel(module, TWO, micro_batch=3) as trainer,
         pytest.raises(InvalidArgument, match=r"output has rows of shape .* in another.*pad=value"),
     ):
-        trainer.predict((values, widths), trimmed, cost=widths)
+        trainer.predict(trimmed, (values, widths), cost=widths)
 
 
 def test_a_failure_names_items_and_leaves_everything_as_it_was() -> None:
@@ -306,7 +306,7 @@ def test_costs_that_are_none(cost: Any, message: str) -> None:
         with pytest.raises(InvalidArgument, match=message):
             trainer.step(classify, batch, cost=cost)
         with pytest.raises(InvalidArgument, match=message):
-            trainer.predict(batch, lambda one, part: one(part[0]), cost=cost)
+            trainer.predict(lambda one, part: one(part[0]), batch, cost=cost)
         with pytest.raises(InvalidArgument, match=message):
             trainer.batch(batch, cost=cost)
         trainer.step(classify, batch, cost=torch.ones(4))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch import DataParallel, Module
+from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, gradients, plain
 
 F = nn.functional
@@ -194,7 +194,7 @@ def test_a_wrapped_module_may_change_its_slices_too() -> None:
     _, wanted = plain(
         module, lambda m, b: F.cross_entropy(m.layer(b[0]), b[1], ignore_index=-100, reduction="sum"), (x, masked)
     )
-    wrapped, version = Module(module, TWO, balance="even"), label._version
+    wrapped, version = DataParallel(module, TWO, balance="even"), label._version
     wrapped(x, label).sum().backward()
     wrapped.close()
     assert_same_gradients(module, wanted)

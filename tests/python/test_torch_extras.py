@@ -159,7 +159,7 @@ def test_samples_are_put_together_on_the_devices(count: int) -> None:
         assert max(sizes) < 17 or count == 1
         assert_same_gradients(module, expected)
         torch.testing.assert_close(
-            trainer.predict(samples_of(batch), lambda m, b: m(b[0]), collate=collate), module(batch[0])
+            trainer.predict(lambda m, b: m(b[0]), samples_of(batch), collate=collate), module(batch[0])
         )
         assert trainer.check(classify, samples_of(batch), collate=collate).exact
 
@@ -229,3 +229,21 @@ def test_samples_may_be_of_any_type_and_weights_are_made_from_them() -> None:
 def test_samples_that_cannot_be_used_are_refused(batch: Any, collate: Any, message: str) -> None:
     with DataParallel(classifier()[0], TWO) as trainer, pytest.raises(InvalidArgument, match=message):
         trainer.step(classify, batch, collate=collate)
+
+
+def test_a_large_extra_is_named_by_explain() -> None:
+    module, batch = classifier(16)
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        loss = classify(one, part)
+        return loss, {"logits": (loss * torch.ones(len(part[1]), columns)).float(), "loss": loss}
+
+    columns = 2**18
+    with DataParallel(module, TWO) as trainer:
+        trainer.step(loss_fn, batch)
+        assert "Large: extras['logits'] has 17 MB for the whole batch" in trainer.explain()
+        columns -= 1
+        trainer.step(loss_fn, batch)
+        assert "Large" not in trainer.explain()
+        trainer.step(classify, batch)
+        assert "Large" not in trainer.explain()

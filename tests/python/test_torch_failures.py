@@ -56,7 +56,7 @@ def test_closing_the_trainer_in_loss_fn_is_refused_at_once(devices: int) -> None
             return classify(replica, part)
 
         begin = time.monotonic()
-        with pytest.raises(InvalidArgument, match="close: called by loss_fn on a worker"):
+        with pytest.raises(Unavailable, match="close: called by loss_fn on a worker"):
             trainer.step(loss_fn, batch)
         assert time.monotonic() - begin < 5
         trainer.step(classify, batch)
@@ -289,7 +289,7 @@ def test_a_second_step_at_the_same_time_is_refused_and_the_first_is_exact() -> N
         assert inside.wait(30)
         time.sleep(0.05)
         for call in (lambda: trainer.step(classify, batch), lambda: trainer.predict(batch[0])):
-            with pytest.raises(InvalidArgument, match=r"step|predict"):
+            with pytest.raises(Unavailable, match=r"step|predict"):
                 call()
         leave.set()
         first.join(30)
@@ -300,7 +300,7 @@ def test_a_second_step_at_the_same_time_is_refused_and_the_first_is_exact() -> N
 def test_a_step_inside_of_a_step_is_refused() -> None:
     module, batch = classifier(12)
     with DataParallel(module, TWO) as trainer:
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(Unavailable):
             trainer.step(lambda m, b: trainer.step(classify, b), batch)
         trainer.step(classify, batch)
     assert_same_gradients(module, plain(module, classify, batch)[1])
@@ -357,7 +357,7 @@ def test_a_trainer_that_is_dropped_after_an_exception_ends_at_once() -> None:
     [
         (lambda t, m: t(m.parameters()), "module is a generator"),
         (lambda t, m: t(m, 2), "devices is 2; give 'auto'"),
-        (lambda t, m: t(m, [0, 1]), r"devices is \[0, 1\]"),
+        (lambda t, m: t(m, [0.5, 1]), r"devices is \[0.5, 'host:1'\]"),
         (lambda t, m: t(m, TWO, micro_batch=1.5), "micro_batch is 1.5; it must be an integer"),
         (lambda t, m: t(m, TWO, balance=None), "balance is None"),
         (

@@ -146,7 +146,7 @@ def test_runs_of_a_batch_and_predictions_may_differentiate_forward() -> None:
         with trainer.batch(batch) as whole:
             whole.run(fn)
         assert_same_gradients(module, wanted)
-        torch.testing.assert_close(trainer.predict(batch, by_jvp), by_jvp(module, batch).detach())
+        torch.testing.assert_close(trainer.predict(by_jvp, batch), by_jvp(module, batch).detach())
 
 
 def test_an_error_of_the_loss_itself_stays_what_it_is() -> None:

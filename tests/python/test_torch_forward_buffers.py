@@ -127,7 +127,7 @@ def test_other_buffers_leave_corrections_on() -> None:
 
 def test_corrections_that_are_asked_for_stay() -> None:
     module, loss_fn = network(nn.utils.parametrizations.spectral_norm), Unsteady(2e-4, spread=0.4)
-    with DataParallel(module, TWO, corrections=True) as trainer:
+    with DataParallel(module, TWO, hold_back=True) as trainer:
         assert loss_fn.corrected(lambda: trainer.step(loss_fn, classifier(64)[1]))
 
 
@@ -144,6 +144,6 @@ def test_prediction_in_training_mode_goes_on_as_on_one_device() -> None:
             alone = copy.deepcopy(module)
             with torch.no_grad():
                 wanted = alone(x)
-            torch.testing.assert_close(trainer.predict(x, predict), wanted, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(trainer.predict(predict, x), wanted, rtol=1e-12, atol=1e-12)
             for ours, theirs in zip(module.buffers(), alone.buffers(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

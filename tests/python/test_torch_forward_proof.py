@@ -1,4 +1,4 @@
-"""The first forward of each kind, by `predict` and `Module`, is that of one device, and says what devices would change."""
+"""The first forward of each kind, by `predict` and calls, is that of one device, and says what devices would change."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional
 
 from paceline import Error
-from paceline.torch import DataParallel, Module, ProofWarning, proving
+from paceline.torch import DataParallel, ProofWarning, proving
 from proof_cases import HOSTS, Seen, gradients, made, net, rows, same
 
 
-def module_of(inner: nn.Module, **options: Any) -> Module:
-    return Module(inner, HOSTS, balance=[3, 5], prove="warn", **options)
+def module_of(inner: nn.Module, **options: Any) -> DataParallel:
+    return DataParallel(inner, HOSTS, balance=[3, 5], prove="warn", **options)
 
 
 def said(call: Any) -> str:
@@ -208,7 +208,7 @@ def test_what_is_thrown_away_is_marked() -> None:
         return module(part)
 
     trainer = made(net())
-    trainer.predict(rows(), call)
+    trainer.predict(call, rows())
     assert seen.items[0] == (16, False)
     assert sum(size for size, thrown in seen.items if thrown) == 16
 
@@ -262,4 +262,4 @@ def test_a_mean_over_labels_is_no_mean_of_a_prediction() -> None:
         return {"loss": (module(part[0]).square().mean(1) * part[1]).sum() / part[1].sum()}
 
     with made(net()) as trainer, pytest.warns(ProofWarning, match="sums and counts with one row per item"):
-        trainer.predict((x, counted), fn)
+        trainer.predict(fn, (x, counted))

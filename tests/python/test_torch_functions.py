@@ -291,6 +291,6 @@ def test_a_derived_tensor_may_be_read_without_its_modules_forward() -> None:
     classify(net, batch).backward()
     wanted = gradients(net)
     net.zero_grad()
-    with DataParallel(net, TWO, corrections=False) as trainer:  # on one device, too, a second backward would fail
+    with DataParallel(net, TWO, hold_back=False) as trainer:  # on one device, too, a second backward would fail
         trainer.step(classify, batch)
     assert_same_gradients(net, wanted)

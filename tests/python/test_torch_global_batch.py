@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import InvalidArgument
+from paceline import InvalidArgument, Unavailable
 from paceline.torch import DataParallel
 from paceline.torch._trainer.global_batch import FunctionRun
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain, worst_difference
@@ -350,7 +350,7 @@ def test_what_cannot_be_run_is_refused() -> None:
                 global_batch.run(backward)
             with pytest.raises(InvalidArgument, match="a 0-dim tensor or a 1-D tensor"):
                 global_batch.run(lambda m, part: part.backward(m(part.data[0])))
-        with pytest.raises(InvalidArgument, match="ended with its with block"):
+        with pytest.raises(Unavailable, match="ended with its with block"):
             global_batch.run(backward)
         assert gradients(module) == [None] * 4
 

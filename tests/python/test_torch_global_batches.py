@@ -205,7 +205,7 @@ def part_of_an_epoch(rank: int, state: bytes | None, steps: int, fails: bool) ->
     done = []
     with trainer_of(module) as trainer:
         if state is not None:
-            trainer.load_state_dict(torch.load(io.BytesIO(state), weights_only=True)["trainer"])
+            trainer.load_training_state(torch.load(io.BytesIO(state), weights_only=True)["trainer"])
         if state is None:
             sampler = trainer.batch_sampler(ITEMS, BATCH, seed=3, balance=[1.0, 0.0])
         else:
@@ -219,8 +219,8 @@ def part_of_an_epoch(rank: int, state: bytes | None, steps: int, fails: bool) ->
                     trainer.step(failing, batch)
                 break
         file = io.BytesIO()
-        torch.save({"trainer": trainer.state_dict()}, file)
-        return done, file.getvalue(), trainer.state_dict()
+        torch.save({"trainer": trainer.training_state()}, file)
+        return done, file.getvalue(), trainer.training_state()
 
 
 def failing(module: Any, batch: Any) -> Any:
@@ -243,7 +243,7 @@ def test_a_resumed_run_goes_on_with_the_very_next_global_batch_on_any_number_of_
     assert second[0][2]["sampler"]["epoch"] == 1
     with DataParallel(classifier(1)[0], hosts(1)) as trainer:  # without a group
         sampler = trainer.batch_sampler(ITEMS, BATCH)
-        trainer.load_state_dict(torch.load(io.BytesIO(second[0][1]), weights_only=True)["trainer"])
+        trainer.load_training_state(torch.load(io.BytesIO(second[0][1]), weights_only=True)["trainer"])
         assert next(iter(sampler.batches(loader_of(sampler, 0))))[0].tolist() == wanted[9]
 
 

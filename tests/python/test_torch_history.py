@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import InvalidArgument
+from paceline import Unavailable
 from paceline.torch import DataParallel, Pipeline
 from torch_support import TWO, classifier, classify
 
@@ -163,7 +163,7 @@ def test_moves_are_marked_and_counted() -> None:
 
 def test_before_the_first_step_there_is_nothing_to_draw() -> None:
     pytest.importorskip("matplotlib")
-    with pytest.raises(InvalidArgument, match="no step has run"):
+    with pytest.raises(Unavailable, match="no step has run"):
         trained(0).plot()
 
 

@@ -126,7 +126,7 @@ def slow(replica, part):
 rows = torch.ones(800, 4, dtype=torch.double)
 trainer = DataParallel(module, ["host:0", "host:1"], micro_batch=1)
 interrupt_after(0.3)
-assert interrupted(lambda: trainer.predict(rows, slow)) < 15
+assert interrupted(lambda: trainer.predict(slow, rows)) < 15
 print(trainer.predict(batch).shape == (8, 2))
 """
     )
@@ -161,7 +161,7 @@ assert 0.7 < interrupted(lambda: trainer.step(stuck, batch)) < 25
 for call in (lambda: trainer.step(mean_of_squares, batch), lambda: trainer.predict(batch)):
     try:
         call()
-    except paceline.InvalidArgument as error:
+    except paceline.Unavailable as error:
         assert "has not ended" in str(error), error
     else:
         raise SystemExit("not refused")

@@ -264,9 +264,9 @@ def test_predictions_on_the_host_save_nothing_and_soon_run_whole() -> None:
 
     with DataParallel(module, ["host:0"], memory=10 * PER_ITEM) as trainer:
         for _ in range(3):
-            trainer.predict(batch, fn)
+            trainer.predict(fn, batch)
         ran.clear()
-        trainer.predict(batch, fn)
+        trainer.predict(fn, batch)
     assert ran == [64]
 
 

@@ -97,10 +97,10 @@ def test_nothing_is_searched_where_the_forward_writes_a_buffer(devices: int, ass
     assert module.count == 16
 
 
-@pytest.mark.parametrize("options", [{"micro_batch": 300}, {"granularity": 2}, {"corrections": False}], ids=str)
+@pytest.mark.parametrize("options", [{"micro_batch": 300}, {"granularity": 2}, {"hold_back": False}], ids=str)
 def test_nothing_is_searched_where_sizes_are_told(options: Any) -> None:
     module, batch = Slow(128), torch.rand(600, 3, dtype=torch.double)
-    balance: Any = "auto" if "corrections" in options else "even"
+    balance: Any = "auto" if "hold_back" in options else "even"
     with DataParallel(module, TWO, balance=balance, **options) as trainer:
         for _ in range(16):
             trainer.step(loss_of_slow, batch)

@@ -1,4 +1,4 @@
-"""`Module`: forward and backward on all devices, with the caller's loss between them."""
+"""Calls of `DataParallel`: forward and backward on all devices, with the caller's loss between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import InvalidArgument
-from paceline.torch import Module
+from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, classifier, gradients, hosts, worst_difference
 
 COUNTS = [1, 2, 3]
@@ -36,7 +36,7 @@ def test_a_loss_that_couples_items_has_the_gradient_of_one_device(count: int) ->
     reference = copy.deepcopy(module)
     wanted = contrastive(reference(x), reference(x.flip(0)))
     wanted.backward()
-    with Module(module, hosts(count), balance=[1 + index for index in range(count)]) as parallel:
+    with DataParallel(module, hosts(count), balance=[1 + index for index in range(count)]) as parallel:
         output = parallel(x)
         torch.testing.assert_close(output, reference(x))
         loss = contrastive(output, parallel(x.flip(0)))
@@ -51,7 +51,7 @@ def test_inputs_that_require_a_gradient_get_it(count: int) -> None:
     theirs = x.clone().requires_grad_()
     module(theirs * 2).square().sum().backward()
     expected = gradients(module)
-    with Module(module, hosts(count)) as parallel:
+    with DataParallel(module, hosts(count)) as parallel:
         for _ in range(6):  # the leaves of the slices are new ones each time
             module.zero_grad()
             mine = x.clone().requires_grad_()
@@ -67,7 +67,7 @@ def test_networks_may_follow_one_another() -> None:
     (first, (x, _)), second = classifier(16), nn.Linear(3, 4, dtype=torch.float64)
     reference = copy.deepcopy(nn.Sequential(first, second))
     contrastive(reference(x), reference(x)).backward()
-    with Module(first, TWO) as a, Module(second, TWO) as b:
+    with DataParallel(first, TWO) as a, DataParallel(second, TWO) as b:
         for _ in range(5):
             first.zero_grad()
             second.zero_grad()
@@ -79,7 +79,7 @@ def test_a_network_that_begins_in_place_follows_another() -> None:
     (first, (x, _)), second = classifier(16), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 4, dtype=torch.float64))
     reference = copy.deepcopy(nn.Sequential(first, second))
     reference(x).square().sum().backward()
-    with Module(first, TWO) as a, Module(second, TWO) as b:
+    with DataParallel(first, TWO) as a, DataParallel(second, TWO) as b:
         b(a(x)).square().sum().backward()
     assert_same_gradients(nn.Sequential(first, second), gradients(reference))
 
@@ -90,7 +90,7 @@ def test_freezing_between_forward_and_backward_moves_no_gradient_to_another_para
     x = classifier(16)[1][0]
     wanted = copy.deepcopy(module)
     wanted(x).square().sum().backward()
-    with Module(module, TWO) as parallel:
+    with DataParallel(module, TWO) as parallel:
         loss = parallel(x).square().sum()
         module[0].weight.requires_grad_(False)
         module[3].weight.requires_grad_(True)
@@ -105,13 +105,13 @@ def test_a_prediction_between_forward_and_backward_disturbs_no_graph() -> None:
     x = classifier(16)[1][0]
     reference = copy.deepcopy(module)
     reference(x).square().sum().backward()
-    with Module(module, TWO, balance=[1, 0]) as parallel:
+    with DataParallel(module, TWO, balance=[1, 0]) as parallel:
         loss = parallel(x).square().sum()
         with torch.no_grad():
             parallel(2 * x)
         loss.backward()
         del loss
-        assert not parallel.trainer._execution.replicas.graphs
+        assert not parallel._execution.replicas.graphs
     assert_same_gradients(module, gradients(reference))
 
 
@@ -129,10 +129,10 @@ def test_shares_follow_the_times() -> None:
                 time.sleep(len(x) * 1e-3)
             return self.inner(x)
 
-    with Module(Slow(), TWO) as parallel:
+    with DataParallel(Slow(), TWO) as parallel:
         for _ in range(20):
             parallel(x).sum().backward()
-        shares = parallel.trainer.shares
+        shares = parallel.shares
     assert shares["host:0"] > 2 * shares["host:1"]
 
 
@@ -152,7 +152,7 @@ def test_nests_keyword_arguments_and_outputs_without_gradient() -> None:
     (expected["output"].square().sum() + expected["pair"][0].sum()).backward()
     wanted = gradients(module)
     module.zero_grad()
-    with Module(module, TWO) as parallel:
+    with DataParallel(module, TWO) as parallel:
         got = parallel(x, factor=2.0, more={"bias": bias})
         assert got["best"].equal(expected["best"])
         assert not got["best"].requires_grad
@@ -171,7 +171,7 @@ def test_tensors_outside_of_the_module_get_their_gradient() -> None:
     outside = (scale,)
     module, (x, _) = Scaled(6, 3, dtype=torch.float64), classifier(16)[1]
     wanted = torch.autograd.grad(module(x).square().sum(), scale)[0]
-    with Module(module, TWO) as parallel:
+    with DataParallel(module, TWO) as parallel:
         parallel(x).square().sum().backward()
     torch.testing.assert_close(scale.grad, wanted)
 
@@ -183,7 +183,7 @@ def test_hooks_of_parameters_see_the_whole_gradient_once() -> None:
     module.zero_grad()
     seen: list[torch.Tensor] = []
     module[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-    with Module(module, TWO) as parallel:
+    with DataParallel(module, TWO) as parallel:
         parallel(x).square().sum().backward()
     assert worst_difference(seen, wanted[:1]) < 1e-12
 
@@ -192,15 +192,15 @@ def test_shares_follow_the_balance_and_each_device_runs_one_slice() -> None:
     module, (x, _) = classifier(16)
     sizes: list[int] = []
     module.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
-    with Module(module, TWO, balance=[1, 3]) as parallel:
+    with DataParallel(module, TWO, balance=[1, 3]) as parallel:
         parallel(x).sum().backward()
-        assert parallel.trainer.shares == {"host:0": 4, "host:1": 12}
+        assert parallel.shares == {"host:0": 4, "host:1": 12}
     assert sorted(sizes) == [4, 12]
 
 
 def test_without_gradients_it_predicts() -> None:
     module, (x, _) = classifier(16)
-    with Module(module, TWO).eval() as parallel, torch.no_grad():
+    with DataParallel(module, TWO).eval() as parallel, torch.no_grad():
         output = parallel(x)
     assert not output.requires_grad
     torch.testing.assert_close(output, module(x))
@@ -208,35 +208,34 @@ def test_without_gradients_it_predicts() -> None:
 
 def test_a_frozen_module_gives_outputs_without_a_graph() -> None:
     module, (x, _) = classifier(16)
-    with Module(module.requires_grad_(False), TWO) as parallel:
+    with DataParallel(module.requires_grad_(False), TWO) as parallel:
         assert not parallel(x).requires_grad
 
 
 def test_keys_of_the_state_are_those_of_the_module_also_inside_of_another_one() -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    with Module(module, TWO) as parallel:
+    with DataParallel(module, TWO) as parallel:
         assert parallel.module is module
         assert list(parallel.state_dict()) == list(module.state_dict())
-        outer = nn.Sequential(nn.Linear(2, 2), parallel)
+        outer: Any = nn.Sequential(nn.Linear(2, 2), parallel)
         assert list(outer.state_dict()) == list(nn.Sequential(nn.Linear(2, 2), module).state_dict())
         state = {key: torch.zeros_like(value) for key, value in outer.state_dict().items()}
         assert not any(outer.load_state_dict(state))
         assert not any(parallel.load_state_dict(copy.deepcopy(module).state_dict()))
         assert parallel.state_dict()["0.weight"].abs().sum() == 0
-        assert outer.state_dict()._metadata["1.1"] == {"version": 2}  # type: ignore[attr-defined]
-        metadata = dict(state_of._metadata) if (state_of := parallel.state_dict()) else {}
+        assert outer.state_dict()._metadata["1.1"] == {"version": 2}
+        state_of: Any = parallel.state_dict()
+        metadata = dict(state_of._metadata)
         assert metadata == dict(module.state_dict()._metadata)  # type: ignore[attr-defined]
         parallel.load_state_dict(state_of)
         assert dict(state_of._metadata) == metadata
-        with pytest.raises(InvalidArgument, match="deepcopy"):
-            copy.deepcopy(parallel)
         with pytest.raises(RuntimeError, match="Missing key"):
             parallel.load_state_dict({})
 
 
 def test_a_second_backward_and_a_graph_of_gradients_are_errors() -> None:
     module, (x, _) = classifier(16)
-    with Module(module, TWO) as parallel:
+    with DataParallel(module, TWO) as parallel:
         with pytest.raises(RuntimeError, match="create_graph=True"):
             parallel(x).sum().backward(create_graph=True)
         loss = parallel(x).sum()
@@ -247,7 +246,7 @@ def test_a_second_backward_and_a_graph_of_gradients_are_errors() -> None:
 
 def test_a_module_that_changed_in_between_is_an_error() -> None:
     module, (x, _) = classifier(16)
-    with Module(module, TWO) as parallel:
+    with DataParallel(module, TWO) as parallel:
         loss = parallel(x).sum()
         module[2] = nn.Linear(10, 3, dtype=torch.float64)
         with pytest.raises(RuntimeError, match="changed since its forward"):
@@ -265,7 +264,7 @@ def test_outputs_that_are_no_rows_are_refused() -> None:
         def forward(self, x: Any) -> Any:
             return self.inner(x).mean()
 
-    with Module(Mean(), TWO) as parallel, pytest.raises(InvalidArgument, match=r"forward: output has shape \(\)"):
+    with DataParallel(Mean(), TWO) as parallel, pytest.raises(InvalidArgument, match=r"forward: output has shape \(\)"):
         parallel(x)
 
 
@@ -285,7 +284,7 @@ def test_checkpointing_draws_again_what_the_forward_drew(dropout: float) -> None
     found = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        with Module(Dropping(checkpointed), TWO, balance="even") as parallel:
+        with DataParallel(Dropping(checkpointed), TWO, balance="even") as parallel:
             for _ in range(3):
                 parallel(x).square().sum().backward()
             found.append(gradients(parallel.module))
@@ -297,7 +296,7 @@ def test_running_statistics_follow_as_in_training() -> None:
     x = classifier(16)[1][0]
     reference = copy.deepcopy(module)
     contrastive(reference(x), reference(2 * x)).backward()
-    with Module(module, TWO, balance=[1, 0]) as parallel:
+    with DataParallel(module, TWO, balance=[1, 0]) as parallel:
         contrastive(
             parallel(x), parallel(2 * x)
         ).backward()  # the second forward writes statistics that the first has read

@@ -1,4 +1,4 @@
-"""`Module` with ``batch_norm="synchronised"``: the devices meet in the forward, and again in the backward, which is another run."""
+"""Calls with ``batch_norm="synchronised"``: the devices meet in the forward, and again in the backward, which is another run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from norm_cases import Images, case, rows, same_buffers
-from paceline.torch import Module
+from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, gradients, hosts
 
 pytestmark = pytest.mark.filterwarnings("error:DataParallel. .*each micro-batch is normalised")
@@ -22,8 +22,8 @@ def contrast(outputs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs @ others.T, torch.arange(len(outputs)))
 
 
-def synchronised(module: nn.Module, devices: list[str] = TWO, balance: Any = (2, 1)) -> Module:
-    return Module(module, devices, balance=list(balance), batch_norm="synchronised")
+def synchronised(module: nn.Module, devices: list[str] = TWO, balance: Any = (2, 1)) -> DataParallel:
+    return DataParallel(module, devices, balance=list(balance), batch_norm="synchronised")
 
 
 @pytest.mark.parametrize("kind", ["rows", "images"])

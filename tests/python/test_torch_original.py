@@ -176,7 +176,7 @@ def test_a_proof_of_predict_sees_it_too() -> None:
         with torch.no_grad():
             module(batch[0])
         with pytest.raises((Error, RuntimeError)) as raised:
-            trainer.predict(batch[0], lambda m, x: m(x).sum(1) + module.features.sum(1))
+            trainer.predict(lambda m, x: m(x).sum(1) + module.features.sum(1), batch[0])
         assert said_of_the_original(raised.value)
 
 

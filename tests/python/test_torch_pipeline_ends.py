@@ -78,7 +78,7 @@ except KeyboardInterrupt:
     assert 0.7 < time.monotonic() - begin < 8
 try:
     trainer.step(mean_of_squares, batch)
-except paceline.InvalidArgument as error:
+except paceline.Unavailable as error:
     assert "has not ended" in str(error), error
 else:
     raise SystemExit("not refused")

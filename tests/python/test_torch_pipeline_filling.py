@@ -236,7 +236,7 @@ def test_the_order_is_found_after_a_call_of_some_blocks() -> None:
 
     module = Backwards()
     with Pipeline(module, TWO, micro_batches=4) as trainer:
-        trainer.predict(X, lambda module, batch: module(batch, 2))
+        trainer.predict(lambda module, batch: module(batch, 2), X)
         trainer.step(square, X)
         plain = F.mse_loss(module(X), torch.zeros_like(X))
         assert float(trainer.step(square, X)) == pytest.approx(float(plain))

@@ -54,7 +54,7 @@ def measuring(trainer: Any) -> bool:
 def measure(trainer: Any, batch: Any, weight: Any = None) -> None:
     """Make the three steps that measure."""
     for step in range(3):
-        trainer.step(squares, batch, weight)
+        trainer.step(squares, batch, weight=weight)
         assert measuring(trainer) == (step < 2)
 
 
@@ -88,7 +88,7 @@ def test_micro_batches_without_weight_measure_nothing() -> None:
     with Pipeline(chain(), TWO) as trainer:
         measure(trainer, torch.randn(16, WIDTH), weight)
         assert min(saved(trainer)[1:]) > 0
-        trainer.step(squares, torch.randn(16, WIDTH), weight)
+        trainer.step(squares, torch.randn(16, WIDTH), weight=weight)
 
 
 def test_a_forward_may_leave_blocks_out() -> None:

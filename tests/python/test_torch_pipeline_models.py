@@ -160,7 +160,7 @@ def test_a_model_without_memory_is_filled_from_a_file(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = NanoGpt()
     with two_stages(model, init=tmp_path / "state.pt") as trainer:
-        trainer.predict(text(), lambda module, part: module(*part)[0])
+        trainer.predict(lambda module, part: module(*part)[0], text())
     assert all(map(torch.equal, model.parameters(), wanted.parameters()))
     assert model.lm_head.weight is model.transformer["wte"].weight
 

@@ -260,10 +260,10 @@ def test_outputs_that_depend_on_the_number_are_said_and_refused_where_that_is_as
 
     with Pipeline(module, HOSTS, prove="warn") as trainer:
         with pytest.warns(ProofWarning, match="in 16 micro-batches .* than in 8: the outputs differ"):
-            trainer.predict(x, centered)
+            trainer.predict(centered, x)
         assert trainer.differs
     with Pipeline(module, HOSTS, prove="raise") as trainer, pytest.raises(Error, match="the outputs differ"):
-        trainer.predict(x, centered)
+        trainer.predict(centered, x)
 
 
 class Aside(nn.Module):
@@ -288,7 +288,7 @@ def test_a_read_from_the_original_module_is_said() -> None:
         Pipeline(module, HOSTS, prove="raise") as trainer,
         pytest.raises(Error, match="reads 'aside' from the original"),
     ):
-        trainer.predict(rows[0], lambda m, part: m(part) + module.aside)
+        trainer.predict(lambda m, part: m(part) + module.aside, rows[0])
     assert type(module) is Aside
 
 
@@ -316,7 +316,7 @@ def test_a_prediction_that_needs_two_items_works_and_is_not_proved() -> None:
         return out
 
     with Pipeline(net(), HOSTS, prove="raise") as trainer:
-        assert trainer.predict(batch(16)[0], fn).shape == (16,)
+        assert trainer.predict(fn, batch(16)[0]).shape == (16,)
         assert "in 16 micro-batches it raises AssertionError" in trainer.explain()
 
 

@@ -257,3 +257,23 @@ def test_parameters_that_take_the_place_of_others_are_followed() -> None:
         assert all(parameter.grad is None for parameter in module.parameters())
         trainer.step(squares, batch)
         assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ("batch", r"Use loss\(\) for each loss"),
+        ("what_if", "layout"),
+        ("write_ledger", "cuts and schedules are not decisions about items"),
+        ("replay_claims", "The same cuts= and micro_batches= repeat a run"),
+        ("state_dict", r"the weights are module.state_dict\(\)"),
+        ("load_state_dict", "load_training_state"),
+    ],
+)
+def test_calls_that_a_pipeline_does_not_have_say_why(call: str, why: str) -> None:
+    with Pipeline(chain(), TWO) as trainer:
+        assert not hasattr(trainer, call)
+        with pytest.raises(AttributeError, match=rf"Pipeline has no {call}\(\): .*{why}"):
+            getattr(trainer, call)
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            _ = trainer.nothing

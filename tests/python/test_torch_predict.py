@@ -70,7 +70,7 @@ def test_nested_outputs_keep_their_kind() -> None:
         return {"out": Output(logits), "pair": Pair(logits + 1, part), "list": [logits.argmax(1)], "nothing": None}
 
     with DataParallel(module, TWO, balance=[2, 1]) as trainer:
-        result = trainer.predict(x, fn)
+        result = trainer.predict(fn, x)
     wanted = module(x).detach()
     torch.testing.assert_close(result["out"].logits, wanted)
     assert isinstance(result["out"], Output)
@@ -99,7 +99,7 @@ def test_nested_outputs_keep_their_kind() -> None:
 def test_outputs_that_are_not_per_item_are_refused_by_name(fn: Any, message: str) -> None:
     module, (x, _) = classifier(8)
     with DataParallel(module, TWO, balance="even") as trainer, pytest.raises(InvalidArgument, match=message):
-        trainer.predict(x, fn)
+        trainer.predict(fn, x)
 
 
 def test_predicting_runs_without_gradients_in_the_modules_own_mode() -> None:
@@ -111,10 +111,10 @@ def test_predicting_runs_without_gradients_in_the_modules_own_mode() -> None:
         return replica(part)
 
     with DataParallel(module, TWO, balance="even") as trainer:
-        trainer.predict(x, fn)
+        trainer.predict(fn, x)
         assert set(seen) == {(False, True)}
         module.eval()
-        trainer.predict(x, fn)
+        trainer.predict(fn, x)
         assert seen[-1] == (False, False)
 
 
@@ -156,7 +156,7 @@ def test_an_exception_in_predict_names_the_device_and_the_next_call_works() -> N
 
     with DataParallel(module, TWO, balance="even") as trainer:
         with pytest.raises(KeyError, match="last") as caught:
-            trainer.predict(x, fn)
+            trainer.predict(fn, x)
         note = getattr(caught.value, "__notes__", None) or [str(caught.value.__cause__)]  # before Python 3.11 a cause
         assert note == ["raised on host:1 at items 4 to 7 of the batch; gradients are untouched"]
         torch.testing.assert_close(trainer.predict(x), module(x).detach())
@@ -180,7 +180,7 @@ def test_predicting_in_training_mode_updates_running_statistics_as_plain_pytorch
 def test_outputs_that_are_dataclass_and_mapping_are_whole_either_way() -> None:
     module, (x, _) = classifier(9)
     with DataParallel(module, TWO, balance=[2, 1]) as trainer:
-        output = trainer.predict(x, lambda replica, part: ModelOutput(replica(part)))
+        output = trainer.predict(lambda replica, part: ModelOutput(replica(part)), x)
     assert isinstance(output, ModelOutput)
     torch.testing.assert_close(output.logits, module(x).detach())
     torch.testing.assert_close(output["logits"], module(x).detach())
@@ -212,7 +212,7 @@ def test_a_nest_for_a_module_that_takes_its_entries_fails_with_advice_that_works
             notes = " ".join(raised.value.__notes__)
             assert re.search(advice, notes)
             assert "raised on host:" in notes
-        assert torch.equal(trainer.predict(batch, fn), x * scale)
+        assert torch.equal(trainer.predict(fn, batch), x * scale)
 
 
 def test_an_error_over_a_single_tensor_comes_without_advice() -> None:

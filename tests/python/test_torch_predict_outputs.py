@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import Error, InvalidArgument
-from paceline.torch import DataParallel, Module
+from paceline import Error, InvalidArgument, Unavailable
+from paceline.torch import DataParallel
 from paceline.torch._check import forward
 from paceline.torch._trainer import lifetime
 from torch_support import TWO, classifier
@@ -34,7 +34,7 @@ def predicted(fn: Callable[[Any, Any], Any], **options: Any) -> list[Any]:
     with torch.no_grad():
         found = [fn(module, x)]
     with DataParallel(module, TWO, balance=[2, 1], prove="raise") as trainer:
-        return [*found, trainer.predict(x, fn, **options), trainer.predict(x, fn, **options)]
+        return [*found, trainer.predict(fn, x, **options), trainer.predict(fn, x, **options)]
 
 
 def boxes(module: Any, part: Any) -> Any:
@@ -77,7 +77,7 @@ def test_a_proof_sees_entries_that_depend_on_the_slice() -> None:
 def test_by_cost_entries_come_in_the_callers_order() -> None:
     module, x = rows()
     with DataParallel(module, TWO, prove=False) as trainer:
-        got = trainer.predict(x, lambda m, part: [float(row[0]) for row in part], cost=torch.arange(1.0, ITEMS + 1))
+        got = trainer.predict(lambda m, part: [float(row[0]) for row in part], x, cost=torch.arange(1.0, ITEMS + 1))
     assert got == x[:, 0].tolist()
 
 
@@ -145,13 +145,13 @@ def test_calls_of_several_threads_wait_for_each_other_and_one_inside_of_another_
         for thread in threads:
             thread.join()
         assert not errors
-        with pytest.raises(InvalidArgument, match="in the middle of another call"):
-            trainer.predict(x, lambda m, part: trainer.predict(part))
+        with pytest.raises(Unavailable, match="in the middle of another call"):
+            trainer.predict(lambda m, part: trainer.predict(part), x)
     with (
         DataParallel(module, TWO, prove="warn") as trainer,
-        pytest.raises(InvalidArgument, match="in the middle of another call"),
+        pytest.raises(Unavailable, match="in the middle of another call"),
     ):
-        trainer.predict(x, lambda m, part: trainer.predict(part))
+        trainer.predict(lambda m, part: trainer.predict(part), x)
 
 
 def test_predictions_have_figures_and_are_shown_where_there_is_no_step() -> None:
@@ -177,7 +177,7 @@ def halves(fn: Callable[[Any, Any], Any], items: int = 4, **options: Any) -> Any
     """In slices of equal size, without a proof."""
     module, (x, _) = classifier(items)
     with DataParallel(module, TWO, balance="even", prove=False, **options) as trainer:
-        return trainer.predict(x, fn)
+        return trainer.predict(fn, x)
 
 
 def test_a_tuple_with_as_many_entries_as_a_slice_has_items_is_a_nest() -> None:
@@ -237,7 +237,7 @@ def test_the_first_call_of_a_module_refuses_what_the_second_does() -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return self.inner(x).mean()
 
-    module = Module(Mean(), TWO, prove="warn")
+    module = DataParallel(Mean(), TWO, prove="warn")
     for _ in range(2):
         with pytest.raises(InvalidArgument, match=r"output has shape \(\)"):
             module(classifier(4)[1][0])
@@ -254,9 +254,9 @@ def test_a_thread_that_a_prediction_waits_for_gives_up(monkeypatch: pytest.Monke
     for prove in (False, "warn"):
         with (
             DataParallel(module, TWO, prove=prove) as trainer,
-            pytest.raises(InvalidArgument, match="in the middle of another call"),
+            pytest.raises(Unavailable, match="in the middle of another call"),
         ):
-            trainer.predict(x, fn)
+            trainer.predict(fn, x)
 
 
 def test_a_loop_of_steps_after_predictions_shows_steps() -> None:

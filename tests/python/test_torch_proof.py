@@ -304,10 +304,10 @@ def test_a_resumed_run_is_proved_and_goes_on_in_the_same_bits() -> None:
     other = copy.deepcopy(module)
     with made(module, micro_batch=8) as trainer:
         losses = [trainer.step(squares, batch).item() for batch in batches[:2]]
-        state = trainer.state_dict()
+        state = trainer.training_state()
         losses += [trainer.step(squares, batch).item() for batch in batches[2:]]
     with made(other, micro_batch=8) as trainer:
-        trainer.load_state_dict(state)
+        trainer.load_training_state(state)
         assert [trainer.step(squares, batch).item() for batch in batches[2:]] == losses[2:]
         assert sum(line.startswith("Proof") for line in trainer.explain().splitlines()) == 1
 

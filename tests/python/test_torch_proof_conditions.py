@@ -125,7 +125,7 @@ def test_ctrl_c_in_any_phase_of_a_proof_leaves_everything_as_it_was(kind: str, w
 
     def run_of(trainer: DataParallel, loss_fn: Callable[..., Any]) -> Any:
         if kind == "predict":
-            return trainer.predict(batch, lambda inner, part: loss_fn(inner, part, rows=True))
+            return trainer.predict(lambda inner, part: loss_fn(inner, part, rows=True), batch)
         if kind == "run":
             with trainer.batch(batch) as whole:
                 return whole.run(lambda inner, part: part.backward(loss_fn(inner, part.data)))

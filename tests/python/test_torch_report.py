@@ -15,7 +15,8 @@ import torch
 
 from paceline import DeviceGroup, InvalidArgument, find_device
 from paceline.balance import replay
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, Report
+from paceline.torch._trainer.figures import DeviceFigures, WorkFigures
 from torch_support import TWO, classifier, classify, hosts, noting
 
 FIGURES = {"share", "items", "busy_seconds", "idle_seconds", "items_per_second"}
@@ -273,3 +274,19 @@ def test_scalars_are_about_the_steps_since_the_last_call() -> None:
         report = trainer.report()
         assert trainer.scalars()["paceline/step_seconds"] == pytest.approx((report["step_seconds"] - first) / 20)
         assert trainer.scalars()["paceline/step_seconds"] == pytest.approx(report["step_seconds"] / 21)
+
+
+def test_the_types_of_the_figures_are_those_of_the_report() -> None:
+    module, batch = classifier(32)
+    with DataParallel(module, TWO, memory=10**9, prove=False) as trainer:
+        before = trainer.report()
+        trainer.step(classify, batch, cost=torch.ones(32))
+        trainer.predict(batch[0])
+        trainer(batch[0]).sum().backward()
+        report: Any = trainer.report()
+    assert before.keys() == Report.__required_keys__
+    assert report.keys() == Report.__required_keys__ | {"items", "predictions", "calls"} < Report.__annotations__.keys()
+    for part in (report, report["predictions"], report["calls"]):
+        assert part.keys() >= WorkFigures.__required_keys__
+        for device in part["devices"].values():
+            assert device.keys() <= DeviceFigures.__annotations__.keys()

@@ -26,7 +26,7 @@ RESUMED = """
         optimizer = trainer.optimizer(torch.optim.AdamW, lr=0.01)
         {load}
         t.train(trainer, optimizer, t.batches(7)[3:])
-        print(t.states(module, optimizer), trainer.state_dict()["steps"])
+        print(t.states(module, optimizer), trainer.training_state()["steps"])
 """
 
 
@@ -46,22 +46,22 @@ def saved(tmp_path: Path) -> tuple[Path, str]:
         optimizer = trainer.optimizer(torch.optim.AdamW, lr=0.01)
         train(trainer, optimizer, batches(7)[:3])
         trainer.save_async(tmp_path / "saves", optimizer=optimizer, extra={"step": 3})
-        parts = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "trainer": trainer.state_dict()}
+        parts = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "trainer": trainer.training_state()}
         torch.save(parts, tmp_path / "parts.pt")
         train(trainer, optimizer, batches(7)[3:])
-        return tmp_path, f"{states(module, optimizer)} {trainer.state_dict()['steps']}"
+        return tmp_path, f"{states(module, optimizer)} {trainer.training_state()['steps']}"
 
 
 def test_a_run_resumed_in_a_new_process_ends_in_the_same_bits(saved: tuple[Path, str]) -> None:
     path, end = saved
-    assert resumed(f'assert trainer.load({str(path / "saves")!r}, optimizer) == {{"step": 3}}') == end
+    assert resumed(f'assert trainer.load({str(path / "saves")!r}, optimizer=optimizer) == {{"step": 3}}') == end
 
 
 def test_a_state_dict_read_with_weights_only_resumes_the_same_bits(saved: tuple[Path, str]) -> None:
     path, end = saved
     load = (
         f"parts = torch.load({str(path / 'parts.pt')!r}, weights_only=True); module.load_state_dict(parts['model']); "
-        "optimizer.load_state_dict(parts['optimizer']); trainer.load_state_dict(parts['trainer'])"
+        "optimizer.load_state_dict(parts['optimizer']); trainer.load_training_state(parts['trainer'])"
     )
     assert resumed(load) == end
 
@@ -77,9 +77,9 @@ def test_without_the_state_of_the_trainer_the_bits_are_others(saved: tuple[Path,
             module.load_state_dict(parts["model"])
             optimizer.load_state_dict(parts["optimizer"])
             if whole:
-                trainer.load_state_dict(parts["trainer"])
+                trainer.load_training_state(parts["trainer"])
             train(trainer, optimizer, batches(7)[3:])
-            return f"{states(module, optimizer)} {trainer.state_dict()['steps']}"
+            return f"{states(module, optimizer)} {trainer.training_state()['steps']}"
 
         others = {last_steps(whole=False).split()[0] for _ in range(2)}
         assert end.split()[0] not in others
@@ -103,10 +103,10 @@ def test_a_save_goes_on_on_another_number_of_devices(tmp_path: Path, count: int)
     other, _ = classifier(seed=1)
     with DataParallel(other, hosts(count)) as trainer:
         optimizer = trainer.optimizer(torch.optim.AdamW, lr=0.5)
-        assert trainer.load(tmp_path, optimizer) is None
-        assert trainer.state_dict()["steps"] == 2
+        assert trainer.load(tmp_path, optimizer=optimizer) is None
+        assert trainer.training_state()["steps"] == 2
         train(trainer, optimizer, batches(5)[2:])
-        assert trainer.state_dict()["steps"] == 5
+        assert trainer.training_state()["steps"] == 5
     for mine, theirs in zip(other.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
@@ -120,14 +120,14 @@ def test_runs_of_a_batch_and_losses_for_backward_count_as_steps() -> None:
         trainer.check(classify, batch)
         with pytest.raises(ZeroDivisionError):
             trainer.step(noting(lambda one, part: 1 / 0), batch)
-        assert trainer.state_dict()["steps"] == 2
+        assert trainer.training_state()["steps"] == 2
 
 
 def test_a_state_holds_tensors_numbers_and_strings_only() -> None:
     module, batch = classifier()
     with DataParallel(module, TWO) as trainer:
         trainer.step(classify, batch)
-        state = trainer.state_dict()
+        state = trainer.training_state()
         drawn = torch.rand(3)
         assert state["version"] == 1
         assert state["steps"] == 1
@@ -135,7 +135,7 @@ def test_a_state_holds_tensors_numbers_and_strings_only() -> None:
         buffer = io.BytesIO()
         torch.save(state, buffer)
         buffer.seek(0)
-        trainer.load_state_dict(torch.load(buffer, weights_only=True))
+        trainer.load_training_state(torch.load(buffer, weights_only=True))
         assert torch.equal(torch.rand(3), drawn)
 
 
@@ -163,10 +163,10 @@ def test_a_state_holds_tensors_numbers_and_strings_only() -> None:
 def test_what_is_no_state_is_refused_and_changes_nothing(state: Any, message: str) -> None:
     module, _ = classifier()
     with DataParallel(module, TWO) as trainer:
-        before = digest(trainer.state_dict())
+        before = digest(trainer.training_state())
         with pytest.raises(InvalidArgument, match=message):
-            trainer.load_state_dict(state)
-        assert digest(trainer.state_dict()) == before
+            trainer.load_training_state(state)
+        assert digest(trainer.training_state()) == before
 
 
 def test_gpus_get_their_states_by_uuid_and_unknown_ones_get_seeds_of_their_own() -> None:
@@ -196,7 +196,7 @@ def test_the_learning_rate_schedule_goes_on_from_extra(tmp_path: Path) -> None:
         trainer.save_async(tmp_path, optimizer=optimizer, extra=schedule.state_dict())
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.1)
-        schedule.load_state_dict(trainer.load(tmp_path, optimizer))
+        schedule.load_state_dict(trainer.load(tmp_path, optimizer=optimizer))
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
         for _ in range(2):
             train(trainer, optimizer, batches(1))
@@ -213,7 +213,11 @@ def test_distributed_checkpoints_of_two_devices_load_into_plain_pytorch(tmp_path
         optimizer = trainer.optimizer(torch.optim.AdamW, lr=0.01)
         train(trainer, optimizer, batches(3))
         model_state, optimizer_state = get_state_dict(module, optimizer)
-        parts: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "trainer": trainer.state_dict()}
+        parts: dict[str, Any] = {
+            "model": model_state,
+            "optimizer": optimizer_state,
+            "trainer": trainer.training_state(),
+        }
         speeds = parts["trainer"]["speeds"]
         dcp.save(parts, checkpoint_id=tmp_path, no_dist=True)
         drawn = torch.rand(3)
@@ -222,11 +226,11 @@ def test_distributed_checkpoints_of_two_devices_load_into_plain_pytorch(tmp_path
     plain = torch.optim.AdamW(other.parameters(), lr=0.01)
     model_state, optimizer_state = get_state_dict(other, plain)
     with DataParallel(classifier()[0], hosts(3)) as trainer:
-        parts = {"model": model_state, "optimizer": optimizer_state, "trainer": trainer.state_dict()}
+        parts = {"model": model_state, "optimizer": optimizer_state, "trainer": trainer.training_state()}
         dcp.load(parts, checkpoint_id=tmp_path, no_dist=True)
-        trainer.load_state_dict(parts["trainer"])
-        assert trainer.state_dict()["steps"] == 3
-        assert trainer.state_dict()["speeds"] == speeds != "{}"
+        trainer.load_training_state(parts["trainer"])
+        assert trainer.training_state()["steps"] == 3
+        assert trainer.training_state()["speeds"] == speeds != "{}"
         assert torch.equal(torch.rand(3), drawn)
     set_state_dict(other, plain, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
     classify(other, batches(1)[0]).backward()

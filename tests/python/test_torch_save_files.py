@@ -108,13 +108,13 @@ def test_several_optimizers_are_saved_by_name(tmp_path: Path) -> None:
         assert digest(first.state_dict(), second.state_dict()) != before
         for wrong in (first, {"first": first}):
             with pytest.raises(InvalidArgument, match="saved with the optimizers first, second, which"):
-                trainer.load(tmp_path, wrong)
+                trainer.load(tmp_path, optimizer=wrong)
         assert digest(first.state_dict(), second.state_dict()) != before
-        trainer.load(tmp_path, {"first": first, "second": second})
+        trainer.load(tmp_path, optimizer={"first": first, "second": second})
         assert digest(first.state_dict(), second.state_dict()) == before
         trainer.save_async(tmp_path)
         with pytest.raises(InvalidArgument, match="saved without optimizer"):
-            trainer.load(tmp_path, first)
+            trainer.load(tmp_path, optimizer=first)
 
 
 def test_a_save_of_another_module_is_refused_with_the_name_of_the_save(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def run(only_load):
     with DataParallel(module, TWO, balance="even") as trainer:
         optimizer = trainer.optimizer(torch.optim.Adam, lr=0.01)
         try:
-            step = trainer.load(root, optimizer)["step"]
+            step = trainer.load(root, optimizer=optimizer)["step"]
         except FileNotFoundError:
             step = 0
         note("loaded", step, t.states(module, optimizer))

@@ -58,7 +58,7 @@ def test_a_save_has_the_values_of_the_call_while_training_goes_on(
         go.set()
         assert pending.wait() == tmp_path / "save-00000001"
         assert "save-00000001" in repr(pending)
-        found = trainer.load(tmp_path, optimizer)
+        found = trainer.load(tmp_path, optimizer=optimizer)
         assert found["list"] == [1]
         assert found["tensor"].tolist() == [0, 0, 0]
         assert states(module, optimizer) == before

@@ -40,7 +40,7 @@ def learned() -> dict[str, Any]:
     """The state after steps in which host:1 took three times as long, with costs and without, and in runs of a batch."""
     module, batch = classifier(ITEMS)
     with (
-        DataParallel(module, TWO, corrections=False) as trainer,
+        DataParallel(module, TWO, hold_back=False) as trainer,
         faults.inject(trainer, faults.Slow("host:1", factor=3)),
     ):
         for _ in range(16):
@@ -48,7 +48,7 @@ def learned() -> dict[str, Any]:
             trainer.step(slowly, batch, cost=torch.ones(ITEMS))
             with trainer.batch(batch) as whole:
                 whole.run(backward)
-        return read_back(trainer.state_dict())
+        return read_back(trainer.training_state())
 
 
 def speeds_in(state: dict[str, Any]) -> dict[str, list[list[float]]]:
@@ -63,8 +63,8 @@ def first_shares(state: dict[str, Any], devices: list[str], tmp_path: Path, **op
     """The shares of the first step of a new trainer that got this state, whose gradients are those of one device."""
     module, batch = classifier(ITEMS)
     _, wanted = plain(module, classify, batch)
-    with DataParallel(module, devices, corrections=False, **options) as trainer:
-        trainer.load_state_dict(state)
+    with DataParallel(module, devices, hold_back=False, **options) as trainer:
+        trainer.load_training_state(state)
         trainer.write_ledger(tmp_path / "ledger.jsonl")
         trainer.step(classify, batch)
         assert_same_gradients(module, wanted)
@@ -115,9 +115,9 @@ def test_a_class_of_devices_that_is_not_there_gives_no_hint(learned: dict[str, A
 def test_steps_with_costs_and_runs_of_a_batch_begin_with_them_too(learned: dict[str, Any]) -> None:
     module, _ = classifier(ITEMS)
     state = given(learned, 3, 1)
-    with DataParallel(module, TWO, corrections=False, micro_batch=1) as trainer:
-        trainer.load_state_dict(state)
-        assert trainer.state_dict()["speeds"] == state["speeds"]  # also of what has not run yet
+    with DataParallel(module, TWO, hold_back=False, micro_batch=1) as trainer:
+        trainer.load_training_state(state)
+        assert trainer.training_state()["speeds"] == state["speeds"]  # also of what has not run yet
         loops = [trainer._works.of(kind).step_loop for kind in ("step", "run backward")]
         assert [loops[0].plan([1.0] * ITEMS).shares, loops[1].plan(ITEMS).shares] == [[36, 12], [36, 12]]
 
@@ -125,10 +125,10 @@ def test_steps_with_costs_and_runs_of_a_batch_begin_with_them_too(learned: dict[
 def test_wrong_speeds_are_corrected(learned: dict[str, Any]) -> None:
     module, batch = classifier(ITEMS)
     with (
-        DataParallel(module, TWO, corrections=False) as trainer,
+        DataParallel(module, TWO, hold_back=False) as trainer,
         faults.inject(trainer, faults.Slow("host:1", factor=3)),
     ):
-        trainer.load_state_dict(given(learned, 1, 15))
+        trainer.load_training_state(given(learned, 1, 15))
         trainer.step(slowly, batch)
         assert trainer.shares == {"host:0": 3, "host:1": 45}
         for _ in range(16):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from paceline import InvalidArgument
-from paceline.torch import DataParallel, Module
+from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, hosts, plain
 
 F = nn.functional
@@ -89,7 +89,7 @@ def test_a_split_of_ones_own_cuts_the_batch(kind: str) -> None:
         with trainer.batch(batch, split=split) as global_batch:
             global_batch.run(lambda m, micro: micro.backward(fn(m, micro.data)))
         assert_same_gradients(module, wanted)
-        assert torch.equal(trainer.predict(batch, fn, split=split), fn(module, batch).detach())
+        assert torch.equal(trainer.predict(fn, batch, split=split), fn(module, batch).detach())
         assert trainer.check(fn, batch, split=split).exact
         assert trainer.verify_replicas(fn, batch, split=split).agree
 
@@ -132,7 +132,7 @@ def test_packed_sequences_are_cut_with_their_states(costs: bool, is_sorted: bool
             padded, _ = pad_packed_sequence(m(b[0], b[1]), batch_first=True, total_length=6)
             return padded
 
-        got = trainer.predict(batch, outputs, batch_dim=(0, 1, 0))
+        got = trainer.predict(outputs, batch, batch_dim=(0, 1, 0))
         torch.testing.assert_close(got, outputs(module, batch).detach(), rtol=0, atol=1e-13)
 
 
@@ -155,7 +155,7 @@ def test_nested_tensors_are_cut(costs: bool, layout: torch.layout) -> None:
     _, wanted = plain(module, fn, (x, target))
     counts = torch.tensor(LENGTHS)
     with DataParallel(module, TWO, micro_batch=2) as trainer:
-        trainer.step(fn, (x, target), counts, cost=counts if costs else None)
+        trainer.step(fn, (x, target), weight=counts, cost=counts if costs else None)
         assert_same_gradients(module, wanted)
 
 
@@ -173,7 +173,7 @@ def test_module_takes_jagged_tensors() -> None:
     x = torch.nested.as_nested_tensor(list(flat.split(LENGTHS)), layout=torch.jagged)
     _, wanted = plain(module, lambda m, b: m(*b).std(0).sum(), (x, y))  # couples the items
     inputs = y.clone().requires_grad_()
-    with Module(module, TWO) as replaced:
+    with DataParallel(module, TWO) as replaced:
         replaced(x, inputs).std(0).sum().backward()
     assert_same_gradients(module, wanted)
     own = y.clone().requires_grad_()

@@ -213,7 +213,7 @@ def test_items_without_weight_count_in_the_statistics_as_on_one_device() -> None
     loss = (single(reference, (x, y)) * weight).sum() / weight.sum()
     loss.backward()
     with DataParallel(module, TWO, balance="even", **Synchronised) as trainer:
-        assert trainer.step(single, (x, y), weight).item() == pytest.approx(loss.item(), rel=1e-12)
+        assert trainer.step(single, (x, y), weight=weight).item() == pytest.approx(loss.item(), rel=1e-12)
         assert_same_gradients(module, gradients(reference))
         assert same_buffers(module, reference)
 
@@ -221,7 +221,7 @@ def test_items_without_weight_count_in_the_statistics_as_on_one_device() -> None
             return (single(replica, part[:2]) * part[2]).sum() / part[2].sum()
 
         with pytest.raises(InvalidArgument, match=r"mean over nothing \(0/0\).*one loss per item"):
-            trainer.step(over_nothing, (x, y, weight), weight)
+            trainer.step(over_nothing, (x, y, weight), weight=weight)
 
 
 def test_runs_of_a_batch_are_synchronised() -> None:
@@ -322,9 +322,9 @@ def test_a_ledger_of_several_micro_batches_is_refused(tmp_path: Path) -> None:
         ({"batch_norm": "together"}, "it must be 'apart' or 'synchronised'"),
         ({**Synchronised, "micro_batch": 4}, "micro_batch=4"),
         ({**Synchronised, "memory": 0.5}, "memory=0.5"),
-        ({**Synchronised, "corrections": True}, "corrections=True"),
+        ({**Synchronised, "hold_back": True}, "hold_back=True"),
     ],
-    ids=["name", "micro_batch", "memory", "corrections"],
+    ids=["name", "micro_batch", "memory", "hold_back"],
 )
 def test_options_that_do_not_go_together_are_refused(options: Any, named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):

@@ -154,7 +154,7 @@ def test_a_thread_that_only_calls_is_limited_during_its_calls() -> None:
         return torch.ones(len(whole[0]))
 
     with DataParallel(module, TWO) as trainer:
-        assert elsewhere(lambda: trainer.step(classify, batch, weight)) == [3]
+        assert elsewhere(lambda: trainer.step(classify, batch, weight=weight)) == [3]
         assert inside == [1]
         trainer.step(classify, batch)
         assert torch.get_num_threads() == 1

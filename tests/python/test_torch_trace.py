@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from paceline import InvalidArgument
+from paceline import InvalidArgument, Unavailable
 from paceline._chrome_trace import ChromeTrace
 from paceline._core.engine import StepOutcome
 from paceline.testing import faults
@@ -264,7 +264,7 @@ def test_a_rank_without_items_has_its_step_on_the_caller_s_row(tmp_path: Path) -
 
 def test_before_the_first_step_there_is_nothing_to_trace(path: Path) -> None:
     with DataParallel(classifier()[0], TWO) as trainer:
-        with pytest.raises(InvalidArgument, match="no step has run"):
+        with pytest.raises(Unavailable, match="no step has run"):
             trainer.trace(path)
     assert not path.exists()
 

@@ -124,7 +124,7 @@ def test_predictions_and_steps_by_cost_are_watched_too(tmp_path: Path) -> None:
             trainer.step(loss_fn, batch, cost=torch.ones(16))
         waits.release()
         with pytest.warns(UserWarning, match="call 2"):
-            trainer.predict(batch, outputs)
+            trainer.predict(outputs, batch)
     by_cost, plain_batch = sorted(
         (path.read_text(encoding="utf-8") for path in tmp_path.iterdir()), key=lambda text: "in predict" in text
     )

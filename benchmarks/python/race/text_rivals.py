@@ -8,7 +8,7 @@ piece.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ def paceline(job: Job) -> Answer:
     return {job.rival: [seconds], "figures": [split_figures(before, after)]}, [losses[-1]]
 
 
-def split_figures(before: dict[str, Any], after: dict[str, Any]) -> list[float]:
+def split_figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[float]:
     """For the steps between two reports: the devices' busy time over the time that they had, the padded and the contiguous cost over the items'
     own cost, and the error."""
     busy = sum(

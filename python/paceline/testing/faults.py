@@ -27,7 +27,6 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from paceline import DeviceLost, InvalidArgument
-from paceline.torch import Module
 from paceline.torch._features.faults import Faults
 from paceline.torch._run.executor import Around
 from paceline.torch._trainer.base import Trainer
@@ -264,13 +263,13 @@ class Injection:
 
 
 @contextlib.contextmanager
-def inject(trainer: Trainer | Module, *faults: Fault, seed: int = 0) -> Iterator[Injection]:
+def inject(trainer: Trainer, *faults: Fault, seed: int = 0) -> Iterator[Injection]:
     """Inject faults into the steps of a trainer within a ``with`` block.
 
     Parameters
     ----------
     trainer
-        A `DataParallel` or `Pipeline`, or a `paceline.torch.Module`, whose backward passes are its steps. The devices of a `Pipeline` run
+        A `DataParallel` or `Pipeline`. The backward of a call of a `DataParallel` is a step, too. The devices of a `Pipeline` run
         forwards and backwards of their stages in the place of micro-batches.
     faults
         `Slow`, `Hang`, `OutOfMemory`, `Error` and `Lost`. One that raises keeps those after it from happening in that micro-batch.
@@ -283,12 +282,11 @@ def inject(trainer: Trainer | Module, *faults: Fault, seed: int = 0) -> Iterator
         For something that is no trainer or no fault, for a device that the trainer does not have, for numbers that cannot be used, or
         if faults are injected into this trainer already.
     """
-    owner = trainer.trainer if isinstance(trainer, Module) else trainer
-    if not isinstance(owner, Trainer):
+    if not isinstance(trainer, Trainer):
         raise InvalidArgument(
-            f"inject: trainer is a {type(trainer).__name__}; a paceline.torch.DataParallel, Pipeline or Module is needed."
+            f"inject: trainer is a {type(trainer).__name__}; a paceline.torch.DataParallel or Pipeline is needed."
         )
-    names = [device.name for device in owner.group.devices]
+    names = [device.name for device in trainer.group.devices]
     for fault in faults:
         if not isinstance(fault, Fault):
             raise InvalidArgument(f"inject: {fault!r} is no fault; use Slow, Hang, OutOfMemory, Error or Lost.")
@@ -298,7 +296,7 @@ def inject(trainer: Trainer | Module, *faults: Fault, seed: int = 0) -> Iterator
                 f"inject: {fault} names {unknown[0] if unknown else 'no device'}; the trainer has {', '.join(names)}."
             )
         fault.check()
-    execution = owner._execution
+    execution = trainer._execution
     if any(isinstance(one, Faults) for one in execution.features):
         raise InvalidArgument(
             "inject: faults are injected into this trainer already. Give all of them to one inject()."

@@ -1,4 +1,4 @@
-"""PyTorch on all devices of one machine: `DataParallel`, `Pipeline` for modules larger than a device, or `Module` in place of `torch.nn.DataParallel`; for those who stay on DDP or FSDP, `BalancedBatchSampler`.
+"""PyTorch on all devices of one machine: `DataParallel`, also in place of `torch.nn.DataParallel`, `Pipeline` for modules larger than a device; for those who stay on DDP or FSDP, `BalancedBatchSampler`.
 
 Needs PyTorch, which this package does not install by itself: ``pip install "paceline[torch]"``.
 """
@@ -10,18 +10,21 @@ except ImportError as error:
 
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._batch.sampler import BalancedBatchSampler
+from paceline.torch._batch.splits import Splitter
 from paceline.torch._check.agreement import ReplicaReport
 from paceline.torch._check.proof import proving
 from paceline.torch._check.report import Cause, CheckReport, SplitResult
 from paceline.torch._devices.run_draws import UnseededDrawsWarning
+from paceline.torch._devices.whole_gpu_kernels import WholeGpuKernelsWarning
 from paceline.torch._pipeline.layout import Candidate, Layout, layout
 from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._pipeline.replicated import PipelineReplicas
+from paceline.torch._run.reducer import Reducer
 from paceline.torch._save.background import PendingSave
 from paceline.torch._trainer.alarms import Alarm
 from paceline.torch._trainer.batch_size import BatchSizeSearch
+from paceline.torch._trainer.figures import Report
 from paceline.torch._trainer.global_batch import GlobalBatch, MicroBatch
-from paceline.torch._trainer.module import Module
 from paceline.torch._trainer.proofs import ProofWarning
 from paceline.torch._trainer.trainer import DataParallel
 
@@ -37,14 +40,17 @@ __all__ = [
     "GlobalBatchSampler",
     "Layout",
     "MicroBatch",
-    "Module",
     "PendingSave",
     "Pipeline",
     "PipelineReplicas",
     "ProofWarning",
+    "Reducer",
     "ReplicaReport",
+    "Report",
     "SplitResult",
+    "Splitter",
     "UnseededDrawsWarning",
+    "WholeGpuKernelsWarning",
     "layout",
     "proving",
 ]

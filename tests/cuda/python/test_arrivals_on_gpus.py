@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_cases import BOXES, expect_same, module_and_batch, plain
-from paceline.torch import DataParallel, Module
+from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas import arrivals
@@ -330,10 +330,10 @@ def test_a_backward_that_compiles_is_not_run_again(fake: Any) -> None:
     plain_module = copy.deepcopy(module)
     functional.cross_entropy(plain_module(x), y).backward()
     torch.compiler.reset()
-    parallel = Module(module, devices=BOXES["two"])
+    parallel = DataParallel(module, devices=BOXES["two"])
     functional.cross_entropy(parallel(x), y).backward()
     expect_same(module, [parameter.grad for parameter in plain_module.parameters()])
-    parallel.trainer.close()
+    parallel.close()
     torch.compiler.reset()
 
 

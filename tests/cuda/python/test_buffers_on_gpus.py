@@ -13,7 +13,7 @@ from torch import nn
 
 import paceline
 from gpu_cases import BOXES
-from paceline.torch import DataParallel, Module
+from paceline.torch import DataParallel
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas import arrivals
 from torch_support import classify
@@ -138,7 +138,7 @@ def test_graphs_of_earlier_forwards_keep_their_buffers(far_gpus: Any, box: str) 
     plain = Factor()
     home = torch.device("hpu", int(next(name for name in BOXES[box] if name.startswith("cuda"))[-1]))
     module, x = copy.deepcopy(plain).to(home), torch.randn(24, 6)
-    with Module(module, BOXES[box], balance="even") as parallel:
+    with DataParallel(module, BOXES[box], balance="even") as parallel:
         for one, inner in ((plain, plain), (parallel, module)):
             outputs = []
             for factor in (1.0, 3.0, 5.0):

@@ -48,7 +48,7 @@ def test_weights_follow_the_items(fake: Any) -> None:
 
     _, gradients = plain(module, batch, whole)
     with DataParallel(module, BOXES["two"]) as trainer:
-        trainer.step(single, batch, weight, cost=torch.arange(24).flip(0))
+        trainer.step(single, batch, weight=weight, cost=torch.arange(24).flip(0))
     expect_same(module, gradients)
 
 

@@ -105,12 +105,12 @@ def test_a_resumed_run_draws_what_would_have_come(fake: Any, generators: list[to
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
         seed(5)
         trainer.step(loss_fn, batch)
-        state = trainer.state_dict()
+        state = trainer.training_state()
         loss_fn.take()
         trainer.step(loss_fn, batch)
         wanted = loss_fn.take()
     seed(5)
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
-        trainer.load_state_dict(state)
+        trainer.load_training_state(state)
         trainer.step(loss_fn, batch)
     assert loss_fn.take() == wanted

@@ -110,7 +110,7 @@ def test_predict_gives_the_items_back_in_order(fake: Any) -> None:
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["mixed"], balance=[1.0, 2.0, 1.0, 4.0], micro_batch=3) as trainer:
         torch.testing.assert_close(trainer.predict(batch[0]), module(batch[0]).detach())
-        assert trainer.predict(batch[0], lambda one, x: {"twice": one(x) * 2})["twice"].shape == (24, 3)
+        assert trainer.predict(lambda one, x: {"twice": one(x) * 2}, batch[0])["twice"].shape == (24, 3)
 
 
 def test_batch_norm_statistics_come_home(fake: Any) -> None:

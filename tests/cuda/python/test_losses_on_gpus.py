@@ -1,4 +1,4 @@
-"""Losses that carry gradients, outputs beside the loss, `Module`, checkpoints and synchronised BatchNorm on GPUs."""
+"""Losses that carry gradients, outputs beside the loss, calls, checkpoints and synchronised BatchNorm on GPUs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import fake_device
 from gpu_cases import BOXES, expect_same, module_and_batch, plain
-from paceline.torch import DataParallel, Module
+from paceline import InvalidArgument
+from paceline.torch import DataParallel
 from torch_support import classify
 
 
@@ -43,12 +45,35 @@ def test_forward_and_backward_apart_are_exact(fake: Any, box: str) -> None:
         return (coupled * (rows @ rows.T)).logsumexp(1).mean()
 
     _, expected = plain(module, batch, loss_fn)
-    apart = Module(module, BOXES[box])
-    with apart.trainer:
+    apart = DataParallel(module, BOXES[box])
+    with apart:
         for _ in range(3):
             module.zero_grad()
             loss_fn(apart, batch).backward()
             expect_same(module, expected)
+
+
+def test_numbers_are_gpus_and_bring_a_module_to_the_first_one(far_gpus: Any) -> None:
+    module, batch = module_and_batch()
+    wanted = module(batch[0])
+    classify(module, batch).backward()
+    expected = [None if one.grad is None else one.grad.clone() for one in module.parameters()]
+    module.zero_grad()
+    first, second = fake_device.device(0), fake_device.device(1)
+    with DataParallel(module, [0, 1], output_device=1) as model:
+        assert next(module.parameters()).device == first
+        assert model.to(first) is model
+        for x in (batch[0], batch[0].to(first)):
+            model.zero_grad()
+            output = model(x)
+            assert output.device == second
+            torch.testing.assert_close(output.cpu(), wanted)
+            nn.functional.cross_entropy(output, batch[1].to(second)).backward()
+            for parameter, theirs in zip(module.parameters(), expected, strict=True):
+                assert parameter.grad is not None
+                torch.testing.assert_close(parameter.grad.cpu(), theirs)
+        with pytest.raises(InvalidArgument, match="away from the devices"):
+            model.cpu()
 
 
 @pytest.mark.parametrize("box", BOXES)

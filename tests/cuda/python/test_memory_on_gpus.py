@@ -167,7 +167,7 @@ class TestMemory:
             return one(part)
 
         with DataParallel(module, BOXES["two"]) as trainer:
-            torch.testing.assert_close(trainer.predict(batch[0], forward), module(batch[0]).detach())
+            torch.testing.assert_close(trainer.predict(forward, batch[0]), module(batch[0]).detach())
 
 
 def test_memory_of_our_own_that_ran_out_is_asked_for_again(fake: Any) -> None:

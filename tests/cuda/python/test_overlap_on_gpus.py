@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpu_cases import BOXES, expect_same, module_and_batch, plain
 from paceline import InvalidArgument
-from paceline.torch import DataParallel, Module
+from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
 from paceline.torch._run import flat_gradients
 from torch_support import classify
@@ -169,7 +169,7 @@ def test_backward_passes_of_the_caller_are_summed_when_all_are_done(fake: Any) -
 def test_devices_that_may_still_get_work_seal_in_the_end(fake: Any) -> None:
     module, batch = module_and_batch()
     for corrections in (None, True):
-        with DataParallel(module, BOXES["two"], micro_batch=4, corrections=corrections) as trainer:
+        with DataParallel(module, BOXES["two"], micro_batch=4, hold_back=corrections) as trainer:
             for _ in range(4):
                 _, gradients = plain(module, batch)
                 module.zero_grad()
@@ -217,7 +217,7 @@ def test_everything_may_be_frozen_but_the_inputs(fake: Any) -> None:
     module, batch = module_and_batch()
     module.requires_grad_(False)
     inputs = batch[0].clone().requires_grad_()
-    wrapped = Module(module, BOXES["two"])
+    wrapped = DataParallel(module, BOXES["two"])
     wrapped(inputs).square().sum().backward()
     plainly = batch[0].clone().requires_grad_()
     module(plainly).square().sum().backward()

@@ -137,8 +137,8 @@ def test_a_module_may_be_on_a_gpu_before(gpus: Any) -> None:
         assert trainer.step(case.loss_fn, batch).device == home
         assert {one.device for one in model.parameters()} == {home, fake_device.device(0)}
         assert trainer.predict(batch[0]).device == home
-        saved = trainer.state_dict()
-        trainer.load_state_dict(saved)
+        saved = trainer.training_state()
+        trainer.load_training_state(saved)
     assert {one.device for one in model.parameters()} == {home}
 
 

@@ -195,7 +195,7 @@ def test_a_step_inside_of_another_call_is_a_plain_one(fake: Any) -> None:
             assert stepped.wait(30)
             return module(batch[0])
 
-        thread = threading.Thread(target=lambda: trainer.predict(few[0], waiting))
+        thread = threading.Thread(target=lambda: trainer.predict(waiting, few[0]))
         thread.start()
         assert inside.wait(30)
         try:
@@ -287,7 +287,7 @@ def test_saves_have_the_state_of_one_device(fake: Any, tmp_path: Any) -> None:
         assert held(pair.optimizer)
     with DataParallel(network(), BOXES["two"]) as other:
         again: Any = other.optimizer(torch.optim.AdamW, lr=0.5, shard=True)
-        other.load(tmp_path, again)
+        other.load(tmp_path, optimizer=again)
         expect_same_state(again.state_dict(), pair.plain.state_dict())
         pair.trainer, pair.module, pair.optimizer = other, other.module, again
         pair.step(batches(1)[0])

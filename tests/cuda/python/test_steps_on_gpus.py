@@ -175,7 +175,7 @@ def test_corrections_have_to_be_asked_for(fake: Any) -> None:
             time.sleep(0.002 * len(part[0]) * random.uniform(0.6, 1.4))
             return classify(one, part)
 
-        with DataParallel(module, BOXES["two"], corrections=corrections or None, granularity=2) as trainer:
+        with DataParallel(module, BOXES["two"], hold_back=corrections or None, granularity=2) as trainer:
             for steps in range(100 if corrections else 15):
                 trainer.step(loss_fn, [tensor[:12] for tensor in batch])  # what a micro-batch costs beside its items
                 module.zero_grad()

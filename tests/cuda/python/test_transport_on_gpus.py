@@ -13,7 +13,7 @@ import paceline.torch._devices.places as places
 from gpu_cases import BOXES, expect_same, module_and_batch, plain
 from paceline import DeviceGroup, InvalidArgument, _cli, info
 from paceline._core.engine import DeviceQueues
-from paceline.torch import DataParallel, Module
+from paceline.torch import DataParallel
 from torch_support import classify
 
 
@@ -55,7 +55,7 @@ def test_nothing_is_rounded_without_a_second_gpu(fake: Any, devices: list[str]) 
 
 def test_gradients_of_a_wrapped_module_travel_in_that_type(fake: Any) -> None:
     module, (x, label) = module_and_batch(torch.float32)
-    with Module(module, BOXES["two"], balance="even", reduce_dtype=torch.bfloat16) as wrapped:
+    with DataParallel(module, BOXES["two"], balance="even", reduce_dtype=torch.bfloat16) as wrapped:
         classify(wrapped, (x, label)).backward()
     for parameter in module.parameters():
         assert parameter.grad is not None

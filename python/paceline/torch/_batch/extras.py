@@ -21,6 +21,29 @@ def parted(result: Any) -> tuple[Any, Any]:
     return result, None
 
 
+_LARGE = 2**24  # bytes; less is not worth a word
+
+
+def explain_large(extras: Any) -> str:
+    """A line that names the largest of the whole batch's extras, if it is large."""
+    sizes: dict[str, int] = {}
+
+    def leaf(pieces: list[Piece], path: str) -> torch.Tensor:
+        tensor: torch.Tensor = pieces[0][2]
+        sizes[path] = tensor.nbytes
+        return tensor
+
+    if extras is not None:
+        joined([(0, 1, extras)], "extras", leaf, "step")
+    path = max(sizes, key=sizes.__getitem__, default="")
+    if sizes.get(path, 0) < _LARGE:
+        return ""
+    return (
+        f"Large: {path} has {sizes[path] / 1e6:.0f} MB for the whole batch, which each step brings to one device and keeps until the next. If less would do, "
+        "return that beside the loss, such as an argmax, or a sum with a row per item.\n"
+    )
+
+
 class Extras:
     """The extras of one run of a batch.
 

@@ -26,13 +26,29 @@ from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._run.workload import Workload
-from paceline.torch._trainer.arguments import Memory, check_count, check_devices, memory_limits, named_devices
+from paceline.torch._trainer.arguments import (
+    Memory,
+    check_count,
+    check_devices,
+    check_module,
+    memory_limits,
+    named_devices,
+)
 from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.proofs import Prove, prove_of
 from paceline.torch._trainer.works import Works
 
 Schedule = Literal["auto", "gpipe", "1f1b"]
+_PLAN = "report()['pipeline'], explain() and plot_schedule() have the plan"
+_MISSING = {  # calls of `DataParallel` that trainers with stages do not have, and why
+    "batch": "its runs would be planned one by one, and stages hold the activations of one loss. Use loss() for each loss, or DataParallel.",
+    "what_if": f"a plan for other devices needs measured blocks and memory on these. {_PLAN}; layout() compares ways to use devices.",
+    "write_ledger": f"cuts and schedules are not decisions about items, which a ledger holds. {_PLAN}.",
+    "replay_claims": "each device runs all items, so there is nothing that a device claims. The same cuts= and micro_batches= repeat a run.",
+    "state_dict": "the weights are module.state_dict(), and the state of the training run is training_state().",
+    "load_state_dict": "the weights are module.load_state_dict(state), and the state of the training run is load_training_state(state).",
+}
 
 
 class StagesTrainer(Trainer):
@@ -43,6 +59,11 @@ class StagesTrainer(Trainer):
     _kind_of_tracing = PipelineTracing
     _reports: PipelineReports
     _planner: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MISSING:
+            raise AttributeError(f"{type(self).__name__} has no {name}(): {_MISSING[name]}")
+        return object.__getattribute__(self, name)  # which raises as ever, or once more what a property has raised
 
     report = carried_out_by("_reports", PipelineReports.report)
     plot_schedule = carried_out_by("_reports", PipelineReports.plot_schedule)
@@ -175,9 +196,8 @@ class Pipeline(StagesTrainer):
         group: Literal["alone"] = "alone",
         prove: Prove | None = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise InvalidArgument(f"Pipeline: module is a {type(module).__name__}; a torch.nn.Module is needed.")
-        check_devices(devices)
+        check_module("Pipeline", module)
+        check_devices("Pipeline", devices)
         proves = prove_of(prove)
         if reduction not in ("mean", "sum"):
             raise InvalidArgument(f"Pipeline: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
@@ -194,7 +214,7 @@ class Pipeline(StagesTrainer):
         check_cuts(cuts, len(found))
         proves = None if micro_batches == 1 else proves  # as on one device, whatever the loss is
         without_memory = unfilled(module, found, init)
-        local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
+        local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices("Pipeline", devices, module))
         owned = local is not devices
         try:
             check_whole_gpus(local)
@@ -210,7 +230,7 @@ class Pipeline(StagesTrainer):
                 without_memory = None
             known = nn.Module() if without_memory is not None else module  # what has to be where the devices are
             places = StagePlaces(local, module) if on_gpus else Places(local, known, 600.0, "auto")
-            limits = memory_limits(memory, local)
+            limits = memory_limits("Pipeline", memory, local)
             if isinstance(places, StagePlaces):
                 free = places.free_bytes(module)
                 limits = [one if given is None else given for given, one in zip(limits, free, strict=True)]
@@ -250,11 +270,11 @@ class PipelineWorks(Works):
         options: dict[str, Any] = {"balance": "auto", "micro_batch": 0, "granularity": 1}
         super().__init__(group, places, [None] * len(group), options)
 
-    def of(self, kind: str) -> Workload:
-        work = super().of(kind)
+    def of(self, kind: str, *, whole: bool = False) -> Workload:
+        work = super().of(kind, whole=whole)
         if kind == "predict":
             cast(PipelineWork, work).predicts = True
         return work
 
-    def _new(self, options: dict[str, Any]) -> Workload:
+    def _new(self, options: dict[str, Any], *, limited: bool = True) -> Workload:
         return PipelineWork(self._group, self._places, self._planner)

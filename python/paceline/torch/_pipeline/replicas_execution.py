@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline import Cancelled, DeviceGroup, InvalidArgument
+from paceline import Cancelled, DeviceGroup, Unavailable
 from paceline._core.engine import Lanes, LaneThreads
 from paceline.torch._devices.failures import Failure, note_others
 from paceline.torch._devices.places import Places
@@ -190,7 +190,7 @@ class ReplicasExecution(PipelineExecution):
 
     def _passage_of(self, plan: ReplicasPlan) -> Any:
         if any(group.busy for group in self._groups):
-            raise InvalidArgument(
+            raise Unavailable(
                 "step: an earlier step has not ended: its workers are still inside user code. Wait for it, or close the trainer."
             )
         self.drop_gradients()  # after a second Ctrl-C, workers that were left behind may have made some

@@ -65,7 +65,7 @@ class PipelineReplicas(StagesTrainer):
         try:
             check_on_host("replicas of pipelines", local)
             groups += [DeviceGroup(list(devices)) for devices in pipelines]
-            limits = iter(memory_limits(memory, local))
+            limits = iter(memory_limits("PipelineReplicas", memory, local))
             planners = []
             for group, own_speeds in zip(groups, speeds, strict=True):
                 own_limits = [next(limits) for _ in group.devices]

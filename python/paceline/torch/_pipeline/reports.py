@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from paceline import InvalidArgument
+from paceline import Unavailable
 from paceline._chrome_trace import ChromeTrace
 from paceline._plot_schedule import ScheduleRow, ScheduleSpan, draw_schedule
 from paceline.torch._pipeline.loop import Outcome, PipelineLoop
 from paceline.torch._pipeline.plans import Action
+from paceline.torch._trainer.figures import Report
 from paceline.torch._trainer.recent_steps import Times
 from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.tracing import Tracing
@@ -24,7 +25,7 @@ _NAMES = {"F": "forward", "B": "backward"}
 class PipelineReports(Reports):
     """The figures of a trainer whose devices are stages."""
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Figures for a dashboard: those of `DataParallel.report`, where each device that has a stage runs all items, and those of the pipeline.
 
         Returns
@@ -77,12 +78,12 @@ class PipelineReports(Reports):
         ------
         ImportError
             If matplotlib is not installed. ``pip install 'paceline[plot]'`` brings it.
-        InvalidArgument
+        Unavailable
             Before the first step.
         """
         last = self._loop.last
         if last is None:
-            raise InvalidArgument("plot_schedule: no step has run yet, so there is nothing to draw.")
+            raise Unavailable("plot_schedule: no step has run yet, so there is nothing to draw.")
         planned = self._loop.planned_actions()
         title = f"{type(self._module).__name__}: {len(last.plan.cuts)} stages, {len(last.plan.sizes)} micro-batches"
         return draw_schedule(

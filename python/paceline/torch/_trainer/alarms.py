@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -57,7 +57,7 @@ class Sample(NamedTuple):
     """Everything that alarms compare, at one moment."""
 
     seconds: float
-    report: dict[str, Any]
+    report: Mapping[str, Any]
     memory: dict[str, int]  # bytes in use, by memory space
     health: dict[str, dict[str, Any]]  # by device, if throttling is asked for
     steps_alone: int  # in which the trainer had one device run everything, to measure it
@@ -143,7 +143,7 @@ class Watch:
 class Alarms:
     """The alarms of one trainer."""
 
-    def __init__(self, report: Callable[[], dict[str, Any]], works: Works, devices: Sequence[Device]) -> None:
+    def __init__(self, report: Callable[[], Mapping[str, Any]], works: Works, devices: Sequence[Device]) -> None:
         self._report = report
         self._works = works
         self._devices = devices

@@ -17,9 +17,11 @@ from paceline import devices as all_devices
 from paceline._core.runtime import gpu_facts
 from paceline._words import plural
 from paceline.comm import Transport
+from paceline.torch._devices import cuda
 
 Memory = float | Mapping[str, float]  # bytes, or a fraction if at most 1
 _LEAST_FLOAT_BYTES = 10_000  # a float such as 8e9 means bytes; 2.0 and 80.0 are mistakes
+Devices = str | Sequence[str | int | Device | torch.device] | DeviceGroup
 Balance = Literal["auto", "even"] | Sequence[float]
 BatchNorm = Literal["apart", "synchronised"]
 
@@ -34,14 +36,58 @@ def is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def check_devices(devices: object) -> None:
+def check_module(call: str, module: object) -> None:
+    """Raise if `module` is nothing to train."""
+    if not isinstance(module, nn.Module):
+        raise InvalidArgument(f"{call}: module is a {type(module).__name__}; a torch.nn.Module is needed.")
+    if vars(module).get("_lifetime") is not None and vars(module).get("module") is not None:
+        raise InvalidArgument(
+            f"{call}: module is a {type(module).__name__} already. Give what it wraps: {call}(model.module)."
+        )
+
+
+def check_dim(dim: object) -> None:
+    """Raise if `dim` is no dimension to split along."""
+    if not is_whole(dim) or dim < 0:  # type: ignore[operator]
+        raise InvalidArgument(f"DataParallel: dim is {dim!r}; it must be an integer of at least 0.")
+
+
+def _numbers_are() -> str:
+    return "cuda" if any(device.kind == "cuda" for device in all_devices()) else "host"
+
+
+def numbered(devices: Any, module: nn.Module) -> Any:
+    """The devices, with names in place of numbers. If there are numbers, a module in host memory is brought to the first GPU."""
+    if isinstance(devices, (str, DeviceGroup)) or not isinstance(devices, Sequence) or not any(map(is_whole, devices)):
+        return devices
+    kind = _numbers_are()
+    if kind == "cuda" and is_whole(devices[0]) and all(one.is_cpu for one in module.parameters()):
+        module.to(cuda.device(int(devices[0])))
+    return [f"{kind}:{device}" if is_whole(device) else device for device in devices]
+
+
+def output_of(device: Any) -> torch.device | None:
+    """Where outputs go, None for where the module is."""
+    if device is None:
+        return None
+    try:
+        if is_whole(device):
+            return torch.device("cpu") if _numbers_are() == "host" or device < 0 else cuda.device(int(device))
+        return torch.device("cpu" if str(device).startswith("host") else device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(
+            f"DataParallel: output_device is {device!r}; give a number, a name or a torch.device."
+        ) from error
+
+
+def check_devices(call: str, devices: object) -> None:
     """Raise if `devices` does not name devices."""
     known = isinstance(devices, (str, DeviceGroup)) or (
         isinstance(devices, Sequence) and all(isinstance(device, (str, Device, torch.device)) for device in devices)
     )
     if not known:
         raise InvalidArgument(
-            f"paceline: devices is {devices!r}; give 'auto', a list of names such as ['host:0', 'host:1'], or a DeviceGroup."
+            f"{call}: devices is {devices!r}; give 'auto', a list of names such as ['host:0', 'host:1'], or a DeviceGroup."
         )
 
 
@@ -74,7 +120,9 @@ def _has_cores_of_its_own() -> bool:
         return False
 
 
-def named_devices(devices: str | Sequence[str | Device | torch.device], module: nn.Module) -> str | list[str | Device]:
+def named_devices(
+    call: str, devices: str | Sequence[str | Device | torch.device], module: nn.Module
+) -> str | list[str | Device]:
     """What to make a group of. "auto" follows the module: if it is on a GPU, all GPUs, its own first; else all host devices."""
     if devices != "auto":
         if isinstance(devices, str):
@@ -85,7 +133,7 @@ def named_devices(devices: str | Sequence[str | Device | torch.device], module: 
     on_gpu = parameter is not None and parameter.device.type == "cuda"
     if processes.isdigit() and int(processes) > 1 and (on_gpu or not _has_cores_of_its_own()):
         raise InvalidArgument(
-            f"DataParallel: devices='auto' in one of {processes} processes on this machine (LOCAL_WORLD_SIZE), and each would take all of its "
+            f"{call}: devices='auto' in one of {processes} processes on this machine (LOCAL_WORLD_SIZE), and each would take all of its "
             "devices. Start one process for each machine (torchrun --nproc-per-node 1), or name the devices of this process: devices=['cuda:0'] or "
             "devices=ray.train.torch.get_devices()."
         )
@@ -112,12 +160,12 @@ def policy_of(
     return "weighted", [float(ratio) for ratio in balance]
 
 
-def check_corrections(corrections: object, policy: str) -> None:
-    """Raise if `corrections` is not a choice, or if nothing may move for them."""
-    if corrections is not None and not isinstance(corrections, bool):
-        raise InvalidArgument(f"DataParallel: corrections is {corrections!r}; it must be True, False or None.")
-    if corrections and policy != "auto":
-        raise InvalidArgument("DataParallel: corrections=True needs balance='auto'; other policies never move work.")
+def check_hold_back(hold_back: object, policy: str) -> None:
+    """Raise if `hold_back` is not a choice, or if nothing may move for it."""
+    if hold_back is not None and not isinstance(hold_back, bool):
+        raise InvalidArgument(f"DataParallel: hold_back is {hold_back!r}; it must be True, False or None.")
+    if hold_back and policy != "auto":
+        raise InvalidArgument("DataParallel: hold_back=True needs balance='auto'; other policies never move work.")
 
 
 def check_batch_norm(batch_norm: object, **options: Any) -> None:
@@ -191,15 +239,13 @@ def check_shard(shard: object) -> None:
         )
 
 
-def memory_limits(memory: Memory | None, group: DeviceGroup) -> list[int | None]:
+def memory_limits(call: str, memory: Memory | None, group: DeviceGroup) -> list[int | None]:
     """Bytes for each device, None where there is no limit."""
     names = [device.name for device in group.devices]
     given = memory if isinstance(memory, Mapping) else dict.fromkeys(names, memory)
     unknown = [name for name in given if name not in names]
     if unknown:
-        raise InvalidArgument(
-            f"paceline: memory names {unknown[0]!r}, which is none of the devices {', '.join(names)}."
-        )
+        raise InvalidArgument(f"{call}: memory names {unknown[0]!r}, which is none of the devices {', '.join(names)}.")
     limits: list[int | None] = []
     for device in group.devices:
         value = given.get(device.name)
@@ -207,11 +253,11 @@ def memory_limits(memory: Memory | None, group: DeviceGroup) -> list[int | None]
             isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**62
         ):
             raise InvalidArgument(
-                f"paceline: memory is {value!r} for {device.name}; give bytes, or a fraction of its memory such as 0.5."
+                f"{call}: memory is {value!r} for {device.name}; give bytes, or a fraction of its memory such as 0.5."
             )
         if isinstance(value, float) and value > 1 and (value < _LEAST_FLOAT_BYTES or not value.is_integer()):
             raise InvalidArgument(
-                f"paceline: memory is {value!r} for {device.name}; a fraction of its memory is at most 1.0. To give bytes, write a whole "
+                f"{call}: memory is {value!r} for {device.name}; a fraction of its memory is at most 1.0. To give bytes, write a whole "
                 "number such as 2 * 2**30."
             )
         if value is not None and isinstance(value, float) and value <= 1:

@@ -91,8 +91,8 @@ class Trainer:
     plot = carried_out_by("_reports", Reports.plot)
     trace = carried_out_by("_tracing", Tracing.trace)
     explain = carried_out_by("_reports", Reports.explain)
-    state_dict = carried_out_by("_saving", Saving.state_dict)
-    load_state_dict = carried_out_by("_saving", Saving.load_state_dict)
+    training_state = carried_out_by("_saving", Saving.training_state)
+    load_training_state = carried_out_by("_saving", Saving.load_training_state)
     save_async = carried_out_by("_saving", Saving.save_async)
     load = carried_out_by("_saving", Saving.load)
     close = carried_out_by("_lifetime", Lifetime.close)
@@ -101,9 +101,9 @@ class Trainer:
         self,
         loss_fn: LossFunction,
         batch: Any,
+        *,
         weight: Weight | None = None,
         scaler: Any = None,
-        *,
         cost: Cost | None = None,
         total: Total | None = None,
         collate: Collate | None = None,

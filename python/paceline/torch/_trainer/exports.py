@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from paceline import DeviceGroup, InvalidArgument, __version__
 from paceline._core.runtime import gpu_facts
 from paceline.torch._devices import cuda
 
-Report = Callable[[], dict[str, Any]]
+Report = Callable[[], Mapping[str, Any]]
 
 _OF_DEVICES = ("device", "pci_bus_id", "uuid")
 
@@ -18,9 +18,9 @@ class Scalars:
     """The figures of reports by flat names. Names of devices have ``_`` in place of ``:`` and ``/``."""
 
     def __init__(self) -> None:
-        self._before: dict[str, Any] = {}  # the last report
+        self._before: Mapping[str, Any] = {}  # the last report
 
-    def of(self, report: dict[str, Any], prefix: str) -> dict[str, float]:
+    def of(self, report: Mapping[str, Any], prefix: str) -> dict[str, float]:
         """Those of the steps since the report before, or of all steps if there were none since."""
         before = self._before if report["steps"] > self._before.get("steps", 0) else {}
         self._before = report
@@ -40,11 +40,11 @@ class Scalars:
         return {f"{prefix}{name}": float(value) for name, value in found.items()}
 
 
-def _since(now: dict[str, Any], before: dict[str, Any], name: str) -> float:
+def _since(now: Mapping[str, Any], before: Mapping[str, Any], name: str) -> float:
     return float(now[name] - before.get(name, 0))
 
 
-def _busy(device: dict[str, Any], before: dict[str, Any]) -> float:
+def _busy(device: Mapping[str, Any], before: Mapping[str, Any]) -> float:
     busy = _since(device, before, "busy_seconds")
     whole = busy + _since(device, before, "idle_seconds")
     return busy / whole if whole else 0.0
@@ -114,10 +114,10 @@ class Collector:
             yield family
         yield from self._of_devices(report, [*common, *_OF_DEVICES], values)
 
-    def _of_devices(self, report: dict[str, Any], labels: list[str], values: list[str]) -> Iterator[Any]:
+    def _of_devices(self, report: Mapping[str, Any], labels: list[str], values: list[str]) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        figures: tuple[tuple[Any, str, str, Callable[[dict[str, Any]], float]], ...] = (
+        figures: tuple[tuple[Any, str, str, Callable[[Mapping[str, Any]], float]], ...] = (
             (GaugeMetricFamily, "paceline_device_share_items", "Items of the last step.", lambda one: one["share"]),
             (GaugeMetricFamily, "paceline_device_busy_ratio", "Part of the devices' common time since the start in which it computed.", lambda one: _busy(one, {})),
             (GaugeMetricFamily, "paceline_device_items_per_second", "Recent speed while computing.", lambda one: one["items_per_second"]),

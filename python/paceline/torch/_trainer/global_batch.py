@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from paceline import InvalidArgument
+from paceline import InvalidArgument, Unavailable
 from paceline.torch._batch.objective import Objective
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.call import Call
@@ -129,7 +129,7 @@ class GlobalBatch:
             What `fn` raised. Then gradients and buffers are as before the run.
         """
         if self._start is None:
-            raise InvalidArgument(
+            raise Unavailable(
                 "run: the batch has ended with its with block. Run inside of it, or make a new one with trainer.batch()."
             )
         wanted = parameters.parameters() if isinstance(parameters, nn.Module) else parameters

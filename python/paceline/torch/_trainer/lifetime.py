@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from paceline import DeviceGroup, Error, InvalidArgument, Timeout, Unavailable
+from paceline import DeviceGroup, Error, Timeout, Unavailable
 from paceline.torch._devices.caller_state import CallerThreads
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.execution import Execution
@@ -81,7 +81,7 @@ class Lifetime:
     def _end(self) -> None:
         running = self._execution.running
         if running is not None and running.on_a_worker:
-            raise InvalidArgument(
+            raise Unavailable(
                 "close: called by loss_fn on a worker, which cannot wait for its own end. Leave the step first, by an exception if need be."
             )
         self._cancel()
@@ -119,7 +119,7 @@ class Lifetime:
             self._check_open(call)  # it may have been closed meanwhile
             threads = self._limited_threads()
             if self.group.busy:
-                raise InvalidArgument(
+                raise Unavailable(
                     f"{call}: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, or close "
                     "the trainer."
                 )
@@ -146,7 +146,7 @@ class Lifetime:
                 running, left = self._execution.running, deadline - time.monotonic()
                 inside = self._caller is threading.current_thread() or (running is not None and running.on_a_worker)
                 if inside or left <= 0 or self._call not in (None, call):  # None: somebody is about to leave
-                    raise InvalidArgument(
+                    raise Unavailable(
                         f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
                         "not call the trainer). One call at a time."
                     )

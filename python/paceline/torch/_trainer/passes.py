@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from paceline import InvalidArgument
+from paceline._words import plural
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.joining import joined
 from paceline.torch._run.call import Asked, Call
@@ -20,6 +24,45 @@ from paceline.torch._trainer.works import Works
 _Gradients = Sequence[torch.Tensor | None]
 
 
+class PassesClock:
+    """What calls with a backward of their own cost, beside forward and backward."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self.bytes = 0  # of outputs that were brought to one device
+        self._on_gpu = on_gpu  # then the caller's clock says nothing about the devices
+        self._calls = self._backwards = 0
+        self._inside = self._between = 0.0  # seconds of passes, and of the caller's between a forward and its backward
+        self._left: float | None = None  # when the last forward ended, if nothing ran since
+
+    @contextlib.contextmanager
+    def __call__(self, kind: str) -> Iterator[None]:
+        """Around a forward or a backward."""
+        began = time.perf_counter()
+        if kind == "backward" and self._left is not None:
+            self._between += began - self._left
+        self._left = None
+        yield  # a pass that fails does not count
+        ended = time.perf_counter()
+        self._inside += ended - began
+        self._calls += kind == "forward"
+        self._backwards += kind == "backward"
+        self._left = ended if kind == "forward" else None
+
+    def explain(self) -> str:
+        """What `step` would gain, in words; empty before the first backward."""
+        if not self._backwards:
+            return ""
+        text = (
+            f"Calls: {plural(self._calls, 'forward')}, {plural(self._backwards, 'backward')}. The graphs of the whole batch stay in memory "
+            f"between them, and {self.bytes / self._calls / 1e6:.3g} MB of outputs a call come to one device, which computes the loss.\n"
+        )
+        gains = "step(loss_fn, batch) computes the loss on the devices, in micro-batches that fit the memory, and lets a device that is done early take over work."
+        if not self._on_gpu:
+            per, of = (1e3 * one / self._backwards for one in (self._between, self._between + self._inside))
+            gains += f" Between forward and backward the devices waited {per:.3g} of {of:.3g} ms: step would save most of these {per / of:.0%}."
+        return f"{text}Faster: {gains}\n"
+
+
 class Passes:
     """Runs forward and backward apart. Devices run in a backward what they ran in its forward."""
 
@@ -28,11 +71,17 @@ class Passes:
         self._execution = execution
         self._lifetime = lifetime
         self._proofs = proofs
+        self.clock = PassesClock(on_gpu=any(execution.places.on_gpu))
 
     def forward(self, fn: Callable[..., Any], batch: Any) -> Any:
         """What ``fn(module, slice)`` returns for the whole batch, with a graph that leads to the parameters and to `batch`."""
         replicas = self._execution.replicas
-        with self._lifetime.between_steps("forward"):
+        if self._execution.ranks is not None:
+            raise InvalidArgument(
+                "forward: a call of a DataParallel with group= or reducer=. Its backward would have the gradients of this rank only. Use step or loss, "
+                "whose gradients are those of all ranks; under torch.no_grad() a call is a prediction."
+            )
+        with self._lifetime.between_steps("forward"), self.clock("forward"):
             replicas.share()
             whole = Batch(batch, gradients=True)
             if (proved := self._proofs.forward("forward", fn, whole, graph=True)) is not None:
@@ -40,10 +89,11 @@ class Passes:
             self._execution.places.begin(whole)
             inputs = [tensor for _, tensor in whole.tensors()]
 
-            executor = partial(ForwardRun, fn=fn, whole=whole)
-            run: ForwardRun = self._execution.forward(Asked(self._works.steps, whole, fn, executor, hooks=True))
+            work, executor = self._works.of("forward", whole=True), partial(ForwardRun, fn=fn, whole=whole)
+            run: ForwardRun = self._execution.forward(Asked(work, whole, fn, executor, hooks=True))
             with torch.no_grad():
                 tensors, nest = run.gathered()
+            self.clock.bytes += sum(tensor.nbytes for tensor in tensors)
             replicas.graphs.add(run)
         trained = [index for index, parameter in enumerate(replicas.parameters) if parameter.requires_grad]
         parameters = [replicas.parameters[index] for index in trained]
@@ -77,10 +127,10 @@ class Passes:
         self, fn: Callable[..., Any], whole: Batch, runs: list[ForwardRun], gradients: _Gradients
     ) -> tuple[_Gradients, _Gradients, dict[int, torch.Tensor]]:
         """The gradients of the parameters, of the inputs, and of all other leaves by the leaf's identity. Takes the only run out of `runs`."""
-        with self._lifetime.between_steps("backward"):
+        with self._lifetime.between_steps("backward"), self.clock("backward"):
             forward = runs.pop()
             self._execution.places.begin(whole)
-            work = self._works.of("backward")
+            work = self._works.of("backward", whole=True)
 
             def executor(call: Call) -> BackwardRun:
                 call.seen.drawing.draws = forward.draws.drew

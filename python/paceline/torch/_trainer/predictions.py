@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline import InvalidArgument
 from paceline.torch._batch.batch import Batch, BatchDim
 from paceline.torch._batch.items import Cost
 from paceline.torch._batch.layout import Layout
@@ -37,8 +38,8 @@ class Predictions:
 
     def predict(
         self,
-        batch: Any,
-        fn: Callable[[nn.Module, Any], Any] | None = None,
+        fn: Any,
+        batch: Any = None,
         *,
         cost: Cost | None = None,
         collate: Collate | None = None,
@@ -46,16 +47,18 @@ class Predictions:
         split: Split | None = None,
         pad: float | None = None,
     ) -> Any:
-        """Run the module forward over `batch` on all devices, without gradients. Calls from several threads wait for each other.
+        """Run the module forward over `batch` on all devices, without gradients: ``predict(fn, batch)``, or ``predict(batch)``.
+
+        Calls from several threads wait for each other.
 
         Parameters
         ----------
-        batch, collate, batch_dim, split
-            As for `step`.
         fn
-            ``fn(module, slice)``; default ``module(slice)``. Returns tensors or arrays whose dimension 0 is the item, lists with one entry of any kind per
+            ``fn(module, slice)``. In ``predict(batch)`` it is ``module(slice)``. Returns tensors or arrays whose dimension 0 is the item, lists with one entry of any kind per
             item (labels, detections, texts), or a nest or an object of these, such as an output of Hugging Face with its cache. A 0-dim
             floating-point tensor, such as a loss, is taken for the mean over its slice. Other values have to be the same for all slices.
+        batch, collate, batch_dim, split
+            As for `step`.
         cost
             As for `step`. Outputs still come in the caller's order. If `fn` trims its slice, `pad` brings the outputs to a common length.
         pad
@@ -75,11 +78,17 @@ class Predictions:
         Exception
             What `fn` raised on a worker, with a note that names the device.
         """
+        fn, batch = (_forward, fn) if batch is None else (fn, batch)
+        if not callable(fn):
+            raise InvalidArgument(
+                f"predict: its first argument is a {type(fn).__name__}, not a function. It is predict(fn, batch), with fn(module, slice), or "
+                "predict(batch)."
+            )
         with self._lifetime.between_steps("predict", waits=True):
             layout = Layout(collate, batch_dim, split)
             whole = layout.whole(batch, gradients=not torch.is_grad_enabled())
             costs = self._training.costs(cost, batch, whole)
-            return self._predict(whole, fn if fn is not None else _forward, costs, pad)
+            return self._predict(whole, fn, costs, pad)
 
     def _predict(
         self, whole: Batch, fn: Callable[[nn.Module, Any], Any], costs: list[float] | None, pad: float | None
@@ -101,9 +110,9 @@ def _forward(module: nn.Module, part: Any) -> Any:
         return module(part)
     except (TypeError, AttributeError) as error:
         if isinstance(part, Mapping):
-            entries = "by name, predict(batch, lambda model, b: model(**b))"
+            entries = "by name, predict(lambda model, b: model(**b), batch)"
         elif isinstance(part, (tuple, list)):
-            entries = "one by one, predict(batch, lambda model, b: model(*b))"
+            entries = "one by one, predict(lambda model, b: model(*b), batch)"
         else:
             raise
         noted(

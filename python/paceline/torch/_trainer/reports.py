@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import torch
 from torch import nn
 
 from paceline.balance import Balancer, WhatIfAnswer
+from paceline.torch._batch.extras import explain_large
 from paceline.torch._run.alone import Measured
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.exports import Collector, Scalars
+from paceline.torch._trainer.figures import Report, WorkFigures
 from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.passes import Passes
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.works import Works, kind_of
 
@@ -38,6 +41,7 @@ class Reports:
         self, module: nn.Module, works: Works, execution: Execution, lifetime: Lifetime, gaps: StepGaps
     ) -> None:
         self.loss: torch.Tensor | None = None  # of the last step; the trainer sets it
+        self.passes: Passes | None = None  # of a trainer that can be called, which sets it
         self._module = module
         self._works = works
         self._execution = execution
@@ -45,7 +49,7 @@ class Reports:
         self._gaps = gaps
         self._scalars = Scalars()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Figures for a dashboard.
 
         Returns
@@ -84,6 +88,7 @@ class Reports:
             were any. Memory of PyTorch and NCCL is not included.
 
             ``runs``: all of this except ``sizes``, ``memory`` and ``runs``, for each run of `batch` by its name. ``predictions``: the same for `predict`, once it was called.
+            ``calls``: the same for the forward of the trainer's calls as a module.
 
             ``items``, after a step (or run) with `cost`: ``cost`` of all items; ``padded_cost`` of the micro-batches that ran (the count of
             each times its largest cost); ``contiguous_cost``, the same for micro-batches of these sizes cut from the batch as it came;
@@ -92,21 +97,24 @@ class Reports:
             ``measure``: whether it follows the ``"padded"`` cost, the ``"sum"`` or the ``"count"`` alone.
         """
         runs = {name: _metrics_of(work) for name, work in self._works.runs().items()}
-        figures = _metrics_of(self._works.steps)
+        figures: Any = _metrics_of(self._works.steps)
         if self._works.predictions is not None:
             figures["predictions"] = _metrics_of(self._works.predictions)
+        if self._works.calls is not None:
+            figures["calls"] = _metrics_of(self._works.calls)
         if self._execution.ranks is not None and self._execution.ranks.last:
             figures["ranks"] = list(self._execution.ranks.last)
         dealt = self._dealt
         if dealt is not None:
             figures["rank_shares"] = dealt.report()
-        return {
+        report = {
             **figures,
             "out_of_memory": self._execution.out_of_memory,
             "sizes": self._sizes(),
             "memory": self._memory(),
             "runs": runs,
         }
+        return cast(Report, report)
 
     @property
     def _dealt(self) -> Balancer | None:
@@ -194,9 +202,9 @@ class Reports:
             return None if self.loss is None else float(self.loss)
 
         def figures() -> dict[str, Any]:
-            found = self.report()
-            of_predictions = not found["steps"] and "predictions" in found
-            return found | found["predictions"] | {"of": "predictions"} if of_predictions else found
+            found: Any = self.report()
+            other = next((kind for kind in ("calls", "predictions") if kind in found and not found["steps"]), None)
+            return dict(found) if other is None else {**found, **found[other], "of": other}
 
         return Progress(batches, figures, loss, total=total, every=every, file=file, watched=self._gaps.watched)
 
@@ -251,7 +259,7 @@ class Reports:
         ------
         ImportError
             If matplotlib is not installed. ``pip install 'paceline[plot]'`` brings it.
-        InvalidArgument
+        Unavailable
             Before the first step.
         """
         from paceline._plot import draw_run, save
@@ -272,12 +280,16 @@ class Reports:
         named = {f"run {name}": work for name, work in self._works.runs().items()}
         if self._works.predictions is not None:
             named["predict"] = self._works.predictions
+        if self._works.calls is not None:
+            named["calls"] = self._works.calls
         texts = [f"{name}: {_explained(work)}" for name, work in named.items() if work.step_loop.metrics["steps"]]
         if self._works.steps.step_loop.metrics["steps"] or not texts:
             texts.insert(0, _explained(self._works.steps))
         texts[0] += self._execution.places.explain() + self._execution.explain()
         texts[0] += "".join(shards.explain() for shards in self._lifetime.shards)
         texts[0] += "".join(self._lifetime.unsharded.values())
+        texts[0] += explain_large(self._execution.extras)
+        texts[0] += "" if self.passes is None else self.passes.clock.explain()
         if not any(self._execution.places.on_gpu):
             texts[0] += self._gaps.explain()
         if self._dealt is not None:
@@ -369,9 +381,9 @@ def _explained(work: Workload) -> str:
     return work.step_loop.explain() + work.launches.explain(busy) + alone
 
 
-def _metrics_of(work: Workload) -> dict[str, Any]:
+def _metrics_of(work: Workload) -> WorkFigures:
     """The metrics of one kind of work, with the costs of its items if some had costs."""
-    metrics = {**work.step_loop.metrics}
+    metrics: Any = {**work.step_loop.metrics}
     metrics["proved"] = work.proved
     metrics["steps"] += work.proved
-    return metrics if work.step_loop.items is None else metrics | {"items": work.step_loop.items}
+    return cast(WorkFigures, metrics if work.step_loop.items is None else metrics | {"items": work.step_loop.items})

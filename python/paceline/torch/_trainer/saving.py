@@ -53,8 +53,8 @@ class Saving:
         self._data = data
         self._staging = Staging()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the trainer, beside the module's and the optimizer's. It does not depend on the number of devices.
+    def training_state(self) -> dict[str, Any]:
+        """The state of the training run, beside the module's and the optimizer's. It does not depend on the number of devices.
 
         Returns
         -------
@@ -70,20 +70,18 @@ class Saving:
 
         Raises
         ------
-        InvalidArgument
-            In the middle of another call.
         Unavailable
-            After `close`.
+            After `close`, or in the middle of another call.
 
         Examples
         --------
-        >>> torch.save({"model": model.state_dict(), "trainer": trainer.state_dict()}, path)     # doctest: +SKIP
+        >>> torch.save({"model": model.state_dict(), "trainer": trainer.training_state()}, path)  # doctest: +SKIP
         """
-        with self._lifetime.between_steps("state_dict"):
+        with self._lifetime.between_steps("training_state"):
             return self._state()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of `state_dict`, of a trainer with any other devices.
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state of `training_state`, of a trainer with any other devices.
 
         With the same parameters, optimizer, batches and shares, a run on host devices then draws the same random numbers and computes the same
         bits as the one that was saved. ``balance="even"`` and fixed ratios give the same shares on as many devices. GPUs that the state does not
@@ -95,20 +93,20 @@ class Saving:
 
         Parameters
         ----------
-        state_dict
-            What `state_dict` returned.
+        state
+            What `training_state` returned.
 
         Raises
         ------
         InvalidArgument
-            If it is no such state. Nothing is changed then. Also in the middle of another call.
+            If it is no such state. Nothing is changed then.
         Unavailable
-            After `close`.
+            After `close`, or in the middle of another call.
         """
-        with self._lifetime.between_steps("load_state_dict"):
-            _check_state("load_state_dict", state_dict)
-            self._data.check(state_dict)
-            self._load_state(state_dict)
+        with self._lifetime.between_steps("load_training_state"):
+            _check_state("load_training_state", state)
+            self._data.check(state)
+            self._load_state(state)
 
     def save_async(
         self,
@@ -145,11 +143,11 @@ class Saving:
         Raises
         ------
         InvalidArgument
-            If something cannot be saved; the message says where it is. Also in the middle of another call.
+            If something cannot be saved; the message says where it is.
         OSError
             If the folder cannot be made, or if the save before could not be written. Then this one was not begun.
         Unavailable
-            After `close`.
+            After `close`, or in the middle of another call.
 
         Notes
         -----
@@ -190,7 +188,7 @@ class Saving:
             state = json.dumps({name: part.json for name, part in packed.items()}, allow_nan=False).encode()
             return self._lifetime.saver.start(functools.partial(commit, root, images, state, int(keep)))
 
-    def load(self, path: str | os.PathLike[str], optimizer: Stateful | Mapping[str, Stateful] | None = None) -> Any:
+    def load(self, path: str | os.PathLike[str], *, optimizer: Stateful | Mapping[str, Stateful] | None = None) -> Any:
         """Go on from the newest complete save of `save_async`, of a trainer with any other devices.
 
         Parameters
@@ -212,16 +210,16 @@ class Saving:
         Error
             If there are saves, but none is complete. If only the newer ones are not, as after a failure of the disk, a warning says so.
         InvalidArgument
-            If the save has no state of such an optimizer. Nothing is changed then. Also in the middle of another call.
+            If the save has no state of such an optimizer. Nothing is changed then.
         RuntimeError, ValueError
             From ``load_state_dict`` of the module or an optimizer, if the save does not fit it.
         Unavailable
-            After `close`.
+            After `close`, or in the middle of another call.
 
         Examples
         --------
         >>> try:                                                                    # doctest: +SKIP
-        ...     first = 1 + trainer.load("saves", optimizer)["step"]
+        ...     first = 1 + trainer.load("saves", optimizer=optimizer)["step"]
         ... except FileNotFoundError:
         ...     first = 0
         """
@@ -311,7 +309,7 @@ def _named(optimizer: Stateful | Mapping[str, Stateful], call: str) -> Iterator[
 
 
 def _check_state(call: str, state: Any) -> None:
-    """Raise if `state` is not what `Saving.state_dict` returns."""
+    """Raise if `state` is not what `Saving.training_state` returns."""
     fields: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
     version, random = fields.get("version"), fields.get("random", {})
     if is_whole(version) and version != _VERSION:
@@ -325,5 +323,5 @@ def _check_state(call: str, state: Any) -> None:
         good = False
     if not good or not all(isinstance(one, torch.Tensor) and one.dtype == torch.uint8 for one in random.values()):
         raise InvalidArgument(
-            f"{call}: this is not a state of a trainer. Give what state_dict() of a DataParallel returned."
+            f"{call}: this is not a state of a trainer. Give what training_state() of a trainer returned."
         )

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from paceline import InvalidArgument
+from paceline import Unavailable
 from paceline._chrome_trace import ChromeTrace
 from paceline._words import plural
 from paceline.torch._trainer.alarms import Alarms
@@ -49,7 +49,7 @@ class Tracing:
 
         Raises
         ------
-        InvalidArgument
+        Unavailable
             Before the first step.
         OSError
             If the file cannot be written.
@@ -60,7 +60,7 @@ class Tracing:
         """
         steps = list(self._recent.steps)
         if not steps:
-            raise InvalidArgument("trace: no step has run yet, so there is nothing to write.")
+            raise Unavailable("trace: no step has run yet, so there is nothing to write.")
         trace = ChromeTrace(self._title, [_CALLER, *self._names])
         free_at = [0.0] * len(self._names)  # when each device had done its part of the steps so far
         for step in steps:

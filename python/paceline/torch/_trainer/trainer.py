@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from paceline import Device, DeviceGroup, InvalidArgument
+from paceline import DeviceGroup, InvalidArgument
 from paceline.comm import Transport
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.places import Places
@@ -29,23 +29,29 @@ from paceline.torch._run.reducer import Reducer, ReducerRanks
 from paceline.torch._trainer.arguments import (
     Balance,
     BatchNorm,
+    Devices,
     Memory,
     check_batch_norm,
-    check_corrections,
     check_count,
     check_devices,
+    check_dim,
     check_graphs,
+    check_hold_back,
+    check_module,
     check_reduce_dtype,
     check_sizes,
     check_timeout,
     check_transport,
     memory_limits,
     named_devices,
+    numbered,
+    output_of,
     policy_of,
     watchdog_folder,
 )
 from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.data import Data
+from paceline.torch._trainer.module import AsModule
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.passes import Passes
 from paceline.torch._trainer.proofs import Prove, prove_of
@@ -59,12 +65,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class DataParallel(Trainer):
-    """Trains `module` on several devices of this machine, with exactly the gradient of one.
+class DataParallel(Trainer, AsModule):
+    """Trains `module` on several devices of this machine, with exactly the gradient of one. In place of `torch.nn.DataParallel`, too.
 
     Every call of `step` splits one batch over the devices in proportion to their measured speeds, runs forward and backward on
     persistent replicas that share the parameters, and adds the gradient of the *whole* batch to the parameters' ``.grad``.
     The module stays the user's: its parameters are the trained ones, and its ``state_dict`` is the same as on one device.
+
+    It can also be called, as `torch.nn.DataParallel`: ``loss = criterion(model(x), y); loss.backward()``. See `forward`; `explain` says what `step` would
+    gain. It is an `nn.Module` that stands for `module`: parameters, buffers, modules, the keys of ``state_dict``, mode and hooks are those of `module`, also
+    where it is a part of another module. ``load_state_dict`` also takes keys that begin with ``module.``. ``copy.deepcopy`` and pickling
+    give the plain module. ``to``, ``cuda``, ``half`` and the like may not change device or type, unless `devices` is ``"auto"`` and nothing has run yet.
 
     Parameters
     ----------
@@ -78,8 +89,14 @@ class DataParallel(Trainer):
     devices
         ``"auto"`` (every GPU if the module is on one, else every host device), names such as ``["host:0", "host:1"]`` or
         ``["cuda:0", "cuda:1"]``, what `paceline.partition` returns, GPUs as ``torch.device``, or a `paceline.DeviceGroup`, which then stays
-        open on `close`. ``"auto"`` is refused if several processes run on this machine (``LOCAL_WORLD_SIZE``), unless their launcher gave
+        open on `close`. Numbers, as in ``[0, 1]``, are GPUs; without GPUs host devices. A module in host memory is then brought to the first GPU. None: ``"auto"``. ``"auto"`` is refused if several processes run on this machine (``LOCAL_WORLD_SIZE``), unless their launcher gave
         each of them cores of its own.
+    output_device
+        Where the outputs of a call go. None: to the device of the module. A number is a GPU; without GPUs the host.
+    dim
+        Which dimension of tensors is the item, in calls. `step` and its like have ``batch_dim=``.
+    device_ids
+        Another name for `devices`.
     balance
         ``"auto"``: shares follow the measured speeds, and a device that is done early takes over work. If steps on host devices take less
         than 20 ms, a few of them (after 32 steps, then ever more seldom) run on one device alone. From these, `explain` and `what_if` know
@@ -89,7 +106,7 @@ class DataParallel(Trainer):
         Items of one forward and backward. None: one large planned micro-batch per device, then small corrections where they pay. On host
         devices (also on a single one) `step` then also measures in some steps whether smaller micro-batches are faster, since they may fit
         a cache, and uses them if so. It does not if the forward writes buffers, as batch and spectral normalisation do, if fixed shares
-        draw random numbers, or with `torch.compile`, ``corrections=False``, `granularity` or costs. If the loss couples items, set
+        draw random numbers, or with `torch.compile`, ``hold_back=False``, `granularity` or costs. If the loss couples items, set
         `micro_batch` to the whole batch on one device, so that the loss stays as it is.
     reduction
         What ``loss_fn`` returns for its slice: the ``"mean"`` over its items (or, with `weight`, over their weight), or their ``"sum"``.
@@ -117,10 +134,10 @@ class DataParallel(Trainer):
         which devices that share a memory divide evenly. A dictionary limits only some devices, by name. Two sizes are measured, and then
         larger claims run in pieces that fit. With `cost` of `step` a size is the cost of the items when all are padded to the longest.
         Default: no limit but the memory itself.
-    corrections
+    hold_back
         Whether each device holds back a part of its share if times vary. Devices that are done early then take ever smaller micro-batches
         from these parts within the step. None: on host devices, unless the forward writes buffers, as batch and spectral normalisation in
-        training do; then each device runs one micro-batch. On GPUs you have to ask for corrections, since a new size may need compilation,
+        training do; then each device runs one micro-batch. On GPUs you have to ask for it, since a new size may need compilation,
         a new capture, or the search for an algorithm. `granularity` bounds the number of sizes. With `micro_batch`, or costs: devices that
         are done early take over micro-batches that others have not begun; on two GPUs or more only if this is True. A GPU that may still get
         work does not know its last micro-batch, so its gradients are summed after the step's last work. Needs ``balance="auto"``.
@@ -153,7 +170,7 @@ class DataParallel(Trainer):
         What batch normalisation in training normalises over. ``"apart"``: each micro-batch by itself. ``"synchronised"``: the whole batch, as
         on one device. Each device then runs its share as one micro-batch, all at the same time, and they meet in each BatchNorm module,
         forward and backward. Gradients and running statistics are those of the whole batch. Several GPUs meet in the host's memory, so each
-        waits in every such module. Not together with `micro_batch`, `memory`, ``corrections=True``, ``cost=`` and ``torch.compile``. Gradients
+        waits in every such module. Not together with `micro_batch`, `memory`, ``hold_back=True``, ``cost=`` and ``torch.compile``. Gradients
         of gradients are refused.
     graphs
         Whether `step` and `loss` replay CUDA graphs, so that a micro-batch is one launch and no Python of `loss_fn`. For GPUs only. Each GPU runs
@@ -208,8 +225,11 @@ class DataParallel(Trainer):
     def __init__(
         self,
         module: nn.Module,
-        devices: str | Sequence[str | Device | torch.device] | DeviceGroup = "auto",
+        devices: Devices | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
         *,
+        device_ids: Devices | None = None,
         balance: Balance = "auto",
         micro_batch: int | None = None,
         reduction: Reduction = "mean",
@@ -218,7 +238,7 @@ class DataParallel(Trainer):
         transport: Transport = "auto",
         reduce_dtype: torch.dtype | None = None,
         memory: Memory | None = None,
-        corrections: bool | None = None,
+        hold_back: bool | None = None,
         granularity: int | None = None,
         watchdog: float | None = None,
         watchdog_path: str | os.PathLike[str] | None = None,
@@ -230,9 +250,16 @@ class DataParallel(Trainer):
         prove: Prove | None = None,
         buffers: Mapping[str, BufferRule] | None = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise InvalidArgument(f"DataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed.")
-        check_devices(devices)
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
+        check_module("DataParallel", module)
+        if devices is not None and device_ids is not None:
+            raise InvalidArgument(
+                "DataParallel: devices= and device_ids= are two names for the same. Give one of them."
+            )
+        named: Any = numbered(next((one for one in (devices, device_ids) if one is not None), "auto"), module)
+        check_devices("DataParallel", named)
+        check_dim(dim)
+        self._dim, self._output_device, self._arguments = dim, output_of(output_device), arguments
         if reduction not in ("mean", "sum"):
             raise InvalidArgument(f"DataParallel: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
         check_sizes(micro_batch, granularity)
@@ -244,12 +271,12 @@ class DataParallel(Trainer):
         policy, _ = policy_of(balance)
         proves = prove_of(prove)
         rules = None if buffers is None else BufferRules(buffers, module)
-        check_corrections(corrections, policy)
+        check_hold_back(hold_back, policy)
         if verify_every is not None:
             check_count("DataParallel", "verify_every", verify_every)
         folder = watchdog_folder(watchdog, watchdog_path)
-        local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
-        owned = local is not devices
+        local = named if isinstance(named, DeviceGroup) else DeviceGroup(named_devices("DataParallel", named, module))
+        owned = local is not named
         try:
             _, weights = policy_of(balance, count=len(local))
             places = Places(local, module, timeout, transport, reduce_dtype)
@@ -261,18 +288,18 @@ class DataParallel(Trainer):
                     "DataParallel: batch_norm='synchronised' together with group= or reducer=: devices meet within one process only, so each rank "
                     "would normalise over its own part of the batch. Use GroupNorm or LayerNorm, or one process."
                 )
-            check_batch_norm(batch_norm, micro_batch=micro_batch, memory=memory, corrections=corrections, graphs=graphs)
+            check_batch_norm(batch_norm, micro_batch=micro_batch, memory=memory, hold_back=hold_back, graphs=graphs)
             options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
                 "micro_batch": micro_batch or 0,
                 "granularity": int(not any(places.on_gpu)) if granularity is None else granularity,
-                "corrections": corrections,
+                "corrections": hold_back,
             }
             free = (
-                micro_batch is None and granularity in (None, 1) and corrections is not False and not any(places.on_gpu)
+                micro_batch is None and granularity in (None, 1) and hold_back is not False and not any(places.on_gpu)
             )
-            works = Works(local, places, memory_limits(memory, local), options, searches=free)
+            works = Works(local, places, memory_limits("DataParallel", memory, local), options, searches=free)
             if free and policy == "auto" and len(local) > 1 and ranks is None:
                 works.steps.alone = AloneTrials()
             replicas = Replicas(module, places, replicate, common=Common() if proves and len(places) > 1 else None)
@@ -300,7 +327,11 @@ class DataParallel(Trainer):
             verify_every=verify_every,
             prove=proves,
         )
-        self._passes = Passes(works, execution, self._lifetime, self._proofs)
+        self._reports.passes = self._passes = Passes(works, execution, self._lifetime, self._proofs)
+
+    def _is_unused(self) -> bool:
+        auto = self._arguments["devices"] in (None, "auto") and self._arguments["device_ids"] in (None, "auto")
+        return auto and self._lifetime.is_open and self._works.unused
 
     batch = carried_out_by("_training", Training.batch)
     batch_sampler = carried_out_by("_data", Data.batch_sampler)

@@ -46,10 +46,11 @@ class Works:
         self.steps = self._new(options | {"searches": searches})
         self._by_kind = {kind_of(None): self.steps}
 
-    def of(self, kind: str) -> Workload:
-        """The work of this kind, which is made when it is first needed."""
+    def of(self, kind: str, *, whole: bool = False) -> Workload:
+        """The work of this kind, which is made when it is first needed. `whole`: each device runs its share as one micro-batch, however large."""
         if kind not in self._by_kind:
-            self._by_kind[kind] = self._new(self.options)
+            options = self.options | {"corrections": False, "micro_batch": 0} if whole else self.options
+            self._by_kind[kind] = self._new(options, limited=not whole)
             give_hints(self._hints, kind, self._by_kind[kind], self._group)
         return self._by_kind[kind]
 
@@ -71,6 +72,16 @@ class Works:
     def predictions(self) -> Workload | None:
         """The work of `predict`, once it was called."""
         return self._by_kind.get("predict")
+
+    @property
+    def calls(self) -> Workload | None:
+        """The forward of the trainer's calls as a module, once there was one."""
+        return self._by_kind.get("forward")
+
+    @property
+    def unused(self) -> bool:
+        """Whether nothing has run."""
+        return not any(work.proved or work.step_loop.metrics["steps"] for work in self._by_kind.values())
 
     def all(self) -> list[Workload]:
         """All work that may run or be pending."""
@@ -98,8 +109,9 @@ class Works:
         """Give a device work again."""
         self._change(device, "restore", self.retired.discard)
 
-    def _new(self, options: dict[str, Any]) -> Workload:
-        work = Workload(self._group, self._places, self.limits, **options)
+    def _new(self, options: dict[str, Any], *, limited: bool = True) -> Workload:
+        limits: list[int | None] = self.limits if limited else [None] * len(self.names)
+        work = Workload(self._group, self._places, limits, **options)
         for index in self.retired:
             work.step_loop.retire(index)
         return work
