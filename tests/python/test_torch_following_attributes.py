@@ -267,8 +267,7 @@ def test_followed_attributes_keep_what_is_known_of_the_replicas() -> None:
     seen: list[int] = []
     with DataParallel(module, hosts(2), balance="even") as trainer:
         for step in range(3):
-            module[1].late = step
-            module[0].register_forward_hook(shift)
+            module[1].late = [step]
             trainer.step(noting(lambda replica, _: seen.append(id(replica))), batch)
     assert len(set(seen)) == 2
 

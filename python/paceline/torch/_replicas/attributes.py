@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch._replicas.functions import Functions
 from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE, Reach, attributes_of, has_slots
 
 # These tables hold hooks by number. A number is never used again. Further tables hold flags, by the same numbers.
@@ -147,13 +146,14 @@ class Attributes:
             return (
                 list(map(len, self._dicts)) == self._lengths
                 and self._values == list(chain.from_iterable(map(dict.values, self._dicts)))
-                and self._same_hooks
+                and self.same_hooks
             )
         except Exception:  # from the __eq__ of a new value
             return False
 
     @property
-    def _same_hooks(self) -> bool:
+    def same_hooks(self) -> bool:
+        """Whether each module has the same hooks."""
         if not self._all_numbers:
             return not any(self._tables)
         return list(chain.from_iterable(self._tables)) == self._all_numbers
@@ -179,14 +179,6 @@ class Attributes:
             found += [Change(index, name, None, gone=True) for name in saved if name not in now]
         return found
 
-    def hooked(self) -> list[int]:
-        """The indices of modules whose hooks have changed."""
-        if self._same_hooks:
-            return []
-        kinds = len(HOOKS)
-        now = [list(map(list, _tables(one))) for one in self._modules]
-        return [index for index, one in enumerate(now) if one != self._numbers[kinds * index : kinds * index + kinds]]
-
     def path_of(self, change: Change) -> str:
         """Where the attribute is, from the module."""
         holder = self._paths[change.holder]
@@ -200,7 +192,7 @@ class Attributes:
             if change.name == "_compiled_call_impl" or any(one.startswith(path) for one in self._unregistered):
                 return True
             vars(probe)["value"] = change.value
-            if type(change.value) not in SIMPLE and Reach(probe).leads_out:
+            if type(change.value) not in SIMPLE and Reach(probe).leads_on:
                 return True
         return False
 
@@ -215,7 +207,9 @@ def align(ours: Any, theirs: Any) -> None:
 def align_hooks(ours: nn.Module, theirs: nn.Module, counterparts: dict[int, Any]) -> None:
     """Give a module that ``replicate`` has made the user's hooks, unless its constructor has registered them already."""
     if list(map(len, _tables(ours))) != list(map(len, _tables(theirs))):
-        carry_hooks(ours, theirs, dict(counterparts))
+        for name in (*HOOKS, *_HOOK_FLAGS):
+            vars(theirs)[name] = copy.deepcopy(vars(ours)[name], dict(counterparts))
+        theirs._is_full_backward_hook = ours._is_full_backward_hook
 
 
 def is_of_a_forward(value: Any, depth: int = 0) -> bool:
@@ -234,13 +228,11 @@ def _is_trained(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad or isinstance(tensor, nn.Parameter)
 
 
-def carry(
-    changes: list[Change], holders: list[Any], counterparts: dict[int, Any], functions: Functions | None = None
-) -> None:
+def carry(changes: list[Change], holders: list[Any], counterparts: dict[int, Any]) -> None:
     """Make changes of the user's `holders` on a replica, too.
 
     Values that are not simple are copied, and `counterparts` gets the copies. References to the user's objects become references to the
-    replica's, those of `functions` included.
+    replica's.
     """
     for change in changes:
         holder = counterparts.get(id(holders[change.holder]))
@@ -250,25 +242,12 @@ def carry(
             vars(holder).pop(change.name, None)
             continue
         try:
-            value = copy.deepcopy(change.value, counterparts)
-            vars(holder)[change.name] = value if functions is None else functions.renewed(value, change.value)
+            vars(holder)[change.name] = copy.deepcopy(change.value, counterparts)
         except Exception as error:
             raise InvalidArgument(
                 f"step: attribute '{change.name}' ({type(change.value).__name__}) was set after the trainer was made, and cannot be copied to the "
                 f"other devices' modules: {error}. Set it before, and make the trainer with replicate=, or keep it outside of the module."
             ) from error
-
-
-def carry_hooks(
-    ours: nn.Module, theirs: nn.Module | None, counterparts: dict[int, Any], functions: Functions | None = None
-) -> None:
-    """Give a replica's module the hooks of the user's module."""
-    if theirs is None or theirs is ours:
-        return
-    for name in (*HOOKS, *_HOOK_FLAGS):
-        table = copy.deepcopy(vars(ours)[name], counterparts)
-        vars(theirs)[name] = table if functions is None else functions.renewed(table, vars(ours)[name])
-    theirs._is_full_backward_hook = ours._is_full_backward_hook
 
 
 def _equal(saved: Any, now: Any) -> bool:

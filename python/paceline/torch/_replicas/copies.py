@@ -16,7 +16,6 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._replicas.attributes import align, align_hooks
 from paceline.torch._replicas.compiled import carry_compiled
-from paceline.torch._replicas.derived import derived_in
 from paceline.torch._replicas.functions import Functions
 from paceline.torch._replicas.parametrized import give_own_cache
 from paceline.torch._replicas.reach import Reach
@@ -119,14 +118,16 @@ def copied(
 ) -> Copied:
     """A deep copy of the module. It shares the parameters, registered or found by `reach`, and has what `common` says in the place of other data.
 
-    `detaches`: whether tensors with a graph are copied without it, which a proof has to see the effect of. Otherwise they are refused.
+    `detaches`: whether tensors with a graph are copied without it, which a proof has to see the effect of. Otherwise they are refused, but for those
+    that old hooks of `torch.nn.utils` compute anew in each forward: weight_norm, spectral_norm and pruning.
     """
     parameters = [*module.parameters(), *reach.unregistered.values()]
     memo: dict[int, Any] = {**common, **{id(parameter): alias(parameter) for parameter in parameters}}
-    derived = derived_in(part for _, part in reach.modules)
-    memo.update({id(vars(one.module)[one.name]): one for one in derived})  # until `derive` computes it
-    for one in (*(part for _, part in reach.modules), *reach.objects.values()) if detaches else ():
-        _detach(list(vars(one).values()), memo)
+    for one in (*(part for _, part in reach.modules), *reach.objects.values()):
+        computed = {
+            key.rpartition("_")[0] for key in vars(one).get("_parameters") or ()
+        }  # weight from weight_orig or weight_g
+        _detach([value for name, value in vars(one).items() if detaches or name in computed], memo)
     try:
         made = copy.deepcopy(module, memo)
     except Exception as error:
@@ -137,7 +138,7 @@ def copied(
     wanted = [*parameters, *(part for _, part in reach.modules), *reach.objects.values()]
     counterparts = {id(one): memo[id(one)] for one in wanted if id(one) in memo}
     give_own_cache([counterparts[id(part)] for _, part in reach.modules if id(part) in counterparts])
-    functions = Functions(counterparts, map(id, [*parameters, *(part for _, part in reach.modules)]))
+    functions = Functions(counterparts)
     for one in (*(part for _, part in reach.modules), *reach.objects.values()):
         if id(one) in counterparts:
             functions.give(one, counterparts[id(one)])
@@ -155,14 +156,6 @@ def _detach(values: Iterable[Any], memo: dict[int, Any], depth: int = 0) -> None
                 memo[id(value)] = value.detach().clone()
         elif type(value) in (list, tuple, dict, OrderedDict, set, deque) and depth < _DEEPEST:
             _detach(list(value.values() if isinstance(value, dict) else value), memo, depth + 1)
-
-
-def derive(modules: Iterable[nn.Module], counterparts: dict[int, Any]) -> None:
-    """Compute what hooks derive from parameters, on a device's module whose parameters and buffers are where they belong."""
-    for one in derived_in(modules):
-        theirs = counterparts.get(id(one.module), one.module)
-        if theirs is not one.module:
-            vars(theirs)[one.name] = one.compute(theirs)
 
 
 def _culprit(module: nn.Module, error: Exception) -> str:

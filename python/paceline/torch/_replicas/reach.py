@@ -56,6 +56,11 @@ class Reach:
         """Whether there is a parameter or a module that is not registered."""
         return bool(self.unregistered) or len(self.modules) > self.registered
 
+    @property
+    def leads_on(self) -> bool:
+        """Whether there is one of these, or a function, which may refer to them."""
+        return self.leads_out or bool(self._functions)
+
     def captured(self) -> Iterator[tuple[str, str, types.FunctionType]]:
         """Functions whose closure refers to a module or a parameter, which copying does not change: (path, variable, function)."""
         wanted = self._own | {id(part) for _, part in self.modules} | {id(one) for one in self.unregistered.values()}

@@ -124,7 +124,7 @@ class Execution(Runner):
     ) -> tuple[torch.Tensor, Gradients]:
         """What `train` returns on a rank without items: the objective of all ranks, and its gradients."""
         assert self.ranks is not None
-        self.replicas.refresh(function, hooks=carries)
+        self.replicas.refresh(hooks=carries)
         user = UserGradients(self.replicas)
         totals: Gradients = [None] * len(self.replicas.parameters)
         self.calls += 1

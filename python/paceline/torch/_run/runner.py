@@ -80,7 +80,7 @@ class Runner:
         self.places.separate_generators()
         self._random = random = RandomStates(self.places)
         self._edits.begin(whole)
-        self.replicas.refresh(fn, hooks=hooks)
+        self.replicas.refresh(hooks=hooks)
         if self.places.any_part and not self._warned_of_kernels:
             tensors = [*self.replicas.parameters, *(tensor for _, tensor in whole.tensors())]
             if named := needing_a_whole_gpu(self.replicas.named_modules, tensors):
