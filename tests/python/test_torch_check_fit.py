@@ -206,36 +206,15 @@ def tags(module: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_time_in_dimension_0_is_told_with_a_transpose(kind: Any) -> None:
+def test_modules_that_take_dimension_0_for_time_are_named_with_what_to_do(kind: Any) -> None:
     batch = (made(9, ITEMS, 6), torch.arange(9 * ITEMS).reshape(9, ITEMS) % 3)
     report = checked(Sequence(kind), tags, batch)
-    assert kinds(report) == ["layout"], report
-    assert "x.transpose(0, 1)" in report.causes[0].text
-    assert f"recurrent ({kind.__name__})" in report.causes[0].text
+    told = f"recurrent ({kind.__name__}) takes dimension 0, which is split, for time."
+    assert told in report.causes[0].text
+    assert checked(Sequence(kind), tags, batch, batch_dim=1).exact
     turned = [tensor.transpose(0, 1).contiguous() for tensor in batch]
+    assert told in checked(Sequence(kind), tags, turned).causes[0].text
     assert checked(Sequence(kind, batch_first=True), tags, turned).exact
-
-
-def test_a_tensor_with_an_entry_for_each_time_does_not_hide_the_layout() -> None:
-    def fading(module: Any, batch: Any) -> Any:
-        losses = F.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="none")
-        return (losses.reshape(batch[1].shape) * batch[2][:, None]).mean()
-
-    labels = torch.arange(9 * ITEMS).reshape(9, ITEMS) % 3
-    report = checked(Sequence(nn.LSTM), fading, (made(9, ITEMS, 6), labels, torch.linspace(1, 2, 9)))
-    assert kinds(report) == ["layout"], report
-    assert "x.transpose(0, 1)" in report.causes[0].text
-
-
-def test_a_module_that_takes_the_item_for_time_is_told() -> None:
-    def last(module: Any, batch: Any) -> Any:
-        return F.cross_entropy(module(batch[0])[:, -1], batch[1])
-
-    batch = (made(ITEMS, 5, 6), torch.arange(ITEMS) % 3)
-    report = checked(Sequence(nn.LSTM), last, batch)
-    assert kinds(report) == ["layout"], report
-    assert "With batch_first=True" in report.causes[0].text
-    assert checked(Sequence(nn.LSTM, batch_first=True), last, batch).exact
 
 
 def test_batch_norm_is_told_with_the_size_of_the_difference() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from paceline.torch._batch.batch import Batch
-from paceline.torch._batch.moving import Move, same
 from paceline.torch._batch.objective import Objective, Reduction
 from paceline.torch._check.probe import Probe, distances, spans_of
 from paceline.torch._check.report import Kind
@@ -64,7 +62,11 @@ class Reader:
         linear = self._linear()
         if linear is not None and linear is not _READINGS["other mean", "mean"]:
             return linear
-        return self._weighted() or self._layout() or linear or self._coupling()
+        found = self._weighted()
+        if found is not None:
+            return found
+        kind, text = linear or self._coupling()
+        return kind, text + self._about_time()
 
     def _linear(self) -> Found | None:
         """Explain the gradients of the whole batch as a weighted sum of those of two parts."""
@@ -82,7 +84,7 @@ class Reader:
     def _weighted(self) -> Found | None:
         if self.reduction == "sum":
             return None
-        weight = self._weight(self.probe, self.sizes)
+        weight = self._weight()
         if weight is None:
             return None
         expression, described = weight
@@ -97,64 +99,31 @@ class Reader:
             "the gradients of the whole batch.",
         )
 
-    def _weight(self, probe: Probe, sizes: list[list[int]]) -> tuple[str, str] | None:
+    def _weight(self) -> tuple[str, str] | None:
         """The first weight that makes slices add up: as an expression, and in words."""
-        slices = _Slices(probe, sizes, self.tolerance)
+        probe = self.probe
         with LossWatch() as watch:
             probe.raw([(0, probe.batch.size)])
-        known = known_tensors(probe.loss_fn, probe.module)
+        slices, known = _Slices(probe, self.sizes, self.tolerance), known_tensors(probe.loss_fn, probe.module)
         for expression, described, values in weights_of(probe.batch.tensors(), watch, known):
             if slices.add_up(Objective(None, len(values), "mean", values)):
                 return expression, described
         return None
 
-    def _layout(self) -> Found | None:
-        """Find out whether dimension 1 is the item, in the batch or for the module."""
+    def _about_time(self) -> str:
+        """What to say of modules that take dimension 0 for time."""
         named = self.probe.module.named_modules()
-        timed = [(name, part) for name, part in named if getattr(part, "batch_first", None) is False]
-        modules = ", ".join(f"{name or 'the module'} ({type(part).__name__})" for name, part in timed[:3])
-        if self._adds_up_turned():
-            first = f", or batch_first=True for {modules} where dimension 0 is the item already" if timed else ""
-            return (
-                "layout",
-                "dimension 0 of the batch, which is split, is not the item: split along dimension 1 the same batch gives the gradients of the "
-                "whole. Say so, by batch_dim=1. Or pass it with the item first, x.transpose(0, 1), and transpose it back inside loss_fn if the module wants [time, batch]"
-                f"{first}.",
-            )
-        try:
-            for _, part in timed:
-                part.batch_first = True
-            if timed and self._adds_up(self.probe):
-                return (
-                    "layout",
-                    f"{modules} takes dimension 0, which is split and which is the item in the batch, for time. With batch_first=True every "
-                    "split that was tried gives the gradients of the whole batch.",
-                )
-        finally:
-            for _, part in timed:
-                part.batch_first = False
-        return None
-
-    def _adds_up_turned(self) -> bool:
-        """Whether slices along dimension 1 add up."""
-        batch = _AlongDimension1(self.probe.batch) if self.probe.batch.may_be_turned else None
-        if batch is None or batch.size < 2:
-            return False
-        objective = Objective(None, batch.size, self.reduction, None)
-        return self._adds_up(dataclasses.replace(self.probe, batch=batch, objective=objective))
-
-    def _adds_up(self, probe: Probe) -> bool:
-        """Whether slices of the probe's batch add up: as the trainer adds them, or with a weight that can be found."""
-        items = probe.batch.size
-        probe = dataclasses.replace(probe, noise=probe.noise.anew(items))
-        sizes = [[items // 2, items - items // 2], *([[1, items - 1]] if items > 2 else [])]
-        try:
-            adds_up = _Slices(probe, sizes, self.tolerance).add_up(probe.objective)
-            if probe.noise.lost:
-                return False
-            return adds_up or (self.reduction == "mean" and self._weight(probe, sizes) is not None)
-        except Exception:  # loss_fn does not accept such slices
-            return False
+        timed = [
+            f"{name or 'the module'} ({type(part).__name__})"
+            for name, part in named
+            if getattr(part, "batch_first", None) is False
+        ]
+        if not timed:
+            return ""
+        return (
+            f" {', '.join(timed[:3])} takes dimension 0, which is split, for time. If that is the item in the batch, the module needs batch_first=True. If dimension 1 is "
+            "the item, say so, by batch_dim=1."
+        )
 
     def _coupling(self) -> Found:
         try:
@@ -176,31 +145,6 @@ class Reader:
             "the result depends on how many items are in a slice: code that reads the batch size, or a term that is counted once for "
             "each slice, such as a regulariser in a sum. Divide by what belongs to the item, or add such a term to the gradients after the step.",
         )
-
-
-class _AlongDimension1:
-    """A batch that is cut along dimension 1. `size` is its length, or 0 if the tensors disagree about it.
-
-    Tensors of one dimension go along unchanged: in a batch [time, item] they have one entry for each time.
-    """
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-        sizes = {tensor.shape[1] for _, tensor in batch.tensors() if tensor.dim() > 1}
-        self.size = sizes.pop() if len(sizes) == 1 else 0
-
-    def slice(self, begin: int, end: int, move: Move = same) -> Any:
-        """Like `Batch.slice`."""
-        return self._batch.cut(lambda tensor: tensor[:, begin:end] if tensor.dim() > 1 else tensor, move)
-
-    def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Like `Batch.rows`."""
-        return torch.arange(begin, end)
-
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Like `Batch.tensors`, with the item first."""
-        tensors = [(path, tensor) for path, tensor in self._batch.tensors() if tensor.dim() > 1]
-        return [(f"{path}.transpose(0, 1)", tensor.transpose(0, 1)) for path, tensor in tensors]
 
 
 class _Slices:

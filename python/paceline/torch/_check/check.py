@@ -195,7 +195,7 @@ class Check:
                 self._explain(calm, splits)
             # Items that got the draws of other items may look coupled without being so.
             kinds = {cause.kind for cause in self.causes}
-            if not self.probe.noise.has_blocks or not kinds & {"coupled items", "layout", "unknown"}:
+            if not self.probe.noise.has_blocks or not kinds & {"coupled items", "unknown"}:
                 break
         if self.by_cost is not None:
             splits.append(self._dealt_out(whole, *self.by_cost))

@@ -121,7 +121,7 @@ class Probe:
     module: nn.Module
     parameters: Sequence[Any]
     places: Places
-    batch: Any  # a `Batch`, or what cuts one in another way
+    batch: Any  # a `Batch`, or one in another order
     objective: Objective
     loss_fn: LossFunction
     noise: Noise

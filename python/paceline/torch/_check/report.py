@@ -16,7 +16,6 @@ Kind = Literal[
     "batch size",
     "reduction",
     "weight",
-    "layout",
     "order",
     "not repeatable",
     "error",

@@ -56,10 +56,6 @@ class Noise:
         self.types: set[torch.dtype] = set()  # of what operators gave in the run that is recorded
         self.has_blocks = False  # whether one dimension holds both items and places
 
-    def anew(self, items: int) -> Noise:
-        """An empty record, for another way to cut the batch."""
-        return Noise(items, self._places, self.tolerance)
-
     def leave(self) -> None:
         """Bring the generators that loss_fn passes to where the run that counts has left them."""
         for generator, state in self._left.items():
