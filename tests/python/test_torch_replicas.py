@@ -109,10 +109,10 @@ def regularised_by(captured: Any) -> Any:
     return act
 
 
-def test_a_function_that_is_hidden_in_an_object_is_named_with_what_to_do() -> None:
+def test_a_function_over_the_module_that_is_hidden_in_lists_is_refused() -> None:
     module, batch = classifier()
     module[1] = Acting([[regularised_by([module[0]])]])
-    message = r"parameter 0\.weight .*attribute '1\.act.*' .*variable 'captured'.*replicate="
+    message = r"parameter 0\.weight .*uses the original module.*replicate="
     with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match=message):
         trainer.step(classify, batch)
 

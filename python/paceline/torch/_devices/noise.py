@@ -40,7 +40,6 @@ class Noise:
     def __init__(self, items: int, places: Places, tolerance: float) -> None:
         self.items = items
         self.generators = {torch.default_generator, *map(places.generator, range(len(places)))}
-        self._places = places
         self.tolerance = tolerance
         self.draws: list[Draw] = []
         self.recorded = False

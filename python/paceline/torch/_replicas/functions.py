@@ -37,7 +37,7 @@ class Functions:
 
     def __init__(self, counterparts: dict[int, Any]) -> None:
         self._counterparts = counterparts
-        self.made: dict[int, types.FunctionType] = {}  # by the identity of the user's
+        self._made: dict[int, types.FunctionType] = {}  # by the identity of the user's
         self.seen: list[Seen] = []
 
     def give(self, ours: Any, theirs: Any) -> None:
@@ -57,7 +57,7 @@ class Functions:
         if id(value) in self._counterparts:
             return self._counterparts[id(value)]
         if isinstance(value, types.FunctionType):
-            return self.made.get(id(value)) or self._function(value)
+            return self._made.get(id(value)) or self._function(value)
         if isinstance(value, types.MethodType):
             return types.MethodType(self._of(value.__func__), self._of(value.__self__))
         if isinstance(value, functools.partial):
@@ -73,7 +73,7 @@ class Functions:
         # Cells of other variables stay those of the user, who may set them.
         own = {name: types.CellType() if name in belong else cell for name, cell in variables.items()}
         new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(own.values()))
-        self.made[id(function)] = new  # which may call itself
+        self._made[id(function)] = new  # which may call itself
         for name in belong:
             own[name].cell_contents = self._of(contents[name])
             self.seen.append(Seen(variables[name], "cell_contents", contents[name]))

@@ -45,6 +45,13 @@ _contents = operator.attrgetter("_parameters", "_buffers", "_modules")
 class Replicas:
     """The replicas of one trainer, and whether they still fit the user's module."""
 
+    # Why a replica's loss may have reached the user's module, and what to do.
+    blame = (
+        "loss_fn (or a function, an object or a reference that is not copied with the module) uses the original module instead of the one it is given. "
+        "Use the module argument of loss_fn(module, batch). In the module itself, keep such functions in attributes; or give replicate=, a callable that builds the "
+        "module anew, functions included."
+    )
+
     def __init__(
         self, module: nn.Module, places: Places, replicate: Replicate | None, *, common: Common | None = None
     ) -> None:
@@ -96,7 +103,6 @@ class Replicas:
         self.generation += 1
         self.parameters, self.names = parameters, list(named)
         self._functions = made[0].functions
-        self._captured = list(reach.captured()) if self.shared else []
         self._attributes = _watched(reach, made[0].counterparts) if self.shared else None
         self._watch_forwards()
         self.named_modules, self.modules = reach.modules, modules  # also those in plain lists
@@ -164,25 +170,6 @@ class Replicas:
     def copies_of(self, parameter: torch.Tensor) -> dict[int, torch.Tensor]:
         """The copies that other memory spaces have of a parameter, by space."""
         return self._sent.of(parameter)
-
-    @property
-    def blame(self) -> str:
-        """Why a replica's loss may have reached the user's module, and what to do."""
-        made = self._functions.made if self._functions is not None else {}
-        captured = [
-            one for one in self._captured if id(one[2]) not in made
-        ]  # those that were made again are not to blame
-        if not captured:
-            return (
-                "loss_fn (or a closure, a patched forward, a stored reference) uses the original module instead of the one it is given. "
-                "Use the module argument of loss_fn(module, batch)."
-            )
-        path, variable, _ = captured[0]
-        return (
-            f"attribute '{path}' (a patched forward, a lambda) is a function that refers to a part of the original module by its variable "
-            f"'{variable}'. Make it a method, a functools.partial, or a module of its own; or give replicate=, a callable that builds the module "
-            "anew, functions included. If it is loss_fn that uses the original module: use its module argument."
-        )
 
     @property
     def any_buffers(self) -> bool:

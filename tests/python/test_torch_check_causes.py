@@ -1,4 +1,4 @@
-"""`check` finds out what a loss is made of, advises only what it tried, and leaves what lies outside of the module alone."""
+"""`check` names why a loss cannot be split, advises only what it tried, and leaves what lies outside of the module alone."""
 
 from __future__ import annotations
 
