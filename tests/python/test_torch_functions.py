@@ -137,8 +137,8 @@ def test_a_patched_forward_may_call_the_one_before_it() -> None:
 def test_variables_of_a_function_are_followed() -> None:
     net, batch = Net(), batch_of()
     net.other = nn.Linear(5, 5).double()
-    layer, scale = net.gate, 1.0
-    net.act = lambda x: layer(x) * scale
+    layer, scale, options = net.gate, 1.0, {"shift": 0.0}
+    net.act = lambda x: layer(x) * scale + options["shift"]
     with DataParallel(net, TWO) as trainer:
         for new in (net.other, net.other, net.gate):
             net.zero_grad()
@@ -148,6 +148,7 @@ def test_variables_of_a_function_are_followed() -> None:
             trainer.step(classify, batch)
             assert_same_gradients(net, wanted)
             layer, scale = new, scale + 1
+            options["shift"] += 1.0
         del net.act.__closure__[0].cell_contents
         with pytest.raises(NameError, match="'layer'"):
             trainer.step(classify, batch)
@@ -156,6 +157,17 @@ def test_variables_of_a_function_are_followed() -> None:
 def over_cache(net: Net) -> Any:
     cache: dict[str, Any] = {}
     return lambda x: cache.setdefault("factor", 2.0) * net.gate(x)
+
+
+def over_shared_graph(net: Net) -> Any:
+    held: dict[str, Any] = {}
+
+    def act(x: torch.Tensor) -> Any:
+        held["gate"] = net.gate.weight.tanh()
+        net.first(x.new_zeros(1, 6))  # another device may come here meanwhile
+        return x @ held["gate"]
+
+    return act
 
 
 def over_counter(net: Net) -> Any:
@@ -201,6 +213,7 @@ def with_attribute(net: Net) -> Any:
     "make",
     [
         over_cache,
+        over_shared_graph,
         over_counter,
         over_helper,
         with_attribute,
@@ -208,7 +221,7 @@ def with_attribute(net: Net) -> Any:
         over_method,
     ],
 )
-def test_what_else_a_function_refers_to_stays_the_users(make: Any) -> None:
+def test_a_function_may_keep_state_beside_parts_of_the_module(make: Any) -> None:
     net, batch = Net(), batch_of()
     net.act = make(net)
     classify(net, batch).backward()

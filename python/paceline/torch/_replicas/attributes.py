@@ -45,7 +45,7 @@ class _Is:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, one: Any, read: Callable[[Any], Any] = lambda one: None, depth: int = 0) -> None:
-        self._one, self._read, self._then = one, read, _frozen(read(one), depth)
+        self._one, self._read, self._then = one, read, frozen(read(one), depth)
 
     def __eq__(self, other: object) -> bool:
         return other is self._one and bool(self._then == self._read(other))
@@ -70,7 +70,7 @@ def _fields(value: Any) -> tuple[Any, ...]:
     return dict(attributes_of(value)), None if base is None else base(value)
 
 
-def _frozen(value: Any, depth: int = 0) -> Any:
+def frozen(value: Any, depth: int = 0) -> Any:
     """A snapshot of `value`, which compares equal to `value` until `value` changes."""
     kind = type(value)
     if kind in SIMPLE:
@@ -87,9 +87,9 @@ def _frozen(value: Any, depth: int = 0) -> Any:
     if has_slots(kind) or (beside is not None and beside is not value):
         return _Is(value, _fields, depth + 1)
     if base is dict:
-        return {key: _frozen(one, depth + 1) for key, one in dict.items(value)}
+        return {key: frozen(one, depth + 1) for key, one in dict.items(value)}
     if base is not None:
-        return set(value) if base is set else base(_frozen(one, depth + 1) for one in value)
+        return set(value) if base is set else base(frozen(one, depth + 1) for one in value)
     if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
         return _Is(value, _elements, depth + 1) if value.nbytes <= MOST_BYTES else _Is(value)
     return value if compares is object.__eq__ else _Is(value)
@@ -118,7 +118,7 @@ class Attributes:
         for index in changed:
             kept = self._kept_elsewhere(index)
             values = self._dicts[index].items()
-            self._saved[index] = {key: value if key in kept else _frozen(value) for key, value in values}
+            self._saved[index] = {key: value if key in kept else frozen(value) for key, value in values}
         self._lengths = list(map(len, self._dicts))
         self._values = list(chain.from_iterable(map(dict.values, self._saved)))
         self._tables: list[dict[int, Any]] = list(chain.from_iterable(map(_tables, self._modules)))
@@ -167,14 +167,14 @@ class Attributes:
         """The changes since `note`, one by one, without hooks."""
         found = []
         pairs = enumerate(zip(self._saved, self._dicts, strict=True))
-        self._differing = {index for index, (saved, now) in pairs if not _equal(saved, now)}
+        self._differing = {index for index, (saved, now) in pairs if not equal(saved, now)}
         for index in sorted(self._differing):
             saved, now = self._saved[index], self._dicts[index]
             kept = self._kept_elsewhere(index)
             found += [
                 Change(index, name, value)
                 for name, value in now.items()
-                if name not in kept and not (name in saved and _equal(saved[name], value))
+                if name not in kept and not (name in saved and equal(saved[name], value))
             ]
             found += [Change(index, name, None, gone=True) for name in saved if name not in now]
         return found
@@ -250,7 +250,8 @@ def carry(changes: list[Change], holders: list[Any], counterparts: dict[int, Any
             ) from error
 
 
-def _equal(saved: Any, now: Any) -> bool:
+def equal(saved: Any, now: Any) -> bool:
+    """Whether a value is still what `frozen` has made a snapshot of."""
     try:
         return saved is now or bool(saved == now)
     except Exception:

@@ -6,8 +6,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +15,13 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._replicas.attributes import align, align_hooks
 from paceline.torch._replicas.compiled import carry_compiled
-from paceline.torch._replicas.functions import Functions
+from paceline.torch._replicas.functions import Functions, detach
 from paceline.torch._replicas.parametrized import give_own_cache
 from paceline.torch._replicas.reach import Reach
 
 Replicate = Callable[[nn.Module], nn.Module]
 
 _ALIGNMENT = 256  # bytes, enough for all kernels
-_DEEPEST = 4  # levels of containers in which a forward leaves tensors
 
 # Makes the tensor that a device's module has in the place of a parameter, with storage in the device's memory space.
 Alias = Callable[[torch.Tensor], torch.Tensor]
@@ -127,7 +125,7 @@ def copied(
         computed = {
             key.rpartition("_")[0] for key in vars(one).get("_parameters") or ()
         }  # weight from weight_orig or weight_g
-        _detach([value for name, value in vars(one).items() if detaches or name in computed], memo)
+        detach([value for name, value in vars(one).items() if detaches or name in computed], memo)
     try:
         made = copy.deepcopy(module, memo)
     except Exception as error:
@@ -146,16 +144,6 @@ def copied(
         if id(part) in counterparts:
             carry_compiled(part, counterparts[id(part)])
     return Copied(made, counterparts, functions)
-
-
-def _detach(values: Iterable[Any], memo: dict[int, Any], depth: int = 0) -> None:
-    """Let copies of tensors with a graph, which a forward has left and `copy.deepcopy` refuses, have none."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if not value.is_leaf and id(value) not in memo:
-                memo[id(value)] = value.detach().clone()
-        elif type(value) in (list, tuple, dict, OrderedDict, set, deque) and depth < _DEEPEST:
-            _detach(list(value.values() if isinstance(value, dict) else value), memo, depth + 1)
 
 
 def _culprit(module: nn.Module, error: Exception) -> str:

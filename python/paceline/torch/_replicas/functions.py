@@ -1,20 +1,28 @@
 """Gives a replica its own versions of functions that refer to the module, such as lambdas over a submodule or over ``self``.
 
 `copy.deepcopy` does not copy functions, so a copied module would call the parts of the original. A function is made again, over the replica's
-parts. All else that it refers to by closure and defaults stays the user's.
+parts. It has its own variables, and copies of lists and dictionaries there, as attributes of the replica have: a cache of one device is none of another.
+A hook is made again, too, but fills the lists and dictionaries of the user.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
+
+from paceline.torch._replicas.attributes import HOOKS, equal, frozen
 from paceline.torch._replicas.reach import LONGEST, closure_of
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, dict, OrderedDict)
+_DEEPEST = 4  # levels of containers in which a forward leaves tensors
+_CHANGING = (*_CONTAINERS, set, deque)
 
 
 class Seen(NamedTuple):
@@ -22,12 +30,12 @@ class Seen(NamedTuple):
 
     owner: Any
     name: str
-    value: Any
+    value: Any  # as `frozen`
 
     @property
     def same(self) -> bool:
         try:
-            return getattr(self.owner, self.name) is self.value
+            return equal(self.value, getattr(self.owner, self.name))
         except ValueError:  # a variable that was deleted
             return False
 
@@ -37,12 +45,15 @@ class Functions:
 
     def __init__(self, counterparts: dict[int, Any]) -> None:
         self._counterparts = counterparts
+        self._memo = dict(counterparts)  # with the copies of lists and dictionaries
+        self._is_hook = False
         self._made: dict[int, types.FunctionType] = {}  # by the identity of the user's
         self.seen: list[Seen] = []
 
     def give(self, ours: Any, theirs: Any) -> None:
         """Put new functions into the attributes of `theirs`, a copy of `ours`, and into lists and dictionaries there."""
         for name, value in list(vars(theirs).items()) if ours is not theirs else ():
+            self._is_hook = name in HOOKS
             if isinstance(value, _FUNCTIONS):
                 vars(theirs)[name] = self._of(value)
             elif type(value) in _CONTAINERS and value is not vars(ours).get(name):
@@ -50,10 +61,13 @@ class Functions:
                     if isinstance(one, _FUNCTIONS):
                         value[key] = self._of(one)
 
-    def _of(self, value: Any) -> Any:
-        """The value for the replica, the same if nothing in it belongs to the module."""
+    def _of(self, value: Any, *, copies: bool = False) -> Any:
+        """The value for the replica, the same if nothing in it belongs to the module. `copies`: but for containers that may change."""
         if not self._refers(value, set()):
-            return value
+            if not copies or type(value) not in _CHANGING:
+                return value
+            detach([value], self._memo)
+            return copy.deepcopy(value, self._memo)
         if id(value) in self._counterparts:
             return self._counterparts[id(value)]
         if isinstance(value, types.FunctionType):
@@ -69,19 +83,18 @@ class Functions:
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         cells, contents = function.__closure__ or (), dict(closure_of(function))
         variables = dict(zip(function.__code__.co_freevars, cells, strict=True))
-        belong = {name for name, one in contents.items() if self._refers(one, set())}
-        # Cells of other variables stay those of the user, who may set them.
-        own = {name: types.CellType() if name in belong else cell for name, cell in variables.items()}
+        wanted = {name for name, one in contents.items() if not self._is_hook or self._refers(one, set())}
+        own = {name: types.CellType() if name in wanted else cell for name, cell in variables.items()}
         new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(own.values()))
         self._made[id(function)] = new  # which may call itself
-        for name in belong:
-            own[name].cell_contents = self._of(contents[name])
-            self.seen.append(Seen(variables[name], "cell_contents", contents[name]))
+        for name in wanted:
+            own[name].cell_contents = self._of(contents[name], copies=True)
+            self.seen.append(Seen(variables[name], "cell_contents", frozen(contents[name])))
         functools.update_wrapper(new, function)
         vars(new).pop("__wrapped__")
         vars(new).update(vars(function))
         new.__defaults__, new.__kwdefaults__ = self._of(function.__defaults__), self._of(function.__kwdefaults__)
-        self.seen.append(Seen(function, "__defaults__", function.__defaults__))
+        self.seen.append(Seen(function, "__defaults__", frozen(function.__defaults__)))
         return new
 
     def _refers(self, value: Any, known: set[int]) -> bool:
@@ -106,3 +119,13 @@ def _inside(value: Any) -> list[Any]:
     if type(value) not in (tuple, *_CONTAINERS) or len(value) > LONGEST:
         return []
     return list(value.values() if isinstance(value, dict) else value)
+
+
+def detach(values: Iterable[Any], memo: dict[int, Any], depth: int = 0) -> None:
+    """Let copies of tensors with a graph, which a forward has left and `copy.deepcopy` refuses, have none."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not value.is_leaf and id(value) not in memo:
+                memo[id(value)] = value.detach().clone()
+        elif type(value) in (list, tuple, dict, OrderedDict, set, deque) and depth < _DEEPEST:
+            detach(list(value.values() if isinstance(value, dict) else value), memo, depth + 1)
