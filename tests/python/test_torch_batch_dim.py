@@ -171,17 +171,6 @@ def test_check_takes_it_and_names_it_where_it_is_missing() -> None:
         ).exact
 
 
-def test_check_does_not_look_for_another_dimension_in_samples() -> None:
-    module, (x, y) = classifier(8)
-    with DataParallel(module, TWO) as trainer:
-        report = trainer.check(
-            lambda m, b: m(b).std(),
-            list(zip(x, y, strict=True)),
-            collate=lambda some: torch.stack([one for one, _ in some]),
-        )
-        assert {cause.kind for cause in report.causes} == {"coupled items"}
-
-
 MASK = (torch.arange(5)[:, None] <= torch.arange(ITEMS) % 5).double()  # [time, items]
 
 
