@@ -126,20 +126,20 @@ def copied(
             key.rpartition("_")[0] for key in vars(one).get("_parameters") or ()
         }  # weight from weight_orig or weight_g
         detach([value for name, value in vars(one).items() if detaches or name in computed], memo)
+    wanted = [*parameters, *(part for _, part in reach.modules), *reach.objects.values()]
     try:
         made = copy.deepcopy(module, memo)
+        counterparts = {id(one): memo[id(one)] for one in wanted if id(one) in memo}
+        functions = Functions(counterparts)
+        for one in (*(part for _, part in reach.modules), *reach.objects.values()):
+            if id(one) in counterparts:
+                functions.give(one, counterparts[id(one)])
     except Exception as error:
         raise InvalidArgument(
             f"paceline: the module cannot be copied for a second device: {_culprit(module, error)}. Give replicate=, a callable that "
             "takes the module and returns a new one of the same structure; the user's parameters are put into it."
         ) from error
-    wanted = [*parameters, *(part for _, part in reach.modules), *reach.objects.values()]
-    counterparts = {id(one): memo[id(one)] for one in wanted if id(one) in memo}
     give_own_cache([counterparts[id(part)] for _, part in reach.modules if id(part) in counterparts])
-    functions = Functions(counterparts)
-    for one in (*(part for _, part in reach.modules), *reach.objects.values()):
-        if id(one) in counterparts:
-            functions.give(one, counterparts[id(one)])
     for _, part in reach.modules:
         if id(part) in counterparts:
             carry_compiled(part, counterparts[id(part)])

@@ -77,7 +77,7 @@ class Functions:
         if isinstance(value, functools.partial):
             return functools.partial(self._of(value.func), *self._of(value.args), **self._of(value.keywords))
         if isinstance(value, dict):
-            return {key: self._of(one) for key, one in value.items()}
+            return type(value)((key, self._of(one)) for key, one in value.items())
         return type(value)(map(self._of, value))
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
