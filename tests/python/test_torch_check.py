@@ -54,7 +54,9 @@ def test_batch_norm_is_named_with_its_place(dtype: torch.dtype) -> None:
     assert report.causes[0].modules == ("1",)
     assert "1 (BatchNorm1d)" in str(report)
     assert "GroupNorm" in str(report)
-    assert report.verdict.startswith("not exact: running statistics (loss or gradients differ by up to ")
+    assert report.verdict.startswith(
+        f"not exact: running statistics (loss or gradients differ by up to {report.largest:.0%})"
+    )
     assert report.differences["0.weight"] > 1e-2
     assert checked(module.eval(), batch=inputs(dtype=dtype)).exact
 
@@ -298,7 +300,7 @@ def test_what_cannot_be_checked_is_refused() -> None:
             trainer.check(batch[0], batch)  # type: ignore[arg-type]
 
 
-def test_a_loss_that_fails_over_one_item_is_named_though_other_splits_are_exact() -> None:
+def test_a_loss_that_fails_over_one_item_is_told_why() -> None:
     module, (x, y) = classifier(16)
     squeezed = nn.Sequential(module, nn.Linear(3, 1)).double()
 
@@ -307,10 +309,6 @@ def test_a_loss_that_fails_over_one_item_is_named_though_other_splits_are_exact(
 
     batch = (x, (y > 1).double())
     with DataParallel(squeezed, TWO, balance=[15, 1]) as trainer:
-        report = trainer.check(loss_fn, batch)
-        assert report.verdict.startswith("not exact: error")
-        assert "one item" in str(report)
-        assert "squeeze(-1)" in str(report)
         with pytest.raises(ValueError, match="target size") as raised:
             trainer.step(loss_fn, batch)
         assert "squeeze(-1)" in str(getattr(raised.value, "__notes__", raised.value.__cause__))

@@ -262,3 +262,17 @@ def test_data_that_the_user_replaces_is_let_go() -> None:
         trainer.step(squares, rows())
     gc.collect()
     assert gone() is None
+
+
+def test_a_sparse_buffer_is_proved() -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2).double()
+            self.register_buffer("neighbours", torch.eye(4, dtype=torch.float64)[:3].to_sparse())
+
+        def forward(self, x: Any) -> Any:
+            return self.layer((self.neighbours @ x.T).T)
+
+    with DataParallel(Graph(), ["host:0", "host:1"], prove="raise") as trainer:
+        trainer.step(lambda m, x: m(x).square().mean(), torch.randn(16, 4, dtype=torch.float64))

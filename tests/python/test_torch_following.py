@@ -62,6 +62,11 @@ def remove_parameter(module: Any) -> None:
     module[0].bias = None
 
 
+def remove_and_set_parameter(module: Any) -> None:
+    remove_parameter(module)
+    module[0].bias = nn.Parameter(torch.full((10,), 0.5, dtype=torch.double))
+
+
 def tie(module: Any) -> None:
     module[2].bias = nn.Parameter(module[2].weight[:, 0].detach().clone())
 
@@ -74,10 +79,6 @@ def write_in_place(module: Any) -> None:
 
 def parametrize(module: Any) -> None:
     nn.utils.parametrizations.weight_norm(module[0])
-
-
-def channels_last(module: Any) -> None:
-    module.to(memory_format=torch.preserve_format)
 
 
 def freeze(module: Any) -> None:
@@ -100,6 +101,7 @@ CHANGES: list[Callable[[Any], None]] = [
     replace_by_name,
     add_submodule,
     remove_parameter,
+    remove_and_set_parameter,
     tie,
     write_in_place,
     parametrize,

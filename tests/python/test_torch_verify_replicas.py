@@ -14,7 +14,6 @@ from torch import nn
 from paceline import Error, InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._check.agreement import differing_copies
-from paceline.torch._replicas.buffers import same_bits
 from torch_support import (
     TWO,
     assert_same_gradients,
@@ -186,17 +185,6 @@ def test_what_cannot_be_compared_is_no_difference() -> None:
         handle = next(module.parameters()).register_hook(lambda gradient: 2 * gradient)
         assert "gradient hooks" in trainer.verify_replicas(classify, batch).verdict
         handle.remove()
-
-
-def test_bits_are_compared_and_not_values() -> None:
-    values = torch.tensor([1.0, float("nan"), 0.0, -3.5])
-    assert same_bits(values, values.clone())
-    for changed in (torch.tensor([1.0, float("nan"), -0.0, -3.5]), torch.tensor([1.0, 2.0, 0.0, -3.5])):
-        assert not same_bits(values, changed)
-    flipped = values.clone()
-    flipped.view(torch.int32)[0] ^= 1
-    assert not same_bits(values, flipped)
-    assert same_bits(values.half().reshape(2, 2).t(), values.half().reshape(2, 2).t().clone())
 
 
 def test_a_copy_in_another_memory_space_with_a_flipped_bit_is_named() -> None:

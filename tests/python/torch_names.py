@@ -69,7 +69,6 @@ ATTRIBUTES = {
     "tracing": ("_orig_module_call", "_orig_module_getattr", "_is_fx_tracing_flag"),
     "operator": ("_schema",),
     "jagged": ("_ragged_idx",),
-    "pruning": ("_tensor_name",),
     "compiled": ("_torchdynamo_orig_callable",),
 }
 

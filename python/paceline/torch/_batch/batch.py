@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import numbers
 import threading
-from collections import Counter, UserDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from paceline import Cancelled, InvalidArgument
+from paceline import InvalidArgument
 from paceline._words import plural
-from paceline.torch._batch.moving import Move, moved, same, set_field
+from paceline.torch._batch.moving import Move, moved, same
+from paceline.torch._batch.nest import entries_of, with_entries
 from paceline.torch._batch.splits import Leaf as OwnLeaf
 from paceline.torch._batch.splits import Offsets, Split, cutters_of, leaf_of
 
@@ -162,11 +162,6 @@ class Batch:
         """The nest: where its tensors are, how many dimensions they have and of which type, but not how large they are."""
         return tuple(path for path, _ in self._sized), tuple((len(shape), dtype) for shape, dtype in self.item_shapes)
 
-    @property
-    def may_be_turned(self) -> bool:
-        """Whether the item may be in another dimension than the first without the caller having said so."""
-        return not any(self._dims)
-
     def gathered(self, rows: torch.Tensor, move: Move = same) -> Any:
         """Like `slice`, for items from anywhere in the batch. `rows` has their indices."""
 
@@ -199,12 +194,9 @@ class Batch:
             return self._own(node, own, path, dim)
         if isinstance(node, torch.Tensor):
             return self._tensor(node, path, dim)
-        if dataclasses.is_dataclass(node) and not isinstance(node, type):
-            return self._dataclass(node, path, dim)
-        if isinstance(node, Mapping):
-            return self._mapping(node, path, dim)
-        if isinstance(node, (list, tuple)):
-            return self._sequence(node, path, dim)
+        entries = entries_of(node)
+        if entries is not None:
+            return self._nest(node, entries, path, dim)
         shape = getattr(node, "shape", None)
         if dim is None:
             return None
@@ -260,70 +252,19 @@ class Batch:
         # Recurrent layers want contiguous states.
         return lambda take, move: move(take(front).movedim(0, there).contiguous())
 
-    def _dataclass(self, node: Any, path: str, dim: BatchDim) -> Slicer | None:
-        names = [field.name for field in dataclasses.fields(node)]
-        dims = _dims_of(dim, names, path)
-        parts = self._parts(
-            (name, getattr(node, name), f"{path}.{name}", inner) for name, inner in zip(names, dims, strict=True)
-        )
-        if not parts:
-            return None
-
-        def cut(take: Move, move: Move) -> Any:
-            result = copy.copy(node)
-            for name, slicer in parts:
-                set_field(result, name, slicer(take, move))
-            return result
-
-        return cut
-
-    def _mapping(self, node: Mapping[Any, Any], path: str, dim: BatchDim) -> Slicer | None:
-        dims = _dims_of(dim, list(node), path)
-        parts = self._parts(
-            (key, value, f"{path}[{key!r}]", inner) for (key, value), inner in zip(node.items(), dims, strict=True)
-        )
-        if not parts:
-            return None
-
-        def cut(take: Move, move: Move) -> Any:
-            plain = isinstance(node, (dict, UserDict))
-            result: Any = copy.copy(node) if plain else dict(node)
-            for key, slicer in parts:
-                result[key] = slicer(take, move)
-            return result if plain else _like(node, result)
-
-        return cut
-
-    def _sequence(self, node: Any, path: str, dim: BatchDim) -> Slicer | None:
-        names = getattr(node, "_fields", None)
-        dims = _dims_of(dim, names or range(len(node)), path, ordered=True)
-        parts = self._parts(
-            (index, value, f"{path}.{names[index]}" if names else f"{path}[{index}]", inner)
-            for index, (value, inner) in enumerate(zip(node, dims, strict=True))
-        )
-        if not parts:
-            if node and not names and dim is not None and not _is_constant(node):
-                kind = f"a {type(node).__name__} of {type(node[0]).__name__}"
-                self._uncut.append((path, len(node), kind))
-            return None
-
-        def cut(take: Move, move: Move) -> Any:
-            values = list(node)
-            for index, slicer in parts:
-                values[index] = slicer(take, move)
-            if names:
-                return type(node)(*values)
-            return values if type(node) is list else type(node)(values)
-
-        return cut
-
-    def _parts(self, entries: Any) -> list[tuple[Any, Slicer]]:
+    def _nest(self, node: Any, entries: list[tuple[Any, Any, str]], path: str, dim: BatchDim) -> Slicer | None:
+        keys, ordered = [key for key, *_ in entries], isinstance(node, (list, tuple))
+        dims = _dims_of(dim, keys, path, ordered=ordered)
         parts = []
-        for key, value, path, dim in entries:
-            slicer = self._slicer(value, path, dim)
+        for (key, value, way), inner in zip(entries, dims, strict=True):
+            slicer = self._slicer(value, path + way, inner)
             if slicer is not None:
                 parts.append((key, slicer))
-        return parts
+        if parts:
+            return lambda take, move: with_entries(node, {key: slicer(take, move) for key, slicer in parts})
+        if ordered and node and not hasattr(node, "_fields") and dim is not None and not _is_constant(node):
+            self._uncut.append((path, len(node), f"a {type(node).__name__} of {type(node[0]).__name__}"))
+        return None
 
 
 def _dims_of(dim: BatchDim, keys: Sequence[Any], path: str, *, ordered: bool = False) -> list[Any]:
@@ -372,24 +313,6 @@ def _holds_tensors(node: Any) -> bool:
         return False
     tensors = [one for one in getattr(node, "__dict__", {}).values() if isinstance(one, torch.Tensor)]
     return callable(getattr(node, "to", None)) or any(one.dim() for one in tensors)
-
-
-def _like(node: Mapping[Any, Any], contents: dict[Any, Any]) -> Any:
-    """A mapping of the type of `node`. A dict, if the type makes anything else of them: a shallow copy may write through to the user's mapping."""
-    kind: Any = type(node)
-    try:
-        made = kind(contents)
-        same = (
-            type(made) is kind and list(made) == list(contents) and all(made[key] is contents[key] for key in contents)
-        )
-        state, wanted = getattr(made, "__dict__", {}), getattr(node, "__dict__", {})
-        same &= state.keys() == wanted.keys()
-        same &= all(value is wanted[name] or isinstance(value, (Mapping, list)) for name, value in state.items())
-    except Cancelled:  # gets a worker out of Python
-        raise
-    except Exception:  # the type is the user's
-        return contents
-    return made if same else contents
 
 
 def _described(data: Any) -> str:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import enum
-import operator
 import sys
-from collections import UserDict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -15,7 +12,8 @@ import torch
 
 from paceline import InvalidArgument
 from paceline._words import plural
-from paceline.torch._batch.moving import Move, moved, same, set_field
+from paceline.torch._batch.moving import Move, moved, same
+from paceline.torch._batch.nest import entries_of, with_entries
 
 # A part of the batch: the items [begin, end), and what belongs to them.
 Piece = tuple[int, int, Any]
@@ -140,11 +138,6 @@ def check_rows(tensor: torch.Tensor, items: int, path: str, call: str) -> None:
 
 def joined(pieces: list[Piece], path: str, leaf: Leaf, call: str, per_item: PerItem | None = None) -> Any:
     """One nest out of nests of one structure. `leaf` makes its tensors, `per_item` its lists with one entry per item, if there may be such."""
-
-    def inner(part: Callable[[Any], Any], name: str) -> Any:
-        parts = [(begin, end, part(piece)) for begin, end, piece in pieces]
-        return joined(parts, f"{path}{name}", leaf, call, per_item)
-
     first = pieces[0][2]
     other = next((piece for _, _, piece in pieces if type(piece) is not type(first)), first)
     if other is not first:
@@ -153,23 +146,15 @@ def joined(pieces: list[Piece], path: str, leaf: Leaf, call: str, per_item: PerI
         )
     if isinstance(first, torch.Tensor):
         return leaf(pieces, path)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        result: Any = copy.copy(first)
-        for field in dataclasses.fields(first):
-            set_field(result, field.name, inner(operator.attrgetter(field.name), f".{field.name}"))
-        return result
     if per_item is not None and _is_per_item(pieces, path, call):
         return type(first)(per_item.list([entry for _, _, piece in pieces for entry in piece]))
-    if isinstance(first, (dict, UserDict, list, tuple)):
-        _check_entries([piece for _, _, piece in pieces], path, call)
-    if isinstance(first, (dict, UserDict)):
-        result = copy.copy(first)
-        for key in first:
-            result[key] = inner(operator.itemgetter(key), f"[{key!r}]")
-        return result
-    if isinstance(first, (list, tuple)):
-        values = [inner(operator.itemgetter(index), f"[{index}]") for index in range(len(first))]
-        return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
+    if (entries := entries_of(first)) is not None:
+        insides = _insides(pieces, path, call)
+        new = {
+            key: joined([(*span, one[key]) for span, one in insides], path + way, leaf, call, per_item)
+            for key, _, way in entries
+        }
+        return with_entries(first, new)
     if first is None:
         return None
     if per_item is None:
@@ -188,25 +173,38 @@ def joined(pieces: list[Piece], path: str, leaf: Leaf, call: str, per_item: PerI
             f"{call}: {path} is {_shortened(first)} in one micro-batch and {_shortened(other)} in another. A value for the whole batch cannot be put "
             "together from slices. Return one row, or one entry of a list, per item."
         )
-    _check_entries([vars(piece) for _, _, piece in pieces], path, call)
     result = copy.copy(first)
+    insides = _insides(pieces, path, call)
     for name in vars(first):
-        vars(result)[name] = inner(operator.attrgetter(name), f".{name}")
+        vars(result)[name] = joined(
+            [(*span, one[name]) for span, one in insides], f"{path}.{name}", leaf, call, per_item
+        )
     return result
 
 
-def _check_entries(nodes: list[Any], path: str, call: str) -> None:
-    """Raise if they have not the same keys, or the same length."""
+def _inside(node: Any) -> dict[Any, Any]:
+    """What a nest or an object holds."""
+    entries = entries_of(node)
+    if entries is None:
+        return dict(getattr(node, "__dict__", {}))
+    return {key: value for key, value, _ in entries}
 
-    def entries(node: Any) -> Any:
-        return set(node) if isinstance(node, (dict, UserDict)) else len(node)
 
-    other = next((node for node in nodes if entries(node) != entries(nodes[0])), None)
+def _insides(pieces: list[Piece], path: str, call: str) -> list[tuple[tuple[int, int], dict[Any, Any]]]:
+    """What each piece holds. Raises if they have not the same entries."""
+    found = [((begin, end), _inside(piece)) for begin, end, piece in pieces]
+    first = found[0][1]
+    other = next((inside for _, inside in found if inside.keys() != first.keys()), None)
     if other is not None:
+        listed = isinstance(pieces[0][2], (list, tuple))
+        one, two = (
+            f"{len(each)} of them" if listed else ", ".join(map(repr, each)) or "none" for each in (first, other)
+        )
         raise InvalidArgument(
-            f"{call}: {path} has other entries in one micro-batch than in another: {_described_entries(nodes[0])} and {_described_entries(other)}. "
+            f"{call}: {path} has other entries in one micro-batch than in another: {one} and {two}. "
             "Return the same for every slice, whatever its items are, or a list with one entry per item."
         )
+    return found
 
 
 def _array_of(pieces: list[Piece], path: str, call: str, per_item: PerItem) -> Any:
@@ -258,12 +256,7 @@ def _kind_of(pieces: list[Piece]) -> Literal["rows", "same", "nothing", "other"]
         return "nothing"
     if isinstance(first, _SIMPLE):
         return "same" if all(_equal(node, first) for node in nodes) else "other"
-    if isinstance(first, (list, tuple)):
-        insides = [dict(enumerate(node)) for node in nodes]
-    elif isinstance(first, (dict, UserDict)):
-        insides = [dict(node) for node in nodes]
-    else:
-        insides = [vars(node) if hasattr(node, "__dict__") else {} for node in nodes]
+    insides = [_inside(node) for node in nodes]
     if any(inside.keys() != insides[0].keys() for inside in insides):
         return "other"
     kinds = {
@@ -292,7 +285,3 @@ def is_array(value: Any) -> bool:
     """Whether it is one of NumPy's, if the program uses it."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def _described_entries(node: Any) -> str:
-    return ", ".join(map(repr, node)) or "none" if isinstance(node, (dict, UserDict)) else f"{len(node)} of them"

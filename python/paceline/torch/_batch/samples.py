@@ -59,10 +59,6 @@ class Samples(Batch):
         return Samples(list(self._samples[begin:end]), self._collate)
 
     @property
-    def may_be_turned(self) -> bool:
-        return False
-
-    @property
     def structure(self) -> Any:
         return type(self._samples[0])
 

@@ -96,7 +96,7 @@ def verify(
     tolerance: float | None = None,
 ) -> ReplicaReport:
     """Run one micro-batch on the module itself, and on each of the `devices` alone. Commits nothing. `work` is for this call alone."""
-    execution.replicas.refresh(loss_fn, hooks=True)
+    execution.replicas.refresh(hooks=True)
     module, places, replicas = execution.module, execution.places, execution.replicas
     tolerance = tolerance_for(module, places) if tolerance is None else tolerance
     span = _micro_batch(batch, objective, len(devices))

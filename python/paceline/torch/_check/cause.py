@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Literal
 
 import torch
 
-from paceline.torch._batch.batch import Batch
-from paceline.torch._batch.moving import Move, same
 from paceline.torch._batch.objective import Objective, Reduction
-from paceline.torch._check.fit import READINGS, Fit, Share, couples_items, read_raw
-from paceline.torch._check.probe import Probe
+from paceline.torch._check.probe import Probe, distances, spans_of
 from paceline.torch._check.report import Kind
 from paceline.torch._check.weights import LossWatch, known_tensors, weights_of
 
 Found = tuple[Kind, str]  # the kind of the cause, and its text
+Reading = Literal["sum", "mean", "mean over items", "other mean", "none"]
+_Gradients = list[torch.Tensor | None]
+
+# For a kind of loss and the reduction that the trainer was made with: the kind of the cause, and its text.
+_READINGS: dict[tuple[Reading, Reduction], tuple[Kind, str]] = {
+    ("sum", "mean"): (
+        "reduction",
+        'loss_fn returns a sum over its items, but the trainer was told "mean". Return the mean, or make the trainer with '
+        'reduction="sum" and return the plain sum: step divides it by the number of items, so a loss that is divided already would count for less. '
+        "To train on the sum itself, as for a VAE, also pass total=1: then nothing is divided, and the gradient is the one that the sum has on one "
+        "device.",
+    ),
+    ("mean", "sum"): (
+        "reduction",
+        'loss_fn returns a mean over its items, but the trainer was told "sum". Make it with reduction="mean" (the default), or return the sum.',
+    ),
+    ("mean over items", "mean"): (
+        "weight",
+        "loss_fn returns the mean over its items, but weight= says that they do not count the same. Return the mean over the weight, one "
+        "loss for each item, or leave weight= out.",
+    ),
+    ("other mean", "mean"): (
+        "weight",
+        "loss_fn returns a mean over something that not every item has as much of, such as unmasked tokens, or the class weights of its labels. "
+        "Say how much each item has: weight=lambda batch: ... with one number for each. Nothing that was tried from the batch fits. If it is a function of a mean, as RMSE is, return the mean itself, whose minimum is the same.",
+    ),
+    ("other mean", "sum"): (
+        "reduction",
+        'loss_fn returns a mean, but the trainer was told "sum". Return the sum, or make the trainer with reduction="mean" and give weight=.',
+    ),
+}
+
+_CLOSE = 1e-2  # tolerance of a coefficient; wide, since the gradients of the parts may be almost parallel
 
 
 @dataclasses.dataclass
@@ -30,9 +60,13 @@ class Reader:
     def read(self) -> Found:
         """The cause, the most certain first."""
         linear = self._linear()
-        if linear is not None and linear is not READINGS["other mean", "mean"]:
+        if linear is not None and linear is not _READINGS["other mean", "mean"]:
             return linear
-        return self._fitting() or self._layout() or linear or self._coupling()
+        found = self._weighted()
+        if found is not None:
+            return found
+        kind, text = linear or self._coupling()
+        return kind, text + self._about_time()
 
     def _linear(self) -> Found | None:
         """Explain the gradients of the whole batch as a weighted sum of those of two parts."""
@@ -42,19 +76,15 @@ class Reader:
         for cut in sorted({sizes[0] for sizes in self.sizes} | {max(1, items // 3)}):
             parts = [self.probe.raw([span]).gradients for span in ((0, cut), (cut, items))]
             weight = self.probe.objective.share(0, cut)
-            reading = read_raw(whole, *parts, items=cut / items, weight=weight, rounding=self.tolerance)
-            if (reading, self.reduction) in READINGS:
-                return READINGS[reading, self.reduction]
+            reading = _read(whole, *parts, items=cut / items, weight=weight, rounding=self.tolerance)
+            if (reading, self.reduction) in _READINGS:
+                return _READINGS[reading, self.reduction]
         return None
 
-    def _fitting(self) -> Found | None:
+    def _weighted(self) -> Found | None:
         if self.reduction == "sum":
             return None
-        fit = Fit(self.probe, self.sizes, self.tolerance)
-        curve = fit.curve(self.probe.objective.share)
-        if curve is not None:
-            return "function of a mean", curve
-        weight = self._weight(fit, self.probe)
+        weight = self._weight()
         if weight is None:
             return None
         expression, described = weight
@@ -69,69 +99,35 @@ class Reader:
             "the gradients of the whole batch.",
         )
 
-    def _weight(self, fit: Fit, probe: Probe) -> tuple[str, str] | None:
+    def _weight(self) -> tuple[str, str] | None:
         """The first weight that makes slices add up: as an expression, and in words."""
+        probe = self.probe
         with LossWatch() as watch:
             probe.raw([(0, probe.batch.size)])
-        known = known_tensors(probe.loss_fn, probe.module)
+        slices, known = _Slices(probe, self.sizes, self.tolerance), known_tensors(probe.loss_fn, probe.module)
         for expression, described, values in weights_of(probe.batch.tensors(), watch, known):
-            if fit.is_mean_over(Objective(None, len(values), "mean", values).share):
+            if slices.add_up(Objective(None, len(values), "mean", values)):
                 return expression, described
         return None
 
-    def _layout(self) -> Found | None:
-        """Find out whether dimension 1 is the item, in the batch or for the module."""
+    def _about_time(self) -> str:
+        """What to say of modules that take dimension 0 for time."""
         named = self.probe.module.named_modules()
-        timed = [(name, part) for name, part in named if getattr(part, "batch_first", None) is False]
-        modules = ", ".join(f"{name or 'the module'} ({type(part).__name__})" for name, part in timed[:3])
-        if self._adds_up_turned():
-            first = f", or batch_first=True for {modules} where dimension 0 is the item already" if timed else ""
-            return (
-                "layout",
-                "dimension 0 of the batch, which is split, is not the item: split along dimension 1 the same batch gives the gradients of the "
-                "whole. Say so, by batch_dim=1. Or pass it with the item first, x.transpose(0, 1), and transpose it back inside loss_fn if the module wants [time, batch]"
-                f"{first}.",
-            )
-        try:
-            for _, part in timed:
-                part.batch_first = True
-            if timed and self._adds_up(self.probe):
-                return (
-                    "layout",
-                    f"{modules} takes dimension 0, which is split and which is the item in the batch, for time. With batch_first=True every "
-                    "split that was tried gives the gradients of the whole batch.",
-                )
-        finally:
-            for _, part in timed:
-                part.batch_first = False
-        return None
-
-    def _adds_up_turned(self) -> bool:
-        """Whether slices along dimension 1 add up."""
-        batch = _AlongDimension1(self.probe.batch) if self.probe.batch.may_be_turned else None
-        if batch is None or batch.size < 2:
-            return False
-        probe = dataclasses.replace(self.probe, batch=batch, objective=Objective(None, batch.size, "mean", None))
-        return self._adds_up(probe)
-
-    def _adds_up(self, probe: Probe) -> bool:
-        """Whether slices of the probe's batch add up: as the trainer adds them, or with a weight that can be found."""
-        items = probe.batch.size
-        share: Share = (lambda begin, end: 1.0) if self.reduction == "sum" else probe.objective.share
-        noise = probe.noise.anew(items)
-        probe = dataclasses.replace(probe, noise=noise)
-        splits = [[items // 2, items - items // 2], *([[1, items - 1]] if items > 2 else [])]
-        try:
-            fit = Fit(probe, splits, self.tolerance)
-            if noise.lost:
-                return False
-            return fit.is_mean_over(share) or (self.reduction == "mean" and self._weight(fit, probe) is not None)
-        except Exception:  # loss_fn does not accept such slices
-            return False
+        timed = [
+            f"{name or 'the module'} ({type(part).__name__})"
+            for name, part in named
+            if getattr(part, "batch_first", None) is False
+        ]
+        if not timed:
+            return ""
+        return (
+            f" {', '.join(timed[:3])} takes dimension 0, which is split, for time. If that is the item in the batch, the module needs batch_first=True. If dimension 1 is "
+            "the item, say so, by batch_dim=1."
+        )
 
     def _coupling(self) -> Found:
         try:
-            coupled = couples_items(self.probe, self.probe.batch.size, self.tolerance)
+            coupled = _couples_items(self.probe, self.probe.batch.size, self.tolerance)
         except Exception:  # the batch cannot be put together in another order, or loss_fn refuses it
             coupled = None
         if coupled is None:
@@ -140,7 +136,8 @@ class Reader:
             return (
                 "coupled items",
                 "the loss of an item depends on which other items are with it, as in contrastive and pairwise losses, or by statistics "
-                "over the batch. Such a loss is no sum over items, and no split of it is exact. If it adds up means over different things, such as "
+                "over the batch, or the loss is a function of a mean, as RMSE is. Such a loss is no sum over items, and no split of it is exact. Instead of a function of a mean "
+                "return the mean itself, whose minimum is the same. If it adds up means over different things, such as "
                 "labelled items and valid pixels, return these as a mapping, and give weight= a mapping with the weights of each.",
             )
         return (
@@ -150,26 +147,79 @@ class Reader:
         )
 
 
-class _AlongDimension1:
-    """A batch that is cut along dimension 1. `size` is its length, or 0 if the tensors disagree about it.
+class _Slices:
+    """The slices of some splits, whose losses tell which objectives are worth a comparison of gradients."""
 
-    Tensors of one dimension go along unchanged: in a batch [time, item] they have one entry for each time.
+    def __init__(self, probe: Probe, sizes: list[list[int]], tolerance: float) -> None:
+        self._probe, self._tolerance, self._all = probe, tolerance, (0, sum(sizes[0]))
+        self._splits = [spans_of(one) for one in sizes]
+        self._losses = {span: probe.raw([span]).loss for spans in ([self._all], *self._splits) for span in spans}
+
+    def add_up(self, objective: Objective) -> bool:
+        """Whether loss and gradients of the whole are the sum of those of the slices, as this objective says."""
+        terms = {span: loss * factor for span, loss in self._losses.items() if (factor := objective.factor(*span, 0))}
+        wanted = terms.get(self._all, 0.0)
+        for spans in self._splits:
+            found = [terms[span] for span in spans if span in terms]
+            if not abs(sum(found) - wanted) <= self._tolerance * sum(map(abs, [wanted, *found])):
+                return False
+        probe = dataclasses.replace(self._probe, objective=objective)
+        whole = probe.split([self._all]).gradients
+        far = (distances(whole, probe.split(spans).gradients) for spans in self._splits)
+        return max((one for found in far for one in found.values()), default=0.0) <= self._tolerance
+
+
+def _read(
+    whole: _Gradients, first: _Gradients, second: _Gradients, *, items: float, weight: float, rounding: float
+) -> Reading:
+    """The kind of a loss, from its gradients for the `whole` batch and for its `first` and `second` part.
+
+    Solves whole = a * first + b * second by least squares. For a sum, a and b are 1. For a mean, a is the first part's share of the
+    `items` or of the `weight`, and b is the rest. If a loss couples items, a remainder is left that no a and b explain.
     """
+    aa, ab, bb = _dot(first, first), _dot(first, second), _dot(second, second)
+    ya, yb, yy = _dot(first, whole), _dot(second, whole), _dot(whole, whole)
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-6 * aa * bb or yy == 0:
+        return "none"
+    a, b = (ya * bb - yb * ab) / determinant, (yb * aa - ya * ab) / determinant
+    remainder = max(0.0, yy - a * ya - b * yb)
+    if remainder > max(10 * rounding, 1e-6) ** 2 * yy:
+        return "none"
+    if abs(a - 1) < _CLOSE and abs(b - 1) < _CLOSE:
+        return "sum"
+    if abs(a + b - 1) > _CLOSE or a < 0 or b < 0:
+        return "none"
+    if abs(a - weight) < _CLOSE:
+        return "mean"
+    return "mean over items" if abs(a - items) < _CLOSE else "other mean"
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-        sizes = {tensor.shape[1] for _, tensor in batch.tensors() if tensor.dim() > 1}
-        self.size = sizes.pop() if len(sizes) == 1 else 0
 
-    def slice(self, begin: int, end: int, move: Move = same) -> Any:
-        """Like `Batch.slice`."""
-        return self._batch.cut(lambda tensor: tensor[:, begin:end] if tensor.dim() > 1 else tensor, move)
+def _couples_items(probe: Probe, items: int, tolerance: float) -> bool | None:
+    """Whether an item's loss depends on the other items of its slice. None if there are too few items to find out.
 
-    def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Like `Batch.rows`."""
-        return torch.arange(begin, end)
+    Uses four parts p, q, r, s of equal size. Without coupling f(p, q) + f(r, s) = f(p, s) + f(r, q), whatever f does with the size.
+    """
+    part = items // 4
+    if part == 0:
+        return None
+    p, q, r, s = ((part * k, part * (k + 1)) for k in range(4))
+    pairs = [probe.raw([left, right]).gradients for left, right in ((p, q), (r, s), (p, s), (r, q))]
+    one, other = _sum(pairs[0], pairs[1]), _sum(pairs[2], pairs[3])
+    return max(distances(one, other).values(), default=0.0) > tolerance
 
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Like `Batch.tensors`, with the item first."""
-        tensors = [(path, tensor) for path, tensor in self._batch.tensors() if tensor.dim() > 1]
-        return [(f"{path}.transpose(0, 1)", tensor.transpose(0, 1)) for path, tensor in tensors]
+
+def _sum(left: _Gradients, right: _Gradients) -> _Gradients:
+    """The sum of two lists of gradients. A gradient that one of them lacks counts as zero."""
+    longest = max(len(left), len(right))
+    left, right = ([*one, *[None] * (longest - len(one))] for one in (left, right))
+    return [a if b is None else b if a is None else a + b for a, b in zip(left, right, strict=True)]
+
+
+def _dot(left: _Gradients, right: _Gradients) -> float:
+    total = 0.0
+    for a, b in zip(left, right, strict=False):
+        if a is not None and b is not None:
+            a, b = (torch.view_as_real(one) if one.is_complex() else one for one in (a, b))
+            total += float((a.double() * b.double()).sum())
+    return total

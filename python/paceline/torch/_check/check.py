@@ -33,7 +33,7 @@ from paceline.torch._check.weights import known_tensors
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import RandomStates
 from paceline.torch._devices.run_draws import replayed_draws
-from paceline.torch._replicas.batch_norm import fails_over_one_item, standing_still, using_batch_statistics
+from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
 from paceline.torch._replicas.buffers import KeptAttributes, KeptParameters
 from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
 from paceline.torch._run.call import Asked, Call
@@ -198,7 +198,7 @@ class Check:
                 self._explain(calm, splits)
             # Items that got the draws of other items may look coupled without being so.
             kinds = {cause.kind for cause in self.causes}
-            if not self.probe.noise.has_blocks or not kinds & {"coupled items", "layout", "unknown"}:
+            if not self.probe.noise.has_blocks or not kinds & {"coupled items", "unknown"}:
                 break
         if self.by_cost is not None:
             splits.append(self._dealt_out(whole, *self.by_cost))
@@ -212,24 +212,7 @@ class Check:
                 "from the original module what a forward has written to the module that loss_fn is given, or shares state between the threads of the devices, or the copies of the module that the devices run are not what the "
                 "module is: see whether replicate= or copy.deepcopy leaves something out.",
             )
-        splits += self._one_item()
         return self._report(splits)
-
-    def _one_item(self) -> list[SplitResult]:
-        """What a slice of one item raises, which a device may get. Batch normalisation refuses it, and then gets two."""
-        if self.micro_batch is not None or self.granularity > 1 or self.causes:
-            return []
-        try:
-            self.probe.split([(0, 1)])
-        except Exception as error:
-            if not fails_over_one_item(error):
-                self._add(
-                    "error",
-                    f"loss_fn raises on a slice of one item: {error}. If it uses squeeze(), name the dimension, squeeze(-1): the dimension of the items "
-                    "has to stay.",
-                )
-                return [SplitResult("1 item", 0.0, {}, (), f"{type(error).__name__}: {error}")]
-        return []
 
     def _twice(self) -> list[Probed]:
         """Run the whole batch twice: the first run records its draws, and the second replays them."""

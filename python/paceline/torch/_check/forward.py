@@ -87,7 +87,7 @@ class ForwardProver:
         noise.counts = True
         proof.left_alone = list(before.around.left_alone)
         try:
-            with self._stance():
+            with self._stance(), self._replicas.hooks_watched(self._fn):
                 ours, found = self._whole(before, noise)
             self._tolerance = max(self._tolerance, tolerance_of(noise.types))
             before.hold_apart()

@@ -121,7 +121,7 @@ class Probe:
     module: nn.Module
     parameters: Sequence[Any]
     places: Places
-    batch: Any  # a `Batch`, or what cuts one in another way
+    batch: Any  # a `Batch`, or one in another order
     objective: Objective
     loss_fn: LossFunction
     noise: Noise
@@ -148,11 +148,11 @@ class Probe:
         busy = [span for span in spans if not self.objective.idle(*span)]
         return self._run([(self._slice(span), self.batch.rows(*span), partial(self._term, span)) for span in busy])
 
-    def raw(self, spans: Sequence[Span], factor: float = 1.0) -> Probed:
+    def raw(self, spans: Sequence[Span]) -> Probed:
         """The return value of ``loss_fn`` for the items of all `spans` together. It is summed if there is one loss for each item."""
         rows = torch.cat([self.batch.rows(*span) for span in spans])
         if len(spans) == 1:
-            return self._run([(self._slice(spans[0]), rows, lambda loss: loss.sum() * factor)])
+            return self._run([(self._slice(spans[0]), rows, torch.sum)])
         return self._run([(self.batch.gathered(rows, self.places.to_home), rows, torch.sum)])
 
     def _term(self, span: Span, loss: Any) -> torch.Tensor:

@@ -93,7 +93,8 @@ class Prover:
             for parameter in self._replicas.parameters:
                 self.outside.let_hooks_rest(parameter)
             self._first_noise = noise = self._noise(counts=True)
-            whole = self._first(before, noise)
+            with self._replicas.hooks_watched(self._loss_fn):
+                whole = self._first(before, noise)
             # The types that ran, such as those of autocast inside of loss_fn.
             self._comparison.tolerance = max(self._comparison.tolerance, tolerance_of(noise.types))
             before.hold_apart()

@@ -16,8 +16,6 @@ Kind = Literal[
     "batch size",
     "reduction",
     "weight",
-    "function of a mean",
-    "layout",
     "order",
     "not repeatable",
     "error",

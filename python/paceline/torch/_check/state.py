@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.torch._batch.joining import is_array
+from paceline.torch._batch.nest import entries_of
 from paceline.torch._check.around import KeptAround
 from paceline.torch._devices.noise import OtherGenerators
 from paceline.torch._devices.places import Places, RandomStates
@@ -189,10 +190,12 @@ def same_nest(mine: Any, got: Any, tolerance: float) -> bool:
         if mine.dim() == 0 and mine.is_floating_point():  # a mean, whose terms round apart
             tolerance = max(_OF_MEANS * tolerance, 4 * torch.finfo(mine.dtype).eps)
         return close(mine, got, tolerance)
-    if isinstance(mine, dict) and isinstance(got, dict):
-        return mine.keys() == got.keys() and all(same_nest(one, got[key], tolerance) for key, one in mine.items())
-    if isinstance(mine, (list, tuple)) and isinstance(got, (list, tuple)):
-        return len(mine) == len(got) and all(same_nest(one, two, tolerance) for one, two in zip(mine, got, strict=True))
+    entries, others = entries_of(mine), entries_of(got)
+    if entries is not None and others is not None:
+        found = {key: value for key, value, _ in others}
+        return {key for key, *_ in entries} == found.keys() and all(
+            same_nest(one, found[key], tolerance) for key, one, _ in entries
+        )
     if is_array(mine) and is_array(got):
         return same_nest(torch.from_numpy(mine), torch.from_numpy(got), tolerance)
     if isinstance(mine, float) and isinstance(got, float):

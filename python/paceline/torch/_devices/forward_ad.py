@@ -131,8 +131,7 @@ def refused(error: BaseException) -> BaseException:
 def _end_tracing() -> None:
     """Put back what symbolic tracing changes for all threads. Two workers that trace at once (``torch.func.linearize``) leave it changed.
 
-    Only what a trace has left behind is taken away. Patches of other libraries stay, whether they are older or newer than the trace. A trace
-    knows what it has found. If it is gone itself, what was there when the level was entered takes its place.
+    What was there when the level was entered takes its place, with patches of other libraries.
     """
     tracing = cast(Any, _symbolic_trace)
     deadline = time.monotonic() + _PATIENCE
@@ -142,15 +141,9 @@ def _end_tracing() -> None:
         time.sleep(1e-3)
     tracing.CURRENT_PATCHER = None  # else the next compilation patches the module class again
     tracing._is_fx_tracing_flag = False
-    patches: list[Any] = []
     for name, plain in (("__call__", tracing._orig_module_call), ("__getattr__", tracing._orig_module_getattr)):
-        found: Any = vars(torch.nn.Module)[name]
-        while _is_of_a_trace(found):
-            patches += _patches_of(found)
-            before = (one.orig_fn for one in patches if one.fn_name == name and one.new_fn is found)
-            found = next(before, _Level.methods.get(name, plain))
-        if found is not vars(torch.nn.Module)[name]:
-            setattr(torch.nn.Module, name, found)
+        if _is_of_a_trace(vars(torch.nn.Module)[name]):
+            setattr(torch.nn.Module, name, _Level.methods.get(name, plain))
 
 
 def _is_traced() -> bool:
@@ -168,9 +161,3 @@ def _is_of_a_trace(function: Any) -> bool:
 def _is_named(code: types.CodeType, *names: str) -> bool:
     """Whether the code is one of these functions of PyTorch's file. Dynamo puts others in the place of functions, but not of their code."""
     return code.co_name in names and code.co_filename == _TRACING_FILE
-
-
-def _patches_of(function: Any) -> list[Any]:
-    """What the trace that has made this function has patched, each with what was there before."""
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    return list(cells["patcher"].cell_contents.patches_made) if "patcher" in cells else []

@@ -40,7 +40,6 @@ class Noise:
     def __init__(self, items: int, places: Places, tolerance: float) -> None:
         self.items = items
         self.generators = {torch.default_generator, *map(places.generator, range(len(places)))}
-        self._places = places
         self.tolerance = tolerance
         self.draws: list[Draw] = []
         self.recorded = False
@@ -55,10 +54,6 @@ class Noise:
         self._left: dict[torch.Generator, torch.Tensor] = {}
         self.types: set[torch.dtype] = set()  # of what operators gave in the run that is recorded
         self.has_blocks = False  # whether one dimension holds both items and places
-
-    def anew(self, items: int) -> Noise:
-        """An empty record, for another way to cut the batch."""
-        return Noise(items, self._places, self.tolerance)
 
     def leave(self) -> None:
         """Bring the generators that loss_fn passes to where the run that counts has left them."""

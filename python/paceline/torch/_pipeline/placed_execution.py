@@ -56,7 +56,7 @@ class PlacedExecution(PipelineExecution):
     def _place(self, plan: PipelinePlan, fn: Callable[..., Any], *, hooks: bool) -> bool:
         moved = self._placement.follow(plan)
         if moved:
-            self.replicas.refresh(fn, hooks=hooks)
+            self.replicas.refresh(hooks=hooks)
         return moved
 
     def _must_run_alone(self, work: Workload, whole: Batch) -> Callable[[PipelinePlan], bool]:

@@ -269,7 +269,7 @@ class StageProofs(Proofs):
         try:
             with torch.inference_mode(False), torch.no_grad(), self._works.no_trace():
                 execution.places.begin(batch)
-                execution.replicas.refresh(fn, hooks=True)
+                execution.replicas.refresh(hooks=True)
                 proof = Proof(name_of(fn), number, batch.size, call)
                 self._finish(StagesForwardProver(execution, self._make_work, batch, fn, graph=False, pad=pad), proof)
         except BaseException:
@@ -313,7 +313,7 @@ class StageProofs(Proofs):
     ) -> None:
         execution = self._execution
         execution.places.begin(batch)
-        execution.replicas.refresh(loss_fn, hooks=carries)
+        execution.replicas.refresh(hooks=carries)
 
         def explained() -> str:
             planned = _PLANNED if prover.plans else _FIXED

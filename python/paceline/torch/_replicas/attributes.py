@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch._replicas.functions import Functions
 from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE, Reach, attributes_of, has_slots
 
 # These tables hold hooks by number. A number is never used again. Further tables hold flags, by the same numbers.
@@ -46,7 +45,7 @@ class _Is:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, one: Any, read: Callable[[Any], Any] = lambda one: None, depth: int = 0) -> None:
-        self._one, self._read, self._then = one, read, _frozen(read(one), depth)
+        self._one, self._read, self._then = one, read, frozen(read(one), depth)
 
     def __eq__(self, other: object) -> bool:
         return other is self._one and bool(self._then == self._read(other))
@@ -71,7 +70,7 @@ def _fields(value: Any) -> tuple[Any, ...]:
     return dict(attributes_of(value)), None if base is None else base(value)
 
 
-def _frozen(value: Any, depth: int = 0) -> Any:
+def frozen(value: Any, depth: int = 0) -> Any:
     """A snapshot of `value`, which compares equal to `value` until `value` changes."""
     kind = type(value)
     if kind in SIMPLE:
@@ -88,9 +87,9 @@ def _frozen(value: Any, depth: int = 0) -> Any:
     if has_slots(kind) or (beside is not None and beside is not value):
         return _Is(value, _fields, depth + 1)
     if base is dict:
-        return {key: _frozen(one, depth + 1) for key, one in dict.items(value)}
+        return {key: frozen(one, depth + 1) for key, one in dict.items(value)}
     if base is not None:
-        return set(value) if base is set else base(_frozen(one, depth + 1) for one in value)
+        return set(value) if base is set else base(frozen(one, depth + 1) for one in value)
     if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
         return _Is(value, _elements, depth + 1) if value.nbytes <= MOST_BYTES else _Is(value)
     return value if compares is object.__eq__ else _Is(value)
@@ -119,7 +118,7 @@ class Attributes:
         for index in changed:
             kept = self._kept_elsewhere(index)
             values = self._dicts[index].items()
-            self._saved[index] = {key: value if key in kept else _frozen(value) for key, value in values}
+            self._saved[index] = {key: value if key in kept else frozen(value) for key, value in values}
         self._lengths = list(map(len, self._dicts))
         self._values = list(chain.from_iterable(map(dict.values, self._saved)))
         self._tables: list[dict[int, Any]] = list(chain.from_iterable(map(_tables, self._modules)))
@@ -147,13 +146,14 @@ class Attributes:
             return (
                 list(map(len, self._dicts)) == self._lengths
                 and self._values == list(chain.from_iterable(map(dict.values, self._dicts)))
-                and self._same_hooks
+                and self.same_hooks
             )
         except Exception:  # from the __eq__ of a new value
             return False
 
     @property
-    def _same_hooks(self) -> bool:
+    def same_hooks(self) -> bool:
+        """Whether each module has the same hooks."""
         if not self._all_numbers:
             return not any(self._tables)
         return list(chain.from_iterable(self._tables)) == self._all_numbers
@@ -167,25 +167,17 @@ class Attributes:
         """The changes since `note`, one by one, without hooks."""
         found = []
         pairs = enumerate(zip(self._saved, self._dicts, strict=True))
-        self._differing = {index for index, (saved, now) in pairs if not _equal(saved, now)}
+        self._differing = {index for index, (saved, now) in pairs if not equal(saved, now)}
         for index in sorted(self._differing):
             saved, now = self._saved[index], self._dicts[index]
             kept = self._kept_elsewhere(index)
             found += [
                 Change(index, name, value)
                 for name, value in now.items()
-                if name not in kept and not (name in saved and _equal(saved[name], value))
+                if name not in kept and not (name in saved and equal(saved[name], value))
             ]
             found += [Change(index, name, None, gone=True) for name in saved if name not in now]
         return found
-
-    def hooked(self) -> list[int]:
-        """The indices of modules whose hooks have changed."""
-        if self._same_hooks:
-            return []
-        kinds = len(HOOKS)
-        now = [list(map(list, _tables(one))) for one in self._modules]
-        return [index for index, one in enumerate(now) if one != self._numbers[kinds * index : kinds * index + kinds]]
 
     def path_of(self, change: Change) -> str:
         """Where the attribute is, from the module."""
@@ -200,7 +192,7 @@ class Attributes:
             if change.name == "_compiled_call_impl" or any(one.startswith(path) for one in self._unregistered):
                 return True
             vars(probe)["value"] = change.value
-            if type(change.value) not in SIMPLE and Reach(probe).leads_out:
+            if type(change.value) not in SIMPLE and Reach(probe).leads_on:
                 return True
         return False
 
@@ -215,7 +207,9 @@ def align(ours: Any, theirs: Any) -> None:
 def align_hooks(ours: nn.Module, theirs: nn.Module, counterparts: dict[int, Any]) -> None:
     """Give a module that ``replicate`` has made the user's hooks, unless its constructor has registered them already."""
     if list(map(len, _tables(ours))) != list(map(len, _tables(theirs))):
-        carry_hooks(ours, theirs, dict(counterparts))
+        for name in (*HOOKS, *_HOOK_FLAGS):
+            vars(theirs)[name] = copy.deepcopy(vars(ours)[name], dict(counterparts))
+        theirs._is_full_backward_hook = ours._is_full_backward_hook
 
 
 def is_of_a_forward(value: Any, depth: int = 0) -> bool:
@@ -234,13 +228,11 @@ def _is_trained(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad or isinstance(tensor, nn.Parameter)
 
 
-def carry(
-    changes: list[Change], holders: list[Any], counterparts: dict[int, Any], functions: Functions | None = None
-) -> None:
+def carry(changes: list[Change], holders: list[Any], counterparts: dict[int, Any]) -> None:
     """Make changes of the user's `holders` on a replica, too.
 
     Values that are not simple are copied, and `counterparts` gets the copies. References to the user's objects become references to the
-    replica's, those of `functions` included.
+    replica's.
     """
     for change in changes:
         holder = counterparts.get(id(holders[change.holder]))
@@ -250,8 +242,7 @@ def carry(
             vars(holder).pop(change.name, None)
             continue
         try:
-            value = copy.deepcopy(change.value, counterparts)
-            vars(holder)[change.name] = value if functions is None else functions.renewed(value, change.value)
+            vars(holder)[change.name] = copy.deepcopy(change.value, counterparts)
         except Exception as error:
             raise InvalidArgument(
                 f"step: attribute '{change.name}' ({type(change.value).__name__}) was set after the trainer was made, and cannot be copied to the "
@@ -259,19 +250,8 @@ def carry(
             ) from error
 
 
-def carry_hooks(
-    ours: nn.Module, theirs: nn.Module | None, counterparts: dict[int, Any], functions: Functions | None = None
-) -> None:
-    """Give a replica's module the hooks of the user's module."""
-    if theirs is None or theirs is ours:
-        return
-    for name in (*HOOKS, *_HOOK_FLAGS):
-        table = copy.deepcopy(vars(ours)[name], counterparts)
-        vars(theirs)[name] = table if functions is None else functions.renewed(table, vars(ours)[name])
-    theirs._is_full_backward_hook = ours._is_full_backward_hook
-
-
-def _equal(saved: Any, now: Any) -> bool:
+def equal(saved: Any, now: Any) -> bool:
+    """Whether a value is still what `frozen` has made a snapshot of."""
     try:
         return saved is now or bool(saved == now)
     except Exception:

@@ -107,7 +107,7 @@ def _large_buffers(
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
     for path, part in modules:
         for name, one in part._buffers.items():
-            if one is not None and one.device == home and one.nbytes >= _LARGE_BUFFER and _is_plain(one):
+            if one is not None and one.device == home and _is_plain(one) and one.nbytes >= _LARGE_BUFFER:
                 yield f"{path}.{name}" if path else name, part._buffers, name
 
 
@@ -123,7 +123,7 @@ def _large(holders: Iterable[tuple[str, dict[Any, Any]]], depth: int = 0) -> Ite
                 continue
             path = f"{holder}.{key}" if holder else str(key)
             if isinstance(value, torch.Tensor):
-                if value.nbytes > MOST_BYTES and _is_plain(value):
+                if _is_plain(value) and value.nbytes > MOST_BYTES:
                     yield path, value
             elif isinstance(value, _CONTAINERS) and len(value) > LONGEST:
                 entries = (*value.keys(), *value.values()) if isinstance(value, dict) else value

@@ -6,8 +6,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +15,13 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._replicas.attributes import align, align_hooks
 from paceline.torch._replicas.compiled import carry_compiled
-from paceline.torch._replicas.derived import derived_in
-from paceline.torch._replicas.functions import Functions
+from paceline.torch._replicas.functions import Functions, detach
 from paceline.torch._replicas.parametrized import give_own_cache
 from paceline.torch._replicas.reach import Reach
 
 Replicate = Callable[[nn.Module], nn.Module]
 
 _ALIGNMENT = 256  # bytes, enough for all kernels
-_DEEPEST = 4  # levels of containers in which a forward leaves tensors
 
 # Makes the tensor that a device's module has in the place of a parameter, with storage in the device's memory space.
 Alias = Callable[[torch.Tensor], torch.Tensor]
@@ -119,50 +116,34 @@ def copied(
 ) -> Copied:
     """A deep copy of the module. It shares the parameters, registered or found by `reach`, and has what `common` says in the place of other data.
 
-    `detaches`: whether tensors with a graph are copied without it, which a proof has to see the effect of. Otherwise they are refused.
+    `detaches`: whether tensors with a graph are copied without it, which a proof has to see the effect of. Otherwise they are refused, but for those
+    that old hooks of `torch.nn.utils` compute anew in each forward: weight_norm, spectral_norm and pruning.
     """
     parameters = [*module.parameters(), *reach.unregistered.values()]
     memo: dict[int, Any] = {**common, **{id(parameter): alias(parameter) for parameter in parameters}}
-    derived = derived_in(part for _, part in reach.modules)
-    memo.update({id(vars(one.module)[one.name]): one for one in derived})  # until `derive` computes it
-    for one in (*(part for _, part in reach.modules), *reach.objects.values()) if detaches else ():
-        _detach(list(vars(one).values()), memo)
+    for one in (*(part for _, part in reach.modules), *reach.objects.values()):
+        computed = {
+            key.rpartition("_")[0] for key in vars(one).get("_parameters") or ()
+        }  # weight from weight_orig or weight_g
+        detach([value for name, value in vars(one).items() if detaches or name in computed], memo)
+    wanted = [*parameters, *(part for _, part in reach.modules), *reach.objects.values()]
     try:
         made = copy.deepcopy(module, memo)
+        counterparts = {id(one): memo[id(one)] for one in wanted if id(one) in memo}
+        functions = Functions(counterparts)
+        for one in (*(part for _, part in reach.modules), *reach.objects.values()):
+            if id(one) in counterparts:
+                functions.give(one, counterparts[id(one)])
     except Exception as error:
         raise InvalidArgument(
             f"paceline: the module cannot be copied for a second device: {_culprit(module, error)}. Give replicate=, a callable that "
             "takes the module and returns a new one of the same structure; the user's parameters are put into it."
         ) from error
-    wanted = [*parameters, *(part for _, part in reach.modules), *reach.objects.values()]
-    counterparts = {id(one): memo[id(one)] for one in wanted if id(one) in memo}
     give_own_cache([counterparts[id(part)] for _, part in reach.modules if id(part) in counterparts])
-    functions = Functions(counterparts, map(id, [*parameters, *(part for _, part in reach.modules)]))
-    for one in (*(part for _, part in reach.modules), *reach.objects.values()):
-        if id(one) in counterparts:
-            functions.give(one, counterparts[id(one)])
     for _, part in reach.modules:
         if id(part) in counterparts:
             carry_compiled(part, counterparts[id(part)])
     return Copied(made, counterparts, functions)
-
-
-def _detach(values: Iterable[Any], memo: dict[int, Any], depth: int = 0) -> None:
-    """Let copies of tensors with a graph, which a forward has left and `copy.deepcopy` refuses, have none."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if not value.is_leaf and id(value) not in memo:
-                memo[id(value)] = value.detach().clone()
-        elif type(value) in (list, tuple, dict, OrderedDict, set, deque) and depth < _DEEPEST:
-            _detach(list(value.values() if isinstance(value, dict) else value), memo, depth + 1)
-
-
-def derive(modules: Iterable[nn.Module], counterparts: dict[int, Any]) -> None:
-    """Compute what hooks derive from parameters, on a device's module whose parameters and buffers are where they belong."""
-    for one in derived_in(modules):
-        theirs = counterparts.get(id(one.module), one.module)
-        if theirs is not one.module:
-            vars(theirs)[one.name] = one.compute(theirs)
 
 
 def _culprit(module: nn.Module, error: Exception) -> str:

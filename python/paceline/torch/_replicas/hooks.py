@@ -1,4 +1,4 @@
-"""Hooks of replicas: a hook that keeps tensors for ``loss_fn`` outside of the module is refused.
+"""Hooks that keep tensors for ``loss_fn`` outside of the module are refused, by what they do while a proof runs the whole batch.
 
 Functions are not copied with a module. If a hook stores features in a dictionary of the script, every device stores its features there and
 overwrites those of the others, and ``loss_fn`` would read whatever came last. Objects are copied: if a hook is a method of an object, the
@@ -7,9 +7,9 @@ replicas' copies of the object get the features, and the user's object gets none
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -19,9 +19,9 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._replicas.attributes import HOOKS
-from paceline.torch._replicas.hook_code import codes_of, effects
 from paceline.torch._replicas.reach import BARE, LIBRARIES, LONGEST, SIMPLE, Reach, closure_of
 
+_KINDS = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator, *_FUNCTIONS)
 _DEPTH = 3  # levels of nesting: a dictionary in a list in an object
@@ -35,94 +35,73 @@ class Root(NamedTuple):
     copied: bool  # the place is in a copy, so the user's object does not get it
 
 
-class Reader:
-    """The function that runs on the replicas. It may read what hooks keep."""
-
-    def __init__(self) -> None:
-        self._function: Callable[[], Any] = lambda: None
-
-    def follow(self, function: Any) -> None:
-        """Read by this function until the next call. The function is not kept alive."""
-        try:
-            self._function = weakref.ref(function)
-        except TypeError:
-            self._function = lambda: None
-
-    def sees(self, tensor: torch.Tensor) -> bool:
-        """Whether the function refers to something that holds the tensor."""
-        return id(tensor) in _kept_in(_roots(self._function(), set(), set()), set())
-
-
 class _Kept(NamedTuple):
     tensor: torch.Tensor
     version: int
     root: Root
 
 
-def guard_hooks(modules: list[tuple[str, nn.Module]], replica: nn.Module, reader: Reader) -> None:
-    """Make the hooks of a replica's modules raise if they keep a tensor outside of the replica."""
-    if not any(getattr(module, table) for _, module in modules for table in HOOKS):
-        return
-    own = Reach(replica).seen
-    for name, module in modules:
-        for table in HOOKS:
-            hooks = getattr(module, table)
-            for number, hook in list(hooks.items()):
-                if isinstance(hook, GuardedHook) or type(hook).__module__.startswith("torch."):
-                    continue
-                roots = list(_roots(hook, own, set()))
-                if roots and effects(hook).keeps:
-                    hooks[number] = GuardedHook(hook, f"{_KINDS[table]} of {name or 'the module'}", roots, own, reader)
+@contextlib.contextmanager
+def hooks_watched(roots: Iterable[nn.Module], named: Iterable[tuple[str, nn.Module]], function: Any) -> Iterator[None]:
+    """Let hooks raise if they keep a tensor that `function` reads outside of the modules, while one thread runs them. `named`: `roots` and their parts."""
+    own = {one for root in roots for one in Reach(root).seen}
+    tables = [
+        (getattr(module, table), f"{kind} of {name or 'the module'}")
+        for name, module in named
+        for table, kind in _KINDS.items()
+    ]
+    tables += [(getattr(nn.modules.module, f"_global{table}"), f"global {kind}") for table, kind in _KINDS.items()]
+    watched = []
+    for hooks, described in tables:
+        for number, hook in list(hooks.items()):
+            places = [] if _is_of(hook, "torch.") else list(_roots(hook, own, set()))
+            if places:
+                hooks[number] = one = _Watched(hook, described, places, own, function)
+                watched.append((hooks, number, one))
+    try:
+        yield
+    finally:
+        for hooks, number, one in watched:
+            if hooks.get(number) is one:
+                hooks[number] = one.hook
+
+
+def hooks_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """The kind of each hook on the modules, and the hook, without those that are PyTorch's or paceline's own. Global hooks come last."""
+    tables = [(kind, getattr(module, table)) for module in modules for table, kind in _KINDS.items()]
+    tables += [(f"global {kind}", getattr(nn.modules.module, f"_global{table}")) for table, kind in _KINDS.items()]
+    for kind, hooks in tables:
+        for hook in list(hooks.values()):
+            if not _is_of(hook, "torch.", "paceline."):
+                yield kind, hook
 
 
 def hooks_of_user(modules: Iterable[nn.Module]) -> Iterator[tuple[str, str]]:
     """The kind and the name of each hook on the modules that is neither PyTorch's nor paceline's own."""
-    for module in modules:
-        for table, kind in _KINDS.items():
-            for hook in getattr(module, table).values():
-                inner = hook._hook if isinstance(hook, GuardedHook) else hook
-                if not str(getattr(inner, "__module__", None)).startswith(("torch.", "paceline.")):
-                    yield kind, _name_of(inner)
+    return ((kind, _name_of(hook)) for kind, hook in hooks_of(modules) if not kind.startswith("global"))
 
 
-def check_global_hooks() -> None:
-    """Raise for a global hook that keeps something. Replicas have no copies of it, so nothing watches it."""
-    for table, kind in _KINDS.items():
-        for hook in list(getattr(nn.modules.module, f"_global{table}").values()):
-            if not _is_torchs(hook) and effects(hook).keeps:
-                raise InvalidArgument(
-                    f"step: the global {kind} ({_name_of(hook)}), which torch.nn.modules.module registered for all modules, keeps or changes "
-                    "something. The replicas of all devices call it at the same time, each with its own slice of the batch. Remove it, "
-                    "register it on the modules that it is for (module.register_...), or use one device."
-                )
+class _Watched:
+    """Calls the user's hook, and looks whether it has kept a tensor."""
 
-
-_KINDS = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
-
-
-class GuardedHook:
-    """Calls the user's hook, and looks after every call whether it has kept a tensor."""
-
-    def __init__(self, hook: Any, described: str, roots: list[Root], own: set[int], reader: Reader) -> None:
-        self._hook = hook
-        self._described = described
-        self._roots = roots
-        self._own = own
-        self._reader = reader
-        self._in_place = effects(hook).in_place  # if False, a change of a tensor was made by another worker
+    def __init__(self, hook: Any, described: str, roots: list[Root], own: set[int], function: Any) -> None:
+        self.hook = hook
+        self._described, self._roots, self._own, self._function = described, roots, own, function
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._hook(*arguments, **options)
         before = _kept_in(self._roots, self._own)
-        result = self._hook(*arguments, **options)
+        result = self.hook(*arguments, **options)
         for key, kept in _kept_in(self._roots, self._own).items():
-            if key in before and (not self._in_place or before[key].version == kept.version):
+            if key in before and before[key].version == kept.version:
                 continue
             # A tensor may be kept for the user to read after the step, if it has no gradient and the function does not look at it.
-            if key in before or kept.tensor.requires_grad or kept.root.copied or self._reader.sees(kept.tensor):
+            if key in before or kept.tensor.requires_grad or kept.root.copied or self._is_read(kept.tensor):
                 raise self._refusal(kept)
         return result
+
+    def _is_read(self, tensor: torch.Tensor) -> bool:
+        """Whether the function refers to something that holds the tensor."""
+        return id(tensor) in _kept_in(_roots(self._function, set(), set()), set())
 
     def _refusal(self, kept: _Kept) -> InvalidArgument:
         why = "All devices write there at the same time, each what belongs to its own slice of the batch."
@@ -130,7 +109,7 @@ class GuardedHook:
         if kept.root.copied:
             why, later = "Every device's replica has a copy of that, and yours gets nothing.", ""
         return InvalidArgument(
-            f"step: the {self._described} ({_name_of(self._hook)}) keeps a tensor of shape {tuple(kept.tensor.shape)} in {kept.root.name}, which the "
+            f"step: the {self._described} ({_name_of(self.hook)}) keeps a tensor of shape {tuple(kept.tensor.shape)} in {kept.root.name}, which the "
             f"module does not hold. {why} Keep it on the module that the hook is given (module.features = output), and read it in loss_fn from "
             f"loss_fn's own module argument; or return it from forward.{later}"
         )
@@ -146,7 +125,7 @@ def _kept_in(roots: Iterable[Root], own: set[int]) -> dict[int, _Kept]:
 
 def _roots(hook: Any, own: set[int], seen: set[int]) -> Iterator[Root]:
     """Everything that a hook refers to other than by its arguments, except what belongs to the replica."""
-    if id(hook) in seen or id(hook) in own or _is_torchs(hook):
+    if id(hook) in seen or id(hook) in own or _is_of(hook, "torch."):
         return
     seen.add(id(hook))
     if isinstance(hook, functools.partial):
@@ -161,7 +140,7 @@ def _roots(hook: Any, own: set[int], seen: set[int]) -> Iterator[Root]:
     elif isinstance(hook, types.FunctionType):
         for cell_name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True):
             yield from _variable(cell_name, functools.partial(_content_of, cell), own, seen)
-        names = {name for code in codes_of(hook.__code__) for name in code.co_names}
+        names = {name for code in _codes_of(hook.__code__) for name in code.co_names}
         for name in names:
             yield from _variable(name, functools.partial(hook.__globals__.get, name), own, seen)
             content = hook.__globals__.get(name)
@@ -196,8 +175,8 @@ def _content_of(cell: types.CellType) -> Any:
         return None
 
 
-def _is_torchs(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", None)).startswith("torch.")
+def _is_of(hook: Any, *rooms: str) -> bool:
+    return str(getattr(hook, "__module__", None)).startswith(rooms)
 
 
 def sign_of(function: Any) -> tuple[Any, ...]:
@@ -227,6 +206,12 @@ def _collect(root: Root, value: Any, own: set[int], found: dict[int, _Kept], dep
     elif depth:
         for one in _inside(value):
             _collect(root, one, own, found, depth - 1)
+
+
+def _codes_of(code: types.CodeType) -> list[types.CodeType]:
+    """The code itself and that of the functions inside of it."""
+    inner = [one for constant in code.co_consts if isinstance(constant, types.CodeType) for one in _codes_of(constant)]
+    return [code, *inner]
 
 
 def _inside(value: Any) -> list[Any]:

@@ -39,7 +39,7 @@ class Reach:
         # Plain objects, such as configurations, in attributes and in containers, down to level _DEEPEST.
         self.objects: dict[str, Any] = {}
         self.seen: set[int] = set()
-        self._functions: list[tuple[str, types.FunctionType]] = []
+        self._functions = False  # whether there are any
         self._own = {id(parameter) for parameter in root.parameters()}
         for name, part in root.named_modules():
             self.modules.append((name, part))
@@ -56,14 +56,10 @@ class Reach:
         """Whether there is a parameter or a module that is not registered."""
         return bool(self.unregistered) or len(self.modules) > self.registered
 
-    def captured(self) -> Iterator[tuple[str, str, types.FunctionType]]:
-        """Functions whose closure refers to a module or a parameter, which copying does not change: (path, variable, function)."""
-        wanted = self._own | {id(part) for _, part in self.modules} | {id(one) for one in self.unregistered.values()}
-        for path, function in self._functions:
-            for variable, content in closure_of(function):
-                inside = content if isinstance(content, (list, tuple)) else (content,)
-                if any(id(getattr(one, "__self__", one)) in wanted for one in inside):
-                    yield path, variable, function
+    @property
+    def leads_on(self) -> bool:
+        """Whether there is one of these, or a function, which may refer to them."""
+        return self.leads_out or self._functions
 
     def _visit(self, path: str, value: Any, depth: int) -> None:
         if type(value) in SIMPLE or isinstance(value, _CLOSED) or id(value) in self.seen or id(value) in self._own:
@@ -81,7 +77,7 @@ class Reach:
                 for key, one in entries:
                     self._visit(f"{path}[{key!r}]", one, depth)
         elif isinstance(value, types.FunctionType):
-            self._functions.append((path, value))
+            self._functions = True
         elif isinstance(value, types.MethodType):
             self._visit(f"{path}.__self__", value.__self__, depth + 1)
         elif isinstance(value, functools.partial):

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from paceline.torch._replicas.arrivals import Arrivals
-from paceline.torch._replicas.attributes import Change, carry, carry_hooks
+from paceline.torch._replicas.attributes import Change, carry
 from paceline.torch._replicas.buffers import Buffers, Pair
 from paceline.torch._replicas.copies import Copied
-from paceline.torch._replicas.hooks import Reader, guard_hooks
 from paceline.torch._replicas.parametrized import forget
 from paceline.torch._replicas.reach import Reach
 from paceline.torch._replicas.written import Written
@@ -23,9 +22,9 @@ _training = operator.attrgetter("training")
 class Replica:
     """One device's module. Its `parameters` are in the order of the user's parameters."""
 
-    def __init__(self, copied: Copied, reach: Reach, parameters: list[torch.Tensor], reader: Reader | None) -> None:
+    def __init__(self, copied: Copied, reach: Reach, parameters: list[torch.Tensor], *, shared: bool) -> None:
         self.module = copied.module
-        self.shared = reader is not None  # False: this is the user's module itself
+        self.shared = shared  # False: this is the user's module itself
         self.counterparts = copied.counterparts
         self.functions = copied.functions
         self.written: Written | None = None
@@ -39,28 +38,15 @@ class Replica:
         self.buffers = Buffers(self.buffer_pairs) if self.shared else None
         self._buffer_slots = [(one._buffers, name) for one in self.modules for name in one._buffers]
         self._module_ids = set(map(id, self.modules))
-        # A class with its own way of copying may leave a part of the user's module in the copy.
-        named = zip(reach.modules, self.modules, strict=True)
-        self._copied = [(name, theirs) for (name, ours), theirs in named if ours is not theirs]
-        self._reader = reader
-        if reader is not None:
-            guard_hooks(self._copied, self.module, reader)
 
     def forget_cached(self) -> None:
         """Drop what ``parametrize.cached()`` holds, before a micro-batch and after a backward: the graph of the values may be gone."""
         forget(self._module_ids)
 
-    def carry(
-        self, changes: list[Change], hooked: list[int], holders: list[Any], common: dict[int, Any]
-    ) -> dict[int, Any]:
-        """Make changes of attributes and hooks of the user's `holders` on this replica, too. Returns all counterparts, old and new."""
+    def carry(self, changes: list[Change], holders: list[Any], common: dict[int, Any]) -> dict[int, Any]:
+        """Make changes of attributes of the user's `holders` on this replica, too. Returns all counterparts, old and new."""
         memo = common | self.counterparts
-        functions = None if self.functions is None else self.functions.among(memo)
-        carry(changes, holders, memo, functions)
-        for index in hooked:
-            carry_hooks(holders[index], memo.get(id(holders[index])), memo, functions)
-        if hooked and self._reader is not None:
-            guard_hooks(self._copied, self.module, self._reader)
+        carry(changes, holders, memo)
         return memo
 
     def buffer_marks(self) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Iterable
@@ -23,11 +24,10 @@ from paceline.torch._replicas.copies import (
     check_hooks,
     check_trainable,
     copied,
-    derive,
     made_by,
 )
 from paceline.torch._replicas.flat_buffers import FlatBuffers
-from paceline.torch._replicas.hooks import Reader, check_global_hooks
+from paceline.torch._replicas.hooks import hooks_watched
 from paceline.torch._replicas.parameter_copies import ParameterCopies
 from paceline.torch._replicas.reach import SIMPLE, Reach
 from paceline.torch._replicas.replica import Replica
@@ -46,6 +46,13 @@ _contents = operator.attrgetter("_parameters", "_buffers", "_modules")
 class Replicas:
     """The replicas of one trainer, and whether they still fit the user's module."""
 
+    # Why a replica's loss may have reached the user's module, and what to do.
+    blame = (
+        "loss_fn (or a function, an object or a reference that is not copied with the module) uses the original module instead of the one it is given. "
+        "Use the module argument of loss_fn(module, batch). In the module itself, keep such functions in attributes; or give replicate=, a callable that builds the "
+        "module anew, functions included."
+    )
+
     def __init__(
         self, module: nn.Module, places: Places, replicate: Replicate | None, *, common: Common | None = None
     ) -> None:
@@ -55,7 +62,6 @@ class Replicas:
         self.common = common
         self.shared = len(places) > 1  # False: the user's module itself runs
         self._replicate = replicate
-        self._reader = Reader()
         self.list: list[Replica] = []
         self.graphs: weakref.WeakSet[Any] = (
             weakref.WeakSet()
@@ -97,12 +103,11 @@ class Replicas:
             self._sent.begin(copies, parameters, made)
         else:
             itself = {id(one): one for one in (*parameters, *modules)}
-            made = [Replica(Copied(self._module, itself), reach, parameters, None)]
+            made = [Replica(Copied(self._module, itself), reach, parameters, shared=False)]
         self.list = made
         self.generation += 1
         self.parameters, self.names = parameters, list(named)
         self._functions = made[0].functions
-        self._captured = list(reach.captured()) if self.shared else []
         self._attributes = _watched(reach, made[0].counterparts) if self.shared else None
         self._watch_forwards()
         self.named_modules, self.modules = reach.modules, modules  # also those in plain lists
@@ -136,10 +141,8 @@ class Replicas:
         for _, ours in reach.modules if storages else ():
             buffers = made.counterparts[id(ours)]._buffers
             buffers |= {name: one.to(self._places.devices[device]) for name, one in buffers.items() if one is not None}
-        if replicate is None:
-            derive((part for _, part in reach.modules), made.counterparts)
         self._share(made, reach, device)
-        return Replica(made, reach, parameters, self._reader)
+        return Replica(made, reach, parameters, shared=True)
 
     def _in_common(self, reach: Reach, device: int) -> dict[int, Any]:
         """What stands in this device's module for data that is not copied."""
@@ -174,26 +177,6 @@ class Replicas:
         return self._sent.of(parameter)
 
     @property
-    def blame(self) -> str:
-        """Why a replica's loss may have reached the user's module, and what to do."""
-        functions = self._functions
-        # Those that were made again for each replica are not to blame.
-        captured = [one for one in self._captured if functions is None or id(one[2]) not in functions.made]
-        if not captured:
-            return (
-                "loss_fn (or a closure, a patched forward, a stored reference) uses the original module instead of the one it is given. "
-                "Use the module argument of loss_fn(module, batch)."
-            )
-        path, variable, function = captured[0]
-        because = None if functions is None else functions.refused.get(id(function))
-        return (
-            f"attribute '{path}' (a patched forward, a lambda) is a function that refers to a part of the original module by its variable "
-            f"'{variable}'. It is not copied with the module{f', because {because}' if because else ''}. Make it a method, a functools.partial, or a "
-            "module of its own; or give replicate=, a callable that builds the module anew, functions included. If it is loss_fn that uses the "
-            "original module: use its module argument."
-        )
-
-    @property
     def any_buffers(self) -> bool:
         """Whether the module has buffers."""
         return any(owner._buffers for owner in self.modules)
@@ -209,6 +192,19 @@ class Replicas:
         found = [] if self._attributes is None else self._attributes.holders[len(self.modules) :]
         copies = [replica.counterparts.get(id(one), one) for one in found for replica in self.list]
         return [*found, *(copy for copy in copies if all(copy is not one for one in found))]
+
+    def hooks_watched(self, function: Any) -> contextlib.AbstractContextManager[None]:
+        """Around a run of one thread: hooks raise if they keep a tensor that `function` reads, but not in its module."""
+        if not self.shared:
+            return contextlib.nullcontext()
+        named = [*self.named_modules]
+        for replica in self.list:
+            named += [
+                (name, one)
+                for (name, ours), one in zip(self.named_modules, replica.modules, strict=True)
+                if one is not ours
+            ]
+        return hooks_watched([self._module, *(replica.module for replica in self.list)], named, function)
 
     def release(self) -> None:
         """Release the modules of the devices. The user's module stays."""
@@ -233,8 +229,8 @@ class Replicas:
         with torch.inference_mode(False):
             self._build()
 
-    def refresh(self, function: Any = None, *, hooks: bool = False) -> None:
-        """Follow what the user changed on the module, before a step of `function`. Costs a pass over cached lists.
+    def refresh(self, *, hooks: bool = False) -> None:
+        """Follow what the user changed on the module, before a step. Costs a pass over cached lists.
 
         Refuses parameters with gradient hooks, unless they may have `hooks`.
 
@@ -242,8 +238,7 @@ class Replicas:
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self.refresh(function, hooks=hooks)
-        self._reader.follow(function)
+                return self.refresh(hooks=hooks)
         with NoGrad():
             self._refresh(hooks)
 
@@ -254,7 +249,6 @@ class Replicas:
         if self._attributes is None:
             self._training_modes()
             return
-        check_global_hooks()
         if not self._attributes.same:
             self._follow(self._attributes)
         if not hooks and (any(map(_hooks, self.parameters)) or any(map(_late_hooks, self.parameters))):
@@ -279,21 +273,21 @@ class Replicas:
         """Follow attributes and hooks that the user has changed. What a replica's forward has set stays, unless the user has changed it."""
         # A forward of the user may have left values on the module. They are left out, since the replicas' forwards set their own.
         changes = [change for change in attributes.changes() if not is_of_a_forward(change.value)]
-        hooked = attributes.hooked()
+        hooked = not attributes.same_hooks
         if self.common is not None:
             for change in changes:
                 self.common.drop(attributes.path_of(change))
         self.changes += bool(changes or hooked)  # else only modes have changed, which are followed elsewhere
-        if attributes.need_new_replicas(changes):
+        if hooked or attributes.need_new_replicas(changes):
             self._places.drain()
             return self._build()
-        if hooked or any(type(change.value) not in SIMPLE for change in changes):
+        if any(type(change.value) not in SIMPLE for change in changes):
             self._places.drain()  # devices may still use tensors that are about to be released
             reach = Reach(self._module)
             if self.common is not None:
                 self.common.forget()
             memos = [
-                replica.carry(changes, hooked, attributes.holders, self._in_common(reach, device))
+                replica.carry(changes, attributes.holders, self._in_common(reach, device))
                 for device, replica in enumerate(self.list)
             ]
             # New objects may change later, so they have to be watched.

@@ -115,7 +115,7 @@ class Execution:
     ) -> tuple[torch.Tensor, Gradients]:
         """What `train` gives on a rank without items: the objective of all ranks, and its gradients."""
         assert self.ranks is not None
-        self.replicas.refresh(function, hooks=carries)
+        self.replicas.refresh(hooks=carries)
         journal = Journal(of_part(self))
         journal.prepare(None)
         self.calls += 1
@@ -170,7 +170,7 @@ class Execution:
         self.places.separate_generators()
         self._random = random = RandomStates(self.places)
         self._edits.begin(asked.batch)
-        self.replicas.refresh(asked.fn, hooks=asked.hooks)
+        self.replicas.refresh(hooks=asked.hooks)
         call = Call(asked, self.replicas, self.places, random, number=self.calls, keep=keep)
         call.seen.follow(self.replicas, self.module, asked.fn, call.state, captures=self.graphs is not None)
         limits = self.features.recipe_of(call).constraints

@@ -53,13 +53,13 @@ def _committed(root: Path, tensors: Mapping[str, Image], state: bytes, keep: int
     unfinished = _unfinished(folder)
     unfinished.mkdir()
     try:
-        stamps = {
-            f"{name}.safetensors": write_image(unfinished / f"{name}.safetensors", image)
-            for name, image in tensors.items()
-        }
-        stamps[_STATE] = write(unfinished / _STATE, [state])
+        stamps = {_STATE: write(unfinished / _STATE, state)}
+        for name, image in tensors.items():
+            file = unfinished / f"{name}.safetensors"
+            stamps[file.name] = write_image(file, image)
+            shutil.copymode(unfinished / _STATE, file)  # safetensors makes files that only their owner may read
         manifest = {"version": VERSION, "files": {name: stamp._asdict() for name, stamp in stamps.items()}}
-        write(unfinished / _MANIFEST, [json.dumps(manifest, indent=1).encode()])
+        write(unfinished / _MANIFEST, json.dumps(manifest, indent=1).encode())
         _sync_folder(unfinished)
         unfinished.rename(folder)
     except BaseException:

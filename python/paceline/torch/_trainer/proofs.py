@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from paceline import Error, InvalidArgument
 from paceline.torch._batch.batch import Batch
@@ -21,6 +22,7 @@ from paceline.torch._check.prover import Prover
 from paceline.torch._check.result import Result
 from paceline.torch._devices.failures import warn_caller
 from paceline.torch._features.faults import Faults
+from paceline.torch._replicas.hooks import hooks_of
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.memory import is_out_of_memory
@@ -84,6 +86,7 @@ class Proofs:
         self._steps: dict[Any, int] = {}  # by kind
         self._tries: dict[Any, int] = {}  # by kind, of steps whose result was not finite
         self._names: tuple[int, Any] = (-1, None)  # the module's structure, with the replicas' generation
+        self._hooks: tuple[int, Any] = (-1, None)  # the codes of the hooks, with the number that the next hook gets
         self._warned: set[tuple[Any, str]] = set()  # kinds of work, and what was said of them
         self.differs = False  # whether one has found another result than that of one device
 
@@ -120,7 +123,7 @@ class Proofs:
                     stack.enter_context(torch.inference_mode(False))
                     stack.enter_context(torch.no_grad())
                 execution.places.begin(batch)
-                execution.replicas.refresh(fn, hooks=True)
+                execution.replicas.refresh(hooks=True)
                 stack.enter_context(self._works.no_trace())
                 prover = ForwardProver(execution, self._make_work, batch, fn, graph=graph, pad=pad)
                 outputs = prover.run(proof)
@@ -156,8 +159,10 @@ class Proofs:
         if self._names[0] != replicas.generation:
             parts = tuple((name, type(part)) for name, part in replicas.named_modules)
             self._names = replicas.generation, hash((tuple(replicas.names), parts))
+        if self._hooks[0] != RemovableHandle.next_id:
+            self._hooks = RemovableHandle.next_id, tuple(code_of(one) for _, one in hooks_of(replicas.modules))
         mode = self._execution.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        return _signature(function), batch.structure, mode, self._names[1], *more
+        return _signature(function), batch.structure, mode, self._names[1], self._hooks[1], *more
 
     def step(self, *given: Any, **options: Any) -> Proved | None:
         """The objective, the gradients of the parameters, and outside tensors with theirs. Commits them, unless the caller's loss `carries` them.
@@ -185,7 +190,7 @@ class Proofs:
     ) -> Proved | None:
         execution, kind, done = self._execution, self._now[0], self._works.of(work)
         execution.places.begin(batch)
-        execution.replicas.refresh(loss_fn, hooks=carries)
+        execution.replicas.refresh(hooks=carries)
         proof = Proof(name_of(loss_fn), execution.steps + 1, batch.size, "step" if prover_of is Prover else "run")
         began = time.perf_counter()
         micro_batch = self._works.options["micro_batch"] or None

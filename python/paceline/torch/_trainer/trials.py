@@ -157,7 +157,7 @@ class Trials:
                     options["corrections"] = None
                 return self._works.temporary(**options)
 
-            self._execution.replicas.refresh(loss_fn)
+            self._execution.replicas.refresh()
             kept = KeptAttributes(self._execution.replicas.all_modules)
             timer = StepTimer(self._execution, loss_fn, workload)
 
