@@ -92,7 +92,7 @@ double replicas_reduction(const StageProblem& problem, std::span<const SubsetPip
   copies.latency_seconds = 0.0;
   for (std::size_t b = 0; b < owners.size(); ++b) {
     const std::size_t spaces = count_spaces(problem, owners[b]);
-    const double copy = reduction_seconds(copies, spaces, parts_of(problem.blocks[b]).gradients);
+    const double copy = reduction_seconds(copies, spaces, gradient_bytes_of(problem.blocks[b]));
     for (const std::size_t device : owners[b]) {
       seconds[device] += copy;
       latency[device] = std::max(latency[device], reduction_seconds(problem.link, spaces, 0));
