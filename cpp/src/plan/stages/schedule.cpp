@@ -72,11 +72,9 @@ std::vector<FlowAction> dataflow(const Schedule& schedule) {
   check_actions(schedule);
   const std::size_t stages = schedule.stages.size();
   const auto count = static_cast<std::size_t>(schedule.micro_batches);
-  const auto number = [&](bool forward, std::size_t stage, std::size_t batch) {
-    return ((forward ? 0 : stages) + stage) * count + batch;
-  };
   std::vector<FlowAction> flow;
-  std::vector<char> done(2 * stages * count, 0);
+  std::vector<std::vector<char>> forwards(stages, std::vector<char>(count, 0));  // that have run
+  std::vector<std::vector<char>> backwards = forwards;
   std::vector<std::size_t> next(stages, 0);
   // Stages that may be able to go on. A stage is looked at again when a neighbour has run an action for it, so the work
   // is linear in the number of actions.
@@ -90,12 +88,11 @@ std::vector<FlowAction> dataflow(const Schedule& schedule) {
       const bool forward = action.kind == Kind::forward;
       const auto batch = static_cast<std::size_t>(action.micro_batch);
       const bool last = stage + 1 == stages;
-      const std::size_t input = forward ? (stage == 0 ? FlowAction::kNone : number(true, stage - 1, batch))
-                                        : number(last, last ? stage : stage + 1, batch);
-      if (input != FlowAction::kNone && done[input] == 0) break;
-      const std::size_t output = number(forward, stage, batch);
-      done[output] = 1;
-      flow.push_back({stage, next[stage], output, input, batch, forward});
+      // check_actions() has seen that a stage runs a forward before its backward.
+      if (forward && stage > 0 && forwards[stage - 1][batch] == 0) break;
+      if (!forward && !last && backwards[stage + 1][batch] == 0) break;
+      (forward ? forwards : backwards)[stage][batch] = 1;
+      flow.push_back({stage, next[stage], batch, forward});
       if (forward ? !last : stage > 0) pending.push_back(forward ? stage + 1 : stage - 1);
     }
   }

@@ -151,11 +151,12 @@ std::int64_t StageCosts::moved_bytes(const Partition& partition, const Partition
   return moved;
 }
 
-std::vector<StageTimes> stage_times(const StageCosts& costs, const Partition& partition, std::int64_t items) {
-  std::vector<StageTimes> times(partition.stages());
+void stage_times(const StageCosts& costs, const Partition& partition, std::int64_t items,
+                 std::vector<StageTimes>& times) {
+  times.assign(partition.stages(), {});
   const auto count = static_cast<double>(items);
   for (std::size_t i = 0; i < times.size(); ++i) {
-    const std::size_t to = i + 1 < times.size() ? partition.cuts[i + 1] : costs.blocks();
+    const std::size_t to = partition.end(i, costs.blocks());
     times[i].forward = costs.forward(partition.cuts[i], to, partition.order[i], count);
     times[i].backward = costs.backward(partition.cuts[i], to, partition.order[i], count);
     if (i == 0) continue;
@@ -163,14 +164,13 @@ std::vector<StageTimes> stage_times(const StageCosts& costs, const Partition& pa
     times[i - 1].send_forward = send;
     times[i].send_backward = send;
   }
-  return times;
 }
 
 std::vector<std::int64_t> stage_bytes(const StageCosts& costs, const Partition& partition, std::int64_t items,
                                       std::span<const std::int64_t> in_flight) {
   std::vector<std::int64_t> bytes;
   for (std::size_t i = 0; i < partition.stages(); ++i) {
-    const std::size_t to = i + 1 < partition.stages() ? partition.cuts[i + 1] : costs.blocks();
+    const std::size_t to = partition.end(i, costs.blocks());
     const std::int64_t flying = saturating_multiply(in_flight[i], costs.flight_bytes(partition.cuts[i], to, items));
     bytes.push_back(saturating_add(costs.fixed_bytes(partition.cuts[i], to, items), flying));
   }
@@ -186,7 +186,7 @@ double stage_bound(const StageCosts& costs, const Partition& partition, const Ba
   double around = 0.0;
   for (std::size_t i = 0; i < partition.stages(); ++i) {
     const std::size_t from = partition.cuts[i];
-    const std::size_t to = i + 1 < partition.stages() ? partition.cuts[i + 1] : costs.blocks();
+    const std::size_t to = partition.end(i, costs.blocks());
     const std::size_t device = partition.order[i];
     if (i > 0) {
       around += costs.send(from, partition.order[i - 1], device, first);
@@ -209,7 +209,7 @@ StagePlan stage_plan(const StageCosts& costs, const Partition& partition, const 
   plan.schedule = schedule;
   plan.sizes.assign(static_cast<std::size_t>(sizes.count), sizes.smaller);
   std::fill_n(plan.sizes.begin(), sizes.larger_count, sizes.larger);
-  plan.times = stage_times(costs, partition, sizes.larger);
+  stage_times(costs, partition, sizes.larger, plan.times);
   std::vector<std::int64_t> flying;
   std::vector<double> noise;
   for (std::size_t i = 0; i < partition.stages(); ++i) {
@@ -228,14 +228,15 @@ StagePlan stage_plan(const StageCosts& costs, const Partition& partition, const 
                     plural(sizes.larger, "item")),
         name);
   }
-  const std::vector<StageTimes> smaller = stage_times(costs, partition, sizes.smaller);
-  const TwoSizes times{plan.times, smaller, static_cast<std::size_t>(sizes.larger_count)};
-  plan.seconds = noisy_mean(dataflow(schedule), partition.stages(), times, noise, kNoiseSamples);
-  double work = 0.0;
+  std::vector<StageTimes> smaller;
+  stage_times(costs, partition, sizes.smaller, smaller);
+  plan.seconds = noisy_mean(dataflow(schedule), {plan.times, smaller, static_cast<std::size_t>(sizes.larger_count)},
+                            noise, kNoiseSamples);
   double speeds = 0.0;
   for (std::size_t i = 0; i < costs.devices(); ++i) speeds += problem.devices[i].speed;
-  work = costs.work(0, costs.blocks(), 0, static_cast<double>(problem.batch_size), static_cast<double>(sizes.count)) *
-         problem.devices[0].speed;
+  const double work =
+      costs.work(0, costs.blocks(), 0, static_cast<double>(problem.batch_size), static_cast<double>(sizes.count)) *
+      problem.devices[0].speed;
   plan.ideal_seconds = work / speeds;
   plan.bound_seconds = stage_bound(costs, partition, sizes);
   return plan;
