@@ -14,7 +14,6 @@
 namespace paceline::sim {
 namespace {
 
-using internal::StreamMachine;
 using Event = StreamMachine::Event;
 using Events = std::vector<Event>;
 
@@ -292,12 +291,12 @@ void check(const DataPathOptions& options) {
 
 }  // namespace
 
-GpuLinks gpu_links(const std::string& name) {
+LinkSpeeds link_speeds(const std::string& name) {
   // Bytes per second that copies reach in one direction, not the links' own rates. NVLink 4: 450 GB/s a port, of which
   // a ring all-reduce of NCCL reaches about 370; the same part is assumed of NVLink 5. PCIe 4 and 5 x16: 32 and 64 GB/s
   // a port, of which about four fifths are assumed; switches are assumed not to be crowded. Host: each byte goes over
   // PCIe 4 twice, and all GPUs share the memory of the host. Latencies are assumptions.
-  static const std::map<std::string, GpuLinks> known{
+  static const std::map<std::string, LinkSpeeds> known{
       {"nvlink4", {370e9, 370e9, 0.0, 3e-6}}, {"nvlink5", {740e9, 740e9, 0.0, 3e-6}},
       {"pcie4", {25e9, 25e9, 0.0, 8e-6}},     {"pcie5", {50e9, 50e9, 0.0, 8e-6}},
       {"host", {12e9, 12e9, 60e9, 20e-6}},
