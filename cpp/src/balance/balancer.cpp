@@ -10,7 +10,7 @@
 #include <paceline/error.hpp>
 
 #include "balance/balancer_state.hpp"
-#include "balance/make_room.hpp"
+#include "balance/bounded.hpp"
 #include "balance/target.hpp"
 #include "plural.hpp"
 

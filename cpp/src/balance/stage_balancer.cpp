@@ -9,7 +9,7 @@
 
 #include <paceline/error.hpp>
 
-#include "balance/make_room.hpp"
+#include "balance/bounded.hpp"
 #include "balance/stage_balancer_state.hpp"
 #include "plural.hpp"
 
@@ -144,20 +144,10 @@ double StageBalancer::State::price(std::int64_t bytes) const {
 void StageBalancer::State::adopt(const plan::StagePlan& next, StageMove::Kind kind, double before, std::int64_t bytes) {
   const bool moves_stages = next.cuts != cuts || next.order != order;
   if (!cuts.empty()) {
-    const std::string why = reason(kind);
-    if (recent.size() == kRecentMoves) recent.erase(recent.begin());
-    recent.push_back({.kind = kind,
-                      .number = changes++,
-                      .step = step,
-                      .from_cuts = cuts,
-                      .to_cuts = next.cuts,
-                      .from_order = order,
-                      .to_order = next.order,
-                      .seconds_before = before,
-                      .seconds_after = next.seconds,
-                      .moved_bytes = bytes,
-                      .cost_seconds = price(bytes),
-                      .reason = why});
+    keep_last(recent,
+              {kind, changes++, step, cuts, next.cuts, order, next.order, before, next.seconds, bytes, price(bytes),
+               reason(kind)},
+              kRecentMoves);
     if (moves_stages) ++moves;
   }
   if (moves_stages) {
