@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <ranges>
 
 #include <paceline/error.hpp>
 
@@ -67,14 +68,6 @@ bool StageSearch::set_clock(const Partition& partition, std::int64_t micro_batch
          clock.set(partition, sizes, options.most_in_flight);
 }
 
-void StageSearch::offer_all(const Partition& partition, std::int64_t micro_batches) const {
-  if (options.schedule == StageOptions::Kind::gpipe) {
-    (void)offer(partition, micro_batches, 1.0);
-  } else if (set_clock(partition, micro_batches)) {
-    finalists.offer(partition, micro_batches, best_depths(clock));
-  }
-}
-
 Depths StageSearch::offer(const Partition& partition, std::int64_t micro_batches, double promising,
                           std::span<const std::int64_t> hint) const {
   Depths depths{{}, std::numeric_limits<double>::infinity()};
@@ -96,21 +89,23 @@ StagePlan plan_stages(const StageProblem& problem, const StageOptions& options) 
   Finalists finalists(costs, options);
   StageClock clock(costs);
   const StageSearch search{costs, options, finalists, clock};
-  const std::vector<std::int64_t> micro_batches =
+  std::vector<std::int64_t> micro_batches =
       options.micro_batches ? std::vector{*options.micro_batches} : micro_batch_grid(problem.batch_size, 64);
-  const bool all = try_all(search, micro_batches);
-  if (!all) {
-    std::vector<FoundPlan> starts = try_sets(search);
-    if (starts.empty()) try_least_memory(search, micro_batches.back());
-    if (starts.empty() && finalists.best() != nullptr) starts.push_back(*finalists.best());
-    try_neighbours(search, starts);
-    if (const FoundPlan* best = finalists.best()) starts.insert(starts.begin(), *best);
-    try_partitions(search, starts);
-    try_previous(search);
+  std::vector<FoundPlan> starts = try_sets(search);
+  if (starts.empty()) try_least_memory(search, micro_batches.back());
+  if (starts.empty() && finalists.best() != nullptr) starts.push_back(*finalists.best());
+  try_neighbours(search, starts);
+  if (const FoundPlan* best = finalists.best()) starts.insert(starts.begin(), *best);
+  // The most promising numbers first.
+  for (const FoundPlan& start : std::views::reverse(starts)) {
+    const auto found = std::ranges::find(micro_batches, start.micro_batches);
+    if (found != micro_batches.end()) micro_batches.erase(found);
+    micro_batches.insert(micro_batches.begin(), start.micro_batches);
   }
+  try_partitions(search, micro_batches);
+  try_previous(search);
   // The grid ends before the smallest micro-batches, which need the least memory.
-  if (finalists.best() == nullptr && !(all && micro_batches.back() == problem.batch_size))
-    try_least_memory(search, options.micro_batches.value_or(problem.batch_size));
+  if (finalists.best() == nullptr) try_least_memory(search, options.micro_batches.value_or(problem.batch_size));
   if (finalists.best() == nullptr) refuse_memory(costs, options);
   const FoundPlan winner = finalists.winner();
   StagePlan plan = stage_plan(costs, winner.partition, schedule_of_depths(winner.depths, winner.micro_batches));
