@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/sim/data_path.hpp>
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <map>
 
-#include <paceline/error.hpp>
-
+#include "refuse.hpp"
 #include "sim/stream_machine.hpp"
 
 namespace paceline::sim {
@@ -261,9 +258,7 @@ class Ring final : public Way {
 };
 
 void check(const DataPathOptions& options) {
-  if (options.gpus < 2 || options.gpus > 64) {
-    throw InvalidArgument(fmt::format("simulate: {} GPUs; give 2 to 64.", options.gpus));
-  }
+  if (options.gpus < 2 || options.gpus > 64) refuse("simulate: {} GPUs; give 2 to 64.", options.gpus);
   const std::pair<const char*, double> positive[] = {{"parameters", options.parameters},
                                                      {"bytes of a parameter", options.bytes_each},
                                                      {"forward_seconds", options.forward_seconds},
@@ -273,19 +268,17 @@ void check(const DataPathOptions& options) {
                                                      {"bandwidth of a link", options.links.pair_bytes_per_second},
                                                      {"bandwidth of a port", options.links.port_bytes_per_second}};
   for (const auto& [name, value] : positive) {
-    if (!(value > 0.0) || !std::isfinite(value)) {
-      throw InvalidArgument(fmt::format("simulate: {} is {}; it must be positive and finite.", name, value));
-    }
+    if (!(value > 0.0) || !std::isfinite(value))
+      refuse("simulate: {} is {}; it must be positive and finite.", name, value);
   }
   if (!(options.update_seconds >= 0.0) || !(options.links.latency_seconds >= 0.0) || !(options.launch_seconds >= 0.0) ||
       !(options.links.host_bytes_per_second >= 0.0) || options.pieces == 0) {
-    throw InvalidArgument(
-        "simulate: times, latencies and the host's bandwidth must not be negative, and pieces not 0.");
+    refuse("simulate: times, latencies and the host's bandwidth must not be negative, and pieces not 0.");
   }
   constexpr double kMostBuckets = 1000.0;
   if (options.parameters * options.bytes_each / options.bucket_bytes > kMostBuckets) {
-    throw InvalidArgument(fmt::format("simulate: {:.0f} buckets; give larger ones, so that there are at most {:.0f}.",
-                                      options.parameters * options.bytes_each / options.bucket_bytes, kMostBuckets));
+    refuse("simulate: {:.0f} buckets; give larger ones, so that there are at most {:.0f}.",
+           options.parameters * options.bytes_each / options.bucket_bytes, kMostBuckets);
   }
 }
 
@@ -302,10 +295,8 @@ LinkSpeeds link_speeds(const std::string& name) {
       {"host", {12e9, 12e9, 60e9, 20e-6}},
   };
   const auto found = known.find(name);
-  if (found == known.end()) {
-    throw InvalidArgument(
-        fmt::format("simulate: there is no link '{}'; use host, nvlink4, nvlink5, pcie4 or pcie5.", name));
-  }
+  if (found == known.end())
+    refuse("simulate: there is no link '{}'; use host, nvlink4, nvlink5, pcie4 or pcie5.", name);
   return found->second;
 }
 

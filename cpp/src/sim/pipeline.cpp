@@ -1,32 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/sim/pipeline.hpp>
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <map>
 #include <utility>
 
-#include <paceline/error.hpp>
 #include <paceline/sim/random.hpp>
 
 #include "plan/stages/dataflow.hpp"
 #include "plan/stages/stage_costs.hpp"
+#include "refuse.hpp"
 
 namespace paceline::sim {
 PipelineBox::PipelineBox(PipelineOptions options) : options_(std::move(options)) {
   const std::size_t count = options_.problem.devices.size();
   for (const Throttle& throttle : options_.throttles) {
-    if (throttle.device >= count) {
-      throw InvalidArgument(fmt::format("a throttle names device {}: there are {}", throttle.device, count));
-    }
+    if (throttle.device >= count) refuse("a throttle names device {}: there are {}", throttle.device, count);
     if (!(throttle.factor > 0.0) || !std::isfinite(throttle.factor) || throttle.from < 0 ||
         throttle.from >= throttle.to) {
-      throw InvalidArgument(
-          fmt::format("a throttle of {} by factor {} from step {} to {}: the factor must be above zero, and the last "
-                      "step behind the first",
-                      options_.problem.devices[throttle.device].name, throttle.factor, throttle.from, throttle.to));
+      refuse(
+          "a throttle of {} by factor {} from step {} to {}: the factor must be above zero, and the last "
+          "step behind the first",
+          options_.problem.devices[throttle.device].name, throttle.factor, throttle.from, throttle.to);
     }
   }
 }
@@ -46,7 +42,7 @@ PipelineOutcome PipelineBox::run(std::int64_t step, const plan::StagePlan& plan)
   if (plan.order.size() != stages || plan.schedule.stages.size() != stages ||
       std::cmp_not_equal(plan.sizes.size(), plan.schedule.micro_batches) ||
       std::ranges::any_of(plan.order, [&](std::size_t device) { return device >= problem.devices.size(); })) {
-    throw InvalidArgument("this plan is not of the pipeline: its stages, devices and micro-batches do not match");
+    refuse("this plan is not of the pipeline: its stages, devices and micro-batches do not match");
   }
   const plan::StageCosts costs(problem);
   std::vector<std::vector<plan::StageTimes>> times(plan.sizes.size());  // per micro-batch and stage
@@ -85,9 +81,8 @@ PipelineOutcome PipelineBox::run(std::int64_t step, const plan::StagePlan& plan)
 
 plan::StagePlan even_pipeline(const plan::StageProblem& problem, std::int64_t micro_batches, bool gpipe) {
   const std::size_t stages = problem.devices.size();
-  if (problem.blocks.size() < stages) {
-    throw InvalidArgument(fmt::format("{} blocks cannot be divided among {} devices", problem.blocks.size(), stages));
-  }
+  if (problem.blocks.size() < stages)
+    refuse("{} blocks cannot be divided among {} devices", problem.blocks.size(), stages);
   std::vector<std::size_t> cuts;
   std::vector<std::size_t> order;
   for (std::size_t i = 0; i < stages; ++i) {
@@ -99,7 +94,7 @@ plan::StagePlan even_pipeline(const plan::StageProblem& problem, std::int64_t mi
 }
 
 PipelineSimulationResult simulate_pipeline(const PipelineSimulationOptions& options) {
-  if (options.steps < 1) throw InvalidArgument(fmt::format("steps is {}: simulate at least one", options.steps));
+  if (options.steps < 1) refuse("steps is {}: simulate at least one", options.steps);
   const PipelineBox box(options.pipeline);
   const std::int64_t batch = options.pipeline.problem.batch_size;
   balance::StageBalancer balancer(options.pipeline.problem, options.plan, options.move_cost);

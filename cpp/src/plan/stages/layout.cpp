@@ -3,10 +3,9 @@
 
 #include <fmt/format.h>
 
-#include <paceline/error.hpp>
-
 #include "plan/stages/layout_parts.hpp"
 #include "plan/stages/stage_costs.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -46,20 +45,18 @@ std::size_t count_spaces(const StageProblem& problem, std::span<const std::size_
 }
 
 std::vector<Layout> plan_layouts(const StageProblem& problem, const LayoutOptions& options) {
-  if (!(options.overlap >= 0.0 && options.overlap <= 1.0)) {
-    throw InvalidArgument(
-        fmt::format("overlap is {}: give the part of a reduction that is hidden, between 0 and 1", options.overlap));
-  }
+  if (!(options.overlap >= 0.0 && options.overlap <= 1.0))
+    refuse("overlap is {}: give the part of a reduction that is hidden, between 0 and 1", options.overlap);
   const StageCosts checked(problem);  // throws
   for (const BlockCost& block : problem.blocks) {
     if (block.weight_bytes >= 0 && block.gradient_bytes >= 0 &&
         block.weight_bytes + block.gradient_bytes <= block.parameter_bytes) {
       continue;
     }
-    throw InvalidArgument(
-        fmt::format("a block has {} bytes of weights and {} of gradients, but {} bytes of both and "
-                    "of the optimizer's state together",
-                    block.weight_bytes, block.gradient_bytes, block.parameter_bytes));
+    refuse(
+        "a block has {} bytes of weights and {} of gradients, but {} bytes of both and "
+        "of the optimizer's state together",
+        block.weight_bytes, block.gradient_bytes, block.parameter_bytes);
   }
   std::vector<Layout> out = {data_parallel_layout(problem, options), pipeline_layout(problem, options)};
   out.push_back(replicas_layout(problem, options, out.back()));

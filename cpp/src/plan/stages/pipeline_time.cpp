@@ -1,24 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/plan/pipeline_time.hpp>
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
 
-#include <paceline/error.hpp>
 #include <paceline/plan/random.hpp>
 
 #include "plan/stages/dataflow.hpp"
 #include "plural.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
 
 void check_seconds(double seconds, const char* name, std::size_t index) {
   if (!(seconds >= 0.0) || !std::isfinite(seconds))
-    throw InvalidArgument(fmt::format("{}[{}] is {}; it must be finite and not negative", name, index, seconds));
+    refuse("{}[{}] is {}; it must be finite and not negative", name, index, seconds);
 }
 
 void check_times(std::span<const StageTimes> stages) {
@@ -32,12 +30,12 @@ void check_times(std::span<const StageTimes> stages) {
 
 void check_inputs(const Schedule& schedule, std::span<const StageTimes> stages, std::span<const double> scale) {
   if (stages.size() != schedule.stages.size())
-    throw InvalidArgument(fmt::format("the schedule has {}, but there are times of {}",
-                                      plural(schedule.stages.size(), "stage"), plural(stages.size(), "stage")));
+    refuse("the schedule has {}, but there are times of {}", plural(schedule.stages.size(), "stage"),
+           plural(stages.size(), "stage"));
   check_times(stages);
   if (!scale.empty() && scale.size() != static_cast<std::size_t>(std::max<std::int64_t>(schedule.micro_batches, 0)))
-    throw InvalidArgument(fmt::format("scale has {}, but there are {}", plural(scale.size(), "factor"),
-                                      plural(schedule.micro_batches, "micro-batch", "micro-batches")));
+    refuse("scale has {}, but there are {}", plural(scale.size(), "factor"),
+           plural(schedule.micro_batches, "micro-batch", "micro-batches"));
   for (std::size_t i = 0; i < scale.size(); ++i) check_seconds(scale[i], "scale", i);
 }
 
@@ -74,10 +72,9 @@ double expected_seconds(const Schedule& schedule, std::span<const StageTimes> st
   const std::vector<FlowAction> flow = dataflow(schedule);
   check_inputs(schedule, stages, scale);
   if (noise.size() != stages.size())
-    throw InvalidArgument(
-        fmt::format("noise has {}, but there are {}", plural(noise.size(), "number"), plural(stages.size(), "stage")));
+    refuse("noise has {}, but there are {}", plural(noise.size(), "number"), plural(stages.size(), "stage"));
   for (std::size_t i = 0; i < noise.size(); ++i) check_seconds(noise[i], "noise", i);
-  if (samples == 0) throw InvalidArgument("samples is 0; a mean needs at least one sample");
+  if (samples == 0) refuse("samples is 0; a mean needs at least one sample");
   return noisy_mean(flow, {.larger = stages, .scale = scale}, noise, samples);
 }
 
@@ -106,9 +103,8 @@ double noisy_mean(const std::vector<FlowAction>& flow, const FlowTimes& times, s
 }
 
 double pipeline_bound(std::span<const StageTimes> stages, std::int64_t micro_batches) {
-  if (stages.empty()) throw InvalidArgument("a pipeline needs at least one stage");
-  if (micro_batches < 1)
-    throw InvalidArgument(fmt::format("micro_batches is {}; there is at least one micro-batch", micro_batches));
+  if (stages.empty()) refuse("a pipeline needs at least one stage");
+  if (micro_batches < 1) refuse("micro_batches is {}; there is at least one micro-batch", micro_batches);
   check_times(stages);
   double bound = 0.0;
   double around = 0.0;  // from stage 0 to this one and back

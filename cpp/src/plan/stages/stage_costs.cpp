@@ -12,6 +12,7 @@
 #include "plan/numbers.hpp"
 #include "plan/stages/dataflow.hpp"
 #include "plural.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -20,15 +21,14 @@ template <class Number>
 void check_number(Number value, const char* owner, std::size_t index, const char* name, bool positive = false) {
   const bool finite = std::isfinite(static_cast<double>(value));
   if (finite && (positive ? value > Number{0} : value >= Number{0})) return;
-  throw InvalidArgument(fmt::format("{} {}: {} is {}; it must be finite and {}", owner, index, name, value,
-                                    positive ? "above zero" : "not negative"));
+  refuse("{} {}: {} is {}; it must be finite and {}", owner, index, name, value,
+         positive ? "above zero" : "not negative");
 }
 
 void check_problem(const StageProblem& problem) {
-  if (problem.blocks.empty()) throw InvalidArgument("a model needs at least one block");
-  if (problem.devices.empty()) throw InvalidArgument("a pipeline needs at least one device");
-  if (problem.batch_size < 1)
-    throw InvalidArgument(fmt::format("batch_size is {}; a batch has at least one item", problem.batch_size));
+  if (problem.blocks.empty()) refuse("a model needs at least one block");
+  if (problem.devices.empty()) refuse("a pipeline needs at least one device");
+  if (problem.batch_size < 1) refuse("batch_size is {}; a batch has at least one item", problem.batch_size);
   for (std::size_t i = 0; i < problem.blocks.size(); ++i) {
     const BlockCost& block = problem.blocks[i];
     check_number(block.forward_fixed, "block", i, "forward_fixed");
@@ -47,16 +47,16 @@ void check_problem(const StageProblem& problem) {
   }
   const auto wrong = [](double value) { return !(value >= 0.0) || !std::isfinite(value); };
   if (wrong(problem.link.latency_seconds) || wrong(problem.link.bytes_per_second))
-    throw InvalidArgument(
-        fmt::format("the link has a latency of {} s and {} bytes/s; both must be finite and not "
-                    "negative",
-                    problem.link.latency_seconds, problem.link.bytes_per_second));
+    refuse(
+        "the link has a latency of {} s and {} bytes/s; both must be finite and not "
+        "negative",
+        problem.link.latency_seconds, problem.link.bytes_per_second);
   const std::int64_t least = std::min(problem.blocks.front().parameter_bytes, problem.blocks.back().parameter_bytes);
   if (problem.tied_bytes < 0 || problem.tied_bytes > least)
-    throw InvalidArgument(
-        fmt::format("tied_bytes is {}; the first and the last block share between 0 and {} bytes, "
-                    "which the parameter_bytes of both include",
-                    problem.tied_bytes, least));
+    refuse(
+        "tied_bytes is {}; the first and the last block share between 0 and {} bytes, "
+        "which the parameter_bytes of both include",
+        problem.tied_bytes, least);
 }
 
 }  // namespace
@@ -104,7 +104,7 @@ StageCosts::StageCosts(const StageProblem& problem) : problem_(problem) {
   }
   // Differences of sums are only right below the limit.
   if (parameters_.back() == kMostInt64 || saved_.back() == kMostInt64)
-    throw InvalidArgument("the bytes of all blocks together do not fit 63 bits");
+    refuse("the bytes of all blocks together do not fit 63 bits");
   for (std::size_t width = 1; 2 * width <= count; width *= 2) {
     const std::vector<std::int64_t>& half = workspace_.back();
     std::vector<std::int64_t> whole;
@@ -245,18 +245,17 @@ StagePlan stage_plan(const StageCosts& costs, const Partition& partition, const 
 void check_cuts(const StageCosts& costs, std::span<const std::size_t> cuts, const char* name) {
   for (std::size_t i = 0; i < cuts.size(); ++i) {
     if (i == 0 ? cuts[i] == 0 : cuts[i] > cuts[i - 1] && cuts[i] < costs.blocks()) continue;
-    throw InvalidArgument(fmt::format("{}[{}] is {}; cuts begin with 0, rise, and stay below the number of blocks, {}",
-                                      name, i, cuts[i], costs.blocks()));
+    refuse("{}[{}] is {}; cuts begin with 0, rise, and stay below the number of blocks, {}", name, i, cuts[i],
+           costs.blocks());
   }
 }
 
 void check_order(const StageCosts& costs, std::span<const std::size_t> order, const char* name) {
   for (std::size_t i = 0; i < order.size(); ++i) {
     if (order[i] >= costs.devices())
-      throw InvalidArgument(
-          fmt::format("{}[{}] is {}, but there are {}", name, i, order[i], plural(costs.devices(), "device")));
+      refuse("{}[{}] is {}, but there are {}", name, i, order[i], plural(costs.devices(), "device"));
     if (std::ranges::count(order, order[i]) > 1)
-      throw InvalidArgument(fmt::format("{}[{}] is {} again; a device holds one stage", name, i, order[i]));
+      refuse("{}[{}] is {} again; a device holds one stage", name, i, order[i]);
   }
 }
 

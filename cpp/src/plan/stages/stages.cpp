@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/plan/stages.hpp>
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <ranges>
 
-#include <paceline/error.hpp>
-
 #include "plan/stages/stage_search.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -21,27 +18,23 @@ constexpr std::int64_t kAllDepths = 400;
 void check_options(const StageCosts& costs, const StageOptions& options) {
   const std::int64_t batch = costs.problem().batch_size;
   if (options.micro_batches && (*options.micro_batches < 1 || *options.micro_batches > batch))
-    throw InvalidArgument(fmt::format("micro_batches is {}; a batch of {} items has between 1 and {}",
-                                      *options.micro_batches, batch, batch));
+    refuse("micro_batches is {}; a batch of {} items has between 1 and {}", *options.micro_batches, batch, batch);
   check_cuts(costs, options.cuts, "cuts");
   check_order(costs, options.order, "order");
   if (!options.cuts.empty() && !options.order.empty() && options.cuts.size() != options.order.size())
-    throw InvalidArgument(fmt::format("there are {} cuts, but {} devices in order; each stage has one of both",
-                                      options.cuts.size(), options.order.size()));
+    refuse("there are {} cuts, but {} devices in order; each stage has one of both", options.cuts.size(),
+           options.order.size());
   if (options.cuts.size() > costs.devices() || options.order.size() > costs.blocks())
-    throw InvalidArgument(fmt::format("{} stages are too many for {} devices and {} blocks",
-                                      std::max(options.cuts.size(), options.order.size()), costs.devices(),
-                                      costs.blocks()));
+    refuse("{} stages are too many for {} devices and {} blocks", std::max(options.cuts.size(), options.order.size()),
+           costs.devices(), costs.blocks());
   if (options.most_in_flight < 0)
-    throw InvalidArgument(fmt::format("most_in_flight is {}; it is a number of micro-batches, or 0 for no limit",
-                                      options.most_in_flight));
+    refuse("most_in_flight is {}; it is a number of micro-batches, or 0 for no limit", options.most_in_flight);
   if (!(options.indifference >= 0.0) || !std::isfinite(options.indifference))
-    throw InvalidArgument(fmt::format("indifference is {}; it must be finite and not negative, 0.01 for one per cent",
-                                      options.indifference));
+    refuse("indifference is {}; it must be finite and not negative, 0.01 for one per cent", options.indifference);
   check_cuts(costs, options.previous_cuts, "previous_cuts");
   if (options.previous_cuts.size() != options.previous_order.size())
-    throw InvalidArgument(fmt::format("there are {} previous_cuts, but {} devices in previous_order",
-                                      options.previous_cuts.size(), options.previous_order.size()));
+    refuse("there are {} previous_cuts, but {} devices in previous_order", options.previous_cuts.size(),
+           options.previous_order.size());
 }
 
 /// Plans that move little are near the present one.
@@ -117,15 +110,15 @@ StagePlan evaluate_stages(const StageProblem& problem, std::span<const std::size
                           std::span<const std::size_t> order, std::int64_t micro_batches, const Schedule& schedule) {
   const StageCosts costs(problem);
   if (cuts.empty() || cuts.size() != order.size() || schedule.stages.size() != cuts.size())
-    throw InvalidArgument(
-        fmt::format("there are {} cuts, {} devices in order and {} stages in the schedule; a "
-                    "pipeline has the same number of each, and at least one",
-                    cuts.size(), order.size(), schedule.stages.size()));
+    refuse(
+        "there are {} cuts, {} devices in order and {} stages in the schedule; a "
+        "pipeline has the same number of each, and at least one",
+        cuts.size(), order.size(), schedule.stages.size());
   check_cuts(costs, cuts, "cuts");
   check_order(costs, order, "order");
   if (micro_batches != schedule.micro_batches || micro_batches < 1 || micro_batches > problem.batch_size)
-    throw InvalidArgument(fmt::format("micro_batches is {}; the schedule has {}, and the batch {} items", micro_batches,
-                                      schedule.micro_batches, problem.batch_size));
+    refuse("micro_batches is {}; the schedule has {}, and the batch {} items", micro_batches, schedule.micro_batches,
+           problem.batch_size);
   check(schedule);
   return stage_plan(costs, {{cuts.begin(), cuts.end()}, {order.begin(), order.end()}}, schedule);
 }
