@@ -14,7 +14,6 @@
 namespace paceline::sim {
 namespace {
 
-
 LinkSpeeds links(double pair, double port, double latency = 0.0) { return {pair, port, 0.0, latency}; }
 
 TEST(StreamMachine, RunsAStreamInOrderAndWaitsForEvents) {

@@ -45,9 +45,9 @@ std::vector<FoundPlan> try_sets(const StageSearch& search);
 /// Improves each plan step by step: other cuts, orders, devices, and numbers of micro-batches.
 void try_neighbours(const StageSearch& search, const std::vector<FoundPlan>& starts);
 
-/// Goes through the partitions that can win with these numbers of micro-batches, one after the other, until it has taken
-/// too long. Where blocks and devices are few, these are all, with all depths. Where they are more, this finds what
-/// steps from neighbour to neighbour do not reach.
+/// Goes through the partitions that can win with these numbers of micro-batches, one after the other, until it has
+/// taken too long. Where blocks and devices are few, these are all, with all depths. Where they are more, this finds
+/// what steps from neighbour to neighbour do not reach.
 void try_partitions(const StageSearch& search, const std::vector<std::int64_t>& micro_batches);
 
 /// Offers the partition that needs the least memory: with one micro-batch in flight on each stage.
