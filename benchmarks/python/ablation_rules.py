@@ -25,7 +25,7 @@ def _rule(name: str, lines: int, *edits: tuple[str, str, str], blind: bool = Fal
 
 
 _AUTO, _CHANGES, _ESTIMATOR = "auto_policy.cpp", "change_points.cpp", "estimator.cpp"
-_PROBE, _TARGET, _JUDGE = "probe.cpp", "target.cpp", "move_judge.cpp"
+_EXPLORER, _TARGET, _JUDGE = "explorer.cpp", "target.cpp", "move_judge.cpp"
 _REDUCTION, _SHAPE, _STARTUP = "reduction_cost.cpp", "shape.cpp", "startup_cost.cpp"
 
 RULES = [
@@ -65,20 +65,6 @@ RULES = [
             "if (step >= 0) return;",
         ),
     ),
-    _rule(
-        "a change of all devices is no change of their ratios",
-        22,
-        (
-            _ESTIMATOR,
-            "known.empty() && outliers.size() == working && changed_together",
-            "working > 1e9 && changed_together",
-        ),
-    ),
-    _rule(
-        "a change of all devices that lasts is told",
-        25,
-        (_CHANGES, "if (++common_run_.steps != kLastingRun) return;", "if (++common_run_.steps > 0) return;"),
-    ),
     # Noise.
     _rule(
         "common noise",
@@ -99,7 +85,15 @@ RULES = [
     _rule("noise memory before it is measured", 6, ("noise_memory.cpp", "kPriorFirst = 0.36;", "kPriorFirst = 0.0;")),
     _rule("prior of the noise", 6, (_ESTIMATOR, "kPriorNoiseSamples = 8.0;", "kPriorNoiseSamples = 1e-9;")),
     # Equal devices.
-    _rule("clusters", 130, ("clusters.cpp", "while (clusters.size() > 1) {", "while (clusters.size() > 1e9) {")),
+    _rule(
+        "clusters",
+        130,
+        (
+            "clusters.cpp",
+            "for (std::size_t reach = 1; reach < clusters.size();) {",
+            "for (std::size_t reach = 1; reach > clusters.size();) {",
+        ),
+    ),
     _rule(
         "memory of clusters",
         14,
@@ -107,8 +101,8 @@ RULES = [
     ),
     # Sizes.
     _rule("shapes are learnt", 150, (_SHAPE, "if (proportional_) return;", "if (step >= 0) return;")),
-    _rule("calibration", 152, (_AUTO, "if (!calibration_.done()) {", "if (context.step < 0) {")),
-    _rule("calibration lowers the slow devices", 12, ("calibration.cpp", "kSlow = 1.5;", "kSlow = 1e300;")),
+    _rule("calibration", 152, (_AUTO, "if (!explorer_.calibrated() && ", "if (context.step < 0 && ")),
+    _rule("calibration lowers the slow devices", 12, (_EXPLORER, "kMuchSlower = 1.5;", "kMuchSlower = 1e300;")),
     _rule(
         "growth is held to twofold",
         30,
@@ -118,31 +112,35 @@ RULES = [
         "growth off the split",
         45,
         (
-            _AUTO,
+            _EXPLORER,
             "if (context.step % kGrowEvery != 0) return std::nullopt;",
             "if (context.step >= 0) return std::nullopt;",
         ),
     ),
-    _rule("growth of a class that was left out", 35, (_AUTO, "kMostHopes = 8;", "kMostHopes = 0;")),
+    _rule("growth of a class that was left out", 35, (_EXPLORER, "kMostHopes = 8;", "kMostHopes = 0;")),
     # What a step costs beside its items.
     _rule("reductions are measured", 100, (_REDUCTION, "if (working == 0 || working", "if (seconds > -1.0 || working")),
-    _rule("negligible reductions count as none", 4, (_REDUCTION, "kNegligible = 0.002;", "kNegligible = 0.0;")),
+    _rule(
+        "negligible reductions count as none",
+        4,
+        (_REDUCTION, "kNegligibleReduction = 0.002;", "kNegligibleReduction = 0.0;"),
+    ),
     _rule("starts are measured", 88, (_STARTUP, "if (!seconds[i]) continue;", "if (i < 1e9) continue;")),
     _rule(
         "two early starts are a new beginning",
         10,
         (_STARTUP, "if (device.early && was_early)", "if (was_early && !was_early)"),
     ),
-    _rule("negligible starts count as none", 2, (_STARTUP, "kNegligible = 0.005;", "kNegligible = 0.0;")),
+    _rule("negligible starts count as none", 2, (_STARTUP, "kNegligibleStart = 0.005;", "kNegligibleStart = 0.0;")),
     # The decision.
-    _rule("two samples before a move", 2, (_AUTO, "kLeastSamples = 2;", "kLeastSamples = 1;")),
-    _rule("gate: 1 %", 2, (_AUTO, "kLeastGain = 0.01;", "kLeastGain = 0.0;")),
-    _rule("gate: 2 standard errors", 34, (_AUTO, "kGainErrors = 2.0;", "kGainErrors = 0.0;")),
+    _rule("two samples before a move", 2, (_AUTO, "kLeastStepsMeasured = 2;", "kLeastStepsMeasured = 1;")),
+    _rule("gate: 1 %", 2, ("target.hpp", "kLeastGain = 0.01;", "kLeastGain = 0.0;")),
+    _rule("gate: 2 standard errors", 34, (_TARGET, "kGainErrors = 2.0;", "kGainErrors = 0.0;")),
     _rule(
         "gate: both",
         36,
-        (_AUTO, "kLeastGain = 0.01;", "kLeastGain = 0.0;"),
-        (_AUTO, "kGainErrors = 2.0;", "kGainErrors = 0.0;"),
+        ("target.hpp", "kLeastGain = 0.01;", "kLeastGain = 0.0;"),
+        (_TARGET, "kGainErrors = 2.0;", "kGainErrors = 0.0;"),
     ),
     _rule(
         "ties go to the present shares",
@@ -188,34 +186,36 @@ RULES = [
     _rule(
         "steps off the plan judge no move",
         30,
-        (_AUTO, "if (2 * ran < shares[i]) return false;", "if (ran < 0) return false;"),
+        (_AUTO, "if (ran < shares[i] - ran) return false;", "if (ran < 0) return false;"),
         blind=True,
     ),
     # Devices without work.
     _rule(
-        "probes", 215, (_PROBE, "if (idle.empty()) return std::nullopt;", "if (context.step >= 0) return std::nullopt;")
+        "probes",
+        215,
+        (_EXPLORER, "if (idle.empty()) return std::nullopt;", "if (context.step >= 0) return std::nullopt;"),
     ),
-    _rule("quick probes", 6, (_PROBE, "kQuickProbes = 4;", "kQuickProbes = 0;")),
+    _rule("quick probes", 6, (_EXPLORER, "kQuickProbes = 4;", "kQuickProbes = 0;")),
     _rule(
         "a probe that comes out differently is repeated",
         6,
-        (_PROBE, "if (context.estimator.doubtful(i) || context.startup.doubtful(i)) {", "if (context.step < 0) {"),
+        (_EXPLORER, "if (context.estimator.doubtful(i) || context.startup.doubtful(i)) {", "if (context.step < 0) {"),
     ),
     _rule(
         "only probes that could pay",
         24,
-        (_PROBE, "if (due && !could_pay(context, models, present, i)) {", "if (due && !due) {"),
+        (_EXPLORER, "if (due && !could_pay(context, models, present, i)) {", "if (due && !due) {"),
     ),
     _rule(
         "dear probes are rare",
         8,
-        (_PROBE, "kFirstBudget = 0.02;", "kFirstBudget = 1e300;"),
-        (_PROBE, "kBudget = 0.005;", "kBudget = 1e300;"),
+        (_EXPLORER, "kFirstBudget = 0.02;", "kFirstBudget = 1e300;"),
+        (_EXPLORER, "kBudget = 0.005;", "kBudget = 1e300;"),
     ),
     _rule(
         "late devices are probed soon",
         3,
-        (_PROBE, "kFirstWaitOfLate = 8;", "kFirstWaitOfLate = kFirstWait;"),
+        (_EXPLORER, "kFirstWaitOfLate = 8;", "kFirstWaitOfLate = kFirstWait;"),
     ),
     # Sizes of micro-batches.
     _rule(

@@ -29,13 +29,11 @@ py::dict dict_of_layout(const plan::Layout& layout) {
   py::dict dict;
   dict["kind"] = std::string(plan::name_of(layout.kind));
   dict["fits"] = layout.fits;
-  dict["runnable"] = layout.runnable;
   dict["seconds"] = layout.seconds;
   dict["reduction_seconds"] = layout.reduction_seconds;
   dict["bubble"] = layout.bubble;
   dict["bytes"] = layout.bytes;
   dict["items"] = layout.items;
-  dict["optimizer_shares"] = layout.optimizer_shares;
   dict["pipelines"] = pipelines;
   dict["reason"] = layout.reason;
   return dict;
@@ -92,10 +90,9 @@ weight_bytes, gradient_bytes
 Returns
 -------
 list of dict
-    Those that fit first, the best first. `kind` is "data parallel", "pipeline", "replicas of pipelines" or "sharded data
-    parallel"; `runnable` is False for the last one, which is only planned. `seconds` of a step, `reduction_seconds` of it that
-    nothing hides, and `bubble`, the idle part of the computing time. `bytes` and `items` per device, `optimizer_shares` per
-    device of the sharded one, `pipelines` with one plan each, and `reason`, a sentence with the numbers that decide.
+    Those that fit first, the best first. `kind` is "data parallel", "pipeline" or "replicas of pipelines". `seconds` of a step,
+    `reduction_seconds` of it that nothing hides, and `bubble`, the idle part of the computing time. `bytes` and `items` per
+    device, `pipelines` with one plan each, and `reason`, a sentence with the numbers that decide.
 
 Raises
 ------

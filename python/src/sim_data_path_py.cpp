@@ -29,7 +29,7 @@ void bind_sim_data_path(py::module_& module) {
                                 .backward_seconds = backward_seconds,
                                 .update_seconds = update_seconds,
                                 .bucket_bytes = bucket_bytes,
-                                .links = gpu_links(link)};
+                                .links = link_speeds(link)};
         if (bandwidth) options.links.pair_bytes_per_second = options.links.port_bytes_per_second = *bandwidth;
         if (latency_seconds) options.links.latency_seconds = *latency_seconds;
         py::dict ways;

@@ -20,12 +20,7 @@ def balancer(limit: int | None, link: float = 1e10) -> StageBalancer:
 
 def ranked(*args: Any, **options: Any) -> list[dict[str, Any]]:
     found = layouts(balancer(*args), 48, micro_batches=8, **options)
-    assert sorted(layout["kind"] for layout in found) == [
-        "data parallel",
-        "pipeline",
-        "replicas of pipelines",
-        "sharded data parallel",
-    ]
+    assert sorted(layout["kind"] for layout in found) == ["data parallel", "pipeline", "replicas of pipelines"]
     return found
 
 
@@ -39,7 +34,7 @@ def test_what_fits_everywhere_is_data_parallel() -> None:
 
 def test_what_fits_no_device_is_cut() -> None:
     found = ranked(300 * MIB)
-    first = next(layout for layout in found if layout["runnable"])
+    first = found[0]
     assert first["kind"] == "pipeline"
     (plan,) = first["pipelines"]
     assert plan["cuts"][0] == 0
@@ -47,10 +42,6 @@ def test_what_fits_no_device_is_cut() -> None:
     data = next(layout for layout in found if layout["kind"] == "data parallel")
     assert not data["fits"]
     assert "384.0 MiB" in data["reason"]
-    sharded = next(layout for layout in found if layout["kind"] == "sharded data parallel")
-    assert sharded["fits"]
-    assert not sharded["runnable"]
-    assert sum(sharded["optimizer_shares"]) == pytest.approx(1.0)
 
 
 def test_gradient_bytes_may_be_given() -> None:

@@ -6,23 +6,17 @@
 #include <algorithm>
 #include <utility>
 
-#include "balance/make_room.hpp"
-#include "balance/target.hpp"
+#include "balance/bounded.hpp"
 
 namespace paceline::balance {
 namespace {
 
-constexpr double kLeastGain = 0.01;
-constexpr double kGainErrors = 2.0;
 constexpr double kWrongHint = 0.1;              // of a step's time; noise promises less
 constexpr std::size_t kLeastStepsMeasured = 2;  // one step alone may be a spike
 constexpr std::size_t kSettledSamples = 48;     // a standard error of 0.5 % at 3 % noise: half of what the gate asks
 constexpr std::size_t kProvisionalKept = 32;    // batch sizes; sequences with lengths have many
 constexpr std::size_t kRentsKept = 64;          // batch sizes: as many as have shares in force
 constexpr double kPromiseKept = 0.5;            // of what a move must promise; below, it is another move
-constexpr std::int64_t kGrowEvery = 8;          // steps: rare enough to cost little, and few doublings are needed
-constexpr double kStepsPart = 0.5;  // of what a move must promise; it is only one step, which tests the promise
-constexpr int kMostHopes = 8;       // enough for doublings of a few classes; after them noise keeps the shape unknown
 constexpr std::int64_t kFirmSteps = 32;
 constexpr std::int64_t kMostFirmSteps = 2048;
 
@@ -50,46 +44,12 @@ bool ran_as_planned(const std::vector<std::int64_t>& shares, const StepTimings& 
 
 }  // namespace
 
-/// What going to decision.target would bring, and what it must.
-void AutoPolicy::judge(const PolicyContext& context, const std::vector<plan::CostModel>& models,
-                       const std::vector<std::int64_t>& present, double least_gain, Decision& decision) {
-  const double now = makespan(context, models, present);
-  const double then = makespan(context, models, decision.target);
-  decision.gain = now > 0.0 ? 1.0 - then / now : 0.0;
-  decision.saved_seconds = now - then;
-  decision.required = std::clamp(kGainErrors * gain_error(context, models, present, decision.target), least_gain, 1.0);
-}
-
 AutoPolicy::Decision AutoPolicy::decide(const PolicyContext& context, const std::vector<std::int64_t>& present,
                                         bool settled, double least_gain) {
   const std::vector<plan::CostModel> models = estimated_models(context);
-  Decision decision;
-  decision.target = best_split(context, models, !settled);
-  judge(context, models, present, least_gain, decision);
-  return decision;
-}
-
-/// A step in which a device grows towards a split that gains. None if there is no such split, or if it is too early.
-std::optional<std::vector<std::int64_t>> AutoPolicy::grow(const PolicyContext& context,
-                                                          const std::vector<std::int64_t>& present) {
-  if (context.step % kGrowEvery != 0) return std::nullopt;
-  const std::vector<plan::CostModel> models = estimated_models(context);
-  Growth known = growth(context, models);
-  if (known.step != known.goal) {
-    Decision decision;
-    decision.target = std::move(known.goal);
-    judge(context, models, present, kLeastGain, decision);
-    if (decision.gain > kStepsPart * decision.required) return std::move(known.step);
-  }
-  if (hopes_ >= kMostHopes) return std::nullopt;
-  const std::optional<std::vector<plan::CostModel>> hopeful = hopeful_models(context, present);
-  if (!hopeful) return std::nullopt;
-  Growth hoped = growth(context, *hopeful);
-  if (makespan(context, *hopeful, hoped.goal) >= (1.0 - kLeastGain) * makespan(context, *hopeful, present)) {
-    return std::nullopt;
-  }
-  planned_ = Planned::hope;
-  return std::move(hoped.step);
+  std::vector<std::int64_t> target = best_split(context, models, !settled);
+  const Promise promise = promise_of(context, models, present, target, least_gain);
+  return {promise, std::move(target)};
 }
 
 /// Seconds that the first step with these shares takes longer than later ones.
@@ -135,8 +95,7 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
   const double required = 100.0 * decision.required;
   if (decision.gain <= decision.required || decision.target == present) {
     if (completes) provisional_.erase(context.batch_size);
-    if (auto shares = grow(context, present)) {
-      if (planned_ == Planned::split) planned_ = Planned::probe;
+    if (auto shares = explorer_.grow(context, present)) {
       return {*std::move(shares), "probe: sizes on the way to a split that may be better, to see whether it is",
               present};
     }
@@ -161,7 +120,7 @@ Proposal AutoPolicy::gate(const PolicyContext& context, const std::vector<std::i
 }
 
 Proposal AutoPolicy::propose(const PolicyContext& context) {
-  planned_ = Planned::split;
+  explorer_.begin();
   if (take_back_ && take_back_->batch_size == context.batch_size) {
     const MoveJudge::Verdict verdict = *std::exchange(take_back_, std::nullopt);
     provisional_.erase(context.batch_size);
@@ -178,9 +137,8 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
            fewest_samples(context, *context.incumbent) >= kLeastStepsMeasured &&
            decide(context, *context.incumbent, true, kLeastGain).gain > kWrongHint;
   };
-  if (!calibration_.done() && (context.hints == nullptr || hints_are_wrong())) {
-    if (auto shares = calibration_.shares(context, even())) {
-      planned_ = Planned::calibration;
+  if (!explorer_.calibrated() && (context.hints == nullptr || hints_are_wrong())) {
+    if (auto shares = explorer_.calibrate(context, even())) {
       return {*std::move(shares), "calibration: sizes off the even split tell fixed from per-item time", even()};
     }
   }
@@ -191,8 +149,7 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
   }
   const std::vector<std::int64_t> present =
       first ? best_split(context, estimated_models(context), false) : *context.incumbent;
-  if (auto shares = probe_.shares(context, present)) {
-    planned_ = Planned::probe;
+  if (auto shares = explorer_.probe(context, present)) {
     return {*std::move(shares), "probe: a device without work gets a little, to see whether it recovered", present};
   }
   if (first) return {present, "first step of this batch size: the best split by the measured speeds"};
@@ -206,10 +163,8 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
     firm_steps_ = firm_until_step_ = 0;
     take_back_.reset();  // its shares were better at speeds that are gone
   }
-  probe_.observe(context, timings);
-  if (planned_ == Planned::calibration) calibration_.observe(context);
-  if (planned_ == Planned::hope) ++hopes_;
-  if (planned_ != Planned::split) return;  // a step off the split says nothing about the split
+  explorer_.observe(context, timings);
+  if (explorer_.explores()) return;  // a step off the split says nothing about the split
   const bool as_planned = ran_as_planned(*context.incumbent, timings);
   if (!as_planned) judge_.skip(context.batch_size);
   const bool comparable = as_planned && !context.estimator.unsettled();
@@ -234,7 +189,7 @@ void AutoPolicy::describe(BalanceReport& report) const {
   report.taken_back = judge_.taken_back();
   report.required_gain = last_required_;
   report.firm_until_step = firm_until_step_;
-  report.recent_moves.assign(judge_.moves().begin(), judge_.moves().end());
+  report.recent_moves = judge_.moves();
 }
 
 }  // namespace paceline::balance

@@ -6,10 +6,10 @@
 #include <optional>
 #include <vector>
 
-#include "balance/calibration.hpp"
+#include "balance/explorer.hpp"
 #include "balance/move_judge.hpp"
 #include "balance/policy.hpp"
-#include "balance/probe.hpp"
+#include "balance/target.hpp"
 
 namespace paceline::balance {
 
@@ -24,8 +24,8 @@ namespace paceline::balance {
 ///    each step would otherwise never probe;
 /// 5. the target, at a batch size without shares;
 /// 6. the target, if the gain that it promises exceeds max(1 %, 2 standard errors of that gain); otherwise the present
-///    shares. Without this gate a quiet box loses 2 to 4 %, because the best of many noisy candidates always promises
-///    something.
+///    shares, or a step in which a device grows towards a better split. Without this gate a quiet box loses 2 to 4 %,
+///    because the best of many noisy candidates always promises something.
 ///
 /// The target is the exact split for the estimated times (best_split). Gains are judged by the medians.
 ///
@@ -40,17 +40,13 @@ namespace paceline::balance {
 /// counts for as long as the waiting move promises at least half of what it must. After that the loss is forgotten,
 /// because a later move is another move.
 ///
-/// Where only a split in which a device grows too much is better, that device grows in single steps off the split, at
-/// most twofold each, until its time at the larger size is measured. A device of a class that was left out before it
-/// had run two sizes does the same, eight times at most, because how much of its time is fixed is a guess.
-///
 /// After a move was taken back no move is made for 32 steps. The next time these steps double. A change point ends
 /// this.
 ///
 /// Driven by Balancer. A pure function of these calls: no clock, no random numbers.
 class AutoPolicy {
  public:
-  explicit AutoPolicy(const BalancerOptions& options) : calibration_(options.calibrate && !options.proportional) {}
+  explicit AutoPolicy(const BalancerOptions& options) : explorer_(options.calibrate && !options.proportional) {}
 
   /// Before every step. Asked again without an observe() in between (the step failed), it proposes the same for the
   /// same batch size, unless a device was retired.
@@ -64,16 +60,9 @@ class AutoPolicy {
   void describe(BalanceReport& report) const;
 
  private:
-  /// What the last proposal was: the split in force, or a step off it for what it teaches.
-  enum class Planned : std::uint8_t { split, calibration, probe, hope };
-  struct Decision {
+  struct Decision : Promise {
     std::vector<std::int64_t> target;
-    double gain = 0.0;
-    double saved_seconds = 0.0;  ///< of each step
-    double required = 0.0;
   };
-  static void judge(const PolicyContext& context, const std::vector<plan::CostModel>& models,
-                    const std::vector<std::int64_t>& present, double least_gain, Decision& decision);
   [[nodiscard]] static Decision decide(const PolicyContext& context, const std::vector<std::int64_t>& present,
                                        bool settled, double least_gain);
   /// What waiting with a move has cost.
@@ -84,14 +73,10 @@ class AutoPolicy {
   };
   [[nodiscard]] static double cost_of(const PolicyContext& context, const std::vector<std::int64_t>& shares);
   void forget_broken_promise(const PolicyContext& context, const std::vector<std::int64_t>& present, double required);
-  [[nodiscard]] std::optional<std::vector<std::int64_t>> grow(const PolicyContext& context,
-                                                              const std::vector<std::int64_t>& present);
   double lost_with(const PolicyContext& context, const Decision& decision);
   [[nodiscard]] Proposal gate(const PolicyContext& context, const std::vector<std::int64_t>& present);
 
-  Calibration calibration_;
-  Probe probe_;
-  Planned planned_ = Planned::split;
+  Explorer explorer_;
   std::map<std::int64_t, Rent> rents_;  // by batch size
   // Batch sizes whose split is yet to be completed, and the steps of their moves.
   std::map<std::int64_t, std::int64_t> provisional_;
@@ -99,7 +84,6 @@ class AutoPolicy {
   std::optional<MoveJudge::Verdict> take_back_;
   std::int64_t seen_change_points_ = 0;
   std::int64_t firm_steps_ = 0;  // after the last move that was taken back
-  int hopes_ = 0;                // steps planned for what a class may turn out to be
   std::int64_t firm_until_step_ = 0;
   double last_required_ = 0.0;
 };

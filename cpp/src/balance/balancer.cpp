@@ -10,9 +10,10 @@
 #include <paceline/error.hpp>
 
 #include "balance/balancer_state.hpp"
-#include "balance/make_room.hpp"
+#include "balance/bounded.hpp"
 #include "balance/target.hpp"
 #include "plural.hpp"
+#include "refuse.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -20,29 +21,25 @@ namespace {
 constexpr std::size_t kIncumbentsKept = 64;  // batch sizes; sequences with lengths have thousands
 
 void check(const BalancerOptions& options) {
-  if (options.devices.empty()) throw InvalidArgument("a balancer needs at least one device");
+  if (options.devices.empty()) refuse("a balancer needs at least one device");
   const bool chosen = options.granularity == 0 && options.policy == Balance::automatic;
   if (options.granularity < 1 && !chosen) {
-    throw InvalidArgument(
-        fmt::format("granularity is {}: shares are multiples of at least one item; 0, for \"auto\" only, has it chosen "
-                    "by the batch",
-                    options.granularity));
+    refuse(
+        "granularity is {}: shares are multiples of at least one item; 0, for \"auto\" only, has it chosen "
+        "by the batch",
+        options.granularity);
   }
 }
 
 void check(const StepTimings& timings, const BalancerOptions& options) {
-  if (timings.devices.size() != options.devices.size()) {
-    throw InvalidArgument(
-        fmt::format("timings of {} devices for a balancer of {}", timings.devices.size(), options.devices.size()));
-  }
+  if (timings.devices.size() != options.devices.size())
+    refuse("timings of {} devices for a balancer of {}", timings.devices.size(), options.devices.size());
   const auto sane = [](double seconds) { return std::isfinite(seconds) && seconds >= 0.0; };
-  if (!sane(timings.step_seconds)) throw InvalidArgument(fmt::format("step_seconds is {}", timings.step_seconds));
-  if (!sane(timings.reduction_seconds)) {
-    throw InvalidArgument(fmt::format("reduction_seconds is {}", timings.reduction_seconds));
-  }
+  if (!sane(timings.step_seconds)) refuse("step_seconds is {}", timings.step_seconds);
+  if (!sane(timings.reduction_seconds)) refuse("reduction_seconds is {}", timings.reduction_seconds);
   if (!timings.startup_seconds.empty() && timings.startup_seconds.size() != options.devices.size()) {
-    throw InvalidArgument(fmt::format("startup_seconds of {} devices for a balancer of {}; give all or none",
-                                      timings.startup_seconds.size(), options.devices.size()));
+    refuse("startup_seconds of {} devices for a balancer of {}; give all or none", timings.startup_seconds.size(),
+           options.devices.size());
   }
   for (std::size_t i = 0; i < timings.startup_seconds.size(); ++i) {
     const std::optional<double>& seconds = timings.startup_seconds[i];
@@ -190,8 +187,7 @@ Balancer& Balancer::operator=(Balancer&&) noexcept = default;
 
 StepPlan Balancer::next_plan(std::int64_t batch_size) {
   State& state = *state_;
-  if (batch_size < 1)
-    throw InvalidArgument(fmt::format("the batch has {} items: it must have at least one", batch_size));
+  if (batch_size < 1) refuse("the batch has {} items: it must have at least one", batch_size);
   const bool again = state.awaiting_record && state.plan->batch_size == batch_size;
   if (!again) {
     StepPlan made = state.make_plan(batch_size);
@@ -206,7 +202,7 @@ StepPlan Balancer::next_plan(std::int64_t batch_size) {
 
 void Balancer::record(const StepTimings& timings) {
   State& state = *state_;
-  if (!state.awaiting_record) throw InvalidArgument("record without a plan: call next_plan before each step");
+  if (!state.awaiting_record) refuse("record without a plan: call next_plan before each step");
   check(timings, state.options);
   if (state.ledger) state.ledger->record(state.step, timings);
   state.awaiting_record = false;
@@ -253,17 +249,15 @@ void Balancer::restore(DeviceId device) {
 
 bool Balancer::retired(DeviceId device) const {
   const State& state = *state_;
-  if (device >= state.limits.size()) {
-    throw InvalidArgument(fmt::format("there is no device {}: there are {}", device, state.limits.size()));
-  }
+  if (device >= state.limits.size()) refuse("there is no device {}: there are {}", device, state.limits.size());
   return state.retired[device];
 }
 
 void Balancer::hint(std::span<const std::optional<plan::CostModel>> models) {
   State& state = *state_;
   if (models.size() != state.options.devices.size()) {
-    throw InvalidArgument(fmt::format("hint: {} for a balancer of {}; give one per device, or none for a device",
-                                      plural(models.size(), "model"), plural(state.options.devices.size(), "device")));
+    refuse("hint: {} for a balancer of {}; give one per device, or none for a device", plural(models.size(), "model"),
+           plural(state.options.devices.size(), "device"));
   }
   if (state.estimator.has_evidence()) return;
   std::vector<plan::CostModel> hints = completed_models(models, state.options.devices);
@@ -279,7 +273,7 @@ void Balancer::hint(std::span<const std::optional<plan::CostModel>> models) {
 
 void Balancer::set_least_items(std::int64_t items) {
   State& state = *state_;
-  if (items < 1) throw InvalidArgument(fmt::format("least_items is {}: a share has at least one item", items));
+  if (items < 1) refuse("least_items is {}: a share has at least one item", items);
   if (items == state.least_items) return;
   if (state.ledger) state.ledger->least_items(items);
   state.least_items = items;
@@ -293,7 +287,7 @@ std::int64_t Balancer::least_items() const noexcept { return state_->least_items
 std::int64_t Balancer::move_count() const noexcept { return state_->moves; }
 
 void Balancer::write_to(std::shared_ptr<LedgerWriter> ledger) {
-  if (ledger && state_->called) throw InvalidArgument("a ledger must be attached before the first call");
+  if (ledger && state_->called) refuse("a ledger must be attached before the first call");
   state_->ledger = std::move(ledger);
   if (!state_->ledger) return;
   state_->ledger->header(state_->options);
@@ -379,8 +373,8 @@ BalanceReport Balancer::report() const {
 
 std::string Balancer::explain(std::span<const std::string> causes) const {
   if (!causes.empty() && causes.size() != state_->options.devices.size()) {
-    throw InvalidArgument(fmt::format("explain: {} causes for {} devices; give one for each, or none", causes.size(),
-                                      state_->options.devices.size()));
+    refuse("explain: {} causes for {} devices; give one for each, or none", causes.size(),
+           state_->options.devices.size());
   }
   std::string text = describe(report(), state_->plan ? state_->plan->batch_size : 0, causes);
   if (state_->ledger && state_->ledger->failed()) {

@@ -5,6 +5,7 @@
 #include <numbers>
 #include <utility>
 
+#include "balance/bounded.hpp"
 #include "balance/estimator.hpp"
 #include "balance/statistics.hpp"
 
@@ -21,7 +22,6 @@ constexpr double kActedUponAtOnce = 0.336;      // log of 1.4, by which two devi
 constexpr double kAlikeExcursion = 1.5;         // an excursion counts for changes up to this many times its size
 constexpr std::size_t kExcursions = 32;         // remembered
 constexpr std::int64_t kLongestExcursion = 64;  // steps; moves can follow what lasts longer
-constexpr std::size_t kLastingRun = 8;          // steps after which a common change is reported
 
 }  // namespace
 
@@ -44,10 +44,6 @@ void Estimator::take(std::size_t index, Evidence evidence) {
   if (device.window.empty()) estimate.since_step = evidence.step;
   if (device.window.size() < (estimate.change_points == 0 ? kFirstJudged : kNextJudged)) return accept(index, evidence);
   std::vector<Evidence>& outliers = device.outliers;
-  if (evidence.together) {  // no change of this device alone
-    if (outliers.empty()) accept(index, evidence);
-    return;
-  }
   const double allowed = tolerance(index, evidence.sample);
   const double apart = deviation(index, evidence.sample);
   const bool is_outlier = std::abs(apart) > allowed;
@@ -90,8 +86,7 @@ std::int64_t Estimator::steps_to_believe(double size) const {
 
 void Estimator::undone(double size, std::int64_t steps) {
   if (steps > kLongestExcursion || size > kActedUponAtOnce) return;
-  if (excursions_.size() == kExcursions) excursions_.erase(excursions_.begin());
-  excursions_.push_back({size, steps});
+  keep_last(excursions_, {size, steps}, kExcursions);
 }
 
 /// The outliers are the device's new level.
@@ -121,46 +116,8 @@ void Estimator::change(std::size_t index, double allowed) {
   for (auto one = begin; one != run.end(); ++one) accept(index, *one);
 }
 
-/// Whether these devices stand out by the same factor, as far as their own noise allows to tell.
-bool Estimator::changed_together(const std::vector<std::size_t>& devices, const std::vector<Evidence>& evidence) const {
-  if (devices.size() < 2) return false;
-  std::vector<double> apart;
-  double noise = 0.0;
-  for (const std::size_t i : devices) {
-    apart.push_back(deviation(i, evidence[i].sample));
-    noise = std::max(noise, estimates_[i].noise);
-  }
-  const auto [least, most] = std::ranges::minmax(apart);
-  return most - least <= std::max(kJump, kJumpSigmas * noise);
-}
-
-/// Notes a change of all devices together, once it has lasted for some steps. Their ratios stay known.
-void Estimator::note_common_change(std::int64_t step, const std::vector<Evidence>& evidence) {
-  const auto ran = [](const Evidence& one) { return !one.parts.empty(); };
-  if (std::none_of(evidence.begin(), evidence.end(), ran)) return;
-  if (std::none_of(evidence.begin(), evidence.end(), [](const Evidence& one) { return one.together; })) {
-    common_run_ = {};
-    return;
-  }
-  if (common_run_.steps == 0) {
-    common_run_.first = step;
-    for (const DeviceEstimate& estimate : estimates_) common_run_.scales_before.push_back(estimate.own_scale);
-  }
-  if (++common_run_.steps != kLastingRun) return;
-  for (std::size_t i = 0; i < evidence.size(); ++i) {
-    if (!evidence[i].together) continue;
-    estimates_[i].scale_before = common_run_.scales_before[i];
-    estimates_[i].since_step = common_run_.first;
-    ++estimates_[i].change_points;
-    devices_[i].change_size = 0.0;
-    if (devices_[i].grouped) devices_[i].grouped->since_step = common_run_.first;
-    shapes_[devices_[i].device_class].restart(devices_[i].member);
-  }
-}
-
 bool Estimator::unsettled() const {
-  const auto waits = [](const Device& device) { return !device.outliers.empty(); };
-  return common_run_.steps > 0 || std::any_of(devices_.begin(), devices_.end(), waits);
+  return std::ranges::any_of(devices_, [](const Device& device) { return !device.outliers.empty(); });
 }
 
 }  // namespace paceline::balance

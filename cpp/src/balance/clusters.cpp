@@ -3,7 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <tuple>
+#include <utility>
 
 namespace paceline::balance {
 namespace {
@@ -40,21 +41,6 @@ Cluster merge(const Cluster& a, const Cluster& b) {
   return both;
 }
 
-/// A group's nearest one among those after it; the last group has none.
-struct Nearest {
-  std::size_t index = 0;
-  double distance = std::numeric_limits<double>::infinity();
-};
-
-Nearest nearest_after(std::size_t i, const std::vector<Cluster>& clusters, const ShapeEstimator& shape) {
-  Nearest nearest;
-  for (std::size_t j = i + 1; j < clusters.size(); ++j) {
-    const double d = distance(clusters[i], clusters[j], shape);
-    if (d < nearest.distance) nearest = {j, d};
-  }
-  return nearest;
-}
-
 }  // namespace
 
 std::vector<Cluster> cluster_equals(const std::vector<Measured>& devices, const ShapeEstimator& shape) {
@@ -63,29 +49,23 @@ std::vector<Cluster> cluster_equals(const std::vector<Measured>& devices, const 
     clusters.push_back(
         {{device.device}, device.scale, std::log(device.scale), device.error, device.centre_items, device.before});
   }
-  std::vector<Nearest> nearest;
-  for (std::size_t i = 0; i < clusters.size(); ++i) nearest.push_back(nearest_after(i, clusters, shape));
-  while (clusters.size() > 1) {
-    const auto closest = std::min_element(nearest.begin(), nearest.end(),
-                                          [](const Nearest& a, const Nearest& b) { return a.distance < b.distance; });
-    if (closest->distance >= 1.0) break;
-    const auto first = static_cast<std::size_t>(closest - nearest.begin());
-    const std::size_t second = closest->index;
-    clusters[first] = merge(clusters[first], clusters[second]);
-    clusters.erase(clusters.begin() + static_cast<std::ptrdiff_t>(second));
-    nearest.erase(nearest.begin() + static_cast<std::ptrdiff_t>(second));
-    for (std::size_t i = 0; i < second; ++i) {
-      const bool lost = i == first || nearest[i].index == first || nearest[i].index == second;
-      if (lost) {
-        nearest[i] = nearest_after(i, clusters, shape);
-        continue;
-      }
-      if (nearest[i].index > second) --nearest[i].index;
-      if (i > first) continue;
-      const double d = distance(clusters[i], clusters[first], shape);
-      if (d < nearest[i].distance || (d == nearest[i].distance && first < nearest[i].index)) nearest[i] = {first, d};
+  std::ranges::stable_sort(clusters, {}, &Cluster::log_scale);
+  // Neighbours in scale first; then those with one, two, ... other groups between them.
+  for (std::size_t reach = 1; reach < clusters.size();) {
+    std::size_t closest = clusters.size();
+    double least = 1.0;
+    for (std::size_t i = 0; i + reach < clusters.size(); ++i) {
+      const double apart = distance(clusters[i], clusters[i + reach], shape);
+      if (apart < least) std::tie(least, closest) = std::pair(apart, i);
     }
-    for (std::size_t i = second; i + 1 < nearest.size(); ++i) --nearest[i].index;
+    if (closest == clusters.size()) {
+      ++reach;
+      continue;
+    }
+    clusters[closest] = merge(clusters[closest], clusters[closest + reach]);
+    clusters.erase(clusters.begin() + static_cast<std::ptrdiff_t>(closest + reach));
+    std::ranges::stable_sort(clusters, {}, &Cluster::log_scale);
+    reach = 1;
   }
   return clusters;
 }

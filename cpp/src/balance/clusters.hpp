@@ -34,9 +34,8 @@ struct Cluster {
 /// were apart stay apart until the difference is below 2 standard errors. Otherwise a difference near the bound would
 /// change shares with every step (on a noisy host there were 6 moves in 100 steps to and fro).
 ///
-/// The clustering is agglomerative, the closest pair first, in units of that bound. The common scale is a mean weighted
-/// by inverse variance. Each group remembers its nearest one (Anderberg, 1973), so n devices take O(n^2) time unless
-/// most groups share a nearest one, and at most O(n^3). Deterministic: among equals the pair of lower indices is taken.
+/// The clustering is agglomerative, in units of that bound: of neighbours in scale the closest pair first. The common
+/// scale is a mean weighted by inverse variance. O(n^2), if groups of equal devices are few.
 [[nodiscard]] std::vector<Cluster> cluster_equals(const std::vector<Measured>& devices, const ShapeEstimator& shape);
 
 }  // namespace paceline::balance

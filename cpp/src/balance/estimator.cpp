@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "balance/bounded.hpp"
 #include "balance/clusters.hpp"
 #include "balance/statistics.hpp"
 
@@ -94,7 +95,6 @@ void Estimator::record(std::int64_t step, const StepTimings& timings) {
   for (const auto& device : timings.devices) evidence.push_back(evidence_of(step, device));
   set_references(evidence);
   separate_common_noise(evidence);
-  note_common_change(step, evidence);
   for (std::size_t i = 0; i < evidence.size(); ++i) {
     if (evidence[i].parts.empty()) continue;
     take(i, std::move(evidence[i]));
@@ -124,18 +124,13 @@ void Estimator::separate_common_noise(std::vector<Evidence>& evidence) {
   std::size_t working = 0;
   std::size_t most = 0;
   std::vector<std::size_t> known;
-  std::vector<std::size_t> outliers;
   for (std::size_t i = 0; i < evidence.size(); ++i) {
     const Sample& sample = evidence[i].sample;
     if (evidence[i].parts.empty()) continue;
     ++working;
     if (estimates_[i].samples == 0) continue;
     if (shape_error(i, sample) > kShapeInNoise * estimates_[i].noise) continue;
-    (std::abs(deviation(i, sample)) > tolerance(i, sample) ? outliers : known).push_back(i);
-  }
-  if (known.empty() && outliers.size() == working && changed_together(outliers, evidence)) {
-    known = std::move(outliers);
-    for (const std::size_t i : known) evidence[i].together = true;
+    if (std::abs(deviation(i, sample)) <= tolerance(i, sample)) known.push_back(i);
   }
   for (const std::size_t i : known) most = std::max(most, estimates_[i].samples);
   std::erase_if(known, [&](std::size_t i) { return estimates_[i].samples < std::min(kKnownSamples, most); });
@@ -158,21 +153,18 @@ void Estimator::separate_common_noise(std::vector<Evidence>& evidence) {
     known_devices_ = count;
   }
   if (!separable && !log_factors_.empty()) return;
-  if (log_factors_.size() == kFactors) log_factors_.erase(log_factors_.begin());
-  log_factors_.push_back(log_factor);
+  keep_last(log_factors_, log_factor, kFactors);
 }
 
 void Estimator::accept(DeviceId device, const Evidence& evidence) {
   devices_[device].last_step = evidence.step;
   for (const MicroBatchTiming& part : evidence.parts) {
-    if (evidence.together) break;  // the shape's other samples were taken at another speed
     shapes_[devices_[device].device_class].add(devices_[device].member, evidence.step, part.items, part.seconds);
   }
   std::vector<Sample>& window = devices_[device].window;
   // The common factor was taken from this device alone, so its residual is 0 and says nothing.
   if (evidence.sample.to_own <= 0.0 && window.size() >= kKnownSamples) return;
-  if (window.size() == kWindow) window.erase(window.begin());
-  window.push_back(evidence.sample);
+  keep_last(window, evidence.sample, kWindow);
   // The newest samples wait: if the speed changed with them, they would look like noise that lasts.
   if (window.size() <= kRecent) return;
   const Sample& old = window[window.size() - 1 - kRecent];

@@ -36,10 +36,10 @@ struct DeviceEstimate {
 /// - Scale: the median of all samples since the device's last change point. A sample is a step's summed seconds over
 ///   the shape's sum. Raw samples are kept, so a better shape moves all of them together.
 /// - Common noise: a split depends only on the devices' ratios, so the factor by which all devices of a step are slower
-///   together is taken out of its samples. The factor is a mean over the devices that are well known and no outliers,
-///   or over all devices if all stand out by the same factor. Without this, windows of different lengths would compare
-///   devices under different conditions (on two quiet cores half of the variance of a step's time was common and lasted
-///   for hundreds of steps). A device that works alone has no common noise.
+///   together is taken out of its samples. The factor is a mean over the devices that are well known and no outliers.
+///   Without this, windows of different lengths would compare devices under different conditions (on two quiet cores
+///   half of the variance of a step's time was common and lasted for hundreds of steps). A device that works alone has
+///   no common noise.
 /// - Error: the standard error of the median of samples that are correlated as measured (NoiseMemory).
 /// - Change point: two successive samples on the same side, beyond max(8 %, 3.5 sigma). The window restarts with them.
 ///   A single such sample is dropped. If the size changed, the tolerance grows by the uncertainty of the shape.
@@ -76,7 +76,7 @@ class Estimator {
   [[nodiscard]] double error_at(DeviceId device, double items) const;
   /// Whether the device's last time was an outlier. It becomes a change point if the next times agree with it.
   [[nodiscard]] bool doubtful(DeviceId device) const { return !devices_[device].outliers.empty(); }
-  /// Whether the conditions of the last step may not last: some time was an outlier, or all devices changed together.
+  /// Whether the conditions of the last step may not last: some time was an outlier.
   [[nodiscard]] bool unsettled() const;
   /// Relative standard deviation of one step's time, over all devices.
   [[nodiscard]] double pooled_noise() const { return pooled_noise_; }
@@ -95,13 +95,7 @@ class Estimator {
   struct Evidence {
     Sample sample;
     std::int64_t step = 0;
-    bool together = false;  // all devices changed by the same factor, so their ratios stayed
     std::vector<MicroBatchTiming> parts;
-  };
-  struct CommonRun {  // of steps in a row that all devices changed together in
-    std::int64_t first = 0;
-    std::size_t steps = 0;
-    std::vector<double> scales_before;  // of each device
   };
   struct Grouped {
     std::size_t cluster = 0;
@@ -124,8 +118,6 @@ class Estimator {
 
   [[nodiscard]] static Evidence evidence_of(std::int64_t step, const std::vector<MicroBatchTiming>& timings);
   void set_references(const std::vector<Evidence>& evidence);
-  [[nodiscard]] bool changed_together(const std::vector<std::size_t>& devices,
-                                      const std::vector<Evidence>& evidence) const;
   void separate_common_noise(std::vector<Evidence>& evidence);
   [[nodiscard]] double shape_error(DeviceId device, const Sample& sample) const;
   [[nodiscard]] double tolerance(DeviceId device, const Sample& sample) const;
@@ -137,7 +129,6 @@ class Estimator {
   [[nodiscard]] double run_size(DeviceId device) const;
   [[nodiscard]] std::int64_t steps_to_believe(double size) const;
   void follow_drift(DeviceId device, std::int64_t step);
-  void note_common_change(std::int64_t step, const std::vector<Evidence>& evidence);
   void accept(DeviceId device, const Evidence& evidence);
   [[nodiscard]] double ratio(DeviceId device, const Sample& sample) const;
   [[nodiscard]] double error_of(double noise, std::size_t samples) const;
@@ -152,9 +143,8 @@ class Estimator {
   std::vector<Excursion> excursions_;  // of all devices, oldest first
   std::vector<double> log_factors_;    // the common ones of the newest steps
   double known_devices_ = 1.0;         // that the last one was measured by
-  CommonRun common_run_;
-  double common_level_ = 1.0;  // the usual factor of late
-  double common_noise_ = 0.0;  // relative standard deviation of a step's factor
+  double common_level_ = 1.0;          // the usual factor of late
+  double common_noise_ = 0.0;          // relative standard deviation of a step's factor
   double pooled_noise_;
   bool has_evidence_ = false;
 };

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <utility>
 
-#include "balance/make_room.hpp"
+#include "balance/bounded.hpp"
 #include "balance/statistics.hpp"
 
 namespace paceline::balance {
@@ -31,8 +31,8 @@ void MoveJudge::overtake(MoveOutcome outcome) {
 void MoveJudge::started(std::int64_t step, std::int64_t batch_size, std::vector<std::int64_t> from,
                         std::vector<std::int64_t> to, double promised_gain) {
   overtake(MoveOutcome::overtaken);
-  moves_.push_back({step, batch_size, std::move(from), std::move(to), promised_gain, 0.0, 0.0, MoveOutcome::pending});
-  if (moves_.size() > kMovesKept) moves_.pop_front();
+  keep_last(moves_, {step, batch_size, std::move(from), std::move(to), promised_gain, 0.0, 0.0, MoveOutcome::pending},
+            kMovesKept);
   const Times& times = times_[batch_size];
   pending_ = Pending{batch_size, times.seconds()};
   if (pending_->before.empty() || !times.mostly_as_planned()) overtake(MoveOutcome::unjudged);
@@ -41,16 +41,11 @@ void MoveJudge::started(std::int64_t step, std::int64_t batch_size, std::vector<
 
 void MoveJudge::skip(std::int64_t batch_size) {
   Times& times = times_of(batch_size);
-  times.add(std::nullopt);
+  keep_last(times.steps, std::nullopt, kStepsKept);
   if (pending_ && pending_->batch_size == batch_size && times.steps.size() == kStepsKept &&
       !times.mostly_as_planned()) {
     overtake(MoveOutcome::unjudged);
   }
-}
-
-void MoveJudge::Times::add(std::optional<double> seconds) {
-  steps.push_back(seconds);
-  if (steps.size() > kStepsKept) steps.pop_front();
 }
 
 std::vector<double> MoveJudge::Times::seconds() const {
@@ -90,7 +85,7 @@ std::optional<MoveJudge::Verdict> MoveJudge::observe(std::int64_t batch_size, do
   }
   if (makespan_seconds <= 0.0) return std::nullopt;
   Times& here = times_of(batch_size);
-  here.add(makespan_seconds);
+  keep_last(here.steps, makespan_seconds, kStepsKept);
   const std::vector<double> times = here.seconds();
   if (!pending_ || pending_->batch_size != batch_size || times.size() < kStepsToJudge || !here.mostly_as_planned()) {
     return std::nullopt;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <optional>
 #include <vector>
@@ -41,7 +40,7 @@ class MoveJudge {
   void reset(std::int64_t batch_size);
   void reset_all();
 
-  [[nodiscard]] const std::deque<MoveReport>& moves() const { return moves_; }
+  [[nodiscard]] const std::vector<MoveReport>& moves() const { return moves_; }
   [[nodiscard]] std::int64_t taken_back() const { return taken_back_; }
 
  private:
@@ -51,10 +50,9 @@ class MoveJudge {
   };
   /// The last steps under the present shares.
   struct Times {
-    std::deque<std::optional<double>> steps;  // seconds; none for a step in which others took work over
+    std::vector<std::optional<double>> steps;  // seconds; none for a step in which others took work over
     std::int64_t last_used = 0;
 
-    void add(std::optional<double> seconds);
     /// The times of the last steps that ran as planned, oldest first.
     [[nodiscard]] std::vector<double> seconds() const;
     /// Whether at least half of the steps ran as planned.
@@ -67,7 +65,7 @@ class MoveJudge {
   std::map<std::int64_t, Times> times_;  // per batch size
   std::int64_t observed_ = 0;            // steps
   std::optional<Pending> pending_;
-  std::deque<MoveReport> moves_;
+  std::vector<MoveReport> moves_;
   std::int64_t taken_back_ = 0;
 };
 

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "balance/bounded.hpp"
+
 namespace paceline::balance {
 namespace {
 
@@ -23,8 +25,7 @@ void NoiseMemory::add(DeviceId device, double residual) {
     lags_[j].squares += 0.5 * difference * difference;
     lags_[j].count += 1.0;
   }
-  if (recent.size() == kFar) recent.erase(recent.begin());
-  recent.push_back(residual);
+  keep_last(recent, residual, kFar);
   if (lags_[0].count >= kMemory) {
     for (Lag& lag : lags_) {
       lag.squares *= 0.5;

@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "balance/policy.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <utility>
 
-#include <paceline/error.hpp>
-
 #include "plural.hpp"
+#include "refuse.hpp"
 
 namespace paceline {
 
@@ -24,8 +21,7 @@ Balance balance_named(std::string_view name) {
   for (const Balance balance : {Balance::automatic, Balance::even, Balance::weighted}) {
     if (name == name_of(balance)) return balance;
   }
-  throw InvalidArgument(
-      fmt::format("unknown policy \"{}\": the policies are \"auto\", \"even\" and \"weighted\"", name));
+  refuse("unknown policy \"{}\": the policies are \"auto\", \"even\" and \"weighted\"", name);
 }
 
 }  // namespace paceline
@@ -53,24 +49,18 @@ std::int64_t granularity_of(const BalancerOptions& options, std::int64_t batch_s
 std::vector<double> fixed_ratios(const BalancerOptions& options) {
   const std::size_t count = options.devices.size();
   if (options.policy != Balance::weighted) {
-    if (!options.weights.empty()) {
-      throw InvalidArgument(
-          fmt::format("weights are for the policy \"weighted\", not for \"{}\"", name_of(options.policy)));
-    }
+    if (!options.weights.empty())
+      refuse("weights are for the policy \"weighted\", not for \"{}\"", name_of(options.policy));
     return std::vector<double>(options.policy == Balance::even ? count : 0, 1.0);
   }
-  if (options.weights.size() != count) {
-    throw InvalidArgument(fmt::format("{} for {}: give one per device", plural(options.weights.size(), "weight"),
-                                      plural(count, "device")));
-  }
+  if (options.weights.size() != count)
+    refuse("{} for {}: give one per device", plural(options.weights.size(), "weight"), plural(count, "device"));
   for (std::size_t i = 0; i < count; ++i) {
     if (options.weights[i] >= 0.0 && std::isfinite(options.weights[i])) continue;
-    throw InvalidArgument(fmt::format("the weight of {} is {}: weights are finite and not negative",
-                                      options.devices[i].name, options.weights[i]));
+    refuse("the weight of {} is {}: weights are finite and not negative", options.devices[i].name, options.weights[i]);
   }
-  if (*std::ranges::max_element(options.weights) <= 0.0) {
-    throw InvalidArgument("all weights are zero: at least one device must get work");
-  }
+  if (*std::ranges::max_element(options.weights) <= 0.0)
+    refuse("all weights are zero: at least one device must get work");
   return options.weights;
 }
 
@@ -95,7 +85,7 @@ std::vector<std::int64_t> split_by_weights(const PolicyContext& context, const s
     models.push_back(plan::CostModel::affine(0.0, left[i] > 0.0 ? 1.0 / left[i] : 1.0));
     sum += left[i];
   }
-  if (sum <= 0.0) throw InvalidArgument("every device with a weight is gone: give the others a weight");
+  if (sum <= 0.0) refuse("every device with a weight is gone: give the others a weight");
   if (unlimited(context)) return plan::split_weighted(context.batch_size, left);
   return plan::split_batch(context.batch_size, models, options).shares;
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "balance/bounded.hpp"
 #include "balance/statistics.hpp"
 
 namespace paceline::balance {
@@ -21,9 +22,7 @@ ReductionCost::ReductionCost(std::vector<double> given, std::size_t devices)
 
 void ReductionCost::record(std::size_t working, double seconds, double compute_seconds) {
   if (working == 0 || working >= measured_.size() || !(seconds > 0.0)) return;
-  std::deque<double>& samples = measured_[working];
-  samples.push_back(seconds);
-  if (samples.size() > kReductionsKept) samples.pop_front();
+  keep_last(measured_[working], seconds, kReductionsKept);
   estimate(compute_seconds);
 }
 
@@ -35,7 +34,7 @@ void ReductionCost::estimate(double compute_seconds) {
   std::vector<Known> known;
   for (std::size_t k = 1; k < measured_.size(); ++k) {
     if (measured_[k].size() >= kLeastReductions) {
-      known.push_back({k, median({measured_[k].begin(), measured_[k].end()})});
+      known.push_back({k, median(measured_[k])});
     } else if (!given_.empty()) {
       known.push_back({k, given_[k]});
     } else if (k == 1) {

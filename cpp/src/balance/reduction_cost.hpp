@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <deque>
 #include <vector>
 
 namespace paceline::balance {
@@ -28,7 +27,7 @@ class ReductionCost {
   void estimate(double compute_seconds);
 
   std::vector<double> given_;
-  std::vector<std::deque<double>> measured_;
+  std::vector<std::vector<double>> measured_;
   std::vector<double> seconds_;
 };
 

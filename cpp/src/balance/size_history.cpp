@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "balance/bounded.hpp"
 #include "balance/statistics.hpp"
 
 namespace paceline::balance {
@@ -36,15 +37,13 @@ SizeHistory::SizeHistory(std::vector<std::size_t> class_of)
 
 void SizeHistory::record(const std::vector<std::int64_t>& shares, const StepTimings& timings) {
   if (is_new(shares)) {
-    first_runs_.push_back({shares, any_excluded(timings) ? seconds_of(timings) : 0.0});
-    if (first_runs_.size() > kFirstRunsKept) first_runs_.pop_front();
+    keep_last(first_runs_, {shares, any_excluded(timings) ? seconds_of(timings) : 0.0}, kFirstRunsKept);
   }
   for (std::size_t i = 0; i < shares.size(); ++i) {
     if (shares[i] == 0) continue;
     std::int64_t& largest = largest_[class_of_[i]];
     largest = std::max(largest, shares[i]);
-    if (!has_run(i, shares[i])) ran_[i].push_back(shares[i]);
-    if (ran_[i].size() > kSharesKept) ran_[i].pop_front();
+    if (!has_run(i, shares[i])) keep_last(ran_[i], shares[i], kSharesKept);
   }
 }
 

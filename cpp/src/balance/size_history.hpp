@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <vector>
 
@@ -42,9 +41,9 @@ class SizeHistory {
   };
 
   std::vector<std::size_t> class_of_;
-  std::vector<std::int64_t> largest_;          // by class
-  std::vector<std::deque<std::int64_t>> ran_;  // the shares of each device, oldest first
-  std::deque<FirstRun> first_runs_;
+  std::vector<std::int64_t> largest_;           // by class
+  std::vector<std::vector<std::int64_t>> ran_;  // the shares of each device, oldest first
+  std::vector<FirstRun> first_runs_;
 };
 
 }  // namespace paceline::balance

@@ -9,9 +9,10 @@
 
 #include <paceline/error.hpp>
 
-#include "balance/make_room.hpp"
+#include "balance/bounded.hpp"
 #include "balance/stage_balancer_state.hpp"
 #include "plural.hpp"
+#include "refuse.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -24,16 +25,12 @@ constexpr std::int64_t kLookEvery = 16;  // steps; estimates become surer althou
 constexpr double kNewSpeed = 0.005;      // a change of a speed that is worth another look
 constexpr double kNewNoise = 0.02;
 
-void require(bool fine, const std::string& message) {
-  if (!fine) throw InvalidArgument(message);
-}
-
 plan::StageProblem checked(plan::StageProblem problem) {
   require(!problem.blocks.empty(), "a pipeline needs at least one block: give the costs of the model's blocks");
   require(!problem.devices.empty(), "a pipeline needs at least one device");
   for (const plan::StageDevice& device : problem.devices) {
-    require(std::isfinite(device.speed) && device.speed > 0.0,
-            fmt::format("the speed of {} is {}: it must be above zero", device.name, device.speed));
+    require(std::isfinite(device.speed) && device.speed > 0.0, "the speed of {} is {}: it must be above zero",
+            device.name, device.speed);
   }
   return problem;
 }
@@ -58,8 +55,8 @@ StageBalancer::State::State(plan::StageProblem problem, plan::StageOptions with,
       retired(given.devices.size(), false) {
   const auto sane = [](double value) { return std::isfinite(value) && value >= 0.0; };
   require(sane(cost.bytes_per_second) && sane(cost.first_run_seconds),
-          fmt::format("a move costs {} s and goes at {} bytes/s: neither may be negative", cost.first_run_seconds,
-                      cost.bytes_per_second));
+          "a move costs {} s and goes at {} bytes/s: neither may be negative", cost.first_run_seconds,
+          cost.bytes_per_second);
   if (cost.bytes_per_second <= 0.0) cost.bytes_per_second = given.link.bytes_per_second;
   for (const plan::StageDevice& device : given.devices) caps.push_back(device.memory_bytes);
   most_in_flight = options.most_in_flight;
@@ -144,20 +141,10 @@ double StageBalancer::State::price(std::int64_t bytes) const {
 void StageBalancer::State::adopt(const plan::StagePlan& next, StageMove::Kind kind, double before, std::int64_t bytes) {
   const bool moves_stages = next.cuts != cuts || next.order != order;
   if (!cuts.empty()) {
-    const std::string why = reason(kind);
-    if (recent.size() == kRecentMoves) recent.erase(recent.begin());
-    recent.push_back({.kind = kind,
-                      .number = changes++,
-                      .step = step,
-                      .from_cuts = cuts,
-                      .to_cuts = next.cuts,
-                      .from_order = order,
-                      .to_order = next.order,
-                      .seconds_before = before,
-                      .seconds_after = next.seconds,
-                      .moved_bytes = bytes,
-                      .cost_seconds = price(bytes),
-                      .reason = why});
+    keep_last(recent,
+              {kind, changes++, step, cuts, next.cuts, order, next.order, before, next.seconds, bytes, price(bytes),
+               reason(kind)},
+              kRecentMoves);
     if (moves_stages) ++moves;
   }
   if (moves_stages) {
@@ -252,7 +239,7 @@ StageBalancer& StageBalancer::operator=(StageBalancer&&) noexcept = default;
 
 const plan::StagePlan& StageBalancer::plan(std::int64_t batch_size) {
   State& state = *state_;
-  require(batch_size >= 1, fmt::format("the batch has {} items: it must have at least one", batch_size));
+  require(batch_size >= 1, "the batch has {} items: it must have at least one", batch_size);
   if (state.awaiting_record && state.batch_size == batch_size && !state.stages_invalid) return state.current();
   const ActiveProblem problem = state.active(batch_size);
   const std::int64_t before = std::exchange(state.batch_size, batch_size);
@@ -287,7 +274,7 @@ const plan::StagePlan& StageBalancer::plan(std::int64_t batch_size) {
 
 void StageBalancer::set_least_items(std::int64_t items) {
   State& state = *state_;
-  require(items >= 1, fmt::format("a micro-batch has at least {} items: it must be at least one", items));
+  require(items >= 1, "a micro-batch has at least {} items: it must be at least one", items);
   if (std::exchange(state.least_items, items) == items) return;
   state.plans.clear();
   state.better.reset();
@@ -299,8 +286,8 @@ void StageBalancer::record(std::span<const StageTimings> stages) {
   State& state = *state_;
   require(state.awaiting_record, "record without a plan: call plan before each step");
   const plan::StagePlan& plan = state.current();
-  require(stages.size() == plan.cuts.size(), fmt::format("times of {} for a plan of {}", plural(stages.size(), "stage"),
-                                                         plural(plan.cuts.size(), "stage")));
+  require(stages.size() == plan.cuts.size(), "times of {} for a plan of {}", plural(stages.size(), "stage"),
+          plural(plan.cuts.size(), "stage"));
   for (std::size_t i = 0; i < stages.size(); ++i) {
     const std::string& name = state.given.devices[plan.order[i]].name;
     for (const std::vector<double>* times : {&stages[i].forwards, &stages[i].backwards}) {
@@ -323,8 +310,7 @@ void StageBalancer::record(std::span<const StageTimings> stages) {
 }
 
 bool StageBalancer::retired(DeviceId device) const {
-  require(device < state_->retired.size(),
-          fmt::format("there is no device {}: there are {}", device, state_->retired.size()));
+  require(device < state_->retired.size(), "there is no device {}: there are {}", device, state_->retired.size());
   return state_->retired[device];
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "balance/bounded.hpp"
 #include "balance/statistics.hpp"
 
 namespace paceline::balance {
@@ -122,8 +123,7 @@ void StageKnowledge::measure_noise(Device& device, const plan::StagePlan& plan, 
   add_deviations(timings.forwards, plan.sizes, fixed[0], per_item[0], squares, freedoms);
   add_deviations(timings.backwards, plan.sizes, fixed[1], per_item[1], squares, freedoms);
   if (!(freedoms > 0.0)) return;
-  if (device.action_noise.size() == kNoiseSteps) device.action_noise.erase(device.action_noise.begin());
-  device.action_noise.push_back(std::sqrt(squares / freedoms));
+  keep_last(device.action_noise, std::sqrt(squares / freedoms), kNoiseSteps);
 }
 
 /// The present blocks have run for some steps.

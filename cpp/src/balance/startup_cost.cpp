@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "balance/startup_cost.hpp"
 
+#include "balance/bounded.hpp"
 #include "balance/statistics.hpp"
 
 namespace paceline::balance {
@@ -30,11 +31,10 @@ void StartupCost::record(const std::vector<std::optional<double>>& seconds, doub
       device.samples.erase(device.samples.begin(), device.samples.end() - 1);
       device.early = false;
     }
-    device.samples.push_back(*seconds[i]);
-    if (device.samples.size() > kStartsKept) device.samples.pop_front();
+    keep_last(device.samples, *seconds[i], kStartsKept);
     device.seconds = device.given;
     if (device.samples.size() < kLeastStarts) continue;
-    const double typical = median({device.samples.begin(), device.samples.end()});
+    const double typical = median(device.samples);
     device.seconds = typical > kNegligibleStart * compute_seconds ? typical : 0.0;
   }
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <deque>
 #include <optional>
 #include <vector>
 
@@ -39,8 +38,8 @@ class StartupCost {
   struct Device {
     double given = 0.0;
     double seconds = 0.0;
-    std::deque<double> samples{};  // oldest first
-    bool early = false;            // whether the last sample was much earlier than those before
+    std::vector<double> samples{};  // oldest first
+    bool early = false;             // whether the last sample was much earlier than those before
   };
 
   std::vector<Device> devices_;

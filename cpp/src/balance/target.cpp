@@ -14,6 +14,7 @@ namespace {
 constexpr std::int64_t kMostGrowth = 2;
 constexpr double kUnknownShape = 0.1;  // with a larger error, twice the size takes between 1 and 2 times as long
 constexpr double kLeastSlope = 0.02;   // as the shape's own
+constexpr double kGainErrors = 2.0;
 
 double error_with(const PolicyContext& context, DeviceId device, std::int64_t items) {
   return context.estimator.error_at(device, static_cast<double>(std::max<std::int64_t>(items, 1)));
@@ -100,23 +101,6 @@ Growth growth(const PolicyContext& context, const std::vector<plan::CostModel>& 
   return growth;
 }
 
-std::optional<std::vector<plan::CostModel>> hopeful_models(const PolicyContext& context,
-                                                           const std::vector<std::int64_t>& present) {
-  std::vector<bool> works(context.estimator.class_count(), false);
-  for (std::size_t i = 0; i < present.size(); ++i) {
-    if (present[i] > 0) works[context.estimator.class_of(i)] = true;
-  }
-  std::vector<plan::CostModel> models = estimated_models(context);
-  bool any = false;
-  for (std::size_t i = 0; i < models.size(); ++i) {
-    if (works[context.estimator.class_of(i)] || !is_little_known(context.estimator, i)) continue;
-    models[i] = with_fixed_part(context.estimator, i, 2.0);
-    any = true;
-  }
-  if (!any) return std::nullopt;
-  return models;
-}
-
 double gain_error(const PolicyContext& context, const std::vector<plan::CostModel>& models,
                   const std::vector<std::int64_t>& present, const std::vector<std::int64_t>& target) {
   std::size_t slowest = 0;
@@ -144,6 +128,17 @@ double gain_error(const PolicyContext& context, const std::vector<plan::CostMode
     variance += weight * weight * error * error;
   }
   return std::sqrt(variance);
+}
+
+Promise promise_of(const PolicyContext& context, const std::vector<plan::CostModel>& models,
+                   const std::vector<std::int64_t>& present, const std::vector<std::int64_t>& target,
+                   double least_gain) {
+  const double now = makespan(context, models, present);
+  const double then = makespan(context, models, target);
+  const double error = kGainErrors * gain_error(context, models, present, target);
+  return {.gain = now > 0.0 ? 1.0 - then / now : 0.0,
+          .saved_seconds = now - then,
+          .required = std::clamp(error, least_gain, 1.0)};
 }
 
 }  // namespace paceline::balance

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include <paceline/device_id.hpp>
@@ -32,9 +31,6 @@ struct Growth {
       step;  ///< devices that would grow too much get as much as best_split() lets them; else the goal
 };
 
-/// With a small batch and expensive reductions one device with the whole batch may be best, while two devices with half
-/// of it each are worse than the present split. Then no move that at most doubles a share leads there (in random boxes
-/// the present split was up to 87 % above the best subset, for good).
 [[nodiscard]] Growth growth(const PolicyContext& context, const std::vector<plan::CostModel>& models);
 
 /// Whether next to nothing is known about the time of sizes that were not run.
@@ -42,14 +38,23 @@ struct Growth {
 /// The device's model with a fixed part that is larger by so many standard errors. The time at the measured size stays.
 [[nodiscard]] plan::CostModel with_fixed_part(const Estimator& estimator, DeviceId device, double errors);
 
-/// Models in which classes without work whose fixed part is unknown get the largest likely fixed part (2 standard
-/// errors). None if there is no such class.
-[[nodiscard]] std::optional<std::vector<plan::CostModel>> hopeful_models(const PolicyContext& context,
-                                                                         const std::vector<std::int64_t>& present);
-
 /// The standard error of the gain of going from `present` to `target`. It compares the device that finishes last now
 /// with the average of all devices that have work in either split.
 [[nodiscard]] double gain_error(const PolicyContext& context, const std::vector<plan::CostModel>& models,
                                 const std::vector<std::int64_t>& present, const std::vector<std::int64_t>& target);
+
+/// What a move must promise at least, and also what makes a split worth a step that explores it.
+inline constexpr double kLeastGain = 0.01;
+
+/// What going from one split to another would bring, and what it must.
+struct Promise {
+  double gain = 0.0;           ///< of a step's time
+  double saved_seconds = 0.0;  ///< of each step
+  double required = 0.0;
+};
+/// `required` is two standard errors of the gain, but at least `least_gain`.
+[[nodiscard]] Promise promise_of(const PolicyContext& context, const std::vector<plan::CostModel>& models,
+                                 const std::vector<std::int64_t>& present, const std::vector<std::int64_t>& target,
+                                 double least_gain);
 
 }  // namespace paceline::balance

@@ -13,6 +13,7 @@
 
 #include "balance/balancer_state.hpp"
 #include "balance/target.hpp"
+#include "refuse.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -24,7 +25,7 @@ void require_speed(double speed, const std::string& name) {
 
 void require_device(DeviceId device, std::size_t count, const char* what) {
   if (device < count) return;
-  throw InvalidArgument(fmt::format("what_if: {} names device {}: there are {}", what, device, count));
+  refuse("what_if: {} names device {}: there are {}", what, device, count);
 }
 
 /// For one device more than there ever were, the reduction grows as it did from the last but one device to the last.
@@ -46,16 +47,11 @@ std::size_t working(std::span<const plan::ShareLimits> limits) {
 WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
   const State& state = *state_;
   const std::size_t count = state.options.devices.size();
-  if (!state.estimator.has_evidence() || !state.plan) {
-    throw InvalidArgument("what_if: nothing is measured yet; run a few steps first");
-  }
-  if (!asked.speeds.empty() && asked.speeds.size() != count) {
-    throw InvalidArgument(
-        fmt::format("what_if: {} speeds for {} devices; give a factor for each, or none", asked.speeds.size(), count));
-  }
-  if (asked.alone && !(std::isfinite(*asked.alone) && *asked.alone > 0.0)) {
-    throw InvalidArgument(fmt::format("what_if: alone is {}; it is a factor above zero", *asked.alone));
-  }
+  if (!state.estimator.has_evidence() || !state.plan) refuse("what_if: nothing is measured yet; run a few steps first");
+  if (!asked.speeds.empty() && asked.speeds.size() != count)
+    refuse("what_if: {} speeds for {} devices; give a factor for each, or none", asked.speeds.size(), count);
+  if (asked.alone && !(std::isfinite(*asked.alone) && *asked.alone > 0.0))
+    refuse("what_if: alone is {}; it is a factor above zero", *asked.alone);
   const std::int64_t batch_size = asked.batch_size > 0 ? asked.batch_size : state.plan->batch_size;
   const PolicyContext here = state.context(batch_size);
   plan::SplitOptions split = split_options(here);
@@ -87,9 +83,8 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
     split.limits[device] = {.minimum = 0, .maximum = 0};
   }
   if (working(split.limits) == 0) {
-    throw InvalidArgument(fmt::format(
-        "what_if: remove leaves no device to run the batch; the devices are {}. Leave one of them, or add one",
-        fmt::join(answer.names, ", ")));
+    refuse("what_if: remove leaves no device to run the batch; the devices are {}. Leave one of them, or add one",
+           fmt::join(answer.names, ", "));
   }
   const std::size_t present = working(here.limits);
   const std::size_t left = working(split.limits);

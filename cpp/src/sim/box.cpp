@@ -7,17 +7,13 @@
 #include <cmath>
 #include <utility>
 
-#include <paceline/error.hpp>
 #include <paceline/plan/split.hpp>
 #include <paceline/sim/random.hpp>
 
+#include "refuse.hpp"
+
 namespace paceline::sim {
 namespace {
-
-template <class... Args>
-void require(bool fine, fmt::format_string<Args...> message, Args&&... args) {
-  if (!fine) throw InvalidArgument(fmt::format(message, std::forward<Args>(args)...));
-}
 
 bool positive(double value) { return std::isfinite(value) && value > 0.0; }
 bool not_negative(double value) { return std::isfinite(value) && value >= 0.0; }

@@ -1,20 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/sim/data_path.hpp>
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <map>
 
-#include <paceline/error.hpp>
-
+#include "refuse.hpp"
 #include "sim/stream_machine.hpp"
 
 namespace paceline::sim {
 namespace {
 
-using internal::StreamMachine;
 using Event = StreamMachine::Event;
 using Events = std::vector<Event>;
 
@@ -262,9 +258,7 @@ class Ring final : public Way {
 };
 
 void check(const DataPathOptions& options) {
-  if (options.gpus < 2 || options.gpus > 64) {
-    throw InvalidArgument(fmt::format("simulate: {} GPUs; give 2 to 64.", options.gpus));
-  }
+  if (options.gpus < 2 || options.gpus > 64) refuse("simulate: {} GPUs; give 2 to 64.", options.gpus);
   const std::pair<const char*, double> positive[] = {{"parameters", options.parameters},
                                                      {"bytes of a parameter", options.bytes_each},
                                                      {"forward_seconds", options.forward_seconds},
@@ -274,39 +268,35 @@ void check(const DataPathOptions& options) {
                                                      {"bandwidth of a link", options.links.pair_bytes_per_second},
                                                      {"bandwidth of a port", options.links.port_bytes_per_second}};
   for (const auto& [name, value] : positive) {
-    if (!(value > 0.0) || !std::isfinite(value)) {
-      throw InvalidArgument(fmt::format("simulate: {} is {}; it must be positive and finite.", name, value));
-    }
+    if (!(value > 0.0) || !std::isfinite(value))
+      refuse("simulate: {} is {}; it must be positive and finite.", name, value);
   }
   if (!(options.update_seconds >= 0.0) || !(options.links.latency_seconds >= 0.0) || !(options.launch_seconds >= 0.0) ||
       !(options.links.host_bytes_per_second >= 0.0) || options.pieces == 0) {
-    throw InvalidArgument(
-        "simulate: times, latencies and the host's bandwidth must not be negative, and pieces not 0.");
+    refuse("simulate: times, latencies and the host's bandwidth must not be negative, and pieces not 0.");
   }
   constexpr double kMostBuckets = 1000.0;
   if (options.parameters * options.bytes_each / options.bucket_bytes > kMostBuckets) {
-    throw InvalidArgument(fmt::format("simulate: {:.0f} buckets; give larger ones, so that there are at most {:.0f}.",
-                                      options.parameters * options.bytes_each / options.bucket_bytes, kMostBuckets));
+    refuse("simulate: {:.0f} buckets; give larger ones, so that there are at most {:.0f}.",
+           options.parameters * options.bytes_each / options.bucket_bytes, kMostBuckets);
   }
 }
 
 }  // namespace
 
-GpuLinks gpu_links(const std::string& name) {
+LinkSpeeds link_speeds(const std::string& name) {
   // Bytes per second that copies reach in one direction, not the links' own rates. NVLink 4: 450 GB/s a port, of which
   // a ring all-reduce of NCCL reaches about 370; the same part is assumed of NVLink 5. PCIe 4 and 5 x16: 32 and 64 GB/s
   // a port, of which about four fifths are assumed; switches are assumed not to be crowded. Host: each byte goes over
   // PCIe 4 twice, and all GPUs share the memory of the host. Latencies are assumptions.
-  static const std::map<std::string, GpuLinks> known{
+  static const std::map<std::string, LinkSpeeds> known{
       {"nvlink4", {370e9, 370e9, 0.0, 3e-6}}, {"nvlink5", {740e9, 740e9, 0.0, 3e-6}},
       {"pcie4", {25e9, 25e9, 0.0, 8e-6}},     {"pcie5", {50e9, 50e9, 0.0, 8e-6}},
       {"host", {12e9, 12e9, 60e9, 20e-6}},
   };
   const auto found = known.find(name);
-  if (found == known.end()) {
-    throw InvalidArgument(
-        fmt::format("simulate: there is no link '{}'; use host, nvlink4, nvlink5, pcie4 or pcie5.", name));
-  }
+  if (found == known.end())
+    refuse("simulate: there is no link '{}'; use host, nvlink4, nvlink5, pcie4 or pcie5.", name);
   return found->second;
 }
 

@@ -8,6 +8,8 @@
 
 #include <paceline/error.hpp>
 
+#include "refuse.hpp"
+
 namespace paceline::sim {
 namespace {
 
@@ -60,7 +62,7 @@ std::vector<std::optional<std::int64_t>> recoveries(const std::vector<BoxEvent>&
 }  // namespace
 
 SimulationResult simulate(const SimulationOptions& options) {
-  if (options.steps < 1) throw InvalidArgument(fmt::format("{} steps: simulate at least one", options.steps));
+  if (options.steps < 1) refuse("{} steps: simulate at least one", options.steps);
   Box box(options.box);
   balance::Balancer balancer(balancer_options(options));
   if (options.ledger) balancer.write_to(options.ledger);

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <limits>
 
-namespace paceline::sim::internal {
+namespace paceline::sim {
 namespace {
 
 constexpr double kInfinite = std::numeric_limits<double>::infinity();
@@ -12,7 +12,7 @@ constexpr double kNothing = 1e-9;  // of bytes, or of seconds times 1e-9
 
 }  // namespace
 
-StreamMachine::StreamMachine(std::size_t stream_count, std::size_t gpu_count, const GpuLinks& links)
+StreamMachine::StreamMachine(std::size_t stream_count, std::size_t gpu_count, const LinkSpeeds& links)
     : streams_(stream_count), gpu_count_(gpu_count), links_(links) {}
 
 void StreamMachine::compute(std::size_t stream, double seconds) {
@@ -117,4 +117,4 @@ void StreamMachine::run() {
   }
 }
 
-}  // namespace paceline::sim::internal
+}  // namespace paceline::sim

@@ -6,14 +6,14 @@
 
 #include <paceline/sim/data_path.hpp>
 
-namespace paceline::sim::internal {
+namespace paceline::sim {
 
 /// Streams of GPUs on a virtual clock: each runs its operations in order. Copies that run at once share the links.
 class StreamMachine {
  public:
   using Event = std::size_t;
 
-  StreamMachine(std::size_t stream_count, std::size_t gpu_count, const GpuLinks& links);
+  StreamMachine(std::size_t stream_count, std::size_t gpu_count, const LinkSpeeds& links);
 
   void compute(std::size_t stream, double seconds);
   /// Between two GPUs.
@@ -49,9 +49,9 @@ class StreamMachine {
 
   std::vector<Stream> streams_;
   std::size_t gpu_count_;
-  GpuLinks links_;
+  LinkSpeeds links_;
   std::vector<double> times_;  // of events; negative: not yet
   double now_ = 0.0;
 };
 
-}  // namespace paceline::sim::internal
+}  // namespace paceline::sim

@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <limits>
 
-#include <paceline/error.hpp>
 #include <paceline/sim/scenario.hpp>
+
+#include "refuse.hpp"
 
 namespace paceline::sim {
 namespace {
@@ -41,7 +42,7 @@ void hold(const Scenario& scenario, bool events, ScenarioResult& result) {
 }  // namespace
 
 ScenarioResult run_scenario(const Scenario& scenario, std::int64_t seeds) {
-  if (seeds < 1) throw InvalidArgument(fmt::format("{} seeds: run a scenario with at least one", seeds));
+  if (seeds < 1) refuse("{} seeds: run a scenario with at least one", seeds);
   ScenarioResult result;
   result.name = scenario.name;
   result.optimum = optimum(scenario.options);

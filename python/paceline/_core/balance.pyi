@@ -429,10 +429,9 @@ def layouts(
     Returns
     -------
     list of dict
-        Those that fit first, the best first. `kind` is "data parallel", "pipeline", "replicas of pipelines" or "sharded data
-        parallel"; `runnable` is False for the last one, which is only planned. `seconds` of a step, `reduction_seconds` of it that
-        nothing hides, and `bubble`, the idle part of the computing time. `bytes` and `items` per device, `optimizer_shares` per
-        device of the sharded one, `pipelines` with one plan each, and `reason`, a sentence with the numbers that decide.
+        Those that fit first, the best first. `kind` is "data parallel", "pipeline" or "replicas of pipelines". `seconds` of a step,
+        `reduction_seconds` of it that nothing hides, and `bubble`, the idle part of the computing time. `bytes` and `items` per
+        device, `pipelines` with one plan each, and `reason`, a sentence with the numbers that decide.
 
     Raises
     ------

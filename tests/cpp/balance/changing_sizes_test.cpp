@@ -12,35 +12,18 @@
 #include <paceline/balance/balancer.hpp>
 #include <paceline/sim/box.hpp>
 
+#include "sim_box.hpp"
+
 namespace paceline::balance {
 namespace {
 
+using testing::box_of;
+using testing::options_for;
 using Shares = std::vector<std::int64_t>;
-
-/// Devices that take 4 ms plus 0.1 ms per item, without noise.
-sim::BoxOptions compiling_box(const std::vector<double>& speeds, double first_run_seconds = 0.0) {
-  sim::BoxOptions box;
-  for (std::size_t i = 0; i < speeds.size(); ++i) {
-    sim::SimDevice device;
-    device.name = "sim:" + std::to_string(i);
-    device.speed = speeds[i];
-    device.first_run_seconds = first_run_seconds;
-    box.devices.push_back(device);
-  }
-  return box;
-}
 
 /// A balancer and its simulated machine.
 struct Trainer {
   explicit Trainer(const sim::BoxOptions& options) : box(options), balancer(options_for(options)) {}
-
-  static BalancerOptions options_for(const sim::BoxOptions& box) {
-    BalancerOptions options;
-    for (const sim::SimDevice& device : box.devices) {
-      options.devices.push_back({device.name, device.device_class, device.limits});
-    }
-    return options;
-  }
 
   StepPlan step(std::int64_t batch_size) {
     const StepPlan plan = balancer.next_plan(batch_size);
@@ -62,7 +45,7 @@ bool probes(const StepPlan& plan) { return plan.reason.starts_with("probe"); }
 
 /// Two devices at full speed, and a third that does not pay off for a batch of a few hundred items until step `until`.
 sim::BoxOptions with_a_slow_third(std::int64_t until) {
-  sim::BoxOptions box = compiling_box({1, 1, 1});
+  sim::BoxOptions box = box_of({1, 1, 1});
   box.throttles = {{2, 10.0, 0, until}};
   return box;
 }
@@ -84,7 +67,7 @@ TEST(ChangingSizes, AskADeviceThatStaysSlowRarely) {
 }
 
 TEST(ChangingSizes, EachGoesBackToItsSplitAfterCalibration) {
-  Trainer trainer(compiling_box({1, 1}));
+  Trainer trainer(box_of({1, 1}));
   EXPECT_NE(trainer.step(400).shares, (Shares{200, 200}));
   trainer.step(96);
   const StepPlan plan = trainer.step(400);
@@ -128,7 +111,7 @@ double lost_until_moved(Trainer& trainer, std::int64_t batch_size, std::int64_t 
 }
 
 TEST(ChangingSizes, EachWaitsForItsOwnCostlyMove) {
-  sim::BoxOptions options = compiling_box({1, 1}, 0.5);
+  sim::BoxOptions options = box_of({1, 1}, 0.0, 0.5);
   options.throttles = {{1, 1.5, 20, 4000}};
   Trainer trainer(options);
   for (int k = 0; k < 10; ++k) {
@@ -139,7 +122,7 @@ TEST(ChangingSizes, EachWaitsForItsOwnCostlyMove) {
 }
 
 TEST(ChangingSizes, WhatElseChangesForgetsNothingThatWasLost) {
-  sim::BoxOptions options = compiling_box({1, 1, 1}, 0.5);
+  sim::BoxOptions options = box_of({1, 1, 1}, 0.0, 0.5);
   options.throttles = {{1, 1.5, 20, 4000}};
   for (std::int64_t step = 40; step < 2000; step += 40) options.throttles.push_back({2, 1.15, step, step + 20});
   Trainer trainer(options);
@@ -155,7 +138,7 @@ void rise_and_fall(sim::BoxOptions& options, std::size_t device, std::int64_t fr
 
 TEST(ChangingSizes, WhatOneMoveLostDoesNotPayForAnother) {
   const auto moves = [](double first_run_seconds, bool twice) {
-    sim::BoxOptions options = compiling_box({1, 1}, first_run_seconds);
+    sim::BoxOptions options = box_of({1, 1}, 0.0, first_run_seconds);
     if (twice) rise_and_fall(options, 1, 50);
     rise_and_fall(options, 0, 800);
     Trainer trainer(options);

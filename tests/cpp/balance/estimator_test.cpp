@@ -159,26 +159,6 @@ TEST(Estimator, AStragglerThatComesAndGoesIsBelievedEachTime) {
   }
 }
 
-TEST(Estimator, AChangeOfAllDevicesTogetherLeavesWhatIsKnownOfTheirRatios) {
-  Feed feed{Estimator(profiles(2)), 0.01};
-  const auto together = [](std::int64_t, std::size_t) { return 1.7; };
-  feed.run(40, {64, 64});
-  const double before = feed.estimator.devices()[0].own_scale;
-  feed.run(6, {64, 64}, together);
-  feed.run(10, {64, 64});
-  for (const DeviceEstimate& device : feed.estimator.devices()) {
-    EXPECT_EQ(device.change_points, 0);
-    EXPECT_EQ(device.samples, 56u);
-  }
-  feed.run(30, {64, 64}, together);
-  for (const DeviceEstimate& device : feed.estimator.devices()) {
-    EXPECT_EQ(device.change_points, 1) << "once it lasts it is told";
-    EXPECT_EQ(device.since_step, 56);
-    EXPECT_EQ(device.samples, 86u);
-    EXPECT_NEAR(device.own_scale / before, 1.7, 0.03);
-  }
-}
-
 TEST(Estimator, TakesOutliersOnBothSidesAsNoise) {
   Feed feed{Estimator(profiles(1)), 0.01};
   feed.run(10, {64});

@@ -16,27 +16,6 @@ std::optional<MoveJudge::Verdict> feed(MoveJudge& log, int steps, double seconds
   return std::nullopt;
 }
 
-TEST(MoveJudge, TakesBackAMoveThatMeasuresWorse) {
-  MoveJudge log;
-  feed(log, 10, 1.0);
-  log.started(10, 100, {50, 50}, {60, 40}, 0.05);
-  EXPECT_FALSE(feed(log, 7, 1.1)) << "judged before 8 steps";
-  const auto verdict = feed(log, 1, 1.1);
-  ASSERT_TRUE(verdict);
-  EXPECT_EQ(verdict->restore, (Shares{50, 50}));
-  EXPECT_NEAR(verdict->loss, 0.1, 0.01);
-  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::taken_back);
-  EXPECT_NEAR(log.moves().back().measured_gain, -0.1, 0.01);
-}
-
-TEST(MoveJudge, KeepsAMoveThatMeasuresBetter) {
-  MoveJudge log;
-  feed(log, 10, 1.0);
-  log.started(10, 100, {50, 50}, {60, 40}, 0.05);
-  EXPECT_FALSE(feed(log, 8, 0.95));
-  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::kept);
-}
-
 TEST(MoveJudge, KeepsAMoveWithinTheResolution) {
   MoveJudge log;
   feed(log, 10, 1.0);
@@ -116,14 +95,6 @@ TEST(MoveJudge, DoesNotJudgeAMoveAfterWhichFewStepsRanAsPlanned) {
   EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged);
 }
 
-TEST(MoveJudge, ForgetsStepsThatOthersTookOver) {
-  MoveJudge log;
-  for (int step = 0; step < 100; ++step) log.skip(100);
-  feed(log, 32, 1.0);
-  log.started(40, 100, {50, 50}, {100, 0}, 0.3);
-  EXPECT_TRUE(feed(log, 8, 2.0));
-}
-
 TEST(MoveJudge, ForgetsTheBatchSizeThatRanLongestAgo) {
   MoveJudge log;
   feed(log, 10, 1.0, 1000);  // the largest size
@@ -134,15 +105,6 @@ TEST(MoveJudge, ForgetsTheBatchSizeThatRanLongestAgo) {
   EXPECT_EQ(log.moves().back().outcome, MoveOutcome::pending) << "times of the smallest size are known";
   log.started(2, 1000, {1}, {1}, 0.05);
   EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged) << "those of the one that ran first are not";
-}
-
-TEST(MoveJudge, MemoryIsBoundedOverBatchSizes) {
-  MoveJudge log;
-  for (std::int64_t batch = 1; batch <= 1000; ++batch) {
-    log.started(batch, batch, {1}, {1}, 0.1);
-    log.observe(batch, 1.0, false, 0.01);
-  }
-  EXPECT_LE(log.moves().size(), 16u);
 }
 
 }  // namespace

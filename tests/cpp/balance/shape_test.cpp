@@ -21,29 +21,6 @@ double seconds(std::int64_t items, double noise, sim::Random& random) {
 
 double truth(double reference) { return kFixed / (kFixed + kPerItem * reference); }
 
-TEST(ShapeEstimator, LearnsTheFixedPartFromTwoSizes) {
-  ShapeEstimator shape(1);
-  sim::Random random(1, 0, 0);
-  shape.set_reference(64.0);
-  for (int k = 0; k < 10; ++k) {
-    shape.add(0, k, 64, seconds(64, 0.01, random));
-    shape.add(0, k, 16, seconds(16, 0.01, random));
-  }
-  shape.fit(0.01);
-  EXPECT_NEAR(shape.shape().fixed_fraction, truth(64.0), 0.02);
-  EXPECT_LT(shape.error(), 0.01);
-}
-
-TEST(ShapeEstimator, SaysThatOneSizeTellsNothing) {
-  ShapeEstimator shape(1);
-  sim::Random random(2, 0, 0);
-  shape.set_reference(64.0);
-  for (int k = 0; k < 40; ++k) shape.add(0, k, 64, seconds(64, 0.01, random));
-  shape.fit(0.01);
-  EXPECT_GT(shape.error(), 0.2);
-  EXPECT_GT(shape.ratio_error(64.0, 16.0), 0.2);
-}
-
 TEST(ShapeEstimator, ErrorCoversTheTruthOverManySeeds) {
   int outside = 0;
   for (std::uint64_t seed = 0; seed < 200; ++seed) {
@@ -58,20 +35,6 @@ TEST(ShapeEstimator, ErrorCoversTheTruthOverManySeeds) {
     outside += std::abs(shape.shape().fixed_fraction - truth(64.0)) > 2.0 * shape.error();
   }
   EXPECT_LT(outside, 24);  // expected are 5 %, or 10 % with a spread of 3
-}
-
-TEST(ShapeEstimator, DoesNotReadAChangeOfSpeedAsAShape) {
-  ShapeEstimator shape(1);
-  sim::Random random(3, 0, 0);
-  shape.set_reference(64.0);
-  for (int k = 0; k < 10; ++k) {
-    shape.add(0, k, 64, seconds(64, 0.01, random));
-    shape.add(0, k, 16, seconds(16, 0.01, random));
-  }
-  shape.restart(0);
-  for (int k = 10; k < 40; ++k) shape.add(0, k, 32, 2.0 * seconds(32, 0.01, random));
-  shape.fit(0.01);
-  EXPECT_NEAR(shape.shape().fixed_fraction, truth(64.0), 0.03);
 }
 
 TEST(ShapeEstimator, AWildSampleCountsLittle) {

@@ -14,9 +14,7 @@
 namespace paceline::sim {
 namespace {
 
-using internal::StreamMachine;
-
-GpuLinks links(double pair, double port, double latency = 0.0) { return {pair, port, 0.0, latency}; }
+LinkSpeeds links(double pair, double port, double latency = 0.0) { return {pair, port, 0.0, latency}; }
 
 TEST(StreamMachine, RunsAStreamInOrderAndWaitsForEvents) {
   StreamMachine machine(2, 2, links(1e9, 1e9, 0.5));
@@ -119,7 +117,7 @@ TEST(DataPath, RefusesWhatCannotBe) {
   options = plain(2);
   options.bucket_bytes = 1.0;
   EXPECT_THROW(static_cast<void>(simulate_data_path(options)), InvalidArgument);
-  EXPECT_THROW(static_cast<void>(gpu_links("token ring")), InvalidArgument);
+  EXPECT_THROW(static_cast<void>(link_speeds("token ring")), InvalidArgument);
 }
 
 }  // namespace

@@ -14,12 +14,11 @@ namespace paceline::plan {
 
 /// How a model can be laid out on the devices of one machine.
 enum class LayoutKind : std::uint8_t {
-  data_parallel,          ///< the whole model on every device that takes part, with uneven shares of the batch
-  pipeline,               ///< one pipeline of stages
-  replicas,               ///< pipelines over disjoint sets of devices, with uneven numbers of micro-batches
-  sharded_data_parallel,  ///< data parallel, with the optimizer's state divided among the devices
+  data_parallel,  ///< the whole model on every device that takes part, with uneven shares of the batch
+  pipeline,       ///< one pipeline of stages
+  replicas,       ///< pipelines over disjoint sets of devices, with uneven numbers of micro-batches
 };
-/// "data parallel", "pipeline", "replicas of pipelines", "sharded data parallel"
+/// "data parallel", "pipeline", "replicas of pipelines"
 [[nodiscard]] PACELINE_API std::string_view name_of(LayoutKind kind);
 
 struct LayoutOptions {
@@ -33,20 +32,18 @@ struct LayoutOptions {
 struct Layout {
   LayoutKind kind = LayoutKind::data_parallel;
   bool fits = false;                  ///< if not, `reason` says what is missing, and the rest is empty
-  bool runnable = true;               ///< false: planned only; this library cannot run it yet
   double seconds = 0.0;               ///< of a step: computing, and what is exposed of the reduction
   double reduction_seconds = 0.0;     ///< the exposed part
   double bubble = 0.0;                ///< the part of the computing time in which the devices that take part are idle
   std::vector<std::int64_t> bytes{};  ///< per device of the problem; 0: it takes no part
   std::vector<std::int64_t>
       items{};  ///< per device of the problem: its share of the batch (in a pipeline: the pipeline's)
-  std::vector<double> optimizer_shares{};  ///< sharded: per device, its part of the optimizer's state; they sum to 1
-  std::vector<StagePlan> pipelines{};      ///< one or several, with the numbers of the problem's devices
-  std::string reason{};                    ///< one sentence with the numbers that decide
+  std::vector<StagePlan> pipelines{};  ///< one or several, with the numbers of the problem's devices
+  std::string reason{};                ///< one sentence with the numbers that decide
 };
 
 /// Ranks all ways of laying out a model by the predicted step, those that fit first, the best first. Within 1 % of the
-/// best the simplest comes first: data parallel, then a pipeline, replicas, sharded data parallel.
+/// best the simplest comes first: data parallel, then a pipeline, replicas.
 ///
 /// - Data parallel: each device takes its share in as few micro-batches as its memory allows. Shares are exact: each
 ///   item goes to the device that would finish it first (Ibaraki & Katoh, Resource Allocation Problems, 1988). The
@@ -56,9 +53,6 @@ struct Layout {
 /// for
 ///   numbers of micro-batches, because the time of a pipeline does not decrease with them. A block's gradient is
 ///   reduced among the pipelines; every device reduces its own stage.
-/// - Sharded: as data parallel, but a device holds its part of the optimizer's state only. Parts are as even as the
-///   memory beside weights, gradients and activations allows. Its reduce-scatter and all-gather move as much as the
-///   reduction (ZeRO stage 1, Rajbhandari et al., SC 2020). Not runnable yet.
 ///
 /// @throws InvalidArgument as plan_stages(), and for an overlap outside of 0 to 1. What does not fit is no error.
 [[nodiscard]] PACELINE_API std::vector<Layout> plan_layouts(const StageProblem& problem,

@@ -10,7 +10,7 @@
 namespace paceline::sim {
 
 /// The links of a box of equal GPUs. A GPU's copies from and to all others share its port.
-struct GpuLinks {
+struct LinkSpeeds {
   double pair_bytes_per_second = 0.0;  ///< from one GPU to another, one direction
   double port_bytes_per_second = 0.0;  ///< out of one GPU, or into it
   double host_bytes_per_second = 0.0;  ///< all copies together, where they go through the host; 0: no limit
@@ -19,7 +19,7 @@ struct GpuLinks {
 
 /// "nvlink4", "nvlink5", "pcie4", "pcie5", or "host": PCIe 4 without peer access. What is assumed of them stands in the
 /// source. @throws InvalidArgument for another name, with the names that there are.
-[[nodiscard]] PACELINE_API GpuLinks gpu_links(const std::string& name);
+[[nodiscard]] PACELINE_API LinkSpeeds link_speeds(const std::string& name);
 
 /// A data parallel step on equal GPUs, without the balancer: all shares are equal and nothing varies.
 struct DataPathOptions {
@@ -33,7 +33,7 @@ struct DataPathOptions {
   std::size_t pieces = 120;  ///< in which the serial way sends the parameters to a GPU
   double memory_bytes_per_second = 2.7e12;
   double launch_seconds = 4e-6;  ///< a kernel, however small
-  GpuLinks links{};
+  LinkSpeeds links{};
 };
 
 /// What a way takes from the beginning of one step to that of the next, in the steady state.

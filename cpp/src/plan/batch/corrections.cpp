@@ -1,31 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <vector>
 
-#include <paceline/error.hpp>
 #include <paceline/plan/corrections.hpp>
 
 #include "plan/batch/greedy_fill.hpp"
 #include "plan/numbers.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
 
 void require_positive(std::int64_t value, const char* what) {
-  if (value < 1) throw InvalidArgument(fmt::format("{} is {}; it must be at least 1", what, value));
+  if (value < 1) refuse("{} is {}; it must be at least 1", what, value);
 }
 
 }  // namespace
 
 std::int64_t correction_floor(const CostModel& model, double overhead, std::int64_t granularity) {
-  if (!(overhead > 0.0 && overhead <= 1.0)) {
-    throw InvalidArgument(
-        fmt::format("overhead is {}; the fixed cost's part of a correction's time must be in (0, 1]", overhead));
-  }
+  if (!(overhead > 0.0 && overhead <= 1.0))
+    refuse("overhead is {}; the fixed cost's part of a correction's time must be in (0, 1]", overhead);
   require_positive(granularity, "granularity");
   const double fixed = model.fixed_seconds();
   if (fixed == 0.0 || overhead == 1.0) return granularity;
@@ -37,10 +34,9 @@ std::int64_t correction_floor(const CostModel& model, double overhead, std::int6
 
 std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice> devices, std::int64_t claimer,
                              std::int64_t floor, std::int64_t granularity) {
-  if (remaining < 0) throw InvalidArgument(fmt::format("remaining is {}; it cannot be negative", remaining));
-  if (claimer < 0 || static_cast<std::size_t>(claimer) >= devices.size()) {
-    throw InvalidArgument(fmt::format("claimer is {}, but there are {} devices", claimer, devices.size()));
-  }
+  if (remaining < 0) refuse("remaining is {}; it cannot be negative", remaining);
+  if (claimer < 0 || static_cast<std::size_t>(claimer) >= devices.size())
+    refuse("claimer is {}, but there are {} devices", claimer, devices.size());
   require_positive(floor, "floor");
   require_positive(granularity, "granularity");
   const TailDevice& asking = devices[static_cast<std::size_t>(claimer)];
@@ -50,9 +46,8 @@ std::int64_t next_correction(std::int64_t remaining, std::span<const TailDevice>
   // part.
   double start = asking.free_at_seconds;
   for (const TailDevice& device : devices) {
-    if (!std::isfinite(device.free_at_seconds)) {
-      throw InvalidArgument(fmt::format("free_at_seconds is {}; it must be finite", device.free_at_seconds));
-    }
+    if (!std::isfinite(device.free_at_seconds))
+      refuse("free_at_seconds is {}; it must be finite", device.free_at_seconds);
     if (device.may_claim) start = std::min(start, device.free_at_seconds);
   }
   const std::int64_t grains = remaining / granularity + (remaining % granularity != 0 ? 1 : 0);

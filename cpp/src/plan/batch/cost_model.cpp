@@ -1,20 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <fmt/format.h>
 
 #include <cmath>
 
-#include <paceline/error.hpp>
 #include <paceline/plan/cost_model.hpp>
 
 #include "plan/batch/monotone.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
 
 void require_cost(double value, const char* what) {
-  if (!std::isfinite(value) || value < 0.0) {
-    throw InvalidArgument(fmt::format("{} is {}; a cost in seconds must be finite and not negative", what, value));
-  }
+  if (!std::isfinite(value) || value < 0.0)
+    refuse("{} is {}; a cost in seconds must be finite and not negative", what, value);
 }
 
 }  // namespace
@@ -40,10 +38,8 @@ std::int64_t CostModel::items_within(double budget_seconds, std::int64_t limit) 
 }
 
 CostModel CostModel::scaled(double factor) const {
-  if (!std::isfinite(factor) || factor < 0.0) {
-    throw InvalidArgument(
-        fmt::format("factor is {}; a model can be scaled by a finite factor that is not negative", factor));
-  }
+  if (!std::isfinite(factor) || factor < 0.0)
+    refuse("factor is {}; a model can be scaled by a finite factor that is not negative", factor);
   return affine(fixed_seconds_ * factor, per_item_seconds_ * factor);
 }
 

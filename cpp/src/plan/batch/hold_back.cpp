@@ -7,10 +7,10 @@
 #include <limits>
 #include <numbers>
 
-#include <paceline/error.hpp>
 #include <paceline/plan/corrections.hpp>
 
 #include "plan/batch/monotone.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 HoldBackPlan plan_hold_back(std::span<const std::int64_t> shares, std::span<const CostModel> models,
@@ -19,10 +19,8 @@ HoldBackPlan plan_hold_back(std::span<const std::int64_t> shares, std::span<cons
   plan.first_chunks.assign(shares.begin(), shares.end());
   plan.floor = std::max<std::int64_t>(granularity, 1);
   if (models.empty() || noise.empty()) return plan;
-  if (models.size() != shares.size() || noise.size() != shares.size() || granularity < 1) {
-    throw InvalidArgument(
-        "plan_hold_back: shares, models and noise need one entry per device, and granularity at least 1.");
-  }
+  if (models.size() != shares.size() || noise.size() != shares.size() || granularity < 1)
+    refuse("plan_hold_back: shares, models and noise need one entry per device, and granularity at least 1.");
 
   double largest = 0.0;  // standard deviations of the two noisiest finishes, in seconds
   double second = 0.0;

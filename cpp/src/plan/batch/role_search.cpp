@@ -39,7 +39,8 @@ class RoleSearch {
     for (RoleRanges& candidate : candidates_) {
       if (!counts_changes_) candidate.in(Role::keep) = {};
       for (GrainRange& range : candidate) {
-        if (!range.empty()) range.high = range.cost.within(query.budget_seconds, range.low, range.high);
+        if (range.empty()) continue;
+        range.high = range.cost.then(query.reduction_seconds).within(query.budget_seconds, range.low, range.high);
       }
     }
   }

@@ -6,23 +6,18 @@
 #include <string>
 #include <utility>
 
-#include <paceline/error.hpp>
 #include <paceline/plan/split.hpp>
 
 #include "plan/batch/split_problem.hpp"
 #include "plan/numbers.hpp"
 #include "plural.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
 
 // With this limit sums over thousands of devices do not overflow, and every count is exact as a double.
 constexpr std::int64_t kLargestBatch = std::int64_t{1} << 50;
-
-template <class... Args>
-void require(bool fine, fmt::format_string<Args...> message, Args&&... args) {
-  if (!fine) throw InvalidArgument(fmt::format(message, std::forward<Args>(args)...));
-}
 
 void require_size(std::size_t size, std::size_t wanted, const char* what, const char* unit) {
   require(size == 0 || size == wanted, "{} has {} where {} are needed ({}), or none", what,
@@ -142,12 +137,12 @@ SplitProblem problem_of(std::int64_t batch_size, std::span<const CostModel> mode
   const char* searched = device_count > kExactDevices && gaps > 0
                              ? " (with more than 8 devices the search stops early and may have missed one)"
                              : "";
-  throw InvalidArgument(
-      fmt::format("no shares add up to a batch of {}: {} a minimum above one item, shares are multiples "
-                  "of {} except one with the remainder of {}, and devices that must take part need at least {}{}; "
-                  "lower the minimums or the granularity, or raise the maximums",
-                  batch, plural(gaps, "device has", "devices have"), options.granularity, remainder,
-                  plural(least, "item"), searched));
+  refuse(
+      "no shares add up to a batch of {}: {} a minimum above one item, shares are multiples "
+      "of {} except one with the remainder of {}, and devices that must take part need at least {}{}; "
+      "lower the minimums or the granularity, or raise the maximums",
+      batch, plural(gaps, "device has", "devices have"), options.granularity, remainder, plural(least, "item"),
+      searched);
 }
 
 }  // namespace

@@ -51,8 +51,9 @@ struct RolePlan {
 
 /// What find_roles() searches for.
 struct RoleQuery {
-  double budget_seconds = 0.0;        ///< every device finishes by then, reduction not counted
+  double budget_seconds = 0.0;        ///< every device finishes by then, with the reduction
   std::int64_t working_devices = -1;  ///< exactly so many have work; -1: any number
+  double reduction_seconds = 0.0;     ///< after a device's work
   std::int64_t most_changes = -1;     ///< from the previous shares, as few as possible; -1: these do not count
 };
 

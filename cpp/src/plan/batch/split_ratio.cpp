@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 
-#include <paceline/error.hpp>
 #include <paceline/plan/split.hpp>
+
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -15,7 +15,7 @@ void require_batch(std::int64_t batch_size) {
   // The product with a weight must be exact enough for its whole part to be right.
   constexpr std::int64_t largest = std::int64_t{1} << 50;
   if (batch_size >= 0 && batch_size <= largest) return;
-  throw InvalidArgument(fmt::format("batch_size is {}; it must be from 0 to {}", batch_size, largest));
+  refuse("batch_size is {}; it must be from 0 to {}", batch_size, largest);
 }
 
 }  // namespace
@@ -24,15 +24,12 @@ std::vector<std::int64_t> split_weighted(std::int64_t batch_size, std::span<cons
   require_batch(batch_size);
   double largest = 0.0;
   for (std::size_t i = 0; i < weights.size(); ++i) {
-    if (!std::isfinite(weights[i]) || weights[i] < 0.0) {
-      throw InvalidArgument(fmt::format("weight {} is {}; weights must be finite and not negative", i, weights[i]));
-    }
+    if (!std::isfinite(weights[i]) || weights[i] < 0.0)
+      refuse("weight {} is {}; weights must be finite and not negative", i, weights[i]);
     largest = std::max(largest, weights[i]);
   }
-  if (largest <= 0.0) {
-    throw InvalidArgument(
-        fmt::format("{} weights and none above zero; at least one device needs a weight above zero", weights.size()));
-  }
+  if (largest <= 0.0)
+    refuse("{} weights and none above zero; at least one device needs a weight above zero", weights.size());
   // Weights are scaled by the largest one. So no sum overflows, and small ones keep their ratio.
   double sum = 0.0;
   for (const double weight : weights) sum += weight / largest;
@@ -60,8 +57,7 @@ std::vector<std::int64_t> split_weighted(std::int64_t batch_size, std::span<cons
 
 std::vector<std::int64_t> split_even(std::int64_t batch_size, std::int64_t device_count) {
   require_batch(batch_size);
-  if (device_count < 1)
-    throw InvalidArgument(fmt::format("device_count is {}; there must be at least one device", device_count));
+  if (device_count < 1) refuse("device_count is {}; there must be at least one device", device_count);
   std::vector<std::int64_t> shares(static_cast<std::size_t>(device_count), batch_size / device_count);
   std::fill_n(shares.begin(), batch_size % device_count, batch_size / device_count + 1);
   return shares;

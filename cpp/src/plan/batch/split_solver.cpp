@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <optional>
-#include <tuple>
 #include <utility>
 
 #include "plan/batch/greedy_fill.hpp"
@@ -16,20 +14,6 @@ namespace {
 // With more devices the sums for all numbers of changes and workers would cost more than the split is worth. With
 // reduction costs the previous shares are then kept as a whole or not considered.
 constexpr std::int64_t kChangeDevices = 16;
-
-// The largest double t >= 0 with t + reduction <= total in floating point, or a negative number if there is none. It
-// bisects the bits, because doubles that are not negative are ordered like their representations.
-double budget_before_reduction(double total, double reduction) {
-  if (reduction == 0.0) return total;
-  if (!(reduction <= total)) return -1.0;
-  std::uint64_t low = 0;
-  std::uint64_t high = std::bit_cast<std::uint64_t>(total) + 1;
-  while (high - low > 1) {
-    const std::uint64_t middle = low + (high - low) / 2;
-    (std::bit_cast<double>(middle) + reduction <= total ? low : high) = middle;
-  }
-  return std::bit_cast<double>(low);
-}
 
 class Solver {
  public:
@@ -87,52 +71,38 @@ class Solver {
     return false;
   }
 
-  bool fits(double budget, std::int64_t workers, double& finish) {
-    std::optional<RolePlan> plan = find_roles(problem_, {.budget_seconds = budget, .working_devices = workers});
+  // What so many working devices add to a makespan; any number of them: nothing.
+  [[nodiscard]] double reduction(std::int64_t workers) const {
+    return workers < 0 ? 0.0 : problem_.reduction_seconds[static_cast<std::size_t>(workers)];
+  }
+
+  bool fits(double budget, std::int64_t workers, double& makespan) {
+    std::optional<RolePlan> plan = find_roles(problem_, {budget, workers, reduction(workers)});
     if (!plan) return false;
     ranges_ = std::move(plan->ranges);
-    finish = fill(ranges_, grains_);
+    makespan = fill(ranges_, grains_) + reduction(workers);
     return true;
   }
 
-  // The least finish within `budget` for one number of workers, exact to the last bit. Each success lowers the upper
-  // end to a finish that a split has. The search ends when the next double below it is refused. `guess` is tried first.
-  bool find_finish(double budget, std::int64_t workers, double bound, double guess, double& finish) {
-    if (!(guess < budget && fits(guess, workers, finish)) && !fits(budget, workers, finish)) return false;
-    double below = std::nextafter(bound, -kInfinity);
-    for (bool halve = false; below < std::nextafter(finish, -kInfinity); halve = !halve) {
-      const double probe = halve ? below + (finish - below) / 2 : std::nextafter(finish, -kInfinity);
-      if (!fits(probe, workers, finish)) below = probe;
+  // Lowers `makespan` to the least one of a number of workers, exact to the last bit; false if none is lower. Each
+  // success lowers the upper end to a makespan that a split has. The search ends when the next double below it is
+  // refused.
+  bool lower(std::int64_t workers, double bound, double& makespan) {
+    const double limit = makespan == kInfinity ? kInfinity : std::nextafter(makespan, -kInfinity);
+    const double least = bound + reduction(workers);
+    if (!(least < limit && fits(least, workers, makespan)) && !fits(limit, workers, makespan)) return false;
+    double below = std::nextafter(least, -kInfinity);
+    for (bool halve = false; below < std::nextafter(makespan, -kInfinity); halve = !halve) {
+      const double probe = halve ? below + (makespan - below) / 2 : std::nextafter(makespan, -kInfinity);
+      if (!fits(probe, workers, makespan)) below = probe;
     }
     return true;
   }
 
   bool find_makespan(double bound, double& makespan) {
-    if (!counts_workers_) return find_finish(kInfinity, -1, bound, bound, makespan);
-    // A guess tells which numbers of workers to look at first: those devices work that can do most by the bound.
-    std::vector<GrainRange> best;
-    for (const RoleRanges& candidate : problem_.candidates) {
-      const GrainRange& work = candidate.in(Role::work);
-      if (work.high > 0) best.push_back({work.cost, 1, work.high});
-    }
-    std::stable_sort(best.begin(), best.end(), [&](const GrainRange& a, const GrainRange& b) {
-      return a.cost.within(bound, 0, a.high) > b.cost.within(bound, 0, b.high);
-    });
-    std::vector<std::tuple<double, double, std::size_t>> attempts;  // guess with reduction, guess, workers
-    std::vector<std::int64_t> grains;
-    for (std::size_t workers = 1; workers <= grains_.size(); ++workers) {
-      const double guess = workers <= best.size() ? fill({best.data(), workers}, grains) : kInfinity;
-      attempts.emplace_back(guess + problem_.reduction_seconds[workers], guess, workers);
-    }
-    std::sort(attempts.begin(), attempts.end());
     makespan = kInfinity;
-    for (const auto& [total, guess, workers] : attempts) {
-      const double reduction = problem_.reduction_seconds[workers];
-      const double budget = budget_before_reduction(std::nextafter(makespan, -kInfinity), reduction);
-      double finish = 0.0;
-      if (budget < bound || !find_finish(budget, static_cast<std::int64_t>(workers), bound, guess, finish)) continue;
-      makespan = finish + reduction;
-    }
+    if (!counts_workers_) return lower(-1, bound, makespan);
+    for (std::int64_t workers = std::ssize(grains_); workers > 0; --workers) lower(workers, bound, makespan);
     return makespan < kInfinity;
   }
 
@@ -148,12 +118,10 @@ class Solver {
   }
 
   [[nodiscard]] std::optional<RolePlan> best_roles(double makespan, std::int64_t most_changes) const {
-    if (!counts_workers_) return find_roles(problem_, {.budget_seconds = makespan, .most_changes = most_changes});
     std::optional<RolePlan> best;
-    for (std::size_t workers = 1; workers <= grains_.size(); ++workers) {
-      const double budget = budget_before_reduction(makespan, problem_.reduction_seconds[workers]);
-      if (budget < 0.0) continue;
-      std::optional<RolePlan> plan = find_roles(problem_, {budget, static_cast<std::int64_t>(workers), most_changes});
+    const std::int64_t most = counts_workers_ ? std::ssize(grains_) : -1;
+    for (std::int64_t workers = counts_workers_ ? 1 : -1; workers <= most; ++workers) {
+      std::optional<RolePlan> plan = find_roles(problem_, {makespan, workers, reduction(workers), most_changes});
       if (plan && (!best || plan->better_than(*best))) best = std::move(plan);
     }
     return best;

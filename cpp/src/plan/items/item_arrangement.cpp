@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/plan/item_arrangement.hpp>
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -11,8 +9,9 @@
 #include <tuple>
 #include <utility>
 
-#include <paceline/error.hpp>
 #include <paceline/plan/items.hpp>
+
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -51,19 +50,15 @@ void check(std::span<const double> costs, std::span<const double> targets, std::
   const auto sane = [](double value) { return std::isfinite(value) && value >= 0.0; };
   for (std::size_t k = 0; k < costs.size(); ++k) {
     if (sane(costs[k])) continue;
-    throw InvalidArgument(fmt::format("the cost of item {} is {}; costs are finite and not negative", k, costs[k]));
+    refuse("the cost of item {} is {}; costs are finite and not negative", k, costs[k]);
   }
-  if (shapes.size() != targets.size()) {
-    throw InvalidArgument(fmt::format("arrange_items: {} shapes for {} devices", shapes.size(), targets.size()));
-  }
+  if (shapes.size() != targets.size()) refuse("arrange_items: {} shapes for {} devices", shapes.size(), targets.size());
   for (std::size_t d = 0; d < targets.size(); ++d) {
     if (sane(targets[d])) continue;
-    throw InvalidArgument(
-        fmt::format("arrange_items: the target of device {} is {}; it is finite and not negative", d, targets[d]));
+    refuse("arrange_items: the target of device {} is {}; it is finite and not negative", d, targets[d]);
   }
-  if (std::ranges::none_of(targets, [](double target) { return target > 0.0; })) {
-    throw InvalidArgument("arrange_items: no device has a target above 0");
-  }
+  if (std::ranges::none_of(targets, [](double target) { return target > 0.0; }))
+    refuse("arrange_items: no device has a target above 0");
 }
 
 class Arranger {

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
@@ -7,8 +6,9 @@
 #include <limits>
 #include <numeric>
 
-#include <paceline/error.hpp>
 #include <paceline/plan/item_cost.hpp>
+
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -28,12 +28,11 @@ constexpr double kStandsStill = 1e-13;
 constexpr std::int64_t kMostDevices = 1 << 16;
 
 void validate(std::span<const ItemSample> samples) {
-  if (samples.empty()) throw InvalidArgument("a cost cannot be fitted to no samples; record some micro-batches first");
+  if (samples.empty()) refuse("a cost cannot be fitted to no samples; record some micro-batches first");
   for (std::size_t i = 0; i < samples.size(); ++i) {
     const auto require = [&](bool fine, const char* what, auto value) {
       if (fine && std::isfinite(static_cast<double>(value))) return;
-      throw InvalidArgument(
-          fmt::format("{} of sample {} is {}; leave out samples that were not measured", what, i, value));
+      refuse("{} of sample {} is {}; leave out samples that were not measured", what, i, value);
     };
     const auto& [tokens, seconds, device, squared_tokens] = samples[i];
     require(tokens >= 0.0, "tokens", tokens);

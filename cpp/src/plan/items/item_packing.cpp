@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/plan/item_packing.hpp>
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <deque>
 #include <numeric>
 
-#include <paceline/error.hpp>
 #include <paceline/plan/corrections.hpp>
 
 #include "plan/numbers.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -22,18 +20,14 @@ constexpr double kEqualPiecesOverhead = 0.01;
 
 void check(std::span<const double> lengths, const PackOptions& options) {
   if (options.max_items < 1 || options.min_items < 1) {
-    throw InvalidArgument(
-        fmt::format("pack_items: max_items is {} and min_items {}; a micro-batch has at least one item",
-                    options.max_items, options.min_items));
+    refuse("pack_items: max_items is {} and min_items {}; a micro-batch has at least one item", options.max_items,
+           options.min_items);
   }
   for (std::size_t k = 0; k < lengths.size(); ++k) {
-    if (!std::isfinite(lengths[k]) || lengths[k] < 0.0) {
-      throw InvalidArgument(
-          fmt::format("pack_items: the length of item {} is {}; lengths are finite and not negative", k, lengths[k]));
-    }
-    if (k > 0 && lengths[k] > lengths[k - 1]) {
-      throw InvalidArgument(fmt::format("pack_items: item {} is longer than the one before; sort them descending", k));
-    }
+    if (!std::isfinite(lengths[k]) || lengths[k] < 0.0)
+      refuse("pack_items: the length of item {} is {}; lengths are finite and not negative", k, lengths[k]);
+    if (k > 0 && lengths[k] > lengths[k - 1])
+      refuse("pack_items: item {} is longer than the one before; sort them descending", k);
   }
 }
 

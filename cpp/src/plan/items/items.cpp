@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/plan/items.hpp>
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -10,9 +8,8 @@
 #include <numeric>
 #include <ranges>
 
-#include <paceline/error.hpp>
-
 #include "plan/items/item_problem.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -23,7 +20,7 @@ constexpr std::size_t kFewItems = 16;
 
 void require_number(double value, const char* what, std::size_t i) {
   if (std::isfinite(value) && value >= 0.0) return;
-  throw InvalidArgument(fmt::format("{} at {} is {}; it must be finite and not negative", what, i, value));
+  refuse("{} at {} is {}; it must be finite and not negative", what, i, value);
 }
 
 Holdings longest_first(const ItemProblem& problem) {
@@ -65,10 +62,8 @@ ItemSplit split_of(const ItemProblem& problem, std::span<const double> costs, co
 }  // namespace
 
 ItemProblem item_problem(std::span<const double> costs, std::span<const LoadModel> models) {
-  if (models.empty()) throw InvalidArgument("items cannot be split over no devices; pass one model per device");
-  if (costs.size() > std::numeric_limits<Rank>::max()) {
-    throw InvalidArgument(fmt::format("{} items are more than a split takes", costs.size()));
-  }
+  if (models.empty()) refuse("items cannot be split over no devices; pass one model per device");
+  if (costs.size() > std::numeric_limits<Rank>::max()) refuse("{} items are more than a split takes", costs.size());
   double total = 0.0;
   for (std::size_t i = 0; i < costs.size(); ++i) {
     require_number(costs[i], "cost", i);
@@ -78,8 +73,7 @@ ItemProblem item_problem(std::span<const double> costs, std::span<const LoadMode
     require_number(models[i].fixed_seconds, "fixed_seconds", i);
     require_number(models[i].seconds_per_cost, "seconds_per_cost", i);
     if (std::isfinite(models[i].fixed_seconds + models[i].seconds_per_cost * total)) continue;
-    throw InvalidArgument(
-        fmt::format("device {} would need more seconds for all items than a double holds; check the units", i));
+    refuse("device {} would need more seconds for all items than a double holds; check the units", i);
   }
   ItemProblem problem;
   problem.models.assign(models.begin(), models.end());
@@ -92,9 +86,7 @@ ItemProblem item_problem(std::span<const double> costs, std::span<const LoadMode
 }
 
 ItemSplit split_items(std::span<const double> costs, std::span<const LoadModel> models, double tolerance) {
-  if (!(tolerance >= 0.0)) {
-    throw InvalidArgument(fmt::format("tolerance is {}; the gap to be content with must not be negative", tolerance));
-  }
+  if (!(tolerance >= 0.0)) refuse("tolerance is {}; the gap to be content with must not be negative", tolerance);
   const ItemProblem problem = item_problem(costs, models);
   double bound = lower_bound_of(problem);
   const double target = bound * (1.0 + tolerance);

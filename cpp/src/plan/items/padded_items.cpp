@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/plan/padded_items.hpp>
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -12,11 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include <paceline/error.hpp>
-
 #include "plan/batch/monotone.hpp"
 #include "plan/items/item_problem.hpp"
 #include "plan/numbers.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -193,9 +190,9 @@ ItemSplit split_padded(std::span<const double> costs, std::span<const LoadModel>
   const ItemProblem problem = item_problem(costs, models);
   for (std::size_t device = 0; device < models.size() && !costs.empty(); ++device) {
     if (std::isfinite(padded_seconds(models[device], std::ssize(costs), problem.cost.front()))) continue;
-    throw InvalidArgument(fmt::format(
+    refuse(
         "device {} would need more seconds than a double holds for all items, padded to the longest; check the units",
-        device));
+        device);
   }
   std::vector<DeviceKind> kinds;
   const bool exact = kinds_of(models, kinds);

@@ -1,44 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <limits>
 #include <vector>
 
+#include "plan/numbers.hpp"
 #include "plan/stages/stage_search.hpp"
 
 namespace paceline::plan {
 namespace {
 
-// Most of what is counted falls to the bound, so this many take a few milliseconds.
-constexpr double kMostPlans = 200'000;
-// Steps of the search through partitions with good depths: a few milliseconds.
-constexpr std::int64_t kMostDepthSteps = 2'000'000;
-// Partitions are few enough for looking at those, too, whose usual depths are this much worse.
+// Stages that are placed and actions that are replayed: a few milliseconds, and all that there are in small problems.
+constexpr std::int64_t kMostSteps = 2'000'000;
+// Partitions are few enough for looking at those, too, whose usual depths are this much worse. Of so few partitions all
+// are looked at.
 constexpr double kWorthTrying = 1.05;
+constexpr double kFewPartitions = 5000;
 // With more partitions than this, the search would end among the first of them.
 constexpr double kMostPartitions = 2e7;
 
-double choose(double n, double k) {
-  double ways = 1.0;
-  for (double i = 0; i < k; ++i) ways *= (n - i) / (i + 1.0);
-  return ways;
-}
-
-/// How many plans there are with these numbers of micro-batches, without what memory forbids. `depths`: how many of
-/// each number of micro-batches and stages.
-template <class Depths>
-double plan_count(const StageSearch& search, const std::vector<std::int64_t>& micro_batches, const Depths& depths) {
+/// How many partitions there are, without what memory forbids.
+double partition_count(const StageSearch& search) {
   const auto blocks = static_cast<double>(search.costs.blocks());
   const auto devices = static_cast<double>(search.costs.devices());
+  const std::size_t given = std::max(search.options.cuts.size(), search.options.order.size());
   double count = 0.0;
   double orders = 1.0;
+  double ways = 1.0;  // to cut
   for (double stages = 1; stages <= std::min(blocks, devices); ++stages) {
     orders *= devices - stages + 1.0;
-    const auto given =
-        static_cast<double>(search.options.cuts.empty() ? search.options.order.size() : search.options.cuts.size());
-    if (given > 0 && given != stages) continue;
-    const double partitions = (search.options.order.empty() ? orders : 1.0) *
-                              (search.options.cuts.empty() ? choose(blocks - 1.0, stages - 1.0) : 1.0);
-    for (const std::int64_t m : micro_batches) count += partitions * depths(static_cast<double>(m), stages);
+    if (stages > 1) ways *= (blocks - stages + 1.0) / (stages - 1.0);
+    if (given > 0 && static_cast<double>(given) != stages) continue;
+    count += (search.options.order.empty() ? orders : 1.0) * (search.options.cuts.empty() ? ways : 1.0);
   }
   return count;
 }
@@ -46,11 +37,12 @@ double plan_count(const StageSearch& search, const std::vector<std::int64_t>& mi
 /// Goes through partitions stage by stage. Leaves out those whose first stages show that they cannot win.
 class Enumeration {
  public:
-  /// `most_steps`: when to give up, in stages that were placed and actions that were replayed; 0: never.
-  Enumeration(const StageSearch& search, std::int64_t micro_batches, std::int64_t most_steps)
+  /// `worth`: how many times as long a partition with usual depths may take. `most_steps`: when to give up.
+  Enumeration(const StageSearch& search, std::int64_t micro_batches, double worth, std::int64_t most_steps)
       : search_(search),
         sizes_(search.costs.problem().batch_size, micro_batches),
         last_(sizes_.larger_count == sizes_.count ? sizes_.larger : sizes_.smaller),
+        worth_(worth),
         most_steps_(most_steps),
         actions_(search.clock.actions()),
         used_(search.costs.devices(), 0) {
@@ -62,7 +54,7 @@ class Enumeration {
   [[nodiscard]] std::int64_t steps() const { return steps_ + search_.clock.actions() - actions_; }
 
  private:
-  [[nodiscard]] bool spent() const { return most_steps_ > 0 && steps() > most_steps_; }
+  [[nodiscard]] bool spent() const { return steps() > most_steps_; }
 
   /// Whether an equal device, which is not used either, comes before this one.
   [[nodiscard]] bool repeats(std::size_t device) const {
@@ -78,11 +70,7 @@ class Enumeration {
     const StageOptions& options = search_.options;
     if (from == search_.costs.blocks()) {
       if (!options.order.empty() && options.order.size() != stage) return;
-      if (most_steps_ == 0) {
-        search_.offer_all(partition_, sizes_.count);
-      } else {
-        (void)search_.offer(partition_, sizes_.count, search_.finalists.best_seconds() * kWorthTrying);
-      }
+      (void)search_.offer(partition_, sizes_.count, search_.finalists.limit() * worth_);
       return;
     }
     for (std::size_t device = 0; device < used_.size(); ++device) {
@@ -130,6 +118,7 @@ class Enumeration {
   const StageSearch& search_;
   const BatchSizes sizes_;
   const std::int64_t last_;  // items of the last micro-batch
+  const double worth_;
   const std::int64_t most_steps_;
   const std::int64_t actions_;
   std::int64_t steps_ = 0;
@@ -140,22 +129,14 @@ class Enumeration {
 
 }  // namespace
 
-bool try_all(const StageSearch& search, const std::vector<std::int64_t>& micro_batches) {
-  const auto depths = [](double m, double stages) { return choose(m + stages - 2.0, stages - 1.0); };
-  if (plan_count(search, micro_batches, depths) > kMostPlans) return false;
-  for (const std::int64_t m : micro_batches) Enumeration(search, m, 0).run();
-  return true;
-}
-
-void try_partitions(const StageSearch& search, const std::vector<FoundPlan>& starts) {
-  if (plan_count(search, {1}, [](double, double) { return 1.0; }) > kMostPartitions) return;
-  std::int64_t left = kMostDepthSteps;
-  std::vector<std::int64_t> done;
-  for (const FoundPlan& start : starts) {
+void try_partitions(const StageSearch& search, const std::vector<std::int64_t>& micro_batches) {
+  const double count = partition_count(search);
+  if (count > kMostPartitions) return;
+  const bool few = count * static_cast<double>(micro_batches.size()) <= kFewPartitions;
+  std::int64_t left = kMostSteps;
+  for (const std::int64_t m : micro_batches) {
     if (left <= 0) return;
-    if (std::ranges::count(done, start.micro_batches) > 0) continue;
-    done.push_back(start.micro_batches);
-    Enumeration enumeration(search, start.micro_batches, left);
+    Enumeration enumeration(search, m, few ? kInfinity : kWorthTrying, left);
     enumeration.run();
     left -= enumeration.steps();
   }

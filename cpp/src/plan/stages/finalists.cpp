@@ -92,13 +92,11 @@ FoundPlan Finalists::winner() const {
     for (const std::vector<FoundPlan>& kept : quickest_) plans.insert(plans.end(), kept.begin(), kept.end());
     StageClock clock(costs_);
     const auto expect = [&](FoundPlan& plan, std::size_t samples) {
-      const BatchSizes sizes(costs_.problem().batch_size, plan.micro_batches);
-      const std::vector<StageTimes> larger = stage_times(costs_, plan.partition, sizes.larger);
-      const std::vector<StageTimes> smaller = stage_times(costs_, plan.partition, sizes.smaller);
+      (void)clock.set(plan.partition, {costs_.problem().batch_size, plan.micro_batches}, options_.most_in_flight);
       std::vector<double> noise;
       for (const std::size_t device : plan.partition.order) noise.push_back(costs_.problem().devices[device].noise);
-      plan.seconds = noisy_mean(dataflow(schedule_of_depths(plan.depths, plan.micro_batches)), noise.size(),
-                                {larger, smaller, static_cast<std::size_t>(sizes.larger_count)}, noise, samples);
+      plan.seconds =
+          noisy_mean(dataflow(schedule_of_depths(plan.depths, plan.micro_batches)), clock.times(), noise, samples);
     };
     // Slack for noise: more in flight on all stages but the last, as far as memory allows.
     const std::size_t given = plans.size();

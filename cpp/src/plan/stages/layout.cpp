@@ -3,10 +3,9 @@
 
 #include <fmt/format.h>
 
-#include <paceline/error.hpp>
-
 #include "plan/stages/layout_parts.hpp"
 #include "plan/stages/stage_costs.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -21,19 +20,14 @@ std::string_view name_of(LayoutKind kind) {
       return "pipeline";
     case LayoutKind::replicas:
       return "replicas of pipelines";
-    case LayoutKind::sharded_data_parallel:
-      return "sharded data parallel";
     case LayoutKind::data_parallel:
       break;
   }
   return "data parallel";
 }
 
-ParameterParts parts_of(const BlockCost& block) {
-  ParameterParts out{.weights = block.weight_bytes, .gradients = block.gradient_bytes};
-  if (out.weights == 0 && out.gradients == 0) out.weights = out.gradients = block.parameter_bytes / 4;
-  out.optimizer = std::max<std::int64_t>(0, block.parameter_bytes - out.weights - out.gradients);
-  return out;
+std::int64_t gradient_bytes_of(const BlockCost& block) {
+  return block.weight_bytes == 0 && block.gradient_bytes == 0 ? block.parameter_bytes / 4 : block.gradient_bytes;
 }
 
 double reduction_seconds(const LinkCost& link, std::size_t spaces, std::int64_t bytes) {
@@ -51,44 +45,30 @@ std::size_t count_spaces(const StageProblem& problem, std::span<const std::size_
 }
 
 std::vector<Layout> plan_layouts(const StageProblem& problem, const LayoutOptions& options) {
-  if (!(options.overlap >= 0.0 && options.overlap <= 1.0)) {
-    throw InvalidArgument(
-        fmt::format("overlap is {}: give the part of a reduction that is hidden, between 0 and 1", options.overlap));
-  }
+  if (!(options.overlap >= 0.0 && options.overlap <= 1.0))
+    refuse("overlap is {}: give the part of a reduction that is hidden, between 0 and 1", options.overlap);
   const StageCosts checked(problem);  // throws
   for (const BlockCost& block : problem.blocks) {
     if (block.weight_bytes >= 0 && block.gradient_bytes >= 0 &&
         block.weight_bytes + block.gradient_bytes <= block.parameter_bytes) {
       continue;
     }
-    throw InvalidArgument(
-        fmt::format("a block has {} bytes of weights and {} of gradients, but {} bytes of both and "
-                    "of the optimizer's state together",
-                    block.weight_bytes, block.gradient_bytes, block.parameter_bytes));
+    refuse(
+        "a block has {} bytes of weights and {} of gradients, but {} bytes of both and "
+        "of the optimizer's state together",
+        block.weight_bytes, block.gradient_bytes, block.parameter_bytes);
   }
-  std::vector<Layout> out = {data_parallel_layout(problem, options, false), pipeline_layout(problem, options)};
+  std::vector<Layout> out = {data_parallel_layout(problem, options), pipeline_layout(problem, options)};
   out.push_back(replicas_layout(problem, options, out.back()));
-  out.push_back(data_parallel_layout(problem, options, true));
-  const double best = [&] {
-    double least = kInfinity;
-    for (const Layout& one : out) {
-      if (one.fits && one.runnable) least = std::min(least, one.seconds);
-    }
-    return least;
-  }();
-  // The simplest ones stand first. Those as good as the best, of what can run, stay in this order.
-  const auto rank = [&](const Layout& one) {
-    if (!one.fits) return kInfinity;
-    return one.runnable && one.seconds <= (1.0 + kEqual) * best ? best : one.seconds;
-  };
-  std::ranges::stable_sort(out, {}, rank);
-  const Layout& first = out.front();
-  const auto find = [&](LayoutKind kind) -> const Layout& { return *std::ranges::find(out, kind, &Layout::kind); };
-  const Layout& single = find(LayoutKind::pipeline);
-  Layout& data = *std::ranges::find(out, LayoutKind::data_parallel, &Layout::kind);
-  if (data.fits && single.fits) {
-    data.reason += fmt::format(", the bubble of a pipeline {:.1f} %", 100.0 * single.bubble);
+  if (out[0].fits && out[1].fits) {
+    out[0].reason += fmt::format(", the bubble of a pipeline {:.1f} %", 100.0 * out[1].bubble);
   }
+  // The simplest ones stand first. Those as good as the best stay in this order.
+  const auto seconds = [](const Layout& one) { return one.fits ? one.seconds : kInfinity; };
+  const double best = seconds(*std::ranges::min_element(out, {}, seconds));
+  std::ranges::stable_sort(
+      out, {}, [&](const Layout& one) { return seconds(one) <= (1.0 + kEqual) * best ? best : seconds(one); });
+  const Layout& first = out.front();
   if (!first.fits) return out;
   for (Layout& one : out) {
     if (&one == &first || !one.fits) continue;

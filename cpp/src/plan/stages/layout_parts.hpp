@@ -19,13 +19,7 @@ namespace paceline::plan {
 
 constexpr std::size_t kMostSubsetDevices = 8;  // 255 subsets, 4140 set partitions
 
-/// The bytes of one block's parameters, gradients and optimizer state.
-struct ParameterParts {
-  std::int64_t weights = 0;
-  std::int64_t gradients = 0;
-  std::int64_t optimizer = 0;
-};
-[[nodiscard]] ParameterParts parts_of(const BlockCost& block);
+[[nodiscard]] std::int64_t gradient_bytes_of(const BlockCost& block);
 
 /// How long it takes to reduce gradients of so many bytes over `spaces` memory spaces.
 [[nodiscard]] double reduction_seconds(const LinkCost& link, std::size_t spaces, std::int64_t bytes);
@@ -49,8 +43,7 @@ template <class Seconds>
   return shares;
 }
 
-/// `sharded`: with the optimizer's state divided.
-[[nodiscard]] Layout data_parallel_layout(const StageProblem& problem, const LayoutOptions& options, bool sharded);
+[[nodiscard]] Layout data_parallel_layout(const StageProblem& problem, const LayoutOptions& options);
 /// The best pipeline over all devices.
 [[nodiscard]] Layout pipeline_layout(const StageProblem& problem, const LayoutOptions& options);
 /// `single`: the best single pipeline.

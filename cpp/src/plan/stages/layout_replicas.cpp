@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -92,7 +93,7 @@ double replicas_reduction(const StageProblem& problem, std::span<const SubsetPip
   copies.latency_seconds = 0.0;
   for (std::size_t b = 0; b < owners.size(); ++b) {
     const std::size_t spaces = count_spaces(problem, owners[b]);
-    const double copy = reduction_seconds(copies, spaces, parts_of(problem.blocks[b]).gradients);
+    const double copy = reduction_seconds(copies, spaces, gradient_bytes_of(problem.blocks[b]));
     for (const std::size_t device : owners[b]) {
       seconds[device] += copy;
       latency[device] = std::max(latency[device], reduction_seconds(problem.link, spaces, 0));
@@ -103,27 +104,44 @@ double replicas_reduction(const StageProblem& problem, std::span<const SubsetPip
   return longest;
 }
 
-double busy_seconds(const StagePlan& plan, std::int64_t items) {
+/// A layout of pipelines with the numbers of the problem's devices.
+Layout laid_out(LayoutKind kind, const StageProblem& problem, std::vector<StagePlan> pipelines, double reduction) {
+  Layout out{.kind = kind, .fits = true, .reduction_seconds = reduction};
+  out.bytes.assign(problem.devices.size(), 0);
+  out.items.assign(problem.devices.size(), 0);
+  double compute = 0.0;
   double busy = 0.0;
-  for (const StageTimes& one : plan.times) busy += one.forward + one.backward;
-  return busy * static_cast<double>(items) / static_cast<double>(plan.sizes.front());
+  double stages = 0.0;
+  for (const StagePlan& plan : pipelines) {
+    const std::int64_t items = std::accumulate(plan.sizes.begin(), plan.sizes.end(), std::int64_t{0});
+    for (std::size_t i = 0; i < plan.order.size(); ++i) {
+      out.bytes[plan.order[i]] = plan.bytes[i];
+      out.items[plan.order[i]] = items;
+      busy += (plan.times[i].forward + plan.times[i].backward) * static_cast<double>(items) /
+              static_cast<double>(plan.sizes.front());
+    }
+    compute = std::max(compute, plan.seconds);
+    stages += static_cast<double>(plan.order.size());
+  }
+  out.seconds = compute + reduction;
+  out.bubble = std::max(0.0, 1.0 - busy / (stages * compute));
+  out.pipelines = std::move(pipelines);
+  return out;
 }
 
-/// Partitions and micro-batches that take the least time.
-struct Choice {
-  double seconds = kInfinity;
-  double reduction = 0.0;
-  std::vector<std::size_t> masks{};
-  std::vector<std::int64_t> counts{};
-};
-
+/// Tries all ways to divide the devices among pipelines.
 struct PartitionSearch {
+  struct Member {
+    SubsetPipeline* group;
+    std::int64_t count;  // of micro-batches
+  };
+
   const StageProblem& problem;
   const LayoutOptions& options;
   std::int64_t count;  // of micro-batches
   std::int64_t size;   // the largest
   std::map<std::size_t, std::optional<SubsetPipeline>> groups = {};
-  Choice best = {};
+  Layout best = {.kind = LayoutKind::replicas};
 
   SubsetPipeline* group(std::size_t mask) {
     auto found = groups.find(mask);
@@ -152,32 +170,49 @@ struct PartitionSearch {
 
   void try_partition(const std::vector<std::size_t>& masks) {
     if (masks.size() < 2 || masks.size() == problem.devices.size()) return;  // those are other layouts
-    std::vector<SubsetPipeline*> members;
-    std::vector<std::size_t> present;
+    std::vector<Member> members;
     for (const std::size_t mask : masks) {
-      if (SubsetPipeline* one = group(mask)) {
-        members.push_back(one);
-        present.push_back(mask);
-      }
+      if (SubsetPipeline* one = group(mask)) members.push_back({one, 0});
     }
     if (members.size() < 2) return;
     const std::vector<std::int64_t> counts = share_out(
-        count, members.size(), [&](std::size_t i, std::int64_t n) { return seconds_of(*members[i], n, size); });
-    Choice choice{.seconds = 0.0};
+        count, members.size(), [&](std::size_t i, std::int64_t n) { return seconds_of(*members[i].group, n, size); });
+    for (std::size_t i = 0; i < counts.size(); ++i) members[i].count = counts[i];
+    std::erase_if(members, [](const Member& one) { return one.count == 0; });
+    const auto staged = [](const Member& one) { return one.group->devices.size() > 1; };
+    if (members.size() < 2 || std::ranges::none_of(members, staged)) return;
+    double seconds = 0.0;
     std::vector<const SubsetPipeline*> working;
-    bool staged = false;
-    for (std::size_t i = 0; i < counts.size(); ++i) {
-      if (counts[i] == 0) continue;
-      choice.seconds = std::max(choice.seconds, seconds_of(*members[i], counts[i], size));
-      choice.masks.push_back(present[i]);
-      choice.counts.push_back(counts[i]);
-      working.push_back(members[i]);
-      staged = staged || members[i]->devices.size() > 1;
+    for (const Member& one : members) {
+      seconds = std::max(seconds, seconds_of(*one.group, one.count, size));
+      working.push_back(one.group);
     }
-    if (working.size() < 2 || !staged) return;
-    choice.reduction = (1.0 - options.overlap) * replicas_reduction(problem, working);
-    choice.seconds += choice.reduction;
-    if (choice.seconds < best.seconds) best = std::move(choice);
+    const double reduction = (1.0 - options.overlap) * replicas_reduction(problem, working);
+    if (!best.fits || seconds + reduction < best.seconds) best = layout_of(members, reduction);
+  }
+
+  [[nodiscard]] Layout layout_of(const std::vector<Member>& members, double reduction) const {
+    std::int64_t done = 0;
+    std::vector<StagePlan> plans;
+    std::vector<std::string> texts;
+    for (const Member& one : members) {
+      // Rounded like this, no micro-batch is larger than the largest that was planned for.
+      const std::int64_t before = problem.batch_size * done / count;
+      done += one.count;
+      StagePlan& plan = plans.emplace_back(plan_of(*one.group, one.count, problem.batch_size * done / count - before));
+      std::vector<std::string> names;
+      for (std::size_t& device : plan.order) {
+        device = one.group->devices[device];
+        names.push_back(problem.devices[device].name);
+      }
+      texts.push_back(fmt::format("[{}] run {}", fmt::join(names, ", "), one.count));
+    }
+    Layout out = laid_out(LayoutKind::replicas, problem, std::move(plans), reduction);
+    out.reason =
+        fmt::format("of {} micro-batches {}; bubbles take {:.1f} % of a step, and the exposed reduction {:.1f} %",
+                    count, fmt::join(texts, " and "), 100.0 * out.bubble * (out.seconds - reduction) / out.seconds,
+                    100.0 * reduction / out.seconds);
+    return out;
   }
 };
 
@@ -186,22 +221,13 @@ struct PartitionSearch {
 Layout pipeline_layout(const StageProblem& problem, const LayoutOptions& options) {
   Layout out{.kind = LayoutKind::pipeline};
   try {
-    out.pipelines.push_back(plan_stages(problem, pipeline_options(options, options.stages.micro_batches)));
+    out = laid_out(out.kind, problem, {plan_stages(problem, pipeline_options(options, options.stages.micro_batches))},
+                   0.0);
   } catch (const OutOfMemory& error) {
     out.reason = error.what();
     return out;
   }
   const StagePlan& plan = out.pipelines.front();
-  out.fits = true;
-  out.seconds = plan.seconds;
-  out.bytes.assign(problem.devices.size(), 0);
-  out.items.assign(problem.devices.size(), 0);
-  for (std::size_t i = 0; i < plan.order.size(); ++i) {
-    out.bytes[plan.order[i]] = plan.bytes[i];
-    out.items[plan.order[i]] = problem.batch_size;
-  }
-  const auto stages = static_cast<double>(plan.order.size());
-  out.bubble = std::max(0.0, 1.0 - busy_seconds(plan, problem.batch_size) / (stages * plan.seconds));
   out.reason = fmt::format("{} of {} devices, {}, the bubble takes {:.1f} % of a step", plan.order.size(),
                            problem.devices.size(), plural(plan.sizes.size(), "micro-batch", "micro-batches"),
                            100.0 * out.bubble);
@@ -209,80 +235,31 @@ Layout pipeline_layout(const StageProblem& problem, const LayoutOptions& options
 }
 
 Layout replicas_layout(const StageProblem& problem, const LayoutOptions& options, const Layout& single) {
-  Layout out{.kind = LayoutKind::replicas};
+  Layout best{.kind = LayoutKind::replicas, .reason = "no two disjoint sets of devices hold a model each"};
   if (problem.devices.size() > kMostSubsetDevices) {
-    out.reason = fmt::format("not looked for: {} devices have too many partitions; up to {} are searched",
-                             problem.devices.size(), kMostSubsetDevices);
-    return out;
+    best.reason = fmt::format("not looked for: {} devices have too many partitions; up to {} are searched",
+                              problem.devices.size(), kMostSubsetDevices);
+    return best;
   }
   if (problem.devices.size() < 3) {
-    out.reason = "two pipelines, one of them with two stages, need three devices";
-    return out;
+    best.reason = "two pipelines, one of them with two stages, need three devices";
+    return best;
   }
   if (!single.fits) {
-    out.reason = "not even one pipeline fits";
-    return out;
+    best.reason = "not even one pipeline fits";
+    return best;
   }
-  Choice best;
-  std::int64_t count = 0;
-  std::map<std::size_t, std::optional<SubsetPipeline>> groups;
   const auto base = static_cast<std::int64_t>(single.pipelines.front().sizes.size());
-  std::vector<std::int64_t> counts = {base};
   // Each pipeline has a bubble of its own, so more and smaller micro-batches may pay where one pipeline has enough.
-  if (!options.stages.micro_batches) counts = {base, 2 * base, 4 * base};
-  for (const std::int64_t total : counts) {
-    if (total > problem.batch_size) break;
+  for (const std::int64_t total : {base, 2 * base, 4 * base}) {
+    if (total > problem.batch_size || (total > base && options.stages.micro_batches)) break;
     const std::int64_t size = problem.batch_size / total + (problem.batch_size % total != 0 ? 1 : 0);
     PartitionSearch search{.problem = problem, .options = options, .count = total, .size = size};
     std::vector<std::size_t> masks;
     search.extend(0, masks);
-    if (search.best.seconds < best.seconds) {
-      best = std::move(search.best);
-      groups = std::move(search.groups);
-      count = total;
-    }
+    if (search.best.fits && (!best.fits || search.best.seconds < best.seconds)) best = std::move(search.best);
   }
-  if (best.masks.empty()) {
-    out.reason = "no two disjoint sets of devices hold a model each";
-    return out;
-  }
-  out.fits = true;
-  out.reduction_seconds = best.reduction;
-  out.bytes.assign(problem.devices.size(), 0);
-  out.items.assign(problem.devices.size(), 0);
-  double compute = 0.0;
-  double busy = 0.0;
-  double stages = 0.0;
-  std::int64_t done = 0;
-  std::vector<std::string> texts;
-  for (std::size_t g = 0; g < best.masks.size(); ++g) {
-    const SubsetPipeline& group = *groups.at(best.masks[g]);
-    // Rounded like this, no micro-batch is larger than the largest that was planned for.
-    const std::int64_t before = problem.batch_size * done / count;
-    done += best.counts[g];
-    const std::int64_t items = problem.batch_size * done / count - before;
-    StagePlan plan = plan_of(group, best.counts[g], items);
-    for (std::size_t i = 0; i < plan.order.size(); ++i) {
-      plan.order[i] = group.devices[plan.order[i]];
-      out.bytes[plan.order[i]] = plan.bytes[i];
-      out.items[plan.order[i]] = items;
-    }
-    compute = std::max(compute, plan.seconds);
-    busy += busy_seconds(plan, items);
-    stages += static_cast<double>(plan.order.size());
-    std::vector<std::string> names;
-    for (const std::size_t device : plan.order) names.push_back(problem.devices[device].name);
-    texts.push_back(fmt::format("[{}] run {}", fmt::join(names, ", "), best.counts[g]));
-    out.pipelines.push_back(std::move(plan));
-  }
-  out.seconds = compute + out.reduction_seconds;
-  out.bubble = std::max(0.0, 1.0 - busy / (stages * compute));
-  out.reason = fmt::format(
-      "of {} micro-batches {}; bubbles take {:.1f} % of a step, and the exposed reduction "
-      "{:.1f} %",
-      count, fmt::join(texts, " and "), 100.0 * out.bubble * compute / out.seconds,
-      100.0 * out.reduction_seconds / out.seconds);
-  return out;
+  return best;
 }
 
 }  // namespace paceline::plan

@@ -8,11 +8,10 @@
 #include <string>
 #include <vector>
 
-#include <paceline/error.hpp>
-
 #include "plan/numbers.hpp"
 #include "plan/stages/dataflow.hpp"
 #include "plural.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -20,17 +19,16 @@ namespace {
 using Kind = Action::Kind;
 
 void check_sizes(std::size_t stages, std::int64_t micro_batches) {
-  if (stages == 0) throw InvalidArgument("a schedule needs at least one stage");
-  if (micro_batches < 1)
-    throw InvalidArgument(fmt::format("micro_batches is {}; a schedule needs at least one micro-batch", micro_batches));
+  if (stages == 0) refuse("a schedule needs at least one stage");
+  if (micro_batches < 1) refuse("micro_batches is {}; a schedule needs at least one micro-batch", micro_batches);
 }
 
 char letter(Kind kind) { return kind == Kind::forward ? 'F' : kind == Kind::backward ? 'B' : 'W'; }
 
 std::string word(const Action& action) { return fmt::format("{}{}", letter(action.kind), action.micro_batch); }
 
-[[noreturn]] void refuse(std::size_t stage, const Action& action, const char* why) {
-  throw InvalidArgument(fmt::format("stage {}, action {}: {}", stage, word(action), why));
+[[noreturn]] void refuse_action(std::size_t stage, const Action& action, const char* why) {
+  refuse("stage {}, action {}: {}", stage, word(action), why);
 }
 
 /// Checks the actions of each stage without the others. Returns whether the schedule has backwards.
@@ -43,24 +41,27 @@ bool check_actions(const Schedule& schedule) {
     std::vector<char> backwards(count, 0);
     for (const Action& action : schedule.stages[stage]) {
       if (action.micro_batch < 0 || action.micro_batch >= schedule.micro_batches)
-        refuse(stage, action, "there is no such micro-batch");
+        refuse_action(stage, action, "there is no such micro-batch");
       const auto batch = static_cast<std::size_t>(action.micro_batch);
       if (action.kind == Kind::forward) {
-        if (forwards[batch]++ != 0) refuse(stage, action, "it is there twice; a stage runs each forward once");
+        if (forwards[batch]++ != 0) refuse_action(stage, action, "it is there twice; a stage runs each forward once");
       } else if (action.kind == Kind::backward) {
-        if (forwards[batch] == 0) refuse(stage, action, "it comes before the forward of its micro-batch");
-        if (backwards[batch]++ != 0) refuse(stage, action, "it is there twice; a stage runs each backward once");
+        if (forwards[batch] == 0) refuse_action(stage, action, "it comes before the forward of its micro-batch");
+        if (backwards[batch]++ != 0) refuse_action(stage, action, "it is there twice; a stage runs each backward once");
       } else {
-        refuse(stage, action, "weight gradients cannot be scheduled apart from their backward yet");
+        refuse_action(stage, action, "weight gradients cannot be scheduled apart from their backward yet");
       }
     }
     for (std::size_t batch = 0; batch < count; ++batch) {
       const auto index = static_cast<std::int64_t>(batch);
-      if (forwards[batch] == 0) refuse(stage, {Kind::forward, index}, "it is missing; a stage runs each forward once");
+      if (forwards[batch] == 0)
+        refuse_action(stage, {Kind::forward, index}, "it is missing; a stage runs each forward once");
       if (trains && backwards[batch] == 0)
-        refuse(stage, {Kind::backward, index}, "it is missing; a stage runs each backward once, or no stage runs any");
+        refuse_action(stage, {Kind::backward, index},
+                      "it is missing; a stage runs each backward once, or no stage runs any");
       if (!trains && backwards[batch] != 0)
-        refuse(stage, {Kind::backward, index}, "stage 0 runs no backward; all stages run backwards, or none does");
+        refuse_action(stage, {Kind::backward, index},
+                      "stage 0 runs no backward; all stages run backwards, or none does");
     }
   }
   return trains;
@@ -72,11 +73,9 @@ std::vector<FlowAction> dataflow(const Schedule& schedule) {
   check_actions(schedule);
   const std::size_t stages = schedule.stages.size();
   const auto count = static_cast<std::size_t>(schedule.micro_batches);
-  const auto number = [&](bool forward, std::size_t stage, std::size_t batch) {
-    return ((forward ? 0 : stages) + stage) * count + batch;
-  };
   std::vector<FlowAction> flow;
-  std::vector<char> done(2 * stages * count, 0);
+  std::vector<std::vector<char>> forwards(stages, std::vector<char>(count, 0));  // that have run
+  std::vector<std::vector<char>> backwards = forwards;
   std::vector<std::size_t> next(stages, 0);
   // Stages that may be able to go on. A stage is looked at again when a neighbour has run an action for it, so the work
   // is linear in the number of actions.
@@ -90,20 +89,20 @@ std::vector<FlowAction> dataflow(const Schedule& schedule) {
       const bool forward = action.kind == Kind::forward;
       const auto batch = static_cast<std::size_t>(action.micro_batch);
       const bool last = stage + 1 == stages;
-      const std::size_t input = forward ? (stage == 0 ? FlowAction::kNone : number(true, stage - 1, batch))
-                                        : number(last, last ? stage : stage + 1, batch);
-      if (input != FlowAction::kNone && done[input] == 0) break;
-      const std::size_t output = number(forward, stage, batch);
-      done[output] = 1;
-      flow.push_back({stage, next[stage], output, input, batch, forward});
+      // check_actions() has seen that a stage runs a forward before its backward.
+      if (forward && stage > 0 && forwards[stage - 1][batch] == 0) break;
+      if (!forward && !last && backwards[stage + 1][batch] == 0) break;
+      (forward ? forwards : backwards)[stage][batch] = 1;
+      flow.push_back({stage, next[stage], batch, forward});
       if (forward ? !last : stage > 0) pending.push_back(forward ? stage + 1 : stage - 1);
     }
   }
   for (std::size_t stage = 0; stage < stages; ++stage) {
     if (next[stage] < schedule.stages[stage].size())
-      refuse(stage, schedule.stages[stage][next[stage]],
-             "it never starts: what it waits for waits for a later action of this stage; begin more forwards before "
-             "the first backward on the stages before");
+      refuse_action(
+          stage, schedule.stages[stage][next[stage]],
+          "it never starts: what it waits for waits for a later action of this stage; begin more forwards before "
+          "the first backward on the stages before");
   }
   return flow;
 }
@@ -113,9 +112,8 @@ Schedule schedule_of_depths(std::span<const std::int64_t> depths, std::int64_t m
   Schedule schedule{micro_batches, {}};
   for (std::size_t stage = 0; stage < depths.size(); ++stage) {
     if (depths[stage] < 1 || (stage > 0 && depths[stage] > depths[stage - 1]))
-      throw InvalidArgument(
-          fmt::format("depths[{}] is {}; depths are at least 1, and no stage has more in flight than the one before it",
-                      stage, depths[stage]));
+      refuse("depths[{}] is {}; depths are at least 1, and no stage has more in flight than the one before it", stage,
+             depths[stage]);
     const std::int64_t depth = std::min(depths[stage], micro_batches);
     std::vector<Action>& actions = schedule.stages.emplace_back();
     for (std::int64_t i = 0; i < depth; ++i) actions.push_back({Kind::forward, i});
@@ -134,13 +132,12 @@ Schedule gpipe(std::size_t stages, std::int64_t micro_batches) {
 Schedule one_f_one_b(std::size_t stages, std::int64_t micro_batches, std::span<const std::int64_t> extra) {
   check_sizes(stages, micro_batches);
   if (!extra.empty() && extra.size() != stages)
-    throw InvalidArgument(
-        fmt::format("extra has {}, but there are {}", plural(extra.size(), "number"), plural(stages, "stage")));
+    refuse("extra has {}, but there are {}", plural(extra.size(), "number"), plural(stages, "stage"));
   std::vector<std::int64_t> depths(stages, 0);
   std::int64_t behind = 0;
   for (std::size_t stage = stages; stage-- > 0;) {
     const std::int64_t more = extra.empty() ? 0 : extra[stage];
-    if (more < 0) throw InvalidArgument(fmt::format("extra[{}] is {}; it cannot be negative", stage, more));
+    if (more < 0) refuse("extra[{}] is {}; it cannot be negative", stage, more);
     const auto plain = static_cast<std::int64_t>(stages - stage);
     // plain + more could overflow; beyond micro_batches it makes no difference.
     behind = std::max(behind, plain + std::min(more, micro_batches));
@@ -157,8 +154,7 @@ Schedule forward_only(std::size_t stages, std::int64_t micro_batches) {
 }
 
 std::int64_t in_flight(const Schedule& schedule, std::size_t stage) {
-  if (stage >= schedule.stages.size())
-    throw InvalidArgument(fmt::format("there is no stage {} among {}", stage, schedule.stages.size()));
+  if (stage >= schedule.stages.size()) refuse("there is no stage {} among {}", stage, schedule.stages.size());
   const auto is_backward = [](const Action& action) { return action.kind == Kind::backward; };
   if (std::ranges::none_of(schedule.stages[stage], is_backward)) return 0;
   std::int64_t now = 0;
@@ -201,9 +197,9 @@ Schedule schedule_of(std::string_view text) {
       const auto [rest, error] = std::from_chars(token.data() + 1, token.data() + token.size(), action.micro_batch);
       const bool known = token[0] == 'F' || token[0] == 'B' || token[0] == 'W';
       if (!known || error != std::errc() || rest != token.data() + token.size() || action.micro_batch == kMostInt64)
-        throw InvalidArgument(fmt::format(
+        refuse(
             "line {} of the schedule: '{}' is no action; write F or B and the number of a micro-batch, as in 'F0 B0'",
-            line_number, token));
+            line_number, token);
       action.kind = token[0] == 'F' ? Kind::forward : token[0] == 'B' ? Kind::backward : Kind::weight_gradient;
       actions.push_back(action);
       schedule.micro_batches = std::max(schedule.micro_batches, action.micro_batch + 1);
@@ -212,8 +208,8 @@ Schedule schedule_of(std::string_view text) {
   }
   // A number far beyond the number of actions would only cost memory before check() finds what is missing.
   if (!schedule.stages.empty() && schedule.micro_batches > static_cast<std::int64_t>(schedule.stages[0].size()))
-    throw InvalidArgument(fmt::format("the schedule names micro-batch {}, but its first stage has only {}",
-                                      schedule.micro_batches - 1, plural(schedule.stages[0].size(), "action")));
+    refuse("the schedule names micro-batch {}, but its first stage has only {}", schedule.micro_batches - 1,
+           plural(schedule.stages[0].size(), "action"));
   check(schedule);
   return schedule;
 }

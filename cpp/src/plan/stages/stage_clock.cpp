@@ -13,12 +13,11 @@ bool StageClock::set(const Partition& partition, const BatchSizes& sizes, std::i
   const std::size_t stages = partition.stages();
   count_ = sizes.count;
   larger_count_ = sizes.larger_count;
-  times_.resize(stages);
   most_.resize(stages);
   std::int64_t limit = most_in_flight == 0 ? count_ : std::min(count_, most_in_flight);
   for (std::size_t i = 0; i < stages; ++i) {
     const std::size_t from = partition.cuts[i];
-    const std::size_t to = i + 1 < stages ? partition.cuts[i + 1] : costs_.blocks();
+    const std::size_t to = partition.end(i, costs_.blocks());
     const std::size_t device = partition.order[i];
     std::int64_t fixed = costs_.fixed_bytes(from, to, sizes.larger);
     if (i + 1 == stages && fixed != kMostInt64) fixed -= costs_.tied_bytes(partition.order[0], device);
@@ -27,19 +26,9 @@ bool StageClock::set(const Partition& partition, const BatchSizes& sizes, std::i
     if (left < each) return false;
     if (each > 0) limit = std::min(limit, left / each);
     most_[i] = limit;
-    for (std::size_t size = 0; size < 2; ++size) {
-      const std::int64_t items = size == 0 ? sizes.larger : sizes.smaller;
-      Times& times = times_[i];
-      times.forward[size] = costs_.forward(from, to, device, static_cast<double>(items));
-      times.backward[size] = costs_.backward(from, to, device, static_cast<double>(items));
-      times.send_forward[size] = 0.0;
-      times.send_backward[size] = 0.0;
-      if (i == 0) continue;
-      const double send = costs_.send(from, partition.order[i - 1], device, items);
-      times_[i - 1].send_forward[size] = send;
-      times.send_backward[size] = send;
-    }
   }
+  stage_times(costs_, partition, sizes.larger, larger_);
+  stage_times(costs_, partition, sizes.smaller, smaller_);
   bound_ = stage_bound(costs_, partition, sizes);
   return true;
 }
@@ -48,18 +37,17 @@ bool StageClock::set(const Partition& partition, const BatchSizes& sizes, std::i
 // backward that is d_i - 1 earlier. So what lies between, from j to i and back, takes d_j - d_i + 1 cycles at most:
 //   (d_j - d_i + 1) * cycle >= seconds from the forward of j through that of i and its backward to the end of j's.
 std::vector<std::int64_t> StageClock::depths_for(double cycle) const {
-  std::vector<std::int64_t> depths(times_.size(), 1);
+  std::vector<std::int64_t> depths(larger_.size(), 1);
   double after = 0.0;  // seconds from the end of a stage's forward to the beginning of its backward
   double most = 0.0;   // of the later stages: what makes the stages before need more
-  for (std::size_t i = times_.size(); i-- > 0;) {
-    const Times& times = times_[i];
-    const double own = times.forward[0] + times.backward[0];
+  for (std::size_t i = larger_.size(); i-- > 0;) {
+    const double own = larger_[i].forward + larger_[i].backward;
     const double from = after + own;
     const double needed = std::max(most + from, own) / cycle;
     depths[i] = static_cast<std::int64_t>(std::ceil(std::min(needed * (1.0 - kTie), 1e9)));
     const double above = static_cast<double>(depths[i] - 1) * cycle - after;
-    most = i + 1 == times_.size() ? above : std::max(most, above);
-    if (i > 0) after = from + times_[i - 1].send_forward[0] + times.send_backward[0];
+    most = i + 1 == larger_.size() ? above : std::max(most, above);
+    if (i > 0) after = from + larger_[i - 1].send_forward + larger_[i].send_backward;
   }
   return depths;
 }
@@ -67,15 +55,15 @@ std::vector<std::int64_t> StageClock::depths_for(double cycle) const {
 std::vector<std::int64_t> StageClock::steady_depths() const {
   double low = 0.0;
   double high = 0.0;
-  for (const Times& times : times_) {
-    const double own = times.forward[0] + times.backward[0];
+  for (const StageTimes& times : larger_) {
+    const double own = times.forward + times.backward;
     low = std::max(low, own);
-    high += own + times.send_forward[0] + times.send_backward[0];
+    high += own + times.send_forward + times.send_backward;
   }
   const auto fits = [&](const std::vector<std::int64_t>& depths) {
     return std::ranges::equal(depths, most_, std::ranges::less_equal{});
   };
-  if (low == 0.0) return std::vector<std::int64_t>(times_.size(), 1);
+  if (low == 0.0) return std::vector<std::int64_t>(larger_.size(), 1);
   std::vector<std::int64_t> best = depths_for(low);
   if (fits(best)) return best;
   best = depths_for(high);
@@ -93,40 +81,27 @@ std::vector<std::int64_t> StageClock::steady_depths() const {
 }
 
 double StageClock::seconds(std::span<const std::int64_t> depths) {
-  const std::size_t stages = times_.size();
-  const auto count = static_cast<std::size_t>(count_);
-  free_.assign(stages, 0.0);
-  arrival_.resize(stages * count);
+  const std::size_t stages = larger_.size();
+  const FlowTimes seconds = times();
+  recurrence_.begin(stages, static_cast<std::size_t>(count_));
   actions_ += 2 * count_ * static_cast<std::int64_t>(stages);
-  const auto forward = [&](std::size_t stage, std::int64_t batch) {
-    const std::size_t size = batch < larger_count_ ? 0 : 1;
-    const std::size_t at = stage * count + static_cast<std::size_t>(batch);
-    double start = free_[stage];
-    if (stage > 0 && arrival_[at - count] > start) start = arrival_[at - count];
-    free_[stage] = start + times_[stage].forward[size];
-    arrival_[at] = free_[stage] + times_[stage].send_forward[size];
+  const auto run = [&](std::size_t stage, std::int64_t batch, bool forward) {
+    const FlowAction action{.stage = stage, .micro_batch = static_cast<std::size_t>(batch), .forward = forward};
+    recurrence_.run(stage, action.micro_batch, forward, seconds.seconds(action), seconds.send(action));
   };
   for (std::size_t stage = 0; stage < stages; ++stage) {
-    for (std::int64_t batch = 0; batch < std::min(depths[stage], count_); ++batch) forward(stage, batch);
+    for (std::int64_t batch = 0; batch < std::min(depths[stage], count_); ++batch) run(stage, batch, true);
   }
   // Backward j of a stage comes after its forward j + depth - 1. The inputs of the forwards of a round are ready, since
   // no stage is deeper than the one before it.
   for (std::int64_t batch = 0; batch < count_; ++batch) {
-    if (batch > 0) {
-      for (std::size_t stage = 0; stage < stages; ++stage) {
-        const std::int64_t next = batch + depths[stage] - 1;
-        if (next < count_) forward(stage, next);
-      }
+    for (std::size_t stage = 0; stage < stages && batch > 0; ++stage) {
+      const std::int64_t next = batch + depths[stage] - 1;
+      if (next < count_) run(stage, next, true);
     }
-    const std::size_t size = batch < larger_count_ ? 0 : 1;
-    double arrival = 0.0;
-    for (std::size_t stage = stages; stage-- > 0;) {
-      const double start = std::max(free_[stage], arrival);
-      free_[stage] = start + times_[stage].backward[size];
-      arrival = free_[stage] + times_[stage].send_backward[size];
-    }
+    for (std::size_t stage = stages; stage-- > 0;) run(stage, batch, false);
   }
-  return free_[0];
+  return recurrence_.finish(0);
 }
 
 std::int64_t depth_count(const StageClock& clock) {

@@ -6,12 +6,13 @@
 #include <span>
 #include <vector>
 
+#include "plan/stages/dataflow.hpp"
 #include "plan/stages/stage_costs.hpp"
 
 namespace paceline::plan {
 
-/// The recurrence of pipeline_times() for one partition, one number of micro-batches, and any depths. It does what
-/// replay() does, to the bit, without making a schedule.
+/// The recurrence of pipeline_times() for one partition, one number of micro-batches, and any depths, without making a
+/// schedule.
 class StageClock {
  public:
   explicit StageClock(const StageCosts& costs) : costs_(costs) {}
@@ -23,7 +24,7 @@ class StageClock {
   /// The most that each stage may have in flight, not rising from stage to stage.
   [[nodiscard]] const std::vector<std::int64_t>& most_depths() const { return most_; }
   [[nodiscard]] double bound() const { return bound_; }
-  [[nodiscard]] std::int64_t micro_batches() const { return count_; }
+  [[nodiscard]] FlowTimes times() const { return {larger_, smaller_, static_cast<std::size_t>(larger_count_)}; }
 
   /// The fewest in flight with which every stage begins a micro-batch as often as the slowest one can, or as often as
   /// memory allows. Once the pipeline is full, that is the least time of a micro-batch.
@@ -37,18 +38,13 @@ class StageClock {
  private:
   [[nodiscard]] std::vector<std::int64_t> depths_for(double cycle) const;
 
-  struct Times {
-    double forward[2], backward[2], send_forward[2], send_backward[2];  // of a larger and of a smaller micro-batch
-  };
-
   const StageCosts& costs_;
   std::int64_t count_ = 0;
   std::int64_t larger_count_ = 0;
-  std::vector<Times> times_;
+  std::vector<StageTimes> larger_, smaller_;  // of a larger and of a smaller micro-batch
   std::vector<std::int64_t> most_;
   double bound_ = 0.0;
-  std::vector<double> free_;
-  std::vector<double> arrival_;  // of the forwards, stage by stage
+  Recurrence recurrence_;
   std::int64_t actions_ = 0;
 };
 

@@ -12,6 +12,7 @@
 #include "plan/numbers.hpp"
 #include "plan/stages/dataflow.hpp"
 #include "plural.hpp"
+#include "refuse.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -20,15 +21,14 @@ template <class Number>
 void check_number(Number value, const char* owner, std::size_t index, const char* name, bool positive = false) {
   const bool finite = std::isfinite(static_cast<double>(value));
   if (finite && (positive ? value > Number{0} : value >= Number{0})) return;
-  throw InvalidArgument(fmt::format("{} {}: {} is {}; it must be finite and {}", owner, index, name, value,
-                                    positive ? "above zero" : "not negative"));
+  refuse("{} {}: {} is {}; it must be finite and {}", owner, index, name, value,
+         positive ? "above zero" : "not negative");
 }
 
 void check_problem(const StageProblem& problem) {
-  if (problem.blocks.empty()) throw InvalidArgument("a model needs at least one block");
-  if (problem.devices.empty()) throw InvalidArgument("a pipeline needs at least one device");
-  if (problem.batch_size < 1)
-    throw InvalidArgument(fmt::format("batch_size is {}; a batch has at least one item", problem.batch_size));
+  if (problem.blocks.empty()) refuse("a model needs at least one block");
+  if (problem.devices.empty()) refuse("a pipeline needs at least one device");
+  if (problem.batch_size < 1) refuse("batch_size is {}; a batch has at least one item", problem.batch_size);
   for (std::size_t i = 0; i < problem.blocks.size(); ++i) {
     const BlockCost& block = problem.blocks[i];
     check_number(block.forward_fixed, "block", i, "forward_fixed");
@@ -47,16 +47,16 @@ void check_problem(const StageProblem& problem) {
   }
   const auto wrong = [](double value) { return !(value >= 0.0) || !std::isfinite(value); };
   if (wrong(problem.link.latency_seconds) || wrong(problem.link.bytes_per_second))
-    throw InvalidArgument(
-        fmt::format("the link has a latency of {} s and {} bytes/s; both must be finite and not "
-                    "negative",
-                    problem.link.latency_seconds, problem.link.bytes_per_second));
+    refuse(
+        "the link has a latency of {} s and {} bytes/s; both must be finite and not "
+        "negative",
+        problem.link.latency_seconds, problem.link.bytes_per_second);
   const std::int64_t least = std::min(problem.blocks.front().parameter_bytes, problem.blocks.back().parameter_bytes);
   if (problem.tied_bytes < 0 || problem.tied_bytes > least)
-    throw InvalidArgument(
-        fmt::format("tied_bytes is {}; the first and the last block share between 0 and {} bytes, "
-                    "which the parameter_bytes of both include",
-                    problem.tied_bytes, least));
+    refuse(
+        "tied_bytes is {}; the first and the last block share between 0 and {} bytes, "
+        "which the parameter_bytes of both include",
+        problem.tied_bytes, least);
 }
 
 }  // namespace
@@ -104,7 +104,7 @@ StageCosts::StageCosts(const StageProblem& problem) : problem_(problem) {
   }
   // Differences of sums are only right below the limit.
   if (parameters_.back() == kMostInt64 || saved_.back() == kMostInt64)
-    throw InvalidArgument("the bytes of all blocks together do not fit 63 bits");
+    refuse("the bytes of all blocks together do not fit 63 bits");
   for (std::size_t width = 1; 2 * width <= count; width *= 2) {
     const std::vector<std::int64_t>& half = workspace_.back();
     std::vector<std::int64_t> whole;
@@ -151,11 +151,12 @@ std::int64_t StageCosts::moved_bytes(const Partition& partition, const Partition
   return moved;
 }
 
-std::vector<StageTimes> stage_times(const StageCosts& costs, const Partition& partition, std::int64_t items) {
-  std::vector<StageTimes> times(partition.stages());
+void stage_times(const StageCosts& costs, const Partition& partition, std::int64_t items,
+                 std::vector<StageTimes>& times) {
+  times.assign(partition.stages(), {});
   const auto count = static_cast<double>(items);
   for (std::size_t i = 0; i < times.size(); ++i) {
-    const std::size_t to = i + 1 < times.size() ? partition.cuts[i + 1] : costs.blocks();
+    const std::size_t to = partition.end(i, costs.blocks());
     times[i].forward = costs.forward(partition.cuts[i], to, partition.order[i], count);
     times[i].backward = costs.backward(partition.cuts[i], to, partition.order[i], count);
     if (i == 0) continue;
@@ -163,14 +164,13 @@ std::vector<StageTimes> stage_times(const StageCosts& costs, const Partition& pa
     times[i - 1].send_forward = send;
     times[i].send_backward = send;
   }
-  return times;
 }
 
 std::vector<std::int64_t> stage_bytes(const StageCosts& costs, const Partition& partition, std::int64_t items,
                                       std::span<const std::int64_t> in_flight) {
   std::vector<std::int64_t> bytes;
   for (std::size_t i = 0; i < partition.stages(); ++i) {
-    const std::size_t to = i + 1 < partition.stages() ? partition.cuts[i + 1] : costs.blocks();
+    const std::size_t to = partition.end(i, costs.blocks());
     const std::int64_t flying = saturating_multiply(in_flight[i], costs.flight_bytes(partition.cuts[i], to, items));
     bytes.push_back(saturating_add(costs.fixed_bytes(partition.cuts[i], to, items), flying));
   }
@@ -186,7 +186,7 @@ double stage_bound(const StageCosts& costs, const Partition& partition, const Ba
   double around = 0.0;
   for (std::size_t i = 0; i < partition.stages(); ++i) {
     const std::size_t from = partition.cuts[i];
-    const std::size_t to = i + 1 < partition.stages() ? partition.cuts[i + 1] : costs.blocks();
+    const std::size_t to = partition.end(i, costs.blocks());
     const std::size_t device = partition.order[i];
     if (i > 0) {
       around += costs.send(from, partition.order[i - 1], device, first);
@@ -209,7 +209,7 @@ StagePlan stage_plan(const StageCosts& costs, const Partition& partition, const 
   plan.schedule = schedule;
   plan.sizes.assign(static_cast<std::size_t>(sizes.count), sizes.smaller);
   std::fill_n(plan.sizes.begin(), sizes.larger_count, sizes.larger);
-  plan.times = stage_times(costs, partition, sizes.larger);
+  stage_times(costs, partition, sizes.larger, plan.times);
   std::vector<std::int64_t> flying;
   std::vector<double> noise;
   for (std::size_t i = 0; i < partition.stages(); ++i) {
@@ -228,14 +228,15 @@ StagePlan stage_plan(const StageCosts& costs, const Partition& partition, const 
                     plural(sizes.larger, "item")),
         name);
   }
-  const std::vector<StageTimes> smaller = stage_times(costs, partition, sizes.smaller);
-  const TwoSizes times{plan.times, smaller, static_cast<std::size_t>(sizes.larger_count)};
-  plan.seconds = noisy_mean(dataflow(schedule), partition.stages(), times, noise, kNoiseSamples);
-  double work = 0.0;
+  std::vector<StageTimes> smaller;
+  stage_times(costs, partition, sizes.smaller, smaller);
+  plan.seconds = noisy_mean(dataflow(schedule), {plan.times, smaller, static_cast<std::size_t>(sizes.larger_count)},
+                            noise, kNoiseSamples);
   double speeds = 0.0;
   for (std::size_t i = 0; i < costs.devices(); ++i) speeds += problem.devices[i].speed;
-  work = costs.work(0, costs.blocks(), 0, static_cast<double>(problem.batch_size), static_cast<double>(sizes.count)) *
-         problem.devices[0].speed;
+  const double work =
+      costs.work(0, costs.blocks(), 0, static_cast<double>(problem.batch_size), static_cast<double>(sizes.count)) *
+      problem.devices[0].speed;
   plan.ideal_seconds = work / speeds;
   plan.bound_seconds = stage_bound(costs, partition, sizes);
   return plan;
@@ -244,18 +245,17 @@ StagePlan stage_plan(const StageCosts& costs, const Partition& partition, const 
 void check_cuts(const StageCosts& costs, std::span<const std::size_t> cuts, const char* name) {
   for (std::size_t i = 0; i < cuts.size(); ++i) {
     if (i == 0 ? cuts[i] == 0 : cuts[i] > cuts[i - 1] && cuts[i] < costs.blocks()) continue;
-    throw InvalidArgument(fmt::format("{}[{}] is {}; cuts begin with 0, rise, and stay below the number of blocks, {}",
-                                      name, i, cuts[i], costs.blocks()));
+    refuse("{}[{}] is {}; cuts begin with 0, rise, and stay below the number of blocks, {}", name, i, cuts[i],
+           costs.blocks());
   }
 }
 
 void check_order(const StageCosts& costs, std::span<const std::size_t> order, const char* name) {
   for (std::size_t i = 0; i < order.size(); ++i) {
     if (order[i] >= costs.devices())
-      throw InvalidArgument(
-          fmt::format("{}[{}] is {}, but there are {}", name, i, order[i], plural(costs.devices(), "device")));
+      refuse("{}[{}] is {}, but there are {}", name, i, order[i], plural(costs.devices(), "device"));
     if (std::ranges::count(order, order[i]) > 1)
-      throw InvalidArgument(fmt::format("{}[{}] is {} again; a device holds one stage", name, i, order[i]));
+      refuse("{}[{}] is {} again; a device holds one stage", name, i, order[i]);
   }
 }
 

@@ -17,6 +17,10 @@ struct Partition {
   std::vector<std::size_t> order;  ///< the device of each stage
 
   [[nodiscard]] std::size_t stages() const { return cuts.size(); }
+  /// The end of a stage of a model with so many blocks.
+  [[nodiscard]] std::size_t end(std::size_t stage, std::size_t blocks) const {
+    return stage + 1 < cuts.size() ? cuts[stage + 1] : blocks;
+  }
   friend auto operator<=>(const Partition&, const Partition&) = default;
 };
 
@@ -87,9 +91,9 @@ class StageCosts {
   std::vector<std::vector<std::int64_t>> workspace_;  // [j][i]: the most of blocks i to i + 2^j
 };
 
-/// The times of the stages of a partition for micro-batches of `items`.
-[[nodiscard]] std::vector<StageTimes> stage_times(const StageCosts& costs, const Partition& partition,
-                                                  std::int64_t items);
+/// Sets `times` to those of the stages of a partition for micro-batches of `items`.
+void stage_times(const StageCosts& costs, const Partition& partition, std::int64_t items,
+                 std::vector<StageTimes>& times);
 /// Bytes of each stage with so many micro-batches in flight.
 [[nodiscard]] std::vector<std::int64_t> stage_bytes(const StageCosts& costs, const Partition& partition,
                                                     std::int64_t items, std::span<const std::int64_t> in_flight);

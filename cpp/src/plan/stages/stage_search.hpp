@@ -21,8 +21,6 @@ struct StageSearch {
   [[nodiscard]] bool fits_options(std::size_t stage, std::size_t device) const {
     return options.order.empty() || (stage < options.order.size() && options.order[stage] == device);
   }
-  /// Offers a partition with all depths.
-  void offer_all(const Partition& partition, std::int64_t micro_batches) const;
   /// Offers a partition with good depths, improved if its time with usual ones is below `promising`.
   /// Returns these, with infinite seconds if the partition cannot win or does not fit.
   Depths offer(const Partition& partition, std::int64_t micro_batches, double promising,
@@ -32,10 +30,6 @@ struct StageSearch {
   /// Sets the clock. False if the partition cannot win, or does not fit.
   bool set_clock(const Partition& partition, std::int64_t micro_batches) const;
 };
-
-/// Tries all partitions and depths with these numbers of micro-batches, except those whose bound shows that they cannot
-/// win. False, with nothing tried, if these are too many.
-bool try_all(const StageSearch& search, const std::vector<std::int64_t>& micro_batches);
 
 /// Numbers of micro-batches to try: all of them up to `all_up_to`, and beyond a grid of ratio 1.2. For given cuts a
 /// step takes about a + b m + c / m, which stays within 2 % of its least if m is off by 1.2, and the search then
@@ -51,9 +45,10 @@ std::vector<FoundPlan> try_sets(const StageSearch& search);
 /// Improves each plan step by step: other cuts, orders, devices, and numbers of micro-batches.
 void try_neighbours(const StageSearch& search, const std::vector<FoundPlan>& starts);
 
-/// Goes through the partitions that can win for the numbers of micro-batches of `starts`, one after the other, until it
-/// has taken too long. Where blocks are few, this finds what steps from neighbour to neighbour do not reach.
-void try_partitions(const StageSearch& search, const std::vector<FoundPlan>& starts);
+/// Goes through the partitions that can win with these numbers of micro-batches, one after the other, until it has
+/// taken too long. Where blocks and devices are few, these are all, with all depths. Where they are more, this finds
+/// what steps from neighbour to neighbour do not reach.
+void try_partitions(const StageSearch& search, const std::vector<std::int64_t>& micro_batches);
 
 /// Offers the partition that needs the least memory: with one micro-batch in flight on each stage.
 void try_least_memory(const StageSearch& search, std::int64_t micro_batches);

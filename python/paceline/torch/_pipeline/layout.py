@@ -30,8 +30,8 @@ from paceline.torch._trainer.arguments import Memory, check_trains
 from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.trainer import DataParallel
 
-Kind = Literal["data parallel", "pipeline", "replicas of pipelines", "sharded data parallel"]
-_KINDS: tuple[Kind, ...] = ("data parallel", "pipeline", "replicas of pipelines", "sharded data parallel")
+Kind = Literal["data parallel", "pipeline", "replicas of pipelines"]
+_KINDS: tuple[Kind, ...] = ("data parallel", "pipeline", "replicas of pipelines")
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,17 @@ class Candidate:
     ----------
     kind
         ``"data parallel"``: the whole module on each device that takes part. ``"pipeline"``: one pipeline. ``"replicas of pipelines"``: several
-        pipelines on devices of their own. ``"sharded data parallel"``: data parallel, with the optimizer's state divided among the devices.
+        pipelines on devices of their own.
     fits
         Whether it fits into the devices' memory. If not, `reason` says what is missing, and there are no numbers.
     runnable
-        False: planned only. This version cannot run it.
+        False: planned only. Replicas of pipelines cannot run on GPUs yet.
     seconds, reduction_seconds
         Of a step, without the optimizer, and the part of it in which gradients are reduced while nothing else runs.
     bubble
         The part of the computing time in which the devices that take part wait, between 0 and 1.
     bytes, items
         By device that takes part: what it needs of its memory, and how many items of the batch it runs (in a pipeline: those of the pipeline).
-    optimizer_shares
-        Of the sharded kind, by device: its part of the optimizer's state.
     stages
         Of pipelines, by device: the first and the last of its blocks, by number.
     reason
@@ -70,7 +68,6 @@ class Candidate:
     bubble: float = 0.0
     bytes: Mapping[str, int] = field(default_factory=dict)
     items: Mapping[str, int] = field(default_factory=dict)
-    optimizer_shares: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -137,11 +134,7 @@ class Layout:
             return self._data_parallel(chosen)
         if chosen.kind == "pipeline":
             return self._pipeline()
-        if chosen.kind == "replicas of pipelines":
-            return self._replicas()
-        raise InvalidArgument(
-            f"trainer: {chosen.kind} is planned only, this version cannot run it. Choose {self.best.kind!r}."
-        )
+        return self._replicas()
 
     def _fill(self) -> None:
         module = self._asked.module
@@ -197,7 +190,7 @@ class Layout:
 
     def _candidate(self, found: dict[str, Any]) -> Candidate:
         if not found["fits"]:
-            return Candidate(found["kind"], False, found["runnable"], found["reason"])
+            return Candidate(found["kind"], False, True, found["reason"])
 
         def by_device(values: Sequence[Any]) -> dict[str, Any]:
             takes_part = [bytes_ > 0 for bytes_ in found["bytes"]]
@@ -211,14 +204,13 @@ class Layout:
         return Candidate(
             found["kind"],
             True,
-            found["runnable"],
+            found.get("runnable", True),
             found["reason"],
             found["seconds"],
             found["reduction_seconds"],
             found["bubble"],
             by_device(found["bytes"]),
             by_device(found["items"]),
-            by_device(found["optimizer_shares"]) if found["optimizer_shares"] else {},
             stages,
         )
 
@@ -248,8 +240,6 @@ class Layout:
             parts.append(f"block {first}" if first == last else f"blocks {first}-{last}")
         if one.kind != "pipeline":
             parts.append(f"{one.items[name] / self._items:.0%} of items")
-        if name in one.optimizer_shares:
-            parts.append(f"{one.optimizer_shares[name]:.0%} of state")
         return ", ".join(parts)
 
 
@@ -284,7 +274,7 @@ def layout(
     """Measure the blocks of a module, and predict which way of training it on these devices is the fastest one that fits.
 
     The batch runs three times as the first steps of a `Pipeline` do (twice on one device), one micro-batch after the other. What blocks and
-    devices take then predicts a step of data parallel, of a pipeline, of replicas of pipelines, and of sharded data parallel.
+    devices take then predicts a step of data parallel, of a pipeline, and of replicas of pipelines.
 
     Leaves no trace: gradients (also of parameters outside of the module), buffers, the module's attributes and random generators are as
     before. What `loss_fn` changes in Python stays changed.
@@ -333,7 +323,7 @@ def layout(
         found = planner.layouts(items)
         if any(device.kind != "host" for device in pipeline.group.devices):
             found = [_without_replicas_of_pipelines(one) for one in found]
-        if not any(one["fits"] and one["runnable"] for one in found):
+        if not any(one["fits"] and one.get("runnable", True) for one in found):
             raise OutOfMemory(f"layout: {next(one['reason'] for one in found if one['kind'] == 'pipeline')}")
         given = devices if isinstance(devices, DeviceGroup) else list(pipeline.group.devices)
         found_blocks = [block.module for block in planner.blocks]

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <utility>
@@ -9,6 +8,7 @@
 
 #include "balance/stage_balancer_state.hpp"
 #include "plural.hpp"
+#include "refuse.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -89,12 +89,9 @@ void StageBalancer::State::try_memory_again() {
 
 bool StageBalancer::out_of_memory(std::size_t stage) {
   State& state = *state_;
-  if (state.batch_size <= 0 || state.stages_invalid)
-    throw InvalidArgument("out_of_memory without a plan: call plan first");
+  if (state.batch_size <= 0 || state.stages_invalid) refuse("out_of_memory without a plan: call plan first");
   const std::size_t stages = state.current().cuts.size();
-  if (stage >= stages) {
-    throw InvalidArgument(fmt::format("there is no stage {}: the plan has {}", stage, plural(stages, "stage")));
-  }
+  if (stage >= stages) refuse("there is no stage {}: the plan has {}", stage, plural(stages, "stage"));
   return state.out_of_memory(stage);
 }
 

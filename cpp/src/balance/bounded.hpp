@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
 namespace paceline::balance {
 
@@ -13,6 +14,13 @@ void make_room(Map& map, const typename Map::key_type& key, std::size_t most, co
   if (map.size() < most || map.contains(key)) return;
   map.erase(std::min_element(map.begin(), map.end(),
                              [&](const auto& a, const auto& b) { return last_used(a.second) < last_used(b.second); }));
+}
+
+/// Adds a value to a list that keeps the last `most`.
+template <class List>
+void keep_last(List& list, typename List::value_type value, std::size_t most) {
+  if (list.size() >= most) list.erase(list.begin());
+  list.push_back(std::move(value));
 }
 
 }  // namespace paceline::balance

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <paceline/sim/random.hpp>
+#include <paceline/plan/random.hpp>
 
 #include <cmath>
 #include <numbers>
 
-namespace paceline::sim {
+namespace paceline::plan {
 namespace {
 
 constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15ULL;
@@ -30,4 +30,4 @@ double Random::normal() noexcept {
   return radius * std::cos(2.0 * std::numbers::pi * uniform());
 }
 
-}  // namespace paceline::sim
+}  // namespace paceline::plan
