@@ -15,6 +15,7 @@
 #include <paceline/runtime/blocking.hpp>
 
 #include "runtime/group_workers.hpp"
+#include "runtime/worker_registry.hpp"
 
 namespace paceline {
 namespace {
@@ -55,8 +56,8 @@ Registry& registry() noexcept {
   return *instance;
 }
 
-std::shared_ptr<GroupWorkers> start(std::vector<Device> devices) {
-  auto workers = std::make_shared<GroupWorkers>(std::move(devices));
+std::shared_ptr<GroupWorkers> start(std::vector<Device> devices, std::shared_ptr<GroupWorkers> whole = nullptr) {
+  auto workers = std::make_shared<GroupWorkers>(std::move(devices), std::move(whole));
   Registry& all = registry();
   const std::lock_guard lock(all.mutex);
   std::erase_if(all.groups, [](const auto& group) { return group.expired(); });
@@ -97,11 +98,20 @@ bool DeviceGroup::asynchronous() const {
                      [](const Device& device) { return backend_of(device).asynchronous(); });
 }
 
-void DeviceGroup::open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const DeviceId> devices) {
-  workers_->open(source, priority, devices);
+DeviceGroup DeviceGroup::share() const {
+  workers_->check_usable("share");
+  DeviceGroup share = *this;
+  share.workers_ = start(devices(), workers_);
+  workers_->add_share(share.workers_);
+  return share;
 }
 
-void DeviceGroup::submit(const std::shared_ptr<WorkSource>& source) { workers_->open(source, 0, {}); }
+void DeviceGroup::open(const std::shared_ptr<WorkSource>& source, const OpenOptions& options,
+                       std::span<const DeviceId> devices) {
+  workers_->open(source, options, devices);
+}
+
+void DeviceGroup::submit(const std::shared_ptr<WorkSource>& source) { workers_->open(source, {.gang = true}, {}); }
 
 bool DeviceGroup::wait(WorkSource& source, const Between& between) {
   const auto signal = source.signal_;
@@ -144,7 +154,7 @@ void DeviceGroup::close_all(std::chrono::nanoseconds timeout) noexcept {
     }
   }
   // Workers that an earlier close() left behind may be about to end.
-  GroupWorkers::await_left_behind(timeout);
+  internal::WorkerRegistry::of_process().await_left_behind(timeout);
 }
 
 }  // namespace paceline

@@ -3,6 +3,8 @@
 
 #include <paceline/runtime/backend.hpp>
 
+#include "runtime/worker.hpp"
+
 namespace paceline {
 
 bool Turn::lend(TurnLoan& loan) const {
@@ -25,11 +27,13 @@ const Turn* TurnLoan::borrow() {
   borrowed_ = true;
   const Turn* const turn = offered_;
   lock.unlock();
+  internal::device_of_this_thread() = &turn->device();
   backend_of(turn->device()).prepare_worker(turn->device());
   return turn;
 }
 
 void TurnLoan::give_back() {
+  internal::device_of_this_thread() = nullptr;
   {
     const std::lock_guard lock(mutex_);
     borrowed_ = false;

@@ -92,7 +92,7 @@ TEST(Gaps, AreFilledBetweenMicroBatchesAndTheStepIsTheSameToTheBit) {
   for (int round = 0; round < 5 || (in_the_gaps == 0 && round < 200); ++round) {
     DeviceGroup workers = group;
     const auto jobs = std::make_shared<Queue>(200, 2);
-    workers.open(jobs, -1);
+    workers.open(jobs, {.priority = -1});
     const auto program = std::make_shared<Sums>(2);
     run_step(group, program, options);
     EXPECT_EQ(program->total, alone->total);
