@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <mutex>
 #include <new>
@@ -41,6 +42,38 @@ std::vector<Device> found(std::span<const std::string> names) {
   for (const std::string& name : names) devices.push_back(find_device(name));
   return devices;
 }
+
+/// A call that one worker makes.
+class CallSource final : public WorkSource {
+ public:
+  CallSource(std::function<void(const Device&)> call, std::function<void(const std::exception_ptr&)> fail)
+      : call_(std::move(call)), fail_(std::move(fail)) {}
+
+  [[nodiscard]] NextWork next(DeviceId, Clock::time_point) noexcept override {
+    return taken_.exchange(true) ? NextWork::done() : NextWork::take(0);
+  }
+  void perform(DeviceId, std::int64_t, Turn& turn) override { call_(turn.device()); }
+  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override { end(); }
+  void failed(DeviceId, std::int64_t, std::exception_ptr error) noexcept override {
+    fail_(error);
+    end();
+  }
+  void cancel(std::exception_ptr reason) noexcept override {
+    if (!taken_.exchange(true)) failed(0, 0, std::move(reason));
+  }
+  [[nodiscard]] bool complete() const noexcept override { return ended_; }
+
+ private:
+  void end() noexcept {
+    ended_ = true;
+    wake_caller();
+  }
+
+  std::function<void(const Device&)> call_;
+  std::function<void(const std::exception_ptr&)> fail_;
+  std::atomic<bool> taken_{false};
+  std::atomic<bool> ended_{false};
+};
 
 // The open groups, for close_all(). Weak pointers, so that the list keeps no worker alive.
 struct Registry {
@@ -112,6 +145,11 @@ void DeviceGroup::open(const std::shared_ptr<WorkSource>& source, const OpenOpti
 }
 
 void DeviceGroup::submit(const std::shared_ptr<WorkSource>& source) { workers_->open(source, {.gang = true}, {}); }
+
+void DeviceGroup::open_call(std::function<void(const Device&)> call,
+                            std::function<void(const std::exception_ptr&)> fail, int priority) {
+  open(std::make_shared<CallSource>(std::move(call), std::move(fail)), {.priority = priority});
+}
 
 bool DeviceGroup::wait(WorkSource& source, const Between& between) {
   const auto signal = source.signal_;

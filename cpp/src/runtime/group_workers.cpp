@@ -155,12 +155,11 @@ void GroupWorkers::add_share(const std::shared_ptr<GroupWorkers>& share) {
 
 void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, const OpenOptions& options,
                         std::span<const DeviceId> devices) {
-  if (const Device* const here = internal::device_of_this_thread(); options.gang && here != nullptr) {
+  if (const Device* const here = Turn::of_this_thread(); options.gang && here != nullptr) {
     throw InvalidArgument(
         fmt::format(
-            "open: called by a piece of work on {}, such as the loss_fn of a step. A step inside of another one "
-            "would wait for the worker that it is called on, since each device has one worker. Call it before "
-            "that step or after it.",
+            "A step was begun by a piece of work on {}, such as the loss_fn of another step. It would wait for the "
+            "worker that it is called on, since each device has one worker. Call it before that step or after it.",
             here->name),
         here->name);
   }

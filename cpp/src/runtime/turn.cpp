@@ -7,6 +7,8 @@
 
 namespace paceline {
 
+const Device* Turn::of_this_thread() noexcept { return internal::device_of_this_thread(); }
+
 bool Turn::lend(TurnLoan& loan) const {
   std::unique_lock lock(loan.mutex_);
   loan.changed_.wait(lock, [&] { return loan.closed_ || loan.offered_ == nullptr; });

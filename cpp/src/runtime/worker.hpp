@@ -36,7 +36,7 @@ class TaskSignal {
   std::condition_variable changed_;
 };
 
-/// The device whose turn the calling thread has, as a worker at a piece of work or as a borrower; null if none.
+/// What Turn::of_this_thread() returns.
 [[nodiscard]] const Device*& device_of_this_thread() noexcept;
 
 /// A group's place at a worker: how many of its sources the worker has not let go of.

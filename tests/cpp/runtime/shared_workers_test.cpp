@@ -11,8 +11,9 @@
 #include <cfenv>
 #include <chrono>
 #include <functional>
+#include <future>
 #include <memory>
-#include <mutex>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -122,7 +123,7 @@ TEST(SharedWorkers, RefuseAGangInsideOfAPieceOfWork) {
     try {
       other.run(task([](DeviceId) {}));
     } catch (const InvalidArgument& error) {
-      refused += std::string(error.what()).find("inside of another one") != std::string::npos ? 1 : 0;
+      refused += std::string(error.what()).find("the loss_fn of another step") != std::string::npos ? 1 : 0;
     }
   }));
   EXPECT_EQ(refused, 2);
@@ -193,6 +194,29 @@ TEST(SharedWorkers, OfAShareAreClosedWithTheWholeAndNotTheOtherWayRound) {
   EXPECT_TRUE(second.closed());
   EXPECT_THROW(second.submit(task([](DeviceId) {})), Unavailable);
   EXPECT_THROW((void)whole.share(), Unavailable);
+}
+
+TEST(Async, RunsACallOnTheWorkerThatIsFreeAndGivesItsResultOrItsError) {
+  DeviceGroup group = host_group(2);
+  DeviceGroup first = group_of({"host:0"});
+  Held held(first);
+  EXPECT_EQ(group.async([](const Device& device) { return device.name; }).get(), "host:1");
+  auto failing = group.async([](const Device&) { throw std::out_of_range("no such row"); });
+  EXPECT_THROW(failing.get(), std::out_of_range);
+  std::future<int> late = first.async([](const Device&) { return 7; });
+  held.go = true;
+  EXPECT_EQ(late.get(), 7);
+}
+
+TEST(Async, SaysThatItWasCancelledIfTheGroupIsClosedBefore) {
+  DeviceGroup busy = host_group(1);
+  DeviceGroup closing = host_group(1);
+  Held held(busy);
+  std::future<void> call = closing.async([](const Device&) {});
+  closing.close();
+  EXPECT_THROW(call.get(), Cancelled);
+  held.go = true;
+  busy.wait(*held.source);
 }
 
 TEST(SharedWorkers, StartEachClaimWithTheStateOfItsCallerAndItsDevice) {

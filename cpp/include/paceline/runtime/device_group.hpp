@@ -3,10 +3,14 @@
 
 #include <chrono>
 #include <cstddef>
+#include <exception>
 #include <functional>
+#include <future>
 #include <memory>
 #include <span>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <paceline/device_id.hpp>
@@ -87,6 +91,29 @@ class PACELINE_API DeviceGroup {
   /// submit(), then wait(). Returns and throws what they do.
   bool run(const std::shared_ptr<WorkSource>& source, const Between& between = {});
 
+  /// Calls `call(device)` once, on the worker that is free first, between the pieces of other work.
+  ///
+  ///   std::future<double> score = group.async([&](const Device&) { return evaluate(weights); });
+  ///
+  /// @return its result, or what it has thrown; Cancelled if the group is closed before the call begins.
+  /// @throws as open()
+  template <class Call>
+  [[nodiscard]] std::future<std::invoke_result_t<Call&, const Device&>> async(Call call, int priority = 0) {
+    using Result = std::invoke_result_t<Call&, const Device&>;
+    const auto promise = std::make_shared<std::promise<Result>>();
+    open_call(
+        [promise, call = std::move(call)](const Device& device) mutable {
+          if constexpr (std::is_void_v<Result>) {
+            call(device);
+            promise->set_value();
+          } else {
+            promise->set_value(call(device));
+          }
+        },
+        [promise](const std::exception_ptr& error) { promise->set_exception(error); }, priority);
+    return promise->get_future();
+  }
+
   /// True while a gang of this group, or of a share of it, is not complete.
   [[nodiscard]] bool busy() const noexcept;
 
@@ -103,6 +130,9 @@ class PACELINE_API DeviceGroup {
   static void close_all(std::chrono::nanoseconds timeout = std::chrono::seconds(5)) noexcept;
 
  private:
+  void open_call(std::function<void(const Device&)> call, std::function<void(const std::exception_ptr&)> fail,
+                 int priority);
+
   std::shared_ptr<GroupWorkers> workers_;
 };
 
