@@ -203,6 +203,9 @@ void StepSource::fail(std::exception_ptr error, const std::optional<MicroBatch>&
     if (!failure_) failure_ = StepFailure{std::move(error), micro_batch};
   }
   queue_->cancel();
+  // Behind other steps nobody may come for long. Who waits for this one is not made to wait for them.
+  std::uint32_t nobody = 0;
+  if (inside_.compare_exchange_strong(nobody, kClosed, std::memory_order_acq_rel)) return open_reduction();
   wake_all();
 }
 

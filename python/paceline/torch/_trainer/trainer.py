@@ -246,7 +246,7 @@ class DataParallel(Trainer):
         if verify_every is not None:
             check_count("DataParallel", "verify_every", verify_every)
         folder = watchdog_folder(watchdog, watchdog_path)
-        local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
+        local = devices.share() if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices(devices, module))
         owned = local is not devices
         try:
             _, weights = policy_of(balance, count=len(local))
