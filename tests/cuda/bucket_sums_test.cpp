@@ -91,7 +91,7 @@ class Buckets {
   }
 
   /// Records an event of the caller behind the device's work so far, as a graph would. Null on the host.
-  void* mark(DeviceId d) {
+  NativeEvent mark(DeviceId d) {
     if (queues.stream(d) == nullptr) return nullptr;
     cudaEvent_t& event = marks_.emplace_back();
     EXPECT_EQ(cudaSetDevice(group_.devices()[d].index), cudaSuccess);
@@ -172,7 +172,7 @@ TEST_P(BucketSums, AreThoseOfTheHostWhoeverSealsWhenAndHow) {
         }
         std::shuffle(devices.begin(), devices.end(), random);
         std::vector<std::vector<bool>> sealed(group.size(), std::vector<bool>(std::size(kCounts), false));
-        std::vector<std::tuple<DeviceId, std::size_t, void*>> marked;  // sealed later, by an event
+        std::vector<std::tuple<DeviceId, std::size_t, NativeEvent>> marked;  // sealed later, by an event
         for (const DeviceId d : devices) {
           buckets.queues.enter(d);
           for (std::size_t k = 0; k < std::size(kCounts); ++k) {
@@ -213,7 +213,7 @@ TEST_P(BucketSums, BeginWhileTheDevicesStillCompute) {
       DeviceQueues& queues = buckets.queues;
       buckets.begin();
       std::vector<std::vector<std::uint32_t>> seeds(group.size(), {11, 12, 13});
-      std::vector<void*> marks(group.size(), nullptr);
+      std::vector<NativeEvent> marks(group.size(), nullptr);
       const bool by_event = seed % 2 == 1;  // of the caller, and sealed when more work is enqueued already
       for (DeviceId d = 0; d < group.size(); ++d) {
         queues.enter(d);

@@ -117,7 +117,7 @@ TEST(CudaDevice, UsesStreamsAgainThatHaveNothingLeftToDo) {
   boot_machine({.device_count = 2});
   const auto device = open();
   auto first = device->make_stream();
-  void* const handle = first->native();
+  NativeStream const handle = first->native();
   first.reset();
   EXPECT_NE(open(1)->make_stream()->native(), handle) << "of another GPU";
   first = device->make_stream();

@@ -163,7 +163,7 @@ class GpuArrays {
     float* data = nullptr;
   };
 
-  [[nodiscard]] static void* native(const Array& array) {
+  [[nodiscard]] static NativeStream native(const Array& array) {
     return array.stream == nullptr ? nullptr : array.stream->native();
   }
 

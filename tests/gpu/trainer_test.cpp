@@ -56,7 +56,7 @@ struct Reference {
   }
 };
 
-void delay(void* stream) {
+void delay(NativeStream stream) {
   ASSERT_EQ(gpu_test::launch(&gpu_test::paceline_test_delay, stream, 1, kDelayNanoseconds), cudaSuccess);
 }
 
@@ -66,7 +66,7 @@ struct Delays {
   bool before_update = false;
   int before_backward = -1;  ///< on this device of the group
   int after_backward = -1;
-  void* reduction = nullptr;  ///< the stream that reduces, while the first device computes
+  NativeStream reduction = nullptr;  ///< the stream that reduces, while the first device computes
 };
 
 Trainer::Body body_with(const Delays& delays) {
