@@ -37,7 +37,7 @@ inline void initialise_kernel(PieceUpdate) {}
 inline void fetch_kernel(const double*, double*, std::size_t) {}
 
 template <class Kernel, class... Arguments>
-void launch(Kernel* kernel, int device, void* stream, Arguments... arguments) {
+void launch(Kernel* kernel, int device, NativeStream stream, Arguments... arguments) {
   void* pointers[] = {&arguments...};
   EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
   EXPECT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(1), dim3(1), pointers, 0, stream),
