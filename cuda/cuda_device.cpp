@@ -218,7 +218,7 @@ class CudaStream final : public Stream {
              std::shared_ptr<const Kernels> kernels)
       : device_(device), handle_(std::move(handle)), routes_(std::move(routes)), kernels_(std::move(kernels)) {}
 
-  [[nodiscard]] void* native() const noexcept override { return handle_->get(); }
+  [[nodiscard]] NativeStream native() const noexcept override { return handle_->get(); }
   [[nodiscard]] const std::shared_ptr<StreamHandle>& handle() const noexcept { return handle_; }
 
   void record(Event& event) override { static_cast<CudaEvent&>(event).record(handle_->get()); }
@@ -319,14 +319,14 @@ class CudaDevice final : public AsyncDevice {
   std::unique_ptr<Stream> make_stream() override {
     return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, part_), routes_, kernels_);
   }
-  std::unique_ptr<Stream> adopt_stream(void* native) override {
+  std::unique_ptr<Stream> adopt_stream(NativeStream native) override {
     // Null means the same stream, but it would look like a forgotten stream.
-    cudaStream_t stream = native == nullptr ? cudaStreamLegacy : static_cast<cudaStream_t>(native);
+    cudaStream_t stream = native == nullptr ? cudaStreamLegacy : native;
     return std::make_unique<CudaStream>(ordinal_, std::make_shared<StreamHandle>(ordinal_, stream), routes_, kernels_);
   }
   std::unique_ptr<Event> make_event(bool timed) override { return std::make_unique<CudaEvent>(ordinal_, timed); }
-  std::unique_ptr<Event> adopt_event(void* native) override {
-    return std::make_unique<CudaEvent>(ordinal_, static_cast<cudaEvent_t>(native));
+  std::unique_ptr<Event> adopt_event(NativeEvent native) override {
+    return std::make_unique<CudaEvent>(ordinal_, native);
   }
   std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) override {
     return std::make_unique<DeviceBuffer>(ordinal_, pool_, static_cast<CudaStream&>(stream).handle(), bytes);

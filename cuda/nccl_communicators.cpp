@@ -130,7 +130,7 @@ void Communicators::enqueue(const char* function, const std::vector<internal::Pi
   group(function, [&](std::size_t r) {
     Result result = kSuccess;
     for (auto piece = pieces.begin(); piece != pieces.end() && result == kSuccess; ++piece) {
-      result = call(*piece, r, static_cast<cudaStream_t>(endpoints_[r].stream->native()));
+      result = call(*piece, r, endpoints_[r].stream->native());
     }
     return result;
   });

@@ -113,7 +113,7 @@ int train(const std::string& path, int epochs) {
         }
         return loss;
       };
-      const double loss = trainer.step(static_cast<std::int64_t>(size), body);
+      const double loss = trainer.step(static_cast<std::int64_t>(size), body).value();
 
       // gradients() is the mean over the whole batch, for any split.
       trainer.update([&](std::size_t first, std::size_t last) {

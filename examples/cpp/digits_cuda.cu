@@ -4,11 +4,17 @@
 //
 //   digits_cuda [cuda:0 cuda:1 host:0 ...]
 //
-// The kernels and the optimizer are yours. paceline decides which device computes which items on which stream, and
-// combines the gradients. Only printing the loss waits for a GPU.
+// The work on the GPU and the optimizer are yours; here they are calls of Thrust. paceline decides which device
+// computes which items on which stream, and combines the gradients. Only printing the loss waits for a GPU.
 #include <cuda_runtime.h>
+#include <thrust/device_vector.h>
+#include <thrust/execution_policy.h>
+#include <thrust/for_each.h>
+#include <thrust/iterator/counting_iterator.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -40,85 +46,136 @@ constexpr int kClasses = Mlp::kClasses;
 constexpr int kBiases1 = kInputs * kHidden;
 constexpr int kWeights2 = kBiases1 + kHidden;
 constexpr int kBiases2 = kWeights2 + kHidden * kClasses;
+constexpr int kParameters = kBiases2 + kClasses;
+static_assert(kParameters == Mlp::kParameters);
+
+// How Thrust works here: on a stream of paceline's, without waiting for it. None of the calls below allocates.
+auto on(cudaStream_t stream) { return thrust::cuda::par_nosync.on(stream); }
+
+/// What the backward pass of one image leaves for the sums over images.
+struct Traces {
+  float* hidden;        // [image][kHidden]
+  float* hidden_error;  // [image][kHidden]
+  float* error;         // [image][kClasses]
+  double* loss;         // [image]
+};
+
+/// Forward and backward of one image.
+struct Backward {
+  const float* parameters;
+  const float* pixels;
+  const int* labels;
+  const int* items;
+  Traces traces;
+
+  __device__ void operator()(int k) const {
+    const float* const image = pixels + items[k] * kInputs;
+    const int label = labels[items[k]];
+    float* const hidden = traces.hidden + k * kHidden;
+    float* const error = traces.error + k * kClasses;
+    for (int j = 0; j < kHidden; ++j) {
+      float value = parameters[kBiases1 + j];
+      for (int i = 0; i < kInputs; ++i) value += image[i] * parameters[i * kHidden + j];
+      hidden[j] = fmaxf(value, 0.0F);
+    }
+    float highest = -INFINITY;
+    for (int c = 0; c < kClasses; ++c) {
+      error[c] = parameters[kBiases2 + c];
+      for (int j = 0; j < kHidden; ++j) error[c] += hidden[j] * parameters[kWeights2 + j * kClasses + c];
+      highest = fmaxf(highest, error[c]);
+    }
+    float sum = 0.0F;
+    for (int c = 0; c < kClasses; ++c) sum += expf(error[c] - highest);
+    traces.loss[k] = static_cast<double>(logf(sum) - (error[label] - highest));
+    for (int c = 0; c < kClasses; ++c) error[c] = expf(error[c] - highest) / sum - (c == label ? 1.0F : 0.0F);
+    for (int j = 0; j < kHidden; ++j) {
+      float back = 0.0F;
+      for (int c = 0; c < kClasses; ++c) back += parameters[kWeights2 + j * kClasses + c] * error[c];
+      traces.hidden_error[k * kHidden + j] = hidden[j] > 0.0F ? back : 0.0F;
+    }
+  }
+};
+
+/// Adds the sum over `count` images to the gradient of one parameter, or, behind the last parameter, to the loss. Each
+/// sum has one order, so a micro-batch gives the same bits in every run.
+struct AddSum {
+  const float* pixels;
+  const int* items;
+  int count;
+  Traces traces;
+  float* gradients;
+  double* loss_sum;
+
+  __device__ void operator()(int p) const {
+    if (p == kParameters) {
+      for (int k = 0; k < count; ++k) *loss_sum += traces.loss[k];
+      return;
+    }
+    float sum = 0.0F;
+    for (int k = 0; k < count; ++k) sum += term(p, k);
+    gradients[p] += sum;
+  }
+  __device__ float term(int p, int k) const {
+    if (p < kBiases1) return pixels[items[k] * kInputs + p / kHidden] * traces.hidden_error[k * kHidden + p % kHidden];
+    if (p < kWeights2) return traces.hidden_error[k * kHidden + p - kBiases1];
+    const int q = p - kWeights2;
+    if (p < kBiases2) return traces.hidden[k * kHidden + q / kClasses] * traces.error[k * kClasses + q % kClasses];
+    return traces.error[k * kClasses + p - kBiases2];
+  }
+};
+
+/// Gradient descent with momentum, for one parameter.
+struct Update {
+  float* parameters;
+  float* velocity;
+  const float* gradients;
+
+  __device__ void operator()(int p) const {
+    velocity[p] = kMomentum * velocity[p] + gradients[p];
+    parameters[p] -= kLearningRate * velocity[p];
+  }
+};
+
+template <class Function>
+void for_each_index(cudaStream_t stream, std::int64_t count, const Function& function) {
+  thrust::for_each_n(on(stream), thrust::make_counting_iterator(0), count, function);
+}
+
+/// The images and their order in an epoch, and room for the traces of a batch, on one device. Allocated before the
+/// loop.
+struct Data {
+  Data(const Digits& digits, const std::vector<int>& order)
+      : pixels(digits.pixels),
+        labels(digits.labels),
+        items(order),
+        hidden(kBatch * kHidden),
+        hidden_error(kBatch * kHidden),
+        error(kBatch * kClasses),
+        loss(kBatch) {}
+
+  /// Adds the gradients of images to those of the replica.
+  void backward(std::size_t first, std::int64_t count, const paceline::Replica& replica) {
+    const Traces traces{hidden.data().get(), hidden_error.data().get(), error.data().get(), loss.data().get()};
+    const int* const own = items.data().get() + first;
+    for_each_index(replica.stream, count,
+                   Backward{replica.parameters.data(), pixels.data().get(), labels.data().get(), own, traces});
+    for_each_index(
+        replica.stream, kParameters + 1,
+        AddSum{pixels.data().get(), own, static_cast<int>(count), traces, replica.gradients.data(), replica.loss_sum});
+  }
+
+  thrust::device_vector<float> pixels;
+  thrust::device_vector<int> labels;
+  thrust::device_vector<int> items;
+  thrust::device_vector<float> hidden;
+  thrust::device_vector<float> hidden_error;
+  thrust::device_vector<float> error;
+  thrust::device_vector<double> loss;
+};
 
 void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
-
-/// Forward and backward of one image by one block, with a thread per hidden unit.
-__global__ void backward_kernel(const float* parameters, float* gradients, double* loss_sum, const float* pixels,
-                                const int* labels, const int* items) {
-  __shared__ float image[kInputs];
-  __shared__ float hidden[kHidden];
-  __shared__ float error[kClasses];
-  const int j = static_cast<int>(threadIdx.x);
-  const int item = items[blockIdx.x];
-  if (j < kInputs) image[j] = pixels[item * kInputs + j];
-  __syncthreads();
-  float value = parameters[kBiases1 + j];
-  for (int i = 0; i < kInputs; ++i) value += image[i] * parameters[i * kHidden + j];
-  hidden[j] = fmaxf(value, 0.0F);
-  __syncthreads();
-  if (j < kClasses) {
-    float score = parameters[kBiases2 + j];
-    for (int k = 0; k < kHidden; ++k) score += hidden[k] * parameters[kWeights2 + k * kClasses + j];
-    error[j] = score;
-  }
-  __syncthreads();
-  if (j == 0) {
-    float highest = error[0];
-    for (int c = 1; c < kClasses; ++c) highest = fmaxf(highest, error[c]);
-    float sum = 0.0F;
-    for (int c = 0; c < kClasses; ++c) sum += expf(error[c] - highest);
-    atomicAdd(loss_sum, static_cast<double>(logf(sum) - (error[labels[item]] - highest)));
-    for (int c = 0; c < kClasses; ++c) {
-      error[c] = expf(error[c] - highest) / sum - (c == labels[item] ? 1.0F : 0.0F);
-      atomicAdd(&gradients[kBiases2 + c], error[c]);
-    }
-  }
-  __syncthreads();
-  if (hidden[j] <= 0.0F) return;
-  float hidden_error = 0.0F;
-  for (int c = 0; c < kClasses; ++c) {
-    hidden_error += parameters[kWeights2 + j * kClasses + c] * error[c];
-    atomicAdd(&gradients[kWeights2 + j * kClasses + c], hidden[j] * error[c]);
-  }
-  atomicAdd(&gradients[kBiases1 + j], hidden_error);
-  for (int i = 0; i < kInputs; ++i) atomicAdd(&gradients[i * kHidden + j], image[i] * hidden_error);
-}
-
-__global__ void update_kernel(float* parameters, float* velocity, const float* gradients, int count) {
-  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (i >= count) return;
-  velocity[i] = kMomentum * velocity[i] + gradients[i];
-  parameters[i] -= kLearningRate * velocity[i];
-}
-
-/// Memory on the current device.
-template <class T>
-class OnGpu {
- public:
-  explicit OnGpu(const std::vector<T>& values) {
-    check(cudaMalloc(&data_, values.size() * sizeof(T)), "cudaMalloc");
-    check(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
-  }
-  ~OnGpu() { cudaFree(data_); }
-  OnGpu(const OnGpu&) = delete;
-  OnGpu& operator=(const OnGpu&) = delete;
-  [[nodiscard]] T* get() const { return data_; }
-
- private:
-  T* data_ = nullptr;
-};
-
-/// The images and their order in an epoch, on one GPU.
-struct Data {
-  Data(const Digits& digits, const std::vector<int>& order)
-      : pixels(digits.pixels), labels(digits.labels), items(order) {}
-  OnGpu<float> pixels;
-  OnGpu<int> labels;
-  OnGpu<int> items;
-};
 
 paceline::DeviceGroup group_of(int argc, char** argv) {
   if (argc == 1) return paceline::DeviceGroup::all(paceline::DeviceKind::cuda);
@@ -134,11 +191,11 @@ int train(const paceline::DeviceGroup& group) {
   const std::vector<int> test(order.end() - kTestImages, order.end());
   order.resize(order.size() - kTestImages);
 
-  std::map<std::string, std::unique_ptr<Data>> data;  // by memory space
-  for (const paceline::Device& device : group.devices()) {
-    if (device.kind != paceline::DeviceKind::cuda || data.contains(device.memory_space)) continue;
-    check(cudaSetDevice(device.index), "cudaSetDevice");
-    data[device.memory_space] = std::make_unique<Data>(digits, order);
+  std::map<paceline::DeviceId, std::unique_ptr<Data>> data;
+  for (paceline::DeviceId id = 0; id < group.size(); ++id) {
+    if (group.devices()[id].kind != paceline::DeviceKind::cuda) continue;
+    check(cudaSetDevice(group.devices()[id].index), "cudaSetDevice");
+    data[id] = std::make_unique<Data>(digits, order);
   }
   if (data.empty()) throw std::runtime_error("name a GPU at least; host devices alone are for the example digits");
   for (const paceline::Device& device : group.devices()) {
@@ -148,12 +205,13 @@ int train(const paceline::DeviceGroup& group) {
   }
 
   paceline::DataParallel trainer{group, {.parameter_count = Mlp::kParameters}};
-  const auto stream = static_cast<cudaStream_t>(trainer.stream());
+  const cudaStream_t stream = trainer.stream();
   std::vector<float> host(Mlp::kParameters);
   Mlp::initialise(host, random);
   const std::size_t bytes = host.size() * sizeof(float);
   check(cudaMemcpyAsync(trainer.parameters().data(), host.data(), bytes, cudaMemcpyDefault, stream), "copying");
-  const OnGpu<float> velocity(std::vector<float>(Mlp::kParameters, 0.0F));
+  thrust::device_vector<float> velocity(Mlp::kParameters, 0.0F);
+  const Update update{trainer.parameters().data(), velocity.data().get(), trainer.gradients().data()};
 
   for (int epoch = 1; epoch <= kEpochs; ++epoch) {
     paceline::Objective loss(0.0);  // of the last step; printing it waits for the GPUs
@@ -169,19 +227,11 @@ int train(const paceline::DeviceGroup& group) {
           }
           return sum;
         }
-        const Data& here = *data.at(group.devices()[replica.device].memory_space);
-        backward_kernel<<<static_cast<unsigned int>(mb.size()), kHidden, 0,
-                          static_cast<cudaStream_t>(replica.stream)>>>(
-            replica.parameters.data(), replica.gradients.data(), replica.loss_sum, here.pixels.get(), here.labels.get(),
-            here.items.get() + first);
-        check(cudaGetLastError(), "launching backward_kernel");
+        data.at(replica.device)->backward(first, mb.size(), replica);  // enqueues, and waits for nothing
         return 0.0;
       };
       loss = trainer.step(static_cast<std::int64_t>(size), body);
-      constexpr int count = static_cast<int>(Mlp::kParameters);
-      update_kernel<<<(count + 255) / 256, 256, 0, stream>>>(trainer.parameters().data(), velocity.get(),
-                                                             trainer.gradients().data(), count);
-      check(cudaGetLastError(), "launching update_kernel");
+      for_each_index(stream, kParameters, update);
     }
     if (epoch % 10 == 0) std::printf("epoch %3d  loss %7.4f\n", epoch, loss.value());
   }

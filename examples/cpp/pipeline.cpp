@@ -232,7 +232,7 @@ int train(const std::string& path, int epochs) {
           before.emplace_back(trainer.parameters(b).begin(), trainer.parameters(b).end());
         }
       }
-      loss += trainer.step(
+      const paceline::Objective of_step = trainer.step(
           kBatch,
           [&](const BlockRun& run) {
             const Paced paced(run, kForward);
@@ -242,6 +242,7 @@ int train(const std::string& path, int epochs) {
             const Paced paced(run, kBackward);
             network.backward(run);
           });
+      loss += of_step.value();
       if (!before.empty()) exact = exact && equals_one_device(trainer, network, before);
       trainer.update([](const paceline::BlockUpdate& one) {
         for (std::size_t i = 0; i < one.parameters.size(); ++i) {

@@ -38,7 +38,7 @@ int main() {
       return loss;
     };
 
-    double loss = 0.0;
+    paceline::Objective loss(0.0);  // of the last step; on GPUs only reading it waits
     for (int step = 0; step < kSteps; ++step) {
       loss = trainer.step(kItems, body);
       const std::span<double> parameters = trainer.parameters();
@@ -46,7 +46,7 @@ int main() {
     }
 
     const std::span<const double> fitted = trainer.parameters();
-    std::printf("y = %.3f x %+.3f, loss %.1e, on %zu devices\n", fitted[0], fitted[1], loss, group.size());
+    std::printf("y = %.3f x %+.3f, loss %.1e, on %zu devices\n", fitted[0], fitted[1], loss.value(), group.size());
     std::printf("%s\n", trainer.explain().c_str());
     return std::abs(fitted[0] - 3.0) < 1e-3 && std::abs(fitted[1] + 2.0) < 1e-3 ? 0 : 1;
   } catch (const paceline::Error& error) {

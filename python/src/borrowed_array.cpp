@@ -238,7 +238,8 @@ void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Acc
   for (std::int32_t d = 0; d < tensor->dimension_count; ++d) count *= tensor->shape[d];
   if (!is_contiguous(*tensor, count)) refuse_strided(label, object);
   char* data = static_cast<char*>(tensor->data);
-  view_ = {data == nullptr ? nullptr : data + tensor->byte_offset, static_cast<std::size_t>(count), *dtype, stream};
+  view_ = {data == nullptr ? nullptr : data + tensor->byte_offset, static_cast<std::size_t>(count), *dtype,
+           static_cast<NativeStream>(stream)};
 }
 
 void BorrowedArray::take_buffer(py::handle object, const std::string& label, Access access) {

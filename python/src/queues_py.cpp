@@ -32,7 +32,7 @@ Handle handle_of(const Stream* stream) {
   return reinterpret_cast<std::uintptr_t>(stream->native());
 }
 
-void* native(const Handle& handle) { return reinterpret_cast<void*>(handle.value_or(0)); }
+NativeStream native(const Handle& handle) { return reinterpret_cast<NativeStream>(handle.value_or(0)); }
 
 std::shared_ptr<TrainerQueues> make_queues(const DeviceGroup& group, const Handle& stream, std::int64_t run_ahead,
                                            double timeout, const std::string& transport,
@@ -134,7 +134,7 @@ void bind_queues(py::module_& module) {
           [](TrainerQueues& queues, DeviceId device, std::size_t k, std::uintptr_t address, std::size_t count,
              int dtype, std::uintptr_t written) {
             queues.seal(device, k, {reinterpret_cast<void*>(address), count, static_cast<DType>(dtype)},
-                        reinterpret_cast<void*>(written));
+                        reinterpret_cast<NativeEvent>(written));
           },
           py::arg("device"), py::arg("k"), py::arg("address"), py::arg("count"), py::arg("dtype"),
           py::arg("written") = 0, py::call_guard<py::gil_scoped_release>(),

@@ -115,14 +115,19 @@ std::chrono::nanoseconds timeout_of(const char* call, double seconds) {
 void bind_runtime(py::module_& module) {
   set_blocking_hooks({.enter = release_gil, .leave = acquire_gil, .poll = check_signals});
   bind_device(module);
+  module.def(
+      "on_a_worker", [] { return Turn::of_this_thread() != nullptr; },
+      "Whether the calling thread runs a piece of work with a device's turn: no step may begin there.");
   // Close groups before interpreter shutdown: workers hold a thread state, and some may wait for the GIL.
   py::module_::import("atexit").attr("register")(py::cpp_function([] { DeviceGroup::close_all(); }));
 
   py::class_<DeviceGroup>(module, "DeviceGroup",
-                          R"(An ordered set of devices and one worker thread per device.
+                          R"(An ordered set of devices, and a seat at the worker thread of each.
 
-The workers live until `close()`, the end of a ``with`` block, or the last reference. They are pinned to their device's cores and
-sleep without work. After ``fork`` (a DataLoader worker) the child process has no workers: there every call raises `Unavailable`.
+There is one worker per device in the process, which all groups with this device share. It lives until the last of them is closed, by
+`close()`, the end of a ``with`` block, or the last reference. Workers are pinned to their device's cores and sleep without work. Steps
+of different trainers on one device take turns. After ``fork`` (a DataLoader worker) the child process has no workers: there every
+call raises `Unavailable`.
 
 Parameters
 ----------
@@ -135,12 +140,15 @@ InvalidArgument
     If a device does not exist or is named twice, or if the list is empty.)")
       .def(py::init(&make_group), py::arg("devices") = "auto")
       .def_property_readonly("devices", &DeviceGroup::devices, "The devices, in order.")
-      .def_property_readonly("closed", &DeviceGroup::closed, "True once the workers have been ended.")
-      .def_property_readonly("busy", &DeviceGroup::busy, "True while the workers run a task.")
+      .def_property_readonly("closed", &DeviceGroup::closed, "True once the group has left its workers.")
+      .def_property_readonly("busy", &DeviceGroup::busy,
+                             "True while a step or a collective of this group, or of a share of it, has not ended.")
+      .def("share", &DeviceGroup::share,
+           "Another group of the same devices, which is busy and closed on its own. Closing this group closes it, too.")
       .def("__len__", &DeviceGroup::size)
       .def("__repr__", &group_repr)
       .def("close", &close, py::arg("timeout") = 10.0,
-           R"(End and join the workers. A second call does nothing.
+           R"(Leave the workers, and end those that no other group uses. A second call does nothing.
 
 Raises
 ------

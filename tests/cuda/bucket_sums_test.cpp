@@ -91,12 +91,12 @@ class Buckets {
   }
 
   /// Records an event of the caller behind the device's work so far, as a graph would. Null on the host.
-  void* mark(DeviceId d) {
+  NativeEvent mark(DeviceId d) {
     if (queues.stream(d) == nullptr) return nullptr;
     cudaEvent_t& event = marks_.emplace_back();
     EXPECT_EQ(cudaSetDevice(group_.devices()[d].index), cudaSuccess);
     EXPECT_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
-    EXPECT_EQ(cudaEventRecord(event, static_cast<cudaStream_t>(queues.stream(d)->native())), cudaSuccess);
+    EXPECT_EQ(cudaEventRecord(event, queues.stream(d)->native()), cudaSuccess);
     return event;
   }
 
@@ -172,7 +172,7 @@ TEST_P(BucketSums, AreThoseOfTheHostWhoeverSealsWhenAndHow) {
         }
         std::shuffle(devices.begin(), devices.end(), random);
         std::vector<std::vector<bool>> sealed(group.size(), std::vector<bool>(std::size(kCounts), false));
-        std::vector<std::tuple<DeviceId, std::size_t, void*>> marked;  // sealed later, by an event
+        std::vector<std::tuple<DeviceId, std::size_t, NativeEvent>> marked;  // sealed later, by an event
         for (const DeviceId d : devices) {
           buckets.queues.enter(d);
           for (std::size_t k = 0; k < std::size(kCounts); ++k) {
@@ -213,7 +213,7 @@ TEST_P(BucketSums, BeginWhileTheDevicesStillCompute) {
       DeviceQueues& queues = buckets.queues;
       buckets.begin();
       std::vector<std::vector<std::uint32_t>> seeds(group.size(), {11, 12, 13});
-      std::vector<void*> marks(group.size(), nullptr);
+      std::vector<NativeEvent> marks(group.size(), nullptr);
       const bool by_event = seed % 2 == 1;  // of the caller, and sealed when more work is enqueued already
       for (DeviceId d = 0; d < group.size(); ++d) {
         queues.enter(d);
@@ -230,7 +230,7 @@ TEST_P(BucketSums, BeginWhileTheDevicesStillCompute) {
           const std::unique_ptr<Event> written = queues.maker(queues.space_of(d)).make_event(false);
           queues.stream(d)->record(*written);
           wait_for(*written);
-          fake::hang(static_cast<cudaStream_t>(queues.stream(d)->native()));
+          fake::hang(queues.stream(d)->native());
         }
         ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 2, 13));
       }
@@ -240,7 +240,7 @@ TEST_P(BucketSums, BeginWhileTheDevicesStillCompute) {
       queues.home_stream().record(*summed);
       ASSERT_NO_THROW(wait_for(*summed, std::chrono::seconds(30))) << "seed " << seed;
       for (DeviceId d = 0; d < group.size(); ++d) {
-        if (queues.stream(d) != nullptr) fake::go_on(static_cast<cudaStream_t>(queues.stream(d)->native()));
+        if (queues.stream(d) != nullptr) fake::go_on(queues.stream(d)->native());
         buckets.deliver(d, {true, false, false});
       }
       buckets.end();
@@ -327,13 +327,13 @@ TEST(BucketSumsOfGpus, OfATrainerGoInTheTypeAskedFor) {
       const std::unique_ptr<Buffer> given = first->allocate_pinned(3 * sizeof(float));
       const std::unique_ptr<Buffer> seen = first->allocate_pinned(3 * sizeof(float));
       for (std::size_t j = 0; j < 3; ++j) static_cast<float*>(given->data())[j] = 1.001F;  // lies next to 1 in bfloat16
-      const double loss = trainer.step(2, [&](const MicroBatch&, Replica& replica) {
+      const Objective loss = trainer.step(2, [&](const MicroBatch&, Replica& replica) {
         EXPECT_EQ(cudaMemcpyAsync(replica.gradients.data(), given->data(), 3 * sizeof(float), cudaMemcpyDefault,
-                                  static_cast<cudaStream_t>(replica.stream)),
+                                  replica.stream),
                   cudaSuccess);
         return 1.0;
       });
-      EXPECT_EQ(loss, 1.0);
+      EXPECT_EQ(loss.value(), 1.0);
       const std::unique_ptr<Stream> stream = first->adopt_stream(trainer.stream());
       stream->copy(seen->data(), trainer.gradients().data(), 3 * sizeof(float));
       const std::unique_ptr<Event> copied = first->make_event(false);

@@ -46,7 +46,7 @@ TEST(CudaCommunicatorFailures, WhoIsInterruptedWaitsForNoHangAndFreesNothingInUs
   GpuArrays arrays(group, 4);
   Communicator communicator(group);
   const Words ones(4, 1.0F);
-  const auto late = static_cast<cudaStream_t>(arrays.views()[1].stream);
+  const auto late = arrays.views()[1].stream;
   fake::hang(late);
   for (std::size_t d = 0; d < 2; ++d) arrays.fill(d, ones);
   communicator.all_reduce(arrays.views());
@@ -78,7 +78,7 @@ TEST_P(Late, IsATimeoutThatNamesTheDeviceAndTheNextCallIsWell) {
       Communicator communicator(group, options);
       GpuArrays arrays(group, 4);
       const Words ones(4, 1.0F);
-      const auto late = static_cast<cudaStream_t>(arrays.views()[1].stream);
+      const auto late = arrays.views()[1].stream;
       fake::hang(late);
       for (std::size_t d = 0; d < n; ++d) arrays.fill(d, ones);
       const auto error = thrown_by<Timeout>([&] {

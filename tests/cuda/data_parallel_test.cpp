@@ -41,7 +41,7 @@ TEST_P(OnGpus, TrainsAsOneDeviceWhateverTheOrder) {
       Trainer trainer(group_of(GetParam()), options);
       for (int step = 0; step < 4; ++step) {
         const double expected = reference.step();
-        const double loss = trainer.step(kBatch, body);
+        const double loss = trainer.step(kBatch, body).value();
         ASSERT_NEAR(loss, expected, 1e-12 * expected) << "seed " << seed << ", step " << step;
         update(trainer);
         ASSERT_LE(most_in_flight.load(), static_cast<int>(GetParam().devices.size()) * (1 + options.run_ahead));
@@ -76,7 +76,7 @@ TEST_P(OnGpus, AFailedStepLeavesNothingRunningAndTheNextOneIsRight) {
                    Error);
       ASSERT_EQ(fake::leftovers().queued, 0U) << "the user may take back what the step has used";
       const double expected = reference.step();
-      ASSERT_NEAR(trainer.step(kBatch, body), expected, 1e-12 * expected);
+      ASSERT_NEAR(trainer.step(kBatch, body).value(), expected, 1e-12 * expected);
     }
     make_whole(GetParam());
     ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
@@ -137,7 +137,7 @@ TEST(CudaDataParallel, StepsWithAndWithoutCostsMayBePendingAtOnce) {
         update(trainer);
       }
       for (std::size_t k = 0; k < expected.size(); ++k) {
-        ASSERT_NEAR(objectives[k], expected[k], 1e-12 * expected[k]) << "seed " << seed << ", step " << k;
+        ASSERT_NEAR(objectives[k].value(), expected[k], 1e-12 * expected[k]) << "seed " << seed << ", step " << k;
       }
     }
   }
@@ -153,7 +153,7 @@ TEST(CudaDataParallel, AddsWhatABodyReturnsToWhatItAddsUpOnTheDevice) {
     const Objective objective = trainer.step(kBatch, [](const MicroBatch& mb, Trainer::Replica& replica) {
       return body(mb, replica) + 3.0 * static_cast<double>(mb.size());
     });
-    EXPECT_NEAR(objective, expected, 1e-12 * expected);
+    EXPECT_NEAR(objective.value(), expected, 1e-12 * expected);
   }
 }
 
@@ -167,9 +167,9 @@ TEST(CudaDataParallel, AStepThatFailsLeavesTheObjectivesBeforeIt) {
   EXPECT_THROW(
       trainer.step(kBatch, [](const MicroBatch&, Trainer::Replica&) -> double { throw std::runtime_error("no"); }),
       Error);
-  EXPECT_NEAR(before, expected, 1e-12 * expected);
+  EXPECT_NEAR(before.value(), expected, 1e-12 * expected);
   const double next = reference.step();
-  EXPECT_NEAR(trainer.step(kBatch, body), next, 1e-12 * next);
+  EXPECT_NEAR(trainer.step(kBatch, body).value(), next, 1e-12 * next);
 }
 
 TEST(CudaDataParallel, AnObjectiveMayBeReadLaterAndOutlivesItsTrainer) {
@@ -188,7 +188,8 @@ TEST(CudaDataParallel, AnObjectiveMayBeReadLaterAndOutlivesItsTrainer) {
     }
     return gradients;
   }();
-  for (std::size_t k = 0; k < expected.size(); ++k) EXPECT_NEAR(objectives[k], expected[k], 1e-12 * expected[k]);
+  for (std::size_t k = 0; k < expected.size(); ++k)
+    EXPECT_NEAR(objectives[k].value(), expected[k], 1e-12 * expected[k]);
   EXPECT_EQ(kept.size(), kWidth);
 }
 
@@ -214,7 +215,7 @@ TEST(CudaDataParallel, TakesTheCallersStream) {
       Reference reference;
       for (int step = 0; step < 3; ++step) {
         const double expected = reference.step();
-        ASSERT_NEAR(trainer.step(kBatch, body), expected, 1e-12 * expected);
+        ASSERT_NEAR(trainer.step(kBatch, body).value(), expected, 1e-12 * expected);
         update(trainer);
       }
       fetched(trainer);
@@ -260,7 +261,7 @@ TEST(CudaDataParallel, ReducesNoMoreThanItMust) {
         for (int step = 0; step < 3; ++step) {
           std::vector<double> gradients(kWidth, 0.0);
           const double loss = add_gradients(0, kBatch, parameters.data(), gradients.data()) / wanted.weight;
-          ASSERT_NEAR(trainer.step(kBatch, body, wanted.weight), loss, 1e-12 * loss) << "seed " << seed;
+          ASSERT_NEAR(trainer.step(kBatch, body, wanted.weight).value(), loss, 1e-12 * loss) << "seed " << seed;
           for (std::size_t j = 0; j < kWidth; ++j) parameters[j] -= 0.5 * gradients[j] / wanted.weight;
           update(trainer);
         }
@@ -358,7 +359,8 @@ TEST(CudaDataParallel, ByCopiesARetiredGpuIsLeftAloneUntilItIsRestored) {
       const auto train = [&](int steps) {
         for (int step = 0; step < steps; ++step) {
           const double expected = reference.step();
-          ASSERT_NEAR(trainer.step(kBatch, body), expected, 1e-12 * expected) << "seed " << seed << ", step " << step;
+          ASSERT_NEAR(trainer.step(kBatch, body).value(), expected, 1e-12 * expected)
+              << "seed " << seed << ", step " << step;
           update(trainer);
         }
       };

@@ -189,14 +189,14 @@ void expect_drained_before(const std::function<void(DeviceQueues&)>& call) {
   const DeviceGroup group = group_of({"cuda:0"});
   DeviceQueues queues(group, {.timeout = std::chrono::milliseconds(300)});
   const auto output = queues.maker(0).allocate(sizeof(double), queues.home_stream());
-  fake::hang(static_cast<cudaStream_t>(queues.home_stream().native()));
+  fake::hang(queues.home_stream().native());
   queues.home_stream().zero(output->data(), sizeof(double));
   {
     const Interrupting soon;
     EXPECT_THROW(queues.drain(), Interrupt);
   }
   EXPECT_THROW(call(queues), DeviceLost) << "it still hangs";
-  fake::go_on(static_cast<cudaStream_t>(queues.home_stream().native()));
+  fake::go_on(queues.home_stream().native());
 }
 
 TEST(DeviceQueues, WhatAnInterruptedDrainLeftIsDrainedBeforeTheNextStep) {
@@ -212,7 +212,7 @@ TEST(DeviceQueues, AHangIsATimeoutThatNamesTheDeviceAndEndsTheTraining) {
     boot(3, 2);
     const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
     DeviceQueues queues(group, {.timeout = std::chrono::milliseconds(20)});
-    fake::hang(static_cast<cudaStream_t>(queues.stream(1)->native()));
+    fake::hang(queues.stream(1)->native());
     const std::shared_ptr<const StepTimes> times = queues.begin_step({});
     for (std::size_t d = 0; d < 2; ++d) {
       queues.enter(d);

@@ -117,19 +117,19 @@ TEST(CudaDevice, UsesStreamsAgainThatHaveNothingLeftToDo) {
   boot_machine({.device_count = 2});
   const auto device = open();
   auto first = device->make_stream();
-  void* const handle = first->native();
+  NativeStream const handle = first->native();
   first.reset();
   EXPECT_NE(open(1)->make_stream()->native(), handle) << "of another GPU";
   first = device->make_stream();
   EXPECT_EQ(first->native(), handle);
 
   const auto buffer = device->allocate(64, *first);
-  fake::hang(static_cast<cudaStream_t>(handle));
+  fake::hang(handle);
   first->zero(buffer->data(), 64);
   first.reset();
   auto second = device->make_stream();
   EXPECT_NE(second->native(), handle) << "it still has work to do";
-  fake::go_on(static_cast<cudaStream_t>(handle));
+  fake::go_on(handle);
 }
 
 TEST(CudaDevice, MayBeAskedForAnEventWhileAnotherThreadRecordsIt) {
@@ -241,7 +241,7 @@ TEST(CudaDevice, LaunchesItsKernelsWithoutLoadingThem) {
     const auto waiting = device->make_stream();
     const auto buffer = device->allocate(64, *stream);
     const void* const inputs[] = {buffer->data()};
-    fake::hang(static_cast<cudaStream_t>(waiting->native()));
+    fake::hang(waiting->native());
     const auto event = device->make_event(false);
     waiting->record(*event);
     for (const DType dtype : reference::kDTypes) stream->reduce({inputs, buffer->data(), 4, dtype, 1.0});
@@ -250,7 +250,7 @@ TEST(CudaDevice, LaunchesItsKernelsWithoutLoadingThem) {
       stream->convert(static_cast<char*>(buffer->data()) + 32, DType::float32, buffer->data(), half, 4);
     }
     EXPECT_EQ(fake::problems(), std::vector<std::string>{});
-    fake::go_on(static_cast<cudaStream_t>(waiting->native()));
+    fake::go_on(waiting->native());
   }
 }
 

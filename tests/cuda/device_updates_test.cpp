@@ -116,7 +116,7 @@ TEST(DeviceUpdates, AreRefusedAfterAHang) {
     const std::vector<DeviceId> devices{0, 1};
     queues.begin_update(devices, {});
     queues.end_update(devices, {});
-    const auto stream = static_cast<cudaStream_t>(queues.stream(1)->native());
+    const auto stream = queues.stream(1)->native();
     fake::hang(stream);
     queues.drain();
     EXPECT_THROW(queues.begin_update(devices, {}), DeviceLost);

@@ -103,8 +103,7 @@ class GpuArrays {
       if (owner == Owner::paceline) {
         array.memory = array.device->allocate(bytes, *array.stream);
       } else {
-        array.memory =
-            std::make_unique<OwnBuffer>(device.index, bytes, owner, static_cast<cudaStream_t>(array.stream->native()));
+        array.memory = std::make_unique<OwnBuffer>(device.index, bytes, owner, array.stream->native());
       }
       array.data = reinterpret_cast<float*>(static_cast<char*>(array.memory->data()) + kOffset);
     }
@@ -164,14 +163,13 @@ class GpuArrays {
     float* data = nullptr;
   };
 
-  [[nodiscard]] static void* native(const Array& array) {
+  [[nodiscard]] static NativeStream native(const Array& array) {
     return array.stream == nullptr ? nullptr : array.stream->native();
   }
 
   static void launch(const Array& array, const void* kernel, void** arguments) {
     EXPECT_EQ(cudaSetDevice(array.index), cudaSuccess);
-    EXPECT_EQ(cudaLaunchKernel(kernel, dim3(1), dim3(1), arguments, 0, static_cast<cudaStream_t>(native(array))),
-              cudaSuccess);
+    EXPECT_EQ(cudaLaunchKernel(kernel, dim3(1), dim3(1), arguments, 0, native(array)), cudaSuccess);
   }
 
   std::size_t count_;

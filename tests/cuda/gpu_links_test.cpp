@@ -137,13 +137,13 @@ void expect_relays(const std::vector<std::string>& names, double from_first, dou
     if (s > 0) copies.push_back({s, memory[s]->data(), memory[0]->data(), kBytes});
   }
   queues.home_stream().zero(memory[0]->data(), kBytes);
-  fake::hang(static_cast<cudaStream_t>(queues.copy_stream(1)->native()));
+  fake::hang(queues.copy_stream(1)->native());
   static_cast<void>(queues.begin_step(copies));
   const std::unique_ptr<Event> arrived = queues.maker(2).make_event(false);
   queues.copy_stream(2)->record(*arrived);
   for (int tries = 0; tries < 1000 && !arrived->done();) ++tries;
   EXPECT_EQ(arrived->done(), !relays);
-  fake::go_on(static_cast<cudaStream_t>(queues.copy_stream(1)->native()));
+  fake::go_on(queues.copy_stream(1)->native());
   queues.drain();
 }
 

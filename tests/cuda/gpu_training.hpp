@@ -98,9 +98,9 @@ inline double body(const MicroBatch& mb, Trainer::Replica& replica) {
   void* arguments[] = {&work};
   const int now = ++in_flight;
   most_in_flight = std::max(most_in_flight.load(), now);
-  EXPECT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(&backward_kernel), dim3(1), dim3(1), arguments, 0,
-                             static_cast<cudaStream_t>(replica.stream)),
-            cudaSuccess);
+  EXPECT_EQ(
+      cudaLaunchKernel(reinterpret_cast<const void*>(&backward_kernel), dim3(1), dim3(1), arguments, 0, replica.stream),
+      cudaSuccess);
   return 0.0;
 }
 
@@ -109,14 +109,14 @@ inline void update(Trainer& trainer) {
   const double* gradients = trainer.gradients().data();
   void* arguments[] = {&parameters, &gradients};
   EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
-  EXPECT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(&update_kernel), dim3(1), dim3(1), arguments, 0,
-                             static_cast<cudaStream_t>(trainer.stream())),
-            cudaSuccess);
+  EXPECT_EQ(
+      cudaLaunchKernel(reinterpret_cast<const void*>(&update_kernel), dim3(1), dim3(1), arguments, 0, trainer.stream()),
+      cudaSuccess);
 }
 
 /// What the parameters are, once everything has run.
 inline std::vector<double> fetched(Trainer& trainer) {
-  const auto stream = static_cast<cudaStream_t>(trainer.stream());
+  const auto stream = trainer.stream();
   void* host = nullptr;
   EXPECT_EQ(cudaHostAlloc(&host, kWidth * sizeof(double), 0), cudaSuccess);
   EXPECT_EQ(cudaMemcpyAsync(host, trainer.parameters().data(), kWidth * sizeof(double), cudaMemcpyDefault, stream),

@@ -251,7 +251,7 @@ TEST(NcclLink, GivesTheHostNothingOfAnAbortedCollective) {
 TEST(NcclLink, WaitsForSlowProducersWithoutEnd) {
   fake::Nccl& nccl = boot(1, 2);
   Bench bench(2, milliseconds(200));
-  const auto late = static_cast<cudaStream_t>(bench.arrays.views()[1].stream);
+  const auto late = bench.arrays.views()[1].stream;
   fake::hang(late);
   bench.reduce();
   std::this_thread::sleep_for(milliseconds(500));

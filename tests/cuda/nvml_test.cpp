@@ -211,7 +211,7 @@ TEST(GpuHealth, IsPartOfWhatATrainerExplains) {
       double busy = 1e-3 * static_cast<double>(mb.size()) * (replica.device == 0 ? 1.0 : 2.0);
       void* arguments[] = {&gradients, &busy};
       EXPECT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(&backward_kernel), dim3(1), dim3(1), arguments, 0,
-                                 static_cast<cudaStream_t>(replica.stream)),
+                                 replica.stream),
                 cudaSuccess);
       return 0.0;
     });

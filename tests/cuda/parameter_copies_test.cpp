@@ -174,7 +174,7 @@ TEST(DeviceQueues, ByCopiesNobodyWaitsForAGpuThatStaysOutOfTheStep) {
         queues.end_step();
         times->wait();
       };
-      const auto copying = static_cast<cudaStream_t>(queues.copy_stream(1)->native());
+      const auto copying = queues.copy_stream(1)->native();
       fake::hang(copying);
       for (int k = 0; k < 3; ++k) ASSERT_NO_THROW(step(k, false)) << "seed " << seed;
       fake::go_on(copying);
@@ -214,7 +214,7 @@ TEST(DeviceQueues, ADeviceWaitsOnlyForTheParametersThatItNeeds) {
           launch(&fill_kernel, queues.home_stream(), static_cast<double*>(from[bucket]->data()),
                  1.0 + step + 10.0 * static_cast<double>(bucket));
         }
-        const auto copying = static_cast<cudaStream_t>(queues.copy_stream(1)->native());
+        const auto copying = queues.copy_stream(1)->native();
         if (step == 1) fake::hang(copying);
         const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
         ASSERT_TRUE(queues.enter(1, false));

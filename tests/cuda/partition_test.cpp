@@ -28,14 +28,14 @@ namespace {
 
 std::unique_ptr<AsyncDevice> open(const Device& device) { return backend_of(device).open(device); }
 
-std::vector<int> sms_of(const Stream& stream) { return fake::sms_of(static_cast<cudaStream_t>(stream.native())); }
+std::vector<int> sms_of(const Stream& stream) { return fake::sms_of(stream.native()); }
 
 /// A stream that was dropped with work left to do, and does nothing until fake::go_on().
 cudaStream_t dropped_while_it_hangs(const Device& part) {
   const auto device = open(part);
   const auto stream = device->make_stream();
   const auto buffer = device->allocate(64, *stream);
-  const auto native = static_cast<cudaStream_t>(stream->native());
+  const auto native = stream->native();
   fake::hang(native);
   stream->zero(buffer->data(), 64);
   return native;

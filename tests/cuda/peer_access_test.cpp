@@ -83,9 +83,7 @@ TEST(PeerAccess, IsNotNeededByCopiesWhichTheDriverThenStages) {
     const auto stream = device->make_stream();
     const auto event = device->make_event(false);
     ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
-    ASSERT_EQ(cudaMemcpyPeerAsync(here.data, 0, there.data, 1, kCount * sizeof(float),
-                                  static_cast<cudaStream_t>(stream->native())),
-              cudaSuccess);
+    ASSERT_EQ(cudaMemcpyPeerAsync(here.data, 0, there.data, 1, kCount * sizeof(float), stream->native()), cudaSuccess);
     stream->record(*event);
     wait_for(*event);
     EXPECT_EQ(static_cast<const float*>(here.data)[kCount - 1], 14.0F);

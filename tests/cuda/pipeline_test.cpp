@@ -37,11 +37,10 @@ inline void initialise_kernel(PieceUpdate) {}
 inline void fetch_kernel(const double*, double*, std::size_t) {}
 
 template <class Kernel, class... Arguments>
-void launch(Kernel* kernel, int device, void* stream, Arguments... arguments) {
+void launch(Kernel* kernel, int device, NativeStream stream, Arguments... arguments) {
   void* pointers[] = {&arguments...};
   EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
-  EXPECT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(1), dim3(1), pointers, 0,
-                             static_cast<cudaStream_t>(stream)),
+  EXPECT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(1), dim3(1), pointers, 0, stream),
             cudaSuccess);
 }
 
@@ -136,7 +135,7 @@ std::vector<double> fetched(PipelineTrainer& trainer, std::size_t block) {
     launch(&fetch_kernel, trainer.group().devices()[one.device].index, one.stream, one.gradients.data(), values.data(),
            values.size());
   });
-  if (const auto stream = static_cast<cudaStream_t>(trainer.stream(block))) {
+  if (const auto stream = trainer.stream(block)) {
     EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
     while (cudaStreamQuery(stream) == cudaErrorNotReady) {
     }
@@ -305,7 +304,7 @@ TEST(CudaPipeline, AHangThatTheReaderOfTheLossFindsEndsTheTraining) {
   initialise(trainer);
   const Objective loss = trainer.step(kItems, bodies, [&](const Piece& run) {
     bodies.back(run);
-    if (run.block == 0 && run.end == kItems) fake::hang(static_cast<cudaStream_t>(run.stream));  // the last one
+    if (run.block == 0 && run.end == kItems) fake::hang(run.stream);  // the last one
   });
   EXPECT_THROW(static_cast<void>(loss.value()), Timeout);
   try {

@@ -63,8 +63,7 @@ inline void boot(std::uint64_t seed, int gpus, int switch_size = fake::Settings{
 template <class K, class... A>
 void launch(K* kernel, Stream& stream, A... values) {
   void* arguments[] = {&values...};
-  ASSERT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(1), dim3(1), arguments, 0,
-                             static_cast<cudaStream_t>(stream.native())),
+  ASSERT_EQ(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(1), dim3(1), arguments, 0, stream.native()),
             cudaSuccess);
 }
 

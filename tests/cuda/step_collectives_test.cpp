@@ -40,7 +40,7 @@ struct Bench {
 
   void expect_right() {
     const double expected = reference.step();
-    ASSERT_NEAR(trainer.step(kBatch, body), expected, 1e-12 * expected);
+    ASSERT_NEAR(trainer.step(kBatch, body).value(), expected, 1e-12 * expected);
     update(trainer);
   }
   void expect_right_in_the_end() {

@@ -126,7 +126,7 @@ struct Launched {
 };
 
 bool excluded(DeviceQueues& queues, const Launched& run) {
-  const auto stream = static_cast<cudaStream_t>(queues.stream(0)->native());
+  const auto stream = queues.stream(0)->native();
   const std::shared_ptr<const StepTimes> times = queues.begin_step({});
   queues.enter(0);
   if (!run.slowly) fake::hang(stream);

@@ -40,9 +40,7 @@ class OnDevice : public gpu_test::NeedsGpu {
   }
 
   static void delay(const Stream& stream) {
-    ASSERT_EQ(gpu_test::launch(&gpu_test::paceline_test_delay, static_cast<cudaStream_t>(stream.native()), 1,
-                               kDelayNanoseconds),
-              cudaSuccess);
+    ASSERT_EQ(gpu_test::launch(&gpu_test::paceline_test_delay, stream.native(), 1, kDelayNanoseconds), cudaSuccess);
   }
 
   std::shared_ptr<cuda::Pool> pool_;

@@ -84,7 +84,7 @@ class NcclOnDevice : public gpu_test::NeedsGpu {
     return handle == nullptr ? nullptr : reinterpret_cast<F*>(dlsym(handle, name));
   }
 
-  [[nodiscard]] cudaStream_t stream() const { return static_cast<cudaStream_t>(stream_->native()); }
+  [[nodiscard]] cudaStream_t stream() const { return stream_->native(); }
 
   /// Sends numbers through a collective from one buffer to the other: with one rank each leaves them as they are.
   template <class Collective>

@@ -56,9 +56,8 @@ struct Reference {
   }
 };
 
-void delay(void* stream) {
-  ASSERT_EQ(gpu_test::launch(&gpu_test::paceline_test_delay, static_cast<cudaStream_t>(stream), 1, kDelayNanoseconds),
-            cudaSuccess);
+void delay(NativeStream stream) {
+  ASSERT_EQ(gpu_test::launch(&gpu_test::paceline_test_delay, stream, 1, kDelayNanoseconds), cudaSuccess);
 }
 
 /// Where something takes long. Only a host device, which has no stream, sleeps.
@@ -67,7 +66,7 @@ struct Delays {
   bool before_update = false;
   int before_backward = -1;  ///< on this device of the group
   int after_backward = -1;
-  void* reduction = nullptr;  ///< the stream that reduces, while the first device computes
+  NativeStream reduction = nullptr;  ///< the stream that reduces, while the first device computes
 };
 
 Trainer::Body body_with(const Delays& delays) {
@@ -88,9 +87,7 @@ Trainer::Body body_with(const Delays& delays) {
                               replica.gradients.data(),
                               replica.loss_sum,
                               replica.parameters.size()};
-    EXPECT_EQ(
-        gpu_test::launch(&gpu_test::paceline_test_backward, static_cast<cudaStream_t>(replica.stream), kWidth, work),
-        cudaSuccess);
+    EXPECT_EQ(gpu_test::launch(&gpu_test::paceline_test_backward, replica.stream, kWidth, work), cudaSuccess);
     late(delays.after_backward);
     if (delays.reduction != nullptr && replica.device == 0) delay(delays.reduction);
     return 0.0;
@@ -98,15 +95,14 @@ Trainer::Body body_with(const Delays& delays) {
 }
 
 void update(Trainer& trainer) {
-  EXPECT_EQ(
-      gpu_test::launch(&gpu_test::paceline_test_update, static_cast<cudaStream_t>(trainer.stream()), kWidth,
-                       trainer.parameters().data(), static_cast<const double*>(trainer.gradients().data()), kWidth),
-      cudaSuccess);
+  EXPECT_EQ(gpu_test::launch(&gpu_test::paceline_test_update, trainer.stream(), kWidth, trainer.parameters().data(),
+                             static_cast<const double*>(trainer.gradients().data()), kWidth),
+            cudaSuccess);
 }
 
 /// What the parameters are, once everything has run.
 std::vector<double> fetched(Trainer& trainer) {
-  const auto stream = static_cast<cudaStream_t>(trainer.stream());
+  const auto stream = trainer.stream();
   void* host = nullptr;
   EXPECT_EQ(cudaHostAlloc(&host, kWidth * sizeof(double), 0), cudaSuccess);
   EXPECT_EQ(cudaMemcpyAsync(host, trainer.parameters().data(), kWidth * sizeof(double), cudaMemcpyDefault, stream),
@@ -127,7 +123,7 @@ void expect_equal_steps(Trainer& trainer, const Delays& delays, int steps) {
   for (int step = 0; step < steps; ++step) {
     const double expected = reference.step();
     if (delays.before_step) delay(trainer.stream());
-    ASSERT_NEAR(trainer.step(kBatch, body), expected, 1e-12 * expected) << "step " << step;
+    ASSERT_NEAR(trainer.step(kBatch, body).value(), expected, 1e-12 * expected) << "step " << step;
     if (delays.before_update) delay(trainer.stream());
     update(trainer);
   }

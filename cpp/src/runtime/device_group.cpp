@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <mutex>
 #include <new>
@@ -15,6 +16,7 @@
 #include <paceline/runtime/blocking.hpp>
 
 #include "runtime/group_workers.hpp"
+#include "runtime/worker_registry.hpp"
 
 namespace paceline {
 namespace {
@@ -41,6 +43,38 @@ std::vector<Device> found(std::span<const std::string> names) {
   return devices;
 }
 
+/// A call that one worker makes.
+class CallSource final : public WorkSource {
+ public:
+  CallSource(std::function<void(const Device&)> call, std::function<void(const std::exception_ptr&)> fail)
+      : call_(std::move(call)), fail_(std::move(fail)) {}
+
+  [[nodiscard]] NextWork next(DeviceId, Clock::time_point) noexcept override {
+    return taken_.exchange(true) ? NextWork::done() : NextWork::take(0);
+  }
+  void perform(DeviceId, std::int64_t, Turn& turn) override { call_(turn.device()); }
+  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override { end(); }
+  void failed(DeviceId, std::int64_t, std::exception_ptr error) noexcept override {
+    fail_(error);
+    end();
+  }
+  void cancel(std::exception_ptr reason) noexcept override {
+    if (!taken_.exchange(true)) failed(0, 0, std::move(reason));
+  }
+  [[nodiscard]] bool complete() const noexcept override { return ended_; }
+
+ private:
+  void end() noexcept {
+    ended_ = true;
+    wake_caller();
+  }
+
+  std::function<void(const Device&)> call_;
+  std::function<void(const std::exception_ptr&)> fail_;
+  std::atomic<bool> taken_{false};
+  std::atomic<bool> ended_{false};
+};
+
 // The open groups, for close_all(). Weak pointers, so that the list keeps no worker alive.
 struct Registry {
   std::mutex mutex;
@@ -55,8 +89,8 @@ Registry& registry() noexcept {
   return *instance;
 }
 
-std::shared_ptr<GroupWorkers> start(std::vector<Device> devices) {
-  auto workers = std::make_shared<GroupWorkers>(std::move(devices));
+std::shared_ptr<GroupWorkers> start(std::vector<Device> devices, std::shared_ptr<GroupWorkers> whole = nullptr) {
+  auto workers = std::make_shared<GroupWorkers>(std::move(devices), std::move(whole));
   Registry& all = registry();
   const std::lock_guard lock(all.mutex);
   std::erase_if(all.groups, [](const auto& group) { return group.expired(); });
@@ -97,11 +131,25 @@ bool DeviceGroup::asynchronous() const {
                      [](const Device& device) { return backend_of(device).asynchronous(); });
 }
 
-void DeviceGroup::open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const DeviceId> devices) {
-  workers_->open(source, priority, devices);
+DeviceGroup DeviceGroup::share() const {
+  workers_->check_usable("share");
+  DeviceGroup share = *this;
+  share.workers_ = start(devices(), workers_);
+  workers_->add_share(share.workers_);
+  return share;
 }
 
-void DeviceGroup::submit(const std::shared_ptr<WorkSource>& source) { workers_->open(source, 0, {}); }
+void DeviceGroup::open(const std::shared_ptr<WorkSource>& source, const OpenOptions& options,
+                       std::span<const DeviceId> devices) {
+  workers_->open(source, options, devices);
+}
+
+void DeviceGroup::submit(const std::shared_ptr<WorkSource>& source) { workers_->open(source, {.gang = true}, {}); }
+
+void DeviceGroup::open_call(std::function<void(const Device&)> call,
+                            std::function<void(const std::exception_ptr&)> fail, int priority) {
+  open(std::make_shared<CallSource>(std::move(call), std::move(fail)), {.priority = priority});
+}
 
 bool DeviceGroup::wait(WorkSource& source, const Between& between) {
   const auto signal = source.signal_;
@@ -144,7 +192,7 @@ void DeviceGroup::close_all(std::chrono::nanoseconds timeout) noexcept {
     }
   }
   // Workers that an earlier close() left behind may be about to end.
-  GroupWorkers::await_left_behind(timeout);
+  internal::WorkerRegistry::of_process().await_left_behind(timeout);
 }
 
 }  // namespace paceline

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstddef>
 #include <functional>
 #include <memory>
 #include <span>
@@ -13,27 +12,32 @@
 
 #include <paceline/device_id.hpp>
 #include <paceline/runtime/device.hpp>
+#include <paceline/runtime/device_group.hpp>
 #include <paceline/runtime/work_source.hpp>
 
 #include "runtime/short_wait.hpp"
-#include "runtime/worker.hpp"
 
 namespace paceline {
 
 // The longest time that a wait goes without calling `between`.
 inline constexpr std::chrono::milliseconds kBetweenInterval{50};
 
-/// The workers behind the handles of one group.
+/// What the handles of one group have in common: its seats at the workers of its devices.
 class GroupWorkers {
  public:
-  explicit GroupWorkers(std::vector<Device> devices);
+  /// `whole`: the group that this one is a share of, if it is one. It lives as long as its shares.
+  explicit GroupWorkers(std::vector<Device> devices, std::shared_ptr<GroupWorkers> whole = nullptr);
   ~GroupWorkers();
   GroupWorkers(const GroupWorkers&) = delete;
   GroupWorkers& operator=(const GroupWorkers&) = delete;
 
   [[nodiscard]] const std::vector<Device>& devices() const noexcept { return devices_; }
+  /// @throws Unavailable once closed or after fork().
+  void check_usable(const char* call) const;
+  /// See DeviceGroup::share().
+  void add_share(const std::shared_ptr<GroupWorkers>& share);
   /// See DeviceGroup::open().
-  void open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const DeviceId> devices);
+  void open(const std::shared_ptr<WorkSource>& source, const OpenOptions& options, std::span<const DeviceId> devices);
   [[nodiscard]] bool busy() const noexcept;
   /// One wait of DeviceGroup::wait(): spins for a moment, then calls `sleep`.
   template <class Done, class Sleep>
@@ -43,22 +47,21 @@ class GroupWorkers {
   void close(std::chrono::nanoseconds timeout, const std::function<bool()>& between = {});
   [[nodiscard]] bool closed() const noexcept { return closed_.load(); }
 
-  /// Waits until every worker that a close() left behind has ended, or the time is over.
-  static void await_left_behind(std::chrono::nanoseconds timeout) noexcept;
-
  private:
-  struct Threads;  // state that a forked child must not touch
+  struct Seats;  // state that a forked child must not touch
 
-  GroupWorkers(std::vector<Device> devices, pid_t owner);
+  GroupWorkers(std::vector<Device> devices, std::shared_ptr<GroupWorkers> whole, pid_t owner);
   void await_ready();
   [[nodiscard]] bool on_a_workers_core() const noexcept;
   [[nodiscard]] bool forked() const noexcept;
+  void close_own(std::chrono::nanoseconds timeout, const std::function<bool()>& between);
 
   std::vector<Device> devices_;
+  std::shared_ptr<GroupWorkers> whole_;
   pid_t owner_;
   std::atomic<bool> closed_{false};
   internal::ShortWait callers_wait_;
-  Threads* threads_;  // leaked on purpose in a forked child
+  Seats* seats_;  // leaked on purpose in a forked child
 };
 
 }  // namespace paceline

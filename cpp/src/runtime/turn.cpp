@@ -3,7 +3,11 @@
 
 #include <paceline/runtime/backend.hpp>
 
+#include "runtime/worker.hpp"
+
 namespace paceline {
+
+const Device* Turn::of_this_thread() noexcept { return internal::device_of_this_thread(); }
 
 bool Turn::lend(TurnLoan& loan) const {
   std::unique_lock lock(loan.mutex_);
@@ -25,11 +29,13 @@ const Turn* TurnLoan::borrow() {
   borrowed_ = true;
   const Turn* const turn = offered_;
   lock.unlock();
+  internal::device_of_this_thread() = &turn->device();
   backend_of(turn->device()).prepare_worker(turn->device());
   return turn;
 }
 
 void TurnLoan::give_back() {
+  internal::device_of_this_thread() = nullptr;
   {
     const std::lock_guard lock(mutex_);
     borrowed_ = false;

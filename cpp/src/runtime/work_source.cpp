@@ -14,24 +14,33 @@ namespace paceline {
 WorkSource::WorkSource() : signal_(std::make_shared<internal::TaskSignal>()) {}
 WorkSource::~WorkSource() = default;
 
-void WorkSource::opened(const std::vector<bool>&) {}
+void WorkSource::opened(std::span<const DeviceId>) {}
 
-void WorkSource::attach(std::vector<std::weak_ptr<internal::Worker>> workers, const std::vector<bool>& asks) {
+void WorkSource::attach(Workers workers, std::span<const DeviceId> devices) {
   const std::lock_guard lock(mutex_);
   if (!workers_.empty()) throw InvalidArgument("open: this source was opened before. Make a new one.");
-  opened(asks);
+  opened(devices);
   workers_ = std::move(workers);
+}
+
+void WorkSource::replace(DeviceId device, const std::shared_ptr<internal::Worker>& worker) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (auto& [id, one] : workers_) {
+    if (id == device) one = worker;
+  }
 }
 
 void WorkSource::wake(DeviceId device) noexcept {
   const std::lock_guard lock(mutex_);
-  if (device >= workers_.size()) return;
-  if (const auto worker = workers_[device].lock()) worker->wake();
+  for (const auto& [id, one] : workers_) {
+    if (id != device) continue;
+    if (const auto worker = one.lock()) worker->wake();
+  }
 }
 
 void WorkSource::wake_all() noexcept {
   const std::lock_guard lock(mutex_);
-  for (const auto& one : workers_) {
+  for (const auto& [id, one] : workers_) {
     if (const auto worker = one.lock()) worker->wake();
   }
 }
@@ -41,20 +50,22 @@ void WorkSource::wake_caller() noexcept { signal_->wake(); }
 GroupTask::GroupTask() = default;
 GroupTask::~GroupTask() = default;
 
-void GroupTask::opened(const std::vector<bool>& asks) {
-  taken_.assign(asks.size(), 0);
-  inside_.store(static_cast<std::size_t>(std::count(asks.begin(), asks.end(), true)), std::memory_order_release);
+void GroupTask::opened(std::span<const DeviceId> devices) {
+  taken_.clear();
+  for (const DeviceId device : devices) taken_.emplace_back(device, false);
+  inside_.store(devices.size(), std::memory_order_release);
 }
 
 NextWork GroupTask::next(DeviceId device, Clock::time_point) noexcept {
-  if (taken_[device] != 0) return NextWork::done();
-  taken_[device] = 1;
+  const auto own = std::ranges::find(taken_, device, &std::pair<DeviceId, bool>::first);
+  if (own == taken_.end() || own->second) return NextWork::done();
+  own->second = true;
   return NextWork::take(0);
 }
 
 void GroupTask::perform(DeviceId device, std::int64_t, Turn&) { run(device); }
 
-void GroupTask::done(std::size_t, std::int64_t, const WorkTiming&) noexcept {
+void GroupTask::done(DeviceId, std::int64_t, const WorkTiming&) noexcept {
   if (inside_.fetch_sub(1, std::memory_order_acq_rel) == 1) wake_caller();
 }
 

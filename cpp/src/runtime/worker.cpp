@@ -29,8 +29,12 @@ void TaskSignal::wake() noexcept {
   changed_.notify_all();
 }
 
-Worker::Worker(Device device, std::size_t index, bool own_cores)
-    : device_(std::move(device)), index_(index), own_cores_(own_cores) {}
+const Device*& device_of_this_thread() noexcept {
+  thread_local const Device* device = nullptr;
+  return device;
+}
+
+Worker::Worker(Device device) : device_(std::move(device)) {}
 
 void Worker::start() {
   thread_ = std::thread([self = shared_from_this()] {
@@ -49,11 +53,36 @@ void Worker::call(Change change) {
   changed_.notify_one();
 }
 
-void Worker::open(std::list<Open> source, int callers_core) noexcept {
+void Worker::open(std::list<Open> sources, int callers_core) noexcept {
+  for (const Open& one : sources) one.seat->held.fetch_add(1, std::memory_order_relaxed);
   call([&] {
-    arrived_.splice(arrived_.end(), source);
+    arrived_.splice(arrived_.end(), sources);
     callers_core_.store(callers_core, std::memory_order_relaxed);
   });
+}
+
+int Worker::waiting_of(const Seat& seat, bool only_needed) const noexcept {
+  return static_cast<int>(std::ranges::count_if(
+      arrived_, [&](const Open& one) { return one.seat.get() == &seat && !(only_needed && one.source->complete()); }));
+}
+
+bool Worker::needed_by(const Seat& seat) noexcept {
+  if (seat.held.load(std::memory_order_acquire) == 0) return false;
+  const std::lock_guard lock(mutex_);
+  return waiting_of(seat, true) > 0 || seat.held.load(std::memory_order_acquire) > waiting_of(seat, false);
+}
+
+bool Worker::inside(const Seat& seat) noexcept {
+  const std::lock_guard lock(mutex_);
+  return seat.held.load(std::memory_order_acquire) > waiting_of(seat, false);
+}
+
+std::list<Worker::Open> Worker::take_waiting() noexcept {
+  std::list<Open> waiting;
+  const std::lock_guard lock(mutex_);
+  waiting.swap(arrived_);
+  for (const Open& one : waiting) one.seat->held.fetch_sub(1, std::memory_order_relaxed);
+  return waiting;
 }
 
 void Worker::wake() noexcept {
@@ -79,25 +108,37 @@ void Worker::work() {
 
 bool Worker::take_arrivals() {
   const std::lock_guard lock(mutex_);
-  while (!arrived_.empty()) {
-    const int priority = arrived_.front().priority;
-    const auto at = std::ranges::find_if(open_, [&](const Open& other) { return priority > other.priority; });
-    open_.splice(at, arrived_, arrived_.begin());
+  bool gang = std::ranges::any_of(open_, &Open::gang);
+  for (auto next = arrived_.begin(); next != arrived_.end();) {
+    const auto one = next++;
+    if (one->gang && std::exchange(gang, true)) continue;
+    const auto at = std::ranges::find_if(open_, [&](const Open& other) { return one->priority > other.priority; });
+    open_.splice(at, arrived_, one);
   }
-  return stopped_;
+  return stopped_ && arrived_.empty();
+}
+
+/// The source ends before the seat is free, since who waits for the seat may free what the source uses.
+std::list<Worker::Open>::iterator Worker::let_go(std::list<Open>::iterator one) {
+  const std::shared_ptr<Seat> seat = std::move(one->seat);
+  const auto next = open_.erase(one);
+  seat->held.fetch_sub(1, std::memory_order_release);
+  return next;
 }
 
 bool Worker::ask() {
   awaits_events_ = false;
   until_ = Clock::time_point::max();
   for (auto one = open_.begin(); one != open_.end();) {
-    const NextWork next = one->source->next(index_, Clock::now());
+    const NextWork next = one->source->next(one->device, Clock::now());
     if (next.kind == NextWork::Kind::take) {
-      perform(*one->source, next.work);
+      perform(*one, next.work);
       return true;
     }
     if (next.kind == NextWork::Kind::done) {
-      one = open_.erase(one);
+      const bool gang = one->gang;
+      one = let_go(one);
+      if (gang) return true;  // the next gang comes before what fills gaps
       continue;
     }
     one->awaited = next.event;
@@ -108,17 +149,29 @@ bool Worker::ask() {
   return false;
 }
 
-void Worker::perform(WorkSource& source, std::int64_t number) {
+/// Each claim rounds, and flushes small numbers, like the thread that has opened its source. What a claim of another
+/// group did to where the thread runs, or to its current device, is undone. Within a group it is not, which saves a
+/// system call for each claim.
+void Worker::perform(const Open& open, std::int64_t number) {
+  WorkSource& source = *open.source;
+  if (last_.owner_before(open.seat) || open.seat.owner_before(last_)) {
+    backend_of(device_).prepare_worker(device_);
+    last_ = open.seat;
+  }
+  std::fesetenv(&open.rounding);
+  device_of_this_thread() = &device_;
   Turn turn(device_);
   WorkTiming timing{.start = Clock::now(), .finish = {}};
   try {
-    source.perform(index_, number, turn);
+    source.perform(open.device, number, turn);
   } catch (...) {
-    source.failed(index_, number, std::current_exception());
+    device_of_this_thread() = nullptr;
+    source.failed(open.device, number, std::current_exception());
     return;
   }
   timing.finish = Clock::now();
-  source.done(index_, number, timing);
+  device_of_this_thread() = nullptr;
+  source.done(open.device, number, timing);
 }
 
 /// An event that throws counts as done: its source checks it too, and gets the error.
@@ -137,7 +190,7 @@ void Worker::sleep(std::uint64_t seen) {
   const auto called = [&] { return called_since(seen); };
   if (open_.empty()) {
     const bool callers = callers_core_.load(std::memory_order_relaxed) == sched_getcpu();
-    idle_wait_.until(own_cores_ && !callers, called, [&] {
+    idle_wait_.until(own_cores_.load(std::memory_order_relaxed) && !callers, called, [&] {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, called);
       return true;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cfenv>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -35,25 +36,47 @@ class TaskSignal {
   std::condition_variable changed_;
 };
 
-/// The worker of one device: its thread and the ways to reach it. The group and the thread own it jointly, so that it
-/// outlives the group if the thread is left behind.
+/// What Turn::of_this_thread() returns.
+[[nodiscard]] const Device*& device_of_this_thread() noexcept;
+
+/// A group's place at a worker: how many of its sources the worker has not let go of.
+struct Seat {
+  std::atomic<int> held{0};
+};
+
+/// The worker of one device: its thread and the ways to reach it. There is one for each device in the process, and
+/// groups share it (WorkerRegistry). Groups and the thread own it jointly, so that it outlives them if the thread is
+/// left behind.
 class Worker : public std::enable_shared_from_this<Worker> {
  public:
   struct Open {
     std::shared_ptr<WorkSource> source;
+    std::shared_ptr<Seat> seat;
+    DeviceId device = 0;  // what the source calls the worker's device
     int priority = 0;
+    bool gang = false;
+    std::fenv_t rounding{};          // of the thread that has opened it
     const Event* awaited = nullptr;  // what it waits for, if that is an event
   };
 
-  /// `own_cores`: no other worker of the group uses its cores.
-  Worker(Device device, std::size_t index, bool own_cores);
+  explicit Worker(Device device);
 
   /// @throws std::system_error if the thread cannot be started.
   void start();
-  /// Adds a source to ask: by priority, and the older one first at equal priority. It comes in a list, because a list's
-  /// element can move to another list without memory, so nothing fails here or on the thread. `callers_core` is the
-  /// core that the caller runs on.
-  void open(std::list<Open> source, int callers_core) noexcept;
+  /// Adds sources to ask. Those that are gangs are asked one after the other, in the order in which they come here. The
+  /// others are asked beside them by priority, and the older one first at equal priority. They come in a list, because
+  /// a list's element can move to another list without memory, so nothing fails here or on the thread. `callers_core`
+  /// is the core that the caller runs on.
+  void open(std::list<Open> sources, int callers_core) noexcept;
+  /// Whether the worker has still something to do for that group: a source that it has begun to ask, or one whose turn
+  /// has not come and that somebody waits for.
+  [[nodiscard]] bool needed_by(const Seat& seat) noexcept;
+  /// Whether it has begun to ask a source of that group and not let go of it.
+  [[nodiscard]] bool inside(const Seat& seat) noexcept;
+  /// Takes back the sources that it has not begun to ask.
+  [[nodiscard]] std::list<Open> take_waiting() noexcept;
+  /// Whether no other worker uses its cores.
+  void set_own_cores(bool own) noexcept { own_cores_.store(own, std::memory_order_relaxed); }
   /// Makes the worker ask its sources again, if it sleeps.
   void wake() noexcept;
   /// Accepts no further source. The thread ends when it has let go of all open sources.
@@ -62,6 +85,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   [[nodiscard]] const Device& device() const noexcept { return device_; }
   [[nodiscard]] bool ready() const noexcept { return ready_.load(); }
   [[nodiscard]] bool exited() const noexcept { return exited_.load(); }
+  [[nodiscard]] bool left_behind() const noexcept { return left_behind_.load(); }
   [[nodiscard]] std::thread& thread() noexcept { return thread_; }
 
  private:
@@ -73,31 +97,38 @@ class Worker : public std::enable_shared_from_this<Worker> {
   template <class Change>
   void call(Change change);
   void work();
-  /// Asks the sources once, from the highest priority. True if it ran something.
+  /// Asks the sources once, from the highest priority. False if all of them wait.
   bool ask();
-  void perform(WorkSource& source, std::int64_t number);
+  void perform(const Open& open, std::int64_t number);
+  [[nodiscard]] std::list<Open>::iterator let_go(std::list<Open>::iterator one);
+  /// True if it was stopped and nothing is left to come.
   [[nodiscard]] bool take_arrivals();
+  [[nodiscard]] int waiting_of(const Seat& seat, bool only_needed) const noexcept;
   void sleep(std::uint64_t seen);
   [[nodiscard]] bool called_since(std::uint64_t seen) const noexcept {
     return calls_.load(std::memory_order_acquire) != seen;
   }
 
   Device device_;
-  std::size_t index_;
-  bool own_cores_;
   std::thread thread_;
+  std::atomic<bool> own_cores_{false};
+  // Written under the registry's lock.
+  friend class WorkerRegistry;
+  std::atomic<bool> left_behind_{false};
+  std::shared_ptr<Worker> successor_;
   std::atomic<bool> ready_{false};
   std::atomic<bool> exited_{false};
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::list<Open> arrived_;  // guarded by the mutex
+  std::list<Open> arrived_;  // guarded by the mutex; a gang stays here until its turn
   bool stopped_ = false;     // guarded by the mutex
   std::atomic<std::uint64_t> calls_{0};
   std::atomic<int> callers_core_{-1};
 
   // Used by the thread alone.
-  std::list<Open> open_;  // by priority
+  std::list<Open> open_;      // by priority; one gang at most
+  std::weak_ptr<Seat> last_;  // whose claim it ran last
   bool awaits_events_ = false;
   Clock::time_point until_ = Clock::time_point::max();
   ShortWait idle_wait_;

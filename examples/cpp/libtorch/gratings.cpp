@@ -77,12 +77,13 @@ class Training {
 
   /// Computes the gradient of the mean loss of the items. Returns this loss.
   double step(const torch::Tensor& images, const torch::Tensor& labels) {
-    return trainer_.step(images.size(0), [&](const paceline::MicroBatch& items, paceline::BasicReplica<T>& replica) {
+    const auto body = [&](const paceline::MicroBatch& items, paceline::BasicReplica<T>& replica) {
       const torch::Tensor loss = loss_sum(modules_.of(replica), images.slice(0, items.begin, items.end),
                                           labels.slice(0, items.begin, items.end));
       loss.backward();
       return loss.item<double>();
-    });
+    };
+    return trainer_.step(images.size(0), body).value();
   }
 
   [[nodiscard]] const paceline::BasicDataParallel<T>& trainer() const { return trainer_; }

@@ -12,6 +12,7 @@ __all__: list[str] = [
     "find_device",
     "gpu_facts",
     "host_facts",
+    "on_a_worker",
     "partition",
     "release_partitions",
     "why_no_devices",
@@ -80,10 +81,12 @@ class Device:
 
 class DeviceGroup:
     """
-    An ordered set of devices and one worker thread per device.
+    An ordered set of devices, and a seat at the worker thread of each.
 
-    The workers live until `close()`, the end of a ``with`` block, or the last reference. They are pinned to their device's cores and
-    sleep without work. After ``fork`` (a DataLoader worker) the child process has no workers: there every call raises `Unavailable`.
+    There is one worker per device in the process, which all groups with this device share. It lives until the last of them is closed, by
+    `close()`, the end of a ``with`` block, or the last reference. Workers are pinned to their device's cores and sleep without work. Steps
+    of different trainers on one device take turns. After ``fork`` (a DataLoader worker) the child process has no workers: there every
+    call raises `Unavailable`.
 
     Parameters
     ----------
@@ -102,7 +105,7 @@ class DeviceGroup:
     def __repr__(self) -> str: ...
     def close(self, timeout: typing.SupportsFloat | typing.SupportsIndex = 10.0) -> None:
         """
-        End and join the workers. A second call does nothing.
+        Leave the workers, and end those that no other group uses. A second call does nothing.
 
         Raises
         ------
@@ -111,15 +114,19 @@ class DeviceGroup:
         InvalidArgument
             If `timeout` is negative or NaN.
         """
+    def share(self) -> DeviceGroup:
+        """
+        Another group of the same devices, which is busy and closed on its own. Closing this group closes it, too.
+        """
     @property
     def busy(self) -> bool:
         """
-        True while the workers run a task.
+        True while a step or a collective of this group, or of a share of it, has not ended.
         """
     @property
     def closed(self) -> bool:
         """
-        True once the workers have been ended.
+        True once the group has left its workers.
         """
     @property
     def devices(self) -> list[Device]:
@@ -179,6 +186,11 @@ def gpu_facts() -> list[dict[str, typing.Any]]:
 def host_facts() -> dict[str, typing.Any]:
     """
     What the operating system says about the processor, and how much of it this process may use.
+    """
+
+def on_a_worker() -> bool:
+    """
+    Whether the calling thread runs a piece of work with a device's turn: no step may begin there.
     """
 
 def partition(

@@ -70,7 +70,7 @@ TEST(DataParallel, GivesTheGradientOfOneDeviceForAnySplit) {
           double total = 0.0;
           for (std::int64_t k = 0; k < batch; ++k) total += data.weights[static_cast<std::size_t>(k)];
           if (total == 0.0) continue;
-          const double loss = trainer.step(
+          const Objective loss = trainer.step(
               batch,
               [&](const MicroBatch& mb, Trainer::Replica& replica) {
                 return data.add(mb.begin, mb.end, replica.parameters, replica.gradients);
@@ -78,7 +78,7 @@ TEST(DataParallel, GivesTheGradientOfOneDeviceForAnySplit) {
               total);
           std::vector<double> expected(9, 0.0);
           const double sum = data.add(0, batch, trainer.parameters(), expected);
-          EXPECT_NEAR(loss, sum / total, 1e-12 * std::abs(sum / total));
+          EXPECT_NEAR(loss.value(), sum / total, 1e-12 * std::abs(sum / total));
           for (std::size_t j = 0; j < 9; ++j)
             EXPECT_NEAR(trainer.gradients()[j], expected[j] / total, 1e-12 * (1 + std::abs(expected[j])));
           std::int64_t ran = 0;
@@ -211,11 +211,11 @@ TEST(DataParallel, RefusesASecondStepAndDoesTheFirst) {
 TEST(DataParallel, RunsAThousandStepsOnTheSameWorkers) {
   DataParallel trainer(host_group(4), {.parameter_count = 100});
   for (int step = 0; step < 1000; ++step) {
-    const double loss = trainer.step(16, [](const MicroBatch& mb, Replica& replica) {
+    const Objective loss = trainer.step(16, [](const MicroBatch& mb, Replica& replica) {
       replica.gradients[0] += static_cast<float>(mb.size());
       return static_cast<double>(mb.size());
     });
-    ASSERT_EQ(loss, 1.0);
+    ASSERT_EQ(loss.value(), 1.0);
     ASSERT_EQ(trainer.gradients()[0], 1.0F);
   }
   EXPECT_FALSE(trainer.explain().empty());
@@ -252,8 +252,9 @@ TEST(DataParallel, AnUpdateThatThrowsSaysSoAndTheTrainerGoesOn) {
   std::atomic<std::size_t> updated = 0;
   trainer.update([&](std::size_t begin, std::size_t end) { updated += end - begin; });
   EXPECT_EQ(updated, 400000U);
-  EXPECT_EQ(trainer.step(4, [](const MicroBatch& mb, Trainer::Replica&) { return static_cast<double>(mb.size()); }),
-            1.0);
+  EXPECT_EQ(
+      trainer.step(4, [](const MicroBatch& mb, Trainer::Replica&) { return static_cast<double>(mb.size()); }).value(),
+      1.0);
 }
 
 TEST(DataParallel, RunsAgainInSmallerPiecesWhereMemoryRunsOut) {

@@ -7,12 +7,16 @@
 #include <chrono>
 #include <cmath>
 #include <cstddef>
+#include <future>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <paceline/engine/step.hpp>
+#include <paceline/engine/step_loop.hpp>
 #include <paceline/runtime/device_group.hpp>
 #include <paceline/runtime/work_source.hpp>
 
@@ -92,7 +96,7 @@ TEST(Gaps, AreFilledBetweenMicroBatchesAndTheStepIsTheSameToTheBit) {
   for (int round = 0; round < 5 || (in_the_gaps == 0 && round < 200); ++round) {
     DeviceGroup workers = group;
     const auto jobs = std::make_shared<Queue>(200, 2);
-    workers.open(jobs, -1);
+    workers.open(jobs, {.priority = -1});
     const auto program = std::make_shared<Sums>(2);
     run_step(group, program, options);
     EXPECT_EQ(program->total, alone->total);
@@ -109,6 +113,48 @@ TEST(Gaps, AreFilledBetweenMicroBatchesAndTheStepIsTheSameToTheBit) {
     }
   }
   EXPECT_GT(in_the_gaps, 0);
+}
+
+/// Notes its pieces. During the first one a call of higher priority is made.
+class Interrupted final : public StepProgram {
+ public:
+  Interrupted(DeviceGroup group, std::vector<std::string>& order) : group_(std::move(group)), order_(order) {}
+  bool run(const MicroBatch& mb) override {
+    order_.push_back(std::to_string(mb.begin) + (mb.continues ? " goes on" : " begins"));
+    if (mb.begin == 0) {
+      call = group_.async(
+          [this](const Device&) {
+            order_.emplace_back("call");
+            spin(std::chrono::milliseconds(1));
+          },
+          1);
+    }
+    return false;
+  }
+  std::future<void> call;
+
+ private:
+  DeviceGroup group_;
+  std::vector<std::string>& order_;
+};
+
+TEST(Gaps, BetweenThePiecesOfAClaimAreForWorkOfHigherPriority) {
+  const DeviceGroup group = host_group(1);
+  StepLoop loop(group, {});
+  std::vector<std::string> order;
+  const auto program = std::make_shared<Interrupted>(group, order);
+  const std::vector<std::vector<MicroBatch>> claims{{{.begin = 0, .end = 6}}};
+  const std::vector<std::vector<MicroBatch>> pieces{
+      {{.begin = 0, .end = 2}, {.begin = 2, .end = 4}, {.begin = 4, .end = 6}}};
+  const auto step = loop.prepare(loop.plan(6), program, {claims, pieces});
+  step->start();
+  ASSERT_TRUE(step->wait());
+  step->rethrow_failure();
+  program->call.get();
+  EXPECT_EQ(order, (std::vector<std::string>{"0 begins", "call", "2 goes on", "4 goes on"}));
+  const StepRecord record = step->record();
+  ASSERT_EQ(record.claims.size(), 1U);
+  EXPECT_TRUE(record.claims[0].excluded) << "its time is not the device's alone";
 }
 
 }  // namespace

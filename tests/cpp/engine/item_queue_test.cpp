@@ -223,12 +223,12 @@ TEST(StepsWithCosts, TheGradientIsThatOfEveryItemOnce) {
   for (int step = 0; step < 30; ++step) {
     std::vector<double> costs(50);
     for (double& cost : costs) cost = static_cast<double>(rng() % 9);
-    const double loss = trainer.step(costs, [&](const MicroBatch& mb, BasicReplica<double>& replica) {
+    const Objective loss = trainer.step(costs, [&](const MicroBatch& mb, BasicReplica<double>& replica) {
       EXPECT_EQ(static_cast<std::int64_t>(mb.items.size()), mb.size());
       for (const std::int64_t item : mb.items) replica.gradients[static_cast<std::size_t>(item)] += 50.0;
       return static_cast<double>(mb.size());
     });
-    EXPECT_DOUBLE_EQ(loss, 1.0);
+    EXPECT_DOUBLE_EQ(loss.value(), 1.0);
     for (const double gradient : trainer.gradients()) ASSERT_DOUBLE_EQ(gradient, 1.0);
     EXPECT_EQ(std::accumulate(trainer.shares().begin(), trainer.shares().end(), std::int64_t{0}), 50);
   }
@@ -237,7 +237,8 @@ TEST(StepsWithCosts, TheGradientIsThatOfEveryItemOnce) {
   EXPECT_LE(trainer.item_report()->padding.own, trainer.item_report()->padding.padded);
   EXPECT_THROW(trainer.step(std::vector<double>{1.0, -1.0}, [](const MicroBatch&, auto&) { return 0.0; }),
                InvalidArgument);
-  EXPECT_DOUBLE_EQ(trainer.step(50, [](const MicroBatch& mb, auto&) { return static_cast<double>(mb.size()); }), 1.0);
+  EXPECT_DOUBLE_EQ(trainer.step(50, [](const MicroBatch& mb, auto&) { return static_cast<double>(mb.size()); }).value(),
+                   1.0);
 }
 
 TEST(StepsWithCosts, OnlyTheLastPlanRuns) {

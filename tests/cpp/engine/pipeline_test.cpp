@@ -71,7 +71,7 @@ TEST(Pipeline, HasTheGradientOfOneDeviceToTheBitForAnyCutsOrderDepthAndSizes) {
     PipelineTrainer trainer(group, options);
     const Parameters parameters = initialise(trainer);
     for (const std::int64_t batch : {11, 8, 17}) {
-      const double loss = trainer.step(batch, forward, backward);
+      const double loss = trainer.step(batch, forward, backward).value();
       SCOPED_TRACE(plan::to_text(trainer.plan().schedule));
       EXPECT_EQ(trainer.plan().cuts, options.stages.cuts);
       EXPECT_EQ(trainer.plan().order, options.stages.order);
@@ -88,7 +88,7 @@ TEST(Pipeline, TrainsAsOneDeviceWhileItMeasuresAndMoves) {
   int measuring = 0;
   for (int step = 0; step < 12; ++step) {
     measuring += trainer.measuring() ? 1 : 0;
-    const double loss = trainer.step(12, forward, backward);
+    const double loss = trainer.step(12, forward, backward).value();
     orders.insert(trainer.plan().order);
     ASSERT_NO_FATAL_FAILURE(expect_equals_one_device(trainer, parameters, loss)) << "step " << step;
     trainer.update([&](const BasicBlockUpdate<double>& one) {
@@ -145,7 +145,8 @@ TEST(Pipeline, AFailedStepCommitsNothingNamesThePlaceAndTheNextStepWorks) {
       for (std::size_t b = 0; b < kModel.size(); ++b) {
         EXPECT_TRUE(std::ranges::equal(trainer.gradients(b), reference.gradients[b])) << "those of the step before";
       }
-      ASSERT_NO_FATAL_FAILURE(expect_equals_one_device(trainer, parameters, trainer.step(12, forward, backward)));
+      ASSERT_NO_FATAL_FAILURE(
+          expect_equals_one_device(trainer, parameters, trainer.step(12, forward, backward).value()));
     }
   }
 }
@@ -194,14 +195,15 @@ TEST(Pipeline, RunsAStepAgainWithFewerInFlightAndThenWithOtherCutsWhenMemoryRuns
     if (run.block == 0) first.leave();
     kModel.backward(run);
   };
-  double loss = trainer.step(12, counted([&](const Piece&) { return first.now() > 1; }), leave);
+  double loss = trainer.step(12, counted([&](const Piece&) { return first.now() > 1; }), leave).value();
   EXPECT_EQ(plan::in_flight(trainer.plan().schedule, 0), 1) << "fewer in flight";
   EXPECT_EQ(first.most(), 1);
   expect_equals_one_device(trainer, parameters, loss);
 
   const auto cuts = trainer.plan().cuts;
   const DeviceId small = trainer.plan().order[0];
-  loss = trainer.step(12, counted([&](const Piece& run) { return run.device == small && run.block > 1; }), leave);
+  loss =
+      trainer.step(12, counted([&](const Piece& run) { return run.device == small && run.block > 1; }), leave).value();
   EXPECT_NE(trainer.plan().cuts, cuts) << "other cuts";
   expect_equals_one_device(trainer, parameters, loss);
 
@@ -222,7 +224,7 @@ TEST(Pipeline, HoldsNoMoreThanItsDevicesMay) {
   options.memory_limits = {limit, limit};
   PipelineTrainer limited(group, options);
   const Parameters parameters = initialise(limited, model);
-  const double loss = limited.step(64, fore, back);
+  const double loss = limited.step(64, fore, back).value();
   EXPECT_LE(*std::ranges::max_element(limited.plan().bytes), limit);
   EXPECT_LT(plan::in_flight(limited.plan().schedule, 0), plan::in_flight(free.plan().schedule, 0));
   const auto reference = model.reference(parameters, limited.plan().sizes);
@@ -252,7 +254,7 @@ TEST(Pipeline, ARetiredDeviceHasNoStage) {
     const auto& order = trainer.plan().order;
     return std::find(order.begin(), order.end(), device) != order.end();
   };
-  const auto step = [&] { expect_equals_one_device(trainer, parameters, trainer.step(12, forward, backward)); };
+  const auto step = [&] { expect_equals_one_device(trainer, parameters, trainer.step(12, forward, backward).value()); };
   step();
   ASSERT_TRUE(runs(1));
   trainer.retire("host:1");
@@ -273,7 +275,7 @@ TEST(Pipeline, DividesByTheTotalWeight) {
   const DeviceGroup group = host_group(2);
   PipelineTrainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 8, .costs = equal_costs(kModel.size())});
   const Parameters parameters = initialise(trainer);
-  const double loss = trainer.step(8, forward, backward, 16.0);
+  const double loss = trainer.step(8, forward, backward, 16.0).value();
   const auto reference = kModel.reference(parameters, trainer.plan().sizes);
   EXPECT_EQ(loss, reference.loss / 2.0);
   for (std::size_t b = 0; b < kModel.size(); ++b) {

@@ -77,7 +77,7 @@ bool no_more_than(std::ptrdiff_t count) {
 }
 
 TEST(OutOfMemory, WhileASourceIsOpenedLeavesTheGroupAndTheSourceAsTheyWere) {
-  for (const int priority : {0, -1}) {
+  for (const bool gang : {true, false}) {
     bool opened = false;
     int n = 0;
     while (!opened) {
@@ -85,13 +85,13 @@ TEST(OutOfMemory, WhileASourceIsOpenedLeavesTheGroupAndTheSourceAsTheyWere) {
       const auto task = std::make_shared<Count>(3);
       try {
         const Shortage shortage(++n, false);
-        group.open(task, priority);
+        group.open(task, {.gang = gang});
         opened = true;
       } catch (const std::bad_alloc&) {
         ASSERT_FALSE(group.busy()) << "allocation " << n;
         ASSERT_TRUE(group.run(std::make_shared<Count>(3)));
         ASSERT_EQ(task->total(), 0) << "allocation " << n;
-        group.open(task, priority);
+        group.open(task, {.gang = gang});
       }
       EXPECT_TRUE(group.wait(*task));
       EXPECT_EQ(task->total(), 3);
@@ -124,7 +124,7 @@ TEST(OutOfMemory, WhileGroupsAreClosedEndsTheirWorkersAllTheSame) {
     DeviceGroup group = host_group(2);
     const DeviceGroup other = host_group(1);
     const auto idle = std::make_shared<Idle>();
-    group.open(idle, -1);
+    group.open(idle, {});
     const auto held = std::make_shared<Count>(2, round % 4 > 1);
     group.submit(held);
     while (held->total() < 2) std::this_thread::yield();

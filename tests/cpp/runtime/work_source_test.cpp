@@ -160,10 +160,10 @@ TEST(WorkSource, FillsTheGapsOfThoseAboveIt) {
                                                                                         order.emplace_back("low");
                                                                                       },
                                                                                       note("low"), note("low")}});
-  group.open(background, -1);
+  group.open(background, {.priority = -1});
   while (!begun) std::this_thread::yield();
   const auto middle = std::make_shared<Jobs>(std::vector<std::vector<Jobs::Job>>{{note("middle"), note("middle")}});
-  group.open(middle, -0x7);  // a lower priority than the first, so it waits for the first
+  group.open(middle, {.priority = -7});  // a lower priority than the first, so it waits for the first
   const auto step = std::make_shared<Jobs>(std::vector<std::vector<Jobs::Job>>{{note("step"), note("step")}});
   group.submit(step);
   flag.set = true;
@@ -171,6 +171,23 @@ TEST(WorkSource, FillsTheGapsOfThoseAboveIt) {
   EXPECT_TRUE(group.wait(*background));
   EXPECT_TRUE(group.wait(*middle));
   EXPECT_EQ(order, (std::vector<std::string>{"low", "step", "step", "low", "low", "middle", "middle"}));
+}
+
+TEST(WorkSource, OfAHigherPriorityRunsBetweenThePiecesOfAGang) {
+  DeviceGroup group = host_group(1);
+  std::vector<std::string> order;
+  const auto urgent = std::make_shared<Jobs>(std::vector<std::vector<Jobs::Job>>{
+      {[&](Turn&) { order.emplace_back("urgent"); }, [&](Turn&) { order.emplace_back("urgent"); }}});
+  const auto step = std::make_shared<Jobs>(
+      std::vector<std::vector<Jobs::Job>>{{[&](Turn&) {
+                                             order.emplace_back("step");
+                                             group.open(urgent, {.priority = 1});  // which waits for nobody
+                                           },
+                                           [&](Turn&) { order.emplace_back("step"); }}});
+  group.submit(step);
+  EXPECT_TRUE(group.wait(*step));
+  EXPECT_TRUE(group.wait(*urgent));
+  EXPECT_EQ(order, (std::vector<std::string>{"step", "urgent", "urgent", "step"}));
 }
 
 TEST(WorkSource, IsOpenOnSomeDevicesOnly) {
@@ -182,19 +199,19 @@ TEST(WorkSource, IsOpenOnSomeDevicesOnly) {
   };
   const auto jobs = std::make_shared<Jobs>(std::vector<std::vector<Jobs::Job>>{{}, {job, job}, {}});
   const std::size_t second[] = {1};
-  group.open(jobs, -1, second);
+  group.open(jobs, {}, second);
   EXPECT_FALSE(group.busy()) << "a step may begin";
   EXPECT_TRUE(group.wait(*jobs));
   EXPECT_EQ(ran, 2);
-  EXPECT_THROW(group.open(jobs, -1), InvalidArgument) << "it was opened before";
+  EXPECT_THROW(group.open(jobs, {}), InvalidArgument) << "it was opened before";
   const std::size_t fourth[] = {3};
-  EXPECT_THROW(group.open(std::make_shared<Jobs>(std::vector<std::vector<Jobs::Job>>(3)), -1, fourth), InvalidArgument);
+  EXPECT_THROW(group.open(std::make_shared<Jobs>(std::vector<std::vector<Jobs::Job>>(3)), {}, fourth), InvalidArgument);
 }
 
 TEST(WorkSource, IsCancelledWhenTheGroupCloses) {
   DeviceGroup group = host_group(2);
   const auto waiting = std::make_shared<Waiting>(NextWork::wait());
-  group.open(waiting, -1);
+  group.open(waiting, {});
   group.close();
   EXPECT_TRUE(waiting->complete());
 }

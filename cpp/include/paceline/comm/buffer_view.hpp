@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include <paceline/runtime/dtype.hpp>
+#include <paceline/runtime/native_stream.hpp>
 
 namespace paceline {
 
@@ -17,7 +18,7 @@ struct BufferView {
   void* data = nullptr;
   std::size_t count = 0;  ///< elements
   DType dtype = DType::float32;
-  void* stream = nullptr;
+  NativeStream stream = nullptr;
 };
 
 }  // namespace paceline

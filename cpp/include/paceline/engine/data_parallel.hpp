@@ -24,6 +24,7 @@
 #include <paceline/plan/cost_model.hpp>
 #include <paceline/runtime/device_group.hpp>
 #include <paceline/runtime/dtype.hpp>
+#include <paceline/runtime/native_stream.hpp>
 
 namespace paceline {
 
@@ -33,8 +34,8 @@ template <class T>
 struct BasicReplica {
   DeviceId device = 0;
   std::span<const T> parameters;
-  std::span<T> gradients;  ///< zero when the device's first micro-batch of a step begins; the body adds to it
-  void* stream = nullptr;  ///< on a GPU the cudaStream_t to enqueue everything on; null on the host
+  std::span<T> gradients;         ///< zero when the device's first micro-batch of a step begins; the body adds to it
+  NativeStream stream = nullptr;  ///< on a GPU the cudaStream_t to enqueue everything on; null on the host
   /// On a GPU, a sum in the GPU's memory that the body may add losses to, beside those that it returns. Null on the
   /// host.
   double* loss_sum = nullptr;
@@ -59,7 +60,7 @@ struct DataParallelOptions {
   /// Balance::automatic, unless micro_batch, granularity or corrections are given.
   std::optional<bool> search_sizes{};
   /// GPUs only: the cudaStream_t that the parameters are updated on; null: a stream of the trainer's own, see stream().
-  void* stream = nullptr;
+  NativeStream stream = nullptr;
   /// GPUs only: how many micro-batches a device may hold beyond the one that it computes. Other devices can take over
   /// only what a slow device does not hold, so (run_ahead + 1) micro-batches stay with it.
   std::int64_t run_ahead = 1;
@@ -82,7 +83,8 @@ struct DataParallelOptions {
 /// floating-point sums.
 ///
 ///   paceline::DataParallel trainer{group, {.parameter_count = n}};
-///   double loss = trainer.step(batch_size, [&](const paceline::MicroBatch& mb, paceline::Replica& replica) {
+///   paceline::Objective loss = trainer.step(batch_size, [&](const paceline::MicroBatch& mb, paceline::Replica&
+///   replica) {
 ///     return backward(mb.begin, mb.end, replica.parameters, replica.gradients);   // sum of the items' losses
 ///   });
 ///   update(trainer.parameters(), trainer.gradients());
@@ -156,7 +158,7 @@ class PACELINE_API BasicDataParallel {
   [[nodiscard]] std::span<T> gradients() noexcept;
 
   /// With GPUs in the group the cudaStream_t that parameters() and gradients() belong to; else null.
-  [[nodiscard]] void* stream() const noexcept;
+  [[nodiscard]] NativeStream stream() const noexcept;
 
   /// For each device with a limit: the memory that a micro-batch takes, and the largest micro-batch that fits.
   [[nodiscard]] std::vector<MemoryReport> memory_report() const;

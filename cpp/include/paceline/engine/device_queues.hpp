@@ -19,12 +19,13 @@
 #include <paceline/export.hpp>
 #include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device_group.hpp>
+#include <paceline/runtime/native_stream.hpp>
 
 namespace paceline {
 
 struct DeviceQueueOptions {
-  /// The stream (cudaStream_t) that steps are ordered on, as a handle of the device's library; null: one of our own.
-  void* stream = nullptr;
+  /// The stream that steps are ordered on; null: one of our own.
+  NativeStream stream = nullptr;
   /// Micro-batches that a device may be given in addition to the one that it computes.
   std::int64_t run_ahead = 1;
   /// Longest wait for enqueued work. Work that takes longer counts as a hang.
@@ -158,7 +159,7 @@ class PACELINE_API DeviceQueues {
   /// From now on steps are ordered on this stream of the caller; null: on one of our own. The old stream must still
   /// exist, and is not used after this call. The new stream must exist until the next call, or until the queues are
   /// destroyed.
-  void set_stream(void* native);
+  void set_stream(NativeStream native);
 
   /// `takes_part`: Step::takes_part(); empty: all devices. By copies, a memory space whose devices all stay out of the
   /// step gets no parameters, and nobody waits for it. NCCL needs every GPU, so with NCCL all GPUs get them.
@@ -192,7 +193,7 @@ class PACELINE_API DeviceQueues {
   /// The device's k-th bucket is final: work on its stream so far has written it, or only what comes before the
   /// caller's event `written` (cudaEvent_t), which a graph has recorded. Its sum begins when every device that takes
   /// part has sealed it. A bucket that is sealed again is summed again, in the end. Any thread.
-  void seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written = nullptr);
+  void seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written = nullptr);
   /// The device has no more work. Seals its buckets; those without data are sealed already. Every device gives the same
   /// list of sizes. Host memory must be pinned. Not called for devices without work.
   void deliver(DeviceId device, const std::vector<BufferView>& parts);

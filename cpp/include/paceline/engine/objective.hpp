@@ -8,8 +8,8 @@
 namespace paceline {
 
 /// The objective of one step. Host devices know the number when the step returns. GPUs may still be at the step then,
-/// so reading the number waits for them. An objective may outlive its trainer, and its copies share one number. Any
-/// thread.
+/// so reading the number waits for them, and ends the caller's lead. That is why it does not turn into a number by
+/// itself. An objective may outlive its trainer, and its copies share one number. Any thread.
 class PACELINE_API Objective {
  public:
   /// The number is known already.
@@ -19,7 +19,6 @@ class PACELINE_API Objective {
   /// Waits for the devices.
   /// @throws Timeout, DeviceLost, Error if a device or NCCL failed in this step. Its gradients are then undefined.
   [[nodiscard]] double value() const;
-  operator double() const { return value(); }  // NOLINT(google-explicit-constructor): a step returns a number
 
  private:
   explicit Objective(std::shared_ptr<State> state);

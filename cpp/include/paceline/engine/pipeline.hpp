@@ -19,6 +19,7 @@
 #include <paceline/export.hpp>
 #include <paceline/plan/stages.hpp>
 #include <paceline/runtime/device_group.hpp>
+#include <paceline/runtime/native_stream.hpp>
 
 namespace paceline {
 
@@ -46,7 +47,7 @@ struct BasicBlockRun {
   std::span<const T> output_gradient{};  ///< like output; empty for the last block, which computes the loss
   std::span<T> input_gradient{};         ///< like input; the backward writes all of it
   std::span<T> gradients{};              ///< like parameters; the backward adds to it
-  void* stream = nullptr;                ///< on a GPU the cudaStream_t to enqueue everything on; null on the host
+  NativeStream stream = nullptr;         ///< on a GPU the cudaStream_t to enqueue everything on; null on the host
   /// On a GPU, a sum in the GPU's memory that the last block may add losses to, beside those that it returns. Null on
   /// the host.
   double* loss_sum = nullptr;
@@ -62,7 +63,7 @@ struct BasicBlockUpdate {
   std::span<T> parameters;
   std::span<const T> gradients;
   std::span<T> state;
-  void* stream = nullptr;  ///< as BasicBlockRun::stream
+  NativeStream stream = nullptr;  ///< as BasicBlockRun::stream
 };
 
 struct PipelineOptions {
@@ -99,7 +100,7 @@ struct PipelineRecord {
 /// first block reads the batch itself, and the last block computes the loss.
 ///
 ///   paceline::Pipeline trainer{group, {.blocks = blocks, .batch_size = 64}};
-///   double loss = trainer.step(64,
+///   paceline::Objective loss = trainer.step(64,
 ///       [&](const paceline::BlockRun& run) { return forward(run); },       // writes run.output and run.saved
 ///       [&](const paceline::BlockRun& run) { backward(run); });            // writes run.input_gradient, adds to
 ///                                                                          // run.gradients
@@ -160,7 +161,7 @@ class PACELINE_API BasicPipeline {
   [[nodiscard]] std::span<T> gradients(std::size_t block);
   [[nodiscard]] std::span<T> state(std::size_t block);
   /// On a GPU the cudaStream_t that the block's memory belongs to; null on the host.
-  [[nodiscard]] void* stream(std::size_t block) const;
+  [[nodiscard]] NativeStream stream(std::size_t block) const;
 
   /// From the next step on the device with this name has no stage, until restore().
   /// @throws InvalidArgument if the group has no such device, or it is the last one that works.

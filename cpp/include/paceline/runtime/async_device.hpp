@@ -10,6 +10,7 @@
 
 #include <paceline/export.hpp>
 #include <paceline/runtime/dtype.hpp>
+#include <paceline/runtime/native_stream.hpp>
 #include <paceline/runtime/reduce_op.hpp>
 
 namespace paceline {
@@ -58,8 +59,8 @@ struct DeviceReduction {
 class PACELINE_API Stream {
  public:
   virtual ~Stream();
-  /// The handle of the device's own library (cudaStream_t).
-  [[nodiscard]] virtual void* native() const noexcept = 0;
+  /// The handle of the device's own library.
+  [[nodiscard]] virtual NativeStream native() const noexcept = 0;
   /// Sets `event`, which belongs to this stream's device, behind all work enqueued so far.
   virtual void record(Event& event) = 0;
   /// Work enqueued from now on runs after `event`, which may belong to another device.
@@ -87,11 +88,11 @@ class PACELINE_API AsyncDevice {
   virtual ~AsyncDevice();
   [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;
   /// Wraps a stream that the caller keeps owning. Null means the device's legacy default stream.
-  [[nodiscard]] virtual std::unique_ptr<Stream> adopt_stream(void* native) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Stream> adopt_stream(NativeStream native) = 0;
   /// @param timed whether Event::seconds_since() will be called on it.
   [[nodiscard]] virtual std::unique_ptr<Event> make_event(bool timed) = 0;
   /// Wraps an event of this device (cudaEvent_t) that the caller has recorded and keeps owning.
-  [[nodiscard]] virtual std::unique_ptr<Event> adopt_event(void* native) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Event> adopt_event(NativeEvent native) = 0;
   /// Uninitialised memory of the device, for use in the order of `stream`.
   /// @throws OutOfMemory naming the device and the size.
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) = 0;

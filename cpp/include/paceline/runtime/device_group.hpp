@@ -3,10 +3,14 @@
 
 #include <chrono>
 #include <cstddef>
+#include <exception>
 #include <functional>
+#include <future>
 #include <memory>
 #include <span>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <paceline/device_id.hpp>
@@ -19,11 +23,22 @@ namespace paceline {
 
 class GroupWorkers;
 
-/// An ordered set of devices, and one worker thread per device that lives as long as the group.
+/// How a source is opened (DeviceGroup::open()).
+struct OpenOptions {
+  /// A worker asks the source of the highest priority first, after each piece of work.
+  int priority = 0;
+  /// A gang, such as a step, has its devices together: it may wait on one of them for another. A worker takes part in
+  /// one gang at a time. Gangs that share a device, of one group or of several, take turns in the order in which they
+  /// were opened, whatever their priorities.
+  bool gang = false;
+};
+
+/// An ordered set of devices, and a seat at the worker thread of each.
 ///
-/// A DeviceGroup is a handle: copies share the same workers, and the last copy to be destroyed ends them. Each worker
-/// is pinned to its device's cores. A worker without work spins for a moment and then sleeps.
-/// Threads: any thread may submit, one task at a time.
+/// There is one worker for each device in the process. Groups with a device in common share its worker, and the last
+/// group that leaves it ends it. A DeviceGroup is a handle: copies are the same group, which ends with the last copy.
+/// Each worker is pinned to its device's cores. A worker without work spins for a moment and then sleeps.
+/// Threads: any thread may submit.
 /// After fork() the child has no workers. There every call throws Unavailable, and destruction only drops the state.
 ///
 ///   paceline::DeviceGroup group = paceline::DeviceGroup::all();
@@ -49,18 +64,23 @@ class PACELINE_API DeviceGroup {
   DeviceGroup(const DeviceGroup&);
   DeviceGroup& operator=(const DeviceGroup&);
 
+  /// Another group of the same devices, which is busy and closed on its own. Closing this group closes it, too. A
+  /// trainer works on a share of the group that it is given.
+  /// @throws Unavailable once closed or after fork().
+  [[nodiscard]] DeviceGroup share() const;
+
   [[nodiscard]] std::size_t size() const noexcept;
   [[nodiscard]] const std::vector<Device>& devices() const noexcept;
   /// Whether any of the devices is asynchronous, as GPUs are.
   [[nodiscard]] bool asynchronous() const;
 
-  /// Makes the workers ask `source` for work, and returns at once. Steps and tasks have priority 0 or above; one of
-  /// them is open at a time. Any number of sources with a priority below 0 may be open. Their work fills the gaps
-  /// (WorkSource), and close() cancels them. `devices` lists indices; an empty list means all devices.
-  /// @throws InvalidArgument while another source of priority 0 or above is not complete, for a source that was opened
-  /// before, and for an index out of range; Unavailable once closed or after fork().
-  void open(const std::shared_ptr<WorkSource>& source, int priority, std::span<const DeviceId> devices = {});
-  /// Opens the source at priority 0, on all devices.
+  /// Makes the workers ask `source` for work, and returns at once. close() cancels a source that is no gang. An empty
+  /// list of devices means all of the group.
+  /// @throws InvalidArgument for a gang that is opened by a piece of work on a worker, which would wait for itself, for
+  /// a source that was opened before, and for a device that the group lacks; Unavailable once closed or after fork().
+  void open(const std::shared_ptr<WorkSource>& source, const OpenOptions& options,
+            std::span<const DeviceId> devices = {});
+  /// Opens the source as a gang of all devices.
   void submit(const std::shared_ptr<WorkSource>& source);
 
   /// Waits until `source` is complete, without a time limit: user code may compile for half a minute or sit in a
@@ -71,11 +91,36 @@ class PACELINE_API DeviceGroup {
   /// submit(), then wait(). Returns and throws what they do.
   bool run(const std::shared_ptr<WorkSource>& source, const Between& between = {});
 
-  /// True while a source of priority 0 or above is not complete.
+  /// Calls `call(device)` once, on the worker that is free first, between the pieces of other work.
+  ///
+  ///   std::future<double> score = group.async([&](const Device&) { return evaluate(weights); });
+  ///
+  /// @return its result, or what it has thrown; Cancelled if the group is closed before the call begins.
+  /// @throws as open()
+  template <class Call>
+  [[nodiscard]] std::future<std::invoke_result_t<Call&, const Device&>> async(Call call, int priority = 0) {
+    using Result = std::invoke_result_t<Call&, const Device&>;
+    const auto promise = std::make_shared<std::promise<Result>>();
+    open_call(
+        [promise, call = std::move(call)](const Device& device) mutable {
+          if constexpr (std::is_void_v<Result>) {
+            call(device);
+            promise->set_value();
+          } else {
+            promise->set_value(call(device));
+          }
+        },
+        [promise](const std::exception_ptr& error) { promise->set_exception(error); }, priority);
+    return promise->get_future();
+  }
+
+  /// True while a gang of this group, or of a share of it, is not complete.
   [[nodiscard]] bool busy() const noexcept;
 
-  /// Ends and joins the workers. A second call does nothing. A worker that has not ended within `timeout` is left
-  /// behind; it ends with the process. `between` is called as in wait(); if it returns false, close() stops waiting.
+  /// Leaves the workers, once they have done what this group gave them. A worker that no other group uses is ended and
+  /// joined. A second call does nothing. A worker that has not come back within `timeout` is left behind; it ends with
+  /// the process, and other groups get a new one. `between` is called as in wait(); if it returns false, close() stops
+  /// waiting.
   /// @throws Timeout naming the devices whose workers were left behind.
   void close(std::chrono::nanoseconds timeout = std::chrono::seconds(10), const Between& between = {});
   [[nodiscard]] bool closed() const noexcept;
@@ -85,6 +130,9 @@ class PACELINE_API DeviceGroup {
   static void close_all(std::chrono::nanoseconds timeout = std::chrono::seconds(5)) noexcept;
 
  private:
+  void open_call(std::function<void(const Device&)> call, std::function<void(const std::exception_ptr&)> fail,
+                 int priority);
+
   std::shared_ptr<GroupWorkers> workers_;
 };
 

@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <cstddef>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include <paceline/device_id.hpp>
@@ -31,15 +33,15 @@ class PACELINE_API GroupTask : public WorkSource {
   [[nodiscard]] bool all_left() const noexcept { return inside_.load(std::memory_order_acquire) == 0; }
 
  private:
-  void opened(const std::vector<bool>& asks) final;
+  void opened(std::span<const DeviceId> devices) final;
   [[nodiscard]] NextWork next(DeviceId device, Clock::time_point now) noexcept final;
   void perform(DeviceId device, std::int64_t work, Turn& turn) final;
   void done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept final;
   void failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept final;
   void cancel(std::exception_ptr reason) noexcept final;
 
-  std::vector<char> taken_;             // each worker writes only its own entry
-  std::atomic<std::size_t> inside_{1};  // workers that have not left; not 0 before the task is opened
+  std::vector<std::pair<DeviceId, bool>> taken_;  // each worker writes only its own entry
+  std::atomic<std::size_t> inside_{1};            // workers that have not left; not 0 before the task is opened
 };
 
 }  // namespace paceline

@@ -18,6 +18,9 @@ class PACELINE_API Turn {
   explicit Turn(const Device& device) : device_(&device) {}
   [[nodiscard]] const Device& device() const noexcept { return *device_; }
 
+  /// The device whose turn the calling thread has, as a worker at a piece of work or as a borrower; null if none.
+  [[nodiscard]] static const Device* of_this_thread() noexcept;
+
   /// Lends the turn to the thread that borrows from `loan`, and blocks until that thread has given it back.
   /// @return false if the loan was closed before the turn was borrowed.
   bool lend(TurnLoan& loan) const;

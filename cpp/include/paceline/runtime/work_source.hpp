@@ -7,6 +7,8 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include <paceline/device_id.hpp>
@@ -19,6 +21,7 @@ namespace paceline {
 namespace internal {
 class TaskSignal;
 class Worker;
+class WorkerRegistry;
 }  // namespace internal
 
 /// A source's answer to a device that asks for work.
@@ -54,6 +57,7 @@ struct WorkTiming {
 /// the work, tells the source how long that took, and asks again from the highest priority. So a source of low priority
 /// fills the gaps of those above it, and gives way after each piece of its work. A worker skips a source that answers
 /// wait. If all sources wait, the worker sleeps until an event is done, a deadline has come, or somebody calls wake().
+/// Of the sources that are gangs (OpenOptions) it asks one, until that one is done, and then the next.
 ///
 /// The contract, for each device:
 ///   next() -> take(k), then perform(k), then done(k) or, if perform() threw, failed(k); then next() again
@@ -93,18 +97,22 @@ class PACELINE_API WorkSource {
   void wake_caller() noexcept;
 
  private:
-  /// Called once, when the source is opened, before any device asks. `asks`: for each device of the group, whether its
-  /// worker will ask. Must not call wake(). If it throws, the source is not opened.
-  virtual void opened(const std::vector<bool>& asks);
+  /// Called once, when the source is opened, before any device asks. `devices`: whose workers will ask. Must call
+  /// neither wake() nor the group. If it throws, the source is not opened.
+  virtual void opened(std::span<const DeviceId> devices);
 
   friend class DeviceGroup;
   friend class GroupWorkers;
+  friend class internal::WorkerRegistry;
+  using Workers = std::vector<std::pair<DeviceId, std::weak_ptr<internal::Worker>>>;
 
-  void attach(std::vector<std::weak_ptr<internal::Worker>> workers, const std::vector<bool>& asks);
+  void attach(Workers workers, std::span<const DeviceId> devices);
+  /// Another worker asks for the device from now on.
+  void replace(DeviceId device, const std::shared_ptr<internal::Worker>& worker) noexcept;
 
   std::shared_ptr<internal::TaskSignal> signal_;
-  std::mutex mutex_;                                      // cancel() may run while the source is being opened
-  std::vector<std::weak_ptr<internal::Worker>> workers_;  // one per device; empty before the source is opened
+  std::mutex mutex_;  // cancel() may run while the source is being opened
+  Workers workers_;   // empty before the source is opened
 };
 
 }  // namespace paceline

@@ -65,7 +65,7 @@ class AsyncMemory final : public TrainerMemory<T> {
   }
 
   [[nodiscard]] std::shared_ptr<TrainerStep<T>> make_step(const Body& body, double total_weight) override;
-  [[nodiscard]] void* stream() const noexcept override { return queues.home_stream().native(); }
+  [[nodiscard]] NativeStream stream() const noexcept override { return queues.home_stream().native(); }
   [[nodiscard]] std::string transport() const override { return queues.transport(); }
   [[nodiscard]] bool failure_was_read() override { return failure_was_read_->exchange(false); }
   void settle_objectives() override {

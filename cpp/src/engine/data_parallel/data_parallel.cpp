@@ -75,8 +75,8 @@ class UpdateProgram final : public StepProgram {
 
 template <class T>
 struct BasicDataParallel<T>::State {
-  State(DeviceGroup group, const DataParallelOptions& options)
-      : memory(make_memory<T>(group, options)), step_loop(std::move(group), step_loop_options(options)) {}
+  State(const DeviceGroup& group, const DataParallelOptions& options)
+      : memory(make_memory<T>(group, options)), step_loop(group.share(), step_loop_options(options)) {}
 
   /// `batch`: how many items, or the cost of each.
   template <class Batch>
@@ -98,7 +98,7 @@ struct BasicDataParallel<T>::State {
     try {
       noting_failures([&] { program->begin(*step); });
       step->start();
-    } catch (...) {  // another trainer may have come first, or closed the group
+    } catch (...) {  // the group may have been closed
       program->abandon();
       throw;
     }
@@ -151,7 +151,7 @@ BasicDataParallel<T>::BasicDataParallel(DeviceGroup group, DataParallelOptions o
                     options.parameter_count));
   };
   try {
-    state_ = std::make_unique<State>(std::move(group), options);
+    state_ = std::make_unique<State>(group, options);
   } catch (const std::bad_alloc&) {
     throw no_memory();
   } catch (const std::length_error&) {
@@ -221,7 +221,7 @@ std::span<T> BasicDataParallel<T>::gradients() noexcept {
   return state_->memory->gradients;
 }
 template <class T>
-void* BasicDataParallel<T>::stream() const noexcept {
+NativeStream BasicDataParallel<T>::stream() const noexcept {
   return state_->memory->stream();
 }
 template <class T>

@@ -50,7 +50,7 @@ class TrainerMemory : public std::enable_shared_from_this<TrainerMemory<T>> {
 
   /// `body` must live until the step has ended. Nothing happens before TrainerStep::begin().
   [[nodiscard]] virtual std::shared_ptr<TrainerStep<T>> make_step(const Body& body, double total_weight);
-  [[nodiscard]] virtual void* stream() const noexcept { return nullptr; }
+  [[nodiscard]] virtual NativeStream stream() const noexcept { return nullptr; }
   /// How data gets from one GPU to another. Empty if there is only one GPU.
   [[nodiscard]] virtual std::string transport() const { return {}; }
   /// Reads each objective that nobody has read, so that later failures do not change it. Requires: no device is

@@ -46,7 +46,7 @@ struct BasicPipeline<T>::State {
 
 template <class T>
 BasicPipeline<T>::BasicPipeline(DeviceGroup group, PipelineOptions options)
-    : state_(new State{internal::PipelineCore(std::move(group), options, kDTypeOf<T>)}) {}
+    : state_(new State{internal::PipelineCore(group.share(), options, kDTypeOf<T>)}) {}
 
 template <class T>
 BasicPipeline<T>::~BasicPipeline() = default;
@@ -63,7 +63,7 @@ Objective BasicPipeline<T>::step(std::int64_t batch_size, const Forward& forward
 
 template <class T>
 void BasicPipeline<T>::update(const std::function<void(const Update&)>& body) {
-  state_->core.update([&](std::size_t block, internal::BlockMemory& memory, void* stream) {
+  state_->core.update([&](std::size_t block, internal::BlockMemory& memory, NativeStream stream) {
     const PipelineBlock& sizes = state_->core.sizes(block);
     body({.block = block,
           .device = memory.device,
@@ -93,7 +93,7 @@ std::span<T> BasicPipeline<T>::state(std::size_t block) {
 }
 
 template <class T>
-void* BasicPipeline<T>::stream(std::size_t block) const {
+NativeStream BasicPipeline<T>::stream(std::size_t block) const {
   return state_->core.stream(state_->core.block(block).device);
 }
 

@@ -216,7 +216,7 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
   }
 }
 
-void PipelineCore::update(const std::function<void(std::size_t, BlockMemory&, void*)>& body) {
+void PipelineCore::update(const std::function<void(std::size_t, BlockMemory&, NativeStream)>& body) {
   devices_.check();
   if (memory_.stages().empty()) memory_.arrange(*plan_);
   std::vector<std::size_t> at(memory_.stages().size());
@@ -341,7 +341,7 @@ BlockMemory& PipelineCore::block(std::size_t index) {
   throw InvalidArgument(fmt::format("Pipeline: there is no block {} among {}.", index, blocks_.size()));
 }
 
-void* PipelineCore::stream(DeviceId device) const {
+NativeStream PipelineCore::stream(DeviceId device) const {
   const Stream* const work = devices_.work(device);
   return work == nullptr ? nullptr : work->native();
 }

@@ -25,14 +25,14 @@ class PipelineCore {
   PipelineCore(DeviceGroup group, const PipelineOptions& options, DType dtype);
 
   Objective step(std::int64_t batch_size, const BlockCalls& calls, double weight);
-  void update(const std::function<void(std::size_t block, BlockMemory& memory, void* stream)>& body);
+  void update(const std::function<void(std::size_t block, BlockMemory& memory, NativeStream stream)>& body);
 
   [[nodiscard]] BlockMemory& block(std::size_t index);
   [[nodiscard]] const PipelineBlock& sizes(std::size_t block) const { return blocks_[block]; }
   [[nodiscard]] std::size_t input_count(std::size_t block) const {
     return block == 0 ? 0 : blocks_[block - 1].output_count;
   }
-  [[nodiscard]] void* stream(DeviceId device) const;
+  [[nodiscard]] NativeStream stream(DeviceId device) const;
   [[nodiscard]] DeviceId device(std::string_view name) const;
   [[nodiscard]] StagePlanner& planner() noexcept { return planner_; }
   [[nodiscard]] const plan::StagePlan& plan() const noexcept { return *plan_; }

@@ -31,7 +31,7 @@ struct BlockCall {
   std::byte* saved = nullptr;
   std::byte* output_gradient = nullptr;
   std::byte* input_gradient = nullptr;
-  void* stream = nullptr;
+  NativeStream stream = nullptr;
   double* loss_sum = nullptr;
 };
 

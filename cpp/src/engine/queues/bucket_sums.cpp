@@ -58,7 +58,7 @@ void BucketSums::begin(const std::vector<bool>& takes_part, std::span<const Buff
   again_.assign(outputs.size(), false);
 }
 
-void BucketSums::seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written) {
+void BucketSums::seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written) {
   const std::lock_guard lock(mutex_);
   Source& source = sources_[device];
   if (source.buckets.size() <= k) source.buckets.resize(k + 1);

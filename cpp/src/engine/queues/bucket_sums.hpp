@@ -65,7 +65,7 @@ class BucketSums {
   void begin(const std::vector<bool>& takes_part, std::span<const BufferView> outputs, double scale);
   /// The device's k-th bucket is final; work on its stream so far has written it, or what this event of the caller
   /// follows. Sealed again: it is summed again, in the end. Any thread.
-  void seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written = nullptr);
+  void seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written = nullptr);
   /// Sums what is left. Devices that have sealed nothing give nothing.
   void finish();
 

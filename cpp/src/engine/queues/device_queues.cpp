@@ -57,7 +57,7 @@ void DeviceQueues::State::find_spaces(const DeviceGroup& group) {
   if (!memory.host_devices().empty()) spaces.push_back({.maker = &home_device()});
 }
 
-void DeviceQueues::State::use(void* native) {
+void DeviceQueues::State::use(NativeStream native) {
   AsyncDevice& device = home_device();
   const std::unique_ptr<Stream> before =
       std::exchange(home_stream, native != nullptr ? device.adopt_stream(native) : device.make_stream());
@@ -154,7 +154,7 @@ void DeviceQueues::State::expect(std::span<const BufferView> the_outputs, double
   sums->begin(sources, outputs, scale);
 }
 
-void DeviceQueues::State::seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written) {
+void DeviceQueues::State::seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written) {
   Queue& queue = queues[device];
   if (collectives == nullptr || queue.device == nullptr) return sums->seal(device, k, bucket, written);
   if (queue.parts.size() <= k) queue.parts.resize(k + 1);
@@ -258,7 +258,7 @@ Stream* DeviceQueues::copy_stream(std::size_t space) const noexcept { return sta
 Stream* DeviceQueues::stream(DeviceId device) const noexcept { return state_->queues[device].stream; }
 Stream* DeviceQueues::source_stream(DeviceId device) const noexcept { return state_->queues[device].source.get(); }
 
-void DeviceQueues::set_stream(void* native) {
+void DeviceQueues::set_stream(NativeStream native) {
   if (native == nullptr ? state_->owns_home_stream : native == state_->home_stream->native()) return;
   state_->use(native);
 }
@@ -292,7 +292,7 @@ void DeviceQueues::end_run(DeviceId device) {
 
 void DeviceQueues::expect(std::span<const BufferView> outputs, double scale) { state_->expect(outputs, scale); }
 
-void DeviceQueues::seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written) {
+void DeviceQueues::seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written) {
   state_->seal(device, k, bucket, written);
 }
 

@@ -60,7 +60,7 @@ struct DeviceQueues::State {
 
   void find_spaces(const DeviceGroup& group);
   /// Orders steps on this stream of the caller from now on; null: on one of our own.
-  void use(void* native);
+  void use(NativeStream native);
   void open(Queue& queue);
   static void open(Space& space, std::shared_ptr<Stream> copies);
   /// Connects several GPUs.
@@ -69,7 +69,7 @@ struct DeviceQueues::State {
   void prepare_sums();
   void begin(std::vector<bool> takes_part);
   void expect(std::span<const BufferView> the_outputs, double scale);
-  void seal(DeviceId device, std::size_t k, const BufferView& bucket, void* written = nullptr);
+  void seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written = nullptr);
   /// Copies home's parameters to the other spaces, once they are ready.
   void distribute(std::span<const SpaceCopy> copies);
   void note_arrival(Space& space, std::size_t index, std::size_t bucket);

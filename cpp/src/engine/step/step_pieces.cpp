@@ -4,12 +4,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <optional>
+#include <utility>
 
 #include <paceline/error.hpp>
 
-#include "engine/step/work_queue.hpp"
 #include "plural.hpp"
 
 namespace paceline::internal {
@@ -64,78 +63,85 @@ std::vector<StepPieces::Span> StepPieces::spans(const MicroBatch& claim) const {
   return {{claim.begin, claim.end}};
 }
 
-bool StepPieces::run(const MicroBatch& claim, StepProgram& program, const WorkQueue& queue, MicroBatch& current) {
-  using Clock = std::chrono::steady_clock;
+bool StepPieces::on_trial() const { return search_ != nullptr && search_->on_trial(); }
+
+void StepPieces::begin(const MicroBatch& claim) {
   DeviceState& state = devices_[claim.device];
-  bool excluded = search_ != nullptr && search_->on_trial();
-  const auto run_piece = [&](Span piece) {
-    if (queue.cancelled() && piece.first > claim.begin) throw Cancelled("the step was cancelled");
-    current.begin = piece.first;
-    current.end = piece.second;
-    current.continues = piece.first > claim.begin;
-    current.last = claim.last && piece.second == claim.end;
-    if (!claim.items.empty()) {
-      current.items = claim.items.subspan(static_cast<std::size_t>(piece.first - claim.begin),
-                                          static_cast<std::size_t>(piece.second - piece.first));
-    }
-    excluded |= program.run(current);
-    state.ran.push_back({.begin = piece.first, .end = piece.second, .device = claim.device});
-  };
-  const auto run_span = [&](Span span) {
-    if (caps_ == nullptr || caps_->idle() || !script_.empty()) {
-      run_piece(span);
-    } else {
-      run_in_memory(span, program, current, run_piece);
-    }
-  };
-  std::int64_t span_count = 1;
-  if (search_ != nullptr) {
-    std::vector<balance::TimedPiece> timed;
-    for (const Span& span : spans(claim)) {
-      const Clock::time_point start = Clock::now();
-      run_span(span);
-      timed.push_back({span.second - span.first, std::chrono::duration<double>(Clock::now() - start).count()});
-    }
-    span_count = std::ssize(timed);
-    state.timed.push_back(std::move(timed));
-  } else if (!script_.empty()) {
-    const std::vector<Span> scripted = spans(claim);
-    for (const Span& span : scripted) run_span(span);
-    span_count = std::ssize(scripted);
-  } else {  // the usual case reads no clock and allocates nothing
-    run_span({claim.begin, claim.end});
+  state.claim = claim;
+  state.cuts.clear();
+  state.rest = {claim.begin, claim.begin};
+  state.spans_left.clear();
+  if (search_ == nullptr && script_.empty()) {  // the usual case allocates nothing after the first claim
+    state.spans_left.emplace_back(claim.begin, claim.end);
+  } else {
+    for (const Span& span : spans(claim)) state.spans_left.push_back(span);
+    std::ranges::reverse(state.spans_left);
   }
-  ++state.claims;
-  state.spans += span_count;
-  return excluded;
+  state.spans += std::ssize(state.spans_left);
+  if (search_ != nullptr) state.timed.emplace_back();
 }
 
-/// Cuts the span into pieces that fit, and measures sizes that are not known yet.
-void StepPieces::run_in_memory(Span span, StepProgram& program, MicroBatch& current,
-                               const std::function<void(Span)>& run_piece) {
-  const DeviceId d = current.device;
-  bool learned = false;
-  const auto measure = [&](Span piece) {
-    current.measure = true;
-    run_piece(piece);
-    current.measure = false;
-    const std::optional<std::int64_t> bytes = program.memory_bytes(d);
-    learned = !bytes || caps_->measured(d, *plan_, piece.first, piece.second, *bytes);
-  };
-  auto [begin, end] = span;
-  while (const auto middle = caps_->end_to_measure(d, *plan_, begin, end, least_items_)) {
-    measure({begin, *middle});
-    begin = *middle;
-    if (!learned) break;  // nothing could be measured, or only a known size
-  }
-  if (begin == end) return;
-  for (const Span& piece : caps_->pieces(d, *plan_, begin, end, least_items_)) {
-    if (caps_->wants_more(d, *plan_)) {
-      measure(piece);
-    } else {
-      run_piece(piece);
+std::optional<MicroBatch> StepPieces::next(DeviceId device) {
+  DeviceState& state = devices_[device];
+  if (state.cuts.empty() && state.rest.first == state.rest.second) {
+    if (state.spans_left.empty()) {
+      ++state.claims;
+      return std::nullopt;
     }
+    state.rest = state.spans_left.back();
+    state.spans_left.pop_back();
+    state.learns = true;
+    if (search_ != nullptr) state.timed.back().push_back({state.rest.second - state.rest.first, 0.0});
   }
+  const MicroBatch& claim = state.claim;
+  MicroBatch piece = claim;
+  const Span span = cut(state, piece.measure);
+  piece.begin = span.first;
+  piece.end = span.second;
+  piece.continues = piece.begin > claim.begin;
+  piece.last = claim.last && piece.end == claim.end;
+  if (!claim.items.empty()) {
+    piece.items = claim.items.subspan(static_cast<std::size_t>(piece.begin - claim.begin),
+                                      static_cast<std::size_t>(piece.size()));
+  }
+  return piece;
+}
+
+/// The next piece of the span: one whose memory is to be measured, as long as that is not known, then pieces that fit.
+StepPieces::Span StepPieces::cut(DeviceState& state, bool& measured) {
+  const DeviceId d = state.claim.device;
+  auto& [begin, end] = state.rest;
+  state.probing = false;
+  if (caps_ == nullptr || caps_->idle() || !script_.empty()) return std::exchange(state.rest, {end, end});
+  if (state.cuts.empty()) {
+    if (state.learns) {
+      if (const auto middle = caps_->end_to_measure(d, *plan_, begin, end, least_items_)) {
+        measured = state.probing = true;
+        return {std::exchange(begin, *middle), *middle};
+      }
+    }
+    state.cuts = caps_->pieces(d, *plan_, begin, end, least_items_);
+    std::ranges::reverse(state.cuts);
+    begin = end;
+  }
+  const Span piece = state.cuts.back();
+  state.cuts.pop_back();
+  measured = caps_->wants_more(d, *plan_);
+  return piece;
+}
+
+void StepPieces::measure(const MicroBatch& piece, StepProgram& program) {
+  if (!piece.measure) return;
+  DeviceState& state = devices_[piece.device];
+  const std::optional<std::int64_t> bytes = program.memory_bytes(piece.device);
+  const bool learned = !bytes || caps_->measured(piece.device, *plan_, piece.begin, piece.end, *bytes);
+  if (state.probing) state.learns = learned;  // else nothing could be measured, or only a known size
+}
+
+void StepPieces::ran(const MicroBatch& piece, double seconds) {
+  DeviceState& state = devices_[piece.device];
+  state.ran.push_back({.begin = piece.begin, .end = piece.end, .device = piece.device});
+  if (search_ != nullptr) state.timed.back().back().seconds += seconds;
 }
 
 std::vector<MicroBatch> StepPieces::ran() const {

@@ -3,8 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -18,14 +18,13 @@
 
 namespace paceline::internal {
 
-class WorkQueue;
-
 /// Each device's claims must be cut into its pieces without a gap, because an item outside of all pieces would not run.
 /// @throws InvalidArgument otherwise
 void check_pieces(const StepScript& script);
 
-/// Runs the claims of one step in pieces. A piece is a micro-batch of the size that the search has found to be fast, or
-/// has on trial. Where memory is short it is cut further. Each device touches only its own state.
+/// Cuts the claims of one step into pieces, each of which a worker takes by itself. A piece is a micro-batch of the
+/// size that the search has found to be fast, or has on trial. Where memory is short it is cut further. Each device
+/// touches only its own state.
 class StepPieces {
  public:
   /// Claims run whole.
@@ -35,9 +34,15 @@ class StepPieces {
              std::shared_ptr<balance::SizeSearch> search, std::int64_t least_items,
              std::vector<std::vector<MicroBatch>> script);
 
-  /// Runs a claim, and keeps the running piece in `current`. Like StepProgram::run() it returns true if the time is no
-  /// evidence. @throws Cancelled between two pieces if `queue` is cancelled.
-  bool run(const MicroBatch& claim, StepProgram& program, const WorkQueue& queue, MicroBatch& current);
+  /// The device has this claim now, and has run the one before.
+  void begin(const MicroBatch& claim);
+  /// The next piece of the device's claim; none when all have run.
+  [[nodiscard]] std::optional<MicroBatch> next(DeviceId device);
+  /// The device has run that piece, on the thread that calls this, in that time.
+  void measure(const MicroBatch& piece, StepProgram& program);
+  void ran(const MicroBatch& piece, double seconds);
+  /// Whether the times of the device's claim are no evidence, because a size is on trial.
+  [[nodiscard]] bool on_trial() const;
 
   // When the step is over.
   /// The pieces that ran, by device and in their order. Empty if all claims ran whole.
@@ -57,10 +62,17 @@ class StepPieces {
     std::int64_t claims = 0;     // that ran
     std::int64_t spans = 0;      // that they were divided into, not counting the cuts because of memory
     balance::TimedClaims timed;  // for the search; empty if there is none
+    // Of the claim that it has.
+    MicroBatch claim;
+    std::vector<Span> spans_left;  // the last one first
+    std::vector<Span> cuts;        // of the span, because of memory; the last one first
+    Span rest{};                   // of the span: not cut yet
+    bool probing = false;          // the piece that runs says whether the rest of the span needs another one
+    bool learns = false;           // whether sizes of the span may still be measured
   };
 
   [[nodiscard]] std::vector<Span> spans(const MicroBatch& claim) const;
-  void run_in_memory(Span span, StepProgram& program, MicroBatch& current, const std::function<void(Span)>& run_piece);
+  [[nodiscard]] Span cut(DeviceState& state, bool& measured);
 
   std::shared_ptr<const BatchPlan> plan_;
   std::shared_ptr<MemoryCaps> caps_;

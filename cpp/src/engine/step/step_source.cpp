@@ -7,6 +7,8 @@
 #include <optional>
 #include <utility>
 
+#include <paceline/error.hpp>
+
 #include "runtime/deadline.hpp"
 
 namespace paceline::internal {
@@ -21,6 +23,10 @@ constexpr std::int64_t kReduce = 2;
 constexpr int kComputing = 0;
 constexpr int kReducing = 1;
 constexpr int kFailed = 2;
+
+// A claim between whose pieces the worker was away for longer says nothing of the device's speed.
+constexpr double kLeastBetween = 50e-6;  // seconds; less than that, a claim of microseconds would be no evidence
+constexpr double kMostBetween = 0.05;
 
 constexpr std::uint32_t kClosed = std::uint32_t{1} << 31;  // of inside_: nobody enters any more
 
@@ -56,10 +62,8 @@ NextWork StepSource::next(DeviceId device, Clock::time_point now) noexcept {
 void StepSource::perform(DeviceId device, std::int64_t work, Turn&) {
   DeviceState& state = devices_[device];
   if (work == kMicroBatch) {
-    MicroBatch claim = state.current;
-    const bool excluded = pieces_->run(claim, *program_, *queue_, state.current);
-    claim.items = {};  // they end with the step, the record does not
-    state.claims.push_back({.micro_batch = claim, .excluded = excluded});
+    state.claim->excluded |= program_->run(state.current);
+    pieces_->measure(state.current, *program_);
   }
   if (work == kFinish) program_->finish(device);
   if (work == kReduce && reduction_->work()) settle_once();
@@ -68,8 +72,11 @@ void StepSource::perform(DeviceId device, std::int64_t work, Turn&) {
 void StepSource::done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept {
   DeviceState& state = devices_[device];
   if (work == kMicroBatch) {
-    state.claims.back().start_seconds = seconds_at(timing.start);
-    state.claims.back().finish_seconds = seconds_at(timing.finish);
+    const double seconds = std::chrono::duration<double>(timing.finish - timing.start).count();
+    pieces_->ran(state.current, seconds);
+    if (!state.current.continues) state.claim->start_seconds = seconds_at(timing.start);
+    state.claim->finish_seconds = seconds_at(timing.finish);
+    state.seconds += seconds;
     state.current = MicroBatch{.device = device};
   } else if (work == kFinish) {
     leave(device);
@@ -122,14 +129,21 @@ NextWork StepSource::next_micro_batch(DeviceId device, Clock::time_point now) no
   DeviceState& state = devices_[device];
   state.current = MicroBatch{.device = device};
   try {
+    if (state.claim) {
+      if (queue_->cancelled()) throw Cancelled("the step was cancelled");
+      if (next_piece(state, device)) return NextWork::take(kMicroBatch);
+    }
     for (;;) {
       const Event* const event = state.asks_again ? program_->idle(device) : program_->slot(device);
       if (event != nullptr && !queue_->cancelled() && !event->done()) return wait_for(state, *event, now);
       state.waits_since.reset();
       state.asks_again = false;
       if (const auto claimed = queue_->claim(device, seconds_at(Clock::now()))) {
-        state.current = *claimed;
-        return NextWork::take(kMicroBatch);
+        state.claim = ClaimRecord{.micro_batch = *claimed, .excluded = pieces_->on_trial()};
+        state.claim->micro_batch.items = {};  // they end with the step, the record does not
+        state.seconds = 0.0;
+        pieces_->begin(*claimed);
+        if (next_piece(state, device)) return NextWork::take(kMicroBatch);
       }
       if (!queue_->asks_again(device)) return NextWork::take(kFinish);
       state.asks_again = true;
@@ -139,6 +153,19 @@ NextWork StepSource::next_micro_batch(DeviceId device, Clock::time_point now) no
     leave(device);
     return NextWork::wait();  // the worker is woken when the last one has left
   }
+}
+
+/// The next piece of the claim that the device runs. When there is none, the claim is over.
+bool StepSource::next_piece(DeviceState& state, DeviceId device) {
+  if (const std::optional<MicroBatch> piece = pieces_->next(device)) {
+    state.current = *piece;
+    return true;
+  }
+  // Between two pieces the worker may have done other work, which is not the claim's.
+  const double between = state.claim->finish_seconds - state.claim->start_seconds - state.seconds;
+  state.claim->excluded |= between > std::max(kLeastBetween, kMostBetween * state.seconds);
+  state.claims.push_back(*std::exchange(state.claim, std::nullopt));
+  return false;
 }
 
 NextWork StepSource::wait_for(DeviceState& state, const Event& event, Clock::time_point now) {
@@ -203,6 +230,9 @@ void StepSource::fail(std::exception_ptr error, const std::optional<MicroBatch>&
     if (!failure_) failure_ = StepFailure{std::move(error), micro_batch};
   }
   queue_->cancel();
+  // Behind other steps nobody may come for long. Who waits for this one is not made to wait for them.
+  std::uint32_t nobody = 0;
+  if (inside_.compare_exchange_strong(nobody, kClosed, std::memory_order_acq_rel)) return open_reduction();
   wake_all();
 }
 

@@ -57,13 +57,16 @@ class StepSource final : public WorkSource {
   // do not share a cache line.
   struct alignas(64) DeviceState {
     std::vector<ClaimRecord> claims;
-    MicroBatch current;
+    std::optional<ClaimRecord> claim;  // whose pieces it runs
+    double seconds = 0.0;              // that they took
+    MicroBatch current;                // the piece
     Stage stage = Stage::outside;
     bool takes_part = true;
     bool asks_again = false;  // it claims once more when it has run everything that it was given
     std::optional<Clock::time_point> waits_since;
   };
 
+  [[nodiscard]] bool next_piece(DeviceState& state, DeviceId device);
   [[nodiscard]] NextWork next_micro_batch(DeviceId device, Clock::time_point now) noexcept;
   [[nodiscard]] NextWork wait_for(DeviceState& state, const Event& event, Clock::time_point now);
   [[nodiscard]] bool enter() noexcept;

@@ -214,7 +214,10 @@ class Pipeline(StagesTrainer):
         check_cuts(cuts, len(found))
         proves = None if micro_batches == 1 else proves  # as on one device, whatever the loss is
         without_memory = unfilled(module, found, init)
-        local = devices if isinstance(devices, DeviceGroup) else DeviceGroup(named_devices("Pipeline", devices, module))
+        if isinstance(devices, DeviceGroup):
+            local = devices.share()
+        else:
+            local = DeviceGroup(named_devices("Pipeline", devices, module))
         owned = local is not devices
         try:
             check_whole_gpus(local)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paceline import DeviceGroup, Error, Timeout, Unavailable
+from paceline._core.runtime import on_a_worker
 from paceline.torch._devices.caller_state import CallerThreads
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.execution import Execution
@@ -120,7 +121,7 @@ class Lifetime:
             threads = self._limited_threads()
             if self.group.busy:
                 raise Unavailable(
-                    f"{call}: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, or close "
+                    f"{call}: an earlier step of this trainer has not ended: its workers are still inside user code. Wait for it, or close "
                     "the trainer."
                 )
             if self._abandoned:  # the workers of the abandoned call have gone on to write gradients
@@ -175,8 +176,8 @@ class Lifetime:
 
     @contextlib.contextmanager
     def if_idle(self) -> Iterator[bool]:
-        """Yield whether the workers are free. If they are, no other call gets them within the ``with`` block."""
-        if not self._finalizer.alive or not self._lock.acquire(blocking=False):
+        """Yield whether the workers may be given work. If so, no other call of this trainer gets them within the ``with`` block."""
+        if on_a_worker() or not self._finalizer.alive or not self._lock.acquire(blocking=False):
             yield False
             return
         try:

@@ -275,7 +275,11 @@ class DataParallel(Trainer, AsModule):
         if verify_every is not None:
             check_count("DataParallel", "verify_every", verify_every)
         folder = watchdog_folder(watchdog, watchdog_path)
-        local = named if isinstance(named, DeviceGroup) else DeviceGroup(named_devices("DataParallel", named, module))
+        local = (
+            named.share()
+            if isinstance(named, DeviceGroup)
+            else DeviceGroup(named_devices("DataParallel", named, module))
+        )
         owned = local is not named
         try:
             _, weights = policy_of(balance, count=len(local))

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <paceline/runtime/device.hpp>
+
+#include "runtime/worker.hpp"
+
+namespace paceline::internal {
+
+/// The workers of this process: one for each device, however many groups use it. The last group that leaves a worker
+/// ends it. A worker that does not come back is left behind, and another one takes its place.
+///
+/// Its lock also orders all gangs. Who opens one holds it, so that any two gangs come in the same order to all workers
+/// that they share. Otherwise each could hold a worker that the other one waits for.
+class WorkerRegistry {
+ public:
+  /// A forked child has none of its parent's workers.
+  static WorkerRegistry& of_process() noexcept;
+
+  [[nodiscard]] std::mutex& mutex() noexcept { return mutex_; }
+
+  /// The worker of that device, which is started if nobody uses the device. The caller is one more user.
+  /// @throws std::system_error if its thread cannot be started.
+  [[nodiscard]] std::shared_ptr<Worker> join(const Device& device);
+  /// One user of the worker's device less. After the last one the worker is stopped and returned, for its thread to be
+  /// joined or detached. Otherwise null.
+  [[nodiscard]] std::shared_ptr<Worker> leave(const Worker& worker) noexcept;
+  /// A user has waited in vain for the worker. Its thread is detached. What waits for its turn there, and all other
+  /// users, get another worker.
+  void leave_behind(const std::shared_ptr<Worker>& worker) noexcept;
+  /// Waits until every worker that was left behind has ended, or the time is over.
+  void await_left_behind(std::chrono::nanoseconds timeout) noexcept;
+  /// For who holds the lock: the worker that has the place of `worker` now, which is itself if it was not left behind.
+  /// @throws std::system_error if one has to be started and cannot.
+  [[nodiscard]] std::shared_ptr<Worker> present(std::shared_ptr<Worker> worker);
+
+ private:
+  struct Entry {
+    std::shared_ptr<Worker> worker;
+    int users = 0;
+  };
+
+  WorkerRegistry();
+  [[nodiscard]] std::vector<Entry>::iterator entry_of(const Device& device) noexcept;
+  void note_own_cores() noexcept;
+
+  std::mutex mutex_;
+  std::vector<Entry> entries_;
+  std::vector<std::shared_ptr<Worker>> left_behind_;
+};
+
+}  // namespace paceline::internal

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Steps that share devices.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include <paceline/engine/data_parallel.hpp>
+#include <paceline/engine/step.hpp>
+#include <paceline/error.hpp>
+
+#include "counting_program.hpp"
+#include "host_group.hpp"
+
+namespace paceline {
+namespace {
+
+using Trainer = BasicDataParallel<double>;
+
+TEST(SharedDevices, AreUsedByTurnsAndNoStepMayBeginInsideOfAnother) {
+  const DeviceGroup both = host_group(2);
+  const DeviceGroup second(std::vector<Device>{both.devices()[1]});
+  std::vector<std::jthread> callers;
+  for (const DeviceGroup* const group : {&both, &second, &both}) {
+    callers.emplace_back([group] {
+      Trainer trainer(*group, {.parameter_count = 1});
+      Trainer inner(*group, {.parameter_count = 1});
+      for (int step = 0; step < 100; ++step) {
+        const Objective loss = trainer.step(16, [&](const MicroBatch& mb, Trainer::Replica& replica) {
+          replica.gradients[0] += static_cast<double>(mb.size());
+          if (step % 20 == 7 && mb.device == 0) {
+            EXPECT_THROW(inner.step(4, [](const MicroBatch&, auto&) { return 0.0; }), InvalidArgument);
+          }
+          return static_cast<double>(mb.size());
+        });
+        ASSERT_EQ(loss.value(), 1.0);
+        ASSERT_EQ(trainer.gradients()[0], 1.0);
+      }
+      const auto body = [](const MicroBatch& mb, auto&) { return static_cast<double>(mb.size()); };
+      EXPECT_EQ(inner.step(4, body).value(), 1.0) << "outside it works";
+    });
+  }
+}
+
+/// Has both devices until it lets go.
+class Holding final : public StepProgram {
+ public:
+  bool run(const MicroBatch&) override {
+    ++entered;
+    go.wait(false);
+    return false;
+  }
+  std::atomic<int> entered{0};
+  std::atomic<bool> go{false};
+};
+
+TEST(SharedDevices, AreNotWaitedForByAStepThatIsCancelledBeforeItsTurn) {
+  const DeviceGroup group = host_group(2);
+  const auto holding = std::make_shared<Holding>();
+  Step before(group, holding, {.shares = {1, 1}, .stealing = false});
+  before.start();
+  while (holding->entered < 2) std::this_thread::yield();
+  const auto program = std::make_shared<CountingProgram>(4, 1, false);
+  Step step(group, program, {.shares = {2, 2}});
+  step.start();
+  int looks = 0;
+  EXPECT_FALSE(step.wait([&] { return ++looks < 2; })) << "it waits its turn";
+  step.cancel();
+  EXPECT_TRUE(step.wait());
+  EXPECT_THROW(step.rethrow_failure(), Cancelled);
+  holding->go = true;
+  holding->go.notify_all();
+  EXPECT_TRUE(before.wait());
+  EXPECT_EQ(before.failure(), nullptr);
+  run_step(group, std::make_shared<CountingProgram>(4, 1, false), {.shares = {2, 2}});
+  for (const auto& times : program->times_) EXPECT_EQ(times, 0);
+}
+
+}  // namespace
+}  // namespace paceline
