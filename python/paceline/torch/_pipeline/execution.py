@@ -111,7 +111,7 @@ class PipelineExecution(Execution):
     def measure(self, work: PipelineWork, whole: Batch, fn: Callable[..., Any]) -> None:
         """Measure the blocks of a module without memory one after the other."""
         planner = work.planner
-        if self.unfilled is None or planner.balancer is not None:
+        if self.unfilled is None or not planner.measuring:
             return
         work.follow(whole, self.follow_modules(work))
         chain = Chain(self.module, self.blocks, self.unfilled.outside, planner.glue, reorders=planner.finds_order)
