@@ -283,7 +283,6 @@ InvalidArgument
 }  // namespace
 
 void bind_balance(py::module_& module) {
-  bind_stage_balancer(module);
   bind_what_if(module);
   bind_balancer(module);
   module.attr("LEDGER_VERSION") = kLedgerVersion;

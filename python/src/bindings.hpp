@@ -7,6 +7,7 @@
 #include <string>
 
 #include <paceline/comm/communicator.hpp>
+#include <paceline/plan/stages.hpp>
 
 namespace paceline::python {
 
@@ -33,8 +34,10 @@ void bind_engine(pybind11::module_& module);
 void bind_queues(pybind11::module_& module);
 // Pipelines; called by bind_engine.
 void bind_pipeline(pybind11::module_& module);
-// The balancer of pipelines; called by bind_balance.
-void bind_stage_balancer(pybind11::module_& module);
+// What plans and keeps note of the steps of pipelines; called by bind_engine.
+void bind_stage_planner(pybind11::module_& module);
+/// Parses "auto", "gpipe" or "1f1b". @throws InvalidArgument for others.
+plan::StageOptions::Kind schedule_kind(const std::string& name);
 
 /// Parses "auto", "nccl" or "copies". `call` names the caller in the message. @throws InvalidArgument for others.
 Transport transport_of(const char* call, const std::string& name);

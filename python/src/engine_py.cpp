@@ -177,6 +177,7 @@ void bind_engine(py::module_& module) {
 
   bind_queues(module);
   bind_pipeline(module);
+  bind_stage_planner(module);
 
   py::class_<BatchPlan, std::shared_ptr<BatchPlan>>(
       module, "BatchPlan",
@@ -276,10 +277,10 @@ void bind_engine(py::module_& module) {
           "commit", [](StepLoop& step_loop, std::shared_ptr<Step> outcome) { step_loop.commit(std::move(outcome)); },
           py::arg("outcome"), "Tell the balancer and the metrics about a step that succeeded.")
       .def_property_readonly(
-          "metrics", &metrics_dict,
+          "metrics", py::overload_cast<StepLoop&>(&metrics_dict),
           "One snapshot: per device share, items, busy and idle seconds, rate; totals; the last moves.")
-      .def_property_readonly("events", &events_list, "The last events, oldest first.")
-      .def_property_readonly("history", &history_list,
+      .def_property_readonly("events", py::overload_cast<StepLoop&>(&events_list), "The last events, oldest first.")
+      .def_property_readonly("history", py::overload_cast<StepLoop&>(&history_list),
                              "The whole run, oldest first, in at most 1024 rows of equally many steps.")
       .def("write_ledger", &write_ledger, py::arg("path"),
            "Write every call of the balancer to a file of JSON lines, from before the first step on.")
@@ -310,9 +311,6 @@ void bind_engine(py::module_& module) {
       .def("note", &ModuleContents::note, py::arg("modules"), "Remember the present contents.")
       .def("same", &ModuleContents::same, py::arg("modules"),
            "Whether dictionaries, keys and, with objects, the objects are those that were noted.");
-  module.def(
-      "step_bounds", [] { return std::vector(observe::kStepBounds.begin(), observe::kStepBounds.end()); },
-      "Upper bounds of the buckets in which the times of steps are counted, in seconds.");
   module.def(
       "collect_garbage_if_due", &collect_if_due,
       "On a worker between two pieces of work: what Python's collector, which waits meanwhile, would have collected.");

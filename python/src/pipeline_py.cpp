@@ -15,7 +15,9 @@
 #include <paceline/engine/pipeline_step.hpp>
 #include <paceline/plan/pipeline_time.hpp>
 #include <paceline/plan/schedule.hpp>
+#include <paceline/plan/stages.hpp>
 
+#include "action_records.hpp"
 #include "bindings.hpp"
 #include "garbage_collection.hpp"
 #include "interruptible.hpp"
@@ -28,12 +30,9 @@ namespace paceline::python {
 namespace {
 
 /// (stage, "F" or "B", micro-batch)
-using ActionTuple = std::tuple<std::size_t, char, std::int64_t>;
-using Record = std::tuple<char, std::int64_t, double, double>;
+using TurnTuple = std::tuple<std::size_t, char, std::int64_t>;
 
-char letter_of(plan::Action::Kind kind) { return kind == plan::Action::Kind::forward ? 'F' : 'B'; }
-
-ActionTuple tuple_of(const StageAction& action) { return {action.stage, letter_of(action.kind), action.micro_batch}; }
+TurnTuple tuple_of(const StageAction& action) { return {action.stage, letter_of(action.kind), action.micro_batch}; }
 
 /// A step whose end is that of its lanes, too.
 struct LaneStep {
@@ -144,7 +143,7 @@ void bind_pipeline(py::module_& module) {
            py::arg("threads"), py::arg("schedule"), py::arg("body"))
       .def(
           "advance",
-          [](const PythonLanes& lanes, std::int64_t micro_batch) -> std::optional<ActionTuple> {
+          [](const PythonLanes& lanes, std::int64_t micro_batch) -> std::optional<TurnTuple> {
             const std::shared_ptr<Lanes> kept = lanes.lanes();
             const auto next = [&] {
               const py::gil_scoped_release release;
@@ -157,7 +156,7 @@ void bind_pipeline(py::module_& module) {
           "Give the turn back, and wait for that of the next action: (stage, 'F' or 'B', micro-batch). None: give up.")
       .def(
           "current",
-          [](const PythonLanes& lanes, std::int64_t micro_batch) -> std::optional<ActionTuple> {
+          [](const PythonLanes& lanes, std::int64_t micro_batch) -> std::optional<TurnTuple> {
             const auto now = lanes.lanes()->current(micro_batch);
             if (!now) return std::nullopt;
             return tuple_of(*now);
@@ -172,7 +171,7 @@ void bind_pipeline(py::module_& module) {
           "failed", [](const LaneStep& step) { return step.step.failure() != nullptr; }, "Whether an action failed.")
       .def_property_readonly(
           "failed_action",
-          [](const LaneStep& step) -> std::optional<ActionTuple> {
+          [](const LaneStep& step) -> std::optional<TurnTuple> {
             const PipelineFailure* failure = step.step.failure();
             if (failure == nullptr) return std::nullopt;
             return tuple_of(failure->action);
@@ -191,7 +190,7 @@ void bind_pipeline(py::module_& module) {
       .def_property_readonly(
           "record",
           [](const LaneStep& step) {
-            std::vector<std::vector<Record>> stages;
+            ActionTuples stages;
             for (const auto& actions : step.step.record()) {
               auto& stage = stages.emplace_back();
               for (const ActionRecord& one : actions) {
@@ -210,14 +209,10 @@ void bind_pipeline(py::module_& module) {
              [](std::size_t stages, std::int64_t count) { return plan::to_text(plan::forward_only(stages, count)); });
   module.def(
       "pipeline_actions",
-      [](const std::string& text, const std::vector<std::tuple<double, double, double, double>>& times) {
-        const plan::Schedule schedule = plan::schedule_of(text);
-        std::vector<plan::StageTimes> stages;
-        for (const auto& [forward, backward, send_forward, send_backward] : times) {
-          stages.push_back({forward, backward, send_forward, send_backward});
-        }
-        const plan::PipelineTimes planned = plan::pipeline_times(schedule, stages);
-        std::vector<std::vector<Record>> lists;
+      [](const plan::StagePlan& plan) {
+        const plan::Schedule& schedule = plan.schedule;
+        const plan::PipelineTimes planned = plan::pipeline_times(schedule, plan.times);
+        ActionTuples lists;
         for (std::size_t s = 0; s < schedule.stages.size(); ++s) {
           auto& list = lists.emplace_back();
           for (std::size_t a = 0; a < schedule.stages[s].size(); ++a) {
@@ -228,9 +223,7 @@ void bind_pipeline(py::module_& module) {
         }
         return lists;
       },
-      py::arg("schedule"), py::arg("times"),
-      "When the actions of a schedule run, as PipelineOutcome.record. times: per stage (forward, backward, send "
-      "forward, send backward) in seconds.");
+      py::arg("plan"), "When the actions of a plan would run, as PipelineOutcome.record.");
   module.def("run_pipeline", &run_lanes, py::arg("group"), py::arg("lanes"), py::arg("schedule"), py::arg("devices"),
              "Run one step: the schedule as text (plan.to_text), with the device index of each stage.");
 }

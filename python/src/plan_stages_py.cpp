@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -81,13 +82,6 @@ std::vector<StageTimes> times_of(const std::vector<double>& forward, const std::
   return times;
 }
 
-StageOptions::Kind kind_of(const std::string& schedule) {
-  if (schedule == "auto") return StageOptions::Kind::automatic;
-  if (schedule == "gpipe") return StageOptions::Kind::gpipe;
-  if (schedule == "1f1b") return StageOptions::Kind::one_f_one_b;
-  throw InvalidArgument(fmt::format("schedule is '{}'; it is 'auto', 'gpipe' or '1f1b'", schedule));
-}
-
 using Indices = std::optional<std::vector<std::size_t>>;
 
 StagePlan plan_stages(const std::vector<BlockCost>& blocks, const std::vector<StageDevice>& devices,
@@ -103,7 +97,7 @@ StagePlan plan_stages(const std::vector<BlockCost>& blocks, const std::vector<St
   const StageOptions options{.micro_batches = micro_batches,
                              .cuts = cuts.value_or(std::vector<std::size_t>{}),
                              .order = order.value_or(std::vector<std::size_t>{}),
-                             .schedule = kind_of(schedule),
+                             .schedule = schedule_kind(schedule),
                              .most_in_flight = most_in_flight,
                              .indifference = indifference,
                              .previous_cuts = previous_cuts.value_or(std::vector<std::size_t>{}),
@@ -142,6 +136,13 @@ boundary_bytes_per_item
     The input, which is sent if a stage begins with this block.
 workspace_bytes_per_item
     What it needs only while it runs.)")
+      .def_readonly("forward_fixed", &BlockCost::forward_fixed)
+      .def_readonly("forward_per_item", &BlockCost::forward_per_item)
+      .def_readonly("backward_fixed", &BlockCost::backward_fixed)
+      .def_readonly("backward_per_item", &BlockCost::backward_per_item)
+      .def_readonly("parameter_bytes", &BlockCost::parameter_bytes)
+      .def_readonly("saved_bytes_per_item", &BlockCost::saved_bytes_per_item)
+      .def_readonly("boundary_bytes_per_item", &BlockCost::boundary_bytes_per_item)
       .def("__repr__", [](const BlockCost& block) {
         return fmt::format("BlockCost(forward_per_item={}, backward_per_item={}, parameter_bytes={})",
                            repr_of(block.forward_per_item), repr_of(block.backward_per_item), block.parameter_bytes);
@@ -296,8 +297,8 @@ std::string plan_repr(const StagePlan& plan) {
 }
 
 void bind_plans(py::module_& module) {
-  py::class_<StagePlan>(module, "StagePlan",
-                        "A model that is cut into stages, with the device and the actions of each.")
+  py::class_<StagePlan, std::shared_ptr<StagePlan>>(
+      module, "StagePlan", "A model that is cut into stages, with the device and the actions of each.")
       .def_readonly("cuts", &StagePlan::cuts, "The first block of each stage.")
       .def_readonly("order", &StagePlan::order, "The device of each stage.")
       .def_readonly("sizes", &StagePlan::sizes, "Items of each micro-batch; they differ by at most one.")
@@ -382,6 +383,13 @@ Examples
 }
 
 }  // namespace
+
+StageOptions::Kind schedule_kind(const std::string& name) {
+  if (name == "auto") return StageOptions::Kind::automatic;
+  if (name == "gpipe") return StageOptions::Kind::gpipe;
+  if (name == "1f1b") return StageOptions::Kind::one_f_one_b;
+  throw InvalidArgument(fmt::format("schedule is '{}'; it is 'auto', 'gpipe' or '1f1b'", name));
+}
 
 void bind_plan_stages(py::module_& module) {
   bind_costs(module);

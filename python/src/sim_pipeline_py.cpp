@@ -74,28 +74,12 @@ py::dict dict_of_planned(const Planned& planned, const std::vector<std::string>&
 }
 
 py::dict dict_of_run(const PipelineSimulationResult& run) {
-  py::list moves;
-  for (const balance::StageMove& move : run.moves) {
-    py::dict dict;
-    dict["step"] = move.step;
-    dict["kind"] = name_of(move.kind);
-    dict["from_cuts"] = move.from_cuts;
-    dict["to_cuts"] = move.to_cuts;
-    dict["from_order"] = move.from_order;
-    dict["to_order"] = move.to_order;
-    dict["seconds_before"] = move.seconds_before;
-    dict["seconds_after"] = move.seconds_after;
-    dict["moved_bytes"] = move.moved_bytes;
-    dict["cost_seconds"] = move.cost_seconds;
-    dict["reason"] = move.reason;
-    moves.append(dict);
-  }
   py::dict dict;
   dict["elapsed_seconds"] = run.elapsed_seconds;
   dict["unmoved_seconds"] = run.unmoved_seconds;
   dict["oracle_seconds"] = run.oracle_seconds;
   dict["step_seconds"] = run.step_seconds;
-  dict["moves"] = moves;
+  dict["moves"] = move_dicts(run.moves);
   dict["explanation"] = run.explanation;
   return dict;
 }

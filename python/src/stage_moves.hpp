@@ -1,22 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <vector>
+
 #include <paceline/balance/stage_balancer.hpp>
 
 namespace paceline::python {
 
-inline const char* name_of(balance::StageMove::Kind kind) {
-  switch (kind) {
-    case balance::StageMove::Kind::depth:
-      return "depth";
-    case balance::StageMove::Kind::memory:
-      return "memory";
-    case balance::StageMove::Kind::devices:
-      return "devices";
-    case balance::StageMove::Kind::cuts:
-      break;
+/// Changes of what a pipeline runs, as Python sees them.
+inline pybind11::list move_dicts(const std::vector<balance::StageMove>& moves) {
+  constexpr std::array kKinds{"depth", "cuts", "memory", "devices"};
+  pybind11::list dicts;
+  for (const balance::StageMove& move : moves) {
+    pybind11::dict dict;
+    dict["step"] = move.step;
+    dict["kind"] = kKinds.at(static_cast<std::size_t>(move.kind));
+    dict["from_cuts"] = move.from_cuts;
+    dict["to_cuts"] = move.to_cuts;
+    dict["from_order"] = move.from_order;
+    dict["to_order"] = move.to_order;
+    dict["seconds_before"] = move.seconds_before;
+    dict["seconds_after"] = move.seconds_after;
+    dict["moved_bytes"] = move.moved_bytes;
+    dict["cost_seconds"] = move.cost_seconds;
+    dict["reason"] = move.reason;
+    dicts.append(dict);
   }
-  return "cuts";
+  return dicts;
 }
 
 }  // namespace paceline::python

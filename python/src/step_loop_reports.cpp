@@ -51,10 +51,7 @@ py::list move_dicts(const std::vector<balance::MoveReport>& moves) {
   return dicts;
 }
 
-py::dict metrics_dict(StepLoop& step_loop) {
-  step_loop.settle();
-  const observe::Metrics metrics = step_loop.metrics();
-  const bool any_costs = step_loop.item_report().has_value();
+py::dict metrics_dict(const observe::Metrics& metrics, bool any_costs) {
   double most_items = 0.0;
   double most_cost = 0.0;
   for (const observe::DeviceMetrics& device : metrics.devices) {
@@ -81,11 +78,18 @@ py::dict metrics_dict(StepLoop& step_loop) {
     count += metrics.step_counts[k];
     counts.append(py::make_tuple(observe::kStepBounds[k], count));
   }
-  const balance::BalanceReport decided = step_loop.balancer().report();
   return py::dict("devices"_a = devices, "steps"_a = metrics.steps, "moves"_a = metrics.moves,
-                  "taken_back"_a = decided.taken_back, "recent_moves"_a = move_dicts(decided.recent_moves),
                   "imbalance"_a = metrics.imbalance, "compute_seconds"_a = metrics.compute_seconds,
                   "step_seconds"_a = metrics.step_seconds, "step_counts"_a = counts);
+}
+
+py::dict metrics_dict(StepLoop& step_loop) {
+  step_loop.settle();
+  py::dict metrics = metrics_dict(step_loop.metrics(), step_loop.item_report().has_value());
+  const balance::BalanceReport decided = step_loop.balancer().report();
+  metrics["taken_back"] = decided.taken_back;
+  metrics["recent_moves"] = move_dicts(decided.recent_moves);
+  return metrics;
 }
 
 py::object items_dict(StepLoop& step_loop) {
@@ -106,12 +110,11 @@ py::object items_dict(StepLoop& step_loop) {
   return result;
 }
 
-py::list events_list(StepLoop& step_loop) {
-  step_loop.settle();
+py::list events_list(const observe::EventRing& ring, const std::vector<observe::DeviceMetrics>& devices) {
   py::list events;
-  for (const observe::TraceEvent& event : step_loop.events().snapshot()) {
+  for (const observe::TraceEvent& event : ring.snapshot()) {
     std::optional<std::string> device;
-    if (event.device) device = step_loop.group().devices()[*event.device].name;
+    if (event.device) device = devices[*event.device].name;
     events.append(py::dict("kind"_a = observe::name_of(event.kind), "device"_a = device, "step"_a = event.step,
                            "begin"_a = event.begin, "end"_a = event.end, "start_seconds"_a = event.start_seconds,
                            "duration_seconds"_a = event.duration_seconds));
@@ -119,11 +122,20 @@ py::list events_list(StepLoop& step_loop) {
   return events;
 }
 
+py::list events_list(StepLoop& step_loop) {
+  step_loop.settle();
+  return events_list(step_loop.events(), step_loop.metrics().devices);
+}
+
 py::list history_list(StepLoop& step_loop) {
   step_loop.settle();
-  const std::vector<Device>& devices = step_loop.group().devices();
+  return history_list(step_loop.history(), step_loop.metrics().devices);
+}
+
+py::list history_list(const observe::History& history, const std::vector<observe::DeviceMetrics>& devices) {
   py::list rows;
-  for (const observe::HistoryRow& row : step_loop.history().snapshot()) {
+  for (const observe::HistoryRow& row : history.snapshot()) {
+    py::dict blocks;
     py::dict items;
     py::dict busy_seconds;
     py::dict costs;
@@ -132,15 +144,18 @@ py::list history_list(StepLoop& step_loop) {
       const py::str name(devices[d].name);
       if (!row.costs.empty()) costs[name] = row.costs[d];
       if (!row.planned.empty()) planned[name] = row.planned[d];
+      if (!row.blocks.empty()) blocks[name] = row.blocks[d];
       items[name] = row.items[d];
       busy_seconds[name] = row.busy_seconds[d];
     }
-    rows.append(py::dict("first_step"_a = row.first_step, "steps"_a = row.steps, "items"_a = items,
-                         "busy_seconds"_a = busy_seconds,
-                         "costs"_a = row.costs.empty() ? py::object(py::none()) : py::object(costs),
-                         "planned"_a = row.planned.empty() ? py::object(py::none()) : py::object(planned),
-                         "step_seconds"_a = row.step_seconds, "longest_step_seconds"_a = row.longest_step_seconds,
-                         "moves"_a = row.moves));
+    py::dict figures("first_step"_a = row.first_step, "steps"_a = row.steps, "items"_a = items,
+                     "busy_seconds"_a = busy_seconds,
+                     "costs"_a = row.costs.empty() ? py::object(py::none()) : py::object(costs),
+                     "planned"_a = row.planned.empty() ? py::object(py::none()) : py::object(planned),
+                     "step_seconds"_a = row.step_seconds, "longest_step_seconds"_a = row.longest_step_seconds,
+                     "moves"_a = row.moves);
+    if (!row.blocks.empty()) figures["blocks"] = blocks;
+    rows.append(figures);
   }
   return rows;
 }

@@ -19,6 +19,10 @@ pybind11::dict metrics_dict(StepLoop& step_loop);
 pybind11::object items_dict(StepLoop& step_loop);
 pybind11::list events_list(StepLoop& step_loop);
 pybind11::list history_list(StepLoop& step_loop);
+// The same of any trainer. `devices`: those of the snapshot, for their names.
+pybind11::dict metrics_dict(const observe::Metrics& metrics, bool any_costs);
+pybind11::list events_list(const observe::EventRing& events, const std::vector<observe::DeviceMetrics>& devices);
+pybind11::list history_list(const observe::History& history, const std::vector<observe::DeviceMetrics>& devices);
 /// By the name of the device. Devices without a limit are left out.
 pybind11::dict memory_dict(const StepLoop& step_loop);
 

@@ -40,7 +40,7 @@ SOURCES = {
     ROOMS / "engine" / "pipeline" / "pipeline_core.cpp": OF_PIPELINES,
     ROOMS / "engine" / "pipeline" / "pipeline_run.cpp": OF_PIPELINES,
     ROOMS / "engine" / "pipeline" / "stage_devices.cpp": OF_PIPELINES,
-    ROOMS / "engine" / "pipeline" / "stage_memory.cpp": OF_PIPELINES,
+    ROOMS / "engine" / "pipeline" / "pipeline_memory.cpp": OF_PIPELINES,
     ROOMS / "comm" / "async_collectives.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "copy_link.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "memory_spaces.cpp": OF_COLLECTIVES,

@@ -1,4 +1,4 @@
-"""`layouts`: which way of laying out a model is best, by what a balancer of stages knows."""
+"""`StagePlanner.layouts`: which way of laying out a model is best, by what is known of its blocks and devices."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from typing import Any
 import pytest
 
 from paceline import InvalidArgument
-from paceline._core.balance import StageBalancer, layouts
+from paceline._core.engine import StagePlanner
+from paceline.plan import BlockCost, StageDevice
 
 MIB = 1 << 20
 
 
-def balancer(limit: int | None, link: float = 1e10) -> StageBalancer:
-    blocks = [(1e-4, 4e-4, 2e-4, 8e-4, 64 * MIB, MIB, MIB // 16, 0)] * 6
-    devices = [(f"gpu:{i}", 1.0, 0.0, limit, i) for i in range(3)]
-    return StageBalancer(blocks, devices, link=(0.0, link))
-
-
-def ranked(*args: Any, **options: Any) -> list[dict[str, Any]]:
-    found = layouts(balancer(*args), 48, micro_batches=8, **options)
+def ranked(limit: int | None, **options: Any) -> list[dict[str, Any]]:
+    block = BlockCost(
+        forward_fixed=1e-4,
+        forward_per_item=4e-4,
+        backward_fixed=2e-4,
+        backward_per_item=8e-4,
+        parameter_bytes=64 * MIB,
+        saved_bytes_per_item=MIB,
+        boundary_bytes_per_item=MIB // 16,
+    )
+    devices = [StageDevice(f"gpu:{i}", memory_bytes=limit, memory_space=i) for i in range(3)]
+    planner = StagePlanner([block] * 6, devices, measure=False)
+    planner.set_link(0.0, 1e10)
+    planner.know(*planner.known)
+    found = planner.layouts(48, micro_batches=8, **options)
     assert sorted(layout["kind"] for layout in found) == ["data parallel", "pipeline", "replicas of pipelines"]
     return found
 
@@ -37,7 +45,7 @@ def test_what_fits_no_device_is_cut() -> None:
     first = found[0]
     assert first["kind"] == "pipeline"
     (plan,) = first["pipelines"]
-    assert plan["cuts"][0] == 0
+    assert plan.cuts[0] == 0
     assert max(first["bytes"]) <= 300 * MIB
     data = next(layout for layout in found if layout["kind"] == "data parallel")
     assert not data["fits"]

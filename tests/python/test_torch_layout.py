@@ -224,9 +224,10 @@ def test_shares_follow_the_times_of_pipelines() -> None:
             plan = planner.plan(ITEMS)
             record = []
             for number, part in plan.parts:
-                for forward, backward, _, _ in part.figures["times"]:
-                    times = {"F": forward * (3, 1)[number], "B": backward * (3, 1)[number]}
-                    record.append([(kind, one, 0.0, times[kind]) for kind in "FB" for one in range(len(part.sizes))])
+                planned = part.actions()
+                assert planned is not None
+                for stage in planned:
+                    record.append([(kind, one, 0.0, (3, 1)[number] * (end - start)) for kind, one, start, end in stage])
             planner.record(plan, record, evidence=True)
         assert planner.shares(ITEMS)[0] < first[0]
         assert sum(planner.shares(ITEMS)) == ITEMS

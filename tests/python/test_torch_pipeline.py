@@ -87,6 +87,28 @@ def test_the_report_says_where_the_module_is_cut() -> None:
     assert report["step_counts"][-1][1] == report["steps"]
 
 
+def test_events_and_history_say_what_each_stage_ran() -> None:
+    with Pipeline(chain(), devices=TWO, cuts=[0, 4], micro_batches=4) as trainer:
+        for _ in range(3):
+            trainer.step(squares, torch.randn(8, 8))
+        trainer.retire("host:1")
+        trainer.step(squares, torch.randn(8, 8))
+        events, rows = trainer.events(), trainer.history()
+    ran = {
+        kind: sorted(
+            (one["device"], one["begin"], one["end"]) for one in events if (one["kind"], one["step"]) == (kind, 2)
+        )
+        for kind in ("forward", "backward")
+    }
+    assert ran["forward"] == ran["backward"] == [(name, b, b + 2) for name in TWO for b in (0, 2, 4, 6)]
+    step = next(one for one in events if one["kind"] == "step" and one["step"] == 2)
+    assert (step["device"], step["begin"], step["end"]) == (None, 0, 8)
+    assert sorted(rows[2]["blocks"].values()) == [2, 4]  # on the devices as fast as they were measured
+    assert rows[3]["blocks"] == {"host:0": 6, "host:1": 0}
+    assert [row["moves"] for row in rows] == [0, 0, 0, 1]
+    assert rows[3]["items"] == {"host:0": 8, "host:1": 0}
+
+
 def test_saved_bytes_are_those_of_distinct_tensors() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)))
     with Pipeline(module, devices=TWO, blocks=list(module), micro_batches=2) as trainer:

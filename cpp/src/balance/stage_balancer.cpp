@@ -282,7 +282,7 @@ void StageBalancer::set_least_items(std::int64_t items) {
   state.awaiting_record = false;
 }
 
-void StageBalancer::record(std::span<const StageTimings> stages) {
+void StageBalancer::record(std::span<const MeasuredStage> stages) {
   State& state = *state_;
   require(state.awaiting_record, "record without a plan: call plan before each step");
   const plan::StagePlan& plan = state.current();

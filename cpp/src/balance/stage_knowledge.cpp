@@ -68,7 +68,7 @@ StageKnowledge::Sample StageKnowledge::predict(DeviceId device, Range blocks, co
   return out;
 }
 
-void StageKnowledge::record(std::int64_t step, const plan::StagePlan& plan, std::span<const StageTimings> stages) {
+void StageKnowledge::record(std::int64_t step, const plan::StagePlan& plan, std::span<const MeasuredStage> stages) {
   StepTimings timings;
   timings.devices.resize(devices_.size());
   std::vector<DeviceId> settled;
@@ -108,7 +108,7 @@ void StageKnowledge::record(std::int64_t step, const plan::StagePlan& plan, std:
   for (const DeviceId id : settled) settle(id, plan);
 }
 
-void StageKnowledge::measure_noise(Device& device, const plan::StagePlan& plan, const StageTimings& timings) {
+void StageKnowledge::measure_noise(Device& device, const plan::StagePlan& plan, const MeasuredStage& timings) {
   double fixed[2] = {0.0, 0.0};
   double per_item[2] = {0.0, 0.0};
   for (std::size_t b = device.blocks.begin; b < device.blocks.end; ++b) {

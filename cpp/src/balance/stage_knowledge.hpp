@@ -21,7 +21,7 @@ class StageKnowledge {
   explicit StageKnowledge(plan::StageProblem problem);
 
   /// Requires: one entry per stage of `plan`, one time per micro-batch and kind.
-  void record(std::int64_t step, const plan::StagePlan& plan, std::span<const StageTimings> stages);
+  void record(std::int64_t step, const plan::StagePlan& plan, std::span<const MeasuredStage> stages);
 
   /// The problem by present knowledge, as of a step that is still to come.
   [[nodiscard]] plan::StageProblem problem(std::int64_t step) const;
@@ -59,7 +59,7 @@ class StageKnowledge {
   };
 
   [[nodiscard]] Sample predict(DeviceId device, Range blocks, const plan::StagePlan& plan) const;
-  void measure_noise(Device& device, const plan::StagePlan& plan, const StageTimings& timings);
+  void measure_noise(Device& device, const plan::StagePlan& plan, const MeasuredStage& timings);
   void settle(DeviceId device, const plan::StagePlan& plan);
   void correct_blocks(DeviceId device, const plan::StagePlan& plan, const Sample& middle);
   [[nodiscard]] double best_scale() const;

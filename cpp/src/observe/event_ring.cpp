@@ -30,7 +30,7 @@ std::vector<TraceEvent> EventRing::snapshot() const {
 }
 
 const char* name_of(EventKind kind) noexcept {
-  constexpr std::array kNames{"step", "micro_batch", "reduction", "move"};
+  constexpr std::array kNames{"step", "micro_batch", "reduction", "move", "forward", "backward"};
   const auto index = static_cast<std::size_t>(kind);
   return index < kNames.size() ? kNames[index] : "unknown";
 }

@@ -16,6 +16,7 @@ void add_to(HistoryRow& row, const HistoryRow& next) {
     row.items[d] += next.items[d];
     row.busy_seconds[d] += next.busy_seconds[d];
   }
+  row.blocks = next.blocks;
   if (next.planned.empty()) row.planned.clear();
   for (std::size_t d = 0; d < row.planned.size(); ++d) row.planned[d] += next.planned[d];
   if (next.costs.empty()) row.costs.clear();
@@ -33,6 +34,7 @@ void History::add(const StepSample& sample) {
   step.busy_seconds = sample.busy_seconds;
   step.costs = sample.costs;
   step.planned = sample.planned;
+  step.blocks = sample.blocks;
   step.step_seconds = step.longest_step_seconds = sample.step_seconds;
   step.moves = sample.moved ? 1 : 0;
 

@@ -47,6 +47,7 @@ Metrics MetricsRecorder::snapshot() const {
   Metrics metrics = total_;
   double busiest = 0.0;
   double sum = 0.0;
+  double working = 0.0;
   const bool by_cost =
       std::none_of(window_.begin(), window_.end(), [](const StepSample& sample) { return sample.costs.empty(); });
   for (std::size_t d = 0; d < metrics.devices.size(); ++d) {
@@ -62,8 +63,9 @@ Metrics MetricsRecorder::snapshot() const {
     metrics.devices[d].cost_per_second = busy > 0.0 ? cost / busy : 0.0;
     busiest = std::max(busiest, busy);
     sum += busy;
+    working += items > 0.0 ? 1.0 : 0.0;
   }
-  if (sum > 0.0) metrics.imbalance = busiest * static_cast<double>(metrics.devices.size()) / sum - 1.0;
+  if (sum > 0.0) metrics.imbalance = busiest * working / sum - 1.0;
   return metrics;
 }
 

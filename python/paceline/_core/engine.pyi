@@ -4,6 +4,7 @@ import collections.abc
 import typing
 
 import paceline._core.balance
+import paceline._core.plan
 import paceline._core.runtime
 
 __all__: list[str] = [
@@ -13,6 +14,8 @@ __all__: list[str] = [
     "Lanes",
     "ModuleContents",
     "PipelineOutcome",
+    "StageLog",
+    "StagePlanner",
     "StepLoop",
     "StepOutcome",
     "collect_garbage_if_due",
@@ -20,7 +23,6 @@ __all__: list[str] = [
     "in_flight",
     "pipeline_actions",
     "run_pipeline",
-    "step_bounds",
 ]
 
 class StepOutcome:
@@ -286,6 +288,244 @@ class PipelineOutcome:
         When the workers got the step, in seconds of time.perf_counter().
         """
 
+class StagePlanner:
+    """
+    Says what a pipeline's next step runs. The first steps measure the blocks.
+    """
+    def __init__(
+        self,
+        blocks: collections.abc.Sequence[paceline._core.plan.BlockCost],
+        devices: collections.abc.Sequence[paceline._core.plan.StageDevice],
+        *,
+        micro_batches: typing.SupportsInt | typing.SupportsIndex | None = None,
+        cuts: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [],
+        schedule: str = "auto",
+        measure: bool = True,
+    ) -> None: ...
+    def explain(self) -> str:
+        """
+        Which stage sets the pace, bubble, bytes, what would help.
+        """
+    def know(
+        self,
+        blocks: collections.abc.Sequence[paceline._core.plan.BlockCost],
+        speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    ) -> None:
+        """
+        Plan all steps from now on with these costs and speeds.
+        """
+    def layouts(
+        self,
+        batch_size: typing.SupportsInt | typing.SupportsIndex,
+        *,
+        micro_batches: typing.SupportsInt | typing.SupportsIndex | None = None,
+        overlap: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        weight_bytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+        gradient_bytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+    ) -> list[typing.Any]:
+        """
+        Rank all ways of laying out the model, by what is known of its blocks and devices.
+
+        Parameters
+        ----------
+        batch_size
+            Items of a step.
+        micro_batches
+            Of a step in pipelines. Default: planned.
+        overlap
+            The part of a reduction of gradients that is hidden behind computing, from 0 to 1.
+        weight_bytes, gradient_bytes
+            Per block, the parts of its parameter bytes that are not the optimizer's state. Default: a quarter each, as with Adam.
+
+        Returns
+        -------
+        list of dict
+            Those that fit first, the best first. `kind` is "data parallel", "pipeline" or "replicas of pipelines". `seconds` of a step,
+            `reduction_seconds` of it that nothing hides, and `bubble`, the idle part of the computing time. `bytes` and `items` per
+            device, `pipelines` with one plan each, and `reason`, a sentence with the numbers that decide.
+
+        Raises
+        ------
+        InvalidArgument
+            For invalid arguments. What does not fit is no error.
+        """
+    def measure_again(self) -> None:
+        """
+        Nothing that was measured of blocks holds any more.
+        """
+    def out_of_memory(self, stage: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        After a stage ran out of memory: whether there is another plan.
+        """
+    def out_of_memory_predicting(self, items: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        The same of a prediction with this largest micro-batch.
+        """
+    def plan(self, batch_size: typing.SupportsInt | typing.SupportsIndex) -> paceline._core.plan.StagePlan:
+        """
+        What the next step runs.
+        """
+    def predict(
+        self, items: typing.SupportsInt | typing.SupportsIndex, least_items: typing.SupportsInt | typing.SupportsIndex
+    ) -> paceline._core.plan.StagePlan:
+        """
+        What a prediction runs.
+        """
+    def record(
+        self,
+        stages: collections.abc.Sequence[
+            collections.abc.Sequence[
+                tuple[
+                    str,
+                    typing.SupportsInt | typing.SupportsIndex,
+                    typing.SupportsFloat | typing.SupportsIndex,
+                    typing.SupportsFloat | typing.SupportsIndex,
+                ]
+            ]
+        ],
+        excluded: bool,
+    ) -> None:
+        """
+        What ran of the last plan, as PipelineOutcome.record. excluded: it says nothing about the devices.
+        """
+    def record_samples(
+        self,
+        samples: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                bool,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsFloat | typing.SupportsIndex,
+            ]
+        ],
+        bytes: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+        classes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    ) -> None:
+        """
+        A step that measured: (block, device, whether backward, items, seconds) each; set_bytes; and a number for each block, equal for those of one class.
+        """
+    def restore(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        It may get one again.
+        """
+    def retire(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        The device gets no stage from the next plan on.
+        """
+    def set_bytes(
+        self,
+        bytes: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+    ) -> None:
+        """
+        What blocks take of memory: of parameters, and per item what is saved, what comes in, and what they need while they run.
+        """
+    def set_least_items(self, items: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        From the next plan on, every micro-batch has at least so many items, unless the batch has fewer.
+        """
+    def set_link(
+        self,
+        latency_seconds: typing.SupportsFloat | typing.SupportsIndex,
+        bytes_per_second: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None:
+        """
+        For what is planned after blocks were measured.
+        """
+    @property
+    def known(self) -> tuple[list[paceline._core.plan.BlockCost], list[float]]:
+        """
+        What was measured at first: the costs of blocks on a device of speed 1, and the speeds.
+        """
+    @property
+    def measures(self) -> bool:
+        """
+        Whether the next step measures blocks.
+        """
+    @property
+    def moves(self) -> int:
+        """
+        Changes of cuts or devices so far.
+        """
+    @property
+    def recent_moves(self) -> list[typing.Any]:
+        """
+        The last 16 changes, oldest first.
+        """
+    @property
+    def recorded(self) -> int:
+        """
+        How many steps that measure are known.
+        """
+    @property
+    def speeds(self) -> list[float]:
+        """
+        Of each device, as measured by now.
+        """
+
+class StageLog:
+    """
+    Figures, events and history of a pipeline's steps.
+    """
+    def __init__(self, group: paceline._core.runtime.DeviceGroup) -> None: ...
+    def add(
+        self,
+        stages: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+        bounds: collections.abc.Sequence[
+            tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
+        ],
+        actions: collections.abc.Sequence[
+            collections.abc.Sequence[
+                tuple[
+                    str,
+                    typing.SupportsInt | typing.SupportsIndex,
+                    typing.SupportsFloat | typing.SupportsIndex,
+                    typing.SupportsFloat | typing.SupportsIndex,
+                ]
+            ]
+        ],
+        started: typing.SupportsFloat | typing.SupportsIndex,
+        moved: bool,
+    ) -> None:
+        """
+        A step that was committed. stages: (device, blocks, items) each; bounds: (begin, end) of each micro-batch; actions: as PipelineOutcome.record, in seconds since `started` by time.perf_counter().
+        """
+    @property
+    def events(self) -> list[typing.Any]:
+        """
+        The last events, oldest first.
+        """
+    @property
+    def history(self) -> list[typing.Any]:
+        """
+        The whole run, oldest first, in at most 1024 rows of equally many steps.
+        """
+    @property
+    def metrics(self) -> dict[str, typing.Any]:
+        """
+        One snapshot, as StepLoop.metrics.
+        """
+
 class BatchPlan:
     """
     Who runs which items of a batch. Order, bounds, first and work are empty where items have no costs.
@@ -489,19 +729,9 @@ def forward_only(
     arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex
 ) -> str: ...
 def in_flight(arg0: str, arg1: typing.SupportsInt | typing.SupportsIndex) -> int: ...
-def pipeline_actions(
-    schedule: str,
-    times: collections.abc.Sequence[
-        tuple[
-            typing.SupportsFloat | typing.SupportsIndex,
-            typing.SupportsFloat | typing.SupportsIndex,
-            typing.SupportsFloat | typing.SupportsIndex,
-            typing.SupportsFloat | typing.SupportsIndex,
-        ]
-    ],
-) -> list[list[tuple[str, int, float, float]]]:
+def pipeline_actions(plan: paceline._core.plan.StagePlan) -> list[list[tuple[str, int, float, float]]]:
     """
-    When the actions of a schedule run, as PipelineOutcome.record. times: per stage (forward, backward, send forward, send backward) in seconds.
+    When the actions of a plan would run, as PipelineOutcome.record.
     """
 
 def run_pipeline(
@@ -512,9 +742,4 @@ def run_pipeline(
 ) -> PipelineOutcome:
     """
     Run one step: the schedule as text (plan.to_text), with the device index of each stage.
-    """
-
-def step_bounds() -> list[float]:
-    """
-    Upper bounds of the buckets in which the times of steps are counted, in seconds.
     """

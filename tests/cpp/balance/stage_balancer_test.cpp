@@ -335,9 +335,9 @@ TEST(StageBalancer, RefusesTimesThatDoNotFitThePlan) {
   EXPECT_THROW(balancer.record({}), InvalidArgument);
   EXPECT_THROW(balancer.plan(0), InvalidArgument);
   const plan::StagePlan& plan = balancer.plan(32);
-  std::vector<StageTimings> timings(plan.cuts.size());
+  std::vector<MeasuredStage> timings(plan.cuts.size());
   EXPECT_THROW(balancer.record(timings), InvalidArgument);
-  for (StageTimings& one : timings) one.forwards = one.backwards = std::vector<double>(plan.sizes.size(), 0.1);
+  for (MeasuredStage& one : timings) one.forwards = one.backwards = std::vector<double>(plan.sizes.size(), 0.1);
   timings[0].forwards[0] = std::nan("");
   EXPECT_THROW(balancer.record(timings), InvalidArgument);
   EXPECT_THROW((void)balancer.out_of_memory(9), InvalidArgument);

@@ -49,7 +49,7 @@ struct Box {
   void step() {
     const plan::StagePlan& plan = balancer.plan(batch);
     const std::int64_t step = balancer.steps();
-    std::vector<StageTimings> timings(plan.cuts.size());
+    std::vector<MeasuredStage> timings(plan.cuts.size());
     for (std::size_t i = 0; i < plan.cuts.size(); ++i) {
       sim::Random random(seed, static_cast<std::uint64_t>(step), plan.order[i]);
       const std::size_t end = i + 1 < plan.cuts.size() ? plan.cuts[i + 1] : truth.blocks.size();

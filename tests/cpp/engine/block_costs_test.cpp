@@ -28,7 +28,9 @@ TEST(BlockCosts, FindCostsAndSpeedsWhateverRanWhereAsLongAsDevicesAreLinked) {
     for (auto& cost : blocks) cost = {.forward_fixed = random(rng), .forward_per_item = random(rng)};
     std::vector<double> speeds(devices);
     double mean = 0.0;
-    for (double& speed : speeds) mean += (speed = random(rng)) / static_cast<double>(devices);
+    for (double& speed : speeds) speed = random(rng);
+    speeds[0] = 1.5;  // beyond noise
+    for (const double speed : speeds) mean += speed / static_cast<double>(devices);
     std::vector<BlockSample> samples;
     for (std::size_t b = 0; b < blocks.size(); ++b) {
       for (const DeviceId device :
@@ -71,6 +73,25 @@ TEST(BlockCosts, WeighTimesByTheirLengthWhenTheyCompareDevices) {
   std::vector<plan::BlockCost> fitted(4);
   const BlockFit fit = fit_costs(samples, 2, fitted);
   EXPECT_DOUBLE_EQ(fit.speeds[0] / fit.speeds[1], 3.0);
+}
+
+TEST(BlockCosts, OfOneClassAreTheMedianOfItsBlocksAndOfItsMicroBatches) {
+  std::vector<BlockSample> samples;
+  const double seconds[] = {1.0, 9.0, 1.1};  // one of the blocks was held up
+  for (std::size_t b = 0; b < 3; ++b) {
+    for (const double factor : {0.9, 1.0, 5.0}) samples.push_back({b, 0, false, 2, factor * seconds[b]});
+  }
+  std::vector<plan::BlockCost> fitted(4);
+  const std::vector<std::size_t> classes{0, 0, 0, 3};
+  static_cast<void>(fit_costs(samples, 1, fitted, classes));
+  for (std::size_t b = 0; b < 3; ++b) EXPECT_DOUBLE_EQ(fitted[b].forward_per_item, 0.55);
+  EXPECT_DOUBLE_EQ(fitted[3].forward_per_item, 0.0);
+}
+
+TEST(BlockCosts, TakeDevicesAsEqualIfTheyDifferByNoMoreThanNoise) {
+  std::vector<plan::BlockCost> fitted(1);
+  const std::vector<BlockSample> samples{{0, 0, false, 4, 1.0}, {0, 1, false, 4, 1.04}};
+  EXPECT_EQ(fit_costs(samples, 2, fitted).speeds, (std::vector<double>{1.0, 1.0}));
 }
 
 TEST(BlockCosts, AreNeverNegative) {

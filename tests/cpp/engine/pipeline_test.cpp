@@ -100,8 +100,8 @@ TEST(Pipeline, TrainsAsOneDeviceWhileItMeasuresAndMoves) {
       ASSERT_EQ(trainer.state(b)[0], step + 1.0);
     }
   }
-  EXPECT_EQ(measuring, 6) << "three devices, two sizes";
-  EXPECT_GE(orders.size(), 3U) << "each block ran on each device";
+  EXPECT_EQ(measuring, 3) << "two orders, and another size";
+  EXPECT_GE(orders.size(), 2U) << "each block ran on two devices";
 }
 
 TEST(Pipeline, AFailedStepCommitsNothingNamesThePlaceAndTheNextStepWorks) {
@@ -298,6 +298,19 @@ TEST(Pipeline, ReportsWhatRanAndAnErrorOfAnUpdate) {
   EXPECT_GT(record.step_seconds, 0.0);
   EXPECT_GT(record.plan.seconds, 0.0);
   EXPECT_FALSE(trainer.explain().empty());
+  const observe::Metrics metrics = trainer.log().metrics();
+  EXPECT_EQ(metrics.steps, 1);
+  EXPECT_GT(metrics.devices[record.plan.order[0]].busy_seconds, 0.0);
+  EXPECT_EQ(metrics.devices[record.plan.order[0]].items, 8);
+  const observe::HistoryRow row = trainer.log().history().snapshot().at(0);
+  EXPECT_EQ(row.blocks[0] + row.blocks[1], 6);
+  EXPECT_EQ(row.moves, 0);
+  std::size_t actions = 0;
+  for (const auto& stage : record.actions) actions += stage.size();
+  const auto events = trainer.log().events().snapshot();
+  EXPECT_EQ(events.size(), actions + 1);
+  EXPECT_EQ(events.back().kind, observe::EventKind::step);
+  EXPECT_EQ(events.back().end, 8);
   try {
     trainer.update([](const BasicBlockUpdate<double>& one) {
       if (one.block == 5) throw std::out_of_range("no such row");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/pipeline/stage_planner.hpp"
+#include <paceline/engine/stage_planner.hpp>
 
 #include <gtest/gtest.h>
 
@@ -10,8 +10,14 @@
 #include <utility>
 #include <vector>
 
-namespace paceline::internal {
+#include <paceline/error.hpp>
+
+namespace paceline {
 namespace {
+
+bool same_run(const plan::StagePlan& a, const plan::StagePlan& b) {
+  return a.cuts == b.cuts && a.order == b.order && a.sizes == b.sizes && a.schedule == b.schedule;
+}
 
 /// Devices whose times follow from numbers: a block takes its fixed and per-item seconds over the device's speed.
 struct Box {
@@ -48,8 +54,8 @@ struct Box {
     });
     return all;
   }
-  [[nodiscard]] std::vector<balance::StageTimings> timings(const plan::StagePlan& plan) const {
-    std::vector<balance::StageTimings> all(plan.order.size());
+  [[nodiscard]] std::vector<balance::MeasuredStage> timings(const plan::StagePlan& plan) const {
+    std::vector<balance::MeasuredStage> all(plan.order.size());
     for (auto& stage : all) stage.forwards = stage.backwards = std::vector<double>(plan.sizes.size(), 0.0);
     for_each_block(plan, [&](std::size_t s, std::size_t b) {
       for (std::size_t m = 0; m < plan.sizes.size(); ++m) {
@@ -71,7 +77,7 @@ const Box kBox{
     std::vector<plan::BlockCost>(8, {.forward_fixed = 1e-3, .forward_per_item = 1e-3, .backward_per_item = 2e-3}),
     {1.0, 0.3, 1.0}};
 
-TEST(StagePlanner, MeasuresEachBlockOnEachDeviceInTwoSizesAndThenKnowsThem) {
+TEST(StagePlanner, MeasuresEachBlockOnTwoDevicesInTwoSizesAndThenKnowsThem) {
   StagePlanner planner(kBox.problem(), {}, {}, true);
   std::set<std::pair<std::size_t, std::size_t>> seen;
   std::set<std::int64_t> sizes;
@@ -86,7 +92,7 @@ TEST(StagePlanner, MeasuresEachBlockOnEachDeviceInTwoSizesAndThenKnowsThem) {
     planner.record(kBox.samples(*plan));
     ++steps;
   }
-  EXPECT_EQ(steps, 6);
+  EXPECT_EQ(steps, 3);
   EXPECT_GE(seen.size(), 16U);
   EXPECT_EQ(sizes.size(), 2U);
   EXPECT_FALSE(planner.awaits_samples());
@@ -99,6 +105,72 @@ TEST(StagePlanner, MeasuresEachBlockOnEachDeviceInTwoSizesAndThenKnowsThem) {
   for (std::size_t d = 0; d < 3; ++d) known.devices[d].speed = kBox.speeds[d];
   known.batch_size = 32;
   EXPECT_NEAR(plan->seconds, plan::plan_stages(known).seconds, 1e-6) << "as if it had been told";
+}
+
+TEST(StagePlanner, MeasuresInSmallerMicroBatchesWhenMemoryRunsOutAndEachTimeInSmallerOnes) {
+  StagePlanner planner(kBox.problem(), {}, {}, true);
+  std::int64_t before = 1000;
+  for (int tries = 0; tries < 3; ++tries) {
+    const auto plan = planner.plan(32);
+    EXPECT_LT(plan->sizes.front(), before);
+    before = plan->sizes.front();
+    EXPECT_TRUE(planner.measures());
+    if (before > 1) EXPECT_TRUE(planner.out_of_memory(0));
+  }
+  EXPECT_EQ(before, 1);
+  while (planner.measures()) {
+    const auto plan = planner.plan(32);
+    EXPECT_EQ(plan->sizes.front(), 1) << "no larger ones, which would not fit either";
+    planner.ran();
+    planner.record(kBox.samples(*plan));
+  }
+}
+
+TEST(StagePlanner, MeasuresInMicroBatchesThatFitTheDevices) {
+  plan::StageProblem problem = kBox.problem();
+  for (auto& block : problem.blocks) block.saved_bytes_per_item = 100;
+  for (auto& device : problem.devices) device.memory_bytes = 700;  // three blocks with two items
+  StagePlanner planner(problem, {}, {}, true);
+  EXPECT_LE(planner.plan(32)->sizes.front(), 2);
+  problem.devices[0].memory_bytes = problem.devices[1].memory_bytes = problem.devices[2].memory_bytes = 50;
+  StagePlanner none(problem, {}, {}, true);
+  EXPECT_THROW(static_cast<void>(none.plan(32)), OutOfMemory);
+}
+
+TEST(StagePlanner, MeasuresAgainOnceABatchCanTellWhatAMicroBatchCostsBesideItsItems) {
+  StagePlanner planner(kBox.problem(), {}, {}, true);
+  const auto measure = [&](std::int64_t items) {
+    int steps = 0;
+    while (planner.plan(items) && planner.measures()) {
+      planner.ran();
+      planner.record(kBox.samples(*planner.last()));
+      ++steps;
+    }
+    return steps;
+  };
+  EXPECT_EQ(measure(1), 3);
+  EXPECT_EQ(measure(8), 0) << "as many micro-batches of one item";
+  EXPECT_EQ(measure(64), 3);
+  EXPECT_EQ(measure(128), 0);
+  EXPECT_NEAR(planner.known().blocks[0].forward_fixed / planner.known().blocks[0].forward_per_item, 1.0, 1e-6);
+}
+
+TEST(StagePlanner, PredictsWithTheStagesOfTrainingInMicroBatchesThatFit) {
+  plan::StageProblem problem = kBox.problem();
+  problem.blocks = kBox.costs;
+  StagePlanner planner(problem, {}, {}, false);
+  EXPECT_EQ(planner.predict(20)->sizes.size(), 8U) << "before the first step";
+  const auto trains = planner.plan(32);
+  const auto predicts = planner.predict(100, 2);
+  EXPECT_EQ(predicts->cuts, trains->cuts);
+  EXPECT_EQ(predicts->order, trains->order);
+  EXPECT_LE(predicts->sizes.front(), trains->sizes.front());
+  EXPECT_GE(predicts->sizes.back(), 2);
+  EXPECT_TRUE(planner.out_of_memory_predicting(2));
+  EXPECT_EQ(planner.predict(100)->sizes.front(), 1);
+  EXPECT_FALSE(planner.out_of_memory_predicting(1));
+  planner.retire(trains->order[0]);
+  for (const std::size_t device : planner.predict(20)->order) EXPECT_NE(device, trains->order[0]);
 }
 
 TEST(StagePlanner, GivesARestoredDeviceAStageAgain) {
@@ -148,4 +220,4 @@ TEST(StagePlanner, IgnoresTheTimesOfAPlanThatWasReplaced) {
 }
 
 }  // namespace
-}  // namespace paceline::internal
+}  // namespace paceline

@@ -16,7 +16,7 @@ namespace paceline::balance {
 
 /// What one stage measured in one step, in seconds: the busy time of each forward and of each backward, in the order of
 /// the micro-batches. Waits for inputs and for the device are not in it.
-struct StageTimings {
+struct MeasuredStage {
   std::vector<double> forwards;
   std::vector<double> backwards;
   bool excluded = false;  ///< compilation, first run of a size: no evidence
@@ -96,7 +96,7 @@ class PACELINE_API StageBalancer {
   /// The times of the plan that plan() last returned, one entry per stage. A step that failed is never recorded.
   /// @throws InvalidArgument without a plan, for another number of stages or micro-batches, for a time that is negative
   /// or not finite.
-  void record(std::span<const StageTimings> stages);
+  void record(std::span<const MeasuredStage> stages);
 
   /// A stage of the last plan ran out of memory. First fewer micro-batches are in flight on all stages; where that does
   /// not help the stage, other cuts are planned with less memory on its device. After 64 steps, what did not fit is

@@ -16,6 +16,7 @@
 #include <paceline/device_id.hpp>
 #include <paceline/engine/objective.hpp>
 #include <paceline/engine/pipeline_step.hpp>
+#include <paceline/engine/stage_log.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/stages.hpp>
 #include <paceline/runtime/device_group.hpp>
@@ -70,12 +71,13 @@ struct PipelineOptions {
   std::vector<PipelineBlock> blocks{};
   std::int64_t batch_size = 1;  ///< items of a usual step; the first cuts are planned for it
   /// What each block takes, in seconds on a device of speed 1. Only times and workspace are read; the other bytes
-  /// follow from the counts. Empty: the first steps measure the blocks, on every device and in two sizes.
+  /// follow from the counts. Empty: the first steps measure the blocks, on two devices each and in two sizes.
   std::vector<plan::BlockCost> costs{};
   std::vector<double> speeds{};  ///< of each device, relative; empty: equal until they are measured
   /// The most bytes that each device may hold, for its blocks and for the micro-batches in flight. 0 or an empty list:
   /// no limit. With a limit or without, a step whose body throws OutOfMemory or std::bad_alloc, or that gets no memory,
-  /// runs again: first with fewer micro-batches in flight, then with other cuts.
+  /// runs again: first with fewer micro-batches in flight (smaller ones while blocks are measured), then with other
+  /// cuts.
   std::vector<std::int64_t> memory_limits{};
   plan::LinkCost link{};  ///< between two memory spaces
   /// What is not to be planned: cuts, the order of the devices, the number of micro-batches, the kind of schedule.
@@ -175,7 +177,9 @@ class PACELINE_API BasicPipeline {
   /// The last step whose times are known: on GPUs it may be two steps ago. Empty before that.
   [[nodiscard]] const PipelineRecord& last_step() const noexcept;
   /// Cuts and devices that changed; see StageBalancer::recent_moves. While blocks are measured there are none.
-  [[nodiscard]] const std::vector<balance::StageMove>& recent_moves() const noexcept;
+  [[nodiscard]] std::vector<balance::StageMove> recent_moves() const;
+  /// Figures, events and history of the steps whose times are known.
+  [[nodiscard]] const StageLog& log() const noexcept;
   [[nodiscard]] std::string explain() const;
   [[nodiscard]] const DeviceGroup& group() const noexcept;
 

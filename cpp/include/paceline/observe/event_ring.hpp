@@ -17,6 +17,8 @@ enum class EventKind : std::uint8_t {
   micro_batch,  ///< items [begin, end) on one device
   reduction,    ///< from the last micro-batch's end to the end of the reduction
   move,         ///< the shares changed before this step
+  forward,      ///< of items [begin, end) on one stage of a pipeline
+  backward,     ///< the same
 };
 
 /// Something that happened. Seconds count on a steady clock from a moment that the writer chooses; a StepLoop's clock

@@ -20,6 +20,7 @@ struct HistoryRow {
   std::vector<double> busy_seconds{};
   std::vector<double> costs{};          ///< empty unless all of these steps had costs
   std::vector<std::int64_t> planned{};  ///< empty if one of these steps had costs
+  std::vector<std::int64_t> blocks{};   ///< in the last of these steps
   double step_seconds = 0.0;
   double longest_step_seconds = 0.0;  ///< of one step: a sum would hide a spike
   std::int64_t moves = 0;

@@ -22,6 +22,7 @@ struct StepSample {
   std::vector<double> costs{};         ///< of the items, in the caller's unit; empty for a step without costs
   std::vector<std::int64_t>
       planned{};  ///< the shares that were planned, which devices may take from each other; empty for a step with costs
+  std::vector<std::int64_t> blocks{};  ///< of the stages of a pipeline; else empty
 };
 
 /// Upper bounds of the buckets in which step times are counted, in seconds: from a step of a millisecond to one of
@@ -51,7 +52,8 @@ struct Metrics {
   double step_seconds = 0.0;     ///< with reductions
   /// How many steps took at most kStepBounds[k], but more than the bound before it; the last entry: longer ones.
   std::array<std::int64_t, kStepBounds.size() + 1> step_counts{};
-  /// Slowest device's busy time over the mean, minus 1, over the last steps (kWindow): 0 is perfectly even.
+  /// Slowest device's busy time over the mean of those that had items, minus 1, over the last steps (kWindow): 0 is
+  /// perfectly even.
   double imbalance = 0.0;
 };
 

@@ -22,7 +22,7 @@ struct PipelineOptions {
 /// What one step of a simulated pipeline took.
 struct PipelineOutcome {
   double seconds = 0.0;
-  std::vector<balance::StageTimings> timings;          ///< per stage
+  std::vector<balance::MeasuredStage> timings;         ///< per stage
   std::vector<std::vector<plan::ActionSpan>> actions;  ///< per stage, in the order of its schedule
   double bubble = 0.0;                                 ///< the part of the step in which stages are idle
 };

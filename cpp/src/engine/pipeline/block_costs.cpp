@@ -10,6 +10,8 @@
 namespace paceline::internal {
 namespace {
 
+constexpr double kLeastDifference = 0.05;  // between devices' speeds, to be taken for more than noise
+
 struct Ratio {
   double value = 0.0;
   double weight = 0.0;
@@ -26,13 +28,18 @@ double weighted_median(std::vector<Ratio> ratios) {
   return ratios.back().value;
 }
 
-/// Speeds by what devices have run in common, beginning with the device that ran most.
-std::vector<double> speeds_of(std::span<const BlockSample> samples, std::size_t device_count) {
-  using Key = std::tuple<std::size_t, bool, std::int64_t>;
-  std::vector<std::map<Key, double>> times(device_count);
-  for (const BlockSample& one : samples) {
-    if (one.seconds > 0.0) times[one.device][{one.block, one.backward, one.items}] = one.seconds;
-  }
+double median(const std::vector<double>& values) {
+  std::vector<Ratio> equal;
+  for (const double value : values) equal.push_back({value, 1.0});
+  return weighted_median(std::move(equal));
+}
+
+/// A block, whether it is its backward, and items.
+using Key = std::tuple<std::size_t, bool, std::int64_t>;
+
+/// Speeds by what devices have run in common, beginning with the device that ran most. `times`: of each device.
+std::vector<double> speeds_of(const std::vector<std::map<Key, double>>& times) {
+  const std::size_t device_count = times.size();
   std::vector<std::optional<double>> speeds(device_count);
   const auto most = std::ranges::max_element(times, {}, [](const auto& mine) { return mine.size(); });
   speeds[static_cast<std::size_t>(most - times.begin())] = 1.0;
@@ -45,7 +52,7 @@ std::vector<double> speeds_of(std::span<const BlockSample> samples, std::size_t 
         if (!speeds[other]) continue;
         for (const auto& [key, seconds] : times[d]) {
           const auto theirs = times[other].find(key);
-          if (theirs == times[other].end()) continue;
+          if (theirs == times[other].end() || !(seconds > 0.0) || !(theirs->second > 0.0)) continue;
           ratios.push_back({*speeds[other] * theirs->second / seconds, seconds});
         }
       }
@@ -56,13 +63,18 @@ std::vector<double> speeds_of(std::span<const BlockSample> samples, std::size_t 
   }
   double sum = 0.0;
   double known = 0.0;
+  double least = 1.0;
+  double most_of_all = 0.0;
   for (std::size_t d = 0; d < device_count; ++d) {
     if (!speeds[d] || times[d].empty()) continue;
     sum += *speeds[d];
     known += 1.0;
+    least = std::min(least, *speeds[d]);
+    most_of_all = std::max(most_of_all, *speeds[d]);
   }
+  const bool differ = sum > 0.0 && most_of_all > least * (1.0 + kLeastDifference);
   std::vector<double> result;
-  for (const auto& speed : speeds) result.push_back(speed && sum > 0.0 ? *speed * known / sum : 1.0);
+  for (const auto& speed : speeds) result.push_back(speed && differ ? *speed * known / sum : 1.0);
   return result;
 }
 
@@ -88,18 +100,33 @@ void fit_line(const std::vector<std::pair<double, double>>& points, double& fixe
 
 }  // namespace
 
-BlockFit fit_costs(std::span<const BlockSample> samples, std::size_t device_count,
-                   std::vector<plan::BlockCost>& blocks) {
-  BlockFit fit{.speeds = speeds_of(samples, device_count)};
-  std::vector<std::vector<std::pair<double, double>>> forward(blocks.size());
-  std::vector<std::vector<std::pair<double, double>>> backward(blocks.size());
+BlockFit fit_costs(std::span<const BlockSample> samples, std::size_t device_count, std::vector<plan::BlockCost>& blocks,
+                   std::span<const std::size_t> classes) {
+  std::vector<std::map<Key, std::vector<double>>> seconds(device_count);
   for (const BlockSample& one : samples) {
-    auto& points = one.backward ? backward[one.block] : forward[one.block];
-    points.emplace_back(static_cast<double>(one.items), one.seconds * fit.speeds[one.device]);
+    seconds[one.device][{one.block, one.backward, one.items}].push_back(one.seconds);
+  }
+  std::vector<std::map<Key, double>> times(device_count);
+  for (std::size_t d = 0; d < device_count; ++d) {
+    for (const auto& [key, all] : seconds[d]) times[d][key] = median(all);
+  }
+  BlockFit fit{.speeds = speeds_of(times)};
+  std::map<Key, std::vector<double>> of_classes;
+  const auto class_of = [&](std::size_t block) { return classes.empty() ? block : classes[block]; };
+  for (std::size_t d = 0; d < device_count; ++d) {
+    for (const auto& [key, time] : times[d]) {
+      const auto& [block, backward, items] = key;
+      of_classes[{class_of(block), backward, items}].push_back(time * fit.speeds[d]);
+    }
   }
   for (std::size_t b = 0; b < blocks.size(); ++b) {
-    fit_line(forward[b], blocks[b].forward_fixed, blocks[b].forward_per_item);
-    fit_line(backward[b], blocks[b].backward_fixed, blocks[b].backward_per_item);
+    std::vector<std::pair<double, double>> points[2];  // forward and backward
+    for (const auto& [key, all] : of_classes) {
+      const auto& [own, backward, items] = key;
+      if (own == class_of(b)) points[backward ? 1 : 0].emplace_back(static_cast<double>(items), median(all));
+    }
+    fit_line(points[0], blocks[b].forward_fixed, blocks[b].forward_per_item);
+    fit_line(points[1], blocks[b].backward_fixed, blocks[b].backward_per_item);
   }
   return fit;
 }

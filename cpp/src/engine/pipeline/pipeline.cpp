@@ -123,8 +123,13 @@ const PipelineRecord& BasicPipeline<T>::last_step() const noexcept {
 }
 
 template <class T>
-const std::vector<balance::StageMove>& BasicPipeline<T>::recent_moves() const noexcept {
-  return state_->core.planner().balancer().recent_moves();
+std::vector<balance::StageMove> BasicPipeline<T>::recent_moves() const {
+  return state_->core.planner().recent_moves();
+}
+
+template <class T>
+const StageLog& BasicPipeline<T>::log() const noexcept {
+  return state_->core.log();
 }
 
 template <class T>

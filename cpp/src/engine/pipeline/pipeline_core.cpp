@@ -122,12 +122,6 @@ class StageTask final : public GroupTask {
   std::size_t stage_ = 0;
 };
 
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
 }  // namespace
 
 PipelineCore::PipelineCore(DeviceGroup group, const PipelineOptions& options, DType dtype)
@@ -136,6 +130,7 @@ PipelineCore::PipelineCore(DeviceGroup group, const PipelineOptions& options, DT
       dtype_(dtype),
       devices_(group_, options.timeout),
       planner_(problem_of(group_, options, size_of(dtype)), options.stages, options.moves, options.costs.empty()),
+      log_(group_),
       plan_(planner_.plan(options.batch_size)),
       memory_(devices_, bytes_of(options, size_of(dtype)), options.memory_limits, *plan_) {}
 
@@ -163,6 +158,7 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
   }
   devices_.check();
   collect();
+  const std::int64_t moves = planner_.move_count();
   for (;;) {
     const std::shared_ptr<const plan::StagePlan> plan = planner_.plan(batch_size);
     bool first = false;
@@ -180,6 +176,7 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
     const bool measures = planner_.measures();
     const auto run = std::make_shared<PipelineRun>(memory_, plan, calls, marks, measures);
     PipelineStep step(group_, run, plan->schedule, plan->order);
+    const auto started = std::chrono::steady_clock::now();
     step.start();
     step.wait();
     if (const PipelineFailure* const failure = step.failure()) {
@@ -202,7 +199,7 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
     }
     planner_.ran();
     plan_ = plan;
-    pending_.push_back({plan, marks, step.record(), first, measures});
+    pending_.push_back({plan, marks, step.record(), started, first, measures, planner_.move_count() != moves});
     if (!devices_.asynchronous()) {
       settle();
       return Objective(run->loss() / weight);
@@ -265,7 +262,7 @@ void PipelineCore::settle() {
   if (step.measures) {
     planner_.record(samples(step));
   } else {
-    std::vector<balance::StageTimings> timings(step.plan->order.size());
+    std::vector<balance::MeasuredStage> timings(step.plan->order.size());
     for (std::size_t s = 0; s < timings.size(); ++s) {
       timings[s].excluded = step.first;
       for (std::int64_t m = 0; m < step.plan->schedule.micro_batches; ++m) {
@@ -276,6 +273,7 @@ void PipelineCore::settle() {
     planner_.record(*step.plan, timings);
   }
   stamp(step);
+  log_.add(*step.plan, blocks_.size(), step.record, step.started, step.moved);
   last_step_ = {.plan = *step.plan, .actions = std::move(step.record), .step_seconds = 0.0};
   for (const auto& actions : last_step_.actions) {
     last_step_.step_seconds = std::max(last_step_.step_seconds, actions.back().finish_seconds);
@@ -284,7 +282,6 @@ void PipelineCore::settle() {
 
 std::vector<BlockSample> PipelineCore::samples(const Pending& step) const {
   const plan::StagePlan& plan = *step.plan;
-  const std::int64_t items = plan.sizes[plan.sizes.size() / 2];
   std::vector<BlockSample> samples;
   for (std::size_t s = 0; s < plan.order.size(); ++s) {
     const std::size_t begin = plan.cuts[s];
@@ -292,12 +289,10 @@ std::vector<BlockSample> PipelineCore::samples(const Pending& step) const {
     for (std::size_t b = begin; b < end; ++b) {
       for (const Kind kind : {Kind::forward, Kind::backward}) {
         const std::size_t k = kind == Kind::forward ? b - begin : end - 1 - b;
-        std::vector<double> seconds;
         for (std::size_t m = 0; m < plan.sizes.size(); ++m) {
-          if (plan.sizes[m] != items) continue;
-          seconds.push_back(step.marks->at(s, kind, static_cast<std::int64_t>(m)).seconds(k, k + 1));
+          const double seconds = step.marks->at(s, kind, static_cast<std::int64_t>(m)).seconds(k, k + 1);
+          samples.push_back({b, plan.order[s], kind == Kind::backward, plan.sizes[m], seconds});
         }
-        samples.push_back({b, plan.order[s], kind == Kind::backward, items, median(std::move(seconds))});
       }
     }
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -11,11 +12,12 @@
 #include <vector>
 
 #include <paceline/engine/pipeline.hpp>
+#include <paceline/engine/stage_log.hpp>
+#include <paceline/engine/stage_planner.hpp>
 #include <paceline/runtime/dtype.hpp>
 
+#include "engine/pipeline/pipeline_memory.hpp"
 #include "engine/pipeline/pipeline_run.hpp"
-#include "engine/pipeline/stage_memory.hpp"
-#include "engine/pipeline/stage_planner.hpp"
 
 namespace paceline::internal {
 
@@ -37,6 +39,7 @@ class PipelineCore {
   [[nodiscard]] StagePlanner& planner() noexcept { return planner_; }
   [[nodiscard]] const plan::StagePlan& plan() const noexcept { return *plan_; }
   [[nodiscard]] const PipelineRecord& last_step() const noexcept { return last_step_; }
+  [[nodiscard]] const StageLog& log() const noexcept { return log_; }
   [[nodiscard]] const DeviceGroup& group() const noexcept { return group_; }
 
  private:
@@ -45,8 +48,10 @@ class PipelineCore {
     std::shared_ptr<const plan::StagePlan> plan;
     std::shared_ptr<StepMarks> marks;
     std::vector<std::vector<ActionRecord>> record;
+    std::chrono::steady_clock::time_point started{};
     bool first = false;  // with these stages
     bool measures = false;
+    bool moved = false;
   };
 
   [[nodiscard]] std::shared_ptr<StepMarks> take_marks(const plan::StagePlan& plan);
@@ -66,10 +71,11 @@ class PipelineCore {
   DType dtype_;
   StageDevices devices_;
   StagePlanner planner_;
+  StageLog log_;
   std::shared_ptr<const plan::StagePlan> plan_;
   std::vector<std::shared_ptr<StepMarks>> marks_;
   std::deque<Pending> pending_;
-  StageMemory memory_;  // goes before the marks, when the devices have written to them for the last time
+  PipelineMemory memory_;  // goes before the marks, when the devices have written to them for the last time
   PipelineRecord last_step_;
 };
 

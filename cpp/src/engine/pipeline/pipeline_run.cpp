@@ -7,7 +7,7 @@ namespace paceline::internal {
 
 using Kind = plan::Action::Kind;
 
-PipelineRun::PipelineRun(StageMemory& memory, std::shared_ptr<const plan::StagePlan> plan, BlockCalls calls,
+PipelineRun::PipelineRun(PipelineMemory& memory, std::shared_ptr<const plan::StagePlan> plan, BlockCalls calls,
                          std::shared_ptr<StepMarks> marks, bool each_block)
     : memory_(memory),
       devices_(memory.devices()),

@@ -13,7 +13,7 @@
 #include <paceline/runtime/dtype.hpp>
 
 #include "comm/block_reduction.hpp"
-#include "engine/pipeline/stage_memory.hpp"
+#include "engine/pipeline/pipeline_memory.hpp"
 #include "engine/pipeline/step_marks.hpp"
 
 namespace paceline::internal {
@@ -45,7 +45,7 @@ class PipelineRun final : public PipelineProgram {
  public:
   /// Requires: `memory` is arranged for `plan`, and lives until every worker has left. `each_block`: marks the end of
   /// each block, too.
-  PipelineRun(StageMemory& memory, std::shared_ptr<const plan::StagePlan> plan, BlockCalls calls,
+  PipelineRun(PipelineMemory& memory, std::shared_ptr<const plan::StagePlan> plan, BlockCalls calls,
               std::shared_ptr<StepMarks> marks, bool each_block);
 
   void run(const StageAction& action, Turn& turn) override;
@@ -79,7 +79,7 @@ class PipelineRun final : public PipelineProgram {
                std::size_t item_bytes);
   [[nodiscard]] BlockCall call(const StageAction& action, std::size_t block, const Stage& stage);
 
-  StageMemory& memory_;
+  PipelineMemory& memory_;
   StageDevices& devices_;
   std::shared_ptr<const plan::StagePlan> plan_;
   BlockCalls calls_;

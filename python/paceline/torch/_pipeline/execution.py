@@ -147,7 +147,7 @@ class PipelineExecution(Execution):
     def measure(self, work: PipelineWork, whole: Batch, fn: Callable[..., Any]) -> None:
         """Measure the blocks of a module without memory one after the other."""
         planner = work.planner
-        if self.unfilled is None or planner.balancer is not None:
+        if self.unfilled is None or not planner.measuring:
             return
         self.constrain(work)
         work.follow(whole, self.features.constraints(self.replicas, work).least)

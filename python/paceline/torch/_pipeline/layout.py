@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument, OutOfMemory
+from paceline.plan import BlockCost
 from paceline.torch._batch.batch import BatchDim
 from paceline.torch._batch.layout import Layout as BatchLayout
 from paceline.torch._batch.objective import Reduction, Weight
@@ -18,9 +19,8 @@ from paceline.torch._batch.splits import Split
 from paceline.torch._devices.places import RandomStates
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.materialise import Init, unfilled
-from paceline.torch._pipeline.measure import BlockCost
 from paceline.torch._pipeline.pipeline import Pipeline
-from paceline.torch._pipeline.planner import plan_of
+from paceline.torch._pipeline.plans import plan_of
 from paceline.torch._pipeline.replicated import PipelineReplicas
 from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.copies import Replicate
@@ -359,7 +359,7 @@ def _measure(
 
         random = RandomStates(execution.places)
         try:
-            while planner.balancer is None:
+            while planner.measuring:
                 execution.train(Asked(work, whole, loss_fn, executor), keep=False)
                 assert planner.measures is not None
                 planner.add(planner.measures)

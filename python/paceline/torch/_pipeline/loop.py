@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import bisect
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline import DeviceGroup, InvalidArgument
-from paceline._core.engine import step_bounds
+from paceline._core.engine import StageLog
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.gates import Journey
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import Action, PipelinePlan
-
-_BOUNDS = step_bounds()  # of the step counts, as trainers without stages have them
-_RECENT = 32  # steps whose times make a speed
-_MOST_EVENTS = 4096
-_MOST_ROWS = 1024
 
 
 class Outcome:
@@ -102,12 +95,6 @@ class Outcome:
         return [sum(finish - start for _, _, start, finish in actions) for actions in self.record]
 
 
-class _Totals(NamedTuple):
-    items: int = 0
-    busy: float = 0.0
-    idle: float = 0.0
-
-
 class PipelineLoop:
     """What was measured in the steps of one kind, in the words of `StepLoop`."""
 
@@ -119,12 +106,8 @@ class PipelineLoop:
         self.lanes: Any = None  # of the step that runs
         self.is_trial = False  # whether its runs are thrown away, so that the planner learns nothing from them
         self._names = [device.name for device in group.devices]
-        self._totals = [_Totals() for _ in self._names]
-        self._recent: list[deque[tuple[int, float]]] = [deque(maxlen=_RECENT) for _ in self._names]
-        self._steps, self._seconds = 0, 0.0
-        self._counts = [0] * (len(_BOUNDS) + 1)
-        self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
-        self._rows, self._per_row = list[dict[str, Any]](), 1
+        self._log = StageLog(group)
+        self._moves = planner.moves  # when the last step was noted
 
     def commit(self, outcome: Outcome) -> None:
         """Take note of a step that was committed. Its times are read when somebody asks for them, or when the next step begins."""
@@ -142,80 +125,14 @@ class PipelineLoop:
             add()
 
     def _add(self, outcome: Outcome) -> None:
-        seconds, busy = outcome.seconds, outcome.busy()
-        items = sum(outcome.plan.sizes)
-        begun = self._seconds
-        for stage, device in enumerate(outcome.plan.order):
-            before = self._totals[device]
-            self._totals[device] = _Totals(
-                before.items + outcome.items[device],
-                before.busy + busy[stage],
-                before.idle + max(0.0, seconds - busy[stage]),
-            )
-            self._recent[device].append((outcome.items[device], busy[stage]))
-            for kind, micro_batch, start, finish in outcome.record[stage]:
-                begin, end = outcome.bounds[micro_batch]
-                self._events.append(
-                    {
-                        "kind": "forward" if kind == "F" else "backward",
-                        "device": self._names[device],
-                        "step": self._steps,
-                        "begin": begin,
-                        "end": end,
-                        "start_seconds": begun + start,
-                        "duration_seconds": finish - start,
-                    }
-                )
-        self._events.append(
-            {
-                "kind": "step",
-                "device": None,
-                "step": self._steps,
-                "begin": 0,
-                "end": items,
-                "start_seconds": begun,
-                "duration_seconds": seconds,
-            }
-        )
-        self._steps += 1
-        self._seconds += seconds
-        self._counts[bisect.bisect_left(_BOUNDS, seconds)] += 1
-        moves = self.planner.moves
+        before, self._moves = self._moves, self.planner.moves
+        stages = [
+            (device, end - first, outcome.items[device])
+            for device, first, end in zip(outcome.plan.order, outcome.plan.cuts, self._ends(outcome.plan), strict=True)
+        ]
+        self._log.add(stages, outcome.bounds, outcome.record, outcome.started, self._moves > before)
         if outcome.trains:
             self.planner.record(outcome.plan, outcome.record, evidence=outcome.evidence)
-        self._add_row(outcome, busy, seconds, self.planner.moves > moves)
-
-    def _add_row(self, outcome: Outcome, busy: list[float], seconds: float, moved: bool) -> None:
-        of_device = dict(zip(outcome.plan.order, busy, strict=True))
-        row = {
-            "first_step": self._steps - 1,
-            "steps": 1,
-            "items": dict(zip(self._names, outcome.items, strict=True)),
-            "busy_seconds": {name: of_device.get(d, 0.0) for d, name in enumerate(self._names)},
-            "costs": None,
-            "planned": None,
-            "blocks": self._blocks_of(outcome),
-            "step_seconds": seconds,
-            "longest_step_seconds": seconds,
-            "moves": int(moved),
-        }
-        last = self._rows[-1] if self._rows else None
-        if last is not None and last["steps"] < self._per_row:
-            self._rows[-1] = _sum(last, row)
-        else:
-            self._rows.append(row)
-        if len(self._rows) > _MOST_ROWS:
-            self._per_row *= 2
-            pairs = [self._rows[k : k + 2] for k in range(0, len(self._rows), 2)]
-            self._rows = [_sum(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
-
-    def _blocks_of(self, outcome: Outcome) -> dict[str, int]:
-        """By device, how many blocks its stage has."""
-        plan = outcome.plan
-        blocks = dict.fromkeys(self._names, 0)
-        for device, first, end in zip(plan.order, plan.cuts, self._ends(plan), strict=True):
-            blocks[self._names[device]] = end - first
-        return blocks
 
     def _ends(self, plan: PipelinePlan) -> list[int]:
         """The block behind each stage. A stage behind the last one of a pipeline begins at 0."""
@@ -225,58 +142,30 @@ class PipelineLoop:
     def metrics(self) -> dict[str, Any]:
         """The figures of `Reports.report`."""
         self.settle()
-        rates = [
-            sum(n for n, _ in recent) / busy if (busy := sum(s for _, s in recent)) > 0 else 0.0
-            for recent in self._recent
-        ]
-        in_use = set() if self.last is None else set(self.last.plan.order)
-        recent = [sum(s for _, s in self._recent[d]) for d in sorted(in_use)]
-        speeds = self.planner.speeds
-        counts = 0
-        step_counts = []
-        for bound, count in zip(_BOUNDS, self._counts, strict=False):
-            counts += count
-            step_counts.append((bound, counts))
-        return {
-            "devices": {
-                name: {
-                    "share": 0 if self.last is None else self.last.items[d],
-                    "items": self._totals[d].items,
-                    "busy_seconds": self._totals[d].busy,
-                    "idle_seconds": self._totals[d].idle,
-                    "items_per_second": rates[d],
-                    "speed": speeds[d],
-                    "retired": d in self.planner.retired,
-                }
-                for d, name in enumerate(self._names)
-            },
-            "imbalance": max(recent) / (sum(recent) / len(recent)) - 1 if recent and sum(recent) else 0.0,
-            "moves": self.planner.moves,
-            "recent_moves": list(self.planner.recent_moves),
-            "taken_back": 0,
-            "steps": self._steps,
-            "step_counts": step_counts,
-            "compute_seconds": self._seconds,
-            "step_seconds": self._seconds,
-        }
+        figures, planner = self._log.metrics, self.planner
+        speeds = planner.speeds
+        for device, (figure, speed) in enumerate(zip(figures["devices"].values(), speeds, strict=True)):
+            figure |= {"speed": speed / max(speeds), "retired": device in planner.retired}
+        return {**figures, "moves": planner.moves, "recent_moves": planner.recent_moves, "taken_back": 0}
 
     def pipeline(self) -> dict[str, Any]:
         """The last step as a pipeline, and what is known of the blocks."""
         self.settle()
         planner, last = self.planner, self.last
+        fastest = max(planner.known[1], default=1.0)
         costs = [
             {
                 "name": block.name,
-                "fixed_seconds": cost.forward_fixed + cost.backward_fixed,
-                "forward_seconds": cost.forward_per_item,
-                "backward_seconds": cost.backward_per_item,
+                "fixed_seconds": (cost.forward_fixed + cost.backward_fixed) / fastest,
+                "forward_seconds": cost.forward_per_item / fastest,
+                "backward_seconds": cost.backward_per_item / fastest,
                 "parameter_bytes": cost.parameter_bytes,
                 "saved_bytes": cost.saved_bytes_per_item,
                 "boundary_bytes": cost.boundary_bytes_per_item,
             }
             for block, cost in zip(planner.blocks, planner.costs, strict=False)
         ]
-        figures: dict[str, Any] = {"measuring": planner.balancer is None, "blocks": costs}
+        figures: dict[str, Any] = {"measuring": planner.measuring, "blocks": costs}
         if last is None:
             return figures
         planned = last.plan.figures
@@ -288,21 +177,17 @@ class PipelineLoop:
                 "last_block": planner.blocks[end - 1].name,
                 "blocks": end - first,
                 "busy_seconds": busy[stage],
-                "bytes": planned["bytes"][stage] if planned else None,
+                "bytes": None if planned is None else planned.bytes[stage],
                 "in_flight": last.plan.in_flight(stage),
             }
             for stage, (first, end) in enumerate(zip(last.plan.cuts, self._ends(last.plan), strict=True))
         ]
         figures["schedule"] = last.plan.schedule
         figures["seconds"] = seconds
-        figures["predicted_seconds"] = planned.get("seconds")
-        figures["ideal_seconds"] = planned.get("ideal_seconds")
+        figures["predicted_seconds"] = None if planned is None else planned.seconds
+        figures["ideal_seconds"] = None if planned is None else planned.ideal_seconds
         figures["bubble"] = 1 - sum(busy) / (seconds * len(busy)) if seconds > 0 else 0.0
         return figures
-
-    def planned_actions(self) -> list[list[Action]] | None:
-        """When the actions of the last step were planned to run. None if it was a step that measured."""
-        return None if self.last is None else self.last.plan.actions()
 
     @property
     def memory(self) -> dict[str, dict[str, float]]:
@@ -312,12 +197,12 @@ class PipelineLoop:
     @property
     def events(self) -> list[dict[str, Any]]:
         self.settle()
-        return list(self._events)
+        return self._log.events
 
     @property
     def history(self) -> list[dict[str, Any]]:
         self.settle()
-        return list(self._rows)
+        return self._log.history
 
     def explain(self) -> str:
         self.settle()
@@ -354,23 +239,7 @@ class PipelineLoop:
         """Ignore what another trainer has measured, since blocks are measured anew."""
 
     def set_least_items(self, items: int) -> None:
-        self.planner.least_items = items
+        """Nothing: the planner is told before each plan."""
 
     def write_ledger(self, path: str) -> None:
         raise InvalidArgument("write_ledger: a pipeline has no ledger of shares. report()['pipeline'] has its plan.")
-
-
-def _sum(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    def added(key: str) -> dict[str, Any]:
-        return {name: value + second[key][name] for name, value in first[key].items()}
-
-    return {
-        **first,
-        "blocks": second["blocks"],
-        "steps": first["steps"] + second["steps"],
-        "items": added("items"),
-        "busy_seconds": added("busy_seconds"),
-        "step_seconds": first["step_seconds"] + second["step_seconds"],
-        "longest_step_seconds": max(first["longest_step_seconds"], second["longest_step_seconds"]),
-        "moves": first["moves"] + second["moves"],
-    }

@@ -245,7 +245,7 @@ class Pipeline(StagesTrainer):
                 cuts=cuts,
                 schedule=schedule,
                 micro_batches=micro_batches,
-                link=places.slowest_link if isinstance(places, StagePlaces) else None,
+                **({"link": places.slowest_link} if isinstance(places, StagePlaces) else {}),
             )
             planner.finds_order = blocks is None and not on_gpus
             self._planner = planner

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from paceline._core import engine as core
+from paceline.plan import StagePlan
 
 # An action that ran: "F" or "B", micro-batch, start and finish in seconds since the step began.
 Action = tuple[str, int, float, float]
@@ -20,8 +20,7 @@ class PipelinePlan(NamedTuple):
     order: tuple[int, ...]  # the device of each stage
     sizes: tuple[int, ...]  # items of each micro-batch
     schedule: str  # as text, one line per stage
-    # What the balancer says of it: "seconds", "ideal_seconds", "bytes" and "times" by stage. Empty if it is not the balancer's.
-    figures: Mapping[str, Any] = MappingProxyType({})
+    figures: StagePlan | None = None  # the planner's, if it runs as planned
 
     @property
     def lanes(self) -> int:
@@ -51,7 +50,7 @@ class PipelinePlan(NamedTuple):
 
     def actions(self) -> list[list[Action]] | None:
         """When the actions of each stage are planned to run. None if this is not the balancer's plan."""
-        return core.pipeline_actions(self.schedule, self.figures["times"]) if self.figures else None
+        return None if self.figures is None else core.pipeline_actions(self.figures)
 
     def stage_of(self, blocks: int) -> list[int]:
         """The stage of each block."""
@@ -68,4 +67,9 @@ class PipelinePlan(NamedTuple):
     def alone(self) -> PipelinePlan:
         """The same with one micro-batch at a time."""
         line = " ".join(f"F{m} B{m}" for m in range(len(self.sizes)))
-        return self._replace(schedule="\n".join([line] * len(self.cuts)), figures={})
+        return self._replace(schedule="\n".join([line] * len(self.cuts)), figures=None)
+
+
+def plan_of(plan: StagePlan) -> PipelinePlan:
+    """The planner's plan."""
+    return PipelinePlan(tuple(plan.cuts), tuple(plan.order), tuple(plan.sizes), plan.schedule_text, plan)

@@ -6,11 +6,10 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline import DeviceGroup, InvalidArgument
-from paceline.plan import split_batch
-from paceline.torch._pipeline.measure import BlockCost
+from paceline.plan import BlockCost, split_batch
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import Action, PipelinePlan
 
@@ -74,20 +73,25 @@ def _renumbered(schedule: str, first: int) -> str:
     return re.sub(r"(?<=[FB])\d+", lambda number: str(int(number[0]) + first), schedule)
 
 
-def _figures_of(plans: Sequence[PipelinePlan]) -> dict[str, Any]:
-    if not all(plan.figures for plan in plans):
-        return {}
-    return {
-        "seconds": max(plan.figures["seconds"] for plan in plans),
-        "ideal_seconds": max(plan.figures["ideal_seconds"] for plan in plans),
-        "bytes": [count for plan in plans for count in plan.figures["bytes"]],
-    }
+class _Figures(NamedTuple):
+    seconds: float
+    ideal_seconds: float
+    bytes: list[int]
+
+
+def _figures_of(plans: Sequence[PipelinePlan]) -> _Figures | None:
+    own = [plan.figures for plan in plans if plan.figures is not None]
+    if len(own) < len(plans):
+        return None
+    return _Figures(
+        max(one.seconds for one in own), max(one.ideal_seconds for one in own), [n for one in own for n in one.bytes]
+    )
 
 
 class ReplicasPlanner:
     """Plans the steps of all pipelines: their shares of the batch, and by their own planners all else."""
 
-    measures = None  # all is known from the start
+    measures, measuring = None, False  # all is known from the start
     finds_order = False
     plans_micro_batches = True
     unsettled = None  # on the host times are known when a step is over
@@ -104,8 +108,11 @@ class ReplicasPlanner:
             int, list[tuple[float, float]]
         ] = {}  # by items: seconds of each pipeline, fixed and per item
 
-    def follow(self, items: int, item_bytes: int) -> None:
-        """Nothing is measured again: `layout` has measured all."""
+    def follow(self, item_bytes: int, least: int) -> None:
+        """Note the fewest items of a micro-batch. Nothing is measured again: `layout` has measured all."""
+        self._least_items = least
+        for planner in self.planners:
+            planner.core.set_least_items(least)
 
     def renewed(self, parameters: Sequence[Any]) -> None:
         """Others have taken the place of the module's parameters, or not."""
@@ -130,7 +137,7 @@ class ReplicasPlanner:
         models = self._model(items)
         works = [number for number in range(len(models)) if not self._is_retired(number)]
         found = split_batch(
-            items, [models[number] for number in works], minimum=min(items, self.least_items), may_be_zero=True
+            items, [models[number] for number in works], minimum=min(items, self._least_items), may_be_zero=True
         )
         shares = [0] * len(models)
         for number, share in zip(works, found.shares, strict=True):
@@ -139,7 +146,7 @@ class ReplicasPlanner:
 
     def _model(self, items: int) -> list[tuple[float, float]]:
         """A line through the predicted seconds for half of the items and for all of them."""
-        speeds = self._live_speeds()
+        speeds = self.speeds
         changes = [abs(math.log(speed / before)) for speed, before in zip(speeds, self._speeds, strict=False)]
         if not changes or max(changes) > _LEAST_CHANGE or len(self._models) > _MOST_MODELS:
             self._models.clear()
@@ -197,26 +204,15 @@ class ReplicasPlanner:
         first = self._first_devices[number]
         return self.retired.issuperset(range(first, first + self._sizes[number]))
 
-    @property
-    def least_items(self) -> int:
-        """The fewest items of a micro-batch."""
-        return self._least_items
-
-    @least_items.setter
-    def least_items(self, items: int) -> None:
-        self._least_items = items
-        for planner in self.planners:
-            planner.least_items = items
-
     # What reports say
-
-    @property
-    def balancer(self) -> Any:
-        return self.planners[0].balancer
 
     @property
     def costs(self) -> list[BlockCost]:
         return self.planners[0].costs
+
+    @property
+    def known(self) -> tuple[list[BlockCost], list[float]]:
+        return self.costs, self.speeds
 
     @property
     def moves(self) -> int:
@@ -228,11 +224,7 @@ class ReplicasPlanner:
 
     @property
     def speeds(self) -> list[float]:
-        found = self._live_speeds()
-        return [speed / max(found) for speed in found]
-
-    def _live_speeds(self) -> list[float]:
-        return [speed for planner in self.planners if planner.balancer for speed in planner.balancer.speeds]
+        return [speed for planner in self.planners for speed in planner.speeds]
 
     def memory(self, last: ReplicasPlan | None) -> dict[str, dict[str, float]]:
         """For each device with a limit: the limit, and the bytes of its stage in the `last` plan."""

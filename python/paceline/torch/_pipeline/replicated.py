@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from paceline import Device, DeviceGroup
+from paceline.plan import BlockCost
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.lanes import SharedPlaces
 from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.arguments import check_on_host
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
-from paceline.torch._pipeline.measure import BlockCost
 from paceline.torch._pipeline.pipeline import PipelineWorks, StagesTrainer
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.replicas_execution import ReplicasExecution

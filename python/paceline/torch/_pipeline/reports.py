@@ -84,7 +84,7 @@ class PipelineReports(Reports):
         last = self._loop.last
         if last is None:
             raise Unavailable("plot_schedule: no step has run yet, so there is nothing to draw.")
-        planned = self._loop.planned_actions()
+        planned = last.plan.actions()
         title = f"{type(self._module).__name__}: {len(last.plan.cuts)} stages, {len(last.plan.sizes)} micro-batches"
         return draw_schedule(
             path,

@@ -35,8 +35,7 @@ class PipelineWork(Workload):
 
     def follow(self, whole: Batch, least: int) -> None:
         """Fit what is planned to the batch of the next step. `least`: the fewest items of a micro-batch."""
-        self.planner.least_items = least
-        self.planner.follow(whole.size, sum(shape.numel() * dtype.itemsize for shape, dtype in whole.item_shapes))
+        self.planner.follow(sum(shape.numel() * dtype.itemsize for shape, dtype in whole.item_shapes), least)
 
     def plan_for(self, whole: Batch, least: int, must_run_alone: Callable[[PipelinePlan], bool]) -> PipelinePlan:
         """What the next step runs."""

@@ -83,15 +83,15 @@ struct Stage {
 
 /// The memory of a pipeline: that of each block, and that of the micro-batches in flight at each stage. Not
 /// thread-safe; workers only use what is arranged.
-class StageMemory {
+class PipelineMemory {
  public:
   /// `limits`: bytes per device; 0 or empty: none. Blocks are where `plan` puts them, and zero.
   /// @throws OutOfMemory naming the device.
-  StageMemory(StageDevices& devices, std::vector<BlockBytes> blocks, std::vector<std::int64_t> limits,
-              const plan::StagePlan& plan);
-  ~StageMemory() { devices_.drain(); }
-  StageMemory(const StageMemory&) = delete;
-  StageMemory& operator=(const StageMemory&) = delete;
+  PipelineMemory(StageDevices& devices, std::vector<BlockBytes> blocks, std::vector<std::int64_t> limits,
+                 const plan::StagePlan& plan);
+  ~PipelineMemory() { devices_.drain(); }
+  PipelineMemory(const PipelineMemory&) = delete;
+  PipelineMemory& operator=(const PipelineMemory&) = delete;
 
   /// Makes everything ready for this plan. Blocks that go to another memory space are copied; then, and when memory is
   /// laid out anew, it waits until the devices have ended their work.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/pipeline/stage_memory.hpp"
+#include "engine/pipeline/pipeline_memory.hpp"
 
 #include <fmt/format.h>
 
@@ -33,8 +33,8 @@ class Dealer {
 
 }  // namespace
 
-StageMemory::StageMemory(StageDevices& devices, std::vector<BlockBytes> blocks, std::vector<std::int64_t> limits,
-                         const plan::StagePlan& plan)
+PipelineMemory::PipelineMemory(StageDevices& devices, std::vector<BlockBytes> blocks, std::vector<std::int64_t> limits,
+                               const plan::StagePlan& plan)
     : devices_(devices), blocks_(std::move(blocks)), limits_(std::move(limits)) {
   limits_.resize(devices_.size(), 0);
   for (std::size_t s = 0; s < plan.cuts.size(); ++s) {
@@ -46,7 +46,7 @@ StageMemory::StageMemory(StageDevices& devices, std::vector<BlockBytes> blocks, 
   }
 }
 
-BlockMemory StageMemory::make(std::size_t block, DeviceId device) const {
+BlockMemory PipelineMemory::make(std::size_t block, DeviceId device) const {
   const BlockBytes& sizes = blocks_[block];
   BlockMemory memory{.device = device};
   const auto deal = [&](std::byte* base) {
@@ -62,7 +62,7 @@ BlockMemory StageMemory::make(std::size_t block, DeviceId device) const {
   return memory;
 }
 
-void StageMemory::move(std::size_t block, DeviceId to) {
+void PipelineMemory::move(std::size_t block, DeviceId to) {
   BlockMemory& now = owned_[block];
   const DeviceId from = std::exchange(now.device, to);
   if (devices_.space(from) == devices_.space(to)) return;
@@ -76,7 +76,7 @@ void StageMemory::move(std::size_t block, DeviceId to) {
   now = std::move(there);
 }
 
-bool StageMemory::fits(const plan::StagePlan& plan, const std::vector<Slots>& slots) const {
+bool PipelineMemory::fits(const plan::StagePlan& plan, const std::vector<Slots>& slots) const {
   if (stages_.size() != plan.cuts.size() || plan.sizes.front() > items_) return false;
   for (std::size_t s = 0; s < stages_.size(); ++s) {
     const bool same = stages_[s].begin == plan.cuts[s] && stages_[s].device == plan.order[s];
@@ -85,7 +85,7 @@ bool StageMemory::fits(const plan::StagePlan& plan, const std::vector<Slots>& sl
   return true;
 }
 
-bool StageMemory::arrange(const plan::StagePlan& plan) {
+bool PipelineMemory::arrange(const plan::StagePlan& plan) {
   std::vector<Slots> slots;
   for (std::size_t s = 0; s < plan.cuts.size(); ++s) slots.push_back(slots_of(plan.schedule, s));
   const bool ready = fits(plan, slots);
@@ -132,7 +132,7 @@ bool StageMemory::arrange(const plan::StagePlan& plan) {
   return !ready;
 }
 
-void StageMemory::check_limits(const std::vector<Stage>& stages) const {
+void PipelineMemory::check_limits(const std::vector<Stage>& stages) const {
   for (std::size_t s = 0; s < stages.size(); ++s) {
     const Stage& stage = stages[s];
     const std::int64_t limit = limits_[stage.device];
@@ -146,7 +146,7 @@ void StageMemory::check_limits(const std::vector<Stage>& stages) const {
 }
 
 /// Places all that stage `index` holds beside its blocks. @return how many bytes that is.
-std::size_t StageMemory::lay_out(std::size_t index, std::int64_t items, std::byte* base) {
+std::size_t PipelineMemory::lay_out(std::size_t index, std::int64_t items, std::byte* base) {
   const auto count = static_cast<std::size_t>(items);
   Stage& stage = stages_[index];
   StageBoundary* const before = index > 0 ? &boundaries_[index - 1] : nullptr;
@@ -188,7 +188,7 @@ std::size_t StageMemory::lay_out(std::size_t index, std::int64_t items, std::byt
   return dealer.used();
 }
 
-void StageMemory::connect(std::size_t index) {
+void PipelineMemory::connect(std::size_t index) {
   const DeviceId before = stages_[index].device;
   const DeviceId behind = stages_[index + 1].device;
   if (devices_.space(before) == devices_.space(behind)) return;
