@@ -16,6 +16,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Most tests are about what a step does on its devices, also the first one. Those of proofs, and of exactness, turn them on.
 os.environ.setdefault("PACELINE_PROVE", "off")
 
+# Each step makes its recipe anew and compares it with the one that it would have used.
+os.environ.setdefault("PACELINE_CHECK_RECIPES", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let tests/run choose without ``-m``, of which pytest takes only the last."""

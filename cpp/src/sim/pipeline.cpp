@@ -69,7 +69,7 @@ PipelineOutcome PipelineBox::run(std::int64_t step, const plan::StagePlan& plan)
     const double sigma = std::sqrt(std::log1p(noise * noise));
     if (noise > 0.0) seconds *= std::exp(sigma * noises[action.stage].normal() - 0.5 * sigma * sigma);
     busy += seconds;
-    balance::StageTimings& timings = out.timings[action.stage];
+    balance::MeasuredStage& timings = out.timings[action.stage];
     (action.forward ? timings.forwards : timings.backwards)[action.micro_batch] = seconds;
     out.actions[action.stage].push_back(clock.run(action.stage, action.micro_batch, action.forward, seconds,
                                                   action.forward ? takes.send_forward : takes.send_backward));

@@ -35,7 +35,7 @@ from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.participants import of_forward, of_part, of_step, refuse_outside_of_ranks
 from paceline.torch._run.pushing import Pushing
 from paceline.torch._run.ranks import Ranks
-from paceline.torch._run.recipe import Constraints, Retry, RetryError
+from paceline.torch._run.recipe import Retry, RetryError
 from paceline.torch._run.train_run import TrainRun
 from paceline.torch._run.workload import Workload
 
@@ -138,9 +138,7 @@ class Execution:
     def _repeated(self, asked: Asked, attempt: Callable[[Call], _T], *, keep: bool = False) -> _T:
         """What `attempt` returns, as often as it takes. Each attempt starts from the same state of the generators."""
         self._random = None
-        self.calls += 1
-        self.attempts = 0
-        self.failed_on = None
+        self.calls, self.attempts, self.failed_on = self.calls + 1, 0, None
         retries: dict[str, int] = {}
         try:
             with self.features.around_call(self.calls, lambda: self.running):
@@ -174,7 +172,7 @@ class Execution:
         call = Call(asked, self.replicas, self.places, random, number=self.calls, keep=keep)
         call.seen.follow(self.replicas, self.module, asked.fn, call.state, captures=self.graphs is not None)
         limits = self.features.recipe_of(call).constraints
-        self._constrain(call.work, limits)
+        call.work.constrain(limits, self.replicas)
         if asked.order is not None:
             call.items = Items(asked.order, call.whole, self.places.pin, asked.costs)
         elif asked.costs is not None:
@@ -187,18 +185,6 @@ class Execution:
         call.divides = may_divide and (call.work.corrects or call.searches)
         call.flat = self.flat
         return call
-
-    def _constrain(self, work: Workload, constraints: Constraints) -> None:
-        """Each device gets one micro-batch if the result depends on their number. Corrections would divide it."""
-        corrections = None
-        if work.corrects:
-            writes = self.replicas.any_buffers if work.writes_buffers is None else work.writes_buffers
-            corrections = False if writes or constraints.least > 1 or constraints.undivided else None
-        if work.given != (constraints.least, corrections):
-            work.step_loop.set_least_items(constraints.least)
-            if work.corrects:
-                work.step_loop.set_corrections(corrections)
-            work.given = (constraints.least, corrections)
 
     def _train(self, call: Call, run: TrainRun, keep: bool) -> Done:
         began = time.perf_counter()
@@ -379,7 +365,7 @@ class Execution:
 
     def constrain(self, work: Workload) -> None:
         """Before a plan that no call makes: fit the micro-batches to the modules as they are now."""
-        self._constrain(work, self.features.constraints(self.replicas, work))
+        work.constrain(self.features.constraints(self.replicas, work), self.replicas)
 
     @property
     def synchronised(self) -> bool:

@@ -9,8 +9,10 @@ from typing import Any
 from paceline import DeviceGroup
 from paceline._core.engine import StepLoop
 from paceline.torch._devices.places import Places
+from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.launch import LaunchClock
+from paceline.torch._run.recipe import Constraints
 from paceline.torch._run.seen import Seen
 
 _MOST_KINDS = 256  # kinds of batches that keep their number; the engine remembers fewer
@@ -46,6 +48,18 @@ class Workload:
         self.alone: AloneTrials | None = None  # set where one device may be faster than all
         self._kinds: dict[Hashable, int] = {}  # least recently used first
         self._numbers = itertools.count()
+
+    def constrain(self, constraints: Constraints, replicas: Replicas) -> None:
+        """Give each device one micro-batch if the result depends on their number. Corrections would divide it."""
+        corrections = None
+        if self.corrects:
+            writes = replicas.any_buffers if self.writes_buffers is None else self.writes_buffers
+            corrections = False if writes or constraints.least > 1 or constraints.undivided else None
+        if self.given != (constraints.least, corrections):
+            self.step_loop.set_least_items(constraints.least)
+            if self.corrects:
+                self.step_loop.set_corrections(corrections)
+            self.given = (constraints.least, corrections)
 
     def kind(self, key: Hashable) -> int:
         """A number for all batches with this key, for the engine. The least recently used of many keys is forgotten."""
