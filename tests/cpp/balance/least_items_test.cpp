@@ -55,7 +55,7 @@ TEST(LeastItems, NoShareIsSmallerWhateverTheBatchThePolicyAndTheSpeeds) {
     for (std::size_t devices = 1; devices <= 4; ++devices) {
       for (const std::int64_t granularity : {1, 2, 3}) {
         for (std::int64_t batch_size = 1; batch_size <= 40; ++batch_size) {
-          SCOPED_TRACE(testing::Message()
+          SCOPED_TRACE(::testing::Message()
                        << name_of(policy) << " " << devices << " " << granularity << " " << batch_size);
           const std::int64_t least = 2 + batch_size % 2;
           Balancer balancer(options_of(policy, devices, granularity));
