@@ -115,7 +115,9 @@ TEST(StagePlanner, MeasuresInSmallerMicroBatchesWhenMemoryRunsOutAndEachTimeInSm
     EXPECT_LT(plan->sizes.front(), before);
     before = plan->sizes.front();
     EXPECT_TRUE(planner.measures());
-    if (before > 1) EXPECT_TRUE(planner.out_of_memory(0));
+    if (before > 1) {
+      EXPECT_TRUE(planner.out_of_memory(0));
+    }
   }
   EXPECT_EQ(before, 1);
   while (planner.measures()) {
