@@ -9,6 +9,7 @@ from __future__ import annotations
 # Written out below ``torch``.
 NAMES = [
     "torch._C._DisableTorchDispatch",
+    "torch._C._are_functorch_transforms_active",
     "torch._C._autograd._pop_saved_tensors_default_hooks",
     "torch._C._autograd._profiler_type",
     "torch._C._autograd._push_saved_tensors_default_hooks",

@@ -303,8 +303,8 @@ def inject(trainer: Trainer, *faults: Fault, seed: int = 0) -> Iterator[Injectio
         )
     injection = Injection(names, faults, seed)
     injected = Faults(injection.of, names)
-    execution.features.add(injected)
     try:
+        execution.features.add(injected)
         yield injection
     finally:
         execution.features.remove(injected)

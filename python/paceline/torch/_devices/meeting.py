@@ -122,6 +122,11 @@ class Meeting:
                 self._off = True
             self._condition.notify_all()
 
+    def over(self) -> None:
+        """The run has ended: let go of what devices have brought."""
+        with self._condition:
+            self._brought, self._result = {}, None
+
     def call_off(self) -> None:
         """Wake everybody, since a device has failed."""
         with self._condition:

@@ -41,6 +41,7 @@ class _Marks(Bound):
         work.mode = run.seen.mode
         marks = [replica.buffer_marks() for replica in replicas.list]
         work.writes_buffers = marks != self._marks or (self._first and self._wrote(run, outcome))
+        self._values = None
         return Retry("buffers are written", complete=True) if work.writes_buffers and outcome.divided else None
 
     def _wrote(self, run: Executor, outcome: Any) -> bool:

@@ -30,7 +30,7 @@ class CompiledCode(Feature):
 class _Compiles(Bound):
     @contextlib.contextmanager
     def run(self, run: Executor) -> Iterator[None]:
-        with compiled_for_each(len(run.call.all_replicas.list), run.state.contexts):
+        with compiled_for_each(len(run.call.all_places), run.state.contexts):
             yield
         seed_graph_trees()  # a worker may have loaded them, and the caller's thread may want to use them, too
 

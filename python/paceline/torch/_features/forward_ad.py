@@ -15,10 +15,10 @@ class ForwardAD(Feature):
     """Holds one dual level for the length of a run, if a run before has failed for want of it."""
 
     def bind(self, call: Call) -> Bound | None:
-        return _Holds() if len(call.places) > 1 else None
+        return _Holds() if len(call.all_places) > 1 else None
 
     def mend(self, run: Executor, error: BaseException, outcome: Any) -> Retry | BaseException | None:
-        if len(run.call.all_replicas.list) < 2 or forward_ad.wanted(error) is None:
+        if len(run.call.all_places) < 2 or forward_ad.wanted(error) is None:
             return None
         if not run.seen.forward_ad:
             run.seen.forward_ad = True

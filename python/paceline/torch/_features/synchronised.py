@@ -78,6 +78,7 @@ class _Meets(Bound):
                 yield
         finally:
             self._point.now = None
+            self._meeting.over()  # it stays, for workers that are left behind
 
     def micro_batch(self, run: Executor, device: int, begin: int, end: int) -> Context:
         if device in self._begun:

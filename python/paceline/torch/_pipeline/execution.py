@@ -280,6 +280,7 @@ class PipelineExecution(Execution):
         return carried
 
     def end(self) -> None:
+        super().end()
         while self.at_end:
             self.at_end.pop()()
         self.threads.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -68,11 +69,16 @@ class Call:
         keep: bool = False,
     ) -> None:
         self.asked, self.work, self.whole, self.fn = asked, asked.work, asked.batch, asked.fn
+        self.began = time.perf_counter()
         self.number = number  # of the trainer's calls
         self.keep = keep  # whether the result of a step is committed
         self.batch: Batch | OrderedBatch = asked.batch
         self.items: Items | None = None  # the plan of a batch with costs
-        self.all_replicas, self.all_places, self.random = replicas, places, random  # of all devices
+        self.all_replicas, self.all_places, self.random = (
+            replicas,
+            places,
+            random,
+        )  # those of devices; in a pipeline all lanes have replicas
         self.places: Places = places  # those of the lanes, in a pipeline
         self.replicas: list[Replica] = replicas.list  # one for each device, or for each lane of a pipeline
         self.state = CallerState(places.types, len(places.devices))

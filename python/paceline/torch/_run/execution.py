@@ -187,7 +187,6 @@ class Execution:
         return call
 
     def _train(self, call: Call, run: TrainRun, keep: bool) -> Done:
-        began = time.perf_counter()
         ranks = self.ranks if keep else None
         run.part = ranks is not None
         journal, done = self._journal, None
@@ -212,7 +211,7 @@ class Execution:
                     journal.commit(done)
                 else:
                     journal.rollback()
-            return done._replace(seconds=time.perf_counter() - began)
+            return done._replace(seconds=time.perf_counter() - call.began)
         except BaseException:
             agreed = None if ranks is None else ranks.agreed
             if done is not None and keep and (journal.begun or agreed is not None):  # interrupted: done, or not done
@@ -247,6 +246,7 @@ class Execution:
         run.queues_empty = self._queues_are_empty()
         outcome = self._run_devices(run.call.work, run)
         failed = bool(run.failures) or outcome.failed
+        self._enqueued = None if failed or self.places.queues is None else outcome
         for retry in run.recipe.retry:
             if (again := retry(run, outcome, failed=failed)) is not None:
                 run.failures.clear()
@@ -261,7 +261,6 @@ class Execution:
             device = outcome.failed_device
             where = "the reduction" if device is None else self._names[device]
             raise Error(f"step: {where} failed outside of user code. Nothing was committed.")
-        self._enqueued = None if self.places.queues is None else outcome
         self._edits.check()
         return outcome
 

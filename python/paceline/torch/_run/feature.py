@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+from paceline.torch._devices.caller_state import NOTHING
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import Executor
@@ -106,7 +107,7 @@ class Features:
 
     def remove(self, feature: Feature) -> None:
         """Take part no more."""
-        self._all.remove(feature)
+        self._all = [one for one in self._all if one is not feature]
         self._sort()
 
     def constraints(self, replicas: Replicas, work: Workload | None) -> Constraints:
@@ -155,11 +156,11 @@ class Features:
         """A context around the whole call of this number."""
         contexts = [one for call in self._calls if (one := call(number, running)) is not None] if self._calls else []
         if len(contexts) < 2:
-            return contexts[0] if contexts else contextlib.nullcontext()
-        stack = contextlib.ExitStack()
-        for one in contexts:
-            stack.enter_context(one)
-        return stack
+            return contexts[0] if contexts else NOTHING
+        with contextlib.ExitStack() as stack:
+            for one in contexts:
+                stack.enter_context(one)
+            return stack.pop_all()
 
     def mend(self, run: Executor, error: BaseException, outcome: Any) -> Retry | BaseException:
         """What follows from an error of the user's code: another attempt, or the error, which may be a better one."""

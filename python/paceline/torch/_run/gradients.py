@@ -33,7 +33,7 @@ def _are_strided(gradients: Iterable[torch.Tensor]) -> bool:
 def views(replica: Replica, names: list[str]) -> tuple[list[View | None], list[int]]:
     """Where the replica's gradients are: (address, elements, type) for each, or None if there is none.
 
-    The second list has the indices of gradients whose layout or type the reduction cannot take. `UserGradients.totals` adds those.
+    The second list has the indices of gradients whose layout or type the reduction cannot take. `totals_of` adds those.
 
     Raises
     ------
@@ -131,8 +131,12 @@ class UserGradients:
         self._versions = list(map(_version, replicas.parameters)) if replicas.shared else []
         self._added_to: list[tuple[torch.Tensor, int]] = []
         self._is_added = False  # whether `commit` has come beyond adding
-        for index in present:
-            replicas.parameters[index].grad = None
+        try:
+            for index in present:
+                replicas.parameters[index].grad = None
+        except BaseException:  # Ctrl-C in the middle
+            self.restore()
+            raise
 
     def check(self) -> None:
         """Raise if the loss used the user's module instead of the replicas, or if a shared parameter was written during the step."""

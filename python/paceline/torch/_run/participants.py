@@ -117,6 +117,8 @@ class _Buffers(Participant):
     def __init__(self, execution: Committing) -> None:
         self._replicas = execution.replicas
         self._kept: tuple[int, KeptBuffers] | None = None  # of a single device, with the replicas' generation
+        self._noted = False  # whether these are the buffers before the present step
+        self._shared: SharedBuffers | None = None
 
     def prepare(self, run: Any) -> None:
         replicas = self._replicas
@@ -127,14 +129,19 @@ class _Buffers(Participant):
             self._kept = replicas.generation, KeptBuffers(replicas.modules)
         else:
             self._kept[1].note()
+        self._noted = True
 
     def check(self) -> None:
-        self._shared.check()
+        if self._shared is not None:
+            self._shared.check()
 
     def rollback(self) -> None:
-        if self._kept is not None:
+        if self._kept is not None and self._noted:
             with torch.no_grad():
                 self._kept[1].restore()
+
+    def release(self) -> None:
+        self._noted, self._shared = False, None
 
     def end(self) -> None:
         self._kept = None
@@ -180,10 +187,16 @@ class _PartCounters(Participant):
 
 
 class _Times(Participant):
-    """The times of a forward, which the balancer learns from."""
+    """The times of a forward, which the balancer learns from. What must not be done twice is marked before, with no call in between."""
+
+    def __init__(self) -> None:
+        self._told: Any = None  # the outcome that it has
 
     def commit(self, done: Done) -> None:
-        done.run.call.work.step_loop.commit(done.outcome)
+        outcome, step_loop = done.outcome, done.run.call.work.step_loop
+        if self._told is not outcome:
+            self._told = outcome
+            step_loop.commit(outcome)
 
 
 class _Sampler(Participant):

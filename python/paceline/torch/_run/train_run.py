@@ -137,7 +137,7 @@ class TrainRun(Executor):
             if self.draws.watches:
                 with self.draws.watches[device]:
                     backward_watched(roots, [torch.ones_like(one) for one in roots], retain_graph, inputs)
-            elif self.state.is_plain:  # no mode of the caller's looks at calls
+            elif self.state.is_plain and not (root.is_complex() or torch._C._are_functorch_transforms_active()):
                 backward_watched(roots, [torch.ones_like(one) for one in roots], retain_graph, inputs)
             elif len(roots) > 1:
                 torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])

@@ -132,11 +132,14 @@ class Passes:
             self._execution.places.begin(whole)
             work = self._works.of("backward", whole=True)
 
+            def draw_as_forward() -> None:
+                work.seen.drawing.draws = forward.draws.drew
+
             def executor(call: Call) -> BackwardRun:
-                call.seen.drawing.draws = forward.draws.drew
                 return BackwardRun(call, forward, gradients, self._execution.replicas.names)
 
-            done = self._execution.train(Asked(work, whole, fn, executor, hooks=True, like=forward.constraints))
+            asked = Asked(work, whole, fn, executor, hooks=True, like=forward.constraints, before=draw_as_forward)
+            done = self._execution.train(asked)
             by_leaf = {id(leaf): gradient for leaf, gradient in done.run.outside_gradients}
             return done.totals, forward.input_gradients(by_leaf), by_leaf
 
