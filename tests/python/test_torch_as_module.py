@@ -358,3 +358,22 @@ def test_ranks_meet_in_step_only() -> None:
             model(x)
         with torch.no_grad():
             torch.testing.assert_close(model(x), module(x))
+
+
+def test_a_trainer_that_was_asked_for_something_is_not_made_anew_for_a_move() -> None:
+    class Mine(DataParallel):
+        def __init__(self, module: nn.Module, note: str) -> None:
+            super().__init__(module)
+            self.note = note
+
+    with Mine(nn.Linear(3, 2), "kept") as mine:
+        with pytest.raises(InvalidArgument, match="away from the devices"):
+            mine.double()
+        assert mine.note == "kept"
+    with DataParallel(nn.Linear(3, 2)) as trainer:
+        trainer.note = "kept"
+        trainer.double()
+        assert trainer.note == "kept"
+        trainer.optimizer(torch.optim.SGD, lr=0.1)
+        with pytest.raises(InvalidArgument, match="away from the devices"):
+            trainer.float()

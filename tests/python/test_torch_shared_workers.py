@@ -113,3 +113,24 @@ def test_closing_a_group_closes_the_trainers_that_were_given_it() -> None:
     with pytest.raises(Unavailable, match="closed"):
         trainer.step(mean_of_squares, BATCH)
     trainer.close()
+
+
+def test_a_function_leaves_no_state_of_its_thread_to_the_next_trainer() -> None:
+    def leaves(module: Any, batch: Any) -> Any:
+        loss = mean_of_squares(module, batch)
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(3)
+        return loss
+
+    seen: list[tuple[bool, int]] = []
+
+    def looks(module: Any, batch: Any) -> Any:
+        seen.append((torch.is_grad_enabled(), torch.get_num_threads()))
+        return mean_of_squares(module, batch)
+
+    with DataParallel(new_module(0), ["host:0", "host:1"]) as first, DataParallel(new_module(1), TWO) as second:
+        second.step(looks, BATCH)
+        first.step(leaves, BATCH)
+        second.step(looks, BATCH)
+    assert len(set(seen)) == 1
+    assert seen[0][0]

@@ -42,7 +42,8 @@ class PACELINE_API StagePlanner {
   /// @throws as StageBalancer::plan
   [[nodiscard]] std::shared_ptr<const plan::StagePlan> plan(std::int64_t batch_size);
   /// What a prediction of so many items runs: the stages of the last plan, in at least as many micro-batches, of at
-  /// least `least_items` items and none larger than in training. Memory for training does not limit it.
+  /// least `least_items` items and none larger than in training. Memory for training limits it before the first step
+  /// only.
   [[nodiscard]] std::shared_ptr<const plan::StagePlan> predict(std::int64_t items, std::int64_t least_items = 1);
   /// Whether the next step measures blocks: it gives samples instead of timings.
   [[nodiscard]] bool measures() const noexcept { return run_ < steps_; }

@@ -133,10 +133,14 @@ class Places:
             raise lost from error
 
     def prepare_worker(self, device: int) -> None:
-        """Prepare the calling thread for computing on a device. Only the first call of a thread does anything."""
-        if getattr(_worker, "prepared", False):
-            return
+        """Prepare the calling thread for computing on a device, and undo what an earlier function has left set: gradients off, other threads."""
+        if not torch.is_grad_enabled():
+            torch._C._set_grad_enabled(True)
         gpu = self._gpu[device]
+        if getattr(_worker, "prepared", False):
+            if gpu is None and torch.get_num_threads() != self._threads[device]:
+                set_own_threads(self._threads[device])
+            return
         if gpu is None:
             set_own_threads(self._threads[device])
         else:

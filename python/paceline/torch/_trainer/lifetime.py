@@ -53,6 +53,7 @@ class Lifetime:
         self._freed = threading.Condition()  # notified when it is released
         self._caller: threading.Thread | None = None  # the thread of the present call
         self._call: str | None = None  # its name
+        self.entered = False  # whether any call was made
         self._abandoned = False  # by a second Ctrl-C: workers were still inside when the call ended
         threads = self._limited_threads()
         # This runs when the trainer is dropped without close(). _close_all handles the end of the program.
@@ -141,7 +142,8 @@ class Lifetime:
 
         The limit is for a thread that the present call has started, and waits for.
         """
-        deadline = time.monotonic() + patience
+        # A worker that waits for a call which waits for that worker's turn would wait for ever.
+        deadline = time.monotonic() + (0.0 if on_a_worker() else patience)
         with self._freed:
             while not self._lock.acquire(blocking=False):
                 running, left = self._execution.running, deadline - time.monotonic()
@@ -153,6 +155,7 @@ class Lifetime:
                     )
                 self._freed.wait(left)
             self._caller, self._call = threading.current_thread(), call
+            self.entered = True
 
     def _check_open(self, call: str) -> None:
         if not self._finalizer.alive:

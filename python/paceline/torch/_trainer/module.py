@@ -127,11 +127,16 @@ class AsModule(nn.Module):
                     f"{kind}: {name} is {probe.dtype} on {probe.device}, and would become {became.dtype} on {became.device}, away from the devices that "
                     f"train it. Move the module before it is wrapped: {kind}(module.to(...)). Or close() this one, move the module, and make a new {kind}."
                 )
-            arguments = self._arguments
+            before = dict(vars(self))
             self.close()
             module._apply(fn, recurse)
-            vars(self).clear()
-            type(self).__init__(self, module, **arguments)  # "auto" follows the module
+            try:
+                vars(self).clear()
+                type(self).__init__(self, module, **before["_arguments"])  # "auto" follows the module
+            except BaseException:
+                vars(self).update(before)  # closed, but whole
+                raise
+            vars(self).update({name: value for name, value in before.items() if name not in vars(self)})
             return self
         module._apply(fn, recurse)
         return self
