@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import Cancelled, InvalidArgument
+from paceline import Cancelled, Unavailable
 from paceline.torch import Pipeline
 from torch_support import TWO, gradients
 
@@ -250,6 +250,6 @@ def test_a_step_inside_of_a_step_and_a_close_are_refused() -> None:
                 call()
                 return squares(replica, part)
 
-            with pytest.raises(InvalidArgument):
+            with pytest.raises(Unavailable):
                 trainer.step(loss_fn, batch)
         assert_next_step_is_exact(module, trainer, batch)

@@ -206,19 +206,40 @@ class BlockCost:
         """
     def __repr__(self) -> str: ...
     @property
-    def backward_fixed(self) -> float: ...
+    def backward_fixed(self) -> float:
+        """
+        Seconds of a backward, whatever its items.
+        """
     @property
-    def backward_per_item(self) -> float: ...
+    def backward_per_item(self) -> float:
+        """
+        Seconds per item of a backward.
+        """
     @property
-    def boundary_bytes_per_item(self) -> int: ...
+    def boundary_bytes_per_item(self) -> int:
+        """
+        What is sent to the next stage, and back.
+        """
     @property
-    def forward_fixed(self) -> float: ...
+    def forward_fixed(self) -> float:
+        """
+        Seconds of a forward, whatever its items.
+        """
     @property
-    def forward_per_item(self) -> float: ...
+    def forward_per_item(self) -> float:
+        """
+        Seconds per item of a forward.
+        """
     @property
-    def parameter_bytes(self) -> int: ...
+    def parameter_bytes(self) -> int:
+        """
+        Bytes of parameters, their gradients and the optimizer's state.
+        """
     @property
-    def saved_bytes_per_item(self) -> int: ...
+    def saved_bytes_per_item(self) -> int:
+        """
+        What autograd keeps from forward to backward.
+        """
 
 class StageDevice:
     """

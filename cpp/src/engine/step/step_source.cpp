@@ -129,9 +129,9 @@ NextWork StepSource::next_micro_batch(DeviceId device, Clock::time_point now) no
   DeviceState& state = devices_[device];
   state.current = MicroBatch{.device = device};
   try {
-    if (state.claim) {
+    if (state.claim && next_piece(state, device)) {
       if (queue_->cancelled()) throw Cancelled("the step was cancelled");
-      if (next_piece(state, device)) return NextWork::take(kMicroBatch);
+      return NextWork::take(kMicroBatch);
     }
     for (;;) {
       const Event* const event = state.asks_again ? program_->idle(device) : program_->slot(device);

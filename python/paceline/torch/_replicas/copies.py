@@ -15,7 +15,7 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._replicas.attributes import align, align_hooks
 from paceline.torch._replicas.compiled import carry_compiled
-from paceline.torch._replicas.functions import Functions, detach
+from paceline.torch._replicas.functions import Functions, Seen, detach
 from paceline.torch._replicas.parametrized import give_own_cache
 from paceline.torch._replicas.reach import Reach
 
@@ -33,7 +33,7 @@ class Copied:
 
     module: nn.Module
     counterparts: dict[int, Any]
-    functions: Functions | None = None  # what it has made again, if the module was copied
+    seen: list[Seen] | None = None  # of functions that were made again, if the module was copied
 
 
 def alias_of(parameter: torch.Tensor, storage: torch.Tensor | None = None) -> torch.Tensor:
@@ -143,7 +143,7 @@ def copied(
     for _, part in reach.modules:
         if id(part) in counterparts:
             carry_compiled(part, counterparts[id(part)])
-    return Copied(made, counterparts, functions)
+    return Copied(made, counterparts, functions.seen)  # nothing else holds parameters (`Arrivals` counts who does)
 
 
 def _culprit(module: nn.Module, error: Exception) -> str:

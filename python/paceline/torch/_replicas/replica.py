@@ -26,7 +26,7 @@ class Replica:
         self.module = copied.module
         self.shared = shared  # False: this is the user's module itself
         self.counterparts = copied.counterparts
-        self.functions = copied.functions
+        self.seen = copied.seen
         self.written: Written | None = None
         self.arrivals: Arrivals | None = None  # set where parameters come from another memory space, in several buckets
         self.parameters: list[torch.Tensor] = [copied.counterparts[id(parameter)] for parameter in parameters]

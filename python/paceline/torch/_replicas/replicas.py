@@ -107,7 +107,7 @@ class Replicas:
         self.list = made
         self.generation += 1
         self.parameters, self.names = parameters, list(named)
-        self._functions = made[0].functions
+        self._seen = made[0].seen or []
         self._attributes = _watched(reach, made[0].counterparts) if self.shared else None
         self._watch_forwards()
         self.named_modules, self.modules = reach.modules, modules  # also those in plain lists
@@ -209,7 +209,7 @@ class Replicas:
     def release(self) -> None:
         """Release the modules of the devices. The user's module stays."""
         self.list = [] if self.shared else self.list
-        self._functions = None
+        self._seen = []
         self._sent.release()
         self._flat = None
 
@@ -375,7 +375,7 @@ class Replicas:
             and self._buffer_names.same(self.modules)
             and self._present_storages() == self._storages
             and (self._attributes is None or self._attributes.same_types)
-            and (self._functions is None or all(seen.same for seen in self._functions.seen))
+            and all(seen.same for seen in self._seen)
         )
 
 
