@@ -30,6 +30,7 @@ class AsModule(nn.Module):
     _dim: int
     _output_device: torch.device | None
     _arguments: dict[str, Any]  # those of the constructor, but for the module
+    _touched = False  # whether one of the trainer's methods was called
     _is_unused: Callable[[], bool]  # whether `devices` is "auto", and nothing has run
     predict: Callable[..., Any]
     close: Callable[[], None]

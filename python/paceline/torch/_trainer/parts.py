@@ -15,7 +15,7 @@ def carried_out_by(part: str, method: Callable[Concatenate[Any, _P], _R]) -> Cal
 
     @functools.wraps(method)
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        vars(self)["_touched"] = True  # such as an alarm: what was asked of this trainer would not follow a new one
+        self._touched = True  # such as an alarm: what was asked of this trainer would not follow a new one
         return method(getattr(self, part), *args, **kwargs)
 
     call.__qualname__ = f"DataParallel.{method.__name__}"

@@ -335,7 +335,7 @@ class DataParallel(Trainer, AsModule):
 
     def _is_unused(self) -> bool:
         auto = self._arguments["devices"] in (None, "auto") and self._arguments["device_ids"] in (None, "auto")
-        touched = vars(self).get("_touched", False) or self._lifetime.entered or type(self) is not DataParallel
+        touched = self._touched or self._lifetime.entered or type(self) is not DataParallel
         return auto and self._lifetime.is_open and not touched and self._works.unused
 
     batch = carried_out_by("_training", Training.batch)
