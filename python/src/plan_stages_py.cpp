@@ -140,12 +140,9 @@ workspace_bytes_per_item
       .def_readonly("forward_per_item", &BlockCost::forward_per_item, "Seconds per item of a forward.")
       .def_readonly("backward_fixed", &BlockCost::backward_fixed, "Seconds of a backward, whatever its items.")
       .def_readonly("backward_per_item", &BlockCost::backward_per_item, "Seconds per item of a backward.")
-      .def_readonly("parameter_bytes", &BlockCost::parameter_bytes,
-                    "Bytes of parameters, their gradients and the optimizer's state.")
-      .def_readonly("saved_bytes_per_item", &BlockCost::saved_bytes_per_item,
-                    "What autograd keeps from forward to backward.")
-      .def_readonly("boundary_bytes_per_item", &BlockCost::boundary_bytes_per_item,
-                    "What is sent to the next stage, and back.")
+      .def_readonly("parameter_bytes", &BlockCost::parameter_bytes, "Bytes of parameters and what trains them.")
+      .def_readonly("saved_bytes_per_item", &BlockCost::saved_bytes_per_item, "What autograd keeps.")
+      .def_readonly("boundary_bytes_per_item", &BlockCost::boundary_bytes_per_item, "The input, which may be sent.")
       .def("__repr__", [](const BlockCost& block) {
         return fmt::format("BlockCost(forward_per_item={}, backward_per_item={}, parameter_bytes={})",
                            repr_of(block.forward_per_item), repr_of(block.backward_per_item), block.parameter_bytes);

@@ -218,7 +218,7 @@ class BlockCost:
     @property
     def boundary_bytes_per_item(self) -> int:
         """
-        What is sent to the next stage, and back.
+        The input, which may be sent.
         """
     @property
     def forward_fixed(self) -> float:
@@ -233,12 +233,12 @@ class BlockCost:
     @property
     def parameter_bytes(self) -> int:
         """
-        Bytes of parameters, their gradients and the optimizer's state.
+        Bytes of parameters and what trains them.
         """
     @property
     def saved_bytes_per_item(self) -> int:
         """
-        What autograd keeps from forward to backward.
+        What autograd keeps.
         """
 
 class StageDevice:

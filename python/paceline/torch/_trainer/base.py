@@ -311,7 +311,6 @@ class Trainer:
             What `cls` raises for these parameters and options. If its ``step`` raises on a worker, as for a gradient of another type, the
             parts of other workers may be updated or not. Go on from what you saved last.
         """
-        self._lifetime.entered = True
         workers = HostWorkers(self._lifetime, self._recent.optimizer_times)
         parameters = self.module.parameters() if parameters is None else parameters
         check_shard(shard)

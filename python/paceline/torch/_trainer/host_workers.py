@@ -22,6 +22,7 @@ class HostWorkers:
 
     def __init__(self, lifetime: Lifetime, times: MutableSequence[tuple[float, float]]) -> None:
         self._lifetime = weakref.ref(lifetime)
+        lifetime.entered = True  # an optimizer would not follow a trainer that is made anew
         self._times = times
         self._step_loop: StepLoop | None = None
         self._without: set[int] = set()  # devices that it gives no work
