@@ -133,7 +133,8 @@ class Passes:
             work = self._works.of("backward", whole=True)
 
             def draw_as_forward() -> None:
-                work.seen.drawing.draws = forward.draws.drew
+                # Checkpointing sets the generator that its forward has read: the worker's own, also where that forward drew nothing.
+                work.seen.drawing.draws = forward.draws.seeds or forward.draws.drew
 
             def executor(call: Call) -> BackwardRun:
                 return BackwardRun(call, forward, gradients, self._execution.replicas.names)
