@@ -31,12 +31,12 @@ class Graph:
         return event
 
     def make_event(self) -> int:
-        """An event that belongs to the graph. For who has streams."""
-        raise NotImplementedError
+        """An event that belongs to the graph."""
+        raise TypeError("Graph.make_event is for subclasses, which have streams")
 
     def record_event(self, event: int) -> None:
         """Record it on the calling thread's stream."""
-        raise NotImplementedError
+        raise TypeError("Graph.record_event is for subclasses, which have streams")
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:

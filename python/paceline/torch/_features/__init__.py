@@ -1,1 +1,1 @@
-"""What a call may need beside forward, backward and sums: one file each. Deleting a file and its line in `every.py` deletes the feature."""
+"""What a call may need beside forward, backward and sums: one file each. To delete a feature, delete its file and its line in `every.py`."""

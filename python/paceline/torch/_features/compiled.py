@@ -15,7 +15,7 @@ from paceline.torch._run.recipe import Retry
 
 
 class CompiledCode(Feature):
-    """Lets each device compile as often as one device may. What reads parameters behind Python's back waits for all of them first."""
+    """Lets each device compile as often as one device may."""
 
     def bind(self, call: Call) -> Bound | None:
         if call.seen.compiler_captures and call.places.share_gpu:
@@ -36,7 +36,10 @@ class _Compiles(Bound):
 
 
 class ArrivingParameters(Feature):
-    """Parameters on their way to devices in another memory, which wait for them where Python reads them."""
+    """Parameters on their way to devices in another memory, which wait for a parameter when Python reads it.
+
+    Compiled code does not read it by Python. A run that turns out to have compiled something does not count.
+    """
 
     def bind(self, call: Call) -> Bound | None:
         return _Arrive() if call.seen.waits else None

@@ -12,7 +12,7 @@ from paceline.torch._run.recipe import Retry
 
 
 class ForwardAD(Feature):
-    """Holds one dual level for the length of a run, if a run before has failed for want of it."""
+    """Holds the dual level while several devices run. They use it together from the first error on that says that one of them needs it."""
 
     def bind(self, call: Call) -> Bound | None:
         return _Holds() if len(call.all_places) > 1 else None

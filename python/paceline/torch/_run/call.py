@@ -74,11 +74,8 @@ class Call:
         self.keep = keep  # whether the result of a step is committed
         self.batch: Batch | OrderedBatch = asked.batch
         self.items: Items | None = None  # the plan of a batch with costs
-        self.all_replicas, self.all_places, self.random = (
-            replicas,
-            places,
-            random,
-        )  # those of devices; in a pipeline all lanes have replicas
+        self.all_places, self.random = places, random
+        self.all_replicas = replicas  # of the devices; in a pipeline, of all lanes
         self.places: Places = places  # those of the lanes, in a pipeline
         self.replicas: list[Replica] = replicas.list  # one for each device, or for each lane of a pipeline
         self.state = CallerState(places.types, len(places.devices))

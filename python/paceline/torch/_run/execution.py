@@ -150,15 +150,15 @@ class Execution:
                         return attempt(self.prepare(asked, keep=keep))
                     except RetryError as error:
                         retry = error.retry
+                        if retries.get(retry.reason, 0) == retry.most:
+                            raise Error(
+                                f"step: run {retry.most + 1} times for one reason, without success: {retry.reason}. Nothing was committed. Please report this."
+                            ) from error.__cause__
                     except OutOfMemory:  # paceline's own: PyTorch may sit on memory that it does not use
                         retry = Retry("memory that PyTorch had kept", out_of_memory=True)
                         if retry.reason in retries:
                             raise
                     retries[retry.reason] = retries.get(retry.reason, 0) + 1
-                    if retries[retry.reason] > retry.most:
-                        raise Error(
-                            f"step: run {retries[retry.reason]} times for one reason: {retry.reason}. Please report this."
-                        )
                     self._go_back(retry)
         finally:
             self._edits.end()
