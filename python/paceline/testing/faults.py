@@ -297,7 +297,7 @@ def inject(trainer: Trainer, *faults: Fault, seed: int = 0) -> Iterator[Injectio
             )
         fault.check()
     execution = trainer._execution
-    if any(isinstance(one, Faults) for one in execution.features):
+    if Faults in execution.features.kinds:
         raise InvalidArgument(
             "inject: faults are injected into this trainer already. Give all of them to one inject()."
         )

@@ -213,7 +213,11 @@ def gpus(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The extension of the fake device. Nothing may be used that its stream has not waited for."""
     built = fake_device.extension()
     fake_device.replace(cuda, monkeypatch)
-    monkeypatch.setitem(caller_state._NEW_THREAD_AUTOCAST_DTYPE, "hpu", torch.get_autocast_dtype("hpu"))
+    monkeypatch.setattr(
+        caller_state,
+        "_PLAIN_AUTOCAST",
+        {*caller_state._PLAIN_AUTOCAST, ("hpu", False, torch.get_autocast_dtype("hpu"))},
+    )
     built.take_problems()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import numbers
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +49,7 @@ class Batch:
         self._cutters = cutters_of(split, data)
         self._offsets: dict[int, Offsets] = {}
         self.in_order = False  # whether it can be cut into neighbouring items only
-        self._leaves: list[torch.Tensor] = []  # views with the item first
+        self.leaves: list[torch.Tensor] = []  # the tensors that are cut: views with the item first
         self._sized: list[tuple[str, int]] = []
         self._dims: list[int] = []  # where the user's tensors have the item
         self.places: dict[torch.device, str] = {}  # where tensors are, and the path of the first tensor there
@@ -64,19 +64,8 @@ class Batch:
                 f"is the item; torch.from_numpy and torch.as_tensor make them. For objects of another type say split= how to cut them; {_SAMPLES}."
             )
         first_path, self.size = self._sized[0]
-        for (path, size), (shape, _), dim in zip(self._sized, self._item_shapes, self._dims, strict=True):
-            if size != self.size:
-                time = first_path if self._item_shapes[0][0][:1] == (size,) else path
-                turns = size in self._item_shapes[0][0][:1] or self.size in shape[:1]
-                turn = f" If {time} is [time, batch], pass {time}.transpose(0, 1)." if turns else ""
-                leading = self._leaves[0].movedim(0, self._dims[0]).shape[:2]
-                if leading.numel() == size and len(leading) == 2:
-                    turn += f" If {path} is flattened, pass it in the shape {list(leading)} of {first_path}, and flatten it in loss_fn."
-                raise InvalidArgument(
-                    f"batch: {path} has {plural(size, 'item')} along dimension {dim}, but {first_path} has {self.size}. All tensors of a batch need the "
-                    f"same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure.{turn} "
-                    f"batch_dim= says where tensors have the item in another dimension. Of what no tensor of the batch can hold, {_SAMPLES}."
-                )
+        if len(self._sized) > 1:
+            self._check_sizes()
         if self.size == 0:
             raise InvalidArgument(
                 f"batch: {first_path} has no items (its dimension {self._dims[0]} is 0). Skip empty batches; with group= pass None."
@@ -92,19 +81,34 @@ class Batch:
         if slicer is None:  # cannot happen where a leaf has a size; for the type checker
             raise InvalidArgument("batch: nothing to split.")
         self._slice = slicer
-        alike = len({(leaf.dtype, leaf.dim()) for leaf in self._leaves}) == 1
         if (
-            isinstance(data, (list, tuple))
-            and len(data) == len(self._leaves) >= _MANY
-            and alike
-            and self._leaves[0].dim() > 1
+            len(self.leaves) >= _MANY
+            and isinstance(data, (list, tuple))
+            and len(data) == len(self.leaves)
+            and len({(leaf.dtype, leaf.dim()) for leaf in self.leaves}) == 1
+            and self.leaves[0].dim() > 1
         ):
             self.cut_inside = f"whose {len(data)} tensors were cut along dimension {self._dims[0]} (if each of them is an item: {_SAMPLES})"
         # For each thread what its slice is cut from, the slice, and how many of its changes are counted.
         self._views: dict[int, list[tuple[torch.Tensor, torch.Tensor, list[int]]]] = {}
-        memory = Counter(one.untyped_storage().data_ptr() for one in self._leaves if type(one) is torch.Tensor)
-        self._single = {address for address, count in memory.items() if count == 1}
         self.item_shapes = tuple(self._item_shapes)  # the shape of one item and the type, of every tensor that is cut
+
+    def _check_sizes(self) -> None:
+        """Raise if two tensors have different numbers of items."""
+        first_path, _ = self._sized[0]
+        for (path, size), (shape, _), dim in zip(self._sized, self._item_shapes, self._dims, strict=True):
+            if size != self.size:
+                time = first_path if self._item_shapes[0][0][:1] == (size,) else path
+                turns = size in self._item_shapes[0][0][:1] or self.size in shape[:1]
+                turn = f" If {time} is [time, batch], pass {time}.transpose(0, 1)." if turns else ""
+                leading = self.leaves[0].movedim(0, self._dims[0]).shape[:2]
+                if leading.numel() == size and len(leading) == 2:
+                    turn += f" If {path} is flattened, pass it in the shape {list(leading)} of {first_path}, and flatten it in loss_fn."
+                raise InvalidArgument(
+                    f"batch: {path} has {plural(size, 'item')} along dimension {dim}, but {first_path} has {self.size}. All tensors of a batch need the "
+                    f"same length there; make what belongs to the whole batch 0-dimensional, or give it to loss_fn by a closure.{turn} "
+                    f"batch_dim= says where tensors have the item in another dimension. Of what no tensor of the batch can hold, {_SAMPLES}."
+                )
 
     def padded_to(self, begin: int, end: int) -> float | None:
         """What the shapes of items ``[begin, end)`` depend on besides `item_shapes`. None if they depend on nothing else."""
@@ -131,11 +135,17 @@ class Batch:
     def apart(self, tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         """The `view` of a tensor of the batch, with a counter of its own."""
         plain = type(tensor) is torch.Tensor and not view.requires_grad and not view.is_inference()
-        if not plain or tensor.untyped_storage().data_ptr() not in self._single:
+        if not plain or (len(self.leaves) > 1 and tensor.untyped_storage().data_ptr() in self._shared_memory):
             return view
         own = view.data
         self._views[threading.get_ident()].append((tensor, own, [own._version]))
         return own
+
+    @functools.cached_property
+    def _shared_memory(self) -> set[int]:
+        """The addresses of memory that several tensors have in common."""
+        addresses = [one.untyped_storage().data_ptr() for one in self.leaves if type(one) is torch.Tensor]
+        return {one for one in addresses if addresses.count(one) > 1}
 
     def count_edits(self, *, of_all: bool = False) -> None:
         """Count changes in place of this thread's slice, or `of_all` threads', as changes of the tensors that were cut.
@@ -154,13 +164,15 @@ class Batch:
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors that are cut, with the item first, each with its path."""
-        found = zip(self._sized, self._leaves, self._dims, strict=True)
+        found = zip(self._sized, self.leaves, self._dims, strict=True)
         return [(f"{path}.movedim({dim}, 0)" if dim else path, leaf) for (path, _), leaf, dim in found]
 
     @property
     def structure(self) -> Any:
         """The nest: where its tensors are, how many dimensions they have and of which type, but not how large they are."""
-        return tuple(path for path, _ in self._sized), tuple((len(shape), dtype) for shape, dtype in self.item_shapes)
+        return tuple(
+            [(path, len(shape), dtype) for (path, _), (shape, dtype) in zip(self._sized, self.item_shapes, strict=True)]
+        )
 
     def gathered(self, rows: torch.Tensor, move: Move = same) -> Any:
         """Like `slice`, for items from anywhere in the batch. `rows` has their indices."""
@@ -189,7 +201,8 @@ class Batch:
 
     def _slicer(self, node: Any, path: str, dim: BatchDim) -> Slicer | None:
         """A function that cuts `node`, or None if `node` goes along unchanged."""
-        own = leaf_of(node, path, self._cutters, self._offsets)
+        plain = type(node) is torch.Tensor and not self._cutters and not node.is_nested
+        own = None if plain else leaf_of(node, path, self._cutters, self._offsets)
         if own is not None:
             return self._own(node, own, path, dim)
         if isinstance(node, torch.Tensor):
@@ -218,14 +231,19 @@ class Batch:
         self.in_order |= leaf.in_order
         # Its items are cut wherever those of a tensor with their indices are.
         index = torch.arange(leaf.size)
-        self._leaves.append(index)
+        self.leaves.append(index)
         self._sized.append((path, leaf.size))
         self._dims.append(0)
         self._item_shapes.append((torch.Size(()), index.dtype))
         return lambda take, move: leaf.cut(take(index), move)
 
     def _tensor(self, node: torch.Tensor, path: str, dim: BatchDim) -> Slicer | None:
-        _check_layout(node, path)
+        if node.layout is not torch.strided:
+            raise InvalidArgument(
+                f"batch: {path} is sparse ({node.layout}), and PyTorch does not cut such tensors into slices. Pass {path}.to_dense(). If that "
+                "takes too much memory, pass torch.arange(items) in its place, and let loss_fn select its rows: "
+                "sparse.index_select(0, indices)."
+            )
         self.places.setdefault(node.device, path)
         if node.requires_grad and (node.dim() == 0 or not self._gradients):
             raise InvalidArgument(
@@ -243,7 +261,7 @@ class Batch:
             )
         there = dim % node.dim()
         front = node.movedim(there, 0) if there else node
-        self._leaves.append(front)
+        self.leaves.append(front)
         self._sized.append((path, front.shape[0]))
         self._dims.append(there)
         self._item_shapes.append((front.shape[1:], node.dtype))
@@ -284,16 +302,6 @@ def _dims_of(dim: BatchDim, keys: Sequence[Any], path: str, *, ordered: bool = F
             )
         return list(dim)
     return [dim] * len(keys)
-
-
-def _check_layout(node: torch.Tensor, path: str) -> None:
-    """Raise for tensors that cannot be cut along dimension 0."""
-    if node.layout != torch.strided:
-        raise InvalidArgument(
-            f"batch: {path} is sparse ({node.layout}), and PyTorch does not cut such tensors into slices. Pass {path}.to_dense(). If that "
-            "takes too much memory, pass torch.arange(items) in its place, and let loss_fn select its rows: "
-            "sparse.index_select(0, indices)."
-        )
 
 
 def _is_constant(node: Sequence[Any]) -> bool:

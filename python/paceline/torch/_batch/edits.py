@@ -24,15 +24,13 @@ class Edits:
         batch, self._batch = self._batch, None
         if batch is not None:
             batch.count_edits(of_all=True)
-        self._tensors: list[tuple[str, torch.Tensor]] = []
         self._versions: list[int] = []
         self._left: list[torch.Tensor] = []
 
     def begin(self, batch: Batch) -> None:
         """Note the state of the batch when a run begins."""
         self._batch = batch
-        self._tensors = batch.tensors()
-        self._versions = [_version(tensor) for _, tensor in self._tensors]
+        self._versions = list(map(_version, batch.leaves))
 
     def run_again(self, *, complete: bool) -> None:
         """Prepare for another run, after one that does not count. `complete` says whether all items ran in that one.
@@ -42,19 +40,20 @@ class Edits:
         InvalidArgument
             If some items are changed already, and others may not be.
         """
-        if self._batch is not None:
-            self._batch.count_edits(of_all=True)
-        pairs = zip(self._tensors, self._versions, strict=True)
+        if self._batch is None:
+            return
+        self._batch.count_edits(of_all=True)
+        pairs = zip(self._batch.tensors(), self._versions, strict=True)
         edited = [path for (path, tensor), version in pairs if _version(tensor) != version]
         if edited and not complete:
             raise _refusal(edited[0])
-        self._left = [tensor.clone() for _, tensor in self._tensors] if edited else []
+        self._left = [tensor.clone() for tensor in self._batch.leaves] if edited else []
 
     def check(self) -> None:
         """Raise if the run that counts left the tensors in another state than an earlier run."""
-        for left, (path, tensor) in zip(
-            self._left, self._tensors, strict=False
-        ):  # _left is empty if one run was enough
+        if not self._left or self._batch is None:  # one run was enough
+            return
+        for left, (path, tensor) in zip(self._left, self._batch.tensors(), strict=True):
             if not torch.allclose(left, tensor, rtol=0.0, atol=0.0, equal_nan=True):
                 raise _refusal(path)
 

@@ -38,6 +38,7 @@ class Samples(Batch):
             )
         if not data:
             raise InvalidArgument("batch: the list of samples is empty. Skip empty batches; with group= pass None.")
+        self.leaves = []
         self._samples = data if isinstance(data, list) else list(data)
         self._collate = collate
         self.size = len(data)

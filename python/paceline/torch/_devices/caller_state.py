@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-_NEW_THREAD_AUTOCAST_DTYPE = {"cpu": torch.bfloat16, "cuda": torch.float16}
+# Of a new thread: whether it casts, and to what.
+_PLAIN_AUTOCAST = {("cpu", False, torch.bfloat16), ("cuda", False, torch.float16)}
 
 
 class CallerState:
@@ -30,13 +31,13 @@ class CallerState:
     def __init__(self, device_types: list[str], device_count: int, *, caches_casts: bool = True) -> None:
         autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types]
         self.autocast = tuple(autocast)
+        casts = not _PLAIN_AUTOCAST.issuperset(autocast)
         self.on_gpu = "cuda" in device_types
         self._autocast_cache = caches_casts and torch.is_autocast_cache_enabled()
         self._function_modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
         self._dispatch_modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
         self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.contexts = [contextvars.copy_context() for _ in range(device_count)]
-        casts = any(enabled or dtype != _NEW_THREAD_AUTOCAST_DTYPE[kind] for kind, enabled, dtype in autocast)
         self.is_plain = not (casts or self._function_modes or self._dispatch_modes or self._saved_tensor_hooks)
 
     @property
@@ -80,7 +81,7 @@ def outside_autocast() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _outside_autocast() -> Iterator[None]:
-    on = [kind for kind in _NEW_THREAD_AUTOCAST_DTYPE if torch.is_autocast_enabled(kind)]
+    on = [kind for kind, *_ in _PLAIN_AUTOCAST if torch.is_autocast_enabled(kind)]
     for kind in on:
         torch.set_autocast_enabled(kind, False)
     try:

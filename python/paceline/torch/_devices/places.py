@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,11 +19,15 @@ from paceline.comm import Transport
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.moving import Move, same
 from paceline.torch._devices import cuda
-from paceline.torch._devices.caller_state import NOTHING, bytes_of, set_own_threads
+from paceline.torch._devices.caller_state import NOTHING, set_own_threads
 from paceline.torch._devices.worker_draws import WorkerGenerator, mixed_seed
 
 _HOST = torch.device("cpu")
 _worker = threading.local()
+# The lock of Python stays held: a comparison of 5 kB takes less than to get it back.
+_differ = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memcmp", ctypes.PyDLL(None))
+)
 
 
 class Places:
@@ -77,6 +82,7 @@ class Places:
         """What every step asks, from what the constructor has set."""
         gpus = [gpu for gpu in self._gpu if gpu is not None]
         self.on_gpu = [gpu is not None for gpu in self._gpu]  # or a part of a GPU
+        self.on_host = [gpu is None for gpu in self._gpu]
         self.any_host = None in self._gpu  # whether some device is a worker on the host's cores
         self.share_gpu = len(set(gpus)) < len(gpus)  # whether two devices are parts of one GPU
         # Whether two devices draw from one generator, as host devices and the parts of one GPU do.
@@ -237,6 +243,8 @@ class Places:
 
         ``torch.manual_seed`` seeds all GPUs alike. They would draw the same dropout for different items.
         """
+        if self.queues is None:
+            return
         seeds: set[int] = set()
         generators = dict.fromkeys(cuda.generator(gpu) for gpu in self._gpu if gpu is not None)
         for place, generator in enumerate(generators):
@@ -356,7 +364,6 @@ class RandomStates:
 
     def __init__(self, places: Places) -> None:
         self._kept = {generator: generator.get_state() for generator in places.generators}
-        self._bytes: dict[torch.Generator, bytes] = {}  # the kept states that `moved_of` has needed
 
     @property
     def moved(self) -> bool:
@@ -365,9 +372,8 @@ class RandomStates:
 
     def moved_of(self, generator: torch.Generator) -> bool:
         """Whether somebody has drawn from this generator. No operator runs."""
-        if generator not in self._bytes:
-            self._bytes[generator] = bytes_of(self._kept[generator])
-        return bytes_of(generator.get_state()) != self._bytes[generator]
+        then, now = self._kept[generator], generator.get_state()
+        return bool(_differ(then.data_ptr(), now.data_ptr(), now.numel()))
 
     def restore(self) -> None:
         """Go back to that state: the same draws follow again."""

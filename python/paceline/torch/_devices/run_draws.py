@@ -38,16 +38,15 @@ class RunDraws:
         self._drawing = drawing
         self._compiled = compiled
         self._first = drawing.draws is None and not compiled
-        self._on_host = [not gpu for gpu in places.on_gpu]
+        self._on_host = places.on_host
         seeds = places.hosts_share and not compiled
         self._own = WorkerDraws(places.own_generators) if seeds and drawing.draws is not False else None
         self.seeds = self._own is not None  # whether each host device draws from a generator of its own
         # Only in a first run: it takes milliseconds.
         self._others = OtherGenerators() if seeds and self._first else None
         self._expects_none = places.any_host and not compiled and drawing.draws is False
-        devices = range(len(places.devices))
         looks = places.any_host or places.share_generators
-        self._generators = [places.generator(device) for device in devices] if looks else []
+        self._generators = list(map(places.generator, range(len(places.devices)))) if looks else []
         # `look` compares the generator after every forward. Recomputation sets the generator back for a while, so its state may be the
         # same before and after the whole step. No recomputation has disturbed the first device that reaches its backward.
         self._before = before
@@ -55,7 +54,7 @@ class RunDraws:
         # If devices share a generator and something draws from it, recomputation would draw other numbers. Compiled code keeps the seeds
         # of its draws, and its backward makes no PyTorch calls from Python.
         watched = places.share_generators and (any(places.on_gpu) or not self._expects_none)
-        self.watches = [RecomputeWatch() for _ in devices] if watched else []
+        self.watches = [RecomputeWatch() for _ in places.devices] if watched else []
 
     def run(self) -> contextlib.AbstractContextManager[None]:
         """A context around the whole run, on the caller's thread."""

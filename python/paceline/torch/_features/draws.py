@@ -21,9 +21,6 @@ class Draws(Feature):
     def bind(self, call: Call) -> Bound | None:
         return _Looks(self) if call.seen.compiled or call.seen.drawing.draws is False else _Seeds(self)
 
-    def key(self, call: Call) -> bool | None:
-        return call.seen.drawing.draws
-
     def warn(self, unseeded: str) -> None:
         """Warn of these draws, once."""
         if unseeded and not self._warned:

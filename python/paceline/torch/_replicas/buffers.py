@@ -6,7 +6,7 @@ import copy
 import math
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline._core.engine import ModuleContents
+from paceline.torch._devices.caller_state import NoGrad
 
 Slots = dict[str, Any]  # a module's own buffers, by name; an entry may be None
 Pair = tuple[Slots, Slots, str]  # two modules' buffers, and a name in both
@@ -23,7 +24,8 @@ _MOST_BYTES = 1 << 29  # of tensors in attributes that are kept by value
 _LONGEST, _DEEPEST = 10_000, 8  # of containers: entries, and how far they are followed into each other
 _MOST_PARAMETERS = 1 << 30  # bytes of parameters that are kept by value
 
-_dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
+_shape = operator.attrgetter("shape")
+_data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 class Buffers:
@@ -54,44 +56,52 @@ class Buffers:
 
 
 class KeptBuffers:
-    """The buffers of modules at one moment, to go back to. The copies of their values are allocated once."""
+    """The buffers of modules at one moment, to go back to. Their values are kept in one tensor for each type, which is allocated once."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._contents = ModuleContents(["_buffers"], objects=True)
         self._kept: list[tuple[Slots, str, Any, Any]] = []
-        self._copied: list[torch.Tensor] = []  # the buffers whose values are copied in place
+        self._flat: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # buffers as vectors, and the copy of them all
+        self._copied: list[torch.Tensor] = []  # these buffers
         self._form: list[Any] = []  # of these
-        self._copies: list[_Copy] = []
         self._lasts = False  # whether the copies can be made in later steps, too
         self.note()
 
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
     def note(self) -> None:
         """Go back to the present buffers from now on."""
-        with torch.no_grad():
+        with NoGrad():
             # A step asks this about hundreds of buffers. The loops are not Python's.
             if not (self._lasts and self._contents.same(self._modules) and _form(self._copied) == self._form):
-                self._lay_out()
-            for targets, sources in self._copies:
-                torch._foreach_copy_(targets, sources)
+                return self._lay_out()
+            for vectors, flat in self._flat:
+                torch.cat(vectors, out=flat)
+            return None
 
     def _lay_out(self) -> None:
-        values = {(id(own), name): value for own, name, _, value in self._kept}
         self._contents.note(self._modules)
-        self._kept, self._copied, self._lasts = [], [], True
-        targets: list[torch.Tensor] = []
+        self._kept, self._copied, self._flat, self._lasts = [], [], [], True
+        groups: dict[Any, list[int]] = {}
         for own in [owner._buffers for owner in self._modules]:
             for name, buffer in own.items():
-                value = None if buffer is None else values.get((id(own), name))
-                if buffer is not None and value is not None and lies_like(value, buffer):
-                    targets.append(value)
+                value = buffer
+                if buffer is not None and buffer.is_contiguous():
+                    groups.setdefault((buffer.device, buffer.dtype), []).append(len(self._kept))
                     self._copied.append(buffer)
-                elif buffer is not None:
-                    value = buffer.clone() if buffer.layout is torch.strided else buffer
-                    self._lasts = False
+                elif buffer is not None and buffer.layout is torch.strided:
+                    value, self._lasts = buffer.clone(), False
                 self._kept.append((own, name, buffer, value))
+        for indices in groups.values():
+            vectors = [self._kept[index][2].detach().view(-1) for index in indices]
+            flat = torch.cat(vectors)
+            for index, value in zip(indices, flat.split(list(map(len, vectors))), strict=True):
+                own, name, buffer, _ = self._kept[index]
+                self._kept[index] = own, name, buffer, value.view(buffer.shape)
+            self._flat.append((vectors, flat))
         self._form = _form(self._copied)
-        self._copies = _copies(targets, self._copied)
 
     @property
     def changed(self) -> bool:
@@ -357,8 +367,8 @@ def _copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
 
 
 def _form(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """What ``.data`` changes of a tensor that stays the same object, and a copy of it must follow."""
-    return [list(map(one, tensors)) for one in (_dtype, _shape)]
+    """What ``.data`` and ``resize_`` change of a tensor that stays the same object, and a copy of it must follow."""
+    return [list(map(one, tensors)) for one in (_data_ptr, _shape)]
 
 
 def any_differs(pairs: Iterable[Pair]) -> bool:

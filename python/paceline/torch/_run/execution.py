@@ -19,7 +19,7 @@ from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._batch.items import Items
 from paceline.torch._batch.joining import concatenate
 from paceline.torch._batch.objective import Objective
-from paceline.torch._devices.caller_state import NoGrad
+from paceline.torch._devices.caller_state import NOTHING, NoGrad
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.batch_norm import CURE
 from paceline.torch._replicas.replicas import Replicas
@@ -211,7 +211,8 @@ class Execution:
                     journal.commit(done)
                 else:
                     journal.rollback()
-            return done._replace(seconds=time.perf_counter() - call.began)
+            run.seconds = time.perf_counter() - call.began
+            return done
         except BaseException:
             agreed = None if ranks is None else ranks.agreed
             if done is not None and keep and (journal.begun or agreed is not None):  # interrupted: done, or not done
@@ -351,7 +352,7 @@ class Execution:
 
     def together(self, call: str) -> contextlib.AbstractContextManager[None]:
         """Around a call that all ranks make."""
-        return contextlib.nullcontext() if self.ranks is None else self.ranks.together(call)
+        return NOTHING if self.ranks is None else self.ranks.together(call)
 
     def _check_for_ranks(self, outcome: Any) -> None:
         """Raise for what only this rank knows: a device that has failed, and gradients that have no place in the sum."""

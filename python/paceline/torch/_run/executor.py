@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from paceline import Cancelled
 from paceline._core.engine import BatchPlan, collect_garbage_if_due
+from paceline.torch._devices.caller_state import NOTHING
 from paceline.torch._devices.compiling import seed_graph_trees
 from paceline.torch._devices.meeting import MeetingOffError
 from paceline.torch._devices.run_draws import RunDraws
@@ -51,7 +52,7 @@ class Executor:
         self.batch, self.items, self.replicas, self.seen = call.batch, call.items, call.replicas, call.seen
         self.state, self.limits, self.flat, self.passage = call.state, call.limits, call.flat, call.passage
         self.searches, self.divides, self.constraints = call.searches, call.divides, call.recipe.constraints
-        self.gate = CompileGate.of_call()
+        self.gate = CompileGate.of_call() if self.seen.compiled or self.seen.captures else None
         count = len(self.replicas)
         self._fresh = [True] * count  # per device: whether it runs the first piece of a claim
         self._begun = [False] * count  # per device: whether it has run something
@@ -98,7 +99,7 @@ class Executor:
             begin(self)
         contexts = self.recipe.run
         if len(contexts) < 2:
-            return contexts[0](self) if contexts else contextlib.nullcontext()
+            return contexts[0](self) if contexts else NOTHING
         return self._surrounded()
 
     @contextlib.contextmanager
@@ -201,6 +202,8 @@ class Executor:
 
     def brought(self, device: int) -> None:
         """Start the device's clocks: what it needs is on its way."""
+        if self.places.queues is None:
+            return
         if self._fresh[device]:
             self.places.brought(device)
         self._brought[device] = time.perf_counter()
@@ -212,7 +215,7 @@ class Executor:
         first = not sizes or (self.seen.tunes and size not in sizes and len(sizes) < MOST_SIZES)
         first |= self.captures(device, size)
         waited = False
-        if self.seen.compiled or self.seen.captures:
+        if self.gate is not None:
             with self.gate.enter(first, self) as waited, self.draws.micro_batch(device, begin), self.state.replayed():
                 seed_graph_trees()
                 ran = self.compute(device, begin, end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from paceline.torch._devices.caller_state import NOTHING
@@ -95,10 +95,8 @@ class Features:
         self._calls = overriding(Feature, self._all, "call")
         self._bind = overriding(Feature, self._all, "bind")
         self._keys = overriding(Feature, self._all, "key")
+        self.kinds = set(map(type, self._all))
         self._changes += 1
-
-    def __iter__(self) -> Iterator[Feature]:
-        return iter(self._all)
 
     def add(self, feature: Feature) -> None:
         """Take part from the next call on."""
@@ -130,6 +128,7 @@ class Features:
             seen.compiled,
             seen.compiler_captures,
             seen.waits,
+            seen.drawing.draws,
             work.normalises,
             work.writes_buffers,
             *[key(call) for key in self._keys],

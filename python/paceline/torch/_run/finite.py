@@ -20,7 +20,7 @@ def refuse_means_over_nothing(run: Any) -> None:
     Where the loss of the whole batch is not finite either, the run has the result of one device. Where the whole batch would draw other numbers,
     or be compiled anew, nobody knows.
     """
-    if any(run.places.on_gpu):  # reading a loss would wait for the GPU
+    if sum(map(len, run.terms)) < 2 or any(run.places.on_gpu):  # reading a loss would wait for the GPU
         return
     found = [(begin, device, term.item()) for device, terms in enumerate(run.terms) for begin, term in terms]
     bad = [one for one in found if not math.isfinite(one[2])]

@@ -26,6 +26,11 @@ _numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
 _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 
 
+def are_none(values: Iterable[object]) -> bool:
+    """Whether each of these is None. The loop is not Python's."""
+    return set(map(type, values)) <= {type(None)}
+
+
 def _are_strided(gradients: Iterable[torch.Tensor]) -> bool:
     return set(map(_layout, gradients)) <= {torch.strided}
 
@@ -122,15 +127,20 @@ class UserGradients:
         """`adds`: whether `commit` will add to the gradients."""
         self._replicas = replicas
         self._before: list[torch.Tensor | None] = list(map(_grad, replicas.parameters))
+        self._versions = list(map(_version, replicas.parameters)) if replicas.shared else []
+        self._added_to: list[tuple[torch.Tensor, int]] = []
+        self._is_added = False  # whether `commit` has come beyond adding
+        self._any = not are_none(self._before)
+        if self._any:
+            self._set_aside(replicas, adds=adds)
+
+    def _set_aside(self, replicas: Replicas, *, adds: bool) -> None:
         present = {index: gradient for index, gradient in enumerate(self._before) if gradient is not None}
         for index, gradient in present.items():
             if gradient.layout is not torch.strided and adds and replicas.shared:
                 raise InvalidArgument(
                     f"step: the .grad of parameter {replicas.names[index]} is sparse; a dense gradient cannot be added to it. Set it to None first."
                 )
-        self._versions = list(map(_version, replicas.parameters)) if replicas.shared else []
-        self._added_to: list[tuple[torch.Tensor, int]] = []
-        self._is_added = False  # whether `commit` has come beyond adding
         try:
             for index in present:
                 replicas.parameters[index].grad = None
@@ -143,8 +153,7 @@ class UserGradients:
         if not self._replicas.shared:
             return  # the user's module itself ran, and may write what it likes, as in plain PyTorch
         names, parameters = self._replicas.names, self._replicas.parameters
-        untouched = set(map(type, map(_grad, parameters))) <= {type(None)}
-        if untouched and list(map(_version, parameters)) == self._versions:
+        if are_none(map(_grad, parameters)) and list(map(_version, parameters)) == self._versions:
             return
         for index, parameter in enumerate(parameters):
             if parameter._version != self._versions[index]:
@@ -166,15 +175,15 @@ class UserGradients:
 
     def commit(self, totals: list[torch.Tensor | None]) -> None:
         """Set or add the gradients of the batch. An interrupted call may be repeated, and adds nothing twice."""
-        if not self.written:
-            pairs = [
-                (before, total)
-                for before, total in zip(self._before, totals, strict=True)
-                if before is not None and total is not None
-            ]
-            self._added_to = [(before, before._version) for before, _ in pairs]
-            if pairs:
-                torch._foreach_add_([before for before, _ in pairs], [total for _, total in pairs])
+        if self._any and not self.written:
+            added_to, added = [], []
+            for before, total in zip(self._before, totals, strict=True):
+                if before is not None and total is not None:
+                    added_to.append(before)
+                    added.append(total)
+            self._added_to = list(zip(added_to, map(_version, added_to), strict=True))
+            if added:
+                torch._foreach_add_(added_to, added)
         self._is_added = True
         for parameter, before, total in zip(self._replicas.parameters, self._before, totals, strict=True):
             parameter.grad = total if before is None else before
@@ -188,6 +197,8 @@ class UserGradients:
 def totals_of(replicas: Replicas, left_out: dict[int, set[int]]) -> list[torch.Tensor | None]:
     """The gradients of the batch. The reduction has left its sum in the first device that has a gradient."""
     totals: list[torch.Tensor | None] = list(map(_grad, replicas.list[0].parameters))
+    if len(replicas.list) == 1:
+        return totals
     if any(left_out.values()):
         return [_total(replicas, index, left_out) for index in range(len(totals))]
     return [_total(replicas, index, left_out) if total is None else total for index, total in enumerate(totals)]

@@ -20,7 +20,6 @@ class Done(NamedTuple):
     loss: torch.Tensor
     totals: Gradients
     extras: Any = None  # what loss_fn returned beside the loss
-    seconds: float = 0.0  # of the attempt
     carries: bool = False  # whether the gradients go to whoever calls backward, and not to ``.grad``
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from paceline.torch._replicas.copies import check_hooks
+from paceline.torch._replicas.replicas import Replicas
 
 _SIGNED = 12  # nodes from the root of a graph that are compared to see whether the graph is a new one
 _MOST_SIGNS = 64  # graphs of one function that are remembered
@@ -55,46 +56,40 @@ class OutsideGradients:
         self._new: set[Any] = set()  # signs of graphs in this step, which its other workers still have to search
         self._lock = threading.Lock()
         self._function: Any = None
-        self._parameters: list[list[torch.Tensor]] = []
-        self._own: set[int] | None = None
+        self._replicas: Replicas | None = None  # of the step that runs
+        self._own: set[int] | None = None  # the identities of the module's and the replicas' parameters
         self._looks = self._shared = self._carries = False
         self._hooks = RestingHooks()
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
 
-    def begin(
-        self,
-        function: Any,
-        parameters: list[list[torch.Tensor]],
-        shared: bool,
-        *,
-        carries: bool = False,
-        refused: bool = False,
-    ) -> None:
-        """Prepare for a step. `parameters` are those of the module, and those of each replica.
+    def begin(self, function: Any, replicas: Replicas, *, carries: bool = False, refused: bool = False) -> None:
+        """Prepare for a step.
 
         With `carries` the gradients are handed out later, by `taken`. Then every graph is searched, since a tensor that is missed would keep
         its gradient, and hooks of tensors rest until then. Every graph is searched, too, if outside tensors are to be `refused`: what is
         missed would train wrongly.
         """
         self._carries = carries
-        self._signs.setdefault(self._function, set()).update(self._new)
-        self._new = set()
+        if self._new:
+            self._signs.setdefault(self._function, set()).update(self._new)
+            self._new = set()
         function = code_of(function)
         if len(self._steps) >= _MOST_FUNCTIONS and function not in self._steps:
             self._steps.clear()
             self._known.clear()
             self._signs.clear()
-        self._function, self._shared = function, shared
+        self._function, self._shared = function, replicas.shared
         steps = self._steps[function] = self._steps.get(function, 0) + 1
         # The graphs are searched again once in a while, since a loss may get another term.
         self._looks = carries or refused or steps <= _LOOKS or steps & (steps - 1) == 0
-        self._parameters, self._own = parameters, None
+        self._replicas, self._own = replicas, None
         self._before = {}
-        alive = [(reference, reference()) for reference in self._known.pop(function, [])]
-        self._known[function] = [reference for reference, tensor in alive if tensor is not None]
-        for _, tensor in alive:
-            if tensor is not None:
-                self._set_aside(tensor)
+        if known := self._known.get(function):
+            alive = [(reference, reference()) for reference in known]
+            self._known[function] = [reference for reference, tensor in alive if tensor is not None]
+            for _, tensor in alive:
+                if tensor is not None:
+                    self._set_aside(tensor)
 
     def look(self, root: torch.Tensor) -> None:
         """Set aside the gradients of all outside tensors that a backward from `root` will add to. Called on a worker."""
@@ -102,10 +97,12 @@ class OutsideGradients:
         if not self._looks and (sign in signs or len(signs) >= _MOST_SIGNS):
             return
         with self._lock:
-            if self._own is None:
-                self._own = {id(one) for ones in self._parameters for one in ones}
+            if self._own is None and (replicas := self._replicas) is not None:
+                every = [replicas.parameters, *[replica.parameters for replica in replicas.list]]
+                self._own = {id(one) for ones in every for one in ones}
+            own = self._own or ()
         self._new.add(sign)
-        self.hold(leaf for leaf in leaves_of(root) if id(leaf) not in self._own)
+        self.hold(leaf for leaf in leaves_of(root) if id(leaf) not in own)
 
     def hold(self, leaves: Iterable[torch.Tensor]) -> None:
         """Set aside the gradients of these tensors. Called on a worker."""
@@ -113,7 +110,7 @@ class OutsideGradients:
             with self._lock:
                 if leaf.requires_grad and id(leaf) not in self._before:
                     self._set_aside(leaf)
-                    self._known[self._function].append(TensorWeakRef(leaf))
+                    self._known.setdefault(self._function, []).append(TensorWeakRef(leaf))
 
     def commit(self) -> None:
         """Add the gradients of the step to those from before. An interrupted call may be repeated."""
@@ -124,7 +121,7 @@ class OutsideGradients:
                     before += leaf.grad
                 leaf.grad = before
             del self._before[id(leaf)]
-        self._parameters, self._own = [], None
+        self._replicas = self._own = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -155,7 +152,7 @@ class OutsideGradients:
             leaf.grad = before
         self._hooks.restore()
         self._before = {}
-        self._parameters, self._own = [], None
+        self._replicas = self._own = None
 
     def _set_aside(self, leaf: torch.Tensor) -> None:
         if self._carries:

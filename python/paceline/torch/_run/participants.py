@@ -96,10 +96,9 @@ class _Outside(Participant):
         self._execution, self._outside, self._replicas = execution, execution.outside, execution.replicas
 
     def prepare(self, run: TrainRun) -> None:
-        run.outside, replicas = self._outside, self._replicas
-        parameters = [replicas.parameters, *[replica.parameters for replica in replicas.list]]
+        run.outside = self._outside
         refused = run.call.keep and self._execution.ranks is not None
-        self._outside.begin(run.loss_fn, parameters, replicas.shared, carries=run.carries, refused=refused)
+        self._outside.begin(run.loss_fn, self._replicas, carries=run.carries, refused=refused)
 
     def commit(self, done: Done) -> None:
         if done.carries:
@@ -122,12 +121,12 @@ class _Buffers(Participant):
 
     def prepare(self, run: Any) -> None:
         replicas = self._replicas
-        self._shared = SharedBuffers(replicas.sparse)
+        self._shared = SharedBuffers(replicas.sparse) if replicas.sparse else None
         if replicas.shared:
             self._kept = None
         elif self._kept is None or self._kept[0] != replicas.generation:
             self._kept = replicas.generation, KeptBuffers(replicas.modules)
-        else:
+        elif self._kept[1]:
             self._kept[1].note()
         self._noted = True
 

@@ -25,8 +25,7 @@ class Pushing:
     def buffers(self, outcome: Any) -> None:
         """Write the buffers. An interrupted call may be repeated."""
         replicas, places = self._replicas, self._places
-        buffers = replicas.list[self.most(outcome)].buffers
-        if not replicas.shared or buffers is None:
+        if not replicas.shared or (buffers := replicas.list[self.most(outcome)].buffers) is None:
             return
         # Once for an outcome: a commit that was interrupted is repeated, and then the user's buffers are not those before the step.
         if self._rules is not None and (self._joined is None or self._joined[0] is not outcome):

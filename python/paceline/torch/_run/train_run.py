@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -14,12 +14,12 @@ from torch.nn.utils import parametrize
 from paceline import InvalidArgument
 from paceline.torch._batch.extras import Extras, parted
 from paceline.torch._batch.objective import Objective
-from paceline.torch._devices.caller_state import backward_watched, outside_autocast
+from paceline.torch._devices.caller_state import NOTHING, backward_watched, outside_autocast
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import MOST_SIZES, Executor
 from paceline.torch._run.finite import refuse_means_over_nothing
-from paceline.torch._run.gradients import OwnStorages, View, views
+from paceline.torch._run.gradients import OwnStorages, View, are_none, views
 from paceline.torch._run.launch import Launch
 from paceline.torch._run.outside import OutsideGradients, code_of
 
@@ -28,8 +28,7 @@ Loss = torch.Tensor | Mapping[str, torch.Tensor]
 LossFunction = Callable[[nn.Module, Any], Loss | tuple[Loss, Any]]
 
 
-_grad = operator.attrgetter("grad")
-_NONE = {None}
+_grad, _first = operator.attrgetter("grad"), operator.itemgetter(0)
 
 
 class TrainRun(Executor):
@@ -49,7 +48,7 @@ class TrainRun(Executor):
         super().__init__(call)
         replicas = self.replicas
         self.loss_fn = loss_fn
-        self.objective = objective
+        self.objective, self.weighted = objective, objective.is_weighted
         self.scale = scale
         self.scales: list[torch.Tensor | None] = [scale] * len(replicas)
         self.carries = carries  # whether the gradients go to whoever calls backward, and not to .grad
@@ -67,15 +66,16 @@ class TrainRun(Executor):
         self._storages = [OwnStorages(replica.parameters) for replica in replicas] if self.flat is None else None
         self.without_gradient = self.with_gradient = False
         self.trial_of: AloneTrials | None = None  # what the step's time is for, beside the balancer
+        self.seconds = 0.0  # from the beginning of the attempt to its commit
         self.part = False  # whether other ranks run other parts of the batch, which may have the gradient
 
     def compute(self, device: int, begin: int, end: int) -> bool:
-        idle = self.idle(begin, end)
+        idle = self.weighted and self.idle(begin, end)
         if idle and code_of(self.loss_fn) not in self.seen.extras:
             self._skipped = True
             return False
         part = self.bring(device, begin, end)
-        with torch.no_grad() if idle else contextlib.nullcontext():
+        with torch.no_grad() if idle else NOTHING:
             loss, extras = parted(self.loss_fn(self.replicas[device].module, part))
         self.draws.look(device)
         if extras is not None:
@@ -90,7 +90,8 @@ class TrainRun(Executor):
             self.without_gradient = True
             return False
         self.with_gradient = True
-        self.seal_if_last(device)
+        if self.flat is not None:
+            self.seal_if_last(device)
         self.backward(device, self.scaled(device, term))
         return True
 
@@ -117,7 +118,7 @@ class TrainRun(Executor):
             return self.flat.any(device)
         if self.passage is not None and not self.passage.begins(begin):
             return False
-        return not set(map(_grad, self.replicas[device].parameters)) <= _NONE
+        return not are_none(map(_grad, self.replicas[device].parameters))
 
     def backward(
         self,
@@ -148,7 +149,7 @@ class TrainRun(Executor):
 
     def scaled(self, device: int, term: torch.Tensor) -> torch.Tensor:
         """The term as the caller's GradScaler wants it."""
-        scale = self.scale_on(device)
+        scale = None if self.scale is None else self.scale_on(device)
         return term if scale is None else term * scale
 
     def scale_on(self, device: int) -> torch.Tensor | None:
@@ -212,14 +213,12 @@ class TrainRun(Executor):
         if self.flat is not None:
             dtypes = [term.dtype for terms in self.terms for _, term in terms]
             return self.flat.loss().to(dtypes[0] if dtypes else torch.float32)
-        if not any(self.terms):  # the caller's backward passes were their own
+        entries = sorted(itertools.chain(*self.terms), key=_first)
+        if not entries:  # the caller's backward passes were their own
             return torch.zeros((), device=self.places.home)
-        terms = [
-            term for _, term in sorted((entry for terms in self.terms for entry in terms), key=lambda entry: entry[0])
-        ]
-        if len(terms) <= 2:
-            return terms[0].clone() if len(terms) == 1 else terms[0] + terms[1]
-        return torch.stack(terms).sum()
+        if len(entries) <= 2:
+            return entries[0][1].clone() if len(entries) == 1 else entries[0][1] + entries[1][1]
+        return torch.stack([term for _, term in entries]).sum()
 
 
 def refuse_own_backward() -> NoReturn:

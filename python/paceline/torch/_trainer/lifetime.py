@@ -108,34 +108,32 @@ class Lifetime:
                 _finalize(group, threads, timeout=0.0)
         return None
 
-    @contextlib.contextmanager
-    def exclusive(self, call: str, *, waits: bool = False) -> Iterator[None]:
+    def exclusive(self, call: str, *, waits: bool = False) -> contextlib.AbstractContextManager[None]:
         """Let one call in at a time, since the replicas and their gradients belong to the trainer and not to the call.
 
         `waits`: for the same call of another thread to end. A call inside of another one is an error.
         """
-        self._check_open(call)
-        self._enter(call, _PATIENCE if waits else 0.0)
-        threads = None
-        try:
-            self._check_open(call)  # it may have been closed meanwhile
-            threads = self._limited_threads()
-            if self.group.busy:
-                raise Unavailable(
-                    f"{call}: an earlier step of this trainer has not ended: its workers are still inside user code. Wait for it, or close "
-                    "the trainer."
-                )
-            if self._abandoned:  # the workers of the abandoned call have gone on to write gradients
-                self._execution.drop_gradients()
-            yield
-        finally:
-            if self.group.busy and self._execution.running is not None:
-                _abandoned_runs.add(self._execution.running)
-            self._execution.running = self._caller = self._call = None
-            self._abandoned = self.group.busy
-            self._unlock()
-            if threads is not None:
-                threads.release()
+        return _Exclusive(self, call, _PATIENCE if waits else 0.0)
+
+    def _begin(self, call: str) -> CallerThreads | None:
+        """Inside of the lock: a call begins. Returns what to release at its end."""
+        self._check_open(call)  # it may have been closed meanwhile
+        if self.group.busy:
+            raise Unavailable(
+                f"{call}: an earlier step of this trainer has not ended: its workers are still inside user code. Wait for it, or close "
+                "the trainer."
+            )
+        if self._abandoned:  # the workers of the abandoned call have gone on to write gradients
+            self._execution.drop_gradients()
+        return self._limited_threads()
+
+    def _leave(self) -> None:
+        """The call of this thread is over."""
+        self._abandoned = self.group.busy
+        if self._abandoned and self._execution.running is not None:
+            _abandoned_runs.add(self._execution.running)
+        self._execution.running = self._caller = self._call = None
+        self._unlock()
 
     def _enter(self, call: str, patience: float) -> None:
         """Take the lock for this call, or raise. `patience`: seconds to wait for the same call of another thread.
@@ -223,6 +221,30 @@ class Lifetime:
     def _cancel(self) -> None:
         for work in self.works.all():
             work.step_loop.cancel()
+
+
+class _Exclusive:
+    """Around one call of a trainer. A class, since every step enters it."""
+
+    def __init__(self, lifetime: Lifetime, call: str, patience: float) -> None:
+        self._lifetime, self._call, self._patience = lifetime, call, patience
+
+    def __enter__(self) -> None:
+        lifetime = self._lifetime
+        lifetime._check_open(self._call)
+        lifetime._enter(self._call, self._patience)
+        try:
+            self._threads = lifetime._begin(self._call)
+        except BaseException:
+            lifetime._leave()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._lifetime._leave()
+        finally:
+            if self._threads is not None:
+                self._threads.release()
 
 
 _open: weakref.WeakSet[Lifetime] = weakref.WeakSet()

@@ -94,12 +94,7 @@ class Proofs:
         self, loss_fn: Callable[..., Any], batch: Batch, objective: Objective, *, carries: bool, run: Any = None
     ) -> bool:
         """Whether to prove the step that is about to run. `run`: what tells a run of `DataParallel.batch` from others of its function."""
-        if (
-            self._prove is None
-            or batch.size < 2
-            or not objective.magnitude
-            or any(isinstance(one, Faults) for one in self._execution.features)
-        ):
+        if self._prove is None or batch.size < 2 or not objective.magnitude or Faults in self._execution.features.kinds:
             return False
         weighted = tuple(objective.parts) if isinstance(objective, Terms) else objective.is_weighted
         return self._counts(self._kind(loss_fn, batch, weighted, carries, run))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,6 +49,24 @@ class Step:
                 self.times = Times(outcome.started, outcome.claims, outcome.reduce_seconds, outcome.move)
 
 
+class _Noting:
+    """Around a step, whose end and error it notes."""
+
+    def __init__(self, steps: deque[Step], step: Step, execution: Execution) -> None:
+        self._steps, self._step, self._execution = steps, step, execution
+
+    def __enter__(self) -> Step:
+        return self._step
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        step = self._step
+        if error is not None:
+            step.error = type(error).__name__
+            step.failed_on = self._execution.failed_on or getattr(error, "device", None)
+        step.ended = time.perf_counter()
+        self._steps.append(step)
+
+
 class RecentSteps:
     """The last steps and what happened between them. Noting a step costs a few microseconds; it reads no times.
 
@@ -63,24 +80,14 @@ class RecentSteps:
         )  # when steps of optimizers began and ended
         self._on_gpu = on_gpu
 
-    @contextlib.contextmanager
-    def step(self, kind: str, execution: Execution) -> Iterator[Step]:
+    def step(self, kind: str, execution: Execution) -> contextlib.AbstractContextManager[Step]:
         """Around a step. Its outcome is noted in what this yields."""
         if self._on_gpu:
             for earlier in self.steps:
                 with contextlib.suppress(Error):
                     if earlier.outcome is not None and earlier.outcome.settled:
                         earlier.settle()
-        step = Step(kind, execution.steps, time.perf_counter())
-        try:
-            yield step
-        except BaseException as error:
-            step.error = type(error).__name__
-            step.failed_on = execution.failed_on or getattr(error, "device", None)
-            raise
-        finally:
-            step.ended = time.perf_counter()
-            self.steps.append(step)
+        return _Noting(self.steps, Step(kind, execution.steps, time.perf_counter()), execution)
 
     def settle(self) -> None:
         """Read the times of all steps, and let their outcomes go. Waits for GPUs."""

@@ -351,7 +351,7 @@ class Training:
             trials = done.run.trial_of
             if trials is not None and done.run.alone:
                 busy = sum(finish - start for _, _, _, start, finish, *_ in done.outcome.claims)
-                trials.add_alone(done.seconds, busy)
+                trials.add_alone(done.run.seconds, busy)
             elif trials is not None:
-                trials.add(of_kind, whole.size, done.seconds)
+                trials.add(of_kind, whole.size, done.run.seconds)
             return done.loss, done.totals, done.run
