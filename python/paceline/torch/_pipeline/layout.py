@@ -12,8 +12,8 @@ from torch import nn
 from paceline import Device, DeviceGroup, InvalidArgument, OutOfMemory
 from paceline.plan import BlockCost
 from paceline.torch._batch.batch import BatchDim
-from paceline.torch._batch.layout import Layout as BatchLayout
 from paceline.torch._batch.objective import Reduction, Weight
+from paceline.torch._batch.options import Options
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._devices.places import RandomStates
@@ -319,7 +319,7 @@ def layout(
         planner = pipeline._planner
         planner.optimized_by(optimizer, {})
         check_trains("layout", loss_fn)
-        items = _measure(pipeline, loss_fn, batch, weight, BatchLayout(collate, batch_dim, split))
+        items = _measure(pipeline, loss_fn, batch, Options(weight, None, None, None, collate, batch_dim, split))
         found = planner.layouts(items)
         if any(device.kind != "host" for device in pipeline.group.devices):
             found = [_without_replicas_of_pipelines(one) for one in found]
@@ -339,13 +339,11 @@ def _without_replicas_of_pipelines(found: dict[str, Any]) -> dict[str, Any]:
     return {**found, "runnable": False, "reason": f"cannot run on GPUs yet; {found['reason']}"}
 
 
-def _measure(
-    pipeline: Pipeline, loss_fn: LossFunction, batch: Any, weight: Weight | None, batch_layout: BatchLayout
-) -> int:
+def _measure(pipeline: Pipeline, loss_fn: LossFunction, batch: Any, options: Options) -> int:
     """Run the steps that measure, and commit nothing. Returns the number of items."""
     execution, planner, work = pipeline._execution, pipeline._planner, pipeline._works.steps
     with pipeline._lifetime.between_steps("layout"):
-        whole, objective = pipeline._training.prepared(batch, weight, None, batch_layout)
+        whole, objective, _ = pipeline._training.prepared(batch, options)
         execution.places.begin(whole)
 
         if pipeline._execution.unfilled is not None:

@@ -12,8 +12,8 @@ from paceline import Device, DeviceGroup
 from paceline._stop import stop_requested
 from paceline.torch._batch.batch import BatchDim
 from paceline.torch._batch.items import Cost
-from paceline.torch._batch.layout import Layout
 from paceline.torch._batch.objective import Reduction, Total, Weight
+from paceline.torch._batch.options import Options
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._run.execution import Execution
@@ -190,13 +190,7 @@ class Trainer:
         Cancelled
             If another thread closed the trainer, or the `reducer` does not commit. Gradients and buffers are as before the step.
         """
-        options = {
-            "weight": weight,
-            "scaler": scaler,
-            "cost": cost,
-            "total": total,
-            "layout": Layout(collate, batch_dim, split),
-        }
+        options = Options(weight, cost, total, scaler, collate, batch_dim, split)
         return self._measured("step", loss_fn, batch, options)
 
     def loss(
@@ -246,13 +240,7 @@ class Trainer:
         ...     loss = trainer.loss(loss_fn, batch)
         ...     (loss / 4 + penalty(model)).backward()
         """
-        options = {
-            "weight": weight,
-            "scaler": scaler,
-            "cost": cost,
-            "total": total,
-            "layout": Layout(collate, batch_dim, split),
-        }
+        options = Options(weight, cost, total, scaler, collate, batch_dim, split)
         return self._measured("loss", loss_fn, batch, options, carries=True)
 
     @property
@@ -363,14 +351,14 @@ class Trainer:
         return self._reports.shares
 
     def _measured(
-        self, call: str, loss_fn: LossFunction, batch: Any, options: dict[str, Any], *, carries: bool = False
+        self, call: str, loss_fn: LossFunction, batch: Any, options: Options, *, carries: bool = False
     ) -> torch.Tensor:
         """A training step, whose time since the step before counts as waiting for the caller."""
         with self._lifetime.exclusive(call), self._execution.together(call):
             began = self._gaps.begin()
             try:
                 self._verification.before_step(loss_fn, batch, options)
-                loss = self._training.step(loss_fn, batch, **options, carries=carries)
+                loss = self._training.step(loss_fn, batch, options, carries=carries)
                 self._reports.loss = loss.detach().clone() if carries else loss  # which the caller may change in place
             except BaseException:
                 self._gaps.interrupted()

@@ -11,7 +11,7 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._batch.batch import Batch, BatchDim
 from paceline.torch._batch.items import Cost
-from paceline.torch._batch.layout import Layout
+from paceline.torch._batch.options import Options
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._devices.failures import noted
@@ -85,8 +85,8 @@ class Predictions:
                 "predict(batch)."
             )
         with self._lifetime.between_steps("predict", waits=True):
-            layout = Layout(collate, batch_dim, split)
-            whole = layout.whole(batch, gradients=not torch.is_grad_enabled())
+            options = Options(cost=cost, collate=collate, batch_dim=batch_dim, split=split)
+            whole = options.whole(batch, gradients=not torch.is_grad_enabled())
             costs = self._training.costs(cost, batch, whole)
             return self._predict(whole, fn, costs, pad)
 

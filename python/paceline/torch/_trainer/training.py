@@ -14,8 +14,8 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._batch.batch import Batch, BatchDim
 from paceline.torch._batch.items import Cost, costs_of
-from paceline.torch._batch.layout import Layout
 from paceline.torch._batch.objective import Objective, Reduction, Total, Weight, already_backward
+from paceline.torch._batch.options import Options
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._batch.terms import Terms, objective_over
@@ -32,8 +32,6 @@ from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.proofs import Proofs, Proved
 from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.works import Works, kind_of
-
-_PLAIN = Layout()
 
 
 class Training:
@@ -58,48 +56,32 @@ class Training:
         self._recent = recent
         self._scripts: dict[str, ClaimScript] = {}  # the ledgers that are being replayed, by kind of work
 
-    def prepared(
-        self,
-        batch: Any,
-        weight: Weight | None,
-        total: Total | None = None,
-        layout: Layout = _PLAIN,
-    ) -> tuple[Batch, Objective]:
-        """The batch and the objective over it."""
-        whole = layout.whole(batch)
-        return whole, self._objective(batch, whole.size, weight, total)
+    def prepared(self, batch: Any, options: Options) -> tuple[Batch, Objective, list[float] | None]:
+        """The batch, the objective over it and the items' costs."""
+        whole = options.whole(batch)
+        return whole, self._objective(batch, whole.size, options), self.costs(options.cost, batch, whole)
 
-    def has_weight(self, batch: Any, weight: Weight | None, layout: Layout) -> bool:
+    def has_weight(self, batch: Any, options: Options) -> bool:
         """Whether this process has items that count."""
         if batch is None:
             return False
-        objective = self._objective(batch, layout.whole(batch).size, weight, None, part=True)
-        return bool(objective.magnitude)
+        return bool(
+            self._objective(batch, options.whole(batch).size, options._replace(total=None), part=True).magnitude
+        )
 
-    def _objective(
-        self, batch: Any, size: int, weight: Weight | None, total: Total | None, *, part: bool = False
-    ) -> Objective:
-        places = self._places
-        return objective_over(batch, size, self.reduction, weight, places.pin, places.check_values, total, part)
+    def _objective(self, batch: Any, size: int, options: Options, *, part: bool = False) -> Objective:
+        pin, check = self._places.pin, self._places.check_values
+        return objective_over(batch, size, self.reduction, options.weight, pin, check, options.total, part)
 
-    def _prepared(
-        self,
-        batch: Any,
-        weight: Weight | None,
-        cost: Cost | None,
-        total: Total | None,
-        layout: Layout,
-    ) -> tuple[Batch | None, Objective, list[float] | None]:
+    def _prepared(self, batch: Any, options: Options) -> tuple[Batch | None, Objective, list[float] | None]:
         """The batch to train on, the objective over it, and the items' costs. With other ranks a batch without weight is None."""
         if self._execution.sampler is not None:
             self._execution.sampler.check_handed_out()
-        whole: Batch | None
         if self._execution.ranks is None:
-            whole, objective = self.prepared(batch, weight, total, layout)
-            return whole, objective, self.costs(cost, batch, whole)
-        whole = None if batch is None else layout.whole(batch)
-        objective = self._objective(batch, 0 if whole is None else whole.size, weight, total, part=True)
-        costs = None if whole is None else self.costs(cost, batch, whole)
+            return self.prepared(batch, options)
+        whole = None if batch is None else options.whole(batch)
+        objective = self._objective(batch, 0 if whole is None else whole.size, options, part=True)
+        costs = None if whole is None else self.costs(options.cost, batch, whole)
         if isinstance(objective, Terms):
             objective.divide(self._execution.ranks.weights(objective.described, objective.weights))
         return whole if objective.magnitude else None, objective, costs
@@ -119,29 +101,18 @@ class Training:
             )
         return costs
 
-    def step(
-        self,
-        loss_fn: LossFunction,
-        batch: Any,
-        *,
-        weight: Weight | None,
-        scaler: Any,
-        cost: Cost | None,
-        total: Total | None,
-        layout: Layout,
-        carries: bool = False,
-    ) -> torch.Tensor:
+    def step(self, loss_fn: LossFunction, batch: Any, options: Options, *, carries: bool = False) -> torch.Tensor:
         """Carry out `DataParallel.step`, or `DataParallel.loss`, which `carries` the gradients, inside of an exclusive call."""
         call = "loss" if carries else "step"
         check_trains(call, loss_fn)
-        check_scaler(call, scaler)
-        whole, objective, costs = self._prepared(batch, weight, cost, total, layout)
-        scale = self._scale_of(scaler)
+        check_scaler(call, options.scaler)
+        whole, objective, costs = self._prepared(batch, options)
+        scale = self._scale_of(options.scaler)
         if carries:
             self._replicas.share()
 
         def run_of(call: Call, objective: Objective) -> TrainRun:
-            options: Any = {
+            given: Any = {
                 "loss_fn": loss_fn,
                 "objective": objective,
                 "scale": scale,
@@ -150,9 +121,7 @@ class Training:
                 "finite": call.passage is None or not any(self._places.on_gpu),
             }
             graphs = self._execution.graphs
-            if graphs is None:
-                return TrainRun(call, **options)
-            return GraphRun(call, graphs, self._replicas, **options)
+            return TrainRun(call, **given) if graphs is None else GraphRun(call, graphs, self._replicas, **given)
 
         outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         if whole is None:
@@ -244,8 +213,8 @@ class Training:
         """
         together = self._execution.together
         with self._lifetime.exclusive("batch"), together("batch"):
-            layout = Layout(collate, batch_dim, split)
-            whole, objective, costs = self._prepared(batch, weight, cost, total, layout)
+            options = Options(weight, cost, total, None, collate, batch_dim, split)
+            whole, objective, costs = self._prepared(batch, options)
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
             def run_of(call: Call, objective: Objective) -> TrainRun:

@@ -7,8 +7,8 @@ from typing import Any
 
 from paceline.torch._batch.batch import BatchDim
 from paceline.torch._batch.items import Cost
-from paceline.torch._batch.layout import Layout
 from paceline.torch._batch.objective import Total, Weight
+from paceline.torch._batch.options import Options
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._check.check import check
@@ -83,9 +83,8 @@ class Trials:
         """
         with self._lifetime.between_steps("check"), self._works.no_trace():
             check_trains("check", loss_fn)
-            layout = Layout(collate, batch_dim, split)
-            whole, objective = self._training.prepared(batch, weight, total, layout)
-            costs = self._training.costs(cost, batch, whole)
+            options = Options(weight, cost, total, None, collate, batch_dim, split)
+            whole, objective, costs = self._training.prepared(batch, options)
             self._execution.places.begin(whole)
             micro_batch = self._works.options["micro_batch"]
             return check(
@@ -148,7 +147,7 @@ class Trials:
         with self._lifetime.between_steps("find_batch_size"), self._works.no_trace():
             check_trains("find_batch_size", loss_fn)
             check_arguments(make_batch, weight, seconds)
-            layout = Layout(collate, batch_dim, split)
+            given = Options(weight, None, total, None, collate, batch_dim, split)
             own = self._works.options["micro_batch"]
 
             def workload(micro_batch: int | None) -> Workload:
@@ -162,7 +161,7 @@ class Trials:
             timer = StepTimer(self._execution, loss_fn, workload)
 
             def measure(size: int, micro_batch: int | None) -> float:
-                whole, objective = self._training.prepared(make_batch(size), weight, total, layout)
+                whole, objective, _ = self._training.prepared(make_batch(size), given)
                 check_size(whole.size, size)
                 self._execution.places.begin(whole)
                 return timer.seconds(whole, objective, micro_batch, seconds)

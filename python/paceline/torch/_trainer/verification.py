@@ -6,8 +6,8 @@ from typing import Any
 
 from paceline import Error
 from paceline.torch._batch.batch import BatchDim
-from paceline.torch._batch.layout import Layout
 from paceline.torch._batch.objective import Total, Weight
+from paceline.torch._batch.options import Options
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._check.agreement import ReplicaReport, verify
@@ -76,9 +76,10 @@ class Verification:
         """
         with self._lifetime.between_steps("verify_replicas"):
             check_trains("verify_replicas", loss_fn)
-            return self._verify(loss_fn, batch, weight, tolerance, total, Layout(collate, batch_dim, split))
+            options = Options(weight, None, total, None, collate, batch_dim, split)
+            return self._verify(loss_fn, batch, options, tolerance)
 
-    def before_step(self, loss_fn: LossFunction, batch: Any, options: dict[str, Any]) -> None:
+    def before_step(self, loss_fn: LossFunction, batch: Any, options: Options) -> None:
         """Compare, if it is time, inside of the exclusive call of the step.
 
         Raises
@@ -91,12 +92,10 @@ class Verification:
         self._steps += 1
         if self._steps % self._every:
             return
-        if self._execution.ranks is not None and not self._training.has_weight(
-            batch, options["weight"], options["layout"]
-        ):
+        if self._execution.ranks is not None and not self._training.has_weight(batch, options):
             return
         check_trains("step", loss_fn)
-        report = self._verify(loss_fn, batch, options["weight"], None, options["total"], options["layout"])
+        report = self._verify(loss_fn, batch, options, None)
         if not report.agree:
             error = Error(
                 f"step: {report.verdict}. Rounding explains {report.tolerance:.0e}. Nothing was committed. retire() takes a device out; what was "
@@ -105,17 +104,9 @@ class Verification:
             error.device = report.differing[0] if len(report.differing) == 1 else None
             raise error
 
-    def _verify(
-        self,
-        loss_fn: LossFunction,
-        batch: Any,
-        weight: Weight | None,
-        tolerance: float | None,
-        total: Total | None,
-        layout: Layout,
-    ) -> ReplicaReport:
+    def _verify(self, loss_fn: LossFunction, batch: Any, options: Options, tolerance: float | None) -> ReplicaReport:
         with self._works.no_trace():
-            whole, objective = self._training.prepared(batch, weight, total, layout)
+            whole, objective, _ = self._training.prepared(batch, options._replace(cost=None))
             self._execution.places.begin(whole)
             devices = [device for device in range(len(self._works.names)) if device not in self._works.retired]
             return verify(

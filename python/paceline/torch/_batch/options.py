@@ -1,4 +1,4 @@
-"""Where the items of a batch are."""
+"""What callers say of a batch, beside the function that runs over it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from typing import Any, NamedTuple
 
 from paceline import InvalidArgument
 from paceline.torch._batch.batch import Batch, BatchDim
+from paceline.torch._batch.items import Cost
+from paceline.torch._batch.objective import Total, Weight
 from paceline.torch._batch.samples import Collate, Samples
 from paceline.torch._batch.splits import Split
 
 
-class Layout(NamedTuple):
-    """How a batch is cut into items: what callers say of it."""
+class Options(NamedTuple):
+    """How a batch is cut into items, how much these count, and what they cost."""
 
+    weight: Weight | None = None
+    cost: Cost | None = None
+    total: Total | None = None
+    scaler: Any = None
     collate: Collate | None = None
     batch_dim: BatchDim = 0
     split: Split | None = None
