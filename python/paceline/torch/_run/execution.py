@@ -28,7 +28,6 @@ from paceline.torch._run.executor import Executor, PredictRun
 from paceline.torch._run.failing import Failing
 from paceline.torch._run.feature import Feature, Features
 from paceline.torch._run.flat_gradients import FlatGradients
-from paceline.torch._run.gradients import totals_of
 from paceline.torch._run.graphs import Graphs
 from paceline.torch._run.journal import Done, Gradients, Journal
 from paceline.torch._run.outside import OutsideGradients
@@ -200,7 +199,7 @@ class Execution:
             with NoGrad():
                 loss = self.places.to_home(run.loss())
                 extras = run.extras.whole(run.items, self.places.to_home)
-                done = Done(run, outcome, loss, self._totals(run), extras, carries=run.carries)
+                done = Done(run, outcome, loss, run.sink.totals(), extras, carries=run.carries)
                 if ranks is not None:
                     self._check_for_ranks(outcome)
                     summed = ranks.sum(
@@ -224,9 +223,6 @@ class Execution:
         finally:
             journal.release()
             self.drop_gradients()
-
-    def _totals(self, run: TrainRun) -> Gradients:
-        return totals_of(self.replicas, run.left_out) if run.flat is None else run.flat.totals()
 
     def _forward(self, run: Any) -> Any:
         outcome = self._execute(run)

@@ -50,7 +50,7 @@ class Executor:
     def __init__(self, call: Call) -> None:
         self.call, self.recipe, self.places = call, call.recipe, call.places
         self.batch, self.items, self.replicas, self.seen = call.batch, call.items, call.replicas, call.seen
-        self.state, self.limits, self.flat, self.passage = call.state, call.limits, call.flat, call.passage
+        self.state, self.limits, self.passage = call.state, call.limits, call.passage
         self.searches, self.divides, self.constraints = call.searches, call.divides, call.recipe.constraints
         self.gate = CompileGate.of_call() if self.seen.compiled or self.seen.captures else None
         count = len(self.replicas)

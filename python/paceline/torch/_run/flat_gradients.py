@@ -18,7 +18,7 @@ from paceline.torch._devices.places import Places
 from paceline.torch._replicas.replica import Replica
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.buckets import Layout
-from paceline.torch._run.gradients import DTYPES, View
+from paceline.torch._run.gradients import DTYPES, Sink, View
 
 # Large enough that a bucket takes longer to pull than to launch, and small enough that the last one, which nothing hides, is short.
 MOST_BYTES = 25 << 20
@@ -52,7 +52,7 @@ class Capture:
     events: dict[int, int] = dataclasses.field(default_factory=dict)  # by bucket: behind its last gradient
 
 
-class FlatGradients:
+class FlatGradients(Sink):
     """The replicas' gradients in persistent memory, one flat tensor for each bucket, and the sums at home.
 
     Autograd adds to the views in place. In a device's last backward of a step a hook on each parameter counts: when all gradients of a bucket
@@ -111,12 +111,10 @@ class FlatGradients:
             parameter.grad = view
         one.begun = True
 
-    def seal_in_backward(self, device: int) -> None:
-        """The next backward is the device's last one in this step."""
+    def last(self, device: int) -> None:
         self._devices[device].waiting = [{piece.index for piece in one.pieces} for one in self._layout.buckets]
 
     def any(self, device: int) -> bool:
-        """Whether a parameter of the device has got a gradient in this step."""
         return bool(self._devices[device].found)
 
     @contextlib.contextmanager
@@ -125,7 +123,7 @@ class FlatGradients:
         one = self._devices[device]
         before = one.found, one.waiting, one.again, one.ready
         one.found, one.again, one.ready, one.capture = set(), set(), [], capture
-        self.seal_in_backward(device)
+        self.last(device)
         try:
             yield
             capture.used = sorted(one.found)
@@ -141,14 +139,13 @@ class FlatGradients:
         one.found.update(capture.used)
         if not last:
             return
-        self.seal_in_backward(device)
+        self.last(device)
         for k, event in capture.events.items():
             if one.waiting is not None and queues is not None:
                 one.waiting[k].clear()
                 queues.seal(device, k, *_view(one.buckets[k]), event)
 
     def forget(self, device: int, indices: Iterable[int]) -> None:
-        """Drop the gradients of these parameters, as if there had been none."""
         one = self._devices[device]
         for index in one.found.intersection(indices):
             view = one.views[index]
@@ -157,9 +154,9 @@ class FlatGradients:
             one.found.discard(index)
 
     def finish(self, device: int, terms: Sequence[torch.Tensor]) -> list[View | None]:
-        """What the device delivers, on its worker: the buckets that are not sealed yet, and its part of the loss."""
+        """The buckets that are not sealed yet, and the device's part of the loss."""
         one = self._devices[device]
-        with torch.no_grad():
+        with self._places.enter(device), torch.no_grad():
             if terms:  # empty if no item of this device counts
                 place = self._places.devices[device]
                 one.loss.copy_(torch.stack([term.to(place, torch.float64) for term in terms]).sum())
@@ -188,9 +185,9 @@ class FlatGradients:
         some = set().union(*(one.found for one in begun))
         return [found.get(index) if index in some else None for index in range(len(self._replicas.parameters))]
 
-    def loss(self) -> torch.Tensor:
-        """The objective, 0-dimensional."""
-        return self._sums[-1][0]
+    def loss(self, terms: list[list[tuple[int, torch.Tensor]]], home: torch.device) -> torch.Tensor:
+        dtype = next((term.dtype for ones in terms for _, term in ones), torch.float32)
+        return self._sums[-1][0].to(dtype)
 
     def drop_sums(self) -> None:
         """Let the caller's gradients be the only users of the sums."""

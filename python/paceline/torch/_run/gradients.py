@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 
@@ -17,7 +18,7 @@ DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 
 View = tuple[int, int, int]
 
 # These are read from every gradient in every step, by map(), which runs no line of Python for each.
-_grad = operator.attrgetter("grad")
+_grad, _first = operator.attrgetter("grad"), operator.itemgetter(0)
 _version = operator.attrgetter("_version")
 _layout = operator.attrgetter("layout")
 _dtype = operator.attrgetter("dtype")
@@ -35,40 +36,121 @@ def _are_strided(gradients: Iterable[torch.Tensor]) -> bool:
     return set(map(_layout, gradients)) <= {torch.strided}
 
 
-def views(replica: Replica, names: list[str]) -> tuple[list[View | None], list[int]]:
-    """Where the replica's gradients are: (address, elements, type) for each, or None if there is none.
+class Sink:
+    """Where the gradients of a step go, from the devices' backward passes to one tensor for each parameter."""
 
-    The second list has the indices of gradients whose layout or type the reduction cannot take. `totals_of` adds those.
+    def start(self, device: int) -> None:
+        """On a device's worker, before its first micro-batch."""
 
-    Raises
-    ------
-    InvalidArgument
-        For sparse gradients.
-    """
-    gradients = [gradient for gradient in map(_grad, replica.parameters) if gradient is not None]
-    if len(gradients) == len(replica.parameters) and _are_strided(gradients) and all(map(_is_contiguous, gradients)):
-        codes = [DTYPES.get(dtype, -1) for dtype in map(_dtype, gradients)]
-        if -1 not in codes:
-            return list(zip(map(_data_ptr, gradients), map(_numel, gradients), codes, strict=True)), []
-    found: list[View | None] = []
-    left_out: list[int] = []
-    for index, parameter in enumerate(replica.parameters):
-        gradient = parameter.grad
-        if gradient is None:
-            found.append(None)
-            continue
-        if gradient.layout is not torch.strided:
-            raise InvalidArgument(
-                f"step: the gradient of parameter {names[index]} is sparse. Gradients of several devices are summed densely; make the layer "
-                "dense (sparse=False), or use one device."
-            )
-        code = DTYPES.get(gradient.dtype)
-        if code is None or not gradient.is_contiguous():
-            found.append(None)
-            left_out.append(index)
-            continue
-        found.append((gradient.data_ptr(), gradient.numel(), code))
-    return found, left_out
+    def last(self, device: int) -> None:
+        """The next backward is the device's last one in this step."""
+
+    def any(self, device: int) -> bool:
+        """Whether a parameter of the device has got a gradient in this step."""
+        raise TypeError("Sink.any is for subclasses")
+
+    def separate(self, device: int) -> None:
+        """After each micro-batch: the next one may add to all gradients."""
+
+    def forget(self, device: int, indices: Iterable[int]) -> None:
+        """Drop the gradients of these parameters, as if there had been none."""
+        raise TypeError("Sink.forget is for subclasses")
+
+    def finish(self, device: int, terms: Sequence[torch.Tensor]) -> list[View | None]:
+        """What the device delivers, on its worker: where its gradients are, and its part of the objective."""
+        raise TypeError("Sink.finish is for subclasses")
+
+    def sums(self) -> list[View | None]:
+        """Where to put the sums of what the devices deliver. Empty: in what the first one delivers."""
+        return []
+
+    def totals(self) -> list[torch.Tensor | None]:
+        """The gradients of the batch, in the order of the parameters."""
+        raise TypeError("Sink.totals is for subclasses")
+
+    def loss(self, terms: list[list[tuple[int, torch.Tensor]]], home: torch.device) -> torch.Tensor:
+        """The objective, 0-dimensional. `terms` has those of each device, with their first items."""
+        raise TypeError("Sink.loss is for subclasses")
+
+
+class PerTensor(Sink):
+    """The gradients of one step on the host, or of one device: those that autograd has made."""
+
+    def __init__(self, replicas: list[Replica], names: list[str]) -> None:
+        self._replicas, self._names = replicas, names
+        self._storages = [OwnStorages(replica.parameters) for replica in replicas]
+        self._left_out: dict[int, set[int]] = {}  # by device, gradients whose layout or type the reduction cannot take
+
+    def any(self, device: int) -> bool:
+        return not are_none(map(_grad, self._replicas[device].parameters))
+
+    def separate(self, device: int) -> None:
+        self._storages[device].separate()
+
+    def forget(self, device: int, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._replicas[device].parameters[index].grad = None
+
+    def finish(self, device: int, terms: Sequence[torch.Tensor]) -> list[View | None]:
+        """Where the gradients are: (address, elements, type) for each, or None if there is none.
+
+        Raises
+        ------
+        InvalidArgument
+            For sparse gradients.
+        """
+        parameters = self._replicas[device].parameters
+        gradients = [gradient for gradient in map(_grad, parameters) if gradient is not None]
+        if len(gradients) == len(parameters) and _are_strided(gradients) and all(map(_is_contiguous, gradients)):
+            codes = [DTYPES.get(dtype, -1) for dtype in map(_dtype, gradients)]
+            if -1 not in codes:
+                return list(zip(map(_data_ptr, gradients), map(_numel, gradients), codes, strict=True))
+        found: list[View | None] = []
+        for index, gradient in enumerate(map(_grad, parameters)):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise InvalidArgument(
+                    f"step: the gradient of parameter {self._names[index]} is sparse. Gradients of several devices are summed densely; make the layer "
+                    "dense (sparse=False), or use one device."
+                )
+            code = None if gradient is None else DTYPES.get(gradient.dtype)
+            if code is not None and gradient.is_contiguous():
+                found.append((gradient.data_ptr(), gradient.numel(), code))
+            else:
+                found.append(None)
+                if gradient is not None:
+                    self._left_out.setdefault(device, set()).add(index)
+        return found
+
+    def totals(self) -> list[torch.Tensor | None]:
+        """The reduction has left its sum in the first device that has a gradient. What it has left out is added here."""
+        totals: list[torch.Tensor | None] = list(map(_grad, self._replicas[0].parameters))
+        if len(self._replicas) == 1:
+            return totals
+        if self._left_out:
+            return [self._total(index) for index in range(len(totals))]
+        return [self._total(index) if total is None else total for index, total in enumerate(totals)]
+
+    def _total(self, index: int) -> torch.Tensor | None:
+        total: torch.Tensor | None = None
+        extra: list[torch.Tensor] = []
+        for device, replica in enumerate(self._replicas):
+            gradient = replica.parameters[index].grad
+            if gradient is not None and index in self._left_out.get(device, ()):
+                extra.append(gradient)
+            elif total is None:
+                total = gradient
+        for gradient in extra:
+            total = gradient if total is None else total + gradient
+        return total
+
+    def loss(self, terms: list[list[tuple[int, torch.Tensor]]], home: torch.device) -> torch.Tensor:
+        """The sum of the terms, in the order of the items."""
+        entries = sorted(itertools.chain(*terms), key=_first)
+        if not entries:  # the caller's backward passes were their own
+            return torch.zeros((), device=home)
+        if len(entries) <= 2:
+            return entries[0][1].clone() if len(entries) == 1 else entries[0][1] + entries[1][1]
+        return torch.stack([term for _, term in entries]).sum()
 
 
 def _is_held_elsewhere(storage: torch.UntypedStorage) -> bool:
@@ -192,29 +274,3 @@ class UserGradients:
     def written(self) -> bool:
         """Whether `commit` has begun to write the user's gradients. Then the step is to be completed: what was added cannot be undone."""
         return self._is_added or any(gradient._version != version for gradient, version in self._added_to)
-
-
-def totals_of(replicas: Replicas, left_out: dict[int, set[int]]) -> list[torch.Tensor | None]:
-    """The gradients of the batch. The reduction has left its sum in the first device that has a gradient."""
-    totals: list[torch.Tensor | None] = list(map(_grad, replicas.list[0].parameters))
-    if len(replicas.list) == 1:
-        return totals
-    if any(left_out.values()):
-        return [_total(replicas, index, left_out) for index in range(len(totals))]
-    return [_total(replicas, index, left_out) if total is None else total for index, total in enumerate(totals)]
-
-
-def _total(replicas: Replicas, index: int, left_out: dict[int, set[int]]) -> torch.Tensor | None:
-    total: torch.Tensor | None = None
-    extra: list[torch.Tensor] = []
-    for device, replica in enumerate(replicas.list):
-        gradient = replica.parameters[index].grad
-        if gradient is None:
-            continue
-        if index in left_out.get(device, ()):
-            extra.append(gradient)
-        elif total is None:
-            total = gradient
-    for gradient in extra:
-        total = gradient if total is None else total + gradient
-    return total

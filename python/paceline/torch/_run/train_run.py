@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -19,16 +17,13 @@ from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import MOST_SIZES, Executor
 from paceline.torch._run.finite import refuse_means_over_nothing
-from paceline.torch._run.gradients import OwnStorages, View, are_none, views
+from paceline.torch._run.gradients import PerTensor, Sink, View
 from paceline.torch._run.launch import Launch
 from paceline.torch._run.outside import OutsideGradients, code_of
 
 # One loss, or those of several terms by name, and what is returned beside them.
 Loss = torch.Tensor | Mapping[str, torch.Tensor]
 LossFunction = Callable[[nn.Module, Any], Loss | tuple[Loss, Any]]
-
-
-_grad, _first = operator.attrgetter("grad"), operator.itemgetter(0)
 
 
 class TrainRun(Executor):
@@ -58,12 +53,11 @@ class TrainRun(Executor):
         self.names = names
         self.terms: list[list[tuple[int, torch.Tensor]]] = [[] for _ in replicas]
         self.launches: list[Launch] = []
-        if self.flat is not None:
-            self.flat.begin()
-        self.left_out: dict[int, set[int]] = {}
+        self.sink: Sink = PerTensor(replicas, names) if call.flat is None else call.flat
+        if call.flat is not None:
+            call.flat.begin()
         self.outside: OutsideGradients | None = None  # set if they are put back after a failure
         self.outside_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their tensors, if the run carries
-        self._storages = [OwnStorages(replica.parameters) for replica in replicas] if self.flat is None else None
         self.without_gradient = self.with_gradient = False
         self.trial_of: AloneTrials | None = None  # what the step's time is for, beside the balancer
         self.seconds = 0.0  # from the beginning of the attempt to its commit
@@ -90,19 +84,17 @@ class TrainRun(Executor):
             self.without_gradient = True
             return False
         self.with_gradient = True
-        if self.flat is not None:
-            self.seal_if_last(device)
+        self.seal_if_last(device)
         self.backward(device, self.scaled(device, term))
         return True
 
     def first(self, device: int) -> None:
-        if self.flat is not None:
-            self.flat.start(device)
+        self.sink.start(device)
 
     def seal_if_last(self, device: int) -> None:
         """To be called before a device's only backward of a micro-batch."""
-        if self.flat is not None and self._last[device]:
-            self.flat.seal_in_backward(device)
+        if self._last[device]:
+            self.sink.last(device)
 
     def idle(self, begin: int, end: int) -> bool:
         """Whether the slice is left out, since no item of it has weight. In statistics over the batch such items count, too."""
@@ -114,11 +106,7 @@ class TrainRun(Executor):
 
     def any_gradient(self, device: int, begin: int = 0) -> bool:
         """Whether a parameter of the device's replica has a gradient. None has one before the first backward of a run."""
-        if self.flat is not None:
-            return self.flat.any(device)
-        if self.passage is not None and not self.passage.begins(begin):
-            return False
-        return not are_none(map(_grad, self.replicas[device].parameters))
+        return (self.passage is None or self.passage.begins(begin)) and self.sink.any(device)
 
     def backward(
         self,
@@ -169,25 +157,20 @@ class TrainRun(Executor):
     def after(self, device: int) -> None:
         if self.passage is not None:
             self.passage.end()
-        elif self._storages is not None:
-            self._storages[device].separate()
+        else:
+            self.sink.separate(device)
 
     def finish(self, device: int) -> list[View | None] | None:
         if len(self.replicas) == 1:
             return []
         try:
-            if self.flat is not None:
-                with self.places.enter(device):
-                    return self.flat.finish(device, [term for _, term in self.terms[device]])
-            found, left_out = views(self.replicas[device], self.names)
+            return self.sink.finish(device, [term for _, term in self.terms[device]])
         except BaseException as error:
             self.failures.append((device, 0, 0, error))
             return None
-        self.left_out[device] = set(left_out)
-        return found
 
     def sums(self) -> list[View | None]:
-        return [] if self.flat is None else self.flat.sums()
+        return self.sink.sums()
 
     def check(self) -> None:
         """After all have run: raise if there is no gradient, or one that is silently wrong."""
@@ -209,16 +192,8 @@ class TrainRun(Executor):
         self.seen.extras.add(code_of(self.loss_fn))
 
     def loss(self) -> torch.Tensor:
-        """The objective: the sum of the terms, in the order of the items where they lie in one memory."""
-        if self.flat is not None:
-            dtypes = [term.dtype for terms in self.terms for _, term in terms]
-            return self.flat.loss().to(dtypes[0] if dtypes else torch.float32)
-        entries = sorted(itertools.chain(*self.terms), key=_first)
-        if not entries:  # the caller's backward passes were their own
-            return torch.zeros((), device=self.places.home)
-        if len(entries) <= 2:
-            return entries[0][1].clone() if len(entries) == 1 else entries[0][1] + entries[1][1]
-        return torch.stack([term for _, term in entries]).sum()
+        """The objective."""
+        return self.sink.loss(self.terms, self.places.home)
 
 
 def refuse_own_backward() -> NoReturn:

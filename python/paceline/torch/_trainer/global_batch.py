@@ -160,10 +160,13 @@ class FunctionRun(TrainRun):
         parameters: list[nn.Parameter] | None,
     ) -> None:
         super().__init__(call, loss_fn=fn, objective=objective, scale=scale, names=replicas.names)
-        self._wanted: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
+        self._wanted: list[list[torch.Tensor]] | None = (
+            None  # per device, those of the parameters that may have a gradient
+        )
         if parameters is not None:
             wanted = indices_of(parameters, replicas.parameters)
-            self._wanted = [_parted(replica.parameters, wanted) for replica in self.replicas]
+            ours = [[replica.parameters[index] for index in sorted(wanted)] for replica in self.replicas]
+            self._wanted = [[one for one in ones if one.requires_grad] for ones in ours]
             self._unwanted = [index for index in range(len(replicas.parameters)) if index not in wanted]
 
     def compute(self, device: int, begin: int, end: int) -> bool:
@@ -178,11 +181,7 @@ class FunctionRun(TrainRun):
         if part.terms:
             self.terms[device].append((begin, part.sum()))
         if self._wanted is not None:  # a backward that the caller's function calls itself fills all gradients
-            if self.flat is not None:
-                self.flat.forget(device, self._unwanted)
-            else:
-                for parameter in self._wanted[device][1]:
-                    parameter.grad = None
+            self.sink.forget(device, self._unwanted)
         if not self.with_gradient and self.any_gradient(device):
             self.with_gradient = True  # never reset, so workers may set it at the same time
         return True
@@ -200,7 +199,7 @@ class FunctionRun(TrainRun):
             return  # nothing in this slice depends on a parameter, so its gradient is zero
         self.draws.look(device)
         root = self.scaled(device, term)
-        self.backward(device, root, retain_graph, None if self._wanted is None else self._wanted[device][0])
+        self.backward(device, root, retain_graph, None if self._wanted is None else self._wanted[device])
 
     def check(self) -> None:
         self.without_gradient = True
@@ -251,9 +250,3 @@ def indices_of(wanted: Iterable[nn.Parameter], parameters: list[torch.Tensor]) -
             "run: parameters= is empty (a generator that was used up?). Leave it out for all of them."
         )
     return found
-
-
-def _parted(parameters: list[torch.Tensor], wanted: set[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The parameters that are wanted and may have a gradient, and the parameters that are not wanted."""
-    ours = [parameter for index, parameter in enumerate(parameters) if index in wanted and parameter.requires_grad]
-    return ours, [parameter for index, parameter in enumerate(parameters) if index not in wanted]
