@@ -51,6 +51,7 @@ class Lifetime:
         self._recent = recent
         self._lock = threading.Lock()
         self._freed = threading.Condition()  # notified when it is released
+        self._waiting = 0  # for that
         self._caller: threading.Thread | None = None  # the thread of the present call
         self._call: str | None = None  # its name
         self.entered = False  # whether any call was made
@@ -140,20 +141,28 @@ class Lifetime:
 
         The limit is for a thread that the present call has started, and waits for.
         """
+        if not self._lock.acquire(blocking=False):
+            self._wait(call, patience)
+        self._caller, self._call, self.entered = threading.current_thread(), call, True
+
+    def _wait(self, call: str, patience: float) -> None:
+        self._check_open(call)
         # A worker that waits for a call which waits for that worker's turn would wait for ever.
         deadline = time.monotonic() + (0.0 if on_a_worker() else patience)
         with self._freed:
-            while not self._lock.acquire(blocking=False):
-                running, left = self._execution.running, deadline - time.monotonic()
-                inside = self._caller is threading.current_thread() or (running is not None and running.on_a_worker)
-                if inside or left <= 0 or self._call not in (None, call):  # None: somebody is about to leave
-                    raise Unavailable(
-                        f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
-                        "not call the trainer). One call at a time."
-                    )
-                self._freed.wait(left)
-            self._caller, self._call = threading.current_thread(), call
-            self.entered = True
+            self._waiting += 1  # before the lock is tried, so that who frees it after that knows
+            try:
+                while not self._lock.acquire(blocking=False):
+                    running, left = self._execution.running, deadline - time.monotonic()
+                    inside = self._caller is threading.current_thread() or (running is not None and running.on_a_worker)
+                    if inside or left <= 0 or self._call not in (None, call):  # None: somebody is about to leave
+                        raise Unavailable(
+                            f"{call}: this trainer is in the middle of another call, in another thread or around this one (loss_fn must "
+                            "not call the trainer). One call at a time."
+                        )
+                    self._freed.wait(left)
+            finally:
+                self._waiting -= 1
 
     def _check_open(self, call: str) -> None:
         if not self._finalizer.alive:
@@ -188,8 +197,9 @@ class Lifetime:
 
     def _free(self) -> None:
         self._lock.release()
-        with self._freed:
-            self._freed.notify_all()
+        if self._waiting:
+            with self._freed:
+                self._freed.notify_all()
 
     def _unlock(self) -> None:
         self._free()
@@ -231,7 +241,6 @@ class _Exclusive:
 
     def __enter__(self) -> None:
         lifetime = self._lifetime
-        lifetime._check_open(self._call)
         lifetime._enter(self._call, self._patience)
         try:
             self._threads = lifetime._begin(self._call)
