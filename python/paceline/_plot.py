@@ -35,7 +35,7 @@ def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
 
     Raises
     ------
-    InvalidArgument
+    Unavailable
         If `history` is empty.
     ImportError
         If matplotlib is not installed. The message names the extra that installs it.
