@@ -18,13 +18,6 @@ class ChromeTrace:
 
     Spans of one row must not overlap, unless one lies inside of the other, which is then drawn below it. Give a row of its own to what runs
     beside something else, such as ``"host:0 sends"``. In the file time counts from the first event, in microseconds.
-
-    Examples
-    --------
-    >>> trace = ChromeTrace("training", rows=["caller", "host:0"])
-    >>> trace.span("host:0", "forward 3", 1.25, 1.5, kind="forward", stage=0, micro_batch=3)
-    >>> trace.instant("caller", "cut moved", 1.5, kind="move")
-    >>> trace.write("step.json")                                                     # doctest: +SKIP
     """
 
     def __init__(self, process: str, rows: Sequence[str] = ()) -> None:
@@ -45,15 +38,7 @@ class ChromeTrace:
         self._add("i", row, name, seconds, None, kind, args)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write all events to a file. An existing file is replaced. If writing fails, the existing file stays as it was.
-
-        Raises
-        ------
-        OSError
-            If the file cannot be written.
-        TypeError
-            If `args` of an event hold what JSON does not.
-        """
+        """Write all events to a file. An existing file is replaced. If writing fails (OSError), it stays as it was."""
         text = json.dumps({"traceEvents": self._named() + self._timed(), "displayTimeUnit": "ms"})
         unfinished = Path(f"{os.fspath(path)}.unfinished-{os.getpid()}")
         try:

@@ -51,10 +51,7 @@ class ScheduleRow:
 
 
 def bubbles(rows: Sequence[ScheduleRow]) -> list[float]:
-    """For each row the part of the step in which its device computes nothing, from 0 to 1.
-
-    The step begins with the first span of all rows, and ends with the last one.
-    """
+    """For each row the part of the step, from the first span of all rows to the last, in which its device computes nothing."""
     start, finish = _extent(rows)
     return [
         max(0.0, 1.0 - sum(one.finish_seconds - one.start_seconds for one in row.spans if one.kind in _TEXT_COLOURS) / (finish - start))
@@ -71,23 +68,8 @@ def draw_schedule(
 ) -> Figure:
     """Draw one bar per device: forward, backward, wait, send, and the bubble, which is what remains. Its per cent stand at the end.
 
-    Time counts from the first start. The number of a micro-batch stands in its boxes where they are wide enough.
-
-    Parameters
-    ----------
-    path
-        A file to write, as .svg, .png or another format of matplotlib. None: only make the figure.
-    rows
-        One for each stage, from top to bottom.
-    title
-        The title above the picture.
-    planned
-        The same stages as they were planned. They are drawn below the real ones, and begin at the same moment.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed. The message names the extra that installs it.
+    Time counts from the first start. The number of a micro-batch stands in its boxes where they are wide enough. `path`: a file to write, as .svg,
+    .png or another format of matplotlib, or None. `rows`: one for each stage. `planned`: the same stages as they were planned, drawn below.
     """
     whole = _extent(rows)
     groups = [(rows, whole, "")]

@@ -108,13 +108,7 @@ class Places:
             self.queues.set_stream(cuda.current_stream(self._home_gpu))
 
     def check_values(self, tensor: torch.Tensor, what: str) -> None:
-        """Check where weights or costs are, which are read on the host before the step.
-
-        Raises
-        ------
-        InvalidArgument
-            If the tensor is on another GPU than the module.
-        """
+        """Check where weights or costs are, which are read on the host before the step."""
         if self.queues is not None:
             self._check_place(tensor.device, f"{what}: the tensor")
 
