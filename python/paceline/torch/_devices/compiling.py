@@ -50,7 +50,7 @@ def compiled_for_each(devices: int, contexts: Sequence[contextvars.Context]) -> 
 
     Compiled code is of one device, and the devices share PyTorch's limit, beyond which code runs uncompiled.
     """
-    config: Any = sys.modules.get("torch._dynamo.config")  # if Dynamo is loaded
+    config = _config()
     if config is None or devices < 2:
         yield
     elif _is_of_context(config):
@@ -81,6 +81,11 @@ def _raised_for_all(config: Any, devices: int) -> Iterator[None]:
             left = list(_Raised.times)
             left.remove(devices)
             change(left)
+
+
+def _config() -> Any:
+    """The settings of Dynamo, if it is loaded."""
+    return sys.modules.get("torch._dynamo.config")
 
 
 @functools.cache
