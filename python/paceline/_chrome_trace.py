@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from paceline import InvalidArgument
 
 
 class ChromeTrace:
@@ -21,13 +18,6 @@ class ChromeTrace:
 
     Spans of one row must not overlap, unless one lies inside of the other, which is then drawn below it. Give a row of its own to what runs
     beside something else, such as ``"host:0 sends"``. In the file time counts from the first event, in microseconds.
-
-    Examples
-    --------
-    >>> trace = ChromeTrace("training", rows=["caller", "host:0"])
-    >>> trace.span("host:0", "forward 3", 1.25, 1.5, kind="forward", stage=0, micro_batch=3)
-    >>> trace.instant("caller", "cut moved", 1.5, kind="move")
-    >>> trace.write("step.json")                                                     # doctest: +SKIP
     """
 
     def __init__(self, process: str, rows: Sequence[str] = ()) -> None:
@@ -40,34 +30,15 @@ class ChromeTrace:
         """Add what took from one moment to another. `kind` is a category to filter by; `args` is shown when the span is clicked.
 
         A row that `rows` did not name comes below the others.
-
-        Raises
-        ------
-        InvalidArgument
-            If it does not start and then end, at finite times.
         """
-        if not -math.inf < start_seconds <= finish_seconds < math.inf:
-            raise InvalidArgument(
-                f"trace: {name} on {row} goes from {start_seconds} s to {finish_seconds} s; it must start and then end, at finite times."
-            )
         self._add("X", row, name, start_seconds, finish_seconds, kind, args)
 
     def instant(self, row: str, name: str, seconds: float, *, kind: str, **args: Any) -> None:
         """Add what happened at one moment. Otherwise like `span`."""
-        if not math.isfinite(seconds):
-            raise InvalidArgument(f"trace: {name} on {row} happens at {seconds} s; it must be a finite time.")
         self._add("i", row, name, seconds, None, kind, args)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write all events to a file. An existing file is replaced. If writing fails, the existing file stays as it was.
-
-        Raises
-        ------
-        OSError
-            If the file cannot be written.
-        TypeError
-            If `args` of an event hold what JSON does not.
-        """
+        """Write all events to a file. An existing file is replaced. If writing fails (OSError), it stays as it was."""
         text = json.dumps({"traceEvents": self._named() + self._timed(), "displayTimeUnit": "ms"})
         unfinished = Path(f"{os.fspath(path)}.unfinished-{os.getpid()}")
         try:
@@ -104,9 +75,7 @@ class ChromeTrace:
     def _timed(self) -> list[dict[str, Any]]:
         first = min((start for _, start, _ in self._events), default=0.0)
 
-        def nanoseconds(
-            seconds: float,
-        ) -> int:  # whole ones, so that spans that touch in seconds also touch in the file
+        def nanoseconds(seconds: float) -> int:  # whole ones: spans that touch in seconds also touch in the file
             return round(1e9 * (seconds - first))
 
         # Spans that begin together come with the outer one first, which is how readers tell which one holds the other.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline import InvalidArgument, _cli_simulate_gpus, _cli_simulate_pipeline
-from paceline._words import plural
+from paceline._words import numbers, plural
 
 if TYPE_CHECKING:
     from paceline.sim import Scenario, ScenarioResult, SimulationResult
@@ -49,12 +49,6 @@ def add_parser(subparsers: Any) -> None:
         help="what gradients and parameters between N equal GPUs cost beyond computing: in series, as paceline does it, with a "
         "sharded optimizer, as that could do it, and in DDP's ring",
     )
-    parser.add_argument("--seeds", type=count, default=5, metavar="N", help="with --suite: runs of each scenario (5)")
-    parser.add_argument("--batch", type=count, default=512, metavar="ITEMS", help="items per step (512)")
-    parser.add_argument("--steps", type=count, default=400, metavar="N", help="steps to simulate (400)")
-    parser.add_argument(
-        "--noise", type=float, default=0.0, metavar="F", help="standard deviation of log times, e.g. 0.03"
-    )
     lasting = "more noise, whose correlation falls by 1/e every STEPS steps: each device's own, or common to all"
     throttled = "the device takes FACTOR times as long in steps FROM to TO-1"
     for option, kind, metavar, text in (
@@ -64,16 +58,18 @@ def add_parser(subparsers: Any) -> None:
     ):
         described = f"{text}; repeatable"
         parser.add_argument(option, type=kind, action="append", default=[], metavar=metavar, help=described)
-    parser.add_argument(
-        "--spikes",
-        type=spikes,
-        default=(0.0, 1.0),
-        metavar="P:FACTOR",
-        help="with probability P a device's step takes FACTOR times as long",
+    options: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
+        ("--seeds", count, 5, "N", "with --suite: runs of each scenario (5)"),
+        ("--batch", count, 512, "ITEMS", "items per step (512)"),
+        ("--steps", count, 400, "N", "steps to simulate (400)"),
+        ("--noise", float, 0.0, "F", "standard deviation of log times, e.g. 0.03"),
+        ("--spikes", spikes, (0.0, 1.0), "P:FACTOR", "with probability P a device's step takes FACTOR times as long"),
+        ("--seed", count, 0, "N", "of the noise (0)"),
+        ("--fixed-ms", float, 4.0, "MS", "fixed time of a step at speed 1 (4)"),
+        ("--per-item-ms", float, 0.1, "MS", "time per item at speed 1 (0.1)"),
     )
-    parser.add_argument("--seed", type=count, default=0, metavar="N", help="of the noise (0)")
-    parser.add_argument("--fixed-ms", type=float, default=4.0, metavar="MS", help="fixed time of a step at speed 1 (4)")
-    parser.add_argument("--per-item-ms", type=float, default=0.1, metavar="MS", help="time per item at speed 1 (0.1)")
+    for option, parse, default, metavar, text in options:
+        parser.add_argument(option, type=parse, default=default, metavar=metavar, help=text)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument(
         "--pipeline",
@@ -82,15 +78,9 @@ def add_parser(subparsers: Any) -> None:
         "the balancer moves blocks while steps go by",
     )
     pipeline = _cli_simulate_pipeline.add_arguments(parser)
-    pipeline.add_argument(
-        "--slow",
-        dest="throttle",
-        type=throttle,
-        action="append",
-        default=[],
-        metavar="DEVICE:FACTOR@FROM-TO",
-        help=f"{throttled}; repeatable, and the same as --throttle",
-    )
+    slow: dict[str, Any] = {"dest": "throttle", "type": throttle, "action": "append", "default": []}
+    text = f"{throttled}; repeatable, and the same as --throttle"
+    pipeline.add_argument("--slow", **slow, metavar="DEVICE:FACTOR@FROM-TO", help=text)
     _cli_simulate_gpus.add_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -240,11 +230,6 @@ def count(text: str) -> int:
     if not 0 <= value < 2**62:
         raise ValueError
     return value
-
-
-def numbers(text: str) -> list[float]:
-    """Parse text like ``1,1,0.5``."""
-    return [float(part) for part in text.split(",")]
 
 
 def noise(text: str) -> tuple[float, float, bool]:

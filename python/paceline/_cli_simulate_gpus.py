@@ -27,29 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "with --gpus", "also --parameters (a number, such as 1e9) and --link (one of " + ", ".join(LINKS) + ")"
     )
-    group.add_argument(
-        "--tokens",
-        type=int,
-        default=8192,
-        metavar="N",
-        help="tokens of a step on each GPU; forward takes 2 and backward 4 operations per token and parameter (8192)",
-    )
-    group.add_argument(
-        "--tflops", type=float, default=400.0, metavar="T", help="what a GPU reaches, in 1e12 operations a second (400)"
-    )
-    group.add_argument(
-        "--dtype", choices=sorted(_BYTES), default="bfloat16", help="of parameters and gradients (bfloat16)"
-    )
-    group.add_argument(
-        "--bandwidth", type=float, metavar="GB/S", help="of a GPU's port in one direction (that of --link)"
-    )
-    group.add_argument(
-        "--latency",
-        type=float,
-        metavar="US",
-        help="microseconds from the launch of a copy to its first byte (that of --link)",
-    )
-    group.add_argument("--bucket-mb", type=float, default=25.0, metavar="MIB", help="size of a bucket (25)")
+    tokens = "tokens of a step on each GPU; forward takes 2 and backward 4 operations per token and parameter (8192)"
+    latency = "microseconds from the launch of a copy to its first byte (that of --link)"
+    dtypes, dtype = sorted(_BYTES), "of parameters and gradients (bfloat16)"
+    group.add_argument("--tokens", type=int, default=8192, metavar="N", help=tokens)
+    group.add_argument("--dtype", choices=dtypes, default="bfloat16", help=dtype)
+    for option, default, metavar, text in (
+        ("--tflops", 400.0, "T", "what a GPU reaches, in 1e12 operations a second (400)"),
+        ("--bandwidth", None, "GB/S", "of a GPU's port in one direction (that of --link)"),
+        ("--latency", None, "US", latency),
+        ("--bucket-mb", 25.0, "MIB", "size of a bucket (25)"),
+    ):
+        group.add_argument(option, type=float, default=default, metavar=metavar, help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,11 +7,15 @@ import json
 from typing import Any
 
 from paceline import InvalidArgument, Unavailable
-from paceline._words import plural
+from paceline._words import numbers, plural
 
 _GIB = 1 << 30
 _BOUNDARY_PART = 16  # of what a block saves of an item; transformers save 10 to 20 times the input of a block
 _USUAL = (("1F1B on the even cut", "one_f_one_b"), ("GPipe on the even cut", "gpipe"))
+_ARGUMENTS = (  # that --json prints
+    *("speeds", "blocks", "memory", "batch", "micro_batches", "steps", "noise", "seed"),
+    *("fixed_ms", "per_item_ms", "parameters", "activations", "link"),
+)
 # The model, unless the command line says otherwise. It fits no device of 8 GiB.
 _PARAMETERS_GIB = 12.0
 _ACTIVATIONS_GIB = 24.0
@@ -20,32 +24,18 @@ _ACTIVATIONS_GIB = 24.0
 def add_arguments(parser: argparse.ArgumentParser) -> Any:
     """Add the options that only --pipeline has. Returns their group."""
     group = parser.add_argument_group("with --pipeline")
-    group.add_argument("--blocks", type=int, default=24, metavar="N", help="equal blocks of the model (24)")
-    group.add_argument(
-        "--memory",
-        type=lambda text: [float(part) for part in text.split(",")],
-        metavar="GIB,GIB,...",
-        help="memory of each device (no limit)",
-    )
-    group.add_argument("--micro-batches", type=int, metavar="N", help="micro-batches of a step (planned)")
-    group.add_argument(
-        "--parameters",
-        type=float,
-        metavar="GIB",
-        help=f"parameters, gradients and optimizer state of the model ({_PARAMETERS_GIB:g})",
-    )
-    group.add_argument(
-        "--activations",
-        type=float,
-        default=_ACTIVATIONS_GIB,
-        metavar="GIB",
-        help=f"what the whole model keeps of a whole batch until its backward ({_ACTIVATIONS_GIB:g})",
-    )
-    group.add_argument(
-        "--link",
-        metavar="GB/S",
-        help="each device has its own memory, and sends and moves of blocks take time (one memory for all)",
-    )
+    link = "each device has its own memory, and sends and moves of blocks take time (one memory for all)"
+    parameters = f"parameters, gradients and optimizer state of the model ({_PARAMETERS_GIB:g})"
+    activations = f"what the whole model keeps of a whole batch until its backward ({_ACTIVATIONS_GIB:g})"
+    for option, kind, default, metavar, text in (
+        ("--blocks", int, 24, "N", "equal blocks of the model (24)"),
+        ("--memory", numbers, None, "GIB,GIB,...", "memory of each device (no limit)"),
+        ("--micro-batches", int, None, "N", "micro-batches of a step (planned)"),
+        ("--parameters", float, None, "GIB", parameters),
+        ("--activations", float, _ACTIVATIONS_GIB, "GIB", activations),
+        ("--link", str, None, "GB/S", link),
+    ):
+        group.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
     group.add_argument("--plot", metavar="FILE", help="draw the schedule; needs matplotlib")
     return group
 
@@ -96,19 +86,7 @@ def _bandwidth(given: str | None) -> float:
 
 
 def _summary(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    names = (
-        "speeds",
-        "blocks",
-        "memory",
-        "batch",
-        "micro_batches",
-        "steps",
-        "noise",
-        "seed",
-        "fixed_ms",
-        "per_item_ms",
-    )
-    config = {name: getattr(args, name) for name in (*names, "parameters", "activations", "link")}
+    config = {name: getattr(args, name) for name in _ARGUMENTS}
     slow = [dict(zip(("device", "factor", "from", "to"), one, strict=True)) for one in args.throttle]
     return {**found, "config": {**config, "slow": slow}}
 

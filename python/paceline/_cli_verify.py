@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from paceline._cli_simulate import numbers
-from paceline._words import plural
+from paceline._words import numbers, plural
 
 
 def add_parser(subparsers: Any) -> None:

@@ -24,21 +24,8 @@ _MEDIAN_ROWS = 9  # wide enough to smooth single steps, narrow enough to keep a 
 def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
     """Draw shares, speeds and step times over the steps of a run. If all steps had costs, cost replaces items. A pipeline's shares are blocks.
 
-    Where shares were planned, these are the lines, and what devices have run is faint: devices that end early take items over.
-
-    Parameters
-    ----------
-    history
-        Consecutive rows from `paceline.torch.DataParallel.history`.
-    title
-        The title above the picture.
-
-    Raises
-    ------
-    InvalidArgument
-        If `history` is empty.
-    ImportError
-        If matplotlib is not installed. The message names the extra that installs it.
+    Where shares were planned, these are the lines, and what devices have run is faint: devices that end early take items over. `history`:
+    consecutive rows from `paceline.torch.DataParallel.history`, of which there must be one (`Unavailable`).
     """
     if not history:
         raise Unavailable("plot: no step has run yet, so there is nothing to draw.")

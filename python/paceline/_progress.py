@@ -48,22 +48,9 @@ Show: TypeAlias = Callable[[Figures], None]
 class Progress(Generic[_T]):
     """Yield `batches` and show progress. Draws between two batches in the caller's thread; starts no thread.
 
-    Parameters
-    ----------
-    batches
-        The batches to loop over.
-    report
-        A function that returns what `paceline.torch.DataParallel.report` returns.
-    loss
-        A function that returns the last loss, or None before the first one.
-    total
-        The number of batches. None: ``len(batches)``, if it has a length.
-    every
-        Seconds between two plain lines.
-    file
-        The output. None: ``sys.stderr`` at the time when the loop begins.
-    watched
-        A function that turns the batches into the iterable to loop over.
+    `report` returns what `paceline.torch.DataParallel.report` returns, and `loss` the last loss, or None before the first one. `total`: the number of
+    batches; None: ``len(batches)``, if it has a length. `every`: seconds between two plain lines. `file`: the output; None: ``sys.stderr`` at the
+    time when the loop begins. `watched` turns the batches into the iterable to loop over.
     """
 
     batches: Iterable[_T]

@@ -20,28 +20,11 @@ __all__ = ["anonymous", "verify"]
 
 
 def verify(devices: Sequence[Device | str] | None = None, *, seconds: float = 20.0, seed: int = 0) -> dict[str, Any]:
-    """Check the library's promises on `devices`, exact gradients and correct collectives, and run a short race.
+    """Check the library's promises on `devices` (default: all GPUs, or all host devices), exact gradients and correct collectives, and run a short race.
 
-    Parameters
-    ----------
-    devices
-        Default: all GPUs, or all host devices if there is no GPU.
-    seconds
-        Time for the race; the checks take a few seconds more.
-    seed
-        The seed of the networks, the batches and the splits.
-
-    Returns
-    -------
-    dict
-        Plain values that `json` can write, without the name of the host or the user: ``passed``, ``versions``, ``machine``, ``devices``,
-        ``exactness``, ``collectives`` and ``race``. Each of the last three has a ``status``: ``passed``, ``failed``, ``skipped`` (``why``
-        gives the reason) or, for a race that ran, ``measured``, because it has no bound to meet. ``passed`` is True if no part failed.
-
-    Raises
-    ------
-    InvalidArgument
-        If there is no such device.
+    `seconds`: for the race; the checks take a few seconds more. Returns plain values that `json` can write, without the name of the host or the
+    user: ``passed``, ``versions``, ``machine``, ``devices``, ``exactness``, ``collectives`` and ``race``. Each of the last three has a ``status``:
+    ``passed``, ``failed``, ``skipped`` (``why`` gives the reason) or, for a race that ran, ``measured``, because it has no bound to meet.
     """
     found = _devices(devices)
     begin = time.monotonic()

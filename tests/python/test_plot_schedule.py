@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline import InvalidArgument
 from paceline._plot_schedule import _COLOURS, ScheduleRow, ScheduleSpan, bubbles, draw_schedule
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -191,21 +190,3 @@ def test_colour_blind_people_can_tell_the_colours_apart() -> None:
     for view in views:
         for one, other in combinations(_COLOURS.values(), 2):
             assert math.dist(lab(one, view), lab(other, view)) > 20, (view, one, other)
-
-
-@pytest.mark.parametrize(
-    ("rows", "planned", "message"),
-    [
-        ([], None, "no step has run yet"),
-        ([ScheduleRow("host:0", 0, [])], None, "no step has run yet"),
-        ([ScheduleRow("host:0", 3, [ScheduleSpan("forward", 7, 2.0, 1.0)])], None, "forward of micro-batch 7 in stage 3 on host:0 goes from 2.0 s"),
-        ([ScheduleRow("host:0", 0, [ScheduleSpan("forward", 0, 0.0, math.inf)])], None, "at finite times"),
-        ([ScheduleRow("host:0", 0, [ScheduleSpan("bubble", 0, 0.0, 1.0)])], None, "it must be 'forward'"),  # type: ignore[arg-type]
-        (ROWS, ROWS[:1], r"planned rows \(stage 0 on host:1\) are not those"),
-    ],
-)  # fmt: skip
-def test_rows_that_cannot_be_drawn_are_refused(
-    rows: list[ScheduleRow], planned: list[ScheduleRow] | None, message: str
-) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        draw_schedule(None, rows, planned=planned)

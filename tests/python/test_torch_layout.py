@@ -221,14 +221,14 @@ def test_shares_follow_the_times_of_pipelines() -> None:
         planner = trainer._planner
         first = planner.shares(ITEMS)
         for _ in range(30):  # the stages of the first pipeline take three times as long as planned
-            plan = planner.plan(ITEMS)
+            plan = planner.plan_step(ITEMS)
             record = []
             for number, part in plan.parts:
                 planned = part.actions()
                 assert planned is not None
                 for stage in planned:
                     record.append([(kind, one, 0.0, (3, 1)[number] * (end - start)) for kind, one, start, end in stage])
-            planner.record(plan, record, evidence=True)
+            planner.note(plan, record, evidence=True)
         assert planner.shares(ITEMS)[0] < first[0]
         assert sum(planner.shares(ITEMS)) == ITEMS
 

@@ -297,3 +297,14 @@ def test_norms_over_planned_micro_batches_are_warned_of() -> None:
         with pytest.warns(UserWarning, match="Fix it with micro_batches="):
             trainer.step(squares, torch.randn(8, WIDTH))
         assert "0.1 (BatchNorm1d)" in trainer.explain()
+
+
+def test_what_watches_the_first_steps_takes_no_part_in_later_ones() -> None:
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    watching: list[set[str]] = []
+    with Pipeline(module, TWO) as trainer:
+        for _ in range(6):
+            trainer.step(squares, torch.randn(8 * ITEMS, WIDTH))
+            watching.append({"_InOrder", "_Carries"} & set(trainer._works.steps.recipe.names))
+    assert len(watching[0]) == 2
+    assert not watching[-1]

@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline import Error, InvalidArgument, Unavailable
 from paceline.torch import DataParallel
-from paceline.torch._check import forward
+from paceline.torch._check import base
 from paceline.torch._trainer import lifetime
 from torch_support import TWO, classifier
 
@@ -276,6 +276,6 @@ def test_ctrl_c_before_a_proof_has_begun_is_ctrl_c(monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     module, x = rows()
-    monkeypatch.setattr(forward, "State", interrupted)
+    monkeypatch.setattr(base, "State", interrupted)
     with DataParallel(module, TWO, prove="warn") as trainer, pytest.raises(KeyboardInterrupt):
         trainer.predict(x)

@@ -18,7 +18,7 @@ from paceline.torch._devices.run_draws import UnseededDrawsWarning
 from paceline.torch._devices.whole_gpu_kernels import WholeGpuKernelsWarning
 from paceline.torch._pipeline.layout import Candidate, Layout, layout
 from paceline.torch._pipeline.pipeline import Pipeline
-from paceline.torch._pipeline.replicated import PipelineReplicas
+from paceline.torch._pipeline.replicas_execution import PipelineReplicas
 from paceline.torch._run.reducer import Reducer
 from paceline.torch._save.background import PendingSave
 from paceline.torch._trainer.alarms import Alarm

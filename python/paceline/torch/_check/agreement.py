@@ -8,17 +8,12 @@ from collections.abc import Iterable, Sequence
 
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.objective import Objective
-from paceline.torch._check.check import TrialRun
-from paceline.torch._check.probe import OutsideLeaves, Probe, Probed, Span, distances, loss_distance
-from paceline.torch._check.tolerance import tolerance_for
-from paceline.torch._devices.noise import Noise
-from paceline.torch._devices.places import Places, RandomStates
-from paceline.torch._replicas.buffers import KeptAttributes, same_bits
-from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
+from paceline.torch._check.check import Trials
+from paceline.torch._check.probe import Probed, Span, distances, loss_distance, tolerance_for
+from paceline.torch._devices.places import Places
+from paceline.torch._replicas.buffers import same_bits
 from paceline.torch._replicas.replicas import Replicas
-from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._run.workload import Workload
 
@@ -97,46 +92,30 @@ def verify(
 ) -> ReplicaReport:
     """Run one micro-batch on the module itself, and on each of the `devices` alone. Commits nothing. `work` is for this call alone."""
     execution.replicas.refresh(hooks=True)
-    module, places, replicas = execution.module, execution.places, execution.replicas
-    tolerance = tolerance_for(module, places) if tolerance is None else tolerance
+    places, replicas = execution.places, execution.replicas
+    tolerance = tolerance_for(execution.module, places) if tolerance is None else tolerance
     span = _micro_batch(batch, objective, len(devices))
     if span is None:
         return ReplicaReport((0, 0), {}, tolerance, {}, "no item of the batch has weight")
-    begin, end = span
     if any(one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None) for one in replicas.parameters):
-        return ReplicaReport(
-            span, {}, tolerance, {}, "parameters have gradient hooks, which would run for a trial, too"
-        )
-    part, term = batch.part(begin, end), objective.part(begin, end)
-    noise = Noise(part.size, places, max(tolerance, 1e-9))
-    noise.recorded = is_compiled(module) or is_compiled_function(loss_fn)  # its calls cannot be seen
-    outside = OutsideLeaves(replicas.parameters)
-    probe = Probe(module, replicas.parameters, places, part, term, loss_fn, noise, outside, replicas.named_modules)
+        why = "parameters have gradient hooks, which would run for a trial, too"
+        return ReplicaReport(span, {}, tolerance, {}, why)
+    part, term = batch.part(*span), objective.part(*span)
+    trials = Trials(execution, work, part, term, loss_fn, tolerance)
+    noise = trials.probe.noise
 
     def on(device: int) -> Probed:
-        def before() -> None:
-            outside.clear()
-            attributes.restore()
-
-        def trial(call: Call) -> TrialRun:
-            options = {"loss_fn": loss_fn, "objective": term, "scale": None, "names": replicas.names}
-            run = TrialRun(call, **options, leaves=outside, noise=noise)
-            run.run_alone(device)
-            return run
-
-        done = execution.train(Asked(work, part, loss_fn, trial, hooks=True, before=before), keep=False)
+        done = trials.on_devices(alone=device, hooks=True)
         return Probed(done.loss.item(), done.totals, {})
 
     def distance(wanted: Probed, got: Probed) -> float:
         found = distances(wanted.gradients[: len(replicas.names)], got.gradients[: len(replicas.names)])
         return max([loss_distance(wanted, got), *found.values()])
 
-    user = UserGradients(replicas)
-    random, attributes = RandomStates(places), KeptAttributes(replicas.all_modules)
-    try:
+    with trials.leaving_no_trace():
         # The first run records what is drawn, and the second draws it again, like the devices.
-        own, again = probe.split([(0, part.size)]), probe.split([(0, part.size)])
-        outside.settle()
+        own, again = (trials.probe.split([(0, part.size)]) for _ in range(2))
+        trials.probe.outside.settle()
         unknown = _unknown(own, distance(own, again), tolerance)
         if unknown and not noise.lost:
             return ReplicaReport(span, {}, tolerance, {}, unknown)
@@ -146,12 +125,6 @@ def verify(
         if noise.lost:
             found, unknown = {}, f"random draws could not be repeated ({', '.join(noise.lost)})"
         return ReplicaReport(span, found, tolerance, copies, unknown)
-    finally:
-        random.restore()
-        user.restore()
-        outside.restore()
-        attributes.restore()
-        execution.drop_gradients()
 
 
 def _micro_batch(batch: Batch, objective: Objective, devices: int) -> Span | None:

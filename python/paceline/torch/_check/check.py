@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
 from paceline import Error, InvalidArgument
 from paceline.torch._batch.batch import Batch
@@ -25,10 +25,10 @@ from paceline.torch._check.probe import (
     distances,
     loss_distance,
     spans_of,
+    tolerance_for,
 )
 from paceline.torch._check.report import Cause, CheckReport, Kind, SplitResult
 from paceline.torch._check.state import close
-from paceline.torch._check.tolerance import tolerance_for
 from paceline.torch._check.weights import known_tensors
 from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import RandomStates
@@ -39,6 +39,7 @@ from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients
+from paceline.torch._run.journal import Done
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._run.workload import Workload
 
@@ -60,7 +61,6 @@ def check(
     *,
     reduction: Reduction,
     micro_batch: int | None,
-    granularity: int,
     tolerance: float | None,
     costs: list[float] | None,
 ) -> CheckReport:
@@ -70,68 +70,7 @@ def check(
     execution.fill()
     execution.gather()
     execution.replicas.refresh()
-    module, places, replicas = execution.module, execution.places, execution.replicas
-    tolerance = tolerance_for(module, places) if tolerance is None else tolerance
-    noise = Noise(batch.size, places, max(tolerance, 1e-9))
-    if is_compiled(module) or is_compiled_function(loss_fn):
-        noise.recorded = True  # as an empty record, since the calls of compiled code cannot be seen
-    outside = OutsideLeaves(replicas.parameters)
-    probe = Probe(
-        module, replicas.parameters, places, batch, objective, loss_fn, noise, outside, replicas.named_modules
-    )
-    by_cost = None
-    if costs is not None:
-        execution.constrain(work)
-        plan = work.step_loop.plan(costs)
-        items = Items(list(plan.order), batch, places.pin, costs)
-        spans = [span for span in pairwise(plan.bounds) if span[0] < span[1]]
-        by_cost = dataclasses.replace(probe, batch=items.batch, objective=items.objective(objective)), spans
-
-    def before() -> None:
-        outside.clear()
-        attributes.restore()  # so that the devices follow the module as it was
-        written.restore()
-
-    def trial(call: Call) -> TrialRun:
-        mine = objective if call.items is None else call.items.objective(objective)
-        options = {"loss_fn": loss_fn, "objective": mine, "scale": None, "names": replicas.names}
-        return TrialRun(call, **options, leaves=outside, noise=noise)
-
-    def trained() -> Trained:
-        try:
-            done = execution.train(Asked(work, batch, loss_fn, trial, costs, before=before), keep=False)
-        finally:
-            execution.gather()
-        shares = dict(zip(places.names, done.outcome.items, strict=True))
-        found = [*done.totals, *done.run.reached]
-        return shares, done.loss.item(), [None if one is None else places.to_home(one) for one in found]
-
-    user = UserGradients(replicas)
-    random, attributes = RandomStates(places), KeptAttributes(replicas.all_modules)
-    written = KeptParameters(replicas.parameters)
-    try:
-        norms = [norm for _, norm in using_batch_statistics(replicas.norms)] if execution.synchronised else []
-        report = Check(
-            probe,
-            replicas.names,
-            reduction,
-            micro_batch,
-            granularity,
-            tolerance,
-            trained,
-            by_cost,
-            norms,
-            cure=execution.cure_of_running_statistics,
-        ).run()
-        user.check()
-        return report
-    finally:
-        random.restore()
-        user.restore()
-        outside.restore()
-        attributes.restore()
-        written.restore()
-        execution.drop_gradients()
+    return _Check(execution, work, batch, objective, loss_fn, tolerance, reduction, micro_batch, costs).run()
 
 
 class TrialRun(TrainRun):
@@ -154,26 +93,97 @@ class TrialRun(TrainRun):
         self.reached = self._leaves.taken()
 
 
-@dataclasses.dataclass
-class Check:
-    """One check. `train` runs the batch on the trainer's devices and commits nothing. `by_cost` has the slices that the costs give.
+class Trials:
+    """Runs of one batch on the user's own module and on the devices, which leave no trace. Requires: the replicas follow the module."""
 
-    `norms` normalise over the whole batch on the devices, which run at the same time. They stand still for slices that run one after the other.
-    """
+    def __init__(
+        self, execution: Execution, work: Workload, batch: Batch, objective: Objective, loss_fn: LossFunction,
+        tolerance: float | None,
+    ) -> None:  # fmt: skip
+        """`work` is for these runs alone."""
+        module, places, replicas = execution.module, execution.places, execution.replicas
+        self._execution, self._work, self.names = execution, work, replicas.names
+        self.tolerance = tolerance_for(module, places) if tolerance is None else tolerance
+        noise = Noise(batch.size, places, max(self.tolerance, 1e-9))
+        # As an empty record, since the calls of compiled code cannot be seen.
+        noise.recorded = is_compiled(module) or is_compiled_function(loss_fn)
+        parameters, outside = replicas.parameters, OutsideLeaves(replicas.parameters)
+        named = replicas.named_modules
+        self.probe = Probe(module, parameters, places, batch, objective, loss_fn, noise, outside, named)
+        self._attributes, self._written = KeptAttributes(replicas.all_modules), KeptParameters(parameters)
 
-    probe: Probe
-    names: Sequence[str]
-    reduction: Reduction
-    micro_batch: int | None
-    granularity: int
-    tolerance: float
-    train: Callable[[], Trained]
-    by_cost: tuple[Probe, list[Span]] | None
-    norms: Sequence[nn.Module] = ()
-    cure: str = ""  # of normalisation over micro-batches
-    causes: list[Cause] = dataclasses.field(default_factory=list)
+    @contextlib.contextmanager
+    def leaving_no_trace(self) -> Iterator[UserGradients]:
+        """Go back in the end. Yields what finds out whether the user's parameters were used."""
+        user, random = UserGradients(self._execution.replicas), RandomStates(self._execution.places)
+        try:
+            yield user
+        finally:
+            random.restore()
+            user.restore()
+            self.probe.outside.restore()
+            self._attributes.restore()
+            self._written.restore()
+            self._execution.drop_gradients()
+
+    def on_devices(self, costs: list[float] | None = None, *, alone: int | None = None, hooks: bool = False) -> Done:
+        """What the devices make of the batch, or one of them `alone`. `hooks`: whether parameters may have gradient hooks."""
+        probe = self.probe
+
+        def before() -> None:
+            probe.outside.clear()
+            self._attributes.restore()  # so that the devices follow the module as it was
+            self._written.restore()
+
+        def trial(call: Call) -> TrialRun:
+            mine = probe.objective if call.items is None else call.items.objective(probe.objective)
+            options = {"loss_fn": probe.loss_fn, "objective": mine, "scale": None, "names": self.names}
+            run = TrialRun(call, **options, leaves=probe.outside, noise=probe.noise)
+            if alone is not None:
+                run.run_alone(alone)
+            return run
+
+        asked = Asked(self._work, probe.batch, probe.loss_fn, trial, costs, hooks=hooks, before=before)
+        return self._execution.train(asked, keep=False)
+
+
+class _Check(Trials):
+    """One check."""
+
+    def __init__(
+        self, execution: Execution, work: Workload, batch: Batch, objective: Objective, loss_fn: LossFunction,
+        tolerance: float | None, reduction: Reduction, micro_batch: int | None, costs: list[float] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(execution, work, batch, objective, loss_fn, tolerance)
+        self.reduction, self.micro_batch, self.causes, self._costs = reduction, micro_batch, list[Cause](), costs
+        # These normalise over the whole batch on the devices, which run at the same time. They stand still for slices that run one after the other.
+        together = using_batch_statistics(execution.replicas.norms) if execution.synchronised else []
+        self.norms = [norm for _, norm in together]
+        self.by_cost: tuple[Probe, list[Span]] | None = None  # the slices that the costs give
+        if costs is not None:
+            execution.constrain(work)
+            plan = work.step_loop.plan(costs)
+            items = Items(list(plan.order), batch, execution.places.pin, costs)
+            spans = [span for span in pairwise(plan.bounds) if span[0] < span[1]]
+            ordered = dataclasses.replace(self.probe, batch=items.batch, objective=items.objective(objective))
+            self.by_cost = ordered, spans
 
     def run(self) -> CheckReport:
+        with self.leaving_no_trace() as user:
+            report = self._compared()
+            user.check()
+            return report
+
+    def _train(self) -> Trained:
+        places = self._execution.places
+        try:
+            done = self.on_devices(self._costs)
+        finally:
+            self._execution.gather()
+        found = [None if one is None else places.to_home(one) for one in (*done.totals, *done.run.reached)]
+        return dict(zip(places.names, done.outcome.items, strict=True)), done.loss.item(), found
+
+    def _compared(self) -> CheckReport:
         """Compare, and look for the causes of a difference, the certain ones first."""
         whole, again = self._twice()
         if self._cannot_tell():
@@ -314,7 +324,7 @@ class Check:
         if norms:
             text = (
                 f"{modules}{more} normalises over the micro-batch instead of the batch, and its running statistics depend on the split. "
-                f"{self.cure}"
+                f"{self._execution.cure_of_running_statistics}"
             )
         self._add("running statistics", text, owners)
 
@@ -340,7 +350,7 @@ class Check:
 
     def _on_devices(self, whole: Probed) -> SplitResult:
         try:
-            shares, loss, gradients = self.train()
+            shares, loss, gradients = self._train()
         except Error:  # an error of this library: a device failed, or no trainer could run this
             raise
         except Exception as error:

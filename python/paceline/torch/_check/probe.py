@@ -22,6 +22,34 @@ from paceline.torch._replicas.buffers import KeptBuffers, KeptParameters
 from paceline.torch._run.gradients import OwnStorages
 from paceline.torch._run.outside import RestingHooks, leaves_of
 
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+LEAST_OF_PROOFS = (
+    1e-4  # a module in double precision may compute some things in single precision, as transformers' norms do
+)
+_TENSOR_CORES = 5e-3  # float32 on GPUs, where convolutions round to 10 bits by default
+
+
+def tolerance_of(types: Iterable[torch.dtype]) -> float:
+    """The largest relative difference that rounding to these types may cause."""
+    return max((_TOLERANCE.get(one, 0.0) for one in types), default=0.0)
+
+
+def tolerance_for(module: nn.Module, places: Places) -> float:
+    """The largest relative difference that rounding alone may cause, by the least precise type in use."""
+    types = {parameter.dtype for parameter in module.parameters()}
+    worst = tolerance_of(types) or _TOLERANCE[torch.float32]
+    for kind in places.types:
+        if torch.is_autocast_enabled(kind):
+            worst = max(worst, _TOLERANCE.get(torch.get_autocast_dtype(kind), 0.0))
+    if places.reduce_dtype is not None:
+        worst = max(worst, _TOLERANCE[places.reduce_dtype])
+    return (
+        max(worst, _TENSOR_CORES)
+        if any(place.type == "cuda" for place in places.devices) and torch.float32 in types
+        else worst
+    )
+
+
 LossFunction = Callable[[nn.Module, Any], Any]
 Span = tuple[int, int]
 
@@ -42,24 +70,25 @@ class OutsideLeaves:
     def watch(self, root: torch.Tensor) -> None:
         """Note the leaves that a backward from `root` will reach. To be called before each backward."""
         for leaf in leaves_of(root):
-            if id(leaf) not in self._known:
-                self._known.add(id(leaf))
-                self.leaves.append(leaf)
-                self._before.append(leaf.grad)
-                self._runs.append(0)
+            if self._meets(leaf, leaf.grad):
                 leaf.grad = None
                 self.let_hooks_rest(leaf)
-            self._met.add(id(leaf))
 
     def note(self, set_aside: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Note leaves that a run on devices has reached, with the gradients that they had before it."""
         for leaf, before in set_aside:
-            if id(leaf) not in self._known:
-                self._known.add(id(leaf))
-                self.leaves.append(leaf)
-                self._before.append(before)
-                self._runs.append(0)
-            self._met.add(id(leaf))
+            self._meets(leaf, before)
+
+    def _meets(self, leaf: torch.Tensor, before: torch.Tensor | None) -> bool:
+        """Whether a leaf is met for the first time."""
+        self._met.add(id(leaf))
+        if id(leaf) in self._known:
+            return False
+        self._known.add(id(leaf))
+        self.leaves.append(leaf)
+        self._before.append(before)
+        self._runs.append(0)
+        return True
 
     def let_hooks_rest(self, leaf: torch.Tensor) -> None:
         """Call its hooks no more until `restore`, if hooks rest."""

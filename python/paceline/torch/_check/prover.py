@@ -1,15 +1,12 @@
-"""Proves a step: the batch runs whole on the user's own module, and again split over the devices. Both results are compared.
-
-The first result is that of plain PyTorch, and counts. The second is thrown away. So a loss, a module or a batch that a split changes is seen by its
-effect, whatever the reason is.
-"""
+"""Proves a step: loss, gradients, extras and state of the whole batch, and of the batch that is split over the devices."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,19 +15,15 @@ from paceline import Cancelled
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.extras import Extras, parted
 from paceline.torch._batch.objective import Objective
+from paceline.torch._check.base import BaseProver, Found
 from paceline.torch._check.check import TrialRun
-from paceline.torch._check.comparison import Comparison
-from paceline.torch._check.probe import OutsideLeaves
-from paceline.torch._check.proof import Proof, said_of_slices, thrown_away
-from paceline.torch._check.result import Edited, Result
-from paceline.torch._check.rounding import round_otherwise
-from paceline.torch._check.state import Snapshot, State
-from paceline.torch._check.tolerance import LEAST_OF_PROOFS, tolerance_for, tolerance_of
+from paceline.torch._check.probe import OutsideLeaves, Probed, distances, loss_distance
+from paceline.torch._check.proof import EXTRAS_OF_SLICES, Proof, thrown_away
+from paceline.torch._check.state import DEVICES, Result, Snapshot, State, Words, close, same_nest
 from paceline.torch._devices.caller_state import CallerThreads, outside_autocast
 from paceline.torch._devices.noise import Noise
-from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
+from paceline.torch._replicas.batch_norm import using_batch_statistics
 from paceline.torch._replicas.buffer_rules import BufferRule, BufferRules
-from paceline.torch._replicas.compiled import eagerly, is_compiled, is_compiled_function
 from paceline.torch._replicas.parametrized import forget
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.call import Asked, Call
@@ -40,6 +33,7 @@ from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.train_run import LossFunction, refuse_own_backward, refuse_without_gradient
 from paceline.torch._run.workload import Workload
 
+_ROUNDINGS = 10  # a split may differ by so many times what another rounding of the parameters does
 _OF_THE_LOSS = {"loss", "gradient", "extras"}
 _OF_STATE = (
     "What a forward keeps of its batch comes to the module from the device that ran most items; lists and dictionaries do not come at all. Let loss_fn "
@@ -47,10 +41,11 @@ _OF_STATE = (
 )
 
 
-class Prover:
-    """Runs one batch whole, and then split."""
+class Prover(BaseProver):
+    """Runs a step of one batch whole, and then split."""
 
     _knows_rules = True  # whether buffers may come from all devices
+    _words: Words = DEVICES
 
     def __init__(
         self,
@@ -66,121 +61,69 @@ class Prover:
         micro_batch: int | None,
         explain: Callable[[], str],
     ) -> None:
-        """`make_work` makes work for the runs that are thrown away. `explain` names the cause of a difference, if it can."""
-        self._execution, self._make_work = execution, make_work
-        self._module, self._places, self._replicas = execution.module, execution.places, execution.replicas
-        self._batch, self._objective, self._loss_fn = batch, objective, loss_fn
-        self._scale, self._costs, self._carries = scale, costs, carries
+        """`explain` names the cause of a difference, if it can."""
+        super().__init__(execution, make_work, batch, loss_fn)
+        self._objective, self._scale, self._costs, self.hooks = objective, scale, costs, carries
         self._micro_batch, self._explain = micro_batch or batch.size, explain
-        tolerance = max(LEAST_OF_PROOFS, tolerance_for(self._module, self._places))
-        self._stance: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        if is_compiled(self._module) or is_compiled_function(loss_fn):
-            self._stance = eagerly
         self.outside = OutsideLeaves(self._replicas.parameters, hooks_rest=carries)
-        self._comparison = Comparison(self._replicas, self.outside, loss_fn, tolerance)
-        self._splits = self._tries_rules = False  # whether the devices run, and whether rules of buffers are tried
-        self._before: State | None = None
-        self._first_noise: Noise | None = None
+        self._rules: dict[str, BufferRule] = {}  # that give buffers the values of one device
+        self._tries_rules = False
         self.size = batch.size
 
-    def run(self, proof: Proof) -> Result:
-        """The result of the whole batch, in which the module is left. `proof` gets what the comparison has found. If anything raises, all is as before."""
-        self._edited = Edited(self._batch)
-        self._before = before = State(self._replicas, self._places, self._loss_fn)
-        proof.left_alone = list(before.around.left_alone)
-        proof.reaches_batch = any(before.around.holds(one) for _, one in self._batch.tensors())
-        try:
-            for parameter in self._replicas.parameters:
-                self.outside.let_hooks_rest(parameter)
-            self._first_noise = noise = self._noise(counts=True)
-            with self._replicas.hooks_watched(self._loss_fn):
-                whole = self._first(before, noise)
-            # The types that ran, such as those of autocast inside of loss_fn.
-            self._comparison.tolerance = max(self._comparison.tolerance, tolerance_of(noise.types))
-            before.hold_apart()
-            after = State(self._replicas, self._places, self._loss_fn)
-            self._edited.note()
-            if not whole.finite:
-                proof.unproved.append("the loss or a gradient of the whole batch is not a finite number")
-            elif all(one is None for one in whole.gradients):
-                proof.unproved.append("no parameter of the module has a gradient")
-            else:
-                found = self._compared(before, noise, whole, proof)
-                if found and not proof.unproved:
-                    found = self._lasting(found, after, proof)
-                if found and not proof.unproved:
-                    proof.differences = list(found.values())
-                    proof.is_wrong = not all(text.startswith("attribute") for text in proof.differences)
-                    proof.cause = self._cause(found, after)
-            after.restore()
-            noise.leave()
-            self._edited.end()
-            return whole
-        except BaseException:
-            self.take_back()
-            raise
-        finally:
-            self._execution.drop_gradients()
-
-    def take_back(self) -> None:
-        """Go back to where `run` began."""
-        if self._before is not None:
-            self._before.restore()
-            self._edited.begin()
-        if self._first_noise is not None:
-            self._first_noise.go_back()
-
-    def _lasting(self, found: dict[str, str], after: State, proof: Proof) -> dict[str, str]:
-        """The differences that are left in a second step: what a first forward sets up is on the module by then."""
-        self._tries_rules = self._knows_rules and any(text.startswith("buffer") for text in found.values())
-        try:
-            lasting = self._compared(after, self._noise(), None, proof)
-        except Cancelled:
-            raise
-        except Exception as error:  # as for a state of the whole batch that a slice cannot go on from
-            fails = f"a second step raises {type(error).__name__}: {error}"
-            return found | ({"error": fails} if self._splits else {})
-        return {name: text for name, text in found.items() if name in lasting}
-
-    def _cause(self, found: dict[str, str], after: State) -> str:
-        causes = []
-        if found.keys() & _OF_THE_LOSS:
-            after.restore()
-            self._edited.begin()
-            with thrown_away(), contextlib.suppress(Exception):  # the difference is known anyway
-                causes.append(self._explain())
-            if self._batch.cut_inside:
-                causes.append(f"The batch is a list or tuple, {self._batch.cut_inside}.")
-        if found.keys() - _OF_THE_LOSS:
-            causes.append(self._about_state())
-            rules = {name: rule for name, rule in self._comparison.rules.items() if name in found}
-            if rules:
-                causes.append(f"DataParallel(..., buffers={rules}) gives these the values of one device: it was tried.")
-        return " ".join(filter(None, causes))
-
-    def _noise(self, *, counts: bool = False) -> Noise:
-        noise = Noise(self._batch.size, self._places, max(self._comparison.tolerance, 1e-9))
-        noise.counts = counts
+    def _noise(self, *, counts: bool = False) -> Any:
+        noise: Noise = super()._noise(counts=counts)
         noise.recorded = self._micro_batch < self._batch.size  # as an empty record: several slices draw apart
         return noise
 
-    def _first(self, before: State, noise: Noise) -> Result:
-        """The result that counts. If the whole batch does not fit, it runs in slices."""
+    def _first(self, before: State, noise: Any, proof: Proof) -> Result:
+        proof.reaches_batch = any(before.around.holds(one) for _, one in self._batch.tensors())
+        for parameter in self._replicas.parameters:
+            self.outside.let_hooks_rest(parameter)
+        whole = self._fitting(before, noise)
+        if not whole.finite:
+            proof.unproved.append("the loss or a gradient of the whole batch is not a finite number")
+        elif all(one is None for one in whole.gradients):
+            proof.unproved.append("no parameter of the module has a gradient")
+        return whole
+
+    def _fitting(self, before: State, noise: Any) -> Result:
+        """The whole batch. If that does not fit, it runs in slices."""
         while True:
             try:
                 return self._whole(before, noise)
             except BaseException as error:
                 if not is_out_of_memory(error) or self._micro_batch == 1:
                     raise
-            before.restore()
+            self._start(before)
             self.outside.clear()
             for parameter in self._replicas.parameters:
                 parameter.grad = None
-            self._edited.begin()
             self._places.release_memory()
             self._micro_batch = -(-self._micro_batch // 2)
             noise.draws.clear()
             noise.recorded = True
+
+    def _lasting(self, found: Found, after: State, proof: Proof) -> Found:
+        self._tries_rules = self._knows_rules and any(text.startswith("buffer") for text in found.values())
+        return super()._lasting(found, after, proof)
+
+    def _settle(self) -> None:
+        self.outside.settle()
+
+    def _cause(self, found: Found, after: State) -> str:
+        causes = []
+        if found.keys() & _OF_THE_LOSS:
+            self._start(after)
+            with thrown_away(), contextlib.suppress(Exception):  # the difference is known anyway
+                causes.append(self._explain())
+            if self._batch.cut_inside:
+                causes.append(f"The batch is a list or tuple, {self._batch.cut_inside}.")
+        if found.keys() - _OF_THE_LOSS:
+            causes.append(self._about_state())
+            rules = {name: rule for name, rule in self._rules.items() if name in found}
+            if rules:
+                causes.append(f"DataParallel(..., buffers={rules}) gives these the values of one device: it was tried.")
+        return " ".join(filter(None, causes))
 
     def _spans(self) -> list[tuple[int, int]]:
         """The whole batch, or equal slices of at most so many items. Batch normalisation takes two at least."""
@@ -188,8 +131,7 @@ class Prover:
         count = max(1, min(-(-items // self._micro_batch), items // least))
         return list(pairwise([items * index // count for index in range(count + 1)]))
 
-    def _whole(self, start: State, noise: Noise) -> Result:
-        """The batch on the user's own module."""
+    def _whole(self, start: State, noise: Any) -> Result:
         parameters, objective = self._replicas.parameters, self._objective
         storages, extras = OwnStorages(parameters), Extras(objective)
         terms = []
@@ -228,7 +170,7 @@ class Prover:
 
     def _one(self, data: Any, begin: int, end: int, extras: Extras, *, first: bool) -> torch.Tensor:
         """Run forward and backward of a slice. Returns its term of the objective. `first`: whether no slice before has left a gradient."""
-        loss, beside = parted(self._loss_fn(self._module, data))
+        loss, beside = parted(self._function(self._module, data))
         if beside is not None:
             extras.add(begin, end, beside)
         if first and any(one.grad is not None for one in self._replicas.parameters):
@@ -249,60 +191,72 @@ class Prover:
 
     def _trial(self, call: Call, **options: Any) -> TrialRun:
         """A run on the devices that repeats the draws of the whole batch."""
-        return TrialRun(call, loss_fn=self._loss_fn, names=self._replicas.names, carries=self._carries, **options)
+        return TrialRun(call, loss_fn=self._function, names=self._replicas.names, carries=self.hooks, **options)
 
-    def _compared(self, start: State, noise: Noise, own: Result | None, proof: Proof) -> dict[str, str]:
-        """Run the batch split from a state, and compare it with the whole batch. Returns what differs, in words.
+    def _distances(self, own: Result, got: Result) -> dict[str, float]:
+        """How far a result is from the wanted one: the loss, under an empty name, and the gradients."""
+        mine, theirs = (
+            Probed(one.loss.item(), [*one.gradients, *self.outside.lasting(one.outside)], {}) for one in (own, got)
+        )
+        # A gradient that is nothing but rounding is no larger than what rounding does to the others.
+        floor = max(1e-3, self._tolerance)
+        by_name = distances(mine.gradients, theirs.gradients, self._replicas.names, floor)
+        return {"": loss_distance(mine, theirs), **by_name}
 
-        Without the result of one device it runs there, too: twice, since what differs by itself does not count.
-        """
-        apart = [] if self._execution.synchronised else using_batch_statistics(self._replicas.norms)
-        norms: list[Any] = [part for _, part in apart]
-        like = next(iter(self._replicas.parameters), torch.empty(0))
-        # Normalisation over a part of the batch is known to differ, and said elsewhere.
-        with thrown_away(), standing_still(norms, like):
-            first = own is not None
-            if own is None or norms:
-                self._start(start, norms)
-                own = self._whole(start, noise)
-            self._start(start, norms)
-            got = self._split(start, noise, normalises=bool(norms))
-            self._edited.begin()
-            found: dict[str, str] | None = self._comparison.differences(start, own, got)
-            if found and not first:
-                self._start(start, norms)
-                again = self._whole(start, noise)
-                found = self._beyond(start, norms, noise, (own, again, got))
-        self.outside.settle()
-        if noise.lost:
-            proof.unproved = [f"random draws that cannot be repeated ({', '.join(noise.lost)})"]
-            return {}
-        if found is None:
-            proof.unproved = ["the same batch gave two results on one device"]
-            return {}
-        by_name = self._comparison.distances(own, got)
-        proof.largest = max(proof.largest, *by_name.values())
-        proof.compared = f"loss, {len(by_name) - 1} gradients, {len(own.found.buffers)} buffers, {len(own.found.attributes)} attributes"
-        if own.found.holds_containers(found):
-            self._replicas.reset_containers()
-        return found
+    def _differences(
+        self, start: State, own: Result, got: Result, rounding: Mapping[str, float] = MappingProxyType({})
+    ) -> Found:
+        """`rounding`: how far rounding alone brings the loss and the gradients."""
+        kept = own.found.differences(got.found, self._tolerance, self._words)
+        for rule, values in got.joined.items():
+            for name, value in values.items():
+                if name in kept and close(own.found.buffers[name], value, self._tolerance):
+                    self._rules.setdefault(name, rule)
+        return self._of_the_loss(own, got, rounding) | self._of_parameters(start, own, got) | kept
+
+    def _of_the_loss(self, own: Result, got: Result, rounding: Mapping[str, float]) -> dict[str, str]:
+        said = {}
+        by_name = self._distances(own, got)
+        limits = {name: max(self._tolerance, _ROUNDINGS * rounding.get(name, 0.0)) for name in by_name}
+        if by_name[""] > limits[""]:
+            said["loss"] = f"the loss is {got.loss.item():.6g} instead of {own.loss.item():.6g}"
+        wrong = [name for name, far in by_name.items() if name and far > limits[name]]
+        if wrong:
+            worst = max(wrong, key=lambda name: by_name[name])
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            name = worst if worst in self._replicas.names else "a tensor outside of the module"
+            said["gradient"] = f"the gradient of {name}{more} differs by {_percent(by_name[worst])}"
+        of_slices = getattr(self._function, EXTRAS_OF_SLICES, False)
+        if not of_slices and not same_nest(own.extras, got.extras, self._tolerance):
+            said["extras"] = "what loss_fn returns beside the loss differs"
+        return said
+
+    def _of_parameters(self, start: State, own: Result, got: Result) -> dict[str, str]:
+        said = {}
+        for index in {**own.written, **got.written}:
+            mine, theirs, name = own.written.get(index), got.written.get(index), self._replicas.names[index]
+            if mine is None or theirs is None or not close(mine, theirs, self._tolerance):
+                moved = [start.parameters.distance(index, one) for one in (mine, theirs)]
+                said[f"parameter {name}"] = (
+                    f"the forward writes parameter {name}, and moves it by {moved[0]:.3g} {self._words[0]} and {moved[1]:.3g} {self._words[1]}"
+                )
+        return said
 
     def _beyond(
-        self, start: State, norms: Sequence[Any], noise: Noise, results: tuple[Result, Result, Result]
-    ) -> dict[str, str] | None:
-        """What differs by more than rounding does, and not by itself. None if one device gives two results: the first two of these."""
+        self, found: Found, start: State, norms: Sequence[Any], noise: Any, results: tuple[Result, Result, Result]
+    ) -> Found | None:
         own, again, got = results
-        if max(self._comparison.distances(own, again).values()) > self._comparison.tolerance:
+        if max(self._distances(own, again).values()) > self._tolerance:
             return None
-        found = self._comparison.differences(start, own, got, self._rounding(start, norms, noise, own))
+        found = self._differences(start, own, got, self._rounding(start, norms, noise, own))
         # A time of day changes by itself. A number that is the size of the batch after a second step tells the size of a slice.
-        by_itself = own.found.differences(again.found, self._comparison.tolerance)
+        by_itself = own.found.differences(again.found, self._tolerance)
         sizes = {
             name for name, value in own.found.attributes.items() if type(value) is int and value == self._batch.size
         }
         return {name: text for name, text in found.items() if name not in by_itself and name not in sizes}
 
-    def _rounding(self, start: State, norms: Sequence[Any], noise: Noise, own: Result) -> dict[str, float]:
+    def _rounding(self, start: State, norms: Sequence[Any], noise: Any, own: Result) -> dict[str, float]:
         """How far the result of one device is from itself with parameters that were rounded otherwise.
 
         Near an optimum the gradient is a small rest of large terms, so that rounding is most of it. The order of the items is no measure: it may be
@@ -313,17 +267,17 @@ class Prover:
             return {}
         try:
             round_otherwise(list(self._replicas.parameters), noise.types)
-            found = self._comparison.distances(own, self._whole(start, noise))
+            found = self._distances(own, self._whole(start, noise))
         except Cancelled:
             raise
         except Exception:
             return {}
         return {name: far for name, far in found.items() if math.isfinite(far)}
 
-    def _start(self, start: State, norms: Sequence[Any]) -> None:
-        """Go back to a state. Modules that stand still go on to do so."""
-        start.restore_but(norms)
-        self._edited.begin()
+    def _measure(self, proof: Proof, own: Result, got: Result) -> str:
+        by_name = self._distances(own, got)
+        proof.largest = max(proof.largest, *by_name.values())
+        return f"loss, {len(by_name) - 1} gradients"
 
     def _joined(self, outcome: Any) -> dict[BufferRule, dict[str, torch.Tensor]]:
         """What each rule would make of the buffers that the devices have written."""
@@ -345,17 +299,9 @@ class Prover:
         """What to say of other buffers and attributes."""
         return _OF_STATE
 
-    def _said(self) -> contextlib.AbstractContextManager[None]:
-        """Around a run on the devices."""
-        return said_of_slices("step", self._batch.cut_inside)
-
-    def _new_work(self) -> Workload:
-        return self._make_work()
-
-    def _split(self, start: State, noise: Noise, *, normalises: bool) -> Result:
+    def _split(self, start: State, noise: Any, *, normalises: bool) -> Result:
         execution, replicas = self._execution, self._replicas
-        work = self._new_work()
-        work.normalises |= normalises
+        work = self._new_work(normalises=normalises)
         memory: list[list[int]] = []
 
         def trial(call: Call) -> TrialRun:
@@ -364,7 +310,7 @@ class Prover:
             return self._trial(call, objective=objective, scale=self._scale, leaves=self.outside, noise=noise)
 
         asked = Asked(
-            work, self._batch, self._loss_fn, trial, self._costs, hooks=self._carries, before=self.outside.clear
+            work, self._batch, self._function, trial, self._costs, hooks=self.hooks, before=self.outside.clear
         )
         self._splits = True
         with self._stance(), self._said():
@@ -398,3 +344,25 @@ class Prover:
 
 def _addresses(replicas: Replicas) -> list[list[int]]:
     return [[one.data_ptr() for one in replica.parameters] for replica in replicas.list]
+
+
+def _percent(value: float) -> str:
+    if not math.isfinite(value):
+        return "something that is no number"
+    return f"{value:.0%}" if value >= 0.01 else f"{value:.0e}"
+
+
+@torch.no_grad()
+def round_otherwise(parameters: Sequence[torch.Tensor], types: Iterable[torch.dtype]) -> None:
+    """Move each parameter up or down by the unit in its last place, in the least precise type that is used."""
+    types = {*types, *(one.dtype for one in parameters)}
+    by = max((torch.finfo(one).eps for one in types if one.is_floating_point), default=0.0)
+    for index, one in enumerate(parameters):
+        if one.is_floating_point() and one.layout is torch.strided and 0 not in one.stride():
+            one.data.add_(one.data * _signs(one, index), alpha=by)
+
+
+def _signs(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Ones and minus ones without a pattern, the same in every run."""
+    counted = torch.arange(tensor.numel(), dtype=torch.int32, device=tensor.device)
+    return (((counted + seed) * -1640531535 >> 16) & 1).mul_(2).sub_(1).view(tensor.shape)

@@ -260,15 +260,13 @@ def free_memory(index: int) -> int:
     The sixteenth is for what plans do not know: cuBLAS's workspaces of each stream, the rounding of PyTorch's allocator, and gaps between
     its blocks. It is a guess; if memory runs out nevertheless, the plan changes.
     """
-    free, whole = torch.cuda.mem_get_info(index)
-    unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-    return max(0, free + unused - whole // 16)
+    return spare_memory(index, torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index))
 
 
-def spare_memory(index: int) -> int:
+def spare_memory(index: int, unused: int = 0) -> int:
     """The bytes of a GPU that nobody has, but for a sixteenth of all. What PyTorch keeps without using it is for the next step's activations."""
     free, whole = torch.cuda.mem_get_info(index)
-    return max(0, free - whole // 16)
+    return max(0, free + unused - whole // 16)
 
 
 def memory_bandwidth(index: int) -> float | None:

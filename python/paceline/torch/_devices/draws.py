@@ -218,10 +218,7 @@ _KNOWN = _CALLS.keys() | _OPENED.keys() | _UNREACHED.keys()
 
 
 class DrawMode(TorchFunctionMode):
-    """Asks a source for everything that is drawn on this thread.
-
-    It leaves calls that have a generator, and tensors that are not plain ones on the host, as they are.
-    """
+    """Asks a source for all draws of this thread, but for those that have a generator, and of tensors that are not plain ones on the host."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()

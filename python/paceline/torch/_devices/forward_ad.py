@@ -41,13 +41,7 @@ class _Level:
 
 
 class Held:
-    """Holds the level while several workers run, so that nobody else enters it. `shared`: the workers use it together.
-
-    Raises
-    ------
-    InvalidArgument
-        If somebody is inside of the level, and stays there.
-    """
+    """Holds the level while several workers run, so that nobody else enters it: refused if somebody is inside, and stays there. `shared`: the workers use it together."""
 
     def __init__(self, shared: bool) -> None:
         self._shared = shared

@@ -31,13 +31,7 @@ class MeetingPoint:
         self.now: Meeting | None = None  # of the present run
 
     def meet(self, topic: str, brought: _T, merge: Callable[[list[_T]], _R]) -> _R:
-        """Meet in the present run.
-
-        Raises
-        ------
-        RuntimeError
-            If the calling thread is none of its devices.
-        """
+        """Meet in the present run, of which the calling thread must be a device."""
         if self.now is None or not self.now.is_here:
             raise RuntimeError(
                 f"batch_norm='synchronised': {topic} outside of the devices' run, where there is nobody to meet. Call backward on what the trainer "
@@ -82,12 +76,8 @@ class Meeting:
     def meet(self, topic: str, brought: _T, merge: Callable[[list[_T]], _R]) -> _R:
         """Wait until every device has come, and return what `merge` makes of all that they brought, in the order of the devices.
 
-        Raises
-        ------
-        MeetingOffError
-            If another device has failed, or the run was cancelled before all had begun.
-        InvalidArgument
-            If another device has come for another `topic`, or has ended its micro-batch.
+        Raises `MeetingOffError` if another device has failed, or the run was cancelled before all had begun, and `InvalidArgument` if another device
+        has come for another `topic`, or has ended its micro-batch.
         """
         device = self._threads[threading.get_ident()]
         with self._condition:

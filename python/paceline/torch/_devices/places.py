@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline import DeviceGroup, DeviceLost, Error, InvalidArgument
 from paceline._core.engine import DeviceQueues
-from paceline._links_text import text as links_text
+from paceline._info_text import links_text
 from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
 from paceline.torch._batch.batch import Batch
@@ -46,10 +46,7 @@ class Places:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         gpus = [device for device in group.devices if device.kind == "cuda"]
-        self.names = [device.name for device in group.devices]
-        self.space_names = [device.memory_space for device in group.devices]
-        self._gpu = [device.index if device.kind == "cuda" else None for device in group.devices]
-        self.devices = [_HOST if gpu is None else cuda.device(gpu) for gpu in self._gpu]
+        self._name(group)
         # The streams of a part end with it; PyTorch keeps those of whole GPUs.
         self.any_part = any(device.part is not None for device in gpus)
         self._home_name = gpus[0].name if gpus else ""
@@ -77,6 +74,12 @@ class Places:
         self._copies: dict[int, cuda.CopyStream] = {}
         self._pool_peaks: dict[str, int] = {}
         self._derive()
+
+    def _name(self, group: DeviceGroup) -> None:
+        self.names = [device.name for device in group.devices]
+        self.space_names = [device.memory_space for device in group.devices]
+        self._gpu = [device.index if device.kind == "cuda" else None for device in group.devices]
+        self.devices = [_HOST if gpu is None else cuda.device(gpu) for gpu in self._gpu]
 
     def _derive(self) -> None:
         """What every step asks, from what the constructor has set."""
@@ -111,13 +114,7 @@ class Places:
             self.queues.set_stream(cuda.current_stream(self._home_gpu))
 
     def check_values(self, tensor: torch.Tensor, what: str) -> None:
-        """Check where weights or costs are, which are read on the host before the step.
-
-        Raises
-        ------
-        InvalidArgument
-            If the tensor is on another GPU than the module.
-        """
+        """Check where weights or costs are, which are read on the host before the step."""
         if self.queues is not None:
             self._check_place(tensor.device, f"{what}: the tensor")
 
@@ -234,9 +231,8 @@ class Places:
     @property
     def generators(self) -> list[torch.Generator]:
         """All generators that the devices draw from, and the host's, each once."""
-        if self.queues is None:
-            return [torch.default_generator]
-        return list(dict.fromkeys([torch.default_generator, *map(self.generator, range(len(self)))]))
+        gpus = [cuda.generator(gpu) for gpu in self._gpu if gpu is not None]
+        return list(dict.fromkeys([torch.default_generator, *gpus]))
 
     def separate_generators(self) -> None:
         """Give each GPU whose generator has the seed of an earlier GPU a seed of its own, made of that seed and its place among the GPUs.

@@ -32,10 +32,7 @@ class StagePlaces(Places):
     """
 
     def __init__(self, group: DeviceGroup, module: nn.Module) -> None:
-        self.names = [device.name for device in group.devices]
-        self.space_names = [device.memory_space for device in group.devices]
-        self._gpu = [device.index if device.kind == "cuda" else None for device in group.devices]
-        self.devices = [_HOST if gpu is None else cuda.device(gpu) for gpu in self._gpu]
+        self._name(group)
         self.home = _home_of(module, self.devices)
         self.types = sorted({device.type for device in (*self.devices, _HOST)})
         self.any_part = False
@@ -152,10 +149,6 @@ class StagePlaces(Places):
             cuda.wait(cuda.mark_current(gpu))
         for queue in (*self._sends.values(), *self._receives.values(), *self._computes.values()):
             cuda.wait(queue.mark())
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        return list(dict.fromkeys([torch.default_generator, *map(self.generator, range(len(self)))]))
 
     def has_finished(self, device: int) -> bool:
         queue = self._computes.get(self.devices[device])

@@ -31,11 +31,6 @@ def blocks_of(module: nn.Module, blocks: Blocks | None) -> list[Block]:
     None: those parts of one class in lists and sequences (`nn.ModuleList`, `nn.Sequential`) that have most of the parameters, and parts of other
     classes beside them that have many. In a transformer these are its layers, those of encoder and decoder, in a ResNet the blocks of all its
     layers. They are in the order in which they are registered, which need not be that of the forward.
-
-    Raises
-    ------
-    InvalidArgument
-        If there are none, or if they are compiled together.
     """
     names = {id(part): name for name, part in module.named_modules()}
     if isinstance(blocks, str):

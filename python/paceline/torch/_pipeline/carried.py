@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,8 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.torch._devices.failures import warn_caller
 from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.gates import journey_here
 from paceline.torch._replicas.reach import BARE
+from paceline.torch._run.call import Call
+from paceline.torch._run.executor import Executor
+from paceline.torch._run.feature import Bound, Feature
 
 Named = tuple[str, nn.Module]
 _Key = tuple[int, str]  # a module by number, and the name of its attribute
@@ -20,30 +26,61 @@ _CONTAINERS = (list, dict, set, deque)
 _notes: dict[int, Callable[[str], None]] = {}  # by the identity of a module, while it is watched
 
 
-class Carried:
+class Carried(Feature):
+    """Looks in steps that measure blocks, and in the first step. Elsewhere nothing is found that these have not shown."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
+        self._looked = self._warned = False
+
+    def key(self, call: Call) -> bool:
+        work: Any = call.work
+        return not work.predicts and (work.planner.measures or not self._looked)
+
+    def bind(self, call: Call) -> Bound | None:
+        looks = self.key(call) and len(call.all_places) > 1 and not call.seen.compiled
+        return _Carries(self, self._blocks, call.all_replicas.named_modules) if looks else None
+
+    def found(self, names: Sequence[str], call: Call) -> None:
+        """What a run has left, in words. Warns once."""
+        self._looked |= call.keep
+        if names and not self._warned:
+            self._warned = True
+            warn_caller(_message(names), UserWarning)
+
+
+class _Carries(Bound):
     """Looks at the first two micro-batches of each lane.
 
     An attribute is carried if the first one sets it, and the second one reads it before it sets it again. One that is set before it is read is
     a result of the forward, and one that is set once is a cache: both are fine.
     """
 
-    def __init__(self, blocks: Sequence[Block], modules: Sequence[Named]) -> None:
-        self.found: dict[str, None] = {}  # in words
+    def __init__(self, carried: Carried, blocks: Sequence[Block], modules: Sequence[Named]) -> None:
+        self._carried, self._modules = carried, modules
         owners: dict[int, list[str]] = {}
         for block in blocks:
             for part in block.module.modules():
                 owners.setdefault(id(part), []).append(block.name)
         # By name: the blocks that have a part, if there are several.
         self._owners = {name: owners[id(part)] for name, part in modules if len(owners.get(id(part), ())) > 1}
+
+    def begin(self, run: Executor) -> None:
+        self._found: dict[str, None] = {}  # in words
         self._set: dict[int, set[_Key]] = {}  # by lane: what its first micro-batch has set
         self._over: set[int] = set()  # lanes that have run two
 
+    def check(self, run: Executor, outcome: Any) -> None:
+        self._carried.found(list(self._found), run.call)
+
     @contextlib.contextmanager
-    def micro_batch(self, lane: int, modules: list[Named]) -> Iterator[None]:
-        """Around a micro-batch that runs on these modules."""
+    def micro_batch(self, run: Executor, device: int, begin: int, end: int) -> Iterator[None]:
+        lane, began = device, time.perf_counter()
         if lane in self._over:
             yield
             return
+        theirs = run.replicas[lane].counterparts
+        modules = [(name, theirs.get(id(part), part)) for name, part in self._modules]
         before, written = _states(modules), self._buffers(modules)
         wanted = self._set.get(lane)
         read: set[_Key] = set()
@@ -55,6 +92,8 @@ class Carried:
                 read.add(key)
 
         with watched([modules[index][1] for index in looked_at], note):
+            if (journey := journey_here()) is not None:
+                journey.paused(time.perf_counter() - began)
             yield
         after = _states(modules)
         changed = {key for key, state in after.items() if not _same(state, before.get(key))}
@@ -63,9 +102,9 @@ class Carried:
         else:
             self._over.add(lane)
             for index, name in sorted(changed & read):
-                self.found[f"the attribute {_path(modules[index][0], name)}"] = None
+                self._found[f"the attribute {_path(modules[index][0], name)}"] = None
         now = self._buffers(modules)
-        self.found |= dict.fromkeys(what for what, version in now.items() if version != written[what])
+        self._found |= dict.fromkeys(what for what, version in now.items() if version != written[what])
 
     def _buffers(self, modules: list[Named]) -> dict[str, Any]:
         """Versions of the buffers that several blocks share, by what to say of them."""
@@ -111,7 +150,7 @@ def _watching(own: Any) -> type:
     return watching
 
 
-def message(found: Sequence[str]) -> str:
+def _message(found: Sequence[str]) -> str:
     """What to tell the user of it."""
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return (

@@ -201,23 +201,7 @@ class _Memory:
 
     @contextlib.contextmanager
     def lent(self, parts: Iterable[nn.Module]) -> Iterator[list[torch.Tensor]]:
-        """Let parameters and buffers of these modules have memory with some finite values. Yields them.
-
-        Buffers that have memory already are written to in a copy.
-        """
-        parts = list(parts)
-        buffers = [(one._buffers, dict(one._buffers)) for one in parts if one._buffers]
-        for own, values in buffers:
-            own.update({name: one.clone() for name, one in values.items() if one is not None and not one.is_meta})
-        try:
-            with self._lent_where_there_is_none(parts) as lent:
-                yield lent
-        finally:
-            for own, values in buffers:
-                own.update(values)
-
-    @contextlib.contextmanager
-    def _lent_where_there_is_none(self, parts: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
+        """Let parameters and buffers of these modules have memory with some finite values. Yields them."""
         slots: list[tuple[dict[str, Any], str, torch.Tensor]] = [
             (own, name, one)
             for part in parts

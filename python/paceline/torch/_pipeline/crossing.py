@@ -71,10 +71,7 @@ class Crossings:
         return self._places.moves(tensor, target) or (self._has_later_copy(tensor) and torch.is_grad_enabled())
 
     def departed(self, nest: Any, target: torch.device, back: Callable[[], None] = nothing) -> dict[int, Arrive]:
-        """Begin to move the tensors of a nest of arguments, with the turn of the device that the micro-batch is about to leave.
-
-        `back` is called when a gradient has come back.
-        """
+        """Begin to move tensors of arguments, with the turn of the device that the micro-batch is about to leave. `back` is called when a gradient is back."""
         tensors = {id(one): one for one in tree_leaves(nest) if isinstance(one, torch.Tensor)}
         return {key: self._depart(one, target, back) for key, one in tensors.items() if self.moves(one, target)}
 

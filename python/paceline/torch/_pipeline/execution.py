@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline import DeviceGroup, InvalidArgument, OutOfMemory
-from paceline._core.engine import Lanes, LaneThreads
+from paceline._core.engine import LaneThreads
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import CallerState
-from paceline.torch._devices.failures import warn_caller
 from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._features.every import every_feature
 from paceline.torch._pipeline.blocks import Block, OtherOrderError
-from paceline.torch._pipeline.carried import Carried, message
+from paceline.torch._pipeline.carried import Carried
 from paceline.torch._pipeline.chain import Chain
-from paceline.torch._pipeline.gates import journey_here, without_transforms
-from paceline.torch._pipeline.loop import Outcome
+from paceline.torch._pipeline.gates import without_transforms
+from paceline.torch._pipeline.loop import Outcome, PipelineWork
 from paceline.torch._pipeline.materialise import Unfilled
 from paceline.torch._pipeline.measure import BlockClock
+from paceline.torch._pipeline.order import OtherOrder
 from paceline.torch._pipeline.passage import Passage
-from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import PipelinePlan
-from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._replicas.replica import Replica
@@ -39,37 +35,26 @@ from paceline.torch._run.failing import Failing
 from paceline.torch._run.feature import Feature
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.pushing import Pushing
-from paceline.torch._run.recipe import Retry
-from paceline.torch._run.train_run import TrainRun
 from paceline.torch._run.workload import Workload
 
-_MOST_ORDERS = 64
 CURE_OF_NORMS = (
     "Their number is planned from measured times. Fix it with micro_batches=, so that runs repeat, and as small as memory allows; 1 gives the "
     "statistics of the batch. Or use GroupNorm or LayerNorm, or evaluation mode for these modules."
 )
 
 
-class OtherOrder(Feature):
-    """Cuts the module anew if its blocks are called in another order than they were registered in."""
-
-    def mend(self, run: Executor, error: BaseException, outcome: Any) -> Retry | BaseException | None:
-        if not isinstance(error, OtherOrderError):
-            return None
-        planner: Any = run.call.work.planner  # type: ignore[attr-defined]
-        planner.reorder(error.calls)
-        return Retry("blocks are called in another order", most=_MOST_ORDERS)
-
-
 class PushingOfLanes(Pushing):
-    """All lanes of a pipeline have the same buffers. Attributes come from the lane that ran last."""
+    """What the pipeline that ran most items has written. All its lanes have the same buffers. Attributes come from the lane that ran last."""
+
+    _replicas: LaneReplicas
 
     def most(self, outcome: Any) -> int:
-        lane: int = outcome.last_lane
-        return lane if lane < len(self._replicas.list) else 0
+        number, lane = outcome.largest
+        own = self._replicas.of(number)
+        return self._replicas.list.index(own[lane if lane < len(own) else 0])
 
     def buffers(self, outcome: Any) -> None:
-        buffers = self._replicas.list[0].buffers
+        buffers = self._replicas.of(outcome.largest[0])[0].buffers
         if buffers is not None:
             buffers.push()
 
@@ -103,12 +88,12 @@ class PipelineExecution(Execution):
         blocks: list[Block],
         *mends: Feature,
     ) -> None:
-        features = every_feature(replicas, cure_of_norms=CURE_OF_NORMS, mends=(OtherOrder(), *mends))
+        mends = OtherOrder(), Carried(blocks), *mends
+        features = every_feature(replicas, cure_of_norms=CURE_OF_NORMS, mends=mends)
         super().__init__(group, module, places, replicas, features)
         self.pushing, self.failing = PushingOfLanes(replicas, places), FailingOnStages(places.names)
         self.blocks = blocks
         self._lane_replicas = replicas
-        self._warned_of_carried = False
         self._generation = replicas.generation
         self._count = len(replicas.parameters)
         self.unfilled: Unfilled | None = None  # if the module has no memory yet
@@ -125,13 +110,15 @@ class PipelineExecution(Execution):
         assert isinstance(work, PipelineWork)
         if self.unfilled is not None and not work.predicts:
             self.measure(work, asked.batch, asked.fn)
-            work.planner.plan(asked.batch.size)  # which tells whether it fits, before it has any memory
+            work.planner.plan_step(asked.batch.size)  # which tells whether it fits, before it has any memory
         self.fill()
         call = super().prepare(asked, keep=keep)
         if self.replicas.generation != self._generation:
             self._check_module()
             work.planner.renewed(self.replicas.parameters)
-        plan = work.plan_for(call.whole, call.recipe.constraints.least, self._must_run_alone(work, call.whole))
+        plan = work.plan_for(call.whole, call.recipe.constraints.least)
+        if self._must_run_alone(work, call.whole, plan):
+            plan = plan.in_one_stage() if work.predicts else plan.alone()
         if self._place(plan, asked.fn, hooks=asked.hooks):
             work.seen.follow(self.replicas, self.module, asked.fn, call.state)
         lanes = plan.lanes
@@ -147,7 +134,7 @@ class PipelineExecution(Execution):
     def measure(self, work: PipelineWork, whole: Batch, fn: Callable[..., Any]) -> None:
         """Measure the blocks of a module without memory one after the other."""
         planner = work.planner
-        if self.unfilled is None or not planner.measuring:
+        if self.unfilled is None or not planner.measures:
             return
         self.constrain(work)
         work.follow(whole, self.features.constraints(self.replicas, work).least)
@@ -159,29 +146,21 @@ class PipelineExecution(Execution):
             return chain.run(fn, whole.slice(0, size, torch.clone), counts=counts)
 
         try:
-            while not self._measured(planner, whole.size, run):
-                pass
+            while planner.measures:
+                try:
+                    planner.measure(whole.size, run)
+                except OtherOrderError as error:
+                    planner.reorder(error.calls)
+                except Exception as error:  # if memory ran out, smaller micro-batches may do
+                    refused = without_transforms(error)
+                    if refused is not error:
+                        raise refused from error
+                    if isinstance(error, OutOfMemory) or not is_out_of_memory(error) or not planner.out_of_memory(0):
+                        raise
         finally:
             attributes.restore()
             buffers.restore()
             random.restore()
-
-    @staticmethod
-    def _measured(planner: Planner, items: int, run: Callable[[int, bool], BlockClock]) -> bool:
-        """Whether all is measured. If not, memory ran out, and smaller micro-batches may do."""
-        try:
-            planner.measure(items, run)
-            return True
-        except OtherOrderError as error:
-            planner.reorder(error.calls)
-            return False
-        except Exception as error:
-            refused = without_transforms(error)
-            if refused is not error:
-                raise refused from error
-            if isinstance(error, OutOfMemory) or not is_out_of_memory(error) or not planner.out_of_memory(0):
-                raise
-            return False
 
     def fill(self) -> None:
         if self.unfilled is not None:
@@ -215,69 +194,23 @@ class PipelineExecution(Execution):
     def _passage_of(self, plan: Any) -> Any:
         return Passage(self.blocks, plan, self.replicas.list[0])
 
-    def _must_run_alone(self, work: Workload, whole: Batch) -> Callable[[PipelinePlan], bool]:
+    def _must_run_alone(self, work: PipelineWork, whole: Batch, plan: PipelinePlan) -> bool:
         """Whether some block may compile for the sizes of a plan. Dynamo is not thread-safe, so micro-batches then run one after the other."""
-
-        def must(plan: PipelinePlan) -> bool:
-            if not work.seen.compiled:
-                return False
-            return any(work.seen.size_of(whole, *bounds) not in work.seen.sizes[0] for bounds in plan.bounds)
-
-        return must
+        sizes = work.seen.sizes[0]
+        return work.seen.compiled and any(work.seen.size_of(whole, *bounds) not in sizes for bounds in plan.bounds)
 
     def _run_devices(self, work: Workload, run: Executor) -> Any:
         passage: Any = run.passage
         assert isinstance(work, PipelineWork)
         loop = work.step_loop
-
-        def begun(lanes: Lanes) -> None:
-            loop.lanes = lanes
-
-        watches = isinstance(run, TrainRun) and (work.planner.measures is not None or self.committed is None)
-        carried = self._watched(run) if watches and len(self._group) > 1 and not run.seen.compiled else None
-        planner: Any = work.planner
-        ran_all: list[int] = []  # lanes in which every block was called
-
-        @contextlib.contextmanager
-        def in_order(lane: int, begin: int, end: int) -> Iterator[None]:
-            yield
-            journey = journey_here()
-            if journey is not None and journey.check_order() == len(self.blocks):
-                ran_all.append(lane)
-
-        if planner.finds_order:
-            run.around.append(in_order)
         try:
             with run.surrounded():
-                outcome = passage.run(work.planner, run, self._group, self.threads, begun)
+                outcome = passage.run(work.planner, run, self._group, self.threads, loop.begin)
             if work.planner.plans_micro_batches:
                 outcome.micro_batches = len(outcome.bounds)
-            if carried is not None and carried.found and not self._warned_of_carried:
-                self._warned_of_carried = True
-                warn_caller(message(list(carried.found)), UserWarning)
-            if ran_all and not outcome.failed:
-                planner.finds_order = False
             return outcome
         finally:
             loop.lanes = None
-
-    def _watched(self, run: Executor) -> Carried:
-        """Look in this run, which measures or is the first one, for what forwards leave to the next micro-batch."""
-        carried = Carried(self.blocks, self.replicas.named_modules)
-
-        @contextlib.contextmanager
-        def around(lane: int, begin: int, end: int) -> Iterator[None]:
-            began = time.perf_counter()
-            theirs = run.replicas[lane].counterparts
-            named = [(name, theirs.get(id(part), part)) for name, part in self.replicas.named_modules]
-            with carried.micro_batch(lane, named):
-                journey = journey_here()
-                if journey is not None:
-                    journey.paused(time.perf_counter() - began)
-                yield
-
-        run.around.append(around)
-        return carried
 
     def end(self) -> None:
         super().end()

@@ -12,14 +12,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from paceline import InvalidArgument
+from paceline._core.engine import Lanes
 from paceline.torch._devices.meeting import MeetingOffError
-from paceline.torch._pipeline.blocks import Block, OtherOrderError
+from paceline.torch._pipeline.blocks import OtherOrderError
+from paceline.torch._pipeline.measure import BlockClock
 from paceline.torch._run.gradients import OwnStorages
 from paceline.torch._run.outside import OutsideGradients
 
@@ -48,64 +50,29 @@ def without_transforms(error: BaseException) -> BaseException:
     return error
 
 
-class Turns(Protocol):
-    """The lanes of one step."""
-
-    def advance(self, micro_batch: int) -> tuple[int, str, int] | None:
-        """Give the turn back, and wait for that of the next action. None: the step ends early."""
-
-
-class Watcher(Protocol):
-    """Who is told where a micro-batch is, as the one who measures blocks."""
-
-    def entered(self, index: int, tensors: Iterable[torch.Tensor]) -> None:
-        """The forward calls a block with these tensors."""
-
-    def turned(self) -> None:
-        """The forward is over, and the backward begins."""
-
-    def left(self, index: int) -> None:
-        """The backward of a block, and of what came behind it, is over. -1: that of everything."""
-
-    def paused(self, seconds: float) -> None:
-        """The lane has waited for a turn, or done something else."""
-
-
 class Journey:
     """The way of one micro-batch through the stages and back."""
 
     def __init__(
-        self,
-        turns: Turns,
-        micro_batch: int,
-        blocks: Sequence[Block],
-        stage_of: Sequence[int],
-        separate: Callable[[], None],
-        arrived: Callable[[int], None],
-        *,
-        trains: bool,
-        watcher: Watcher | None = None,
+        self, passage: Any, lanes: Lanes, micro_batch: int, *, trains: bool, watcher: BlockClock | None = None
     ) -> None:
-        self._turns = turns
-        self._micro_batch = micro_batch
-        self._blocks = blocks
-        self._stage_of = stage_of  # of each block
-        self._separate = separate
-        self._arrived = arrived
-        self._watcher = watcher
-        self._trains = trains
+        """`passage`: the `Passage` that it is a part of. `watcher` is told where the micro-batch is."""
+        self._passage, self._lanes, self._micro_batch = passage, lanes, micro_batch
+        self._blocks, self._stage_of = passage.blocks, passage.stage_of
+        self._trains, self._watcher = trains, watcher
         self._leaf: torch.Tensor | None = None
         self._gates: list[torch.Tensor] = []
         self.block = -1  # the last one that was called
         self.stage = 0
         self.backward = False
-        self.devices: Sequence[str] = []  # of the stages, by name
-        self.reorders = False  # whether the blocks may get another order
         self._calls: list[int] = []  # of blocks, in order
         self._strays = False  # the calls are in another order than the blocks, and only noted
         self._around: Callable[[str], contextlib.AbstractContextManager[object]] | None = None
         self._around_action = contextlib.ExitStack()  # what is around the present action
-        arrived(0)
+        self._arrive(0)
+
+    def _arrive(self, stage: int) -> None:
+        """The thread has got the turn of a stage."""
 
     @contextlib.contextmanager
     def surrounded(self, around: Callable[[str], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
@@ -117,7 +84,7 @@ class Journey:
 
     def _begin_action(self, stage: int) -> None:
         if self._around is not None:
-            self._around_action.enter_context(self._around(self.devices[stage]))
+            self._around_action.enter_context(self._around(self._passage.names[stage]))
 
     def enter(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before a block runs on these arguments: bring the micro-batch to its stage. Returns the arguments that it runs on."""
@@ -131,7 +98,7 @@ class Journey:
                     "checkpointed region has to lie within one stage: checkpoint each block by itself, with use_reentrant=False."
                 )
             return args, kwargs
-        if (self.reorders and index < self.block and index not in self._calls) or self._strays:
+        if (self._passage.reorders and index < self.block and index not in self._calls) or self._strays:
             self._strays = index not in self._calls
         self._calls.append(index)
         if self._strays:
@@ -180,7 +147,7 @@ class Journey:
         if self.backward:
             if self._watcher is not None:
                 self._watcher.left(-1)
-            self._separate()
+            self._passage.separate()
 
     def paused(self, seconds: float) -> None:
         """So much time was spent on something else than the micro-batch."""
@@ -197,7 +164,7 @@ class Journey:
             if self._watcher is not None:
                 self._watcher.left(-1 - gate)
             return
-        self._separate()
+        self._passage.separate()
         self._move("B", gate - 1)
         self.stage = gate - 1
 
@@ -219,7 +186,7 @@ class Journey:
     def _move(self, kind: str, stage: int) -> None:
         self._around_action.close()
         began = time.perf_counter()
-        now = self._turns.advance(self._micro_batch)
+        now = self._lanes.advance(self._micro_batch)
         if now is None:
             raise MeetingOffError
         self.paused(time.perf_counter() - began)
@@ -227,7 +194,7 @@ class Journey:
             raise RuntimeError(
                 f"pipeline: micro-batch {self._micro_batch} got the turn of {now} instead of {kind} of stage {stage}"
             )
-        self._arrived(stage)
+        self._arrive(stage)
         self._begin_action(stage)
 
 
@@ -276,13 +243,36 @@ def journey_here() -> Journey | None:
     return getattr(_lane, "journey", None)
 
 
+class OnLanes:
+    """What a run calls on the thread of a lane: it is about the micro-batch that the thread carries."""
+
+    def turn_back(self) -> list[torch.Tensor]:
+        """Between forward and backward. Returns the roots that the backward needs beside the loss."""
+        return self._journey_here.turn_back()
+
+    def end(self) -> None:
+        """After forward and backward."""
+        self._journey_here.end()
+
+    def surrounded(
+        self, around: Callable[[str], contextlib.AbstractContextManager[Any]]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Let every part of the micro-batch be in a context that `around` makes from the name of its device."""
+        return self._journey_here.surrounded(around)
+
+    @property
+    def _journey_here(self) -> Journey:
+        journey: Journey = _lane.journey
+        return journey
+
+
 @contextlib.contextmanager
 def gated(lanes: Iterable[Sequence[torch.nn.Module]]) -> Iterator[None]:
     """Let the calls of these modules pass through gates: for each lane, its blocks in order.
 
     The gate is around the whole call, hooks of the user included: PyTorch calls `_compiled_call_impl` of a module in the place of all that.
     """
-    with calls_replaced((module, _Call, index) for modules in lanes for index, module in enumerate(modules)):
+    with calls_replaced((module, _gated, index) for modules in lanes for index, module in enumerate(modules)):
         yield
 
 
@@ -313,13 +303,9 @@ def calls_replaced(modules: Iterable[tuple[torch.nn.Module, Callable[[Any, Any],
                 vars(module)["_compiled_call_impl"] = call
 
 
-class _Call:
-    def __init__(self, index: int, call: Callable[..., Any]) -> None:
-        self._index = index
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+def _gated(index: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    def gated_call(*args: Any, **kwargs: Any) -> Any:
         journey = journey_here()
-        if journey is not None:
-            return journey.run(self._index, self._call, args, kwargs)
-        return self._call(*args, **kwargs)
+        return call(*args, **kwargs) if journey is None else journey.run(index, call, args, kwargs)
+
+    return gated_call

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument, OutOfMemory
-from paceline.plan import BlockCost
 from paceline.torch._batch.batch import BatchDim
 from paceline.torch._batch.objective import Reduction, Weight
 from paceline.torch._batch.options import Options
@@ -18,11 +17,12 @@ from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._devices.places import RandomStates
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
+from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.materialise import Init, unfilled
 from paceline.torch._pipeline.pipeline import Pipeline
+from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import plan_of
-from paceline.torch._pipeline.replicated import PipelineReplicas
-from paceline.torch._pipeline.work import PipelineWork
+from paceline.torch._pipeline.replicas_execution import PipelineReplicas
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.train_run import LossFunction, TrainRun
@@ -31,7 +31,6 @@ from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.trainer import DataParallel
 
 Kind = Literal["data parallel", "pipeline", "replicas of pipelines"]
-_KINDS: tuple[Kind, ...] = ("data parallel", "pipeline", "replicas of pipelines")
 
 
 @dataclass(frozen=True)
@@ -71,18 +70,6 @@ class Candidate:
     stages: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
-class _Asked(NamedTuple):
-    """What `layout` was asked for, as far as trainers need it."""
-
-    module: nn.Module
-    devices: DeviceGroup | list[Device]
-    blocks: Blocks | None
-    memory: Memory | None
-    reduction: Reduction
-    replicate: Replicate | None
-    init: Init | None
-
-
 class Layout:
     """The ways of training a module on devices, the best first. ``print`` shows them as a table.
 
@@ -93,11 +80,12 @@ class Layout:
     """
 
     def __init__(
-        self, asked: _Asked, names: list[str], limits: list[int | None], items: int, costs: list[BlockCost],
-        speeds: list[float], found: list[dict[str, Any]],
+        self, module: nn.Module, devices: DeviceGroup | list[Device], options: dict[str, Any], planner: Planner,
+        items: int, found: list[dict[str, Any]],
     ) -> None:  # fmt: skip
-        self._asked, self._names, self._limits, self._items = asked, names, limits, items
-        self._costs, self._speeds = costs, speeds
+        self._module, self._devices, self._options, self._items = module, devices, options, items
+        self._names, self._limits = [device.name for device in _all_of(devices)], planner.limits
+        self._costs, self._speeds = planner.known
         self._plans = {one["kind"]: [plan_of(plan) for plan in one["pipelines"]] for one in found}
         self.candidates = tuple(self._candidate(one) for one in found)
 
@@ -125,67 +113,40 @@ class Layout:
         InvalidArgument
             For a kind that does not fit, that cannot run, or that there is not.
         """
-        if kind is not None and kind not in _KINDS:
-            raise InvalidArgument(f"trainer: there is no layout {kind!r}; there are {', '.join(map(repr, _KINDS))}.")
+        if kind is not None and kind not in get_args(Kind):
+            raise InvalidArgument(
+                f"trainer: there is no layout {kind!r}; there are {', '.join(map(repr, get_args(Kind)))}."
+            )
         chosen = self.best if kind is None else next(one for one in self.candidates if one.kind == kind)
         if not chosen.fits:
             raise InvalidArgument(f"trainer: {chosen.kind} does not fit: {chosen.reason}. Choose {self.best.kind!r}.")
-        if chosen.kind == "data parallel":
-            return self._data_parallel(chosen)
         if chosen.kind == "pipeline":
-            return self._pipeline()
-        return self._replicas()
-
-    def _fill(self) -> None:
-        module = self._asked.module
-        without_memory = unfilled(module, blocks_of(module, self._asked.blocks), self._asked.init)
+            trainer = Pipeline(self._module, self._devices, **self._options)
+            trainer._planner.begin_with(self._costs, self._speeds)
+            return trainer
+        init = self._options["init"]
+        without_memory = unfilled(self._module, blocks_of(self._module, self._options["blocks"]), init)
         if without_memory is not None:
             without_memory.fill()
-
-    def _data_parallel(self, chosen: Candidate) -> DataParallel:
-        self._fill()
-        asked = self._asked
-        devices: Any = asked.devices
-        if len(chosen.items) < len(self._names):
-            all_of = asked.devices.devices if isinstance(asked.devices, DeviceGroup) else asked.devices
-            devices = [device for device in all_of if device.name in chosen.items]
-        held = sum(cost.parameter_bytes for cost in self._costs)
+        devices = _all_of(self._devices)
         named = zip(self._names, self._limits, strict=True)
-        memory = {name: max(1, limit - held) for name, limit in named if limit is not None and name in chosen.items}
-        return DataParallel(
-            asked.module, devices, memory=memory or None, reduction=asked.reduction, replicate=asked.replicate
-        )
-
-    def _pipeline(self) -> Pipeline:
-        asked = self._asked
-        trainer = Pipeline(
-            asked.module,
-            asked.devices,
-            blocks=asked.blocks,
-            memory=asked.memory,
-            reduction=asked.reduction,
-            replicate=asked.replicate,
-            init=asked.init,
-        )
-        trainer._planner.know(self._costs, self._speeds)
-        return trainer
-
-    def _replicas(self) -> PipelineReplicas:
-        self._fill()
-        asked = self._asked
-        devices = list(asked.devices.devices) if isinstance(asked.devices, DeviceGroup) else asked.devices
-        orders = [plan.order for plan in self._plans["replicas of pipelines"]]
-        memory = {name: limit for name, limit in zip(self._names, self._limits, strict=True) if limit is not None}
-        taking_part = {devices[index].name for order in orders for index in order}
+        limits = {name: limit for name, limit in named if limit is not None and name in chosen.bytes}
+        options = {name: self._options[name] for name in ("reduction", "replicate")}
+        if chosen.kind == "data parallel":
+            held = sum(cost.parameter_bytes for cost in self._costs)
+            memory = {name: max(1, limit - held) for name, limit in limits.items()} or None
+            all_take_part = len(chosen.items) == len(devices)
+            part = self._devices if all_take_part else [one for one in devices if one.name in chosen.items]
+            return DataParallel(self._module, part, memory=memory, **options)
+        orders = [plan.order for plan in self._plans[chosen.kind]]
         return PipelineReplicas(
-            asked.module,
+            self._module,
             [[devices[index] for index in order] for order in orders],
             costs=self._costs,
             speeds=[[self._speeds[index] for index in order] for order in orders],
-            blocks=asked.blocks,
-            memory={name: limit for name, limit in memory.items() if name in taking_part} or None,
-            reduction=asked.reduction,
-            replicate=asked.replicate,
+            blocks=self._options["blocks"],
+            memory=limits or None,
+            **options,
         )
 
     def _candidate(self, found: dict[str, Any]) -> Candidate:
@@ -201,18 +162,11 @@ class Layout:
             for plan in self._plans[found["kind"]]
             for device, first, end in zip(plan.order, plan.cuts, [*plan.cuts[1:], len(self._costs)], strict=True)
         }
-        return Candidate(
-            found["kind"],
-            True,
-            found.get("runnable", True),
-            found["reason"],
-            found["seconds"],
-            found["reduction_seconds"],
-            found["bubble"],
-            by_device(found["bytes"]),
-            by_device(found["items"]),
-            stages,
-        )
+        figures: dict[str, Any] = {
+            name: found[name] for name in ("kind", "reason", "seconds", "reduction_seconds", "bubble")
+        }
+        figures |= {name: by_device(found[name]) for name in ("bytes", "items")}
+        return Candidate(fits=True, runnable=found.get("runnable", True), stages=stages, **figures)
 
     def __str__(self) -> str:
         header = ["", "ms a step", *self._names]
@@ -220,7 +174,7 @@ class Layout:
         limits = ["no limit" if limit is None else _size(limit) for limit in self._limits]
         table = [header, *rows, ["memory", "", *limits]]
         widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-        lines = [f"{type(self._asked.module).__name__}: {len(self._costs)} blocks, {self._items} items a step"]
+        lines = [f"{type(self._module).__name__}: {len(self._costs)} blocks, {self._items} items a step"]
         for row in table:
             cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
             lines.append("  ".join(cells).rstrip())
@@ -313,23 +267,24 @@ def layout(
     >>> print(found)                                                             # doctest: +SKIP
     >>> trainer = found.trainer()                                                # doctest: +SKIP
     """
-    with Pipeline(
-        module, devices, blocks=blocks, memory=memory, reduction=reduction, replicate=replicate, init=init
-    ) as pipeline:
-        planner = pipeline._planner
+    options: dict[str, Any] = {"memory": memory, "reduction": reduction, "replicate": replicate, "init": init}
+    with Pipeline(module, devices, blocks=blocks, **options) as pipeline:
+        planner, group = pipeline._planner, pipeline.group
         planner.optimized_by(optimizer, {})
         check_trains("layout", loss_fn)
         items = _measure(pipeline, loss_fn, batch, Options(weight, None, None, None, collate, batch_dim, split))
-        found = planner.layouts(items)
-        if any(device.kind != "host" for device in pipeline.group.devices):
+        found = planner.ways(items)
+        if any(device.kind != "host" for device in group.devices):
             found = [_without_replicas_of_pipelines(one) for one in found]
         if not any(one["fits"] and one.get("runnable", True) for one in found):
             raise OutOfMemory(f"layout: {next(one['reason'] for one in found if one['kind'] == 'pipeline')}")
-        given = devices if isinstance(devices, DeviceGroup) else list(pipeline.group.devices)
-        found_blocks = [block.module for block in planner.blocks]
-        asked = _Asked(module, given, found_blocks, memory, reduction, replicate, init)
-        names = [device.name for device in pipeline.group.devices]
-        return Layout(asked, names, planner.limits, items, *planner.known, found)
+        given = devices if isinstance(devices, DeviceGroup) else list(group.devices)
+        options["blocks"] = [block.module for block in planner.blocks]
+        return Layout(module, given, options, planner, items, found)
+
+
+def _all_of(devices: DeviceGroup | list[Device]) -> list[Device]:
+    return list(devices.devices) if isinstance(devices, DeviceGroup) else devices
 
 
 def _without_replicas_of_pipelines(found: dict[str, Any]) -> dict[str, Any]:
@@ -357,10 +312,10 @@ def _measure(pipeline: Pipeline, loss_fn: LossFunction, batch: Any, options: Opt
 
         random = RandomStates(execution.places)
         try:
-            while planner.measuring:
+            while planner.measures:
                 execution.train(Asked(work, whole, loss_fn, executor), keep=False)
-                assert planner.measures is not None
-                planner.add(planner.measures)
+                assert planner.measured is not None
+                planner.add(planner.measured)
         finally:
             random.restore()
     return whole.size

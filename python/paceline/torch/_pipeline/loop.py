@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from paceline import DeviceGroup, InvalidArgument
+from paceline import DeviceGroup
 from paceline._core.engine import StageLog
-from paceline.torch._pipeline.blocks import Block
-from paceline.torch._pipeline.gates import Journey
+from paceline.torch._batch.batch import Batch
+from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import Action, PipelinePlan
+from paceline.torch._run.launch import LaunchClock
+from paceline.torch._run.seen import Seen
+from paceline.torch._run.workload import Workload
 
 
 class Outcome:
@@ -24,42 +27,32 @@ class Outcome:
     micro_batches = 1  # over which norms may warn. 1: the user has fixed their number
 
     def __init__(
-        self,
-        plan: PipelinePlan,
-        step: Any,
-        blocks: Sequence[Block],
-        names: Sequence[str],
-        begin: int | None,
-        journey: Journey | None,
-        *,
-        evidence: bool,
-        trains: bool,
-        last_lane: int,
-        first_item: int = 0,
-    ) -> None:
-        self.plan = plan
-        self.bounds = [(begin + first_item, end + first_item) for begin, end in plan.bounds]
+        self, passage: Any, step: Any, devices: int, begin: int | None, block: int, *, evidence: bool, trains: bool, lane: int
+    ) -> None:  # fmt: skip
+        """`passage`: the `Passage` that has run. `begin`: the first item of the micro-batch that failed. `block`: the last one that its forward called."""
+        self.plan = plan = passage.plan
+        self.bounds = passage.bounds
         self.evidence = evidence  # whether its times say how fast the devices are
         self.trains = trains
-        self.last_lane = last_lane  # the one that carried the last micro-batch
+        self.largest = 0, lane  # the pipeline that ran most items, and its lane that carried the last micro-batch
         self.failed = step.failed
         self.take_cause: Callable[[], BaseException | None] = step.take_cause
         self.failed_device = None
-        self.failed_begin = begin  # the first item of the micro-batch that failed
+        self.failed_begin = begin
         self.failed_stage: int | None = None
         self.failed_where = "the pipeline"
         self._record: list[list[Action]] = step.record
         self.started: float = step.started
-        whole = sum(plan.sizes)
-        self.items = [whole if device in plan.order else 0 for device in range(len(names))]
+        self.items = [sum(plan.sizes) if device in plan.order else 0 for device in range(devices)]
         if step.failed_action is not None:
-            self.failed_stage, kind, _ = step.failed_action
-            first = plan.cuts[self.failed_stage]
-            last = [*plan.cuts, len(blocks)][self.failed_stage + 1] - 1
-            within = blocks[journey.block].name if journey is not None and kind == "F" and journey.block >= 0 else ""
-            what = "the forward" if kind == "F" else "the backward"
-            at = f"in or after block {within} " if within else ""
-            self.failed_where = f"{names[plan.order[self.failed_stage]]} in {what} {at}(stage {self.failed_stage}, blocks {blocks[first].name} to {blocks[last].name})"
+            stage, kind, _ = step.failed_action
+            blocks = [block.name for block in passage.blocks]
+            at = f"in or after block {blocks[block]} " if kind == "F" and block >= 0 else ""
+            first, end = [*plan.cuts, len(blocks)][stage : stage + 2]
+            self.failed_stage, what = stage, "the forward" if kind == "F" else "the backward"
+            self.failed_where = (
+                f"{passage.names[stage]} in {what} {at}(stage {stage}, blocks {blocks[first]} to {blocks[end - 1]})"
+            )
 
     @property
     def settled(self) -> bool:
@@ -109,6 +102,10 @@ class PipelineLoop:
         self._log = StageLog(group)
         self._moves = planner.moves  # when the last step was noted
 
+    def begin(self, lanes: Any) -> None:
+        """Have what may be cancelled."""
+        self.lanes = lanes
+
     def commit(self, outcome: Outcome) -> None:
         """Take note of a step that was committed. Its times are read when somebody asks for them, or when the next step begins."""
         self.settle()
@@ -132,7 +129,7 @@ class PipelineLoop:
         ]
         self._log.add(stages, outcome.bounds, outcome.record, outcome.started, self._moves > before)
         if outcome.trains:
-            self.planner.record(outcome.plan, outcome.record, evidence=outcome.evidence)
+            self.planner.note(outcome.plan, outcome.record, evidence=outcome.evidence)
 
     def _ends(self, plan: PipelinePlan) -> list[int]:
         """The block behind each stage. A stage behind the last one of a pipeline begins at 0."""
@@ -165,7 +162,7 @@ class PipelineLoop:
             }
             for block, cost in zip(planner.blocks, planner.costs, strict=False)
         ]
-        figures: dict[str, Any] = {"measuring": planner.measuring, "blocks": costs}
+        figures: dict[str, Any] = {"measuring": planner.measures, "blocks": costs}
         if last is None:
             return figures
         planned = last.plan.figures
@@ -206,7 +203,7 @@ class PipelineLoop:
 
     def explain(self) -> str:
         self.settle()
-        return self.planner.explain()
+        return f"{self.planner.explain().rstrip()}\n"
 
     def cancel(self) -> None:
         """End the step that runs, if any."""
@@ -220,7 +217,7 @@ class PipelineLoop:
         if outcome.failed_stage is None or self.is_trial:
             return False
         if not outcome.trains:
-            return self.planner.out_of_memory_predicting(outcome.plan)
+            return self.planner.smaller_predictions(outcome.plan)
         return self.planner.out_of_memory(outcome.failed_stage)
 
     def retire(self, device: int) -> None:
@@ -241,5 +238,35 @@ class PipelineLoop:
     def set_least_items(self, items: int) -> None:
         """Nothing: the planner is told before each plan."""
 
-    def write_ledger(self, path: str) -> None:
-        raise InvalidArgument("write_ledger: a pipeline has no ledger of shares. report()['pipeline'] has its plan.")
+
+class PipelineWork(Workload):
+    """One kind of work of a pipeline."""
+
+    def __init__(self, group: DeviceGroup, places: Places, planner: Planner) -> None:
+        self.step_loop: Any = PipelineLoop(group, planner)
+        self.planner = planner
+        self.predicts = False
+        self.limits = [None] * len(group)
+        self.searches = self.fixed = self.corrects = self.normalises = False
+        self.seen = Seen(1)
+        self.launches = LaunchClock([False])
+        self.writes_buffers = False
+        self.mode = None
+        self.given = None
+        self.alone = self.recipe = None
+        self.resizes: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None  # micro-batches, for a trial
+
+    def follow(self, whole: Batch, least: int) -> None:
+        """Fit what is planned to the batch of the next step. `least`: the fewest items of a micro-batch."""
+        self.planner.follow(sum(shape.numel() * dtype.itemsize for shape, dtype in whole.item_shapes), least)
+
+    def plan_for(self, whole: Batch, least: int) -> Any:
+        """What the next step runs."""
+        self.step_loop.settle()
+        least = 2 if self.normalises else least
+        if self.predicts:
+            plan = self.planner.plan_prediction(whole.size, least)
+        else:
+            self.follow(whole, least)
+            plan = self.planner.plan_step(whole.size)
+        return plan if self.resizes is None else plan.resized(self.resizes)

@@ -27,13 +27,8 @@ class BlockClock:
         self._glue = glue
         self.counts = False  # what is saved, which takes time
         self._known: set[int] = set()
-        self._block = 0
+        self.block = 0  # the last one that was entered, or the first
         self._last = time.perf_counter()
-
-    @property
-    def block(self) -> int:
-        """The last block that was entered, or the first."""
-        return self._block
 
     def paused(self, seconds: float) -> None:
         """The lane has waited for a turn."""
@@ -41,8 +36,8 @@ class BlockClock:
 
     def entered(self, index: int, tensors: Iterable[torch.Tensor]) -> None:
         if index > 0:
-            self._lap(self.forward, self._block)
-        self._block = index
+            self._lap(self.forward, self.block)
+        self.block = index
         self.boundary[index] = sum(one.nbytes for one in tensors if one.requires_grad)
 
     @property
@@ -51,7 +46,7 @@ class BlockClock:
         return any(self.forward)
 
     def turned(self) -> None:
-        self._lap(self.forward, self._block)
+        self._lap(self.forward, self.block)
 
     def left(self, index: int) -> None:
         """The backward of this block and of all behind it is over; that of the glue before the first block with index -1."""
@@ -94,7 +89,7 @@ class BlockClock:
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self._known:
                     self._known.add(storage.data_ptr())
-                    self.saved[self._block] += storage.nbytes()
+                    self.saved[self.block] += storage.nbytes()
             return tensor.detach()  # not itself: an output that its own graph holds would be a cycle
 
         # Else the compiler takes `pack` for a part of what it compiles. Where it is not loaded, nothing is compiled, and it loads slowly.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from paceline._core.engine import Lanes, LaneThreads, run_pipeline
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import forget_failed_backward
 from paceline.torch._pipeline.blocks import Block
-from paceline.torch._pipeline.gates import Journey, Separated, gated, journey_here, travelling
+from paceline.torch._pipeline.gates import Journey, OnLanes, Separated, gated, travelling
 from paceline.torch._pipeline.loop import Outcome
 from paceline.torch._pipeline.measure import BlockClock
 from paceline.torch._pipeline.plans import PipelinePlan
@@ -23,7 +22,7 @@ from paceline.torch._run.executor import FAILED, Executor
 from paceline.torch._run.train_run import TrainRun
 
 
-class Passage:
+class Passage(OnLanes):
     """How the micro-batches of one run pass through the stages of one pipeline.
 
     `replica`: the module of one of its lanes. `first_item` and `first_lane`: where its part of the batch and of the run's lanes begins.
@@ -32,53 +31,35 @@ class Passage:
     def __init__(
         self, blocks: list[Block], plan: PipelinePlan, replica: Replica, first_item: int = 0, first_lane: int = 0
     ) -> None:
-        self.plan = plan
-        self.first_item = first_item
-        self.first_lane = first_lane
-        self._blocks = blocks
-        self._separate = Separated(replica.parameters)
-        self._stage_of = plan.stage_of(len(blocks))
+        self.plan, self.blocks, self.first_item, self.first_lane = plan, blocks, first_item, first_lane
+        self.bounds = [(begin + first_item, end + first_item) for begin, end in plan.bounds]
+        self.separate = Separated(replica.parameters)
+        self.stage_of = plan.stage_of(len(blocks))
+        self.names: list[str] = []  # of the stages' devices
+        self.reorders = False  # whether the blocks may get another order
 
     def begins(self, begin: int) -> bool:
         return begin == self.first_item
-
-    def turn_back(self) -> list[torch.Tensor]:
-        journey = journey_here()
-        assert journey is not None
-        return journey.turn_back()
-
-    def end(self) -> None:
-        journey = journey_here()
-        assert journey is not None
-        journey.end()
-
-    def surrounded(
-        self, around: Callable[[str], contextlib.AbstractContextManager[Any]]
-    ) -> contextlib.AbstractContextManager[Any]:
-        journey = journey_here()
-        assert journey is not None
-        return journey.surrounded(around)
 
     def run(
         self, planner: Any, run: Executor, group: DeviceGroup, threads: LaneThreads, begun: Callable[[Lanes], None]
     ) -> Outcome:
         """Run all micro-batches. Failures are in the run. `begun` gets what can cancel it."""
-        plan = self.plan
-        bounds = [(begin + self.first_item, end + self.first_item) for begin, end in plan.bounds]
+        plan, bounds = self.plan, self.bounds
+        self.names, self.reorders = [group.devices[device].name for device in plan.order], planner.finds_order
         replicas = run.replicas[self.first_lane : self.first_lane + plan.lanes]
         parameters = replicas[0].parameters  # those of all lanes
         modules = [
-            [replica.counterparts.get(id(block.module), block.module) for block in self._blocks]
+            [replica.counterparts.get(id(block.module), block.module) for block in self.blocks]
             for replica in dict.fromkeys(replicas)
         ]
         trains = isinstance(run, TrainRun)
         schedule = plan.schedule if trains else plan.forward_schedule
-        measured = planner.measures if trains else None
-        self._separate.outside = run.outside if isinstance(run, TrainRun) else None
+        measured = planner.measured if trains else None
+        self.separate.outside = run.outside if isinstance(run, TrainRun) else None
         codes: list[int] = []
         last_lane = 0
         at: dict[int, Journey] = {}
-        lock = threading.Lock()
 
         def carry(lane: int, micro_batch: int) -> int:
             nonlocal last_lane
@@ -89,11 +70,7 @@ class Passage:
             if measured is not None:
                 counts = not any(one.ran for one in measured.clocks.values())
                 clock = measured.clocks[micro_batch] = self._clock(planner, parameters)
-            journey = self._journey(lanes, micro_batch, clock, trains=trains)
-            journey.reorders = planner.finds_order
-            journey.devices = [group.devices[device].name for device in plan.order]
-            with lock:
-                at[begin] = journey
+            journey = at[begin] = self._journey(lanes, micro_batch, clock, trains=trains)
             try:
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(travelling(journey))
@@ -121,18 +98,8 @@ class Passage:
             failed = ran.failed_action
             begin = bounds[failed[2]][0] if failed is not None else run.failures[0][1]
         journey = None if begin is None else at.get(begin)
-        outcome = Outcome(
-            plan,
-            ran,
-            self._blocks,
-            [device.name for device in group.devices],
-            begin,
-            journey,
-            evidence=not any(codes),
-            trains=trains,
-            last_lane=last_lane,
-            first_item=self.first_item,
-        )
+        block = -1 if journey is None else journey.block
+        outcome = Outcome(self, ran, len(group), begin, block, evidence=not any(codes), trains=trains, lane=last_lane)
         self._end(outcome)
         return outcome
 
@@ -149,16 +116,7 @@ class Passage:
         return clock
 
     def _journey(self, lanes: Lanes, micro_batch: int, clock: BlockClock | None, *, trains: bool) -> Journey:
-        return Journey(
-            lanes,
-            micro_batch,
-            self._blocks,
-            self._stage_of,
-            self._separate,
-            lambda stage: None,
-            trains=trains,
-            watcher=clock,
-        )
+        return Journey(self, lanes, micro_batch, trains=trains, watcher=clock)
 
     def _surround(self, stack: contextlib.ExitStack, journey: Journey) -> None:
         """Enter what surrounds a micro-batch on its lane."""

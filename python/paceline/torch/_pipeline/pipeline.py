@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -14,15 +15,14 @@ from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.lanes import SharedPlaces
 from paceline.torch._devices.places import Places
 from paceline.torch._devices.stages import StagePlaces
-from paceline.torch._pipeline.arguments import check_cuts, check_whole_gpus
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.execution import PipelineExecution
+from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.materialise import Init, unfilled
 from paceline.torch._pipeline.placed_execution import PlacedExecution
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.reports import PipelineReports, PipelineTracing
 from paceline.torch._pipeline.stages_proof import StageProofs
-from paceline.torch._pipeline.work import PipelineWork
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._run.workload import Workload
@@ -31,6 +31,7 @@ from paceline.torch._trainer.arguments import (
     check_count,
     check_devices,
     check_module,
+    is_whole,
     memory_limits,
     named_devices,
 )
@@ -38,6 +39,45 @@ from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.proofs import Prove, prove_of
 from paceline.torch._trainer.works import Works
+
+
+def check_cuts(cuts: Any, blocks: int) -> None:
+    """Raise if cuts are not the first blocks of stages."""
+    if cuts is None:
+        return
+    if isinstance(cuts, str) or not isinstance(cuts, Sequence):
+        raise InvalidArgument(f"Pipeline: cuts is {cuts!r}; give a list of the first blocks of the stages: [0, 3].")
+    if (
+        not all(map(is_whole, cuts))
+        or not cuts
+        or cuts[0] != 0
+        or any(b <= a for a, b in pairwise(cuts))
+        or cuts[-1] >= blocks
+    ):
+        raise InvalidArgument(
+            f"Pipeline: cuts is {list(cuts)!r} for {blocks} blocks. Give the number of the first block of each stage, beginning with 0, each "
+            f"greater than the one before and less than {blocks}."
+        )
+
+
+def check_whole_gpus(group: DeviceGroup) -> None:
+    """Raise for parts of GPUs."""
+    for device in group.devices:
+        if device.part is not None:
+            raise InvalidArgument(
+                f"Pipeline: {device.name} is a part of a GPU. A tensor that a stage reaches by closure may come from another part. It lies in the "
+                "same memory, so no operator fails, and nothing tells that this part has to wait for it. Use whole GPUs, or DataParallel on parts."
+            )
+
+
+def check_on_host(call: str, group: DeviceGroup) -> None:
+    """Raise if a device is a GPU."""
+    gpus = [device.name for device in group.devices if device.kind != "host"]
+    if gpus:
+        raise InvalidArgument(
+            f"{call}: {gpus[0]} is a GPU, and this runs on host devices only so far. Use Pipeline or DataParallel on GPUs."
+        )
+
 
 Schedule = Literal["auto", "gpipe", "1f1b"]
 _PLAN = "report()['pipeline'], explain() and plot_schedule() have the plan"

@@ -14,11 +14,10 @@ from paceline.torch._devices import cuda
 from paceline.torch._devices.stages import StagePlaces
 from paceline.torch._pipeline.blocks import Block
 from paceline.torch._pipeline.crossing import Crossings, Shared, Strays, nothing
-from paceline.torch._pipeline.gates import Journey, Turns, calls_replaced, journey_here
+from paceline.torch._pipeline.gates import Journey, calls_replaced, journey_here
 from paceline.torch._pipeline.loop import Outcome
 from paceline.torch._pipeline.measure import BlockClock
 from paceline.torch._pipeline.passage import Passage
-from paceline.torch._pipeline.placement import Placement
 from paceline.torch._pipeline.plans import Action, PipelinePlan
 from paceline.torch._pipeline.visited import Visited
 from paceline.torch._replicas.replica import Replica
@@ -27,8 +26,8 @@ from paceline.torch._replicas.replica import Replica
 class PlacedPassage(Passage):
     """A `Passage` whose stages have memories of their own.
 
-    `visited`: the user's modules whose calls are followed. `compiled`: the compiled blocks, by number, with their modules that may have tensors
-    elsewhere. `strays`: whether tensors are brought to operators that they reach from elsewhere.
+    `called`: gets modules outside of the blocks, with the last block before their first call. `visited`: the user's modules whose calls are followed.
+    `compiled`: the compiled blocks, by number, with their modules that may have tensors elsewhere. `strays`: whether tensors are brought to operators that they reach from elsewhere.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class PlacedPassage(Passage):
         plan: PipelinePlan,
         replica: Replica,
         places: StagePlaces,
-        placement: Placement,
+        called: dict[str, int],
         visited: Sequence[Visited],
         compiled: Mapping[int, Sequence[torch.nn.Module]],
         *,
@@ -45,7 +44,7 @@ class PlacedPassage(Passage):
     ) -> None:
         super().__init__(blocks, plan, replica)
         self.places = places
-        self.placement = placement
+        self.called = called
         counterparts = replica.counterparts  # of all lanes, as to what is compiled
         self.compiled = {
             index: [counterparts.get(id(part), part) for part in parts] for index, parts in compiled.items()
@@ -58,11 +57,6 @@ class PlacedPassage(Passage):
         self._strays = strays
         self._journeys: dict[int, PlacedJourney] = {}
         self._clocks: list[EventClock] = []
-
-    @property
-    def of_journeys(self) -> tuple[list[Block], list[int], Callable[[], None]]:
-        """What all journeys need: the blocks, their stages, and what separates gradients that share memory."""
-        return self._blocks, self._stage_of, self._separate
 
     def _begin(self) -> None:
         self.places.follow_caller()
@@ -105,7 +99,7 @@ class PlacedPassage(Passage):
     def _journey(self, lanes: Lanes, micro_batch: int, clock: BlockClock | None, *, trains: bool) -> Journey:
         self.places.open()
         assert clock is None or isinstance(clock, EventClock)
-        journey = self._journeys[micro_batch] = PlacedJourney(lanes, micro_batch, self, trains=trains, watcher=clock)
+        journey = self._journeys[micro_batch] = PlacedJourney(self, lanes, micro_batch, trains=trains, watcher=clock)
         return journey
 
     def _surround(self, stack: contextlib.ExitStack, journey: Journey) -> None:
@@ -114,7 +108,7 @@ class PlacedPassage(Passage):
 
     def _calls(self, replicas: Iterable[Replica]) -> contextlib.AbstractContextManager[None]:
         return calls_replaced(
-            (replica.counterparts.get(id(one.module), one.module), _Visit, (one, replica.counterparts))
+            (replica.counterparts.get(id(one.module), one.module), _visiting, (one, replica.counterparts))
             for replica in replicas
             for one in self._visited
         )
@@ -131,9 +125,9 @@ class PlacedJourney(Journey):
 
     def __init__(
         self,
-        turns: Turns,
-        micro_batch: int,
         passage: PlacedPassage,
+        lanes: Lanes,
+        micro_batch: int,
         *,
         trains: bool,
         watcher: EventClock | None = None,
@@ -142,14 +136,13 @@ class PlacedJourney(Journey):
         self.marks: dict[tuple[str, int], list[Any]] = {}  # when each action began and ended, by the device's clock
         self._places = passage.places
         self._order = passage.plan.order
-        self._called = passage.placement.called
+        self._called = passage.called
         self._clock = watcher
         self._compiled = passage.compiled
         self.strays: Strays | None = None
         self._action: list[Any] = []
         self._kind = "F"
-        blocks, stage_of, separate = passage.of_journeys
-        super().__init__(turns, micro_batch, blocks, stage_of, separate, self._arrive, trains=trains, watcher=watcher)
+        super().__init__(passage, lanes, micro_batch, trains=trains, watcher=watcher)
 
     def _arrive(self, stage: int) -> None:
         self._places.arrive(self._order[stage])
@@ -217,17 +210,17 @@ class PlacedJourney(Journey):
         super()._move(kind, stage)
 
 
-class _Visit:
-    def __init__(self, about: tuple[Visited, Mapping[int, Any]], call: Callable[..., Any]) -> None:
-        self._visited, counterparts = about
-        self._parts = [counterparts.get(id(part), part) for _, part in self._visited.parts]
-        self._call = call
+def _visiting(about: tuple[Visited, Mapping[int, Any]], call: Callable[..., Any]) -> Callable[..., Any]:
+    visited, counterparts = about
+    parts = [counterparts.get(id(part), part) for _, part in visited.parts]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def visiting_call(*args: Any, **kwargs: Any) -> Any:
         journey = journey_here()
         if isinstance(journey, PlacedJourney):
-            return journey.visit(self._visited, self._parts, self._call, args, kwargs)
-        return self._call(*args, **kwargs)
+            return journey.visit(visited, parts, call, args, kwargs)
+        return call(*args, **kwargs)
+
+    return visiting_call
 
 
 class EventClock(BlockClock):
@@ -246,7 +239,7 @@ class EventClock(BlockClock):
 
     def leaving(self) -> None:
         """The micro-batch is about to give a turn back."""
-        self._lap(self.forward if self._forward else self.backward, self._block)
+        self._lap(self.forward if self._forward else self.backward, self.block)
 
     def arrived(self) -> None:
         """The micro-batch has got a turn."""

@@ -26,7 +26,7 @@ _MOST_REORDERS = 8  # of blocks, before an order that changes is the user's to m
 _GROWTH = 1.5  # of an item over those that were measured, at which blocks are measured again
 
 
-class Planner:
+class Planner(StagePlanner):
     """The closed loop of a pipeline."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Planner:
         self._reached: dict[int, int] = {}  # blocks, by the parameters outside that belong to them
         self._trained: list[bool] = []  # which parameters were, when the blocks were measured
         self._measured_bytes = 0  # of an item then
-        self._measured = [(0, 0)] * len(blocks)  # bytes per item: saved, and coming in
+        self._item_bytes = [(0, 0)] * len(blocks)  # bytes per item: saved, and coming in
         self._classes = list(range(len(blocks)))
         spaces = list(dict.fromkeys(device.memory_space for device in group.devices))
         devices = [
@@ -70,9 +70,7 @@ class Planner:
             BlockCost(forward_per_item=1e-9 * size + 1e-6, backward_per_item=0.0, parameter_bytes=size)
             for size in self.parameter_bytes({})
         ]
-        self.core = StagePlanner(
-            guesses, devices, micro_batches=micro_batches, cuts=list(cuts or []), schedule=schedule
-        )
+        super().__init__(guesses, devices, micro_batches=micro_batches, cuts=list(cuts or []), schedule=schedule)
 
     # What `PipelineExecution` asks
 
@@ -94,79 +92,70 @@ class Planner:
 
     def follow(self, item_bytes: int, least: int) -> None:
         """Measure the blocks again if items are longer by now, or other parameters are trained. `least`: the fewest items of a micro-batch."""
-        self.core.set_least_items(least)
+        self.set_least_items(least)
         trained = [parameter.requires_grad for parameter in self._parameters]
         longer = 0 < _GROWTH * self._measured_bytes < item_bytes
-        if not self.core.measures and (longer or trained != self._trained):
+        if not self.measures and (longer or trained != self._trained):
             self._measure_again()
-        if self.core.measures:
+        if self.measures:
             self._trained = trained
-        if self.core.measures or self._measured_bytes == 0:
+        if self.measures or self._measured_bytes == 0:
             self._measured_bytes = max(self._measured_bytes, item_bytes)
 
     def _measure_again(self) -> None:
-        self.core.set_bytes(self._block_bytes({}))
-        self.core.measure_again()
+        self.set_bytes(self._block_bytes({}))
+        self.measure_again()
 
-    def plan(self, items: int) -> PipelinePlan:
+    def plan_step(self, items: int) -> PipelinePlan:
         """What the next step runs. If it measures, one micro-batch at a time."""
-        plan = plan_of(self.core.plan(items))
-        if self.core.measures:
+        plan = plan_of(self.plan(items))
+        if self.measures:
             plan = plan.alone()
             self._next = Measured(plan)
         return plan
 
-    def predictions(self, items: int, least: int) -> PipelinePlan:
+    def plan_prediction(self, items: int, least: int) -> PipelinePlan:
         """What a prediction runs."""
-        return plan_of(self.core.predict(items, least))._replace(figures=None)
+        return plan_of(self.predict(items, least))._replace(figures=None)
 
-    def out_of_memory_predicting(self, plan: PipelinePlan) -> bool:
-        """Whether predictions go on in smaller micro-batches."""
-        return self.core.out_of_memory_predicting(plan.sizes[0])
-
-    @property
-    def measuring(self) -> bool:
-        """Whether the next step measures blocks."""
-        return self.core.measures
+    def smaller_predictions(self, plan: PipelinePlan) -> bool:
+        """After a prediction ran out of memory: whether the next ones have smaller micro-batches."""
+        return self.out_of_memory_predicting(plan.sizes[0])
 
     @property
-    def measures(self) -> Measured | None:
+    def measured(self) -> Measured | None:
         """Where the step that was planned puts what it measures of blocks, or None if all is known."""
-        return self._next if self.core.measures else None
+        return self._next if self.measures else None
 
     def clock(self, replica: Sequence[torch.Tensor], kind: type[BlockClock] = BlockClock) -> BlockClock:
         """A clock for one micro-batch. `replica` has the parameters that get gradients."""
         return kind(len(self.blocks), [replica[index] for index in self._glue])
 
-    def record(self, plan: PipelinePlan, record: Sequence[Sequence[Action]], *, evidence: bool) -> None:
+    def note(self, plan: PipelinePlan, record: Sequence[Sequence[Action]], *, evidence: bool) -> None:
         """Take note of a step that was committed."""
-        if self.core.measures:
+        if self.measures:
             self.add(self._next)
         else:  # it says nothing of a step that ran one micro-batch at a time
-            self.core.record(record, not evidence or plan.figures is None)
+            self.record(record, not evidence or plan.figures is None)
 
     def add(self, step: Measured) -> None:
         """Take note of a step that has measured."""
-        if self.core.recorded == 0:
+        if self.recorded == 0:
             clock, items = step.counted
             keys = [_class_of(block.module, clock.boundary[index]) for index, block in enumerate(self.blocks)]
             keys = [(key, index == 0, index == len(keys) - 1) for index, key in enumerate(keys)]  # with glue
             self._classes = [keys.index(key) for key in keys]
             self._reached = clock.reached
-            self._measured = clock.bytes_of(self._classes, items)
-        self.core.set_link(*self._link())
-        self.core.record_samples(step.samples, self._block_bytes(self._reached), self._classes)
+            self._item_bytes = clock.bytes_of(self._classes, items)
+        self.set_link(*self._link())
+        self.record_samples(step.samples, self._block_bytes(self._reached), self._classes)
 
-    def out_of_memory(self, stage: int) -> bool:
-        """Whether there is a plan that takes less."""
-        return self.core.out_of_memory(stage)
-
-    def retire(self, device: int) -> None:
-        self.core.retire(device)
+    def retire(self, device: Any) -> None:
+        super().retire(device)
         self.retired.add(device)
 
-    def restore(self, device: int) -> None:
-        self.core.restore(device)
+    def restore(self, device: Any) -> None:
+        super().restore(device)
         self.retired.discard(device)
 
     def optimized_by(self, cls: type, options: dict[str, Any]) -> None:
@@ -174,8 +163,8 @@ class Planner:
         self._states = _STATES.get(cls.__name__, _STATES_OF_OTHERS)
         if cls.__name__ == "SGD" and not options.get("momentum"):
             self._states = 0
-        if self.core.measures:
-            self.core.set_bytes(self._block_bytes(self._reached))
+        if self.measures:
+            self.set_bytes(self._block_bytes(self._reached))
 
     def measure(self, items: int, run: Callable[[int, bool], BlockClock]) -> None:
         """Measure the blocks before the first step, by `run(size, counts)`, which takes one micro-batch through one block after the other.
@@ -183,33 +172,28 @@ class Planner:
         Devices count as equally fast until steps tell.
         """
         clocks: dict[int, dict[int, BlockClock]] = {}
-        while self.core.measures:
-            plan = self.plan(items)
+        while self.measures:
+            plan = self.plan_step(items)
             size = plan.sizes[0]
             if size not in clocks:
                 clocks[size] = {number: run(size, counts) for number, counts in enumerate((True, False))}
             self.add(Measured(plan._replace(sizes=(size, size)), clocks[size]))
 
-    @property
-    def known(self) -> tuple[list[BlockCost], list[float]]:
-        """What was measured: the costs of blocks on a device of speed 1, and the devices' speeds."""
-        return self.core.known
-
-    def know(self, costs: Sequence[BlockCost], speeds: Sequence[float]) -> None:
+    def begin_with(self, costs: Sequence[BlockCost], speeds: Sequence[float]) -> None:
         """Plan all steps from now on with these costs of blocks and speeds of devices."""
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        self.core.set_link(*self._link())
-        self.core.know(costs, speeds)
+        self.set_link(*self._link())
+        self.know(costs, speeds)
 
-    def layouts(self, items: int) -> list[dict[str, Any]]:
+    def ways(self, items: int) -> list[dict[str, Any]]:
         """All ways of laying out the module for a batch of so many items, the best first. Requires: the costs are known."""
         weights = self._bytes_of_blocks(self._reached, lambda one: one.nbytes)
         gradients = self._bytes_of_blocks(self._reached, lambda one: one.nbytes if one.requires_grad else 0)
-        return self.core.layouts(items, weight_bytes=weights, gradient_bytes=gradients)
+        return self.layouts(items, weight_bytes=weights, gradient_bytes=gradients)
 
     def pipeline_seconds(self, items: int) -> float:
         """Seconds of a step of so many items on these devices. Requires: the costs are known."""
-        found = next(one for one in self.layouts(items) if one["kind"] == "pipeline")
+        found = next(one for one in self.ways(items) if one["kind"] == "pipeline")
         if not found["fits"]:
             raise OutOfMemory(found["reason"])
         return float(found["seconds"])
@@ -220,7 +204,7 @@ class Planner:
 
     def _block_bytes(self, reached: dict[int, int]) -> list[tuple[int, int, int, int]]:
         """Of parameters, and per item what is saved, what comes in, and the gradients of what a block got and gave."""
-        own = zip(self.parameter_bytes(reached), self._measured, strict=True)
+        own = zip(self.parameter_bytes(reached), self._item_bytes, strict=True)
         return [(parameters, saved, boundary, 2 * boundary) for parameters, (saved, boundary) in own]
 
     def _bytes_of_blocks(self, reached: dict[int, int], of: Callable[[torch.Tensor], int]) -> list[int]:
@@ -237,19 +221,7 @@ class Planner:
     @property
     def costs(self) -> list[BlockCost]:
         """Of the blocks, if they are known."""
-        return [] if self.core.measures else self.known[0]
-
-    @property
-    def moves(self) -> int:
-        return self.core.moves
-
-    @property
-    def recent_moves(self) -> list[dict[str, Any]]:
-        return self.core.recent_moves
-
-    @property
-    def speeds(self) -> list[float]:
-        return self.core.speeds
+        return [] if self.measures else self.known[0]
 
     def memory(self, last: PipelinePlan | None) -> dict[str, dict[str, float]]:
         """For each device with a limit: the limit, and the bytes of its stage in the `last` plan."""
@@ -261,9 +233,6 @@ class Planner:
             for device, (name, limit) in enumerate(zip(self._names, self.limits, strict=True))
             if limit is not None
         }
-
-    def explain(self) -> str:
-        return f"{self.core.explain().rstrip()}\n"
 
 
 def _class_of(module: torch.nn.Module, boundary: int) -> tuple[Any, ...]:

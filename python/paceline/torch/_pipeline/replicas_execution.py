@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline import Cancelled, DeviceGroup, Unavailable
+from paceline import Cancelled, Device, DeviceGroup, Unavailable
 from paceline._core.engine import Lanes, LaneThreads
+from paceline.plan import BlockCost
+from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.failures import Failure, note_others
+from paceline.torch._devices.lanes import SharedPlaces
 from paceline.torch._devices.places import Places
-from paceline.torch._pipeline.blocks import Block
+from paceline.torch._pipeline.blocks import Block, Blocks, blocks_of
 from paceline.torch._pipeline.execution import PipelineExecution
+from paceline.torch._pipeline.gates import OnLanes
 from paceline.torch._pipeline.loop import Outcome
 from paceline.torch._pipeline.passage import Passage
+from paceline.torch._pipeline.pipeline import PipelineWorks, StagesTrainer, check_on_host
+from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.replicas_plan import ReplicasPlan, ReplicasPlanner
+from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._replicas.replica import Replica
 from paceline.torch._run.executor import Executor
-from paceline.torch._run.pushing import Pushing
+from paceline.torch._trainer.arguments import Memory, memory_limits
+from paceline.torch._trainer.proofs import prove_of
 
 
 class ReplicasOutcome(Outcome):
@@ -34,7 +42,7 @@ class ReplicasOutcome(Outcome):
         self.evidence = all(part.evidence for part in parts)
         self.trains = parts[0].trains
         number = max(range(len(parts)), key=lambda k: sum(parts[k].plan.sizes))
-        self.largest = plan.parts[number][0], parts[number].last_lane  # the pipeline that ran most items
+        self.largest = plan.parts[number][0], parts[number].largest[1]  # the pipeline that ran most items
         self.failed = False
         self.failed_begin = self.failed_stage = None
         self.started = min(part.started for part in parts)
@@ -49,26 +57,7 @@ class ReplicasOutcome(Outcome):
                 )
 
 
-class Together:
-    """What cancels all pipelines of a step."""
-
-    def __init__(self) -> None:
-        self._all: list[Lanes] = []
-        self._lock = threading.Lock()
-
-    def add(self, lanes: Lanes) -> None:
-        """A pipeline begins."""
-        with self._lock:
-            self._all.append(lanes)
-
-    def cancel(self) -> None:
-        """Let no further action start."""
-        with self._lock:
-            for lanes in self._all:
-                lanes.cancel()
-
-
-class _Passages:
+class _Passages(OnLanes):
     """How the micro-batches of one run pass through all pipelines."""
 
     def __init__(self, passages: Sequence[Passage], plan: ReplicasPlan, groups: Sequence[DeviceGroup], threads: Sequence[LaneThreads], devices: int) -> None:  # fmt: skip
@@ -77,17 +66,6 @@ class _Passages:
 
     def begins(self, begin: int) -> bool:
         return any(passage.begins(begin) for passage in self._passages)
-
-    def turn_back(self) -> list[torch.Tensor]:
-        return self._passages[0].turn_back()  # it looks for the journey of the calling thread
-
-    def end(self) -> None:
-        self._passages[0].end()
-
-    def surrounded(
-        self, around: Callable[[str], contextlib.AbstractContextManager[Any]]
-    ) -> contextlib.AbstractContextManager[Any]:
-        return self._passages[0].surrounded(around)
 
     def run(
         self,
@@ -99,8 +77,13 @@ class _Passages:
     ) -> Outcome:
         """Run all pipelines at the same time: the first one on the calling thread, which signals reach."""
         planner.note_stages(self.plan)
-        together = Together()
-        begun(together)
+        lanes: list[Lanes] = []  # of all that have begun
+
+        def cancel() -> None:
+            for pipeline in list(lanes):
+                pipeline.cancel()
+
+        begun(SimpleNamespace(cancel=cancel))
         count = len(self._passages)
         outcomes: list[Outcome | None] = [None] * count
         errors: list[BaseException | None] = [None] * count
@@ -109,13 +92,13 @@ class _Passages:
             number = self.plan.parts[index][0]
             try:
                 outcome = outcomes[index] = self._passages[index].run(
-                    planner.planners[number], run, self._groups[number], self._threads[number], together.add
+                    planner.planners[number], run, self._groups[number], self._threads[number], lanes.append
                 )
                 if outcome.failed:
-                    together.cancel()
+                    cancel()
             except BaseException as error:
                 errors[index] = error
-                together.cancel()
+                cancel()
 
         others = [threading.Thread(target=one, args=(index,), daemon=True) for index in range(1, count)]
         for thread in others:
@@ -126,7 +109,7 @@ class _Passages:
                 thread.join()
         except BaseException:  # Ctrl-C
             if errors[0] is None:  # the first one: what runs comes to its end
-                together.cancel()
+                cancel()
                 for thread in others:
                     thread.join()
             raise
@@ -160,22 +143,6 @@ def add_up(pipelines: Iterable[Replica]) -> None:
             gradients[0].add_(gradient)
 
 
-class PushingOfPipelines(Pushing):
-    """What the pipeline that ran most items has written."""
-
-    _replicas: LaneReplicas
-
-    def most(self, outcome: Any) -> int:
-        number, lane = outcome.largest
-        own = self._replicas.of(number)
-        return self._replicas.list.index(own[lane if lane < len(own) else 0])
-
-    def buffers(self, outcome: Any) -> None:
-        buffers = self._replicas.of(outcome.largest[0])[0].buffers  # those of all its lanes
-        if buffers is not None:
-            buffers.push()
-
-
 class ReplicasExecution(PipelineExecution):
     """An `Execution` whose devices are the stages of several copies of the module."""
 
@@ -184,7 +151,6 @@ class ReplicasExecution(PipelineExecution):
         groups: Sequence[DeviceGroup],
     ) -> None:  # fmt: skip
         super().__init__(group, module, places, replicas, blocks)
-        self.pushing = PushingOfPipelines(replicas, places)
         self._groups = groups
         self._all_threads = [LaneThreads() for _ in groups]
 
@@ -206,3 +172,66 @@ class ReplicasExecution(PipelineExecution):
             threads.close()
         for group in self._groups:
             group.close()
+
+
+class PipelineReplicas(StagesTrainer):
+    """Trains `module` on several pipelines at once, each with a part of every batch. `Layout.trainer` makes these.
+
+    Each pipeline has a copy of the module, which shares the parameters, on devices of its own. The parts are as large as makes all pipelines
+    finish at the same time. At the end of a step the gradients are added up, and committed if all pipelines have succeeded. So a gradient
+    equals that of one device up to the order of floating-point sums.
+
+    It has the calls of `Pipeline`. ``report()["pipeline"]["stages"]`` lists the stages of all pipelines, one after the other. Batch
+    normalisation updates the running statistics with those of the pipeline that ran most items.
+
+    Parameters
+    ----------
+    module, blocks, memory, reduction, replicate
+        As for `Pipeline`.
+    pipelines
+        The devices of each pipeline. No device is in two of them.
+    costs, speeds
+        What `layout` has measured: of the blocks, and of all devices in order.
+    """
+
+    _planner: ReplicasPlanner
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pipelines: Sequence[Sequence[Device]],
+        *,
+        costs: Sequence[BlockCost],
+        speeds: Sequence[Sequence[float]],
+        blocks: Blocks | None = None,
+        memory: Memory | None = None,
+        reduction: Reduction = "mean",
+        replicate: Replicate | None = None,
+    ) -> None:
+        proves = prove_of(None)
+        found = blocks_of(module, blocks)
+        local = DeviceGroup([device for devices in pipelines for device in devices])
+        groups: list[DeviceGroup] = []
+        try:
+            check_on_host("replicas of pipelines", local)
+            groups += [DeviceGroup(list(devices)) for devices in pipelines]
+            limits = iter(memory_limits("PipelineReplicas", memory, local))
+            planners = []
+            for group, own_speeds in zip(groups, speeds, strict=True):
+                own_limits = [next(limits) for _ in group.devices]
+                planner = Planner(
+                    group, found, list(module.parameters()), own_limits, cuts=None, schedule="auto", micro_batches=None
+                )
+                planner.begin_with(costs, own_speeds)
+                planners.append(planner)
+            self._planner = ReplicasPlanner(groups, planners)
+            places = Places(local, module, 600.0, "auto")
+            works = PipelineWorks(local, places, self._planner)
+            replicas = LaneReplicas(module, SharedPlaces(places, len(groups)), replicate)
+            execution = ReplicasExecution(local, module, places, replicas, found, groups)
+        except BaseException:
+            for group in (local, *groups):
+                group.close()
+            raise
+        options: dict[str, Any] = {"reduction": reduction, "prove": proves}
+        self._assemble(module, local, owned=True, works=works, execution=execution, **options)

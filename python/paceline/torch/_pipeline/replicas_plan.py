@@ -18,10 +18,7 @@ _MOST_MODELS = 64  # sizes of batches whose lines are kept
 
 
 class ReplicasPlan:
-    """The plans of all pipelines that have items, as one: stages, devices and micro-batches one after the other.
-
-    Has the attributes of `PipelinePlan`.
-    """
+    """The plans of all pipelines that have items, one after the other, with the attributes of a `PipelinePlan`."""
 
     def __init__(self, parts: Sequence[tuple[int, PipelinePlan]], first_devices: Sequence[int]) -> None:
         """`parts`: (number of the pipeline, its plan). `first_devices`: of each pipeline, among all devices."""
@@ -91,7 +88,7 @@ def _figures_of(plans: Sequence[PipelinePlan]) -> _Figures | None:
 class ReplicasPlanner:
     """Plans the steps of all pipelines: their shares of the batch, and by their own planners all else."""
 
-    measures, measuring = None, False  # all is known from the start
+    measures, measured = False, None  # all is known from the start
     finds_order = False
     plans_micro_batches = True
     unsettled = None  # on the host times are known when a step is over
@@ -112,20 +109,20 @@ class ReplicasPlanner:
         """Note the fewest items of a micro-batch. Nothing is measured again: `layout` has measured all."""
         self._least_items = least
         for planner in self.planners:
-            planner.core.set_least_items(least)
+            planner.set_least_items(least)
 
     def renewed(self, parameters: Sequence[Any]) -> None:
         """Others have taken the place of the module's parameters, or not."""
         for planner in self.planners:
             planner.renewed(parameters)
 
-    def plan(self, items: int) -> ReplicasPlan:
+    def plan_step(self, items: int) -> ReplicasPlan:
         """What the next step runs."""
-        return self._plans(items, lambda planner, share: planner.plan(share))
+        return self._plans(items, lambda planner, share: planner.plan_step(share))
 
-    def predictions(self, items: int, least: int) -> ReplicasPlan:
+    def plan_prediction(self, items: int, least: int) -> ReplicasPlan:
         """What a prediction runs."""
-        return self._plans(items, lambda planner, share: planner.predictions(share, least))
+        return self._plans(items, lambda planner, share: planner.plan_prediction(share, least))
 
     def _plans(self, items: int, plan: Callable[[Planner, int], PipelinePlan]) -> ReplicasPlan:
         shares = self.shares(items)
@@ -156,19 +153,19 @@ class ReplicasPlanner:
             self._models[items] = [_line(planner, half, items) for planner in self.planners]
         return self._models[items]
 
-    def record(self, plan: ReplicasPlan, record: Sequence[Sequence[Action]], *, evidence: bool) -> None:
+    def note(self, plan: ReplicasPlan, record: Sequence[Sequence[Action]], *, evidence: bool) -> None:
         """Take note of a step that was committed."""
         for (number, part), stage in zip(plan.parts, plan.first_stages, strict=True):
-            self.planners[number].record(part, record[stage : stage + len(part.cuts)], evidence=evidence)
+            self.planners[number].note(part, record[stage : stage + len(part.cuts)], evidence=evidence)
 
     def out_of_memory(self, stage: int) -> bool:
         """Whether there is a plan that takes less. `stage`: counted over all pipelines of the last plan."""
         number, own = self._last_stages[stage]
         return self.planners[number].out_of_memory(own)
 
-    def out_of_memory_predicting(self, plan: ReplicasPlan) -> bool:
-        """Whether predictions go on in smaller micro-batches."""
-        smaller = [self.planners[number].out_of_memory_predicting(part) for number, part in plan.parts]
+    def smaller_predictions(self, plan: ReplicasPlan) -> bool:
+        """After a prediction ran out of memory: whether the next ones have smaller micro-batches."""
+        smaller = [self.planners[number].smaller_predictions(part) for number, part in plan.parts]
         return any(smaller)
 
     def note_stages(self, plan: ReplicasPlan) -> None:
@@ -235,7 +232,9 @@ class ReplicasPlanner:
         return figures
 
     def explain(self) -> str:
-        return "".join(f"Pipeline {number}: {planner.explain()}" for number, planner in enumerate(self.planners))
+        return "".join(
+            f"Pipeline {number}: {planner.explain().rstrip()}\n" for number, planner in enumerate(self.planners)
+        )
 
 
 def _line(planner: Planner, half: int, items: int) -> tuple[float, float]:

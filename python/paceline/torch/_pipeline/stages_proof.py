@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import torch
 
 from paceline import Cancelled, DeviceLost, Error, Timeout, Unavailable
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.objective import Objective
+from paceline.torch._check.base import BaseProver, Found
 from paceline.torch._check.check import TrialRun, check
 from paceline.torch._check.forward import ForwardProver
+from paceline.torch._check.probe import LEAST_OF_PROOFS
 from paceline.torch._check.proof import Proof, thrown_away
 from paceline.torch._check.prover import Prover
-from paceline.torch._check.result import Result
-from paceline.torch._check.state import Snapshot, State, close
-from paceline.torch._check.tolerance import LEAST_OF_PROOFS
+from paceline.torch._check.state import Result, Snapshot, State, close
 from paceline.torch._devices.noise import SliceNoise
 from paceline.torch._pipeline.carried import watched
 from paceline.torch._pipeline.execution import PipelineExecution
-from paceline.torch._pipeline.work import PipelineWork
+from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._replicas.batch_norm import using_batch_statistics
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.executor import Executor
@@ -34,7 +34,6 @@ from paceline.torch._run.train_run import LossFunction
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.proofs import TRIES, Proofs, name_of, words_of
 
-_T = TypeVar("_T")
 _PLANNED = (
     "The number of micro-batches is planned by measured times, so the result depends on these. micro_batches= fixes it."
 )
@@ -43,21 +42,23 @@ _CHECK = "check(), on devices that can run the whole batch, says why."
 _ENDS = (Cancelled, DeviceLost, Timeout, Unavailable)  # of a call, whatever it runs
 
 
-class _TwoNumbers:
-    """What both provers have in common: runs in fewer and in more micro-batches."""
+class _TwoNumbers(BaseProver):
+    """What both provers have in common: runs in fewer and in more micro-batches. Nothing is left of them."""
 
     counts: list[int]  # of the two runs
     plans = True  # whether the number of micro-batches is planned
     _fewer = True
-    _execution: Any
-    _batch: Batch
 
-    def _begin(self, make: Callable[[], Workload], function: Any, *, hooks: bool) -> None:
+    def run(self, proof: Proof) -> Any:
         self.counts, self._reads = [0, 0], dict[str, None]()
         self._normalises = bool(using_batch_statistics(self._execution.replicas.norms))
         if any(self._execution.places.on_gpu):  # so that parameters are on their devices when their state is kept
-            work = make()
-            self._execution.rehearse(Asked(work, self._batch, function, Executor, hooks=hooks))
+            self._execution.rehearse(Asked(self._new_work(), self._batch, self._function, Executor, hooks=self.hooks))
+        try:
+            with thrown_away():
+                return super().run(proof)
+        finally:
+            self.take_back()
 
     def _noise(self, *, counts: bool = False) -> Any:
         self._slices = SliceNoise(self._execution.places, LEAST_OF_PROOFS)
@@ -67,9 +68,9 @@ class _TwoNumbers:
         """Around a run. No run is one of the whole batch, so there is nothing to say of its errors."""
         return contextlib.nullcontext()
 
-    def _resizing(self, work: Workload) -> Workload:
-        """Let runs of this work have the number of micro-batches that is due."""
-        work = cast(PipelineWork, work)
+    def _new_work(self, *, normalises: bool = False) -> Workload:
+        """Lets runs have the number of micro-batches that is due."""
+        work = cast(PipelineWork, self._make_work())
         work.normalises, work.step_loop.is_trial = self._normalises, True
         self.plans = work.planner.plans_micro_batches
         resized = fewer if self._fewer else more
@@ -83,17 +84,22 @@ class _TwoNumbers:
         if self._slices.records:
             self._slices.clear()
 
-    def _fewer_by(self, run: Callable[[], _T], start: State, noise: Any) -> _T:
+    def _whole(self, start: State, noise: Any) -> Any:
+        """The batch in fewer micro-batches."""
         self._fewer = True
-        result = run()
+        result = self._split(start, noise, normalises=False)
         self._fewer = noise.records = False
         noise.lose(start.others.moved)
         return result
 
-    def _tried(self, compare: Callable[[], dict[str, str]], proof: Proof) -> dict[str, str]:
-        """What two runs differ in. More micro-batches than planned may be more than the user's code can do."""
+    def _split(self, start: State, noise: Any, *, normalises: bool) -> Any:
+        with self._watching():
+            return super()._split(start, noise, normalises=normalises)
+
+    def _compared(self, start: State, noise: Any, own: Any, proof: Proof) -> Found:
+        """More micro-batches than planned may be more than the user's code can do."""
         try:
-            found = compare()
+            found = super()._compared(start, noise, own, proof)
         except _ENDS:
             raise
         except Exception as error:
@@ -127,7 +133,7 @@ class _TwoNumbers:
 class StagesProver(_TwoNumbers, Prover):
     """Runs a step of one batch in fewer and in more micro-batches."""
 
-    _left: list[dict[str, torch.Tensor]]  # the buffers that the two runs left
+    _left_buffers: list[dict[str, torch.Tensor]]  # those that the two runs left
     _knows_rules = False
 
     def _about_state(self) -> str:
@@ -135,33 +141,25 @@ class StagesProver(_TwoNumbers, Prover):
         return f"{kept} {_PLANNED if self.plans else _FIXED}"
 
     def run(self, proof: Proof) -> Result:
-        """Compare. Nothing is left of the runs, not even of the one that is returned."""
-        self._left = [{}, {}]
-        self._begin(self._new_work, self._loss_fn, hooks=self._carries)
+        self._left_buffers = [{}, {}]
         try:
-            with thrown_away():
-                return super().run(proof)
+            result: Result = super().run(proof)
+            return result
         finally:
-            self.take_back()
             self.outside.restore()
 
-    def _first(self, before: State, noise: Any) -> Result:
-        return self._whole(before, noise)
-
-    def _whole(self, start: State, noise: Any) -> Result:
-        """The batch in fewer micro-batches."""
-        return self._fewer_by(lambda: self._split(start, noise, normalises=False), start, noise)
-
-    def _split(self, start: State, noise: Any, *, normalises: bool) -> Result:
-        with self._watching():
-            result = super()._split(start, noise, normalises=normalises)
-        self._left[0 if self._fewer else 1] = result.found.buffers
+    def _fitting(self, before: State, noise: Any) -> Result:
+        result: Result = self._whole(before, noise)
         return result
 
-    def _compared(self, start: State, noise: Any, own: Result | None, proof: Proof) -> dict[str, str]:
+    def _split(self, start: State, noise: Any, *, normalises: bool) -> Result:
+        result: Result = super()._split(start, noise, normalises=normalises)
+        self._left_buffers[0 if self._fewer else 1] = result.found.buffers
+        return result
+
+    def _compared(self, start: State, noise: Any, own: Any, proof: Proof) -> Found:
         """As in plain accumulation attributes have what some micro-batch has left, and counts of calls are those of its micro-batches."""
-        compare = super()._compared
-        found = self._tried(lambda: compare(start, noise, own, proof), proof)
+        found = super()._compared(start, noise, own, proof)
         proof.compared = proof.compared.rpartition(", ")[0]
         left = {name: text for name, text in found.items() if not text.startswith("attribute")}
         if any(text.startswith("buffer") for text in left.values()):
@@ -173,7 +171,7 @@ class StagesProver(_TwoNumbers, Prover):
         """Those of the buffers that each micro-batch raises by the same."""
         start.restore()
         before = Snapshot(self._replicas).buffers
-        (fewer, ours), (more, theirs) = zip(self.counts, self._left, strict=True)
+        (fewer, ours), (more, theirs) = zip(self.counts, self._left_buffers, strict=True)
         found = set()
         for name in names:
             values = [buffers.get(name) for buffers in (before, ours, theirs)]
@@ -184,41 +182,24 @@ class StagesProver(_TwoNumbers, Prover):
                 found.add(name)
         return found
 
-    def _new_work(self) -> Workload:
-        return self._resizing(self._make_work())
-
     def _trial(self, call: Call, **options: Any) -> TrialRun:
         self._count(call)
-        self._comparison.words = f"in {self.counts[0]} micro-batches", f"in {self.counts[1]}"
-        return _StagesTrial(call, loss_fn=self._loss_fn, names=self._replicas.names, carries=self._carries, **options)
+        self._words = f"in {self.counts[0]} micro-batches", f"in {self.counts[1]}"
+        return _StagesTrial(call, loss_fn=self._function, names=self._replicas.names, carries=self.hooks, **options)
 
 
 class StagesForwardProver(_TwoNumbers, ForwardProver):
     """Runs the forward of one batch in fewer and in more micro-batches. Only outputs are compared."""
 
     def run(self, proof: Proof) -> None:
-        """Compare. Nothing is left of the runs."""
-        self._begin(self._new_work, self._fn, hooks=True)
-        try:
-            with thrown_away():
-                super().run(proof)
-        finally:
-            self.take_back()
+        super().run(proof)
 
-    def _whole(self, start: State, noise: Any) -> Any:
-        return self._fewer_by(lambda: self._split(noise, normalises=False), start, noise)
+    def _compared(self, start: State, noise: Any, own: Any, proof: Proof) -> Found:
+        found = super()._compared(start, noise, own, proof)
+        return {name: text for name, text in found.items() if name in ("outputs", "loss")}
 
-    def _split(self, noise: Any, *, normalises: bool) -> Any:
-        with self._watching():
-            return super()._split(noise, normalises=normalises)
-
-    def _compared(self, start: State, noise: Any, ours: Any, found: Any, proof: Proof) -> dict[str, str]:
-        compare = super()._compared
-        said = self._tried(lambda: compare(start, noise, ours, found, proof), proof)
-        return {name: text for name, text in said.items() if name in ("outputs", "loss")}
-
-    def _new_work(self) -> Workload:
-        work = cast(PipelineWork, self._resizing(self._make_work()))
+    def _new_work(self, *, normalises: bool = False) -> Workload:
+        work = cast(PipelineWork, super()._new_work())
         work.predicts = True
         return work
 
@@ -271,7 +252,9 @@ class StageProofs(Proofs):
                 execution.places.begin(batch)
                 execution.replicas.refresh(hooks=True)
                 proof = Proof(name_of(fn), number, batch.size, call)
-                self._finish(StagesForwardProver(execution, self._make_work, batch, fn, graph=False, pad=pad), proof)
+                self._finish(
+                    StagesForwardProver(execution, self._make_work, batch, fn, call=call, graph=False, pad=pad), proof
+                )
         except BaseException:
             self._steps[kind] -= 1
             raise
@@ -319,7 +302,7 @@ class StageProofs(Proofs):
             planned = _PLANNED if prover.plans else _FIXED
             if any(execution.places.on_gpu):
                 return f"{planned} {_CHECK}"
-            options: dict[str, Any] = {"micro_batch": None, "granularity": 1, "tolerance": None, "costs": None}
+            options: dict[str, Any] = {"micro_batch": None, "tolerance": None, "costs": None}
             report = check(execution, self._make_work(), batch, objective, loss_fn, reduction=reduction, **options)
             texts = [cause.text for cause in report.causes if "draws" not in cause.kind]
             return " ".join([*texts, planned])

@@ -25,12 +25,8 @@ def visited_in(
 ) -> tuple[list[Visited], dict[int, list[nn.Module]]]:
     """The modules that are visited, and the compiled blocks, by number, with the modules in them whose tensors are brought.
 
-    Compiled code shows no calls of what is inside of it, so its tensors are brought when it is called.
-
-    Raises
-    ------
-    InvalidArgument
-        For code that was compiled for CUDA graphs, and for modules that are compiled as a part of another one and are used beside it.
+    Compiled code shows no calls of what is inside of it, so its tensors are brought when it is called. Refuses code that was compiled for CUDA
+    graphs, and modules that are compiled as a part of another one and are used beside it.
     """
     outermost: dict[int, tuple[str, nn.Module]] = {}  # what is compiled, by the modules in it
     for name, part in modules:

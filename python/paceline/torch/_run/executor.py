@@ -64,9 +64,6 @@ class Executor:
         self.pieces: list[list[tuple[int, int]]] | None = None  # the pieces of these claims
         self.alone = False  # whether one device runs everything, as a trial
         self.plan: BatchPlan | None = None  # who runs what, once that is planned
-        self.around: list[
-            Around
-        ] = []  # what surrounds each micro-batch on its worker beside the features, inside of these
         self.failures: list[
             tuple[int | None, int, int, BaseException]
         ] = []  # device (None: the reduction), begin, end, error
@@ -178,12 +175,10 @@ class Executor:
         self.first(device)
 
     def _timed(self, device: int, begin: int, end: int) -> tuple[bool, int]:
-        if self.around or self.recipe.micro_batch:
+        if self.recipe.micro_batch:
             with contextlib.ExitStack() as stack:
                 for bound in self.recipe.micro_batch:
                     stack.enter_context(bound(self, device, begin, end))
-                for surround in self.around:
-                    stack.enter_context(surround(device, begin, end))
                 ran, code = self._compute(device, begin, end)
         else:
             ran, code = self._compute(device, begin, end)

@@ -35,10 +35,7 @@ _STATE, _MANIFEST = "state.json", "manifest.json"
 def commit(root: Path, tensors: Mapping[str, Image], state: bytes, keep: int) -> Path:
     """Write a save and bring it to the disk, then remove all but the `keep` newest. Returns the folder of the save.
 
-    Raises
-    ------
-    OSError
-        If the save cannot be written, or if another process writes to `root`. What cannot be removed stays, and is no error.
+    OSError: the save cannot be written, or another process writes to `root`. What cannot be removed stays, and is no error.
     """
     with _only_writer(root):
         return _committed(root, tensors, state, keep)
@@ -105,14 +102,7 @@ def _unfinished(folder: Path) -> Path:
 def newest(root: Path) -> tuple[Path, dict[str, Any]]:
     """The newest complete save: its folder, and the parts of it by name. Warns of newer ones that are damaged.
 
-    Raises
-    ------
-    FileNotFoundError
-        If there is no save.
-    Error
-        If all saves are damaged.
-    OSError
-        If the file system fails in another way, as for too many open files.
+    FileNotFoundError: there is no save. Error: all are damaged. OSError: the file system fails in another way, as for too many open files.
     """
     reasons = []
     for folder in reversed(_saves(root)):

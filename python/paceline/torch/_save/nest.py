@@ -21,14 +21,8 @@ _RESERVED = "__metadata__"  # a safetensors file has other things under this nam
 class Packed:
     """A nest, taken apart.
 
-    Attributes
-    ----------
-    json
-        What ``json.dumps`` takes. Where the nest has a tensor, this has the tensor's name.
-    tensors
-        The tensors by name, each once. A name is the path in the nest: ``state.0.exp_avg``.
-    aliases
-        Names of tensors that are the same memory as another one, with that one's name, as tied parameters are.
+    `json` is what ``json.dumps`` takes, with names in the place of tensors. `tensors` by name, each once. A name is the path in the nest:
+    ``state.0.exp_avg``. `aliases`: names of tensors that are the same memory as another one, with that one's name, as tied parameters are.
     """
 
     def __init__(self, nest: Any, call: str, what: str) -> None:

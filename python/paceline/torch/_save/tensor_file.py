@@ -37,16 +37,12 @@ def _safetensors() -> Any:
     """The package, which is imported when it is needed."""
     try:
         import safetensors.torch
-
-        return safetensors if hasattr(safetensors, "TensorSpec") else _raise_missing()
-    except ImportError:
-        return _raise_missing()
-
-
-def _raise_missing() -> Any:
-    raise ImportError(
-        'save_async and load need the package safetensors, of version 0.8 at least: pip install "paceline[torch]"'
-    )
+        from safetensors import TensorSpec  # noqa: F401  of version 0.8 on
+    except ImportError as error:
+        raise ImportError(
+            'save_async and load need the package safetensors, of version 0.8 at least: pip install "paceline[torch]"'
+        ) from error
+    return safetensors
 
 
 class Staging:
@@ -112,15 +108,7 @@ def write_image(path: Path, image: Image) -> Stamp:
 
 
 def read(path: Path, stamp: Stamp) -> dict[str, torch.Tensor]:
-    """The tensors of a file, each with memory of its own.
-
-    Raises
-    ------
-    ValueError
-        If the file is not the one with this stamp.
-    OSError
-        If it cannot be read.
-    """
+    """The tensors of a file, each with memory of its own. ValueError: it is not the file with this stamp."""
     found = _stamp_of(path)
     if found != stamp:
         raise ValueError(f"{path.name} is damaged: its size or checksum is another one")

@@ -39,7 +39,7 @@ class FunctionProver(Prover):
 
     def _one(self, data: Any, begin: int, end: int, extras: Extras, *, first: bool) -> torch.Tensor:
         part = MicroBatch(self, 0, begin, end, data)
-        self._loss_fn(self._module, part)
+        self._function(self._module, part)
         parameters = self._replicas.parameters
         filled = any(one.grad is not None for one in parameters)
         if filled and first and not part.terms:
@@ -73,4 +73,4 @@ class FunctionProver(Prover):
         raise without_gradient(self._given is not None)
 
     def _trial(self, call: Call, **options: Any) -> TrialRun:
-        return _Trial(call, fn=self._loss_fn, replicas=self._replicas, parameters=self._given, **options)
+        return _Trial(call, fn=self._function, replicas=self._replicas, parameters=self._given, **options)

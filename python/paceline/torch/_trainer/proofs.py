@@ -19,7 +19,7 @@ from paceline.torch._check.check import check
 from paceline.torch._check.forward import ForwardProver
 from paceline.torch._check.proof import Proof
 from paceline.torch._check.prover import Prover
-from paceline.torch._check.result import Result
+from paceline.torch._check.state import Result
 from paceline.torch._devices.failures import warn_caller
 from paceline.torch._features.faults import Faults
 from paceline.torch._replicas.hooks import hooks_of
@@ -120,7 +120,7 @@ class Proofs:
                 execution.places.begin(batch)
                 execution.replicas.refresh(hooks=True)
                 stack.enter_context(self._works.no_trace())
-                prover = ForwardProver(execution, self._make_work, batch, fn, graph=graph, pad=pad)
+                prover = ForwardProver(execution, self._make_work, batch, fn, call=call, graph=graph, pad=pad)
                 outputs = prover.run(proof)
                 proof.seconds = time.perf_counter() - began
                 if proof.is_wrong and self._prove == "raise":
@@ -195,9 +195,8 @@ class Proofs:
         def explained() -> str:
             if prover_of is not Prover:
                 return ""
-            granularity = self._works.options["granularity"]
             work = self._works.temporary(micro_batch=self._works.options["micro_batch"], balance="even")
-            options: dict[str, Any] = {"micro_batch": micro_batch, "granularity": granularity, "tolerance": None}
+            options: dict[str, Any] = {"micro_batch": micro_batch, "tolerance": None}
             report = check(execution, work, batch, objective, loss_fn, reduction=reduction, costs=costs, **options)
             draws = ("random draws", "shared draws", "running statistics")
             return " ".join(cause.text for cause in report.causes if cause.kind not in draws)

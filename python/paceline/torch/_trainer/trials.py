@@ -95,7 +95,6 @@ class Trials:
                 loss_fn,
                 reduction=self._training.reduction,
                 micro_batch=micro_batch or None,
-                granularity=self._works.options["granularity"],
                 tolerance=tolerance,
                 costs=costs,
             )
