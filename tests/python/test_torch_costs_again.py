@@ -214,7 +214,8 @@ def test_steps_with_costs_run_again_to_the_same_bit(tmp_path: Path, limit: str) 
             seen.append(gradients(module))
         return seen
 
-    memory, balance = 8000 if "memory" in limit else None, "even" if "even" in limit else "auto"
+    memory = 8000 if "memory" in limit else None
+    balance: Any = "even" if "even" in limit else "auto"
     loss_fn: Any = Short(int(batch["length"].max())) if limit == "runs out" else loss_of_words
     with DataParallel(module, TWO, memory=memory, balance=balance) as trainer:
         trainer.write_ledger(path)
