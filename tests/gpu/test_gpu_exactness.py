@@ -11,22 +11,21 @@ import torch
 
 from gpu_support import TOLERANCE, Box
 from paceline.torch import DataParallel
-from test_torch_exactness import MAKERS
+from test_torch_exactness import KINDS, made
 from torch_support import classify, gradients, plain, worst_difference
 
 SPLITS = 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_two_accumulated_batches_are_those_of_one_device(kind: str, dtype: torch.dtype, box: Box) -> None:
     for seed in range(SPLITS):
         rng = random.Random(f"{kind} {seed}")
         torch.manual_seed(seed)
         items = rng.randint(8, 40)
-        module, batch, loss_fn = MAKERS[kind](items, dtype)
-        _, second, _ = MAKERS[kind](items, dtype)
-        module, batch, second = box.put(module.to(dtype)), box.put(batch), box.put(second)
+        module, batches, loss_fn = made(kind, items, dtype)
+        module, batch, second = box.put(module), *map(box.put, batches)
         reference = copy.deepcopy(module)
         losses = [loss_fn(reference, each) for each in (batch, second)]
         for loss in losses:

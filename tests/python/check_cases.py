@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from paceline.torch import DataParallel
+from paceline.torch import CheckReport, DataParallel
 from torch_support import classify, hosts
 
 F = nn.functional
-DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
 
 
 def inputs(items: int = 24, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,17 +31,19 @@ def checked(
     batch: Any = None,
     *,
     devices: int = 2,
-    reduction: Literal["mean", "sum"] = "mean",
-    micro_batch: int | None = None,
+    trainer: dict[str, Any] | None = None,
     **options: Any,
-) -> Any:
-    with DataParallel(module, hosts(devices), reduction=reduction, micro_batch=micro_batch) as trainer:
-        return trainer.check(loss_fn, inputs() if batch is None else batch, **options)
+) -> CheckReport:
+    """The report on `module` in the type of `batch`. `trainer`: options of the trainer; the others are of `check`."""
+    batch = inputs() if batch is None else batch
+    numbers = [one.dtype for one in tree_leaves(batch) if torch.is_tensor(one) and one.is_floating_point()]
+    with DataParallel(module.to((*numbers, torch.float64)[0]), hosts(devices), **(trainer or {})) as found:
+        return found.check(loss_fn, batch, **options)
 
 
 def loss_of_words_each(module: Any, batch: dict[str, torch.Tensor]) -> Any:
     return F.cross_entropy(module(batch), batch["label"], reduction="none")
 
 
-def kinds(report: Any) -> list[str]:
+def kinds(report: CheckReport) -> list[str]:
     return [cause.kind for cause in report.causes]

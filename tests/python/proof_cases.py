@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +26,18 @@ def squares(module: Any, rows: Any) -> Any:
     return module(rows).square().mean()
 
 
+def said(call: Callable[[], object]) -> str:
+    """What proofs warn of in a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return "\n".join(str(one.message) for one in caught if one.category is ProofWarning)
+
+
 def said_by(module: nn.Module, loss_fn: Any, batch: Any, steps: int = 1, **options: Any) -> str:
     """What proofs warn of in these steps."""
-    with warnings.catch_warnings(record=True) as caught, made(module, **options) as trainer:
-        warnings.simplefilter("always")
-        for _ in range(steps):
-            trainer.step(loss_fn, batch)
-    return "\n".join(str(one.message) for one in caught if one.category is ProofWarning)
+    with made(module, **options) as trainer:
+        return said(lambda: [trainer.step(loss_fn, batch) for _ in range(steps)])
 
 
 def gradients(module: Any) -> list[Any]:

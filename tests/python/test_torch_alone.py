@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from torch_support import TWO, assert_same_gradients, classifier, classify, noti
 KIND = (8, "shapes")
 
 
-def run(trials: AloneTrials, steps: int, together: float, *alone: tuple[float, float]) -> list[tuple[int, int]]:
+def run(
+    trials: AloneTrials, steps: int, together: float, *alone: tuple[float, float], shares: Sequence[int] = (3, 5)
+) -> list[tuple[int, int]]:
     """At which steps a device ran alone, and which. `alone`: of each device the seconds of such a step, and of computing in it."""
     tries = []
     for step in range(steps):
-        device = trials.device(KIND, [3, 5])
+        device = trials.device(KIND, list(shares))
         if device is None:
             trials.add(KIND, 8, together)
         else:
@@ -32,28 +35,36 @@ def run(trials: AloneTrials, steps: int, together: float, *alone: tuple[float, f
     return tries
 
 
-def test_trials_are_short_and_ever_more_seldom_and_begin_with_the_device_that_has_most() -> None:
+def test_trials_are_short_and_ever_more_seldom_and_begin_with_the_two_devices_that_have_most() -> None:
     tries = run(AloneTrials(), 1000, 5e-3, (1e-3, 1e-3), (1e-3, 1e-3))
     assert [step for step, _ in tries] == [*range(32, 44), *range(140, 152), *range(536, 548)]
     assert [device for _, device in tries[:12]] == [1] * 6 + [0] * 6
+    tries = run(AloneTrials(), 100, 5e-3, *[(1e-3, 1e-3)] * 4, shares=[1, 4, 0, 3])
+    assert [device for _, device in tries] == [1] * 6 + [3] * 6
+    assert run(AloneTrials(), 1000, 0.05) == [], "of long steps"
 
 
-def test_of_many_devices_two_run_alone() -> None:
+FASTER = "a batch of 8 items takes 7.50 ms as usual, and took 3.00 ms on host:1 alone"
+
+
+@pytest.mark.parametrize(
+    ("together", "first", "second", "said", "silent"),
+    [
+        (7.5, (4.0, 3.2), (3.0, 2.2), [FASTER, "devices=['host:1']", "still: 0.80 ms of a step are the trainer's"], []),
+        (1.2, (1.2, 0.8), (1.3, 0.8), ["would be faster: 0.40 ms of a step are the trainer's own work"], ["devices="]),
+        (6, (10, 9.5), (10, 9.5), [], [" "]),
+    ],
+    ids=["one device", "plain PyTorch", "together"],
+)
+def test_what_is_faster_is_named_with_its_times(
+    together: float, first: Any, second: Any, said: list[str], silent: list[str]
+) -> None:
     trials = AloneTrials()
-    for _ in range(32):
-        trials.add(KIND, 8, 5e-3)
-    devices = []
-    while (device := trials.device(KIND, [1, 4, 0, 3])) is not None:
-        devices.append(device)
-        trials.add_alone(1e-3, 1e-3)
-    assert devices == [1] * 6 + [3] * 6
-
-
-def test_long_steps_are_left_alone() -> None:
-    trials = AloneTrials()
-    assert run(trials, 1000, 0.05) == []
-    assert trials.measured is None
-    assert trials.explain(TWO) == ""
+    run(trials, 50, 1e-3 * together, *((1e-3 * step, 1e-3 * busy) for step, busy in (first, second)))
+    assert trials.measured is not None
+    text = trials.explain(TWO)
+    assert all(part in text for part in said)
+    assert not any(part in text for part in silent)
 
 
 def test_batches_of_another_kind_wait_until_they_are_the_usual_ones() -> None:
@@ -70,30 +81,6 @@ def test_batches_of_another_kind_wait_until_they_are_the_usual_ones() -> None:
     assert trials.device(other, [3, 5]) == 1
     assert trials.device(KIND, [3, 5]) is None
     assert trials.measured is None
-
-
-def test_the_faster_device_is_named_with_both_times() -> None:
-    trials = AloneTrials()
-    run(trials, 50, 7.5e-3, (4.0e-3, 3.2e-3), (3.0e-3, 2.2e-3))
-    text = trials.explain(TWO)
-    assert "a batch of 8 items takes 7.50 ms as usual, and took 3.00 ms on host:1 alone" in text
-    assert "DataParallel(model, devices=['host:1'])" in text
-    assert "Plain PyTorch would be faster still: 0.80 ms of a step are the trainer's own work" in text
-
-
-def test_plain_pytorch_is_named_where_the_trainer_s_own_work_is_what_makes_it_slow() -> None:
-    trials = AloneTrials()
-    run(trials, 50, 1.2e-3, (1.2e-3, 0.8e-3), (1.3e-3, 0.8e-3))
-    text = trials.explain(TWO)
-    assert "Plain PyTorch would be faster: 0.40 ms of a step are the trainer's own work" in text
-    assert "devices=" not in text
-
-
-def test_nothing_is_said_where_the_devices_together_are_faster() -> None:
-    trials = AloneTrials()
-    run(trials, 50, 6e-3, (10e-3, 9.5e-3), (10e-3, 9.5e-3))
-    assert trials.measured is not None
-    assert trials.explain(TWO) == ""
 
 
 @pytest.mark.alone
@@ -123,38 +110,32 @@ def test_a_trainer_measures_what_one_device_would_take_alone(monkeypatch: pytest
     assert "it rests on steps that one device ran alone" in answer.text
 
 
-def test_without_a_trial_the_answer_says_what_it_takes_for_granted() -> None:
-    module, batch = classifier(64)
-    with DataParallel(module, TWO) as trainer:
-        for _ in range(4):
-            trainer.step(classify, batch)
-        assert "as fast alone as beside each other, which was not measured" in trainer.what_if(remove=["host:1"]).text
-        assert trainer.what_if(remove=iter(["host:1"])).shares[1] == 0  # type: ignore[arg-type]
-        assert "alone" not in trainer.what_if(speeds={"host:1": 2.0}).text
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"balance": "even"}, {"balance": [1, 1]}, {"micro_batch": 8}, {"hold_back": False}, {"granularity": 2}],
-    ids=str,
-)
-def test_splits_and_sizes_that_the_user_chose_are_kept(options: Any) -> None:
-    with DataParallel(classifier()[0], TWO, **options) as trainer:
-        assert trainer._works.steps.alone is None
-
-
 def test_gradients_and_ledger_hold_in_steps_of_one_device(tmp_path: Path) -> None:
     module, batch = classifier(64)
     _, wanted = plain(module, classify, batch)
     path = tmp_path / "ledger.jsonl"
     with DataParallel(module, TWO) as trainer:
         trainer.write_ledger(path)
-        for _ in range(50):
+        for step in range(50):
             module.zero_grad()
             trainer.step(classify, batch)
             assert_same_gradients(module, wanted)
+            if step == 4:  # no trial yet, so the answer says what it takes for granted
+                told = trainer.what_if(remove=["host:1"]).text
+                assert "as fast alone as beside each other, which was not measured" in told
+                assert trainer.what_if(remove=iter(["host:1"])).shares[1] == 0  # type: ignore[arg-type]
+                assert "alone" not in trainer.what_if(speeds={"host:1": 2.0}).text
     result = replay(path)
     assert (result.records, result.mismatches) == (50, [])
+    for options in (
+        {"balance": "even"},
+        {"balance": [1, 1]},
+        {"micro_batch": 8},
+        {"hold_back": False},
+        {"granularity": 2},
+    ):
+        with DataParallel(module, TWO, **options) as trainer:
+            assert trainer._works.steps.alone is None, "what the user chose is kept"
 
 
 @pytest.mark.alone

@@ -15,7 +15,17 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, noting, plain
+from torch_support import (
+    TWO,
+    assert_exact,
+    assert_same_gradients,
+    classifier,
+    classify,
+    gradients,
+    hosts,
+    noting,
+    plain,
+)
 
 
 class Named(NamedTuple):
@@ -76,63 +86,29 @@ def test_any_nest_is_split_into_nests_of_the_same_kind(nest: str) -> None:
         kinds.append(type(part))
         return classify(replica, take(part))
 
-    _, wanted = plain(module, classify, (x, y))
-    with DataParallel(module, TWO, balance=[2, 1], micro_batch=3) as trainer:
-        trainer.step(loss_fn, batch)
-    assert_same_gradients(module, wanted)
+    assert_exact(module, loss_fn, batch, balance=[2, 1], micro_batch=3)
     assert set(kinds) == {type(batch)}
     assert len(kinds) >= 4
     assert take(batch)[0] is x, "the caller's batch was changed"
     assert len(take(batch)[1]) == 11
 
 
-def test_other_leaves_go_along_unchanged() -> None:
+def test_other_leaves_go_along_unchanged_and_slices_are_views() -> None:
     module, (x, y) = classifier(8)
-    leaves = {
-        "scalar": torch.tensor(2.0),
-        "text": "words",
-        "number": 3,
-        "none": None,
-        "set": {1},
-        "empty": [],
-        "kind": Plain,
-    }
+    leaves = {"scalar": torch.tensor(2.0), "text": "words", "number": 3, "none": None, "set": {1}, "empty": []}
     seen = []
-
-    def loss_fn(replica: nn.Module, part: Any) -> Any:
-        seen.append(part[2])
-        return classify(replica, part)
-
     with DataParallel(module, TWO, balance="even") as trainer:
-        trainer.step(loss_fn, (x, y, leaves))
+        trainer.step(noting(lambda m, b: seen.append(b)), (x, y, leaves))
+    assert {part[0].data_ptr() for part in seen} == {x.data_ptr(), x[4:].data_ptr()}
     assert len(seen) == 2
-    for part in seen:
-        assert all(part[name] is value for name, value in leaves.items())
+    assert all(part[2][name] is value for part in seen for name, value in leaves.items())
 
 
-def test_slices_are_views_of_the_batch() -> None:
-    module, batch = classifier(8)
-    addresses = set()
-    with DataParallel(module, TWO, balance="even") as trainer:
-        trainer.step(noting(lambda m, b: addresses.add(b[0].data_ptr())), batch)
-    assert addresses == {batch[0].data_ptr(), batch[0][4:].data_ptr()}
-
-
-@pytest.mark.parametrize("items", [1, 2, 3])
-def test_a_batch_may_be_smaller_than_the_number_of_devices(items: int) -> None:
-    module, batch = classifier(items)
-    _, wanted = plain(module, classify, batch)
-    with DataParallel(module, hosts(4)) as trainer:
-        trainer.step(classify, batch)
-        assert sum(trainer.shares.values()) == items
-    assert_same_gradients(module, wanted)
-
-
-@pytest.mark.parametrize("balance", ["auto", "even", [2, 1]], ids=str)
-def test_the_size_may_change_from_step_to_step(balance: Any) -> None:
+@pytest.mark.parametrize("balance", ["auto", "even", [2, 1, 1, 1]], ids=str)
+def test_the_size_may_change_from_step_to_step_and_be_below_the_number_of_devices(balance: Any) -> None:
     module, _ = classifier()
-    with DataParallel(module, TWO, balance=balance) as trainer:
-        for items in (64, 64, 64, 17, 64, 1, 200, 3):
+    with DataParallel(module, hosts(4), balance=balance) as trainer:
+        for items in (1, 2, 3, 64, 64, 64, 17, 64, 1, 200, 3):
             _, batch = classifier(items, seed=items)
             _, wanted = plain(module, classify, batch)
             module.zero_grad()
@@ -204,18 +180,6 @@ class Padded(Fixed):
         self.pad = pad
 
 
-def scaled(values: Mapping[str, Any]) -> Scaled:
-    return Scaled(values)
-
-
-def padded(values: Mapping[str, Any]) -> Padded:
-    return Padded(values, 7)
-
-
-def sized(values: Mapping[str, Any]) -> Sized:
-    return Sized(values, len(values["x"]))
-
-
 X = torch.zeros(8, 6, dtype=torch.float64)
 REFUSED: dict[str, tuple[Any, str]] = {
     "empty": (torch.zeros(0, 6), "batch has no items.*Skip empty batches"),
@@ -275,8 +239,18 @@ def test_batches_that_cannot_be_split_are_refused_with_the_leaf_and_advice(case:
         trainer.step(classify, good)  # and the trainer goes on
 
 
-@pytest.mark.parametrize("kind", [Fixed, ChainMap, MappingProxyType, sized, scaled, padded])
-def test_mappings_of_other_types_arrive_as_themselves_or_as_dicts(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "arrives"),
+    [
+        (Fixed, Fixed),
+        (ChainMap, ChainMap),
+        (MappingProxyType, MappingProxyType),
+        (lambda values: Sized(values, len(values["x"])), dict),
+        (Scaled, dict),
+        (lambda values: Padded(values, 7), dict),
+    ],
+)
+def test_mappings_of_other_types_arrive_as_themselves_or_as_dicts(kind: Any, arrives: Any) -> None:
     module, (x, y) = classifier(11)
     kinds = []
 
@@ -286,45 +260,33 @@ def test_mappings_of_other_types_arrive_as_themselves_or_as_dicts(kind: Any) -> 
 
     batch = kind({"x": x, "y": y, "epoch": 7})
     x = batch["x"]
-    _, wanted = plain(module, classify, (x, y))
-    with DataParallel(module, TWO, balance=[2, 1]) as trainer:
-        trainer.step(loss_fn, batch)
-    assert_same_gradients(module, wanted)
-    assert kinds == [(dict if kind in (sized, scaled, padded) else type(batch), 7)] * 2
+    assert_exact(module, loss_fn, batch, alone=lambda m, b: classify(m, (b["x"], b["y"])), balance=[2, 1])
+    assert kinds == [(arrives, 7)] * 2
     assert batch["x"] is x
 
 
-@pytest.mark.parametrize(
-    "constant",
-    [(1, 2.5), ((8, 8), (4, 4)), (np.int64(4), np.float32(4)), (torch.tensor(0.1), torch.tensor(0.2)), (None, None)],
-    ids=["numbers", "sizes", "NumPy's numbers", "tensors of no dimension", "nothing"],
-)
-def test_a_tuple_of_numbers_goes_along_however_many_items_there_are(constant: Any) -> None:
-    module, (x, y) = classifier(2)
-    seen = []
+WHOLE: dict[str, tuple[int, tuple[Any, ...], Any]] = {
+    "numbers": (2, (1, 2.5), 0),
+    "sizes": (2, ((8, 8), (4, 4)), 0),
+    "NumPy's numbers": (2, (np.int64(4), np.float32(4)), 0),
+    "tensors of no dimension": (2, (torch.tensor(0.1), torch.tensor(0.2)), 0),
+    "nothing": (2, (None, None), 0),
+    "entries of one item, which is not split": (1, (("name",), ["name"], Graph(torch.ones(1, 6))), 0),
+    "lists and arrays of another length": (8, (["a", "b"], np.ones(3)), 0),
+    "what batch_dim says so of": (8, (("a",) * 8, Graph(torch.ones(8, 6)), (4, 4), Settings()), (None, None, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_what_belongs_to_the_whole_batch_goes_along(case: str) -> None:
+    items, leaves, batch_dim = WHOLE[case]
+    module, (x, y) = classifier(items)
+    seen: list[Any] = []
     with DataParallel(module, TWO, balance="even") as trainer:
-        trainer.step(noting(lambda m, b: seen.append(b[2])), (x, y, constant))
-    assert len(seen) == 2
-    assert all(one is constant for one in seen)
-
-
-def test_one_item_is_not_split_so_its_entries_go_along() -> None:
-    module, (x, y) = classifier(1)
-    graph = Graph(x)
-    seen = []
-    with DataParallel(module, TWO) as trainer:
-        trainer.step(noting(lambda m, b: seen.append(b[2:])), (x, y, ("name",), ["name"], graph))
-    assert seen == [(("name",), ["name"], graph)]
-
-
-def test_what_belongs_to_the_whole_batch_goes_along_where_batch_dim_says_so() -> None:
-    module, (x, y) = classifier(8)
-    names, graph, size, settings = ("a",) * 8, Graph(x), (4, 4), Settings()
-    seen = []
-    with DataParallel(module, TWO, balance="even") as trainer:
-        batch = (x, y, names, graph, size, settings)
-        trainer.step(noting(lambda m, b: seen.append(b[2:])), batch, batch_dim=(0, 0, None, None, 0, 0))
-    assert seen == [(names, graph, size, settings)] * 2
+        batch_dim = (0, 0, *batch_dim) if batch_dim else 0
+        trainer.step(noting(lambda m, b: seen.append(b[2:])), (x, y, *leaves), batch_dim=batch_dim)
+    assert len(seen) == min(items, 2)
+    assert all(one is leaf for part in seen for one, leaf in zip(part, leaves, strict=True))
 
 
 def test_a_failure_says_that_a_list_of_tensors_was_cut_in_each_of_them() -> None:
@@ -333,12 +295,3 @@ def test_a_failure_says_that_a_list_of_tensors_was_cut_in_each_of_them() -> None
         trainer.step(lambda m, b: b[0] / (1 // 0), [torch.zeros(3, 8 + one) for one in range(6)])
     assert "whose 6 tensors were cut along dimension 0" in "".join(caught.value.__notes__)
     assert "collate=" in "".join(caught.value.__notes__)
-
-
-def test_lists_and_arrays_of_another_length_belong_to_the_whole_batch() -> None:
-    module, (x, y) = classifier(8)
-    seen = []
-    with DataParallel(module, TWO, balance="even") as trainer:
-        trainer.step(noting(lambda m, b: seen.append(b[2:])), (x, y, ["a", "b"], np.ones(3)))
-    assert [len(part[0]) for part in seen] == [2, 2]
-    assert [len(part[1]) for part in seen] == [3, 3]

@@ -14,11 +14,13 @@ from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from torch_support import (
     TWO,
+    assert_exact,
     assert_same_gradients,
     classifier,
     classify,
     gradients,
     hosts,
+    module_of,
     plain,
     worst_difference,
 )
@@ -26,22 +28,11 @@ from torch_support import (
 ITEMS = 7
 
 
-class Sequences(nn.Module):
-    def __init__(self, *, batch_first: bool = False) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 4, num_layers=2, batch_first=batch_first)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor, state: Any = None) -> Any:
-        output, _ = self.lstm(x, state)
-        return self.head(output)
-
-
-def sequences(*, batch_first: bool = False) -> tuple[nn.Module, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def sequences(*, batch_first: bool = False) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """A module, inputs [time, items, 3] or [items, time, 3], and hidden states [layers, items, 4]."""
     torch.manual_seed(0)
-    shape = (ITEMS, 5, 3) if batch_first else (5, ITEMS, 3)
-    module = Sequences(batch_first=batch_first).double()
+    lstm, shape = nn.LSTM(3, 4, num_layers=2, batch_first=batch_first), (ITEMS, 5, 3) if batch_first else (5, ITEMS, 3)
+    module = module_of(lambda m, x, state=None: m.head(m.lstm(x, state)[0]), lstm=lstm, head=nn.Linear(4, 2))
     return module, torch.randn(shape).double(), (torch.randn(2, ITEMS, 4).double(), torch.randn(2, ITEMS, 4).double())
 
 
@@ -56,14 +47,13 @@ def test_one_number_is_for_all_tensors(count: int, call: str) -> None:
     batch = (x, states)
     wanted, expected = plain(module, with_states, batch)
     with DataParallel(module, hosts(count), balance="even") as trainer:
-        if call == "step":
-            loss = trainer.step(with_states, batch, batch_dim=1)
-        elif call == "loss":
-            loss = trainer.loss(with_states, batch, batch_dim=1)
-            loss.backward()
-        else:
+        if call == "batch":
             with trainer.batch(batch, batch_dim=1) as global_batch:
                 loss = global_batch.run(lambda m, part: part.backward(with_states(m, part.data)))
+        else:
+            loss = getattr(trainer, call)(with_states, batch, batch_dim=1)
+        if call == "loss":
+            loss.backward()
         assert list(trainer.shares.values()) == [len(part) for part in torch.arange(ITEMS).tensor_split(count)]
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
     assert_same_gradients(module, expected)
@@ -105,10 +95,7 @@ def test_a_nest_says_it_for_each_tensor(nest: str) -> None:
         assert hidden.is_contiguous()
         return with_states(replica, (x, (hidden, cell)))
 
-    _, expected = plain(module, loss_fn, batch)
-    with DataParallel(module, TWO, balance="even") as trainer:
-        trainer.step(loss_fn, batch, batch_dim=batch_dim)
-    assert_same_gradients(module, expected)
+    assert_exact(module, loss_fn, batch, given={"batch_dim": batch_dim}, balance="even")
     assert kinds == {type(batch)}
     assert take(batch)[1][0] is states[0]
 
@@ -122,36 +109,30 @@ def test_none_is_for_a_tensor_of_the_whole_batch() -> None:
         seen.append(part[2])
         return (nn.functional.cross_entropy(replica(part[0]), part[1], reduction="none") * part[2][part[1]]).mean()
 
-    _, expected = plain(module, loss_fn, (x, y, table))
-    with DataParallel(module, TWO, balance="even") as trainer:
-        trainer.step(loss_fn, (x, y, table), batch_dim=(0, 0, None))
-    assert_same_gradients(module, expected)
+    assert_exact(module, loss_fn, (x, y, table), given={"batch_dim": (0, 0, None)}, balance="even")
     assert len(seen) == 3
     assert all(part is table for part in seen)
 
 
-def test_predict_takes_it_and_returns_the_item_first() -> None:
-    module, x, states = sequences()
-    with DataParallel(module, TWO, balance="even") as trainer:
-        outputs = trainer.predict(lambda m, b: m(*b).transpose(0, 1), (x, states), batch_dim=1)
-    assert worst_difference([outputs], [module(x, states).transpose(0, 1).detach()]) < 1e-12
-
-
-def test_costs_weights_and_extras_go_along() -> None:
+def test_predictions_costs_weights_and_extras_go_along() -> None:
     module, x, states = sequences()
     weight = torch.arange(ITEMS) + 1.0
 
     def per_item(replica: Any, part: Any) -> Any:
+        part[0].mul_(2)  # a slice is its own
         output = replica(*part)
         return output.square().mean((0, 2)), output[-1]
 
-    reference = copy.deepcopy(module)
-    losses, last = per_item(reference, (x, states))
+    reference, before = copy.deepcopy(module), x.clone()
+    losses, last = per_item(reference, (x.clone(), states))
     ((losses * weight).sum() / weight.sum()).backward()
     with DataParallel(module, TWO) as trainer:
         trainer.step(per_item, (x, states), weight=weight, cost=torch.arange(ITEMS).flip(0) + 1.0, batch_dim=1)
         assert worst_difference([trainer.extras], [last]) < 1e-12
+        outputs = trainer.predict(lambda m, b: m(*b).transpose(0, 1), (x, states), batch_dim=1)
     assert_same_gradients(module, gradients(reference))
+    assert worst_difference([outputs], [module(x, states).transpose(0, 1).detach()]) < 1e-12
+    assert torch.equal(x, before)
 
 
 def test_check_takes_it_and_names_it_where_it_is_missing() -> None:
@@ -204,19 +185,6 @@ def test_what_does_not_fit_the_batch_is_refused_with_the_leaf(case: str) -> None
         with pytest.raises(InvalidArgument, match="batch_dim= together with collate="):
             trainer.step(classify, [1, 2], collate=len, batch_dim=1)
         trainer.step(classify, good)
-
-
-def test_a_slice_that_loss_fn_edits_is_its_own() -> None:
-    module, x, states = sequences()
-    before = x.clone()
-
-    def loss_fn(replica: Any, part: Any) -> Any:
-        part[0].mul_(2)
-        return with_states(replica, part)
-
-    with DataParallel(module, TWO, balance="even") as trainer:
-        trainer.step(loss_fn, (x, states), batch_dim=1)
-    assert torch.equal(x, before)
 
 
 def test_batch_sizes_are_searched_and_devices_compared_along_that_dimension() -> None:

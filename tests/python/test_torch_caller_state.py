@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline import InvalidArgument
@@ -23,6 +23,7 @@ from torch_support import (
     classify,
     gradients,
     hosts,
+    module_of,
     noting,
     plain,
     worst_difference,
@@ -81,52 +82,31 @@ class _Scaled(torch.autograd.Function):
         return gradient.float() @ ctx.saved_tensors[0].mT, None
 
 
-class _WithScaled(nn.Sequential):
-    def forward(self, values: Any) -> Any:
-        apply: Any = _Scaled.apply
-        for part in self:
-            values = part(values)
-        return apply(values, self.matrix)
-
-
 def _scaled() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    module = _WithScaled(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    module.register_buffer("matrix", torch.randn(8, 8))
-    return module, torch.randn(6, 8)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    apply: Any = _Scaled.apply
+    module = module_of(lambda m, x: apply(m.layers(x), m.matrix), layers=layers, matrix=torch.randn(8, 8))
+    return module.float(), torch.randn(6, 8)
 
 
 def _squares(module: Any, batch: torch.Tensor) -> Any:
     return module(batch).float().square().mean()
 
 
-def _runs_of_batch(module: nn.Module, batch: torch.Tensor) -> None:
-    with DataParallel(module, ["host:0"]) as trainer, trainer.batch(batch) as whole:
-        whole.run(lambda replica, part: part.backward(_squares(replica, part.data)))
+ONE = ["host:0"]
+TRAININGS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "step": lambda m, b: DataParallel(m, ONE).step(_squares, b),
+    "step of a pipeline": lambda m, b: Pipeline(m, TWO, micro_batches=1).step(_squares, b),
+    "loss": lambda m, b: DataParallel(m, ONE).loss(_squares, b).backward(),
+    "call": lambda m, b: _squares(DataParallel(m, ONE), b).backward(),
+    "run": lambda m, b: DataParallel(m, ONE).batch(b).run(lambda one, part: part.backward(_squares(one, part.data))),
+    "check": lambda m, b: DataParallel(m, ONE).check(_squares, b),
+}
 
 
-def _step(module: nn.Module, batch: torch.Tensor) -> None:
-    with DataParallel(module, ["host:0"]) as trainer:
-        trainer.step(_squares, batch)
-
-
-def _step_of_pipeline(module: nn.Module, batch: torch.Tensor) -> None:
-    with Pipeline(module, TWO, micro_batches=1) as trainer:
-        trainer.step(_squares, batch)
-
-
-def _backward_of_loss(module: nn.Module, batch: torch.Tensor) -> None:
-    with DataParallel(module, ["host:0"]) as trainer:
-        trainer.loss(_squares, batch).backward()
-
-
-def _backward_of_outputs(module: nn.Module, batch: torch.Tensor) -> None:
-    with DataParallel(module, ["host:0"]) as parallel:
-        _squares(parallel, batch).backward()
-
-
-@pytest.mark.parametrize("train", [_step, _runs_of_batch, _step_of_pipeline, _backward_of_loss, _backward_of_outputs])
-def test_backward_runs_outside_of_the_callers_autocast(train: Callable[[nn.Module, torch.Tensor], None]) -> None:
+@pytest.mark.parametrize("training", TRAININGS)
+def test_backward_runs_outside_of_the_callers_autocast(training: str) -> None:
     module, batch = _scaled()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = _squares(module, batch)
@@ -135,64 +115,68 @@ def test_backward_runs_outside_of_the_callers_autocast(train: Callable[[nn.Modul
     module.zero_grad()
     _Scaled.seen.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        train(module, batch)
+        TRAININGS[training](module, batch)
         assert torch.is_autocast_enabled("cpu"), "the caller's own is as before"
     assert set(_Scaled.seen) == {False}
-    assert worst_difference(gradients(module), wanted) == 0.0
+    assert training == "check" or worst_difference(gradients(module), wanted) == 0.0
 
 
-def test_check_runs_backward_outside_of_autocast() -> None:
-    module, batch = _scaled()
-    _Scaled.seen.clear()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with DataParallel(module, ["host:0"]) as trainer:
-            trainer.check(_squares, batch)
-    assert set(_Scaled.seen) == {False}
+def chosen_by_autocast() -> torch.dtype:
+    with torch.autocast("cpu"):
+        return nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype
 
 
-@contextlib.contextmanager
-def default_device(name: str) -> Iterator[None]:
-    torch.set_default_device(name)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
+autocast_type: Any = functools.partial(torch.set_autocast_dtype, "cpu")
+
+
+class Setting(NamedTuple):
+    """A setting of the process or the thread, for a with block."""
+
+    change: Callable[[Any], object]
+    value: Any
+    before: Any
+
+    def __enter__(self) -> None:
+        self.change(self.value)
+
+    def __exit__(self, *_: object) -> None:
+        self.change(self.before)
+
+
+def device_type() -> str:
+    return torch.empty(1).device.type
+
+
+SETTINGS: dict[str, tuple[Any, Callable[[], Any], Any]] = {
+    "with torch.device": (torch.device("meta"), device_type, "meta"),
+    "default device": (Setting(torch.set_default_device, "meta", None), device_type, "meta"),
+    "type of autocast": (Setting(autocast_type, torch.float16, torch.bfloat16), chosen_by_autocast, torch.float16),
+    "default type": (
+        Setting(torch.set_default_dtype, torch.float64, torch.float32),
+        torch.get_default_dtype,
+        torch.float64,
+    ),
+    "deterministic": (
+        Setting(torch.use_deterministic_algorithms, True, False),
+        torch.are_deterministic_algorithms_enabled,
+        True,
+    ),
+}
 
 
 @DEVICES
-@pytest.mark.parametrize("context", [torch.device, default_device], ids=["with torch.device", "set_default_device"])
-def test_the_default_device_holds_in_the_workers(devices: int, context: Any) -> None:
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_the_caller_hold_in_the_workers(devices: int, name: str) -> None:
+    context, read, value = SETTINGS[name]
     module, batch = classifier()
-    seen = []
+    seen: list[Any] = []
+    before = read()
     with DataParallel(module, hosts(devices), balance="even") as trainer:
-        with context("meta"):
-            trainer.step(noting(lambda m, b: seen.append(torch.empty(1).device.type)), batch)
-        assert seen == ["meta"] * devices
-        trainer.step(noting(lambda m, b: seen.append(torch.empty(1).device.type)), batch)
-    assert seen[devices:] == ["cpu"] * devices
-
-
-@DEVICES
-def test_the_autocast_type_that_the_caller_chose_holds_in_a_loss_fn_that_turns_autocast_on(devices: int) -> None:
-    module, batch = classifier(dtype=torch.float32)
-    seen = []
-
-    def loss_fn(replica: Any, part: Any) -> Any:
-        with torch.autocast("cpu"):
-            output = replica(part[0])
-        seen.append(output.dtype)
-        return torch.nn.functional.cross_entropy(output.float(), part[1])
-
-    before = torch.get_autocast_dtype("cpu")
-    with DataParallel(module, hosts(devices), balance="even") as trainer:
-        trainer.step(loss_fn, batch)
-        torch.set_autocast_dtype("cpu", torch.float16)
-        try:
-            trainer.step(loss_fn, batch)
-        finally:
-            torch.set_autocast_dtype("cpu", before)
-        trainer.step(loss_fn, batch)
-    assert seen == [dtype for dtype in (before, torch.float16, before) for _ in range(devices)]
+        with context:
+            trainer.step(noting(lambda m, b: seen.append(read())), batch)
+        trainer.step(noting(lambda m, b: seen.append(read())), batch)
+    assert seen == [value] * devices + [before] * devices
+    assert before != value
 
 
 class CountingFunctions(TorchFunctionMode):
@@ -205,64 +189,39 @@ class CountingFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class CountingDispatch(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@DEVICES
-def test_function_and_dispatch_modes_hold_in_the_workers(devices: int) -> None:
-    module, batch = classifier()
-    functions, operators = CountingFunctions(), CountingDispatch()
-    with DataParallel(module, hosts(devices), balance="even") as trainer:
-        with functions, operators:
-            trainer.step(classify, batch)
-        assert functions.linear == 2 * devices
-        assert operators.names.count("addmm") == 2 * devices
-        assert operators.names.count("tanh_backward") == devices
-        trainer.step(classify, batch)
-    assert functions.linear == 2 * devices
-
-
-@pytest.mark.parametrize("balance", ["even", [3, 1], "auto"], ids=str)
-def test_the_flop_counter_counts_what_every_device_does(balance: Any) -> None:
+@pytest.mark.parametrize(("devices", "balance"), [(1, "even"), (3, "even"), (2, [3, 1]), (2, "auto")], ids=str)
+def test_function_and_dispatch_modes_see_what_every_device_does(devices: int, balance: Any) -> None:
     module, batch = classifier(32)
+    functions = CountingFunctions()
     with FlopCounterMode(display=False) as wanted:
         plain(module, classify, batch)
-    with DataParallel(module, hosts(3) if balance == "even" else TWO, balance=balance) as trainer:
-        with FlopCounterMode(display=False) as counter:
+    with DataParallel(module, hosts(devices), balance=balance) as trainer:
+        with functions, FlopCounterMode(display=False) as counter:
             trainer.step(classify, batch)
         assert counter.get_total_flops() == wanted.get_total_flops() > 0
+        seen = functions.linear
+        assert seen == 2 * devices or balance == "auto"
+        trainer.step(classify, batch)
+        assert functions.linear == seen >= 2
 
 
 @DEVICES
 def test_saved_tensor_hooks_hold_in_the_workers(devices: int) -> None:
     module, batch = classifier()
     _, wanted = plain(module, classify, batch)
-    packed: list[int] = []
-    unpacked: list[int] = []
+    counts = Counter[str]()
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed.append(tensor.numel())
-        return tensor
-
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        unpacked.append(tensor.numel())
-        return tensor
+    def count(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda tensor: counts.update([name]) or tensor
 
     with DataParallel(module, hosts(devices), balance="even") as trainer:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(count("pack"), count("unpack")):
             trainer.step(classify, batch)
         assert_same_gradients(module, wanted)
-        counts = len(packed), len(unpacked)
-        assert counts[0] >= counts[1] >= 2 * devices
+        before = counts.copy()
+        assert counts["pack"] >= counts["unpack"] >= 2 * devices
         trainer.step(classify, batch)
-        assert (len(packed), len(unpacked)) == counts
+        assert counts == before
 
 
 @DEVICES
@@ -297,36 +256,13 @@ def test_a_step_without_gradients_is_an_error(mode: Any) -> None:
 
 
 @DEVICES
-def test_global_settings_hold_in_the_workers(devices: int) -> None:
-    """They are the process's own; here is only said that nothing comes in between."""
-    module, batch = classifier()
-    seen = []
-
-    def loss_fn(replica: Any, part: Any) -> Any:
-        seen.append((torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()))
-        return classify(replica, part)
-
-    with DataParallel(module, hosts(devices), balance="even") as trainer:
-        try:
-            torch.set_default_dtype(torch.float64)
-            torch.use_deterministic_algorithms(True)
-            trainer.step(loss_fn, batch)
-        finally:
-            torch.set_default_dtype(torch.float32)
-            torch.use_deterministic_algorithms(False)
-    assert seen == [(torch.float64, True)] * devices
-
-
-@DEVICES
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomaly_detection_finds_a_nan_in_a_worker(devices: int) -> None:
     module, batch = classifier()
-    with DataParallel(module, hosts(devices)) as trainer:
-        with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
-            with (
-                pytest.warns(UserWarning, match="SqrtBackward"),
-                pytest.raises(RuntimeError, match="returned nan values"),
-            ):
-                trainer.step(lambda m, b: (m(b[0]) * 0).sqrt().sum() * 0, batch)
+    with DataParallel(module, hosts(devices)) as trainer, torch.autograd.detect_anomaly():
+        told = pytest.warns(UserWarning, match="SqrtBackward"), pytest.raises(RuntimeError, match="returned nan values")
+        with told[0], told[1]:
+            trainer.step(lambda m, b: (m(b[0]) * 0).sqrt().sum() * 0, batch)
     assert gradients(module) == [None] * 4
 
 

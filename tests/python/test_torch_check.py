@@ -1,17 +1,18 @@
-"""`check`: each kind of loss and module that a split changes is named, and nothing is left behind."""
+"""`check`: each kind of loss and module that a split changes is named, also in the order that costs give, and nothing is left behind."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from check_cases import DEVICES, checked, inputs, kinds, network
+from check_cases import checked, inputs, kinds, loss_of_words_each, network
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import TWO, classifier, classify, gradients, hosts
+from torch_support import DEVICES, TWO, classifier, classify, gradients, hosts, loss_of_words, module_of, words
 
 F = nn.functional
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -33,15 +34,11 @@ def test_a_sum_over_items_is_exact(devices: int, dtype: torch.dtype) -> None:
 
 
 def test_attention_whose_key_bias_has_no_gradient_is_exact_in_single_precision() -> None:
-    class Attend(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.attention(x, x, x, need_weights=False)[0].square().mean((1, 2))
-
-    report = checked(Attend(), lambda m, b: m(b).mean(), torch.randn(24, 5, 6))
+    module = module_of(
+        lambda m, x: m.attention(x, x, x, need_weights=False)[0].square().mean((1, 2)),
+        attention=nn.MultiheadAttention(6, 2, batch_first=True),
+    )
+    report = checked(module, lambda m, b: m(b).mean(), torch.randn(24, 5, 6))
     assert report.exact, report
 
 
@@ -61,18 +58,10 @@ def test_batch_norm_is_named_with_its_place(dtype: torch.dtype) -> None:
     assert checked(module.eval(), batch=inputs(dtype=dtype)).exact
 
 
-def test_batch_norm_without_running_statistics_is_named_too() -> None:
-    assert kinds(checked(network(nn.BatchNorm1d(8, track_running_stats=False)))) == ["running statistics"]
-
-
-class Counting(nn.Module):
+class Counting(nn.Identity):
     """Keeps a mean of what it saw, and does not use it."""
 
     mean: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8, dtype=torch.double))
 
     def forward(self, x: torch.Tensor) -> Any:
         self.mean.lerp_(x.detach().mean(0), 0.1)
@@ -80,7 +69,9 @@ class Counting(nn.Module):
 
 
 def test_buffers_of_a_module_of_ones_own_are_named_and_the_gradients_called_exact() -> None:
-    report = checked(network(Counting()))
+    counting = Counting()
+    counting.register_buffer("mean", torch.zeros(8))
+    report = checked(network(counting))
     assert kinds(report) == ["running statistics"]
     assert report.causes[0].modules == ("1",)
     assert "1 (Counting) keeps buffers" in report.causes[0].text
@@ -89,21 +80,13 @@ def test_buffers_of_a_module_of_ones_own_are_named_and_the_gradients_called_exac
     assert report.largest < report.tolerance
 
 
-@pytest.mark.parametrize("functional", [False, True])
-def test_dropout_is_called_valid_and_compared_with_the_same_masks(functional: bool) -> None:
-    class Dropping(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return F.dropout(x, 0.5, self.training)
-
-    report = checked(network(Dropping() if functional else nn.Dropout(0.5)))
+def test_dropout_is_called_valid_and_compared_with_the_same_masks() -> None:
+    report = checked(network(nn.Dropout(0.5)))
     assert kinds(report) == ["random draws"]
     assert report.verdict.startswith("valid")
     assert not report.exact
     assert report.largest < report.tolerance
     assert [split.name for split in report.splits][-1] == "host:0 12, host:1 12"
-    wrong = checked(network(nn.Dropout(0.5)), lambda m, b: classify(m, b) * len(b[0]))
-    assert kinds(wrong) == ["random draws", "reduction"]
-    assert wrong.verdict.startswith("not exact: reduction (")
 
 
 def contrastive(module: Any, batch: Any) -> Any:
@@ -122,14 +105,6 @@ def whitened(module: Any, batch: Any) -> Any:
     return (y - y.mean(0)).square().sum(1)
 
 
-@DTYPES
-@pytest.mark.parametrize("loss_fn", [contrastive, pairwise, whitened])
-def test_losses_that_couple_items_are_named(loss_fn: Any, dtype: torch.dtype) -> None:
-    report = checked(network(dtype=dtype), loss_fn, inputs(dtype=dtype))
-    assert kinds(report) == ["coupled items"]
-    assert "no split of it is exact" in str(report)
-
-
 def sized(module: Any, batch: Any) -> Any:
     return classify(module, (batch[0] * (1 + 1 / len(batch[0])), batch[1]))
 
@@ -138,10 +113,32 @@ def square_root(module: Any, batch: Any) -> Any:
     return classify(module, batch) / len(batch[0]) ** 0.5
 
 
-@DTYPES
-@pytest.mark.parametrize("loss_fn", [sized, square_root])
-def test_code_that_depends_on_the_batch_size_is_told_from_coupled_items(loss_fn: Any, dtype: torch.dtype) -> None:
-    assert kinds(checked(network(dtype=dtype), loss_fn, inputs(dtype=dtype))) == ["batch size"]
+CALLS: list[int] = []
+
+
+def counted(module: Any, batch: Any) -> Any:
+    CALLS.append(1)
+    return classify(module, batch) * len(CALLS)
+
+
+CAUSES: dict[str, tuple[Any, list[str]]] = {
+    "contrastive": (contrastive, ["coupled items"]),
+    "pairwise": (pairwise, ["coupled items"]),
+    "whitened": (whitened, ["coupled items"]),
+    "sized": (sized, ["batch size"]),
+    "square root": (square_root, ["batch size"]),
+    "state in Python": (counted, ["not repeatable"]),
+}
+
+
+@pytest.mark.parametrize(("dtype", "norm"), [(torch.float32, False), (torch.float64, False), (torch.float64, True)])
+@pytest.mark.parametrize("case", CAUSES)
+def test_causes_are_told_from_each_other_also_beside_batch_norm(case: str, dtype: torch.dtype, norm: bool) -> None:
+    loss_fn, wanted = CAUSES[case]
+    between = [nn.BatchNorm1d(8, track_running_stats=False)] if norm else []
+    report = checked(network(*between, dtype=dtype), loss_fn, inputs(dtype=dtype))
+    assert kinds(report) == [*(["running statistics"] if norm and wanted != ["not repeatable"] else []), *wanted]
+    assert wanted != ["coupled items"] or "no split of it is exact" in str(report)
 
 
 def test_a_regulariser_is_exact_in_a_mean_and_counted_too_often_in_a_sum() -> None:
@@ -154,7 +151,7 @@ def test_a_regulariser_is_exact_in_a_mean_and_counted_too_often_in_a_sum() -> No
         )
 
     assert checked(network(), mean).exact
-    report = checked(network(), total, reduction="sum")
+    report = checked(network(), total, trainer={"reduction": "sum"})
     assert kinds(report) == ["batch size"]
     assert "regulariser" in str(report)
 
@@ -168,29 +165,21 @@ def test_code_for_one_size_only_is_told_with_its_error() -> None:
     assert not report.exact
 
 
-def test_batch_norm_beside_another_cause_hides_nothing() -> None:
-    report = checked(network(nn.BatchNorm1d(8)), contrastive)
-    assert kinds(report) == ["running statistics", "coupled items"]
-
-
 @DTYPES
 @pytest.mark.parametrize(("said", "returned"), [("mean", "sum"), ("sum", "mean")])
-def test_the_wrong_reduction_is_named(said: Any, returned: str, dtype: torch.dtype) -> None:
-    report = checked(
-        network(dtype=dtype),
-        lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction=returned),
-        inputs(dtype=dtype),
-        reduction=said,
-    )
+def test_the_wrong_reduction_is_named(said: str, returned: str, dtype: torch.dtype) -> None:
+    def check(reduction: str) -> Any:
+        return checked(
+            network(dtype=dtype),
+            lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction=returned),
+            inputs(dtype=dtype),
+            trainer={"reduction": reduction},
+        )
+
+    report = check(said)
     assert kinds(report) == ["reduction"]
     assert f'reduction="{returned}"' in str(report)
-    right = checked(
-        network(dtype=dtype),
-        lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction=returned),
-        inputs(dtype=dtype),
-        reduction=returned,  # type: ignore[arg-type]
-    )
-    assert right.exact
+    assert check(returned).exact
 
 
 @DTYPES
@@ -215,43 +204,31 @@ def test_a_weight_that_the_loss_does_not_use_is_named() -> None:
     assert "leave weight= out" in str(report)
 
 
-def test_state_in_python_is_told_from_a_split() -> None:
-    calls: list[int] = []
-
-    def loss_fn(module: Any, batch: Any) -> Any:
-        calls.append(1)
-        return classify(module, batch) * len(calls)
-
-    assert kinds(checked(network(), loss_fn)) == ["not repeatable"]
-
-
 def test_the_trainers_own_micro_batches_and_a_tolerance_of_ones_own_are_used() -> None:
-    report = checked(network(), micro_batch=5, tolerance=1e-30)
+    report = checked(network(), trainer={"micro_batch": 5}, tolerance=1e-30)
     assert [split.name for split in report.splits][2] == "4 x 5 + 4 items"
     assert report.tolerance == 1e-30
     assert not report.exact
 
 
 @DEVICES
-def test_no_trace_is_left(devices: int) -> None:
+def test_no_trace_is_left(devices: int, tmp_path: Path) -> None:
     module = network(nn.BatchNorm1d(8), nn.Dropout(0.2))
-    batch = inputs()
-    plain_loss = classify(module, batch)
-    plain_loss.backward()
+    batch, path = inputs(), tmp_path / "ledger"
     with DataParallel(module, hosts(devices), balance="even") as trainer:
+        trainer.write_ledger(path)
         trainer.step(classify, batch)
-        own, before = [p.grad for p in module.parameters()], gradients(module)
-        buffers = [buffer.clone() for buffer in module.buffers()]
-        random = torch.get_rng_state()
-        report, shares, events = trainer.report(), trainer.shares, trainer.events()
-        said = trainer.explain()
+
+        def state() -> list[Any]:
+            said = (trainer.report(), trainer.shares, trainer.events(), trainer.explain(), path.read_text())
+            return [said, *gradients(module), *(buffer.clone() for buffer in module.buffers()), torch.get_rng_state()]
+
+        own, (said, *before) = [p.grad for p in module.parameters()], state()
         trainer.check(classify, batch)
+        now, *after = state()
+        assert now == said
+        assert all(map(torch.equal, after, before))
         assert all(p.grad is grad for p, grad in zip(module.parameters(), own, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(gradients(module), before, strict=True))  # type: ignore[arg-type]
-        assert all(torch.equal(a, b) for a, b in zip(module.buffers(), buffers, strict=True))
-        assert torch.equal(torch.get_rng_state(), random)
-        assert (trainer.report(), trainer.shares, trainer.events()) == (report, shares, events)
-        assert trainer.explain() == said
         assert all(part.training for part in module.modules())
 
 
@@ -267,37 +244,11 @@ def test_no_trace_is_left_by_a_loss_that_raises(devices: int) -> None:
         with pytest.raises(ZeroDivisionError):
             trainer.check(loss_fn, batch)
         assert gradients(module) == [None] * 4
+        if devices > 1:
+            with pytest.raises(InvalidArgument, match="uses the original module"):
+                trainer.check(lambda _, b: classify(module, b), batch)
+            assert gradients(module) == [None] * 4
         assert trainer.check(classify, batch).exact
-
-
-def test_a_ledger_of_the_trainer_knows_nothing_of_a_check(tmp_path: Any) -> None:
-    module, batch = classifier(12)
-    path = tmp_path / "ledger"
-    with DataParallel(module, TWO) as trainer:
-        trainer.write_ledger(path)
-        trainer.step(classify, batch)
-        written = path.read_text()
-        trainer.check(classify, batch)
-        assert path.read_text() == written
-
-
-def test_a_loss_that_uses_the_original_module_is_refused() -> None:
-    module, batch = classifier(12)
-    with DataParallel(module, TWO) as trainer:
-        with pytest.raises(InvalidArgument, match="uses the original module"):
-            trainer.check(lambda _, b: classify(module, b), batch)
-        assert gradients(module) == [None] * 4
-
-
-def test_what_cannot_be_checked_is_refused() -> None:
-    module, batch = classifier(1)
-    with DataParallel(module, TWO) as trainer:
-        with pytest.raises(InvalidArgument, match="one item"):
-            trainer.check(classify, batch)
-        with torch.no_grad(), pytest.raises(InvalidArgument, match="check: called under no_grad"):
-            trainer.check(classify, batch)
-        with pytest.raises(InvalidArgument, match="check: loss_fn is a Tensor"):
-            trainer.check(batch[0], batch)  # type: ignore[arg-type]
 
 
 def test_a_loss_that_fails_over_one_item_is_told_why() -> None:
@@ -331,8 +282,68 @@ def test_a_loss_whose_terms_cancel_is_exact() -> None:
 
 @pytest.mark.parametrize("batch_norm", ["apart", "synchronised"])
 def test_batch_norm_without_parameters_and_statistics_is_checked_in_the_modules_type(batch_norm: Any) -> None:
-    module = nn.Sequential(
-        nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False, track_running_stats=False), nn.Linear(4, 3)
-    ).double()
-    with DataParallel(module, TWO, batch_norm=batch_norm) as trainer:
-        trainer.check(classify, (torch.randn(16, 3, dtype=torch.double), torch.randint(3, (16,))))
+    module = network(nn.BatchNorm1d(8, affine=False, track_running_stats=False))
+    assert checked(module, trainer={"batch_norm": batch_norm}).exact == (batch_norm == "synchronised")
+
+
+@DEVICES
+def test_costs_are_checked_with_the_order_that_they_give(devices: int) -> None:
+    module, batch = words(24, 7)
+    report = checked(module, loss_of_words, batch, devices=devices, cost=batch["length"])
+    assert report.exact, report
+    assert report.splits[-2].name.startswith("by cost, ")
+    assert report.splits[-2].differences.keys() == report.splits[0].differences.keys()
+    assert report.splits[-1].name.startswith("host:0 ")
+    assert gradients(module) == [None] * 3
+    weighted = checked(module, loss_of_words_each, batch, devices=devices, cost=batch["length"], weight=torch.rand(24))
+    assert weighted.exact, weighted
+
+
+def test_a_loss_that_goes_by_the_order_is_named_with_costs_only() -> None:
+    inputs_, labels = inputs()
+
+    def with_its_neighbour(module: Any, batch: Any) -> Any:
+        x, y = batch
+        pairs = (x[0::2] + x[1::2]).repeat_interleave(2, dim=0)
+        return F.cross_entropy(module(pairs), y)
+
+    module = network()
+    fours = {"micro_batch": 4}
+    assert checked(module, with_its_neighbour, (inputs_, labels), trainer=fours).exact
+    report = checked(module, with_its_neighbour, (inputs_, labels), trainer=fours, cost=torch.rand(24))
+    assert kinds(report) == ["order"]
+    assert not report.exact
+    assert "Put what belongs to an item into the batch" in report.causes[0].text
+
+
+def test_a_loss_that_raises_for_another_order_is_named_with_its_error() -> None:
+    x, y = inputs()
+
+    def in_order(module: Any, batch: Any) -> Any:
+        number, x, y = batch
+        if (number.diff() < 0).any():
+            raise ValueError("not in order")
+        return F.cross_entropy(module(x), y)
+
+    numbered = (torch.arange(24), x, y)
+    report = checked(network(), in_order, numbered, cost=torch.rand(24))
+    assert kinds(report) == ["order"]
+    assert "It raised ValueError: not in order." in report.causes[0].text
+    # Longest first is the order that a slice has, so who needs that is content.
+    assert checked(network(), in_order, numbered, cost=torch.arange(24, 0, -1)).exact
+
+
+def test_what_cannot_be_checked_is_refused() -> None:
+    module, batch = words(24, 7)
+    without: Any = torch.no_grad()
+    with DataParallel(module, TWO, granularity=2) as trainer:
+        for call, message in (
+            (lambda: trainer.check(loss_of_words, words(1, 7)[1]), "one item"),
+            (lambda: without(trainer.check)(loss_of_words, batch), "check: called under no_grad"),
+            (lambda: trainer.check(batch["length"], batch), "check: loss_fn is a Tensor"),  # type: ignore[arg-type]
+            (lambda: trainer.check(loss_of_words, batch, cost=batch["length"]), "granularity="),
+        ):
+            with pytest.raises(InvalidArgument, match=message):
+                call()
+    with pytest.raises(InvalidArgument, match="cost: item 0 costs -1"):
+        checked(module, loss_of_words, batch, cost=-torch.ones(24))

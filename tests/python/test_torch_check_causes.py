@@ -9,21 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from check_cases import checked, kinds
 from paceline import InvalidArgument
 from paceline.torch import CheckReport, DataParallel
-from torch_support import classifier, classify, gradients, hosts
+from torch_support import classifier, classify, gradients, hosts, module_of
 
 F = nn.functional
 ITEMS = 12
-
-
-def checked(module: nn.Module, loss_fn: Any, batch: Any, *, devices: int = 2, **options: Any) -> CheckReport:
-    with DataParallel(module.double(), hosts(devices)) as trainer:
-        return trainer.check(loss_fn, batch, **options)
-
-
-def kinds(report: CheckReport) -> list[str]:
-    return [cause.kind for cause in report.causes]
 
 
 def made(*shape: int) -> torch.Tensor:
@@ -68,24 +60,14 @@ def test_class_weights_are_found_and_advised(where: str) -> None:
     batch = (made(ITEMS, 6), torch.tensor([0, 0, 1, 2, 0, 1, 0, 0, 2, 2, 1, 0]))
     module = linear()
     criterion = nn.CrossEntropyLoss(class_w.clone())
-
-    def by_closure(module: Any, batch: Any) -> Any:
-        return F.cross_entropy(module(batch[0]), batch[1], weight=class_w)
-
-    def by_module(module: Any, batch: Any) -> Any:
-        return F.cross_entropy(module(batch[0]), batch[1], weight=module.class_w)
-
-    def by_criterion(module: Any, batch: Any) -> Any:
-        return criterion(module(batch[0]), batch[1])
-
-    def on_the_way(module: Any, batch: Any) -> Any:
-        return F.cross_entropy(module(batch[0]), batch[1], torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64))
-
     loss_fn, name = {
-        "closure": (by_closure, "class_w"),
-        "module": (by_module, "model.class_w"),
-        "criterion": (by_criterion, "criterion.weight"),
-        "made on the way": (on_the_way, "class_weights"),
+        "closure": (lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=class_w), "class_w"),
+        "module": (lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=m.class_w), "model.class_w"),
+        "criterion": (lambda m, b: criterion(m(b[0]), b[1]), "criterion.weight"),
+        "made on the way": (
+            lambda m, b: F.cross_entropy(m(b[0]), b[1], torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)),
+            "class_weights",
+        ),
     }[where]
     if where == "module":
         module.register_buffer("class_w", class_w)
@@ -109,20 +91,17 @@ def test_class_weights_of_labels_of_which_some_are_ignored() -> None:
     assert checked(linear(), loss_fn, batch, weight=eval(advice(report), {"class_w": class_w})).exact
 
 
-class Causal(nn.Module):
+def next_token(m: Any, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor) -> Any:
     """A tiny language model in the manner of Hugging Face: it shifts the labels itself, and ignores -100."""
+    causal = nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1], dtype=torch.float64)
+    logits = m.head(m.layer(m.embedding(input_ids), src_mask=causal))[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(9)
-        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-        causal = nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1], dtype=torch.float64)
-        hidden = self.layer(self.embedding(input_ids), src_mask=causal)
-        logits = self.head(hidden)[:, :-1]
-        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+def causal() -> Any:
+    torch.manual_seed(9)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return module_of(next_token, embedding=nn.Embedding(20, 8), layer=layer, head=nn.Linear(8, 20))
 
 
 def documents(prompts: bool) -> dict[str, torch.Tensor]:
@@ -144,12 +123,12 @@ def test_a_causal_language_model_is_told_to_count_the_labels_that_it_shifts_to(p
     def loss_fn(module: Any, batch: Any) -> Any:
         return module(**batch)
 
-    report = checked(Causal(), loss_fn, batch)
+    report = checked(causal(), loss_fn, batch)
     assert kinds(report) == ["weight"], report
     weight = eval(advice(report))
     assert torch.equal(weight(batch), (batch["labels"][:, 1:] != -100).sum(1))
-    assert checked(Causal(), loss_fn, batch, weight=weight).exact
-    plain = checked(Causal(), loss_fn, batch, weight=lambda b: (b["labels"] != -100).sum(1))
+    assert checked(causal(), loss_fn, batch, weight=weight).exact
+    plain = checked(causal(), loss_fn, batch, weight=lambda b: (b["labels"] != -100).sum(1))
     if prompts:  # else the two are one apart for all, which is another mean as well
         assert "weight= says something else" in plain.causes[0].text
     assert eval(advice(plain))(batch).equal(weight(batch))
@@ -191,14 +170,9 @@ def test_where_no_weight_fits_none_is_advised() -> None:
     assert "-100" not in report.causes[0].text
 
 
-class Sequence(nn.Module):
-    def __init__(self, kind: Any, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.recurrent, self.head = kind(6, 8, **options), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.head(self.recurrent(x)[0])
+def sequence(kind: Any, **options: Any) -> Any:
+    torch.manual_seed(3)
+    return module_of(lambda m, x: m.head(m.recurrent(x)[0]), recurrent=kind(6, 8, **options), head=nn.Linear(8, 3))
 
 
 def tags(module: Any, batch: Any) -> Any:
@@ -208,54 +182,35 @@ def tags(module: Any, batch: Any) -> Any:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_modules_that_take_dimension_0_for_time_are_named_with_what_to_do(kind: Any) -> None:
     batch = (made(9, ITEMS, 6), torch.arange(9 * ITEMS).reshape(9, ITEMS) % 3)
-    report = checked(Sequence(kind), tags, batch)
+    report = checked(sequence(kind), tags, batch)
     told = f"recurrent ({kind.__name__}) takes dimension 0, which is split, for time."
     assert told in report.causes[0].text
-    assert checked(Sequence(kind), tags, batch, batch_dim=1).exact
+    assert checked(sequence(kind), tags, batch, batch_dim=1).exact
     turned = [tensor.transpose(0, 1).contiguous() for tensor in batch]
-    assert told in checked(Sequence(kind), tags, turned).causes[0].text
-    assert checked(Sequence(kind, batch_first=True), tags, turned).exact
-
-
-class Unregistered(nn.Module):
-    """Keeps a layer in a plain list, which PyTorch does not look into: on one device it is trained all the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = linear(6, 6)
-        self.rest = [linear(6, 3)]
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.rest[0](self.first(x).tanh())
+    assert told in checked(sequence(kind), tags, turned).causes[0].text
+    assert checked(sequence(kind, batch_first=True), tags, turned).exact
+    mixed = (batch[0], torch.arange(ITEMS) % 3)
+    for given, name in ((mixed, "batch[0]"), (mixed[::-1], "batch[1]")):
+        message = re.escape(f"If {name} is [time, batch], pass {name}.transpose(0, 1).")
+        with pytest.raises(InvalidArgument, match=message):
+            checked(sequence(kind), tags, given)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_parameters_that_are_not_registered_are_compared(devices: int) -> None:
-    module = Unregistered()
+    """A layer in a plain list, which PyTorch does not look into: on one device it is trained all the same."""
+    module = module_of(lambda m, x: m.rest[0](m.first(x).tanh()), first=linear(6, 6), rest=[linear(6, 3)])
     report = checked(module, classify, (made(ITEMS, 6), torch.arange(ITEMS) % 3), devices=devices)
     assert report.exact, report
     assert "rest[0].weight" in report.differences
     assert [parameter.grad for parameter in module.rest[0].parameters()] == [None, None]
 
 
-class Tempered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.linear(x) / 2
-
-
-class Untempered(Tempered):
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.linear(x)
-
-
 def test_a_copy_that_is_not_the_module_is_noticed() -> None:
     batch = (made(ITEMS, 6), torch.arange(ITEMS) % 3)
-    with DataParallel(Tempered(), hosts(2), replicate=lambda module: Untempered()) as trainer:
-        report = trainer.check(classify, batch)
+    module = module_of(lambda m, x: m.linear(x) / 2, linear=linear())
+    replicate = {"replicate": lambda _: module_of(lambda m, x: m.linear(x), linear=linear())}
+    report = checked(module, classify, batch, trainer=replicate)
     assert kinds(report) == ["devices"], report
     assert "replicate=" in report.causes[0].text
     assert max(split.largest for split in report.splits[:-1]) < 1e-9 < 0.1 < report.splits[-1].largest
@@ -296,25 +251,11 @@ def test_tensors_that_a_loss_makes_to_differentiate_by_are_no_parameters() -> No
 
 
 def test_the_module_has_the_attributes_that_it_had() -> None:
-    class Storing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.calls, self.last = linear(), 0, None
+    def store(m: Any, x: torch.Tensor) -> Any:
+        m.calls += 1
+        m.last = m.linear(x)
+        return m.last
 
-        def forward(self, x: torch.Tensor) -> Any:
-            self.calls += 1
-            self.last = self.linear(x)
-            return self.last
-
-    module = Storing()
+    module = module_of(store, linear=linear(), calls=0, last=None)
     assert checked(module, classify, (made(ITEMS, 6), torch.arange(ITEMS) % 3)).exact
     assert (module.calls, module.last) == (0, None)
-
-
-def test_time_in_dimension_0_of_some_tensors_is_told() -> None:
-    batch = (made(9, ITEMS, 6), torch.arange(ITEMS) % 3)
-    for given, name in ((batch, "batch[0]"), (batch[::-1], "batch[1]")):
-        with pytest.raises(
-            InvalidArgument, match=re.escape(f"If {name} is [time, batch], pass {name}.transpose(0, 1).")
-        ):
-            checked(Sequence(nn.LSTM), tags, given)

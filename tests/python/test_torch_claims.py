@@ -29,12 +29,14 @@ def claims_of(path: Path) -> Record:
     return [entry["claims"] for entry in map(json.loads, path.read_text().splitlines()) if "claims" in entry]
 
 
-def trained(path: Path, steps: int = 8, devices: int = 2, **options: Any) -> list[list[torch.Tensor | None]]:
-    """Gradients and losses of single-precision steps, with a ledger of them."""
+def results_of(
+    prepare: Callable[[DataParallel], None], steps: int = 8, devices: int = 2, **options: Any
+) -> list[list[torch.Tensor | None]]:
+    """Gradients and losses of single-precision steps."""
     module, batch = classifier(96, dtype=torch.float32)
     results = []
     with DataParallel(module, hosts(devices), **options) as trainer:
-        trainer.write_ledger(path)
+        prepare(trainer)
         for step in range(steps):
             size = 96 if step % 4 else 64
             loss = trainer.step(noting(unsteady), (batch[0][:size], batch[1][:size]))
@@ -43,38 +45,30 @@ def trained(path: Path, steps: int = 8, devices: int = 2, **options: Any) -> lis
     return results
 
 
-def replayed(path: Path, steps: int = 8, devices: int = 2, **options: Any) -> list[list[torch.Tensor | None]]:
-    module, batch = classifier(96, dtype=torch.float32)
-    results = []
-    with DataParallel(module, hosts(devices), **options) as trainer:
-        trainer.replay_claims(path)
-        for step in range(steps):
-            size = 96 if step % 4 else 64
-            loss = trainer.step(noting(unsteady), (batch[0][:size], batch[1][:size]))
-            results.append([*gradients(module), loss])
-            module.zero_grad()
-    return results
+def trained(path: Path, *given: Any, **options: Any) -> list[list[torch.Tensor | None]]:
+    """With a ledger."""
+    return results_of(lambda trainer: trainer.write_ledger(path), *given, **options)
+
+
+def replayed(path: Path, *given: Any, **options: Any) -> list[list[torch.Tensor | None]]:
+    return results_of(lambda trainer: trainer.replay_claims(path), *given, **options)
 
 
 def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("micro_batch", [None, 7])
-@pytest.mark.parametrize("devices", [1, 2, 3])
-def test_a_ledger_runs_again_to_the_same_bit(tmp_path: Path, devices: int, micro_batch: int | None) -> None:
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [(1, {}), (2, {}), (3, {}), (1, {"micro_batch": 7}), (3, {"micro_batch": 7}), (2, {"balance": [3, 1]})],
+)
+def test_a_ledger_runs_again_to_the_same_bit(tmp_path: Path, devices: int, options: Any) -> None:
     path = tmp_path / "ledger"
-    first = trained(path, devices=devices, micro_batch=micro_batch)
+    first = trained(path, devices=devices, **options)
     # Another trainer would decide otherwise: even shares, no micro-batches.
     assert same(replayed(path, devices=devices, balance="even"), first)
-
-
-def test_another_split_is_another_rounding(tmp_path: Path) -> None:
-    """Else the test above would say nothing."""
-    path = tmp_path / "ledger"
-    first = trained(path, balance=[3, 1])
-    assert not same(trained(tmp_path / "other", balance=[1, 3]), first)
-    assert same(replayed(path, balance=[1, 3]), first)
+    if "balance" in options:  # another split is another rounding, else this would say nothing
+        assert not same(trained(tmp_path / "other", devices=devices, balance=[1, 3]), first)
 
 
 def test_every_item_is_in_the_claims_once_and_decisions_replay_beside_them(tmp_path: Path) -> None:
@@ -206,12 +200,10 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     with DataParallel(module, TWO) as trainer:
         with pytest.raises(OSError, match="missing"):
             trainer.replay_claims(tmp_path / "missing")
-        (tmp_path / "nonsense").write_text("[]\n")
-        with pytest.raises(InvalidArgument, match="is no ledger"):
-            trainer.replay_claims(tmp_path / "nonsense")
-        (tmp_path / "short").write_text(path.read_text().splitlines()[0] + "\n")
-        with pytest.raises(InvalidArgument, match="holds no step"):
-            trainer.replay_claims(tmp_path / "short")
+        for text, message in (("[]", "is no ledger"), (path.read_text().splitlines()[0], "holds no step")):
+            (tmp_path / "other").write_text(text + "\n")
+            with pytest.raises(InvalidArgument, match=message):
+                trainer.replay_claims(tmp_path / "other")
         trainer.replay_claims(path)
         with pytest.raises(InvalidArgument, match=r"a batch of 96 items where step 0 .* had 64"):
             trainer.step(classify, batch)
@@ -225,65 +217,49 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
             trainer.step(classify, (batch[0][:64], batch[1][:64]))
 
 
-def test_the_report_knows_every_size_that_ran() -> None:
-    module, batch = classifier(96)
-    ran: set[int] = set()
+class Sizes:
+    """What takes a random time for each item, and keeps the sizes of slices."""
 
-    def note(replica: Any, part: Any) -> None:
-        unsteady(replica, part)
-        ran.add(len(part[0]))
+    def __init__(self) -> None:
+        self.seen: list[int] = []
 
-    with DataParallel(module, TWO) as trainer:
-        for _ in range(10):
-            trainer.step(noting(note), batch)
-        sizes = trainer.report()["sizes"]
-    assert list(sizes) == TWO
-    assert set().union(*sizes.values()) == ran
-    assert all(list(entry) == sorted(set(entry)) for entry in sizes.values())
-
-
-def test_without_corrections_shares_are_run_as_planned() -> None:
-    module, batch = classifier(64)
-    runs: list[int] = []
-
-    def loss_fn(one: Any, part: Any) -> Any:
-        runs.append(len(part[0]))
+    def __call__(self, one: Any, part: Any) -> Any:
+        self.seen.append(len(part[0]))
         time.sleep(0.0005 * len(part[0]) * random.uniform(0.5, 2.0))
         return classify(one, part)
 
-    with DataParallel(module, TWO, hold_back=False) as trainer:
+
+def test_the_report_knows_every_size_that_ran() -> None:
+    module, batch = classifier(32)
+    loss_fn = Sizes()
+    with DataParallel(module, TWO) as trainer:
+        for _ in range(10):
+            trainer.step(loss_fn, batch)
+        sizes = trainer.report()["sizes"]
+    assert list(sizes) == TWO
+    assert set().union(*sizes.values()) == set(loss_fn.seen)
+    assert all(list(entry) == sorted(set(entry)) for entry in sizes.values())
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["hold_back=False", "batch norm"])
+def test_without_corrections_shares_are_run_as_planned(norm: bool) -> None:
+    module, batch = classifier(64)
+    if norm:
+        module.insert(1, nn.BatchNorm1d(10).double())
+    loss_fn = Sizes()
+    with DataParallel(module, TWO, hold_back=None if norm else False) as trainer:
         for _ in range(20):
             trainer.step(loss_fn, batch)
-    assert len(runs) <= 40, "one piece of a share each"
+    assert len(loss_fn.seen) <= 40, "one piece of a share each"
+    loss_fn.seen.clear()
+    with DataParallel(module.eval(), TWO, hold_back=True) as trainer:
+        for _ in range(20):
+            trainer.step(loss_fn, batch)
+    assert len(loss_fn.seen) > 40, "or the above says nothing"
     with pytest.raises(InvalidArgument, match="hold_back is 1; it must be True, False or None"):
         DataParallel(module, TWO, hold_back=1)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="needs balance='auto'"):
         DataParallel(module, TWO, hold_back=True, balance="even")
-
-
-def test_a_module_with_batch_norm_never_gets_a_single_item() -> None:
-    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-    batch = classifier(64)[1]
-    runs: list[int] = []
-
-    def loss_fn(one: Any, part: Any) -> Any:
-        runs.append(len(part[0]))
-        time.sleep(0.0005 * len(part[0]) * random.uniform(0.5, 2.0))
-        return classify(one, part)
-
-    with DataParallel(module, TWO) as trainer:
-        for _ in range(30):
-            trainer.step(loss_fn, batch)
-    assert len(runs) <= 60, "one piece of a share each"
-    with DataParallel(module, TWO) as trainer:
-        for _ in range(100):  # so short that shares are anything
-            trainer.step(classify, (batch[0][:8], batch[1][:8]))
-        trainer.step(classify, batch, cost=torch.arange(64) + 1.0)
-    runs.clear()
-    with DataParallel(module.eval(), TWO, hold_back=True) as trainer:
-        for _ in range(30):
-            trainer.step(loss_fn, batch)
-    assert len(runs) > 60, "or the above says nothing"
 
 
 def test_with_a_granularity_there_are_few_sizes_however_speeds_change() -> None:

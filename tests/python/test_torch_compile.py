@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,12 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def check(how: str, backend: str, dtype: torch.dtype) -> None:
+@HOW
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("aot_eager", torch.float64), pytest.param("inductor", torch.float32, marks=pytest.mark.slow)],
+)
+def test_gradients_are_exact(how: str, backend: str, dtype: torch.dtype) -> None:
     module, _ = classifier(dtype=dtype)
     compiled = COMPILE[how](module, backend=backend)
     with DataParallel(compiled, TWO, balance=[2, 1]) as trainer:
@@ -42,17 +48,6 @@ def check(how: str, backend: str, dtype: torch.dtype) -> None:
             assert_same_gradients(module, wanted, dtype)
             with torch.no_grad():
                 torch.testing.assert_close(trainer.predict(batch[0]), classifier(dtype=dtype)[0](batch[0]))
-
-
-@HOW
-def test_gradients_are_exact_when_captured(how: str) -> None:
-    check(how, "aot_eager", torch.float64)
-
-
-@pytest.mark.slow
-@HOW
-def test_gradients_are_exact_when_compiled_to_machine_code(how: str) -> None:
-    check(how, "inductor", torch.float32)
 
 
 class Layer(nn.Linear):
@@ -80,36 +75,27 @@ def test_parts_are_compiled_on_all_devices(kind: Any, how: str) -> None:
 @HOW
 def test_the_first_run_of_each_size_is_alone(how: str) -> None:
     """The compiler is not thread-safe. Later runs are side by side again."""
-    module, _ = classifier()
-    compiled = COMPILE[how](module, backend="eager")
-    lock = threading.Lock()
+    compiled = COMPILE[how](classifier()[0], backend="eager")
     inside: set[int] = set()
     known: set[tuple[int, int]] = set()
     crowded: list[tuple[int, int]] = []
     together = threading.Barrier(2)
-    meet = False
 
     def loss_fn(replica: Any, part: Any) -> Any:
         key = (threading.get_ident(), len(part[0]))
-        with lock:
-            if inside and key not in known:
-                crowded.append(key)
-            inside.add(key[0])
-        if meet:
+        if inside and key not in known:
+            crowded.append(key)
+        inside.add(key[0])
+        if key in known:
             together.wait(30)  # breaks if the other device does not come while this one is inside
         loss = classify(replica, part)
-        with lock:
-            inside.discard(key[0])
-            known.add(key)
+        inside.discard(key[0])
+        known.add(key)
         return loss
 
     with DataParallel(compiled, TWO, balance="even") as trainer:
-        for items in (16, 6, 10):
-            batch = classifier(items)[1]
-            meet = False
-            trainer.step(loss_fn, batch)
-            meet = True
-            trainer.step(loss_fn, batch)
+        for items in (16, 16, 6, 6, 10, 10):
+            trainer.step(loss_fn, classifier(items)[1])
     assert crowded == []
     assert len(known) == 6
 
@@ -167,17 +153,6 @@ def recorded(trainer: DataParallel, monkeypatch: pytest.MonkeyPatch) -> list[lis
     return excluded
 
 
-def test_the_first_run_of_each_length_is_no_evidence_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    module = nn.RNN(3, 4, batch_first=True).double()
-    compiled = torch.compile(lambda m, x: m(x)[0].square().mean(), backend="eager", dynamic=False)
-    with DataParallel(module, TWO, balance="even") as trainer:
-        excluded = recorded(trainer, monkeypatch)
-        for length in (3, 3, 5, 5):
-            trainer.step(compiled, torch.ones(8, length, 3, dtype=torch.double))
-    assert excluded == [[True, True], [False, False]] * 2
-
-
 def lengths(*longest: int) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """Batches of eight items, all of one length: padded to the same width, trimmed to what they cost."""
     batches = []
@@ -187,30 +162,39 @@ def lengths(*longest: int) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]
     return batches
 
 
+def recurrent() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.RNN(3, 4, batch_first=True).double()
+
+
 def loss_of_trimmed(module: Any, batch: Any) -> Any:
     return module(batch["x"][:, : int(batch["length"].max())])[0].square().mean()
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_with_costs_the_first_run_of_each_longest_item_is_no_evidence(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
+def compiled_trimmed() -> Any:
+    return torch.compile(loss_of_trimmed, backend="eager", dynamic=False)
+
+
+@pytest.mark.parametrize(("compiled", "cost"), [(True, True), (True, False), (False, True)])
+def test_the_first_run_of_each_longest_item_is_no_evidence(
+    compiled: bool, cost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
-    module = nn.RNN(3, 4, batch_first=True).double()
-    loss_fn = torch.compile(loss_of_trimmed, backend="eager", dynamic=False) if compiled else loss_of_trimmed
-    with DataParallel(module, TWO, balance="even") as trainer:
+    loss_fn = compiled_trimmed() if compiled else loss_of_trimmed
+    with DataParallel(recurrent(), TWO, balance="even") as trainer:
         excluded = recorded(trainer, monkeypatch)
         for batch, costs in lengths(3, 3, 5, 5, 3):
-            trainer.step(loss_fn, batch, cost=costs)
-    assert [all(step) for step in excluded] == [True, False, compiled, False, False]
-    assert [any(step) for step in excluded] == [True, False, compiled, False, False]
+            if not cost:  # the shapes say it
+                batch["x"] = batch["x"][:, : int(costs[0])]
+            trainer.step(loss_fn, batch, cost=costs if cost else None)
+    assert excluded == [
+        [one] * len(step) for one, step in zip((True, False, compiled, False, False), excluded, strict=True)
+    ]
 
 
 def test_the_lengths_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.torch._run.executor.MOST_SIZES", 3)
-    module = nn.RNN(3, 4, batch_first=True).double()
     compiled = torch.compile(loss_of_trimmed, backend="eager")
-    with DataParallel(module, ["host:0"], balance="even") as trainer:
+    with DataParallel(recurrent(), ["host:0"], balance="even") as trainer:
         excluded = recorded(trainer, monkeypatch)
         for batch, costs in lengths(2, 3, 4, 5):  # nothing to tune: no room is taken
             trainer.step(loss_of_trimmed, batch, cost=costs)
@@ -222,9 +206,7 @@ def test_the_lengths_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyP
 
 
 def test_a_replay_with_costs_compiles_each_length_alone_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = nn.RNN(3, 4, batch_first=True).double()
-    compiled = torch.compile(loss_of_trimmed, backend="eager", dynamic=False)
-    batches = lengths(3, 5, 3)
+    module, batches, compiled = recurrent(), lengths(3, 5, 3), compiled_trimmed()
     with DataParallel(module, TWO, balance="even") as trainer:
         trainer.write_ledger(tmp_path / "ledger.jsonl")
         for batch, cost in batches:
@@ -256,48 +238,46 @@ def test_first_runs_are_no_evidence_for_the_balancer(compiled: bool, monkeypatch
 def test_a_run_that_waited_for_another_to_compile_is_no_evidence() -> None:
     gate = CompileGate()
     compiling, go_on = threading.Event(), threading.Event()
-    waits: list[bool] = []
 
     def first() -> None:
         with gate.enter(True, "call"):
             compiling.set()
             go_on.wait(30)
 
-    def other() -> None:
-        with gate.enter(False, "call") as waited:
-            waits.append(waited)
+    def waited() -> bool:
+        with gate.enter(False, "call") as found:
+            return bool(found)
 
-    threads = [threading.Thread(target=first), threading.Thread(target=other)]
-    threads[0].start()
-    compiling.wait(30)
-    threads[1].start()
-    deadline = time.monotonic() + 30
-    while not gate._condition._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
-        time.sleep(1e-3)
-    go_on.set()
-    for thread in threads:
-        thread.join()
-    with gate.enter(False, "call") as waited:
-        waits.append(waited)
-    assert waits == [True, False]
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(first)
+        assert compiling.wait(30)
+        other = pool.submit(waited)
+        deadline = time.monotonic() + 30
+        while not gate._condition._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            time.sleep(1e-3)
+        go_on.set()
+        assert other.result()
+    assert not waited()
 
 
-@pytest.mark.parametrize("change", ["new replicas", "eval", "autocast"])
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "new replicas": lambda m: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True),
+    "eval": lambda m: m.eval(),
+    "autocast": lambda m: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_first_runs_after_a_change_that_compiles_anew_are_no_evidence(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = classifier(dtype=torch.float32)[0]
+    module, batch = classifier(8, dtype=torch.float32)
     module.compile(backend="eager")
     with DataParallel(module, TWO, balance="even") as trainer:
         excluded = recorded(trainer, monkeypatch)
-        _, batch = classifier(8, dtype=torch.float32)
-        trainer.step(classify, batch)
-        trainer.step(classify, batch)
-        if change == "new replicas":
-            module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
-        elif change == "eval":
-            module.eval()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=change == "autocast"):
-            trainer.step(classify, batch)
-            trainer.step(classify, batch)
+        for step in range(4):
+            if step == 2:
+                CHANGES[change](module)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=change == "autocast" and step >= 2):
+                trainer.step(classify, batch)
     assert excluded == [[True] * 2, [False] * 2] * 2

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 
 from paceline.torch import DataParallel
 from paceline.torch._devices import compiling as compiler
 from paceline.torch._run import seen
-from torch_support import TWO, classifier, classify
+from torch_support import TWO, classifier, noting
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +49,7 @@ def test_each_worker_has_graph_trees_of_its_own(trees: Any) -> None:
     module, batch = classifier()
     module.compile(backend="eager")
     found: dict[int, list[Any]] = {}
-
-    def loss_fn(one: Any, part: Any) -> Any:
-        found.setdefault(threading.get_ident(), []).append(trees.get_container(0))
-        return classify(one, part)
-
+    loss_fn = noting(lambda *_: found.setdefault(threading.get_ident(), []).append(trees.get_container(0)))
     after: list[Any] = []
 
     def steps() -> None:
@@ -61,9 +58,8 @@ def test_each_worker_has_graph_trees_of_its_own(trees: Any) -> None:
                 trainer.step(loss_fn, batch)
         after.append(trees.get_container(0))
 
-    caller = threading.Thread(target=steps)  # not the thread that has loaded the trees
-    caller.start()
-    caller.join()
+    with ThreadPoolExecutor(1) as pool:  # not the thread that has loaded the trees
+        pool.submit(steps).result()
     assert [len(set(map(id, containers))) for containers in found.values()] == [1, 1], "kept from step to step"
     everything = [*(containers[0] for containers in found.values()), *after, trees.get_container(0)]
     assert len(set(map(id, everything))) == 4, "of two workers, the caller's thread and this one"
@@ -79,8 +75,8 @@ def test_the_limits_of_all_threads_are_raised_once_and_put_back(monkeypatch: pyt
         seen.append((config.recompile_limit, config.accumulated_recompile_limit))
 
     context = contextvars.copy_context()
-    first, second = compiler.compiled_for_each(2, [context]), compiler.compiled_for_each(4, [context])
-    with first:
+    second = compiler.compiled_for_each(4, [context])
+    with compiler.compiled_for_each(2, [context]):
         note()
         second.__enter__()  # of another trainer, which ends later
         note()
@@ -88,21 +84,17 @@ def test_the_limits_of_all_threads_are_raised_once_and_put_back(monkeypatch: pyt
     second.__exit__(None, None, None)
     note()
     assert seen == [(16, 512), (32, 1024), (32, 1024), (8, 256)]
-    with compiler.compiled_for_each(1, [context]):
-        note()
-    assert seen[-1] == (8, 256)
 
 
 def test_a_limit_of_the_callers_own_is_what_is_multiplied() -> None:
-    from torch._dynamo import config as dynamo_config
-
-    config: Any = dynamo_config
-    before = config.recompile_limit
-    with config.patch(recompile_limit=3):
-        context = contextvars.copy_context()
-        with compiler.compiled_for_each(5, [context]):
-            assert context.run(lambda: config.recompile_limit) == 15
+    config: Any = torch._dynamo.config
+    before, seen = config.recompile_limit, []
+    module, batch = classifier()
+    module.compile(backend="eager")
+    with config.patch(recompile_limit=3), DataParallel(module, TWO, balance="even") as trainer:
+        trainer.step(noting(lambda *_: seen.append(config.recompile_limit)), batch)
         assert config.recompile_limit == 3
+    assert seen == [6, 6]
     assert config.recompile_limit == before
 
 
@@ -116,10 +108,10 @@ def test_two_trainers_compile_one_after_the_other() -> None:
         module, batch = classifier()
         module.compile(backend="eager")
 
-        def loss_fn(one: Any, part: Any) -> Any:
+        def note(*_: Any) -> None:
             inside.append(name)
             together.append(list(inside))
-            if name == "first":
+            if name == "host:0":
                 compiling.set()
                 deadline = time.monotonic() + 30
                 while not came.is_set() and not seen._of_process._condition._waiters:  # type: ignore[attr-defined]
@@ -127,21 +119,15 @@ def test_two_trainers_compile_one_after_the_other() -> None:
                     time.sleep(1e-3)
             else:
                 came.set()
-            loss = classify(one, part)
             inside.remove(name)
-            return loss
 
-        with DataParallel(module, ["host:0" if name == "first" else "host:1"]) as trainer:
-            if name == "second":
-                assert compiling.wait(30)
-            trainer.step(loss_fn, batch)
+        with DataParallel(module, [name]) as trainer:
+            assert name == "host:0" or compiling.wait(30)
+            trainer.step(noting(note), batch)
 
-    threads = [threading.Thread(target=step, args=(name,)) for name in ("first", "second")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == [["first"], ["second"]]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(step, TWO))
+    assert together == [["host:0"], ["host:1"]]
 
 
 def test_a_loss_may_wait_for_another_trainer_that_compiles_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,19 +14,23 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel, Pipeline
-from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
+from torch_support import (
+    TWO,
+    assert_exact,
+    assert_same_gradients,
+    classifier,
+    classify,
+    gradients,
+    hosts,
+    module_of,
+    plain,
+)
 
 
-class Storing(nn.Module):
-    """Keeps an activation, with its graph, on itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.last = self.inner(x)
-        return self.last
+def store(m: Any, x: torch.Tensor) -> Any:
+    """Keeps an activation, with its graph, on the module."""
+    m.last = m.inner(x)
+    return m.last
 
 
 class Locking(nn.Module):
@@ -40,14 +44,8 @@ class Locking(nn.Module):
             return self.inner(x)
 
 
-def stored_activation() -> nn.Module:
-    module = nn.Sequential(nn.Identity(), Storing())
-    module(torch.zeros(1, 6))
-    return module
-
-
 def test_a_tensor_with_a_graph_that_a_forward_has_left_is_copied_without_it() -> None:
-    module, (_, batch) = stored_activation().double(), classifier()
+    module, batch = nn.Sequential(nn.Identity(), module_of(store, inner=nn.Linear(6, 3))), classifier()[1]
     classify(module, batch).backward()
     wanted = gradients(module)
     module.zero_grad()
@@ -63,40 +61,12 @@ def test_a_tensor_with_a_graph_that_a_forward_has_left_is_copied_without_it() ->
         assert left.several["all"][0].requires_grad
 
 
-def test_what_cannot_be_copied_is_named_and_one_device_takes_it() -> None:
-    module = nn.Sequential(nn.Identity(), Locking())
-    with pytest.raises(InvalidArgument, match=r"cannot be copied.*'1\.guard' \(lock\).*replicate="):
-        DataParallel(module, TWO)
-    with DataParallel(module, ["host:0"]) as trainer:
-        trainer.step(classify, (torch.ones(4, 6), torch.zeros(4, dtype=torch.long)))
-    assert all(parameter.grad is not None for parameter in module.parameters())
-
-
-def test_a_lazy_module_is_refused_until_it_is_initialised() -> None:
-    module: nn.Module = nn.Sequential(nn.LazyLinear(10), nn.Tanh(), nn.Linear(10, 3)).double()
-    _, batch = classifier()
-    with pytest.raises(InvalidArgument, match=r"parameter 0\.weight is not initialised yet"):
-        DataParallel(module, TWO)
-    module(batch[0])
-    _, wanted = plain(module, classify, batch)
-    with DataParallel(module, TWO) as trainer:
-        trainer.step(classify, batch)
-    assert_same_gradients(module, wanted)
-
-
-@pytest.mark.parametrize(
-    "parametrize",
-    [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal],
-    ids=["weight_norm", "orthogonal"],
-)
-def test_parametrizations_work_also_after_a_forward(parametrize: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.parametrize("name", ["weight_norm", "orthogonal"])
+def test_parametrizations_work_also_after_a_forward(name: str) -> None:
     module, batch = classifier()
-    parametrize(module[0])
+    getattr(nn.utils.parametrizations, name)(module[0])
     module(batch[0])
-    _, wanted = plain(module, classify, batch)
-    with DataParallel(module, TWO) as trainer:
-        trainer.step(classify, batch)
-    assert_same_gradients(module, wanted)
+    assert_exact(module, classify, batch)
 
 
 def test_replicate_takes_modules_that_cannot_be_copied() -> None:
@@ -116,7 +86,7 @@ def test_what_replicate_makes_has_the_attributes_and_hooks_of_the_users_module()
     class Locked(Locking):
         def __init__(self) -> None:
             super().__init__()
-            self.factor, self.settings = 1.0, types.SimpleNamespace(power=1.0)
+            self.factor, self.settings = 2.0, types.SimpleNamespace(power=3.0)
 
         def forward(self, x: torch.Tensor) -> Any:
             return self.factor * super().forward(x).sigmoid() ** self.settings.power
@@ -124,39 +94,28 @@ def test_what_replicate_makes_has_the_attributes_and_hooks_of_the_users_module()
     module, batch = Locked().double(), classifier()[1]
     twin = Locked().double()
     twin.inner = module.inner
-
-    def change(**attributes: float) -> None:
-        for one in (module, twin):
-            one.factor, one.settings.power = attributes["factor"], attributes["power"]
-
-    change(factor=2.0, power=3.0)
     module.inner.register_forward_hook(lambda layer, _, output: output * 2)
     with DataParallel(module, TWO, replicate=lambda _: Locked().double()) as trainer:
         for step in range(3):
             module.zero_grad()
             classify(twin, batch).backward()
-            wanted = [parameter.grad for parameter in module.parameters()]
+            wanted = gradients(module)
             module.zero_grad()
             trainer.step(classify, batch)
             assert_same_gradients(module, wanted)
-            change(factor=3.0 + step, power=2.0)
+            for one in (module, twin):
+                one.factor, one.settings.power = 3.0 + step, 2.0
 
 
 def test_replicate_keeps_tied_parameters_tied() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
-            self.b.weight = self.a.weight
+    def tied() -> Any:
+        module = module_of(
+            lambda m, x: m.b(m.a(x).tanh()), a=nn.Linear(6, 6, bias=False), b=nn.Linear(6, 6, bias=False)
+        )
+        module.b.weight = module.a.weight
+        return module
 
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.b(self.a(x).tanh())
-
-    module, batch = Tied().double(), classifier()[1]
-    _, wanted = plain(module, classify, batch)
-    with DataParallel(module, TWO, replicate=lambda _: Tied().double()) as trainer:
-        trainer.step(classify, batch)
-    assert_same_gradients(module, wanted)
+    assert_exact(tied(), classify, classifier()[1], replicate=lambda _: tied())
 
 
 def other(change: Callable[[Any], object]) -> Callable[[Any], Any]:
@@ -195,50 +154,47 @@ def test_what_replicate_returns_is_checked(kind: str) -> None:
         DataParallel(classifier()[0], TWO, replicate=replicate)
 
 
-class Norms(nn.Module):
-    """Two statistics, registered in either order."""
-
-    def __init__(self, names: tuple[str, str]) -> None:
-        super().__init__()
-        for name in names:
-            setattr(self, name, nn.BatchNorm1d(2).double())
-
-    def forward(self, x: torch.Tensor) -> Any:
-        first, second = self.get_submodule("first"), self.get_submodule("second")
-        return second(first(x) * 0 + x * 3)
-
-
 def test_what_replicate_returns_may_have_its_modules_in_another_order() -> None:
-    module = Norms(("first", "second"))
+    def norms(*names: str) -> Any:
+        """Two statistics, registered in either order."""
+        return module_of(lambda m, x: m.second(m.first(x) * 0 + x * 3), **{name: nn.BatchNorm1d(2) for name in names})
+
+    module = norms("first", "second")
     batch = torch.randn(16, 2, dtype=torch.double) + 5
-    with DataParallel(module, TWO, balance="even", replicate=lambda _: Norms(("second", "first"))) as trainer:
+    with DataParallel(module, TWO, balance="even", replicate=lambda _: norms("second", "first")) as trainer:
         trainer.step(lambda m, b: m(b).square().mean(), batch)
-    means = [float(module.get_buffer(f"{name}.running_mean").mean()) for name in ("first", "second")]
+    means = [float(one.running_mean.mean()) for one in (module.first, module.second)]
     assert means == [pytest.approx(0.5, rel=0.5), pytest.approx(1.5, rel=0.5)]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("devices", [["host:0"], TWO], ids=["one", "two"])
-def test_script_modules_are_refused_by_name(devices: list[str]) -> None:
+def test_what_no_trainer_takes_is_refused_by_name(devices: list[str]) -> None:
     script = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(InvalidArgument, match=r"the module is a torch\.jit\.ScriptModule.*torch\.compile"):
         DataParallel(script, devices)
     with pytest.raises(InvalidArgument, match=r"submodule 1 is a torch\.jit\.ScriptModule"):
         DataParallel(nn.Sequential(nn.Linear(2, 2), script), devices)
-
-
-def test_parameters_elsewhere_are_refused_by_name() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    module: nn.Module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(InvalidArgument, match=r"parameter 1\.weight is on meta.*module\.to_empty\(device='cpu'\)"):
-        DataParallel(module, TWO)
+        DataParallel(module, devices)
     module.to_empty(device="cpu")  # as the message says
-    DataParallel(module, TWO).close()
+    DataParallel(module, devices).close()
+    module, batch = nn.Sequential(nn.LazyLinear(10), nn.Tanh(), nn.Linear(10, 3)).double(), classifier()[1]
+    with pytest.raises(InvalidArgument, match=r"parameter 0\.weight is not initialised yet"):
+        DataParallel(module, devices)
+    module(batch[0])
+    assert_exact(module, classify, batch, devices)
 
 
-def test_a_trainer_that_cannot_be_made_leaves_no_threads() -> None:
+def test_what_cannot_be_copied_is_named_leaves_no_threads_and_one_device_takes_it() -> None:
+    module = nn.Sequential(nn.Identity(), Locking())
     before, threads = threading.active_count(), torch.get_num_threads()
     for _ in range(3):
-        with pytest.raises(InvalidArgument):
-            DataParallel(Locking(), TWO)
+        with pytest.raises(InvalidArgument, match=r"cannot be copied.*'1\.guard' \(lock\).*replicate="):
+            DataParallel(module, TWO)
     assert threading.active_count() == before
     assert torch.get_num_threads() == threads
+    with DataParallel(module.double(), ["host:0"]) as trainer:
+        trainer.step(classify, classifier()[1])
+    assert all(parameter.grad is not None for parameter in module.parameters())

@@ -12,55 +12,47 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
+from paceline._cli_replay import read
+from paceline.balance import replay
 from paceline.torch import DataParallel
 from torch_support import (
     TWO,
+    assert_exact,
     assert_same_gradients,
     classifier,
     classify,
     gradients,
     hosts,
     loss_of_words,
+    module_of,
     plain,
     words,
 )
 
 
-def test_memory_that_runs_out_makes_smaller_pieces() -> None:
+@pytest.mark.parametrize("call", ["step", "run"])
+def test_memory_that_runs_out_makes_smaller_pieces(call: str) -> None:
     module, batch = classifier(32)
-    costs = torch.rand(32)
     _, wanted = plain(module, classify, batch)
 
     def greedy(one: Any, part: Any) -> Any:
+        loss = classify(one, part)
         if len(part[1]) > 3:
             raise torch.OutOfMemoryError("simulated")
-        return classify(one, part)
+        return loss
 
     with DataParallel(module, TWO) as trainer:
-        trainer.step(greedy, batch, cost=costs)
+        if call == "step":
+            trainer.step(greedy, batch, cost=torch.rand(32))
+        else:
+            with trainer.batch(batch, cost=torch.rand(32)) as whole:
+                whole.run(lambda one, part: part.backward(greedy(one, part.data)))
         assert "ran out of memory" in trainer.explain()
     assert_same_gradients(module, wanted)
 
 
-def test_write_a_ledger_of_steps_with_costs(tmp_path: Any) -> None:
-    from paceline.balance import replay
-
-    module, batch = words(32, 4)
-    path = tmp_path / "ledger.jsonl"
-    with DataParallel(module, TWO) as trainer:
-        trainer.write_ledger(path)
-        for _ in range(10):
-            trainer.step(loss_of_words, batch, cost=batch["length"])
-    result = replay(str(path))
-    assert result.plans >= 10
-    assert not result.mismatches
-
-
 @pytest.mark.parametrize("first", ["costs", "items"])
 def test_a_ledger_of_both_kinds_of_steps_has_the_decisions_of_both(tmp_path: Path, first: str) -> None:
-    from paceline._cli_replay import read
-    from paceline.balance import replay
-
     module, batch = words(32, 4)
     path = tmp_path / "ledger.jsonl"
     by_cost = [first == "costs", first != "costs", first == "costs"]
@@ -77,7 +69,7 @@ def test_a_ledger_of_both_kinds_of_steps_has_the_decisions_of_both(tmp_path: Pat
         trainer.write_ledger(path)
         ran = train(trainer)
     lines = path.read_text().splitlines()
-    result = replay(lines)
+    result = replay(path)
     assert (result.plans, result.records, result.mismatches) == (3, 3, [])
     assert [ledger.by_cost for ledger in read(lines)] == by_cost[:2]
     with_claims = [entry for entry in map(json.loads, lines) if "claims" in entry]
@@ -87,123 +79,81 @@ def test_a_ledger_of_both_kinds_of_steps_has_the_decisions_of_both(tmp_path: Pat
     assert ["order" in entry for entry in claims] == by_cost
     with DataParallel(module, TWO, balance="even") as trainer:
         trainer.replay_claims(path)
+        if first == "items":
+            with pytest.raises(InvalidArgument, match=r"cost= while claims are replayed of a step that ran without"):
+                trainer.step(loss_of_words, batch, cost=batch["length"])
         for now, then in zip(train(trainer), ran, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
+            assert all(map(torch.equal, now, then))
     claims[-1]["pieces"] = [[0, 0, 1]]
     path.write_text("\n".join([lines[0], *(json.dumps({"claims": entry}) for entry in claims)]))
     with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match="pieces of step 2"):
         trainer.replay_claims(path)
 
 
-@pytest.mark.parametrize(("memory", "balance"), [(None, "auto"), (8000, "auto"), (8000, "even")])
-def test_steps_with_costs_run_again_to_the_same_bit(tmp_path: Path, memory: int | None, balance: Any) -> None:
-    module, batch = words(48, 5)
-    path = tmp_path / "ledger.jsonl"
-
-    def train(trainer: Any, cost: Any) -> list[Any]:
-        seen = []
-        for _ in range(6):
-            for parameter in module.parameters():
-                parameter.grad = None
-            trainer.step(loss_of_words, batch, cost=cost)
-            seen.append(gradients(module))
-        return seen
-
-    with DataParallel(module, TWO, memory=memory, balance=balance) as trainer:
-        trainer.write_ledger(path)
-        first = train(trainer, batch["length"])
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    claims = [line["claims"] for line in lines if "claims" in line]
-    assert len(claims) == 6
-    assert all(sorted(entry["order"]) == list(range(48)) for entry in claims)
-    if memory is None or balance == "even":  # where others take over, what is claimed at once may fit
-        assert any("pieces" in entry for entry in claims) == (memory is not None)
-    for cost in (batch["length"], None):  # the ledger says how they are dealt out
-        with DataParallel(module, TWO, balance="even") as trainer:
-            trainer.replay_claims(path)
-            for now, then in zip(train(trainer, cost), first, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
-    path.write_text(path.read_text().replace('"order": [', '"order": [0, '))
-    with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match="every item once"):
-        trainer.replay_claims(path)
-
-
-class Tokens(nn.Module):
+def of_tokens(m: Any, batch: dict[str, torch.Tensor]) -> Any:
     """Saves 100 numbers for each token, padding included, and what they are multiplied with."""
+    longest = int(batch["length"].max())
+    mask = torch.arange(longest)[None, :] < batch["length"][:, None]
+    values = (batch["tokens"][:, :longest, None] * m.scale).exp().mean(2)
+    return (values * mask).sum(1)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(100, dtype=torch.double))
 
-    def forward(self, batch: dict[str, torch.Tensor]) -> Any:
-        longest = int(batch["length"].max())
-        mask = torch.arange(longest)[None, :] < batch["length"][:, None]
-        values = (batch["tokens"][:, :longest, None] * self.scale).exp().mean(2)
-        return (values * mask).sum(1)
+def tokens() -> Any:
+    return module_of(of_tokens, scale=nn.Parameter(torch.ones(100)))
 
 
 PER_TOKEN = 8 * 100
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_limit_on_memory_counts_padded_costs(devices: int) -> None:
-    torch.manual_seed(3)
-    module = Tokens()
-    _, batch = words(96, 3)
-    batch["tokens"] = torch.rand(96, 60, dtype=torch.double)
-    limit = 80 * PER_TOKEN
-    padded: list[int] = []
-
-    def loss_fn(one: Any, part: dict[str, torch.Tensor]) -> Any:
-        loss = one(part).mean()
-        padded.append(len(part["length"]) * int(part["length"].max()))
-        return loss
-
-    _, wanted = plain(module, lambda one, part: one(part).mean(), batch)
-    with DataParallel(module, hosts(devices), memory=limit) as trainer:
-        for _ in range(3):
-            padded.clear()
-            for parameter in module.parameters():
-                parameter.grad = None
-            trainer.step(loss_fn, batch, cost=batch["length"])
-            assert_same_gradients(module, wanted)
-        entry = trainer.report()["memory"]["host:0"]
-        largest = entry["largest_padded_cost"]
-        assert entry["bytes_per_cost"] * largest + entry["fixed_bytes_with_costs"] == pytest.approx(limit)
-        assert 60 < largest < 80
-        assert max(padded) <= largest
-        assert max(padded) > largest / 2  # no smaller than they must be
-        assert "a cost of at most" in trainer.explain()
-        assert "largest_micro_batch" not in entry
-        trainer.step(loss_fn, batch)
-        assert "largest_micro_batch" in trainer.report()["memory"]["host:0"]
-
-
-def few_long(long: int, short: int) -> dict[str, torch.Tensor]:
-    """Eight items of length `long`, forty of length `short`."""
-    _, batch = words(48, 3)
-    batch["tokens"] = torch.rand(48, 60, dtype=torch.double)
-    batch["length"] = torch.tensor([short] * 20 + [long] * 8 + [short] * 20)
-    return batch
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_long_items_that_run_alone_do_not_leave_short_ones_alone(devices: int) -> None:
-    module, batch = Tokens(), few_long(50, 5)
-    ran: list[tuple[int, int]] = []
+def mean_noting(ran: list[tuple[int, int]]) -> Any:
+    """The mean, which notes items and the longest of them."""
 
     def loss_fn(one: Any, part: dict[str, torch.Tensor]) -> Any:
         loss = one(part).mean()
         ran.append((len(part["length"]), int(part["length"].max())))
         return loss
 
-    _, wanted = plain(module, lambda one, part: one(part).mean(), batch)
+    return loss_fn
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_limit_on_memory_counts_padded_costs(devices: int) -> None:
+    torch.manual_seed(3)
+    module = tokens()
+    _, batch = words(96, 3)
+    batch["tokens"] = torch.rand(96, 60, dtype=torch.double)
+    limit = 80 * PER_TOKEN
+    ran: list[tuple[int, int]] = []
+    _, wanted = plain(module, mean_noting([]), batch)
+    with DataParallel(module, hosts(devices), memory=limit) as trainer:
+        for _ in range(3):
+            ran.clear()
+            module.zero_grad()
+            trainer.step(mean_noting(ran), batch, cost=batch["length"])
+            assert_same_gradients(module, wanted)
+        entry = trainer.report()["memory"]["host:0"]
+        largest = entry["largest_padded_cost"]
+        assert entry["bytes_per_cost"] * largest + entry["fixed_bytes_with_costs"] == pytest.approx(limit)
+        assert 60 < largest < 80
+        assert largest / 2 < max(items * longest for items, longest in ran) <= largest  # no smaller than they must be
+        assert "a cost of at most" in trainer.explain()
+        assert "largest_micro_batch" not in entry
+        trainer.step(mean_noting(ran), batch)
+        assert "largest_micro_batch" in trainer.report()["memory"]["host:0"]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_long_items_that_run_alone_do_not_leave_short_ones_alone(devices: int) -> None:
+    module, (_, batch) = tokens(), words(48, 3)
+    batch["tokens"] = torch.rand(48, 60, dtype=torch.double)
+    batch["length"] = torch.tensor([5] * 20 + [50] * 8 + [5] * 20)
+    ran: list[tuple[int, int]] = []
+    _, wanted = plain(module, mean_noting([]), batch)
     with DataParallel(module, hosts(devices), balance="even", memory=80 * PER_TOKEN) as trainer:
         for _ in range(2):
             ran.clear()
-            for parameter in module.parameters():
-                parameter.grad = None
-            trainer.step(loss_fn, batch, cost=batch["length"])
+            module.zero_grad()
+            trainer.step(mean_noting(ran), batch, cost=batch["length"])
             assert_same_gradients(module, wanted)
         text = trainer.explain()
         assert trainer.report()["memory"]["host:0"]["largest_padded_cost"] == 50
@@ -251,30 +201,54 @@ def test_after_a_failure_pieces_are_of_half_its_cost(seed: int) -> None:
     assert all(less <= more / 2 for more, less in pairwise(fn.failed))
 
 
-def test_a_cap_of_costs_is_none_of_items_and_the_other_way_round() -> None:
+@pytest.mark.parametrize("limit", ["none", "memory", "memory, even", "runs out"])
+def test_steps_with_costs_run_again_to_the_same_bit(tmp_path: Path, limit: str) -> None:
+    module, batch = words(48, 5)
+    path = tmp_path / "ledger.jsonl"
+
+    def train(trainer: Any, loss_fn: Any, cost: Any) -> list[Any]:
+        seen = []
+        for _ in range(6):
+            module.zero_grad()
+            trainer.step(loss_fn, batch, cost=cost)
+            seen.append(gradients(module))
+        return seen
+
+    memory = 8000 if "memory" in limit else None
+    balance: Any = "even" if "even" in limit else "auto"
+    loss_fn: Any = Short(int(batch["length"].max())) if limit == "runs out" else loss_of_words
+    with DataParallel(module, TWO, memory=memory, balance=balance) as trainer:
+        trainer.write_ledger(path)
+        first = train(trainer, loss_fn, batch["length"])
+    claims = [line["claims"] for line in map(json.loads, path.read_text().splitlines()) if "claims" in line]
+    assert len(claims) == 6
+    assert all(sorted(entry["order"]) == list(range(48)) for entry in claims)
+    if limit != "memory":  # where others take over, what is claimed at once may fit
+        assert any("pieces" in entry for entry in claims) == (limit != "none")
+    for cost in (batch["length"], None):  # the ledger says how they are dealt out
+        with DataParallel(module, TWO, balance="even") as trainer:
+            trainer.replay_claims(path)
+            for now, then in zip(train(trainer, loss_of_words, cost), first, strict=True):
+                assert all(map(torch.equal, now, then))
+    path.write_text(path.read_text().replace('"order": [', '"order": [0, '))
+    with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match="every item once"):
+        trainer.replay_claims(path)
+
+
+@pytest.mark.parametrize("costs_first", [True, False])
+def test_a_cap_of_costs_is_none_of_items_and_the_other_way_round(costs_first: bool) -> None:
     module, batch = words(64, 3)
-    fn = Short(2 * int(batch["length"].max()))
-    ran: list[int] = []
-
-    def noted(one: Any, part: dict[str, torch.Tensor]) -> Any:
-        ran.append(len(part["length"]))
-        return loss_of_words(one, part)
-
+    short, any_size = Short(2 * int(batch["length"].max())), Short(10**6)
     with DataParallel(module, ["host:0"]) as trainer:
-        trainer.step(fn, batch, cost=batch["length"])
-        trainer.step(noted, batch)
-        assert ran == [64]
-    with DataParallel(module, ["host:0"]) as trainer:
-        trainer.step(fn, batch)
-        assert "at most 2 items at once" in trainer.explain()
-        ran.clear()
-        trainer.step(noted, batch, cost=batch["length"])
-        trainer.step(fn, batch, cost=batch["length"])
-        text = trainer.explain()
-        assert "a cost of at most" in text
-        assert "at most 2 items at once" in text
-    assert sum(ran) == 64
-    assert max(ran) > 8
+        trainer.step(short, batch, cost=batch["length"] if costs_first else None)
+        assert ("at most 2 items at once" in trainer.explain()) != costs_first
+        trainer.step(any_size, batch, cost=None if costs_first else batch["length"])
+        ran = any_size.ran
+        assert sum(items for items, _ in ran) == 64
+        assert max(items for items, _ in ran) > 8
+        assert not costs_first or len(ran) == 1
+        trainer.step(short, batch, cost=batch["length"])
+        assert "a cost of at most" in trainer.explain()
 
 
 def test_one_item_whose_cost_does_not_fit_is_the_error() -> None:
@@ -285,44 +259,6 @@ def test_one_item_whose_cost_does_not_fit_is_the_error() -> None:
     assert gradients(module) == [None] * len(gradients(module))
 
 
-def test_a_step_whose_memory_ran_out_runs_again_to_the_same_bit(tmp_path: Path) -> None:
-    module, batch = words(64, 3)
-    path = tmp_path / "ledger.jsonl"
-    fn = Short(int(batch["length"].max()))
-    seen = []
-    with DataParallel(module, TWO) as trainer:
-        trainer.write_ledger(path)
-        for _ in range(3):
-            module.zero_grad()
-            trainer.step(fn, batch, cost=batch["length"])
-            seen.append(gradients(module))
-    assert fn.failed
-    claims = [json.loads(line).get("claims", {}) for line in path.read_text().splitlines()]
-    assert any("pieces" in entry for entry in claims)
-    with DataParallel(module, TWO) as trainer:
-        trainer.replay_claims(path)
-        for then in seen:
-            module.zero_grad()
-            trainer.step(loss_of_words, batch)
-            assert all(torch.equal(a, b) for a, b in zip(gradients(module), then, strict=True))  # type: ignore[arg-type]
-
-
 def test_memory_that_none_of_the_costs_tells_of_counts_items() -> None:
     module, batch = classifier(40)
-    _, wanted = plain(module, classify, batch)
-    with DataParallel(module, TWO, memory=1 << 14) as trainer:
-        trainer.step(classify, batch, cost=torch.zeros(40))
-        assert_same_gradients(module, wanted)
-
-
-def test_a_replay_of_claims_refuses_costs(tmp_path: Path) -> None:
-    module, batch, path = nn.Linear(3, 1), torch.rand(8, 3), tmp_path / "run.jsonl"
-    with DataParallel(module, TWO) as trainer:
-        trainer.write_ledger(path)
-        trainer.step(lambda one, part: one(part).mean(), batch)
-    with DataParallel(module, TWO) as trainer:
-        trainer.replay_claims(path)
-        with pytest.raises(InvalidArgument, match=r"cost= while claims are replayed of a step that ran without"):
-            trainer.step(lambda one, part: one(part).mean(), batch, cost=torch.ones(8))
-        trainer.replay_claims(None)
-        trainer.step(lambda one, part: one(part).mean(), batch, cost=torch.ones(8))
+    assert_exact(module, classify, batch, memory=1 << 14, given={"cost": torch.zeros(40)})

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classifier, classify, hosts, loss_of_words, plain, words
+from torch_support import TWO, assert_same_gradients, classifier, classify, hosts, module_of, plain
 
 
 def with_extras(module: Any, part: Any) -> Any:
@@ -27,12 +27,13 @@ def with_extras(module: Any, part: Any) -> Any:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("call", ["step", "loss"])
-def test_rows_come_back_in_the_order_of_the_batch_and_means_as_means(count: int, call: str) -> None:
+@pytest.mark.parametrize("cost", [None, torch.arange(17) % 5 + 1.0], ids=["items", "costs"])
+def test_rows_come_back_in_the_order_of_the_batch_and_means_as_means(count: int, call: str, cost: Any) -> None:
     module, batch = classifier(17)
     losses, wanted = with_extras(module, batch)
     with DataParallel(module, hosts(count)) as trainer:
         assert trainer.extras is None
-        loss = getattr(trainer, call)(with_extras, batch)
+        loss = getattr(trainer, call)(with_extras, batch, cost=cost)
         extras: Any = trainer.extras
         assert loss.item() == pytest.approx(losses.mean().item())
         torch.testing.assert_close(extras["output"], wanted["output"])
@@ -41,6 +42,24 @@ def test_rows_come_back_in_the_order_of_the_batch_and_means_as_means(count: int,
         torch.testing.assert_close(extras["norm"], wanted["norm"])
         trainer.step(classify, batch)
         assert trainer.extras is None
+
+
+def test_extras_may_be_any_nest_and_are_no_views_of_the_batch() -> None:
+    @dataclasses.dataclass
+    class Outputs:
+        rows: Any
+        nothing: None = None
+
+    module, batch = classifier(16)
+    before = batch[0].clone()
+    with DataParallel(module, ["host:0"], micro_batch=16) as trainer:
+        trainer.step(lambda m, b: (classify(m, b), [Outputs(b[0])]), batch)
+        (outputs,) = trainer.extras
+        assert trainer.check(with_extras, batch).exact
+    assert outputs.nothing is None
+    assert torch.equal(outputs.rows, before)
+    outputs.rows.zero_()
+    assert torch.equal(batch[0], before)
 
 
 def test_means_are_weighted_like_the_loss_and_items_without_weight_have_rows() -> None:
@@ -60,28 +79,6 @@ def test_means_are_weighted_like_the_loss_and_items_without_weight_have_rows() -
             rows, mean = trainer.extras
             torch.testing.assert_close(rows, output)
             torch.testing.assert_close(mean, (output[:, 0] * weight).sum() / weight.sum())
-
-
-def test_rows_of_batches_with_costs_are_in_the_callers_order() -> None:
-    module, batch = words(24, 0)
-    expected = module(batch)
-    with DataParallel(module, TWO) as trainer:
-        trainer.step(lambda m, b: (loss_of_words(m, b), m(b)), batch, cost=batch["length"])
-        torch.testing.assert_close(trainer.extras, expected)
-
-
-def test_extras_may_be_any_nest() -> None:
-    @dataclasses.dataclass
-    class Outputs:
-        logits: Any
-        nothing: None = None
-
-    module, batch = classifier(16)
-    with DataParallel(module, TWO) as trainer:
-        trainer.step(lambda m, b: (classify(m, b), [Outputs(m(b[0]))]), batch)
-        (outputs,) = trainer.extras
-    torch.testing.assert_close(outputs.logits, module(batch[0]))
-    assert outputs.nothing is None
 
 
 @pytest.mark.parametrize(
@@ -121,20 +118,6 @@ def test_another_function_without_extras_does_not_run_on_items_without_weight() 
         trainer.step(bare, data, weight=weight)
 
 
-def test_extras_are_no_views_of_the_batch() -> None:
-    module, batch = classifier(16)
-    with DataParallel(module, ["host:0"], micro_batch=16) as trainer:
-        trainer.step(lambda m, b: (classify(m, b), b[0]), batch)
-        trainer.extras.zero_()
-    assert batch[0].abs().sum() > 0
-
-
-def test_check_takes_a_loss_with_extras() -> None:
-    module, batch = classifier(16)
-    with DataParallel(module, TWO) as trainer:
-        assert trainer.check(with_extras, batch).exact
-
-
 def samples_of(batch: Any) -> list[Any]:
     return list(zip(*batch, strict=True))
 
@@ -167,15 +150,7 @@ def test_samples_are_put_together_on_the_devices(count: int) -> None:
 def test_samples_of_unequal_length_are_padded_or_packed_per_micro_batch() -> None:
     torch.manual_seed(0)
 
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.GRU(3, 5, dtype=torch.float64)
-            self.head = nn.Linear(5, 2, dtype=torch.float64)
-
-        def forward(self, sequences: PackedSequence) -> Any:
-            return self.head(self.cell(sequences)[1][0])
-
+    module = module_of(lambda m, sequences: m.head(m.cell(sequences)[1][0]), cell=nn.GRU(3, 5), head=nn.Linear(5, 2))
     lengths = [1 + (7 * item) % 11 for item in range(20)]
     samples = [(torch.randn(length, 3, dtype=torch.float64), item % 2) for item, length in enumerate(lengths)]
 
@@ -187,7 +162,6 @@ def test_samples_of_unequal_length_are_padded_or_packed_per_micro_batch() -> Non
         packed, targets = pack(samples)
         return pad_sequence([sequence for sequence, _ in samples]), packed, targets
 
-    module = Recurrent()
     expected = plain(module, classify, pack(samples))[1]
     with DataParallel(module, TWO) as trainer:
         trainer.step(classify, samples, collate=pack)

@@ -15,8 +15,6 @@ from paceline.torch._run.journal import Done, Journal, Participant
 from paceline.torch._run.recipe import Retry
 from torch_support import TWO, assert_same_gradients, classifier, classify, plain
 
-DONE = Done(None, None, torch.zeros(()), [])
-
 
 class Switched(Feature):
     """Acts while it is `on`, and counts how often it is asked."""
@@ -113,34 +111,31 @@ def test_a_step_runs_again_as_often_as_the_reason_allows_and_then_says_the_reaso
 
 
 class Noting(Participant):
-    def __init__(self, name: str, said: list[str], presses: int = 0) -> None:
-        self._name, self._said, self._presses = name, said, presses
+    """Writes what it is told, and is interrupted in its first commit if it is the second."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self._name, self._said = name, said
 
     def commit(self, done: Done) -> None:
         self._said.append(f"commit {self._name}")
-        if self._presses:
-            self._presses -= 1
+        if self._said == ["commit 1", "commit 2"]:
             raise KeyboardInterrupt
 
     def rollback(self) -> None:
         self._said.append(f"roll back {self._name}")
 
 
-def test_a_journal_only_goes_forward_once_its_first_participant_is_committed() -> None:
+def test_a_journal_only_goes_forward_once_begun_and_rolls_back_the_last_one_first() -> None:
     said: list[str] = []
-    journal = Journal([Noting("first", said), Noting("second", said, presses=1), Noting("third", said)])
+    done = Done(None, None, torch.zeros(()), [])
+    journal = Journal([Noting(name, said) for name in "123"])
     journal.prepare(None)
     with pytest.raises(KeyboardInterrupt):
-        journal.commit(DONE)
-    assert journal.begun
-    journal.commit(DONE)
-    assert said == ["commit first", "commit second", "commit second", "commit third"]
-
-
-def test_a_journal_rolls_back_the_last_one_first() -> None:
-    said: list[str] = []
-    journal = Journal([Noting("first", said), Noting("second", said)])
+        journal.commit(done)
+    begun = [journal.begun]
+    journal.commit(done)
     journal.prepare(None)
-    assert not journal.begun
+    assert [*begun, journal.begun] == [True, False]
     journal.rollback()
-    assert said == ["roll back second", "roll back first"]
+    commits = ["commit 1", "commit 2", "commit 2", "commit 3"]
+    assert said == [*commits, "roll back 3", "roll back 2", "roll back 1"]

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classifier, gradients, plain
+from torch_support import TWO, assert_same_gradients, classifier, gradients, module_of, plain
 
 
 def labelled(module: nn.Module, batch: Any) -> torch.Tensor:
@@ -50,44 +50,36 @@ def test_it_is_seen_under_a_scaler_by_the_loss_alone() -> None:
     assert any(not one.isfinite().all() for one in gradients(module) if one is not None)
 
 
-def test_a_loss_that_is_not_finite_on_one_device_either_is_the_result() -> None:
+def test_a_loss_that_is_not_finite_on_one_device_either_or_overflows_under_dropout_is_the_result() -> None:
     module, (x, y) = classifier(8)
-    x[5] = torch.nan
+
+    def dropped(replica: nn.Module, part: Any) -> torch.Tensor:
+        loss = functional.dropout(replica(part[0]), 0.5).square().mean()
+        return loss * torch.inf if len(part[1]) < 8 and part[0][0, 0] == x[4, 0] else loss
+
     with DataParallel(module, TWO, balance="even") as trainer:
+        assert trainer.step(dropped, (x, y)).isinf()
+        x[5] = torch.nan
         assert trainer.step(labelled, (x, y)).isnan()
         assert trainer.step(lambda m, b: labelled(m, b) * torch.inf, (x, y)).isnan()
 
 
-def test_what_overflows_under_dropout_is_the_result() -> None:
-    module, (x, y) = classifier(8)
-
-    def loss_fn(replica: nn.Module, part: Any) -> torch.Tensor:
-        loss = functional.dropout(replica(part[0]), 0.5).square().mean()
-        return loss * torch.inf if part[1] is not y and len(part[1]) < 8 and part[0][0, 0] == x[4, 0] else loss
-
-    with DataParallel(module, TWO, balance="even") as trainer:
-        assert trainer.step(loss_fn, (x, y)).isinf()
-
-
 def test_looking_at_the_whole_batch_leaves_no_trace() -> None:
-    class Draws(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm, self.calls = nn.Linear(6, 3).double(), nn.BatchNorm1d(3).double(), 0
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.calls += 1
+        return functional.dropout(m.norm(m.linear(x)), 0.5)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            result: torch.Tensor = functional.dropout(self.norm(self.linear(x)), 0.5)
-            return result
+    def draws() -> Any:
+        return module_of(forward, linear=nn.Linear(6, 3), norm=nn.BatchNorm1d(3), calls=0)
 
-    module, (x, y) = Draws(), sparse_labels()[1]
+    module, (x, y) = draws(), sparse_labels()[1]
     x[0] = torch.nan
     with DataParallel(module, TWO, balance="even", micro_batch=4) as trainer:
         trainer.step(labelled, (x.nan_to_num(), y.clamp(min=0)))
         torch.manual_seed(1)
         trainer.step(labelled, (x, y.clamp(min=0)))
         state, calls = torch.get_rng_state(), module.calls
-    other = Draws()
+    other = draws()
     other.load_state_dict(module.state_dict())
     assert calls == 2
     with DataParallel(other, TWO, balance="even", micro_batch=4) as trainer:

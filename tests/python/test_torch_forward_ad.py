@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +16,15 @@ from torch.fx import _symbolic_trace as tracing
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classifier, gradients, hosts, plain, worst_difference
+from torch_support import (
+    TWO,
+    assert_exact,
+    assert_same_gradients,
+    classifier,
+    gradients,
+    module_of,
+    plain,
+)
 
 BY_HAND = r"forward_ad\.dual_level.*torch\.func\.jvp.*one device"
 
@@ -65,37 +74,29 @@ def by_functional(module: Any, batch: Any) -> Any:
     return torch.autograd.functional.jvp(lambda x: outputs(module, x), x, torch.ones_like(x), create_graph=True)[1] ** 2
 
 
-class Deep(nn.Module):
+def deep(inner: nn.Module) -> Any:
     """A module that differentiates itself, deep inside."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.inner(x) + torch.func.jvp(self.inner, (x,), (torch.ones_like(x),))[1]
+    return module_of(lambda m, x: m.inner(x) + torch.func.jvp(m.inner, (x,), (torch.ones_like(x),))[1], inner=inner)
 
 
 @pytest.mark.parametrize("loss_fn", [by_jvp, by_jacfwd, by_hessian, by_nested_jvp, by_functional])
 def test_forward_mode_is_exact_on_several_devices(loss_fn: Any) -> None:
     module, batch = classifier(24)
-    module = Deep(module) if loss_fn in (by_jvp, by_functional) else module
-    _, wanted = plain(module, lambda m, b: loss_fn(m, b).mean(), batch)
-    with DataParallel(module, hosts(3), micro_batch=4) as trainer:
-        for _ in range(10):
-            module.zero_grad()
-            trainer.step(loss_fn, batch)
-            assert_same_gradients(module, wanted)
+    module = deep(module) if loss_fn in (by_jvp, by_functional) else module
+    steps = 40 if loss_fn is by_jvp else 10
+    assert_exact(module, loss_fn, batch, 3, alone=lambda m, b: loss_fn(m, b).mean(), steps=steps, micro_batch=4)
 
 
-def test_many_steps_of_forward_mode_are_all_exact() -> None:
-    module, batch = classifier(32)
+def test_runs_and_predictions_may_differentiate_forward_and_no_call_inside_of_a_level() -> None:
+    module, batch = classifier(16)
     _, wanted = plain(module, lambda m, b: by_jvp(m, b).mean(), batch)
-    with DataParallel(module, TWO, balance="even", micro_batch=8) as trainer:
-        for _ in range(60):
-            module.zero_grad()
+    with DataParallel(module, TWO, micro_batch=2) as trainer:
+        trainer.batch(batch).run(lambda replica, part: part.backward(by_jvp(replica, part.data)))
+        assert_same_gradients(module, wanted)
+        torch.testing.assert_close(trainer.predict(by_jvp, batch), by_jvp(module, batch).detach())
+        with forward_ad.dual_level(), pytest.raises(InvalidArgument, match="forward-mode differentiation is under way"):
             trainer.step(by_jvp, batch)
-            assert_same_gradients(module, wanted)
+        trainer.step(by_jvp, batch)
 
 
 def by_hand(module: Any, batch: Any) -> Any:
@@ -109,10 +110,13 @@ def linearized(module: Any, batch: Any) -> Any:
     return torch.func.linearize(lambda x: outputs(module, x), batch[0])[1](torch.ones_like(batch[0])).square()
 
 
+def around(method: Any) -> Any:
+    return lambda *args, **kwargs: method(*args, **kwargs)
+
+
 @pytest.mark.parametrize("loss_fn", [by_hand, linearized])
-def test_a_level_entered_by_hand_is_refused(loss_fn: Any) -> None:
+def test_a_level_entered_by_hand_is_refused_but_on_one_device(loss_fn: Any) -> None:
     module, batch = classifier(16)
-    _, wanted = plain(module, lambda m, b: by_jvp(m, b).mean(), batch)
     with DataParallel(module, TWO) as trainer:
         for _ in range(10):
             with pytest.raises(InvalidArgument, match=BY_HAND):
@@ -123,29 +127,8 @@ def test_a_level_entered_by_hand_is_refused(loss_fn: Any) -> None:
         assert tracing.CURRENT_PATCHER is None
         assert not tracing._is_fx_tracing_flag
         trainer.step(by_jvp, batch)
-        assert_same_gradients(module, wanted)
-
-
-def test_one_device_may_enter_it_by_hand() -> None:
-    module, batch = classifier(16)
-    _, wanted = plain(module, lambda m, b: by_hand(m, b).mean(), batch)
-    with DataParallel(module, hosts(1)) as trainer:
-        trainer.step(by_hand, batch)
-    assert_same_gradients(module, wanted)
-
-
-def test_runs_of_a_batch_and_predictions_may_differentiate_forward() -> None:
-    module, batch = classifier(16)
-    _, wanted = plain(module, lambda m, b: by_jvp(m, b).mean(), batch)
-
-    def fn(replica: Any, micro_batch: Any) -> None:
-        micro_batch.backward(by_jvp(replica, micro_batch.data))
-
-    with DataParallel(module, TWO, micro_batch=2) as trainer:
-        with trainer.batch(batch) as whole:
-            whole.run(fn)
-        assert_same_gradients(module, wanted)
-        torch.testing.assert_close(trainer.predict(by_jvp, batch), by_jvp(module, batch).detach())
+    assert_same_gradients(module, plain(module, lambda m, b: by_jvp(m, b).mean(), batch)[1])
+    assert_exact(module, by_hand, batch, 1, alone=lambda m, b: by_hand(m, b).mean())
 
 
 def test_an_error_of_the_loss_itself_stays_what_it_is() -> None:
@@ -160,82 +143,39 @@ def test_an_error_of_the_loss_itself_stays_what_it_is() -> None:
                 trainer.step(wrong, batch)
 
 
-def test_a_step_inside_of_a_level_is_refused() -> None:
-    module, batch = classifier(16)
-    with DataParallel(module, TWO) as trainer:
-        with forward_ad.dual_level(), pytest.raises(InvalidArgument, match="forward-mode differentiation is under way"):
-            trainer.step(by_jvp, batch)
-        trainer.step(by_jvp, batch)
-
-
 def test_trainers_of_several_threads_share_the_level() -> None:
-    errors: list[BaseException] = []
-
     def train(loss_fn: Any) -> None:
         module, batch = classifier(16)
-        _, wanted = plain(module, lambda m, b: loss_fn(m, b).mean(), batch)
-        try:
-            with DataParallel(module, TWO, micro_batch=2) as trainer:
-                for _ in range(30):
-                    module.zero_grad()
-                    trainer.step(loss_fn, batch)
-                    if worst_difference(gradients(module), wanted) > 1e-12:
-                        raise AssertionError("not exact")
-        except BaseException as error:
-            errors.append(error)
+        assert_exact(module, loss_fn, batch, alone=lambda m, b: loss_fn(m, b).mean(), steps=30, micro_batch=2)
 
-    threads = [threading.Thread(target=train, args=(loss_fn,)) for loss_fn in (by_jvp, by_functional)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, (by_jvp, by_functional)))
 
 
-class Patch:
-    """What another library has put around a method of the module class, to see its calls."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.inner = name, vars(nn.Module)[name]
-
-        def outer(*args: Any, **kwargs: Any) -> Any:
-            return self.inner(*args, **kwargs)
-
-        self.outer = outer
-        setattr(nn.Module, name, outer)
-
-
-@pytest.fixture
-def module_class() -> Iterator[None]:
-    before = {name: vars(nn.Module)[name] for name in ("__call__", "__getattr__")}
-    yield
-    for name, method in before.items():
-        setattr(nn.Module, name, method)
-
-
-@pytest.mark.usefixtures("module_class")
-def test_patches_of_other_libraries_stay() -> None:
+def test_patches_of_other_libraries_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They put something around a method of the module class, to see its calls."""
     module, batch = classifier(16)
     with DataParallel(module, TWO) as trainer:
-        patches = [Patch(name) for name in ("__call__", "__getattr__")]
+        patches = {name: around(vars(nn.Module)[name]) for name in ("__call__", "__getattr__")}
+        for name, patch in patches.items():
+            monkeypatch.setattr(nn.Module, name, patch)
         for loss_fn in (by_hand, linearized):
             for _ in range(5):
                 with pytest.raises(InvalidArgument, match=BY_HAND):
                     trainer.step(loss_fn, batch)
-            assert all(vars(nn.Module)[one.name] is one.outer for one in patches)
+            assert all(vars(nn.Module)[name] is patch for name, patch in patches.items())
 
 
 def test_a_trace_of_another_thread_goes_on() -> None:
     module, batch = classifier(16)
     inside, leave = threading.Event(), threading.Event()
 
-    class Traced(nn.Module):
-        def forward(self, x: Any) -> Any:
-            inside.set()
-            assert leave.wait(30)
-            return x + 1
+    def wait(module: Any, x: Any) -> Any:
+        inside.set()
+        assert leave.wait(30)
+        return x + 1
 
-    thread = threading.Thread(target=lambda: tracing.Tracer().trace(Traced()))
+    thread = threading.Thread(target=lambda: tracing.Tracer().trace(module_of(wait)))
     thread.start()
     assert inside.wait(30)
     traced = vars(nn.Module)["__call__"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
+import functools
 from typing import Any
 
 import pytest
@@ -13,36 +13,20 @@ from torch.nn import functional
 
 from paceline import Error
 from paceline.torch import DataParallel, ProofWarning, proving
-from proof_cases import HOSTS, Seen, gradients, made, net, rows, same
+from proof_cases import Seen, gradients, made, net, rows, said, same
+from torch_support import module_of
 
 
-def module_of(inner: nn.Module, **options: Any) -> DataParallel:
-    return DataParallel(inner, HOSTS, balance=[3, 5], prove="warn", **options)
-
-
-def said(call: Any) -> str:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return "\n".join(str(one.message) for one in caught if one.category is ProofWarning)
-
-
-class Keeps(nn.Module):
-    """Leaves rows of its batch behind, as `nn.DataParallel`'s users read them after the call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.calls = net(), 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x)
-        self.kept, self.with_graph = out.detach(), out
-        self.calls += 1
-        return out
+def keep(m: Any, x: torch.Tensor) -> Any:
+    """Leaves rows of the batch behind, as `nn.DataParallel`'s users read them after the call."""
+    out = m.inner(x)
+    m.kept, m.with_graph = out.detach(), out
+    m.calls += 1
+    return out
 
 
 def test_what_a_module_leaves_is_that_of_one_device_and_a_difference_is_said() -> None:
-    module, batch = module_of(Keeps()), rows()
+    module, batch = made(module_of(keep, inner=net(), calls=0)), rows()
     text = said(lambda: module(batch))
     inner: Any = module.module
     assert len(inner.kept) == 16
@@ -55,18 +39,16 @@ def test_what_a_module_leaves_is_that_of_one_device_and_a_difference_is_said() -
 
 def test_a_proved_forward_is_plain_pytorch() -> None:
     inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-    other, batch = copy.deepcopy(inner), rows()
-    module = module_of(inner)
-    torch.manual_seed(1)
-    out = module(batch)
-    out.square().mean().backward()
-    drawn = torch.rand(1)
-    torch.manual_seed(1)
-    wanted = other(batch)
-    wanted.square().mean().backward()
-    assert torch.equal(out, wanted)
+    other, batch = copy.deepcopy(inner), rows().requires_grad_()
+    results = []
+    for module in (made(inner), other):
+        batch.grad = None
+        torch.manual_seed(1)
+        out = module(batch)
+        out.square().mean().backward()
+        results.append([out, batch.grad, torch.rand(1)])
+    assert all(map(torch.equal, *results))
     assert same(inner, other, exact=True)
-    assert torch.equal(drawn, torch.rand(1))
     assert all(map(torch.equal, inner.buffers(), other.buffers()))
 
 
@@ -74,7 +56,7 @@ def test_a_proved_forward_is_plain_pytorch() -> None:
 def test_the_graph_of_a_proved_forward_lasts_through_calls_on_the_devices(training: bool) -> None:
     inner = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double().train(training)
     other, first, second = copy.deepcopy(inner), rows(), rows()
-    module = module_of(inner, batch_norm="synchronised")
+    module = made(inner, batch_norm="synchronised")
     ours = functional.cosine_similarity(module(first), module(second)).mean()  # the second one runs on the devices
     ours.backward()
     functional.cosine_similarity(other(first), other(second)).mean().backward()
@@ -83,52 +65,26 @@ def test_the_graph_of_a_proved_forward_lasts_through_calls_on_the_devices(traini
 
 def test_a_parameter_that_is_written_before_the_backward_is_refused_as_by_pytorch() -> None:
     last = nn.Linear(8, 3)
-    out = module_of(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), last).double())(rows())
+    out = made(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), last).double())(rows())
     with torch.no_grad():
         last.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.mean().backward()
 
 
-def test_gradients_of_inputs_go_through_a_proved_forward() -> None:
-    inner, batch = net(), rows().requires_grad_()
-    found = [torch.autograd.grad(one(batch).square().mean(), batch)[0] for one in (module_of(inner), inner)]
-    assert torch.equal(*found)
-
-
-class Mixes(nn.Module):
+def mixes() -> Any:
     """Each item depends on all others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = net()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x)
-        return out - out.mean(0)
+    return module_of(lambda m, x: m.inner(x) - m.inner(x).mean(0), inner=net())
 
 
-def test_outputs_that_depend_on_other_items_are_named() -> None:
-    batch = rows()
-    for call in (module_of(Mixes()).__call__, made(Mixes()).predict):
-        text = said(lambda call=call: call(batch))
+def test_outputs_that_depend_on_other_items_are_named_and_are_first_those_of_one_device() -> None:
+    module, batch = mixes(), rows()
+    found: list[Any] = []
+    for call in (made(module), made(module).predict):
+        text = said(lambda call=call: found.extend(call(batch) for _ in range(2)))  # type: ignore[misc]
         assert "the outputs differ" in text
         assert "depends on the other items" in text
-
-
-def test_predict_gives_the_outputs_of_one_device_first() -> None:
-    module, batch = Mixes(), rows()
-    trainer = made(module)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", ProofWarning)
-        assert torch.equal(trainer.predict(batch), module(batch))
-        assert not torch.allclose(trainer.predict(batch), module(batch))
-
-
-def test_an_equal_forward_is_listed_and_says_nothing() -> None:
-    trainer = made(net())
-    assert not said(lambda: trainer.predict(rows()))
-    assert "Proof: predict 1 of _forward, 16 items: equal to one device" in trainer.explain()
+    assert [torch.equal(one, module(batch)) for one in found] == [True, False] * 2
 
 
 def test_predict_may_be_called_in_inference_mode() -> None:
@@ -143,16 +99,11 @@ def test_predict_may_be_called_in_inference_mode() -> None:
 
 
 def test_a_difference_raises_where_that_is_asked_and_leaves_all_as_before() -> None:
-    class Counts(Mixes):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        m.calls += 1
+        return m.mixes(x + 0 * torch.rand(()))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return super().forward(x + 0 * torch.rand(()))
-
-    module = Counts()
+    module = module_of(forward, mixes=mixes(), calls=0)
     trainer = made(module, prove="raise")
     batch = rows()
     state = torch.get_rng_state()
@@ -163,41 +114,20 @@ def test_a_difference_raises_where_that_is_asked_and_leaves_all_as_before() -> N
         assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_list_of_samples_is_predicted_and_proved() -> None:
-    trainer = made(net())
-    samples = list(rows(8))
-    ours = trainer.predict(samples, collate=torch.stack)
-    assert torch.allclose(ours, trainer.predict(samples, collate=torch.stack))
-
-
 def test_a_batch_that_the_forward_changes_is_changed_once() -> None:
-    class Doubles(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.inner(x.mul_(2))
-
     batch = rows().requires_grad_()
     before = batch.detach().clone()
     with torch.no_grad():
-        made(Doubles()).predict(batch)
+        made(module_of(lambda m, x: m.inner(x.mul_(2)), inner=net())).predict(batch)
     assert torch.equal(batch, 2 * before)
 
 
 def test_transforms_of_functions_run_in_a_proved_forward() -> None:
-    class Transforms(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4).double()
-            self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    def slopes(m: Any, x: torch.Tensor) -> Any:
+        return torch.func.grad(lambda one: (one * m.weight).square().sum())(x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            slopes: torch.Tensor = torch.func.grad(lambda one: (one * self.weight).square().sum())(x)
-            return slopes
-
-    module_of(Transforms().eval())(rows()).mean().backward()
+    module = module_of(slopes, norm=nn.BatchNorm1d(4), weight=nn.Parameter(torch.ones(4)))
+    made(module.eval())(rows()).mean().backward()
 
 
 def test_what_is_thrown_away_is_marked() -> None:
@@ -225,32 +155,25 @@ def test_a_forward_that_draws_is_replayed_by_item() -> None:
 
 
 def test_lists_that_grow_in_predict_are_named() -> None:
-    class Observer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.seen = net(), list[Any]()
+    def observe(m: Any, x: torch.Tensor) -> Any:
+        m.seen.append(len(x))
+        return m.inner(x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen.append(len(x))
-            out: torch.Tensor = self.inner(x)
-            return out
-
-    module = Observer()
+    module = module_of(observe, inner=net(), seen=[])
     trainer = made(module)
     text = said(lambda: trainer.predict(rows()))
     assert module.seen == [16]
     assert "attribute 'seen' has 1 entries on one device and 0 entries here" in text
 
 
-def test_no_proofs_where_they_are_off() -> None:
-    for trainer in (made(Mixes(), prove=False), DataParallel(Mixes(), ["host:0"])):
-        assert not said(lambda trainer=trainer: trainer.predict(rows()))
-
-
-def test_gradients_are_untouched_by_predict() -> None:
-    module = net()
-    made(module).predict(rows())
-    assert gradients(module) == [None] * 4
+def test_nothing_is_said_of_an_equal_forward_or_where_proofs_are_off() -> None:
+    equal, samples = made(net()), list(rows())
+    assert not said(lambda: equal.predict(samples, collate=torch.stack))
+    assert "Proof: predict 1 of _forward, 16 items: equal to one device" in equal.explain()
+    assert torch.allclose(*(equal.predict(samples, collate=torch.stack) for _ in range(2)))
+    assert gradients(equal.module) == [None] * 4
+    for trainer in (made(mixes(), prove=False), DataParallel(mixes(), ["host:0"])):
+        assert not said(functools.partial(trainer.predict, rows()))
 
 
 def test_a_mean_over_labels_is_no_mean_of_a_prediction() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classify, gradients, hosts
+from torch_support import TWO, assert_same_gradients, classifier, classify, gradients
 
 
 class Net(nn.Module):
@@ -47,29 +47,22 @@ def tripled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def repeating(net: Net) -> Any:
+def itself(net: Net) -> Any:
     def act(x: torch.Tensor, depth: int = 2) -> Any:
         return act(net.gate(x), depth - 1) if depth else x.tanh()
 
     return act
 
 
-def over_tuple(net: Net) -> Any:
-    parts = (net.gate, 2.0, torch.tanh)
-    return lambda x: parts[2](parts[0](x)) * parts[1]
-
-
-def set_hook(net: Net) -> Any:
-    net.gate.register_forward_hook(lambda layer, _, output: output * net.slope)
-    return net.gate
-
-
 def set_feature_hook(net: Net) -> Any:
-    def keep(_: Any, __: Any, output: torch.Tensor) -> None:
-        net.kept = output
-
-    net.gate.register_forward_hook(keep)
+    net.gate.register_forward_hook(lambda _, __, output: setattr(net, "kept", output))
     return lambda x: net.gate(x).tanh() + net.kept
+
+
+def patch_forward(net: Net) -> Any:
+    before = net.forward
+    net.forward = lambda x: before(x) * 2  # type: ignore[method-assign]
+    return net.act
 
 
 ACTS: dict[str, Callable[[Net], Any]] = {
@@ -81,18 +74,16 @@ ACTS: dict[str, Callable[[Net], Any]] = {
     "partial": lambda net: functools.partial(scaled, scale=net.slope, gate=net.gate),
     "partial in a closure": lambda net: (lambda f: lambda x: f(x))(functools.partial(scaled, scale=net.slope)),
     "functions in a dictionary": lambda net: {"a": lambda x: net.gate(x), "b": lambda x: x.tanh() * net.slope},
-    "tuple": over_tuple,
-    "itself": repeating,
-    "hook": set_hook,
+    "tuple": lambda net: (lambda parts: lambda x: parts[2](parts[0](x)) * parts[1])((net.gate, 2.0, torch.tanh)),
+    "itself": itself,
+    "hook": lambda net: net.gate.register_forward_hook(lambda _, __, output: output * net.slope) and net.gate,
     "hook that keeps features on the module": set_feature_hook,
     "wrapped method": lambda net: tripled(net.gate.forward),
+    "patched forward": patch_forward,
 }
 
 
-def batch_of(items: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(items, 6, generator=generator, dtype=torch.float64)
-    return x, torch.randint(0, 3, (items,), generator=generator)
+BATCH = classifier(12)[1]
 
 
 def made(kind: str) -> Net:
@@ -104,59 +95,42 @@ def made(kind: str) -> Net:
 @pytest.mark.parametrize("late", [False, True], ids=["before", "later"])
 @pytest.mark.parametrize("kind", ACTS)
 def test_functions_over_parts_of_the_module_are_those_of_the_replica(kind: str, late: bool) -> None:
-    reference, batch = made(kind), batch_of()
-    classify(reference, batch).backward()
+    reference = made(kind)
+    classify(reference, BATCH).backward()
     net = Net() if late else made(kind)
     with DataParallel(net, TWO, balance=[2, 1]) as trainer:
         if late:
-            trainer.step(classify, batch)
+            trainer.step(classify, BATCH)
             net.zero_grad()
             net.act = ACTS[kind](net)
         act = net.act
         cells = [cell.cell_contents for cell in getattr(act, "__closure__", None) or ()]
-        trainer.step(classify, batch)
+        trainer.step(classify, BATCH)
         assert_same_gradients(net, gradients(reference))
         assert net.act is act
         assert all(a.cell_contents is b for a, b in zip(getattr(act, "__closure__", None) or (), cells, strict=True))
-        classify(net, batch).backward()  # the user's module is as it was
+        classify(net, BATCH).backward()  # the user's module is as it was
         assert_same_gradients(net, [None if one is None else 2 * one for one in gradients(reference)])
 
 
-def test_a_patched_forward_may_call_the_one_before_it() -> None:
-    net, batch = Net(), batch_of()
-    before = net.forward
-    net.forward = lambda x: before(x) * 2  # type: ignore[method-assign]
-    classify(net, batch).backward()
-    wanted = gradients(net)
-    net.zero_grad()
-    with DataParallel(net, hosts(3)) as trainer:
-        trainer.step(classify, batch)
-    assert_same_gradients(net, wanted)
-
-
 def test_variables_of_a_function_are_followed() -> None:
-    net, batch = Net(), batch_of()
+    net = Net()
     net.other = nn.Linear(5, 5).double()
     layer, scale, options = net.gate, 1.0, {"shift": 0.0}
     net.act = lambda x: layer(x) * scale + options["shift"]
     with DataParallel(net, TWO) as trainer:
         for new in (net.other, net.other, net.gate):
             net.zero_grad()
-            classify(net, batch).backward()
+            classify(net, BATCH).backward()
             wanted = gradients(net)
             net.zero_grad()
-            trainer.step(classify, batch)
+            trainer.step(classify, BATCH)
             assert_same_gradients(net, wanted)
             layer, scale = new, scale + 1
             options["shift"] += 1.0
         del net.act.__closure__[0].cell_contents
         with pytest.raises(NameError, match="'layer'"):
-            trainer.step(classify, batch)
-
-
-def over_cache(net: Net) -> Any:
-    cache: dict[str, Any] = {}
-    return lambda x: cache.setdefault("factor", 2.0) * net.gate(x)
+            trainer.step(classify, BATCH)
 
 
 def over_shared_graph(net: Net) -> Any:
@@ -181,7 +155,20 @@ def over_counter(net: Net) -> Any:
     return act
 
 
-def over_helper(net: Net) -> Any:
+def with_attribute(net: Net) -> Any:
+    def act(x: torch.Tensor) -> Any:
+        return net.gate(x)
+
+    act.calls = 0  # type: ignore[attr-defined]
+    return act
+
+
+def keeping(net: Net) -> Any:
+    keep: Any = [].append
+    return lambda x: (keep(1), net.gate(x))[1]
+
+
+def with_helper(net: Net) -> Any:
     seen: list[Any] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -191,44 +178,26 @@ def over_helper(net: Net) -> Any:
     return lambda x: note(net.gate(x))
 
 
-def over_method(net: Net) -> Any:
-    keep: Any = [].append
-
-    def act(x: torch.Tensor) -> Any:
-        keep(1)
-        return net.gate(x)
-
-    return act
-
-
-def with_attribute(net: Net) -> Any:
-    def act(x: torch.Tensor) -> Any:
-        return net.gate(x)
-
-    act.calls = 0  # type: ignore[attr-defined]
-    return act
+STATES: dict[str, Callable[[Net], Any]] = {
+    "cache": lambda net: (lambda cache: lambda x: cache.setdefault("factor", 2.0) * net.gate(x))(dict[str, Any]()),
+    "shared graph": over_shared_graph,
+    "counter": over_counter,
+    "method": keeping,
+    "helper": with_helper,
+    "attribute": with_attribute,
+    "module": lambda net: (lambda teacher: lambda x: net.gate(x) + teacher(x))(nn.Tanh()),
+}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        over_cache,
-        over_shared_graph,
-        over_counter,
-        over_helper,
-        with_attribute,
-        lambda net: (lambda teacher: lambda x: net.gate(x) + teacher(x))(nn.Tanh()),
-        over_method,
-    ],
-)
-def test_a_function_may_keep_state_beside_parts_of_the_module(make: Any) -> None:
-    net, batch = Net(), batch_of()
-    net.act = make(net)
-    classify(net, batch).backward()
+@pytest.mark.parametrize("kind", STATES)
+def test_a_function_may_keep_state_beside_parts_of_the_module(kind: str) -> None:
+    net = Net()
+    net.act = STATES[kind](net)
+    classify(net, BATCH).backward()
     wanted = gradients(net)
     net.zero_grad()
     with DataParallel(net, TWO) as trainer:
-        trainer.step(classify, batch)
+        trainer.step(classify, BATCH)
     assert_same_gradients(net, wanted)
 
 
@@ -258,42 +227,38 @@ def update(module: nn.Module) -> None:
     module.zero_grad()
 
 
-def copied_by_state(net: Net, kind: str) -> Net:
-    twin = Net()
-    twin.act = nn.Sequential(twin.gate, nn.Tanh())
-    DERIVED[kind](twin)
-    twin.load_state_dict(net.state_dict())
-    return twin
+def hooked() -> Net:
+    net = Net()
+    net.act = nn.Sequential(net.gate, nn.Tanh())
+    return net
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "later"])
 @pytest.mark.parametrize("kind", DERIVED)
 def test_tensors_that_hooks_derive_from_parameters_are_computed_on_each_device(kind: str, late: bool) -> None:
-    net, batch = Net(), batch_of()
-    net.act = nn.Sequential(net.gate, nn.Tanh())
+    net, reference = hooked(), hooked()
 
-    def change() -> Net:
-        """Change the module, and return one like it."""
-        DERIVED[kind](net)
-        twin = copied_by_state(net, kind)
-        for one in (net, twin):
-            one(batch[0])  # leaves the tensor with its graph
-        return twin
+    def change() -> None:
+        for one in (net, reference):
+            DERIVED[kind](one)
+        reference.load_state_dict(net.state_dict())
+        for one in (net, reference):
+            one(BATCH[0])  # leaves the tensor with its graph
 
-    reference = net if late else change()
+    if not late:
+        change()
     with DataParallel(net, TWO, balance="even") as trainer:
         if late:
-            trainer.step(classify, batch)
+            trainer.step(classify, BATCH)
             net.zero_grad()
-            reference = change()
+            change()
         weight: Any = net.gate.weight
         for _ in range(3):
-            classify(reference, batch).backward()
-            trainer.step(classify, batch)
+            classify(reference, BATCH).backward()
+            trainer.step(classify, BATCH)
             assert_same_gradients(net, gradients(reference))
             for module in (net, reference):
                 update(module)
         assert net.gate.weight is weight  # the user's attribute is the user's
-        for (name, one), (_, other) in zip(net.named_buffers(), reference.named_buffers(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=name)
-        torch.testing.assert_close(net.eval()(batch[0]), reference.eval()(batch[0]), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(list(net.buffers()), list(reference.buffers()), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(net.eval()(BATCH[0]), reference.eval()(BATCH[0]), rtol=1e-9, atol=1e-12)

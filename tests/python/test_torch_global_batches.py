@@ -20,7 +20,7 @@ from paceline.balance import replay
 from paceline.torch import DataParallel, GlobalBatchSampler
 from paceline.torch._batch.global_sampler import scaled
 from paceline.torch._run.rank_shares import RankShares
-from torch_support import classifier, classify, hosts, worst_difference
+from torch_support import classifier, classify, hosts, noting, worst_difference
 
 ITEMS, BATCH = 100, 12  # eight full batches in an epoch, and one of four items
 SPLITS = [(9, 3), (2, 10), (12, 0), (5, 7), (0, 12), (6, 6)]
@@ -58,12 +58,12 @@ class Script:
         return SimpleNamespace(shares=list(next(self.splits)))
 
 
-def loader_of(sampler: GlobalBatchSampler, workers: int) -> DataLoader[Any]:
-    return DataLoader(Numbered(), batch_sampler=sampler, num_workers=workers)
-
-
 def trainer_of(module: nn.Module) -> DataParallel:
     return DataParallel(module, hosts(1), group=dist.group.WORLD)
+
+
+def loader_of(sampler: GlobalBatchSampler, workers: int = 0) -> DataLoader[Any]:
+    return DataLoader(Numbered(), batch_sampler=sampler, num_workers=workers)
 
 
 def stepped(trainer: DataParallel, batch: Any) -> list[int]:
@@ -126,11 +126,7 @@ def test_each_item_is_trained_on_once_while_shares_change_and_loaders_draw_ahead
 def uneven(rank: int) -> Any:
     """Rank 1 takes five times as long for an item."""
     module = classifier(1)[0]
-
-    def slow(m: Any, batch: Any) -> Any:
-        time.sleep(len(batch[0]) * (0.003 if rank else 0.0006))
-        return loss_of(m, batch)
-
+    slow = noting(lambda _, batch: time.sleep(len(batch[0]) * (0.003 if rank else 0.0006)), loss_of)
     with trainer_of(module) as trainer:
         sampler = trainer.batch_sampler(ITEMS, 25, ledger=True)
         loader = loader_of(sampler, 0)
@@ -201,30 +197,22 @@ def test_shares_of_smaller_batches_are_whole_numbers_in_proportion() -> None:
 
 
 def part_of_an_epoch(rank: int, state: bytes | None, steps: int, fails: bool) -> Any:
-    module = classifier(1)[0]
-    done = []
-    with trainer_of(module) as trainer:
+    def failing(module: Any, batch: Any) -> Any:
+        raise KeyError("bad item")
+
+    with trainer_of(classifier(1)[0]) as trainer:
         if state is not None:
             trainer.load_training_state(torch.load(io.BytesIO(state), weights_only=True)["trainer"])
-        if state is None:
-            sampler = trainer.batch_sampler(ITEMS, BATCH, seed=3, balance=[1.0, 0.0])
-        else:
-            sampler = trainer.batch_sampler(ITEMS, BATCH)
+        options: dict[str, Any] = {} if state is not None else {"seed": 3, "balance": [1.0, 0.0]}
+        sampler = trainer.batch_sampler(ITEMS, BATCH, **options)
         loader = loader_of(sampler, 1 if rank == 0 else 0)
-        for batch in itertools.islice(sampler.batches(loader), steps):
-            done.append(stepped(trainer, batch))
+        done = [stepped(trainer, batch) for batch in itertools.islice(sampler.batches(loader), steps)]
         if fails:  # a batch that was handed out, but not trained on
-            for batch in sampler.batches(loader):
-                with pytest.raises(Error if rank else KeyError):
-                    trainer.step(failing, batch)
-                break
+            with pytest.raises(Error if rank else KeyError):
+                trainer.step(failing, next(sampler.batches(loader)))
         file = io.BytesIO()
         torch.save({"trainer": trainer.training_state()}, file)
         return done, file.getvalue(), trainer.training_state()
-
-
-def failing(module: Any, batch: Any) -> Any:
-    raise KeyError("bad item")
 
 
 def joined(results: list[Any]) -> list[list[int]]:
@@ -247,20 +235,25 @@ def test_a_resumed_run_goes_on_with_the_very_next_global_batch_on_any_number_of_
         assert next(iter(sampler.batches(loader_of(sampler, 0))))[0].tolist() == wanted[9]
 
 
+REFUSED: dict[str, tuple[Callable[[int], dict[str, Any]], list[str]]] = {
+    "few": (lambda rank: {"batch_size": 1}, ["batch_size is 1 for 2 ranks"] * 2),
+    "ratios": (lambda rank: {"balance": [1.0, 2.0, 3.0]}, ["balance has 3 ratios for 2 ranks"] * 2),
+    "seeds": (lambda rank: {"seed": rank}, ["rank 1 has another sampler than rank 0"] * 2),
+    "policy": (
+        lambda rank: {"balance": "fast" if rank else "auto"},
+        ["Error: batch_sampler: a rank failed", "balance is 'fast'"],
+    ),
+    "direct": (lambda rank: {}, ["in sampler.batches(loader)"] * 2),
+    "apart": (lambda rank: {}, ["or is at another global batch"] * 2),
+}
+
+
 def refused(rank: int, how: str) -> Any:
-    given: dict[str, dict[str, Any]] = {
-        "few": {"batch_size": 1},
-        "ratios": {"balance": [1.0, 2.0, 3.0]},
-        "seeds": {"seed": rank},
-        "policy": {"balance": "fast" if rank else "auto"},
-    }
-    options = {"batch_size": BATCH, **given.get(how, {})}
-    module = classifier(1)[0]
-    with trainer_of(module) as trainer:
-        errors = []
+    errors = []
+    with trainer_of(classifier(1)[0]) as trainer:
         try:
-            sampler = trainer.batch_sampler(ITEMS, **options)
-            loader = loader_of(sampler, 0)
+            sampler = trainer.batch_sampler(ITEMS, **{"batch_size": BATCH, **REFUSED[how][0](rank)})
+            loader = loader_of(sampler)
             if how == "direct":
                 trainer.step(loss_of, next(iter(loader)))
             if how == "apart":
@@ -270,42 +263,35 @@ def refused(rank: int, how: str) -> Any:
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
         sampler = trainer.batch_sampler(ITEMS, BATCH)  # the trainer still works
-        for batch in itertools.islice(sampler.batches(loader_of(sampler, 0)), 1):
-            trainer.step(loss_of, batch)
+        trainer.step(loss_of, next(sampler.batches(loader_of(sampler))))
     return errors
 
 
-@pytest.mark.parametrize(
-    ("how", "messages"),
-    [
-        ("few", ["batch_size is 1 for 2 ranks"] * 2),
-        ("ratios", ["balance has 3 ratios for 2 ranks"] * 2),
-        ("seeds", ["rank 1 has another sampler than rank 0"] * 2),
-        ("policy", ["Error: batch_sampler: a rank failed", "balance is 'fast'"]),
-        ("direct", ["in sampler.batches(loader)"] * 2),
-        ("apart", ["or is at another global batch"] * 2),
-    ],
-)
-def test_what_does_not_fit_is_an_error_on_all_ranks(on_ranks: Run, how: str, messages: list[str]) -> None:
-    for (error,), message in zip(on_ranks(2, refused, how), messages, strict=True):
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_does_not_fit_is_an_error_on_all_ranks(on_ranks: Run, how: str) -> None:
+    for (error,), message in zip(on_ranks(2, refused, how), REFUSED[how][1], strict=True):
         assert message in error
 
 
 def test_samplers_refuse_other_loaders_sizes_and_states() -> None:
     with DataParallel(classifier(1)[0], hosts(1)) as trainer:
         sampler = trainer.batch_sampler(ITEMS, BATCH)
-        with pytest.raises(InvalidArgument, match="does not have this sampler"):
-            next(sampler.batches(DataLoader(Numbered(), batch_size=BATCH)))
-        with pytest.raises(InvalidArgument, match="in another order"):
-            next(sampler.batches(DataLoader(Numbered(), batch_sampler=sampler, in_order=False)))
-        with pytest.raises(InvalidArgument, match="saved with batch_size=12, and this one has 24"):
-            trainer.batch_sampler(ITEMS, 24).load_state_dict(sampler.state_dict())
-        with pytest.raises(InvalidArgument, match="not a state of a sampler"):
-            sampler.load_state_dict({"epoch": 1})
-        with pytest.raises(InvalidArgument, match="one batch needs 12 with drop_last"):
-            trainer.batch_sampler(5, BATCH, drop_last=True)
+        other = DataLoader(Numbered(), batch_size=BATCH)
+        late = DataLoader(Numbered(), batch_sampler=sampler, in_order=False)
+        for call, message in (
+            (lambda: next(sampler.batches(other)), "does not have this sampler"),
+            (lambda: next(sampler.batches(late)), "in another order"),
+            (
+                lambda: trainer.batch_sampler(ITEMS, 24).load_state_dict(sampler.state_dict()),
+                "batch_size=12, and .* 24",
+            ),
+            (lambda: sampler.load_state_dict({"epoch": 1}), "not a state of a sampler"),
+            (lambda: trainer.batch_sampler(5, BATCH, drop_last=True), "one batch needs 12 with drop_last"),
+        ):
+            with pytest.raises(InvalidArgument, match=message):
+                call()
         sampler = trainer.batch_sampler(ITEMS, BATCH)
-        batches = sampler.batches(loader_of(sampler, 0))
+        batches = sampler.batches(loader_of(sampler))
         next(batches)
         sampler.load_state_dict(sampler.state_dict())
         with pytest.raises(InvalidArgument, match="a state was loaded"):

@@ -10,35 +10,36 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
+from torch_support import (
+    DEVICES,
+    TWO,
+    assert_exact,
+    assert_same_gradients,
+    classifier,
+    classify,
+    gradients,
+    hosts,
+    module_of,
+    plain,
+)
 
 pytestmark = pytest.mark.usefixtures("proved")
 
-DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
 
-
-class Halves(nn.Module):
+def halve(m: Any, x: torch.Tensor, number: torch.Tensor) -> Any:
     """`right` runs only for items whose number is 6 or more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(4, 2)
-        self.right = nn.Linear(4, 2)
-        self.unused = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor, number: torch.Tensor) -> Any:
-        y: torch.Tensor = self.left(x).pow(2).sum(1)
-        late = number >= 6
-        return y + self.right(x).pow(2).sum(1) * late if late.any() else y
+    y, late = m.left(x).pow(2).sum(1), number >= 6
+    return y + m.right(x).pow(2).sum(1) * late if late.any() else y
 
 
 def per_item(module: nn.Module, batch: Any) -> Any:
     return module(*batch)
 
 
-def halves() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+def halves() -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(3)
-    return Halves().double(), (torch.randn(8, 4, dtype=torch.double), torch.arange(8))
+    module = module_of(halve, **{name: nn.Linear(4, 2) for name in ("left", "right", "unused")})
+    return module, (torch.randn(8, 4, dtype=torch.double), torch.arange(8))
 
 
 @DEVICES
@@ -55,25 +56,18 @@ def test_gradients_that_no_micro_batch_touched_stay_none(devices: int) -> None:
 
 
 @DEVICES
-def test_weight_decay_does_not_move_what_no_micro_batch_touched(devices: int) -> None:
+def test_what_no_micro_batch_touched_keeps_its_gradient_and_weight_decay_does_not_move_it(devices: int) -> None:
     module, batch = halves()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with DataParallel(module, hosts(devices)) as trainer:
         optimizer = trainer.optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
         trainer.step(per_item, batch)
         optimizer.step()
-    moved = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
-    assert moved == {"left.weight", "left.bias", "right.weight", "right.bias"}
-
-
-@DEVICES
-def test_a_gradient_that_no_micro_batch_touched_is_kept(devices: int) -> None:
-    module, batch = halves()
-    kept = torch.full((2, 4), 7.0, dtype=torch.double)
-    module.unused.weight.grad = kept  # type: ignore[union-attr]
-    with DataParallel(module, hosts(devices)) as trainer:
+        moved = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+        assert moved == {"left.weight", "left.bias", "right.weight", "right.bias"}
+        kept = module.unused.weight.grad = torch.full((2, 4), 7.0, dtype=torch.double)
         trainer.step(per_item, batch)
-    assert module.unused.weight.grad is kept  # type: ignore[union-attr]
+    assert module.unused.weight.grad is kept
     assert bool((kept == 7).all())
 
 
@@ -90,31 +84,18 @@ def test_steps_add_up_until_gradients_are_zeroed(devices: int) -> None:
         trainer.step(classify, batch)
         assert_same_gradients(module, wanted)
         assert all(a.grad is b for a, b in zip(module.parameters(), own, strict=True)), "gradients were replaced"
-        module.zero_grad()
-        trainer.step(classify, batch)
-        assert_same_gradients(module, wanted)
-
-
-def test_gradients_are_the_users_own_once_committed() -> None:
-    module, batch = classifier()
-    with DataParallel(module, TWO) as trainer:
-        trainer.step(classify, batch)
-        mine = [parameter.grad for parameter in module.parameters()]
         before = gradients(module)
         module.zero_grad()
         trainer.step(classify, (batch[0] * 2, batch[1]))
-    assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True) if a is not None and b is not None)
+        assert all(map(torch.equal, own, before)), "they are not the user's own"  # type: ignore[arg-type]
 
 
 @DEVICES
 def test_frozen_parameters_get_no_gradient(devices: int) -> None:
     module, batch = classifier()
     module[0].weight.requires_grad_(False)
-    _, wanted = plain(module, classify, batch)
-    with DataParallel(module, hosts(devices)) as trainer:
-        trainer.step(classify, batch)
+    assert_exact(module, classify, batch, devices)
     assert module[0].weight.grad is None
-    assert_same_gradients(module, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex128], ids=str)
@@ -137,26 +118,19 @@ def test_other_types_of_parameters_are_summed_too(dtype: torch.dtype) -> None:
     assert float((got - expected).abs().max() / expected.abs().max()) < tolerance
 
 
-class Bag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 4, sparse=True)
-
-    def forward(self, index: torch.Tensor) -> Any:
-        return self.table(index).pow(2).sum(1)
-
-
-def test_sparse_gradients_are_refused_by_name_on_several_devices() -> None:
-    module = Bag()
+def test_sparse_gradients_are_refused_by_name_on_several_devices_and_work_on_one() -> None:
+    module, batch = nn.EmbeddingBag(10, 3, sparse=True, dtype=torch.float64), torch.arange(8).reshape(4, 2)
     with DataParallel(module, TWO) as trainer:
-        with pytest.raises(InvalidArgument, match=r"table\.weight is sparse.*sparse=False"):
-            trainer.step(lambda m, b: m(b), torch.arange(8))
-        assert module.table.weight.grad is None
-
-
-def test_sparse_gradients_work_on_one_device() -> None:
-    module = Bag()
+        with pytest.raises(InvalidArgument, match=r"weight is sparse.*sparse=False"):
+            trainer.step(lambda m, b: m(b).square().sum(1), batch)
+        assert gradients(module) == [None]
+    _, (wanted,) = plain(module, lambda m, b: m(b).square().sum(1).mean(), batch)
     with DataParallel(module, ["host:0"]) as trainer:
-        trainer.step(lambda m, b: m(b), torch.arange(8))
-    assert module.table.weight.grad is not None
-    assert module.table.weight.grad.is_sparse
+        for call in (trainer.step, trainer.loss):  # which add up
+            loss = call(lambda m, b: m(b).square().sum(1), batch)
+            if call == trainer.loss:
+                (2 * loss).backward()
+    assert module.weight.grad is not None
+    assert module.weight.grad.is_sparse
+    assert wanted is not None
+    torch.testing.assert_close(module.weight.grad.to_dense(), 3 * wanted.to_dense())

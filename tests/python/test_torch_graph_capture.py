@@ -15,12 +15,13 @@ from paceline.torch._devices import cuda
 class State:
     """What PyTorch's allocator and generator hold during captures."""
 
+    broken = False  # whether CUDA refuses to end the present capture
+    generator_captures = False
+    current = "side"
+
     def __init__(self, *, ends_all: bool) -> None:
         self.ends_all = ends_all  # whether a failed capture_end ends the rest nevertheless
-        self.broken = False  # whether CUDA refuses to end the present capture
         self.pools: list[Any] = []  # that allocations of a capture go to
-        self.generator_captures = False
-        self.current = "side"
         self.recorded: list[tuple[str, str]] = []  # events and waits, with their stream
 
     def draw(self) -> None:
@@ -37,6 +38,7 @@ class State:
 @pytest.fixture(params=[False, True], ids=["2.11", "2.13"])
 def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> State:
     state = State(ends_all=request.param)
+    failed = RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     class CUDAGraph:
         def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
@@ -50,11 +52,11 @@ def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> St
         def capture_end(self) -> None:
             broken, state.broken = state.broken, False
             if broken and not state.ends_all:
-                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+                raise failed
             state.end_pool(0, self.pool)
             state.generator_captures = False
             if broken:
-                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+                raise failed
 
     class Stream(str):
         __slots__ = ()
@@ -80,39 +82,41 @@ def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> St
         finally:
             state.current = before
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream(state.current))
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda index: Stream("default"))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda index: Stream("new"))
-    monkeypatch.setattr(torch.cuda, "stream", on)
+    for name, one in {
+        "CUDAGraph": CUDAGraph,
+        "Event": Event,
+        "current_stream": lambda index: Stream(state.current),
+        "default_stream": lambda index: Stream("default"),
+        "Stream": lambda index: Stream("new"),
+        "stream": on,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, one)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", state.end_pool, raising=False)
     monkeypatch.setattr(cuda, "device", lambda index: torch.device("cpu"))
     return state
 
 
-@pytest.mark.parametrize("raises", [False, True])
-def test_after_a_failed_capture_the_gpu_draws_and_captures_again(state: State, raises: bool) -> None:
+@pytest.mark.parametrize("broken", [True, False])
+@pytest.mark.parametrize("error", [None, RuntimeError("cannot wait"), ZeroDivisionError("of the program")], ids=str)
+def test_after_a_failed_capture_the_gpu_draws_and_captures_again(
+    state: State, broken: bool, error: Exception | None
+) -> None:
     def capture() -> None:
         with cuda.Graph(0, "pool").capturing():
-            state.broken = True
-            if raises:
-                raise RuntimeError("cannot wait")
+            state.broken = broken
+            if error is not None:
+                raise error
 
-    with pytest.raises(RuntimeError, match="cannot wait" if raises else "previous error during capture"):
-        capture()
+    if broken or error is not None:
+        wanted = error or RuntimeError("previous error during capture")
+        with pytest.raises(type(wanted), match=str(wanted)):
+            capture()
+    state.broken = broken = False
+    error = None
     state.draw()
     assert state.pools == []
-    with cuda.Graph(0, "pool").capturing():
-        pass
+    capture()
     state.draw()
-
-
-def test_an_error_of_the_program_ends_the_capture(state: State) -> None:
-    with pytest.raises(ZeroDivisionError), cuda.Graph(0, "pool").capturing():
-        raise ZeroDivisionError
-    state.draw()
-    assert state.pools == []
 
 
 @pytest.mark.parametrize(("current", "captured"), [("default", "new"), ("side", "side")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,22 +56,18 @@ def lines(axes: Any, *, faint: bool = False) -> list[list[float]]:
     return [list(patch.get_data().values) for patch in axes.patches if (patch.get_alpha() is not None) == faint]
 
 
-def test_planned_shares_are_lines_and_what_ran_is_faint() -> None:
+def test_planned_shares_are_lines_what_ran_is_faint_and_moves_are_marked() -> None:
     pytest.importorskip("matplotlib")
     from paceline._plot import draw_run
 
-    row = {
-        "steps": 2,
-        "busy_seconds": {"a": 0.1, "b": 0.1},
-        "step_seconds": 0.1,
-        "longest_step_seconds": 0.1,
-        "moves": 0,
-    }
-    ran, planned = {"a": 11, "b": 5}, {"a": 8, "b": 8}
-    figure = draw_run([{**row, "first_step": 2 * k, "items": ran, "planned": planned} for k in range(3)], title="")
-    assert lines(figure.axes[0]) == [[4] * 3, [4] * 3]
-    assert lines(figure.axes[0], faint=True) == [[5.5] * 3, [2.5] * 3]
-    assert legend(figure.axes[0]) == ["a", "b"]
+    row: dict[str, Any] = {"steps": 2, "step_seconds": 0.1, "longest_step_seconds": 0.1}
+    row |= {"busy_seconds": {"a": 0.1, "b": 0.0}, "items": {"a": 11, "b": 5}, "planned": {"a": 8, "b": 8}}
+    axes = draw_run([{**row, "first_step": 2 * k, "moves": int(k in (3, 7))} for k in range(10)], title="").axes[0]
+    assert lines(axes) == [[4] * 10] * 2
+    assert lines(axes, faint=True) == [[5.5] * 10, [2.5] * 10]
+    assert legend(axes) == ["a", "b", "2 moves"]
+    (marks,) = axes.lines
+    assert list(marks.get_xdata()) == [7.5, 15.5]  # type: ignore[arg-type]
 
 
 def test_a_pipeline_shows_blocks() -> None:
@@ -92,7 +87,9 @@ def test_the_picture_shows_shares_speeds_and_step_times(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "run.png"
     trainer = trained(30, balance=[2, 1])
+    before = "matplotlib.pyplot" in sys.modules
     figure = trainer.plot(path)
+    assert ("matplotlib.pyplot" in sys.modules) == before
     assert path.read_bytes().startswith(b"\x89PNG")
     shares, speeds, times = figure.axes
     assert [axes.get_ylabel() for axes in figure.axes] == [
@@ -147,42 +144,12 @@ def test_steps_with_costs_are_drawn_by_cost() -> None:
     assert [entry["speed"] for entry in report["devices"].values()] == [rate / max(rates) for rate in rates]
 
 
-def test_moves_are_marked_and_counted() -> None:
-    pytest.importorskip("matplotlib")
-    from paceline._plot import draw_run
-
-    row = {"steps": 1, "busy_seconds": {"a": 0.1, "b": 0.0}, "step_seconds": 0.1, "longest_step_seconds": 0.1}
-    history = [
-        {**row, "first_step": step, "items": {"a": 4, "b": 0}, "moves": int(step in (3, 7))} for step in range(10)
-    ]
-    figure = draw_run(history, title="")
-    (marks,) = figure.axes[0].lines
-    assert list(marks.get_xdata()) == [4, 8]  # type: ignore[arg-type]
-    assert legend(figure.axes[0]) == ["a", "b", "2 moves"]
-
-
-def test_before_the_first_step_there_is_nothing_to_draw() -> None:
+def test_without_a_step_or_matplotlib_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(Unavailable, match="no step has run"):
         trained(0).plot()
-
-
-def test_drawing_leaves_pyplot_alone() -> None:
-    pytest.importorskip("matplotlib")
-    before = "matplotlib.pyplot" in sys.modules
-    trained(2).plot()
-    assert ("matplotlib.pyplot" in sys.modules) == before
-
-
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
-        if name.split(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(name)
-        return real(name, *arguments, **keywords)
-
     trainer = trained(1)
-    monkeypatch.setattr(builtins, "__import__", without)
+    for name in [*(name for name in sys.modules if name.startswith("matplotlib.")), "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"pip install 'paceline\[plot\]'"):
         trainer.plot()

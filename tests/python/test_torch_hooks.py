@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
@@ -15,35 +16,31 @@ from torch.nn.utils import parametrize
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain
+from torch_support import (
+    DEVICES,
+    TWO,
+    assert_exact,
+    assert_same_gradients,
+    classifier,
+    classify,
+    gradients,
+    hosts,
+    module_of,
+    plain,
+)
 
 pytestmark = pytest.mark.usefixtures("proved")
-DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
 
 FEATURES: dict[str, Any] = {}
-latest: Any = None
 taps: Any = None
-
-
-def save(name: str, value: Any) -> None:
-    FEATURES[name] = value
-
-
-def keep_globally(module: Any, inputs: Any, output: Any) -> None:
-    FEATURES["x"] = output
-
-
-def keep_by_helper(module: Any, inputs: Any, output: Any) -> None:
-    save("x", output)
-
-
-def keep_by_statement(module: Any, inputs: Any, output: Any) -> None:
-    global latest
-    latest = output
 
 
 def keep_in(features: dict[str, Any], name: str, module: Any, inputs: Any, output: Any) -> None:
     features[name] = output
+
+
+def save(value: Any) -> None:
+    FEATURES["x"] = value
 
 
 class Tap:
@@ -58,82 +55,72 @@ class Tap:
     __call__ = keep
 
 
-def by_closure(store: Callable[[dict[str, Any], Any], Any]) -> Any:
-    features: dict[str, Any] = {}
-    return lambda module, inputs, output: store(features, output) and None, lambda _: features["x"]
-
-
-def by_list(module: Any) -> Any:
-    features: list[Any] = []
-
-    def hook(module: Any, inputs: Any, output: Any) -> None:
-        features.append(output)
-
-    return hook, lambda _: features.pop()
-
-
-def by_variable(module: Any) -> Any:
+def by_variable() -> Any:
     feature: Any = None
 
     def hook(module: Any, inputs: Any, output: Any) -> None:
         nonlocal feature
         feature = output
 
-    return hook, lambda _: feature
+    return hook, lambda: feature
 
 
-def by_partial(module: Any) -> Any:
-    features: dict[str, Any] = {}
-    return functools.partial(keep_in, features, "x"), lambda _: features["x"]
+def by_global_variable() -> Any:
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        global taps
+        taps = output
+
+    return hook, lambda: taps
 
 
-def by_tap(kind: str) -> Any:
+def by(make: Callable[[], Any], keep: Callable[[Any, Any], object], features: Callable[[Any], Any]) -> Any:
+    """A hook that keeps its output by `keep`, in what `make` makes, and what reads it."""
+    store = make()
+
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        keep(store, output)
+
+    return hook, lambda: features(store)
+
+
+def by_tap(name: str) -> Any:
     tap = Tap()
-    return tap.keep if kind == "method" else tap, lambda _: tap.features
+    return getattr(tap, name) if name else tap, lambda: tap.features
 
 
-def by_detached_features(module: Any) -> Any:
+def by_partial() -> Any:
     features: dict[str, Any] = {}
-
-    def hook(module: Any, inputs: Any, output: Any) -> None:
-        features["x"] = output.detach()
-
-    return hook, lambda _: features["x"]
+    return functools.partial(keep_in, features, "x"), lambda: features["x"]
 
 
-def by_running_sum(module: Any) -> Any:
-    total = torch.zeros(10, dtype=torch.double)
-
-    def hook(module: Any, inputs: Any, output: Any) -> None:
-        total.add_(output.detach().sum(0))
-
-    return hook, lambda _: total
+def first(features: dict[str, Any]) -> Any:
+    return features["x"]
 
 
-TAPS: dict[str, Callable[[Any], Any]] = {
-    "dictionary": lambda m: by_closure(lambda features, output: features.update(x=output)),
-    "dictionary of lists": lambda m: by_closure(lambda features, output: features.setdefault("x", []).append(output)),
-    "list": by_list,
+TAPS: dict[str, Callable[[], Any]] = {
+    "dictionary": lambda: by(dict, lambda features, output: features.update(x=output), first),
+    "dictionary of lists": lambda: by(dict, lambda d, output: d.setdefault("x", []).append(output), first),
+    "list": lambda: by(list, list.append, list.pop),
+    "detached": lambda: by(dict, lambda features, output: features.update(x=output.detach()), first),
+    "running sum": lambda: by(lambda: torch.zeros(10).double(), lambda t, x: t.add_(x.detach().sum(0)), lambda t: t),
     "variable": by_variable,
-    "global dictionary": lambda m: (keep_globally, lambda _: FEATURES.pop("x")),
-    "global dictionary by a function": lambda m: (keep_by_helper, lambda _: FEATURES.pop("x")),
-    "global variable": lambda m: (keep_by_statement, lambda _: latest),
+    "global dictionary": lambda: (lambda m, i, output: FEATURES.update(x=output), lambda: FEATURES.pop("x")),
+    "global dictionary by a function": lambda: (lambda m, i, output: save(output), lambda: FEATURES.pop("x")),
+    "global variable": by_global_variable,
     "partial": by_partial,
-    "method": lambda m: by_tap("method"),
-    "callable": lambda m: by_tap("callable"),
-    "detached": by_detached_features,
-    "running sum": by_running_sum,
+    "method": lambda: by_tap("keep"),
+    "callable": lambda: by_tap(""),
 }
 
 
 @pytest.mark.parametrize(("kind", "late"), [*((kind, False) for kind in TAPS), ("dictionary", True), ("list", True)])
 def test_a_hook_that_keeps_features_outside_of_the_module_is_refused_with_the_cure(kind: str, late: bool) -> None:
     module, batch = classifier()
-    hook, features = TAPS[kind](module)
+    hook, features = TAPS[kind]()
 
     def loss_fn(replica: Any, part: Any) -> Any:
         loss = classify(replica, part)
-        found = features(replica)
+        found = features()
         return loss + sum(one.pow(2).mean() for one in (found if isinstance(found, list) else [found]))
 
     handle = None if late else module[0].register_forward_hook(hook)
@@ -167,55 +154,41 @@ def test_a_hook_may_keep_values_for_later_that_loss_fn_does_not_look_at() -> Non
 
 def test_one_device_takes_features_from_anywhere() -> None:
     module, batch = classifier()
-    hook, features = TAPS["dictionary"](module)
+    hook, features = TAPS["variable"]()
     module[0].register_forward_hook(hook)
 
     def loss_fn(replica: Any, part: Any) -> Any:
-        return classify(replica, part) + features(replica).pow(2).mean()
+        return classify(replica, part) + features().pow(2).mean()
 
-    with DataParallel(module, ["host:0"]) as trainer:
-        trainer.step(loss_fn, batch)
-    wanted = gradients(module)
-    module.zero_grad()
-    loss_fn(module, batch).backward()
-    assert_same_gradients(module, wanted)
+    assert_exact(module, loss_fn, batch, 1)
 
 
-class Tapped(nn.Module):
-    """Reads the features of its layers in its own forward."""
+def tapped(kind: str) -> Any:
+    """A module that reads the features of its layers in its own forward."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-        self.features: dict[str, Any] = {}
-        self.tap = Tap()
-        hook: dict[str, Any] = {
-            "method of the module": self.keep,
-            "its dictionary": functools.partial(keep_in, self.features, "x"),
-            "its object": self.tap.keep,
-            "the module given": lambda layer, _, output: setattr(layer, "kept", output),
-        }
-        self.inner.register_forward_hook(hook[kind])
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        m.inner(x)
+        if "x" in m.features:
+            return m.head(m.features["x"])
+        return m.head(m.tap.features if m.tap.features is not None else m.inner.kept)
 
-    def keep(self, layer: Any, inputs: Any, output: Any) -> None:
-        self.features["x"] = output
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.inner(x)
-        if "x" in self.features:
-            return self.head(self.features["x"])
-        return self.head(self.tap.features if self.tap.features is not None else self.inner.kept)
+    module = module_of(forward, inner=nn.Linear(6, 6), head=nn.Linear(6, 3), features={}, tap=Tap())
+    hooks: dict[str, Any] = {
+        "the module": types.MethodType(lambda m, layer, _, output: m.features.update(x=output), module),
+        "its dictionary": functools.partial(keep_in, module.features, "x"),
+        "its object": module.tap.keep,
+        "the module given": lambda layer, _, output: setattr(layer, "kept", output),
+    }
+    module.inner.register_forward_hook(hooks[kind])
+    return module
 
 
 @DEVICES
-@pytest.mark.parametrize("kind", ["method of the module", "its dictionary", "its object", "the module given"])
+@pytest.mark.parametrize("kind", ["the module", "its dictionary", "its object", "the module given"])
 def test_a_hook_that_keeps_features_on_the_module_works(kind: str, devices: int) -> None:
     torch.manual_seed(2)
-    module, (_, batch) = Tapped(kind).double(), classifier()
-    _, wanted = plain(module, classify, batch)
-    with DataParallel(module, hosts(devices)) as trainer:
-        trainer.step(classify, batch)
-    assert_same_gradients(module, wanted)
+    module, (_, batch) = tapped(kind), classifier()
+    assert_exact(module, classify, batch, devices)
 
 
 def test_features_that_loss_fn_reads_through_an_imported_module_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,11 +212,9 @@ def test_a_global_hook_that_keeps_something_is_refused_by_several_devices(device
 
     try:
         with DataParallel(module, hosts(devices)) as trainer:
-            if devices == 1:
+            refused = pytest.raises(InvalidArgument, match=r"the global forward hook .*lambda.*keeps a tensor")
+            with refused if devices > 1 else contextlib.nullcontext():
                 trainer.step(loss_fn, batch)
-            else:
-                with pytest.raises(InvalidArgument, match=r"the global forward hook .*lambda.*keeps a tensor"):
-                    trainer.step(loss_fn, batch)
             keeping.remove()
             trainer.step(classify, batch)
     finally:
@@ -265,12 +236,9 @@ def clip(module: Any, inputs: Any, output: torch.Tensor) -> Any:
 def test_hooks_that_read_and_count_work(devices: int) -> None:
     module, batch = classifier()
     module[0].register_forward_hook(clip)
-    _, wanted = plain(module, classify, batch)
     CALLS.clear()
-    with DataParallel(module, hosts(devices), balance="even") as trainer:
-        trainer.step(classify, batch)
-    assert_same_gradients(module, wanted)
-    assert len(CALLS) == devices + (devices > 1)  # the whole batch first, which proves the step
+    assert_exact(module, classify, batch, devices, balance="even")
+    assert len(CALLS) == 1 + devices + (devices > 1)  # PyTorch alone, and the whole batch, which proves the step
 
 
 @pytest.mark.parametrize(
@@ -294,13 +262,6 @@ def test_other_hooks_that_keep_tensors_for_loss_fn_are_refused(register: Any, to
         trainer.step(loss_fn, batch)
 
 
-class Symmetric(nn.Module):
-    """A parametrization that needs its graph."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.tanh() * weight
-
-
 def twice(module: Any, x: torch.Tensor) -> Any:
     return module[2](module[0](x).tanh() + module[0](2 * x))
 
@@ -309,10 +270,13 @@ def twice(module: Any, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("where", ["in loss_fn", "around the step"])
 def test_cached_parametrizations_are_those_of_the_replica_and_the_micro_batch(where: str, devices: int) -> None:
     module, batch = classifier(64)
-    parametrize.register_parametrization(module[0], "weight", Symmetric())
-    parametrize.register_parametrization(module[2], "weight", Symmetric())
+    for layer in (module[0], module[2]):  # by what needs its graph
+        parametrize.register_parametrization(layer, "weight", module_of(lambda m, weight: weight.tanh() * weight))
+
+    seen = set()
 
     def loss_fn(replica: Any, part: Any) -> Any:
+        seen.add((parametrize.type_before_parametrizations(replica[0]), type(replica[0]).__name__))
         return nn.functional.cross_entropy(twice(replica, part[0]), part[1])
 
     def cached(replica: Any, part: Any) -> Any:
@@ -332,18 +296,5 @@ def test_cached_parametrizations_are_those_of_the_replica_and_the_micro_batch(wh
             assert_same_gradients(module, wanted)
             module.zero_grad()
     assert not parametrize._cache
+    assert seen == {(nn.Linear, "ParametrizedLinear")}, "replicas look like the user's module"
     assert [type(part).__name__ for part in module] == ["ParametrizedLinear", "Tanh", "ParametrizedLinear"]
-
-
-def test_parametrizations_of_replicas_look_like_the_users() -> None:
-    module, batch = classifier()
-    parametrize.register_parametrization(module[0], "weight", Symmetric())
-    seen = []
-
-    def loss_fn(replica: Any, part: Any) -> Any:
-        seen.append((parametrize.type_before_parametrizations(replica[0]), type(replica[0]).__name__))
-        return classify(replica, part)
-
-    with DataParallel(module, TWO) as trainer:
-        trainer.step(loss_fn, batch)
-    assert set(seen) == {(nn.Linear, "ParametrizedLinear")}

@@ -18,6 +18,9 @@ SETUP = """
 _, reference = None, nn.Linear(4, 2).double()
 reference.load_state_dict(module.state_dict())
 mean_of_squares(reference, batch).backward()
+rows = torch.ones(800, 4, dtype=torch.double)
+two = ["host:0", "host:1"]
+began, leave = threading.Event(), threading.Event()
 
 # From now, or since an event.
 def interrupt_after(*seconds, since=None):
@@ -33,6 +36,9 @@ def interrupt_after(*seconds, since=None):
 def same_gradients():
     return all(torch.allclose(a.grad, b.grad, rtol=1e-12, atol=0) for a, b in zip(module.parameters(), reference.parameters()))
 
+def untouched():
+    return all(parameter.grad is None for parameter in module.parameters())
+
 def interrupted(call):
     begin = time.monotonic()
     try:
@@ -40,67 +46,67 @@ def interrupted(call):
     except KeyboardInterrupt:
         return time.monotonic() - begin
     raise SystemExit("no KeyboardInterrupt")
-"""
 
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_ctrl_c_raises_promptly_and_the_next_step_works(devices: int) -> None:
-    program = (
-        SETUP
-        + f"""
 def slow(replica, part):
     time.sleep(0.05)
     return mean_of_squares(replica, part)
 
-rows = torch.ones(800, 4, dtype=torch.double)
-trainer = DataParallel(module, [f"host:{{i}}" for i in range({devices})], micro_batch=1)
+def stuck(replica, part):
+    began.set()
+    loss = mean_of_squares(replica, part)
+    leave.wait(30)
+    return loss
+"""
+PROMPT = """
+trainer = DataParallel(module, two[:{devices}], micro_batch=1)
 for _ in range(2):
     interrupt_after(0.3)
     seconds = interrupted(lambda: trainer.step(slow, rows))
     assert 0.2 < seconds < 15, seconds                    # the whole step takes at least 20 s
-    assert all(parameter.grad is None for parameter in module.parameters())
+    assert untouched()
 trainer.step(mean_of_squares, batch)
 print(same_gradients())
 """
-    )
-    assert output_of(program) == "True"
+WITH_BLOCK = """
+def train():
+    from paceline import DeviceGroup
+    with DeviceGroup(two) as devices, DataParallel(module, devices if {group} else "auto", balance="even") as trainer:
+        trainer.step(stuck, batch)
 
-
-def test_ctrl_c_whose_handler_outlasts_the_step_raises_what_the_handler_raised() -> None:
-    program = (
-        SETUP
-        + """
+interrupt_after(0.3, 0.8, since=began)
+assert 0.7 < interrupted(train) < 25
+leave.set()
+time.sleep(0.5)  # PyTorch aborts the program if an operator ends in another thread while the interpreter ends
+print(untouched())
+"""
+PROGRAMS: dict[str, str] = {
+    "raises promptly, and the next step works: one device": PROMPT.format(devices=1),
+    "raises promptly, and the next step works: two devices": PROMPT.format(devices=2),
+    "whose handler outlasts the step raises what the handler raised": """
 def handler(*_):
     time.sleep(0.4)
     raise KeyboardInterrupt
 signal.signal(signal.SIGINT, handler)
 
-def slow(replica, part):
+def quarter(replica, part):
     time.sleep(0.25)
     return mean_of_squares(replica, part)
 
-trainer = DataParallel(module, ["host:0", "host:1"], balance="even")
+trainer = DataParallel(module, two, balance="even")
 interrupt_after(0.1)
-interrupted(lambda: trainer.step(slow, batch))
-assert all(parameter.grad is None for parameter in module.parameters())
+interrupted(lambda: trainer.step(quarter, batch))
+assert untouched()
 trainer.step(mean_of_squares, batch)
 print(same_gradients())
-"""
-    )
-    assert output_of(program) == "True"
-
-
-def test_ctrl_c_while_gradients_are_written_comes_after_them() -> None:
-    program = (
-        SETUP
-        + """
+""",
+    "while gradients are written comes after them": """
 add = torch._foreach_add_
 def add_and_interrupt(*arguments, **options):
     add(*arguments, **options)
     torch._foreach_add_ = add
     signal.raise_signal(signal.SIGINT)
 
-trainer = DataParallel(module, ["host:0", "host:1"], balance="even")
+trainer = DataParallel(module, two, balance="even")
 trainer.step(mean_of_squares, batch)
 torch._foreach_add_ = add_and_interrupt
 interrupted(lambda: trainer.step(mean_of_squares, batch))
@@ -109,53 +115,18 @@ assert same_gradients()
 assert trainer.report()["steps"] == 2
 trainer.step(mean_of_squares, batch)
 mean_of_squares(reference, batch).backward()
-print(same_gradients(), trainer.report()["steps"])
-"""
-    )
-    assert output_of(program) == "True 3"
-
-
-def test_ctrl_c_in_predict_raises_too() -> None:
-    program = (
-        SETUP
-        + """
-def slow(replica, part):
-    time.sleep(0.05)
-    return replica(part)
-
-rows = torch.ones(800, 4, dtype=torch.double)
-trainer = DataParallel(module, ["host:0", "host:1"], micro_batch=1)
+print(same_gradients() and trainer.report()["steps"] == 3)
+""",
+    "in predict raises": """
+trainer = DataParallel(module, two, micro_batch=1)
 interrupt_after(0.3)
 assert interrupted(lambda: trainer.predict(slow, rows)) < 15
 print(trainer.predict(batch).shape == (8, 2))
-"""
-    )
-    assert output_of(program) == "True"
-
-
-def test_these_tests_run_where_sigint_is_ignored() -> None:
-    """As in a background job of a shell script."""
-    chosen = f"{__file__}::test_ctrl_c_in_predict_raises_too"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", chosen]
-    ignores = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
-    done = subprocess.run(ignores, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_second_ctrl_c_leaves_a_worker_behind_that_does_not_return() -> None:
-    """And when it returns after all, its gradients are nobody's."""
-    program = (
-        SETUP
-        + """
+""",
+    # And when the worker returns after all, its gradients are nobody's.
+    "a second time leaves a worker behind that does not return": """
 import paceline
-began, leave = threading.Event(), threading.Event()
-def stuck(replica, part):
-    began.set()
-    loss = mean_of_squares(replica, part)
-    leave.wait(30)
-    return loss
-
-trainer = DataParallel(module, ["host:0", "host:1"], balance="even")
+trainer = DataParallel(module, two, balance="even")
 interrupt_after(0.3, 0.8, since=began)
 assert 0.7 < interrupted(lambda: trainer.step(stuck, batch)) < 25
 for call in (lambda: trainer.step(mean_of_squares, batch), lambda: trainer.predict(batch)):
@@ -168,77 +139,41 @@ for call in (lambda: trainer.step(mean_of_squares, batch), lambda: trainer.predi
 leave.set()
 while trainer.group.busy:
     time.sleep(0.01)
-assert all(parameter.grad is None for parameter in module.parameters())
+assert untouched()
 trainer.step(mean_of_squares, batch)
 print(same_gradients())
-"""
-    )
-    assert output_of(program) == "True"
-
-
-@pytest.mark.parametrize("group", [False, True])
-def test_a_second_ctrl_c_leaves_a_with_block_at_once(group: bool) -> None:
-    program = (
-        SETUP
-        + f"""
-began, leave = threading.Event(), threading.Event()
-def stuck(replica, part):
-    began.set()
-    leave.wait(30)
-    return mean_of_squares(replica, part)
-
-def train():
-    from paceline import DeviceGroup
-    with DeviceGroup(["host:0", "host:1"]) as devices, DataParallel(module, devices if {group} else "auto", balance="even") as trainer:
-        trainer.step(stuck, batch)
-
-interrupt_after(0.3, 0.8, since=began)
-assert 0.7 < interrupted(train) < 25
-leave.set()
-time.sleep(0.5)  # PyTorch aborts the program if an operator ends in another thread while the interpreter ends
-print(all(parameter.grad is None for parameter in module.parameters()))
-"""
-    )
-    assert output_of(program) == "True"
-
-
-def test_close_looks_for_signals() -> None:
-    program = (
-        SETUP
-        + """
-began, leave = threading.Event(), threading.Event()
-def stuck(replica, part):
-    began.set()
-    leave.wait(30)
-    return mean_of_squares(replica, part)
-
-trainer = DataParallel(module, ["host:0", "host:1"], balance="even")
+""",
+    "a second time leaves a with block at once: of a trainer": WITH_BLOCK.format(group=False),
+    "a second time leaves a with block at once: of a group": WITH_BLOCK.format(group=True),
+    "ends a close": """
+trainer = DataParallel(module, two, balance="even")
 interrupt_after(0.3, 0.6, since=began)
 interrupted(lambda: trainer.step(stuck, batch))
 interrupt_after(0.5)
-assert 0.4 < interrupted(trainer.close) < 25
+print(0.4 < interrupted(trainer.close) < 25)
 leave.set()
 time.sleep(0.5)  # PyTorch aborts the program if an operator ends in another thread while the interpreter ends
-print("left")
-"""
-    )
-    assert output_of(program) == "left"
+""",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ctrl_c(program: str) -> None:
+    assert output_of(SETUP + PROGRAMS[program]) == "True"
+
+
+def test_these_tests_run_where_sigint_is_ignored() -> None:
+    """As in a background job of a shell script."""
+    chosen = f"{__file__}::test_ctrl_c[in predict raises]"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", chosen]
+    ignores = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
+    done = subprocess.run(ignores, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_ctrl_c_that_nobody_catches_ends_the_program() -> None:
-    program = (
-        SETUP
-        + """
-def slow(replica, part):
-    time.sleep(0.02)
-    return mean_of_squares(replica, part)
-
-trainer = DataParallel(module, ["host:0", "host:1"], micro_batch=1)
-interrupt_after(0.3)
-trainer.step(slow, torch.ones(4000, 4, dtype=torch.double))
-"""
-    )
-    done = run_script(program)
+    program = "interrupt_after(0.3)\nDataParallel(module, two, micro_batch=1).step(slow, rows)\n"
+    done = run_script(SETUP + program)
     assert done.returncode in (-2, 130), done.stderr
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
 
@@ -289,46 +224,23 @@ def batch() -> torch.Tensor:
     return torch.randn(8, 4, dtype=torch.double, generator=torch.Generator().manual_seed(1))
 
 
-PLACES = pytest.mark.parametrize("place", ["buffers", "attributes", "balancer"])
+CALLS = [("step", 1), ("step", 2), ("loss", 2)]
+COMMITS = [(place, *call) for place in ("buffers", "attributes", "balancer") for call in CALLS]
 
 
-@PLACES
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("place", "call", "devices"), [*COMMITS, ("attributes", "predict", 2)])
 def test_ctrl_c_in_a_commit_completes_the_step(
-    place: str, devices: int, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    place: str, call: str, devices: int, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in the first one, whose gradients are set and not added."""
+    """Also in the first one, whose gradients are set and not added. A loss is lost with its gradients."""
     module: Any = counting()
     with DataParallel(module, TWO[:devices], balance=[1, 0][:devices]) as trainer:
-        wanted = plain(module, loss_of, batch)[1]
+        wanted = plain(module, loss_of, batch)[1] if call == "step" else [None] * 4
         pressed_after(place, trainer, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
-            trainer.step(loss_of, batch)
+            getattr(trainer, call)(*([] if call == "predict" else [loss_of]), batch)
         assert worst_difference(gradients(module), wanted) < 1e-12
         assert module[1].num_batches_tracked == 1
-        assert trainer.report()["steps"] == trainer._execution.steps == 1
-        assert sum(trainer.shares.values()) == 8
-
-
-@PLACES
-def test_ctrl_c_in_the_commit_of_a_loss_completes_the_step(
-    place: str, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But for the loss, which is lost with its gradients."""
-    module: Any = counting()
-    with DataParallel(module, TWO, balance=[1, 0]) as trainer:
-        pressed_after(place, trainer, monkeypatch)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.loss(loss_of, batch)
-        assert gradients(module) == [None] * 4
-        assert module[1].num_batches_tracked == 1
-        assert trainer.report()["steps"] == trainer._execution.steps == 1
-
-
-def test_ctrl_c_in_the_commit_of_a_forward_completes_it(batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = counting()
-    with DataParallel(module, TWO, balance=[1, 0]) as trainer:
-        pressed_after("attributes", trainer, monkeypatch)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.predict(batch)
-        assert module[1].num_batches_tracked == 1
+        if call != "predict":
+            assert trainer.report()["steps"] == trainer._execution.steps == 1
+            assert sum(trainer.shares.values()) == 8

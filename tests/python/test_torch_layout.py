@@ -14,34 +14,25 @@ from torch import nn  # noqa: E402
 
 from paceline import InvalidArgument, OutOfMemory  # noqa: E402
 from paceline.torch import DataParallel, Layout, Pipeline, PipelineReplicas, layout  # noqa: E402
-from torch_support import TWO, hosts, output_of, worst_difference  # noqa: E402
+from torch_support import TWO, hosts, module_of, output_of, worst_difference  # noqa: E402
 
 WIDTH, BLOCKS, ITEMS = 8, 6, 24
 ADAM = 4  # parameters, gradients and two states
 HELD = BLOCKS * (WIDTH * WIDTH + WIDTH) * 8 * ADAM
 
 
-class Block(nn.Module):
-    """A layer that counts its forwards, in an attribute and in a buffer. Items take time, so that plans do not follow noise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-        self.calls = 0
-        self.register_buffer("seen", torch.zeros(()))
-
-    seen: Any
-
-    def forward(self, x: Any) -> Any:
-        self.calls += 1
-        self.seen += 1
-        time.sleep(1e-4 * len(x))
-        return torch.tanh(self.linear(nn.functional.dropout(x, 0.1, self.training)))
+def counted(m: Any, x: Any) -> Any:
+    """Counts forwards, in an attribute and in a buffer. Items take time, so that plans do not follow noise."""
+    m.calls += 1
+    m.seen += 1
+    time.sleep(1e-4 * len(x))
+    return torch.tanh(m.linear(nn.functional.dropout(x, 0.1, m.training)))
 
 
 def chain(blocks: int = BLOCKS) -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(blocks)))
+    linears = [nn.Linear(WIDTH, WIDTH) for _ in range(blocks)]
+    return nn.Sequential(*(module_of(counted, linear=one, calls=0, seen=torch.zeros(())) for one in linears))
 
 
 def squares(module: Any, batch: Any) -> Any:
@@ -55,14 +46,12 @@ def inputs() -> Any:
 def found(devices: list[str], *, share: float | None = None) -> tuple[Any, Layout]:
     """A module without dropout and its layout, on devices that hold this share of it each."""
     module = chain().eval()
-    return module, layout(
-        module,
-        squares,
-        inputs(),
-        devices,
-        memory=None if share is None else int(share * HELD),
-        optimizer=torch.optim.Adam,
-    )
+    memory = None if share is None else int(share * HELD)
+    return module, layout(module, squares, inputs(), devices, memory=memory, optimizer=torch.optim.Adam)
+
+
+def differs_from(module: Any, plain: Any) -> float:
+    return worst_difference([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()])
 
 
 def state_of(module: Any) -> list[Any]:
@@ -96,14 +85,6 @@ def test_data_parallel_is_best_where_the_module_fits_each_device() -> None:
     assert module[0].linear.weight.grad is not None
 
 
-def test_data_parallel_gets_what_the_limit_leaves_beside_the_module() -> None:
-    _, ways = found(TWO, share=1.5)
-    with ways.trainer("data parallel") as trainer:
-        trainer.step(squares, inputs())
-        limits = {name: one["limit_bytes"] for name, one in trainer.report()["memory"].items() if "limit_bytes" in one}
-    assert limits == dict.fromkeys(TWO, HELD // 2)
-
-
 def test_a_pipeline_is_best_where_no_device_holds_the_module() -> None:
     module, ways = found(TWO, share=0.8)
     plain = copy.deepcopy(module)
@@ -120,7 +101,7 @@ def test_a_pipeline_is_best_where_no_device_holds_the_module() -> None:
         cuts = {one["device"]: one["blocks"] for one in trainer.report()["pipeline"]["stages"]}
     assert cuts == {name: last - first + 1 for name, (first, last) in ways.best.stages.items()}
     squares(plain, inputs()).backward()
-    assert worst_difference([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()]) < 1e-12
+    assert differs_from(module, plain) < 1e-12
 
 
 # With 0.3 the parameters do not fit. With 0.501 they do, but not what an item saves.
@@ -131,7 +112,7 @@ def test_where_nothing_fits_an_error_names_device_and_bytes(share: float) -> Non
     assert "memory limits" in str(error.value)
 
 
-def test_the_table_has_the_numbers_of_all_ways() -> None:
+def test_the_table_has_the_numbers_of_all_ways_and_what_does_not_fit_is_refused() -> None:
     _, ways = found(TWO, share=0.9)
     text = str(ways)
     for one in ways.candidates:
@@ -139,14 +120,15 @@ def test_the_table_has_the_numbers_of_all_ways() -> None:
         assert (f"{1e3 * one.seconds:.1f}" if one.fits else "does not fit") in line
         assert one.reason in text
     assert f"{int(0.9 * HELD) / 1024:.1f} KiB" in text
-
-
-def test_a_layout_that_cannot_run_is_refused() -> None:
-    _, ways = found(TWO, share=0.9)
     with pytest.raises(InvalidArgument, match=r"data parallel does not fit.*Choose 'pipeline'"):
         ways.trainer("data parallel")
     with pytest.raises(InvalidArgument, match="there is no layout 'zero'"):
         ways.trainer("zero")  # type: ignore[arg-type]
+    _, ways = found(TWO, share=1.5)
+    with ways.trainer("data parallel") as trainer:  # gets what the limit leaves beside the module
+        trainer.step(squares, inputs())
+        limits = {name: one["limit_bytes"] for name, one in trainer.report()["memory"].items() if "limit_bytes" in one}
+    assert limits == dict.fromkeys(TWO, HELD // 2)
 
 
 def replicas() -> tuple[Any, PipelineReplicas]:
@@ -169,7 +151,7 @@ def test_replicas_of_pipelines_train_as_one_device() -> None:
             wanted = squares(plain, batch)
             wanted.backward()
             assert abs(loss - wanted) < 1e-12
-            assert worst_difference([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()]) < 1e-12
+            assert differs_from(module, plain) < 1e-12
             assert torch.allclose(trainer.predict(batch), plain(batch), atol=1e-12)
             for optimizer in optimizers:
                 optimizer.step()
@@ -186,10 +168,8 @@ def test_norms_over_a_micro_batch_are_warned_of_where_pipelines_share_a_batch() 
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(6))).double()
     held = sum(parameter.nbytes for parameter in module.parameters()) * 4
     ways = layout(module, squares, inputs(), hosts(4), memory=int(0.9 * held))
-    with (
-        ways.trainer("replicas of pipelines") as trainer,
-        pytest.warns(UserWarning, match="normalised by its own mean"),
-    ):
+    told = pytest.warns(UserWarning, match="normalised by its own mean")
+    with ways.trainer("replicas of pipelines") as trainer, told:
         trainer.step(squares, inputs())
 
 
@@ -222,12 +202,11 @@ def test_shares_follow_the_times_of_pipelines() -> None:
         first = planner.shares(ITEMS)
         for _ in range(30):  # the stages of the first pipeline take three times as long as planned
             plan = planner.plan_step(ITEMS)
-            record = []
-            for number, part in plan.parts:
-                planned = part.actions()
-                assert planned is not None
-                for stage in planned:
-                    record.append([(kind, one, 0.0, (3, 1)[number] * (end - start)) for kind, one, start, end in stage])
+            record = [
+                [(kind, one, 0.0, (3, 1)[number] * (end - start)) for kind, one, start, end in stage]
+                for number, part in plan.parts
+                for stage in part.actions() or ()
+            ]
             planner.note(plan, record, evidence=True)
         assert planner.shares(ITEMS)[0] < first[0]
         assert sum(planner.shares(ITEMS)) == ITEMS

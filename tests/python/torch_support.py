@@ -9,15 +9,18 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from paceline.torch import DataParallel
 from program_server import SERVER
 
 LossFunction = Callable[[Any, Any], Any]
 Gradients = list[torch.Tensor | None]
 
 TWO = ["host:0", "host:1"]
+DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
@@ -45,14 +48,25 @@ def classifier(
     )
 
 
-def noting(note: Callable[[Any, Any], Any]) -> LossFunction:
-    """Call `note(module, slice)`, then `classify`."""
+def noting(note: Callable[[Any, Any], Any], then: LossFunction = classify) -> LossFunction:
+    """Call `note(module, slice)`, then `then`."""
 
     def loss_fn(module: Any, part: Any) -> Any:
         note(module, part)
-        return classify(module, part)
+        return then(module, part)
 
     return loss_fn
+
+
+def module_of(forward: Callable[..., Any], **parts: Any) -> Any:
+    """A module in double precision with these parts and this forward, which is given the module first. Tensors become buffers."""
+    made = type("Made", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+            made.register_buffer(name, part)
+        else:
+            setattr(made, name, part)
+    return made.double()
 
 
 class Words(nn.Module):
@@ -123,6 +137,30 @@ def assert_same_gradients(
 ) -> None:
     assert any(tensor is not None and tensor.abs().sum() > 0 for tensor in wanted), "nothing to compare"
     assert worst_difference(gradients(module), wanted) <= TOLERANCE[dtype]
+
+
+def assert_exact(
+    module: Any,
+    loss_fn: LossFunction,
+    batch: Any,
+    devices: int | Sequence[str] = 2,
+    *,
+    alone: LossFunction | None = None,
+    given: dict[str, Any] | None = None,
+    steps: int = 1,
+    **options: Any,
+) -> None:
+    """Each of some steps has the loss and the gradients of PyTorch alone.
+
+    `alone`: what PyTorch alone computes, if not `loss_fn`; `given`: what `step` is given beside the batch.
+    """
+    loss, wanted = plain(module, alone or loss_fn, batch)
+    with DataParallel(module, hosts(devices) if isinstance(devices, int) else devices, **options) as trainer:
+        for _ in range(steps):
+            module.zero_grad()
+            ours = trainer.step(loss_fn, batch, **(given or {}))
+            assert_same_gradients(module, wanted, loss.dtype)
+            torch.testing.assert_close(ours, loss)
 
 
 def run_script(
