@@ -13,7 +13,7 @@ import torch
 from paceline import InvalidArgument
 from paceline.torch import BatchSizeSearch, DataParallel
 from paceline.torch._trainer.batch_size import search
-from torch_support import TWO, classifier, classify, gradients, hosts, noting
+from torch_support import TWO, classifier, classify, gradients, held, hosts, noting
 
 
 def searched(
@@ -150,7 +150,7 @@ def test_under_a_memory_limit_micro_batches_stay_small_and_batches_grow() -> Non
     module, (x, y) = classifier(64)
     ran: list[int] = []
     loss_fn = noting(lambda _, part: ran.append(len(part[0])))
-    with DataParallel(module, TWO, memory=1000) as trainer:
+    with DataParallel(module, TWO, memory=1000 + held(module, 2)) as trainer:
         found = trainer.find_batch_size(loss_fn, lambda n: (x[:n], y[:n]), smallest=16, largest=64, seconds=0.01)
         assert max(found.seconds) >= 32
         assert max(ran) < 16

@@ -22,6 +22,7 @@ from torch_support import (
     classifier,
     classify,
     gradients,
+    held,
     hosts,
     loss_of_words,
     module_of,
@@ -125,7 +126,7 @@ def test_a_limit_on_memory_counts_padded_costs(devices: int) -> None:
     limit = 80 * PER_TOKEN
     ran: list[tuple[int, int]] = []
     _, wanted = plain(module, mean_noting([]), batch)
-    with DataParallel(module, hosts(devices), memory=limit) as trainer:
+    with DataParallel(module, hosts(devices), memory=limit + held(module, devices)) as trainer:
         for _ in range(3):
             ran.clear()
             module.zero_grad()
@@ -149,7 +150,7 @@ def test_long_items_that_run_alone_do_not_leave_short_ones_alone(devices: int) -
     batch["length"] = torch.tensor([5] * 20 + [50] * 8 + [5] * 20)
     ran: list[tuple[int, int]] = []
     _, wanted = plain(module, mean_noting([]), batch)
-    with DataParallel(module, hosts(devices), balance="even", memory=80 * PER_TOKEN) as trainer:
+    with DataParallel(module, hosts(devices), balance="even", memory=80 * PER_TOKEN + held(module, devices)) as trainer:
         for _ in range(2):
             ran.clear()
             module.zero_grad()
@@ -214,7 +215,7 @@ def test_steps_with_costs_run_again_to_the_same_bit(tmp_path: Path, limit: str) 
             seen.append(gradients(module))
         return seen
 
-    memory = 8000 if "memory" in limit else None
+    memory = 8000 + held(module, 2) if "memory" in limit else None
     balance: Any = "even" if "even" in limit else "auto"
     loss_fn: Any = Short(int(batch["length"].max())) if limit == "runs out" else loss_of_words
     with DataParallel(module, TWO, memory=memory, balance=balance) as trainer:

@@ -29,6 +29,12 @@ def hosts(count: int) -> list[str]:
     return [f"host:{index}" for index in range(count)]
 
 
+def held(module: nn.Module, devices: int = 1) -> int:
+    """The bytes that each of so many host devices has for parameters, which they share, and for gradients and buffers of its own."""
+    parameters, buffers = (sum(one.nbytes for one in ones) for ones in (list(module.parameters()), module.buffers()))
+    return parameters // devices + parameters + buffers
+
+
 def classify(module: Any, batch: Any) -> Any:
     return nn.functional.cross_entropy(module(batch[0]), batch[1])
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from paceline import Device, DeviceGroup, InvalidArgument
+from paceline import Device, DeviceGroup, InvalidArgument, OutOfMemory
 from paceline import devices as all_devices
 from paceline._core.runtime import gpu_facts
 from paceline._words import plural
@@ -264,6 +264,31 @@ def memory_limits(call: str, memory: Memory | None, group: DeviceGroup) -> list[
             sharing = sum(other.memory_space == device.memory_space for other in group.devices)
             value = value * _memory_bytes(device) / sharing
         limits.append(None if value is None else max(1, int(value)))
+    return limits
+
+
+def micro_batch_limits(memory: Memory | None, group: DeviceGroup, module: nn.Module) -> list[int | None]:
+    """What micro-batches may take of each device's memory: what parameters, buffers and gradients leave of it. None where there is no limit.
+
+    Raises
+    ------
+    OutOfMemory
+        If they leave nothing.
+    """
+    limits = memory_limits("DataParallel", memory, group)
+    if not any(limits):
+        return limits
+    parameters = [one for one in module.parameters() if not nn.parameter.is_lazy(one)]
+    shared = sum(one.nbytes for one in parameters)
+    own = sum(one.nbytes for one in parameters if one.requires_grad) + sum(one.nbytes for one in module.buffers())
+    for index, (device, limit) in enumerate(zip(group.devices, limits, strict=True)):
+        held = own + shared // sum(other.memory_space == device.memory_space for other in group.devices)
+        if limit is not None and limit <= held:
+            raise OutOfMemory(
+                f"DataParallel: memory= allows {device.name} {limit} bytes, and the module's parameters, buffers and gradients take {held} there. Allow "
+                "more, or cut the module into stages with Pipeline."
+            )
+        limits[index] = None if limit is None else limit - held
     return limits
 
 

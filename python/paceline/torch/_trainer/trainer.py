@@ -42,7 +42,7 @@ from paceline.torch._trainer.arguments import (
     check_sizes,
     check_timeout,
     check_transport,
-    memory_limits,
+    micro_batch_limits,
     named_devices,
     numbered,
     output_of,
@@ -130,10 +130,10 @@ class DataParallel(Trainer, AsModule):
         the batch before it is rounded. Nothing changes on host devices, on a single GPU, or on its parts. Host
         devices beside GPUs send float32, which is rounded like the others. Not with ``transport="nccl"``. None: gradients travel as they are.
     memory
-        What one micro-batch may take of a device's memory, beyond parameters and gradients: bytes, or a fraction of the device's memory,
-        which devices that share a memory divide evenly. A dictionary limits only some devices, by name. Two sizes are measured, and then
-        larger claims run in pieces that fit. With `cost` of `step` a size is the cost of the items when all are padded to the longest.
-        Default: no limit but the memory itself.
+        How much memory each device has for everything: parameters, buffers, gradients and a micro-batch. Bytes, or a fraction of the device's
+        memory, which devices that share a memory divide evenly, as they do its parameters. A dictionary limits only some devices, by name. Two
+        sizes are measured, and then larger claims run in pieces that fit. With `cost` of `step` a size is the cost of the items when all are
+        padded to the longest. An optimizer's state is not counted. Default: no limit but the memory itself.
     hold_back
         Whether each device holds back a part of its share if times vary. Devices that are done early then take ever smaller micro-batches
         from these parts within the step. None: on host devices, unless the forward writes buffers, as batch and spectral normalisation in
@@ -303,7 +303,7 @@ class DataParallel(Trainer, AsModule):
             free = (
                 micro_batch is None and granularity in (None, 1) and hold_back is not False and not any(places.on_gpu)
             )
-            works = Works(local, places, memory_limits("DataParallel", memory, local), options, searches=free)
+            works = Works(local, places, micro_batch_limits(memory, local, module), options, searches=free)
             if free and policy == "auto" and len(local) > 1 and ranks is None:
                 works.steps.alone = AloneTrials()
             replicas = Replicas(module, places, replicate, common=Common() if proves and len(places) > 1 else None)
