@@ -150,105 +150,97 @@ class Buckets {
 class BucketSums : public ::testing::TestWithParam<std::vector<std::string>> {};
 
 TEST_P(BucketSums, AreThoseOfTheHostWhoeverSealsWhenAndHow) {
-  for (std::uint64_t seed = 0; seed < kOrders / 16; ++seed) {
+  for_each_order(kOrders / 16, [&](std::uint64_t seed) {
     boot_with_writes(seed, 4);
     std::minstd_rand random(static_cast<std::uint32_t>(seed) + 1);
-    {
-      const DeviceGroup group = group_of(GetParam());
-      const bool nccl = seed % 5 == 0 && GetParam().size() == 2;  // whose own order of two is the same
-      std::optional<DType> travels;
-      if (seed % 3 != 0 && !nccl) travels = seed % 3 == 1 ? DType::bfloat16 : DType::float16;
-      Buckets buckets(group, {.collectives = {.transport = nccl ? Transport::nccl : Transport::copies},
-                              .chunk_bytes = seed % 2 == 0 ? std::size_t{25} << 20 : std::size_t{200'000},
-                              .reduce_dtype = travels});
-      for (int step = 0; step < 3; ++step) {
-        std::vector<std::vector<std::uint32_t>> seeds(group.size());
-        std::vector<bool> takes_part(group.size(), true);
-        if (step == 1 && group.size() > 2 && !nccl) takes_part[random() % group.size()] = false;
-        buckets.begin(takes_part);
-        std::vector<DeviceId> devices;
-        for (DeviceId d = 0; d < group.size(); ++d) {
-          if (takes_part[d]) devices.push_back(d);
-        }
-        std::shuffle(devices.begin(), devices.end(), random);
-        std::vector<std::vector<bool>> sealed(group.size(), std::vector<bool>(std::size(kCounts), false));
-        std::vector<std::tuple<DeviceId, std::size_t, NativeEvent>> marked;  // sealed later, by an event
-        for (const DeviceId d : devices) {
-          buckets.queues.enter(d);
-          for (std::size_t k = 0; k < std::size(kCounts); ++k) {
-            seeds[d].push_back(static_cast<std::uint32_t>(random()));
-            ASSERT_NO_FATAL_FAILURE(buckets.fill(d, k, seeds[d][k]));
-            const auto how = random() % 4;
-            if (how == 0) continue;
-            sealed[d][k] = true;
-            if (how == 1) {
-              marked.push_back({d, k, buckets.mark(d)});
-            } else {
-              buckets.queues.seal(d, k, buckets.view(d, k));
-            }
+    const DeviceGroup group = group_of(GetParam());
+    const bool nccl = seed % 5 == 0 && GetParam().size() == 2;  // whose own order of two is the same
+    std::optional<DType> travels;
+    if (seed % 3 != 0 && !nccl) travels = seed % 3 == 1 ? DType::bfloat16 : DType::float16;
+    Buckets buckets(group, {.collectives = {.transport = nccl ? Transport::nccl : Transport::copies},
+                            .chunk_bytes = seed % 2 == 0 ? std::size_t{25} << 20 : std::size_t{200'000},
+                            .reduce_dtype = travels});
+    for (int step = 0; step < 3; ++step) {
+      std::vector<std::vector<std::uint32_t>> seeds(group.size());
+      std::vector<bool> takes_part(group.size(), true);
+      if (step == 1 && group.size() > 2 && !nccl) takes_part[random() % group.size()] = false;
+      buckets.begin(takes_part);
+      std::vector<DeviceId> devices;
+      for (DeviceId d = 0; d < group.size(); ++d) {
+        if (takes_part[d]) devices.push_back(d);
+      }
+      std::shuffle(devices.begin(), devices.end(), random);
+      std::vector<std::vector<bool>> sealed(group.size(), std::vector<bool>(std::size(kCounts), false));
+      std::vector<std::tuple<DeviceId, std::size_t, NativeEvent>> marked;  // sealed later, by an event
+      for (const DeviceId d : devices) {
+        buckets.queues.enter(d);
+        for (std::size_t k = 0; k < std::size(kCounts); ++k) {
+          seeds[d].push_back(static_cast<std::uint32_t>(random()));
+          ASSERT_NO_FATAL_FAILURE(buckets.fill(d, k, seeds[d][k]));
+          const auto how = random() % 4;
+          if (how == 0) continue;
+          sealed[d][k] = true;
+          if (how == 1) {
+            marked.push_back({d, k, buckets.mark(d)});
+          } else {
+            buckets.queues.seal(d, k, buckets.view(d, k));
           }
         }
-        for (const auto& [d, k, mark] : marked) buckets.queues.seal(d, k, buckets.view(d, k), mark);
-        std::shuffle(devices.begin(), devices.end(), random);
-        for (const DeviceId d : devices) {
-          const std::size_t k = random() % std::size(kCounts);
-          if (random() % 2 == 0) sealed[d][k] = false;  // sealed again
-          buckets.deliver(d, sealed[d]);
-        }
-        buckets.end();
-        ASSERT_NO_FATAL_FAILURE(buckets.expect_sums(seeds, travels)) << "seed " << seed << ", step " << step;
       }
+      for (const auto& [d, k, mark] : marked) buckets.queues.seal(d, k, buckets.view(d, k), mark);
+      std::shuffle(devices.begin(), devices.end(), random);
+      for (const DeviceId d : devices) {
+        const std::size_t k = random() % std::size(kCounts);
+        if (random() % 2 == 0) sealed[d][k] = false;  // sealed again
+        buckets.deliver(d, sealed[d]);
+      }
+      buckets.end();
+      ASSERT_NO_FATAL_FAILURE(buckets.expect_sums(seeds, travels)) << "seed " << seed << ", step " << step;
     }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+  });
 }
 
 TEST_P(BucketSums, BeginWhileTheDevicesStillCompute) {
-  for (std::uint64_t seed = 0; seed < kOrders / 16; ++seed) {
+  for_each_order(kOrders / 16, [&](std::uint64_t seed) {
     boot_with_writes(seed, 4);
-    {
-      const DeviceGroup group = group_of(GetParam());
-      Buckets buckets(group, {.collectives = {.transport = Transport::copies}});
-      DeviceQueues& queues = buckets.queues;
-      buckets.begin();
-      std::vector<std::vector<std::uint32_t>> seeds(group.size(), {11, 12, 13});
-      std::vector<NativeEvent> marks(group.size(), nullptr);
-      const bool by_event = seed % 2 == 1;  // of the caller, and sealed when more work is enqueued already
-      for (DeviceId d = 0; d < group.size(); ++d) {
-        queues.enter(d);
-        ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 0, 11));
-        if (by_event) {
-          marks[d] = buckets.mark(d);
-        } else {
-          queues.seal(d, 0, buckets.view(d, 0));
-        }
+    const DeviceGroup group = group_of(GetParam());
+    Buckets buckets(group, {.collectives = {.transport = Transport::copies}});
+    DeviceQueues& queues = buckets.queues;
+    buckets.begin();
+    std::vector<std::vector<std::uint32_t>> seeds(group.size(), {11, 12, 13});
+    std::vector<NativeEvent> marks(group.size(), nullptr);
+    const bool by_event = seed % 2 == 1;  // of the caller, and sealed when more work is enqueued already
+    for (DeviceId d = 0; d < group.size(); ++d) {
+      queues.enter(d);
+      ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 0, 11));
+      if (by_event) {
+        marks[d] = buckets.mark(d);
+      } else {
+        queues.seal(d, 0, buckets.view(d, 0));
       }
-      for (DeviceId d = 0; d < group.size(); ++d) {
-        ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 1, 12));  // more work, which nobody may wait for
-        if (queues.stream(d) != nullptr) {
-          const std::unique_ptr<Event> written = queues.maker(queues.space_of(d)).make_event(false);
-          queues.stream(d)->record(*written);
-          wait_for(*written);
-          fake::hang(queues.stream(d)->native());
-        }
-        ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 2, 13));
-      }
-      for (DeviceId d = 0; by_event && d < group.size(); ++d) queues.seal(d, 0, buckets.view(d, 0), marks[d]);
-      AsyncDevice& home = queues.maker(queues.home_space());
-      const std::unique_ptr<Event> summed = home.make_event(false);
-      queues.home_stream().record(*summed);
-      ASSERT_NO_THROW(wait_for(*summed, std::chrono::seconds(30))) << "seed " << seed;
-      for (DeviceId d = 0; d < group.size(); ++d) {
-        if (queues.stream(d) != nullptr) fake::go_on(queues.stream(d)->native());
-        buckets.deliver(d, {true, false, false});
-      }
-      buckets.end();
-      ASSERT_NO_FATAL_FAILURE(buckets.expect_sums(seeds)) << "seed " << seed;
     }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+    for (DeviceId d = 0; d < group.size(); ++d) {
+      ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 1, 12));  // more work, which nobody may wait for
+      if (queues.stream(d) != nullptr) {
+        const std::unique_ptr<Event> written = queues.maker(queues.space_of(d)).make_event(false);
+        queues.stream(d)->record(*written);
+        wait_for(*written);
+        fake::hang(queues.stream(d)->native());
+      }
+      ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 2, 13));
+    }
+    for (DeviceId d = 0; by_event && d < group.size(); ++d) queues.seal(d, 0, buckets.view(d, 0), marks[d]);
+    AsyncDevice& home = queues.maker(queues.home_space());
+    const std::unique_ptr<Event> summed = home.make_event(false);
+    queues.home_stream().record(*summed);
+    ASSERT_NO_THROW(wait_for(*summed, std::chrono::seconds(30)));
+    for (DeviceId d = 0; d < group.size(); ++d) {
+      if (queues.stream(d) != nullptr) fake::go_on(queues.stream(d)->native());
+      buckets.deliver(d, {true, false, false});
+    }
+    buckets.end();
+    ASSERT_NO_FATAL_FAILURE(buckets.expect_sums(seeds));
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -180,40 +180,36 @@ class Owners : public ::testing::TestWithParam<Owner> {};
 TEST_P(Owners, GiveNcclOnlyWhatItsKernelsCanAccess) {
   constexpr std::size_t count = 6;
   const bool in_place = GetParam() == Owner::paceline || GetParam() == Owner::program;
-  for (std::uint64_t seed = 0; seed < kOrders / 10; ++seed) {
-    fake::Nccl& nccl = boot(seed, 2);
+  for_each_order(kOrders / 10, 2, [&](fake::Nccl& nccl, std::uint64_t) {
     const DeviceGroup group = group_of({"cuda:0/0", "cuda:0/1", "cuda:1", "host:0"});
     const std::size_t devices = group.size();
-    {
-      Communicator communicator(group, {.transport = Transport::nccl, .warm_up_bytes = 64});
-      GpuArrays parts(group, count, GetParam());
-      GpuArrays whole(group, count * devices, GetParam());
-      std::vector<Words> before;
-      std::vector<Words> summed(devices);
-      std::vector<Words> sent(devices);
-      std::vector<Words> gathered(devices);
-      for (std::size_t d = 0; d < devices; ++d) before.emplace_back(count, static_cast<float>(d + 1));
-      for (std::size_t root = 0; root < devices; ++root) {
-        for (std::size_t d = 0; d < devices; ++d) parts.fill(d, before[d]);
-        communicator.all_gather(parts.views(), whole.views());
-        for (std::size_t d = 0; d < devices; ++d) whole.read(d, gathered[d]);
-        communicator.broadcast(parts.views(), root);
-        for (std::size_t d = 0; d < devices; ++d) parts.read(d, sent[d]);
-        communicator.all_reduce(parts.views());
-        for (std::size_t d = 0; d < devices; ++d) parts.read(d, summed[d]);
-        parts.wait();
-        whole.wait();
-        for (std::size_t d = 0; d < devices; ++d) {
-          ASSERT_EQ(sent[d], before[root]) << "seed " << seed;
-          ASSERT_EQ(summed[d], Words(count, static_cast<float>(devices * (root + 1)))) << "seed " << seed;
-          for (std::size_t i = 0; i < count * devices; ++i) ASSERT_EQ(gathered[d][i], before[i / count][0]);
-        }
+    Communicator communicator(group, {.transport = Transport::nccl, .warm_up_bytes = 64});
+    GpuArrays parts(group, count, GetParam());
+    GpuArrays whole(group, count * devices, GetParam());
+    std::vector<Words> before;
+    std::vector<Words> summed(devices);
+    std::vector<Words> sent(devices);
+    std::vector<Words> gathered(devices);
+    for (std::size_t d = 0; d < devices; ++d) before.emplace_back(count, static_cast<float>(d + 1));
+    for (std::size_t root = 0; root < devices; ++root) {
+      for (std::size_t d = 0; d < devices; ++d) parts.fill(d, before[d]);
+      communicator.all_gather(parts.views(), whole.views());
+      for (std::size_t d = 0; d < devices; ++d) whole.read(d, gathered[d]);
+      communicator.broadcast(parts.views(), root);
+      for (std::size_t d = 0; d < devices; ++d) parts.read(d, sent[d]);
+      communicator.all_reduce(parts.views());
+      for (std::size_t d = 0; d < devices; ++d) parts.read(d, summed[d]);
+      parts.wait();
+      whole.wait();
+      for (std::size_t d = 0; d < devices; ++d) {
+        ASSERT_EQ(sent[d], before[root]);
+        ASSERT_EQ(summed[d], Words(count, static_cast<float>(devices * (root + 1))));
+        for (std::size_t i = 0; i < count * devices; ++i) ASSERT_EQ(gathered[d][i], before[i / count][0]);
       }
-      ASSERT_EQ(nccl.used(parts.views()[2].data, count * sizeof(float)), in_place);
-      ASSERT_EQ(nccl.used(whole.views()[2].data, count * sizeof(float)), in_place);
     }
-    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
-  }
+    ASSERT_EQ(nccl.used(parts.views()[2].data, count * sizeof(float)), in_place);
+    ASSERT_EQ(nccl.used(whole.views()[2].data, count * sizeof(float)), in_place);
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Cuda, Owners, ::testing::Values(Owner::paceline, Owner::program, Owner::mapping, Owner::pool));
@@ -268,36 +264,32 @@ TEST(CudaCommunicator, ReducesElementsThatLieAcrossTheirBorders) {
 
 TEST(CopyLink, LetsAnEndpointWriteItsMemoryAgainOnlyWhenAllOthersHaveReadIt) {
   constexpr std::size_t bytes = 16;
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
-    fake::Nccl& nccl = boot(seed, 2);
-    {
-      const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
-      std::vector<internal::Endpoint> endpoints;
-      std::vector<std::unique_ptr<Buffer>> memory;
-      internal::Piece piece;
-      for (const Device& device : group.devices()) {
-        const std::shared_ptr<AsyncDevice> opened = backend_of(device).open(device);
-        endpoints.push_back({device, opened, opened->make_stream()});
-        memory.push_back(opened->allocate(bytes, *endpoints.back().stream));
-        piece.at.push_back(memory.back()->data());
-      }
-      const auto write = [&] {
-        for (std::size_t r = 0; r < 2; ++r) endpoints[r].stream->zero(piece.at[r], bytes);
-      };
-      const std::unique_ptr<internal::Link> link = internal::make_copy_link(endpoints, "as asked for");
-      write();
-      link->broadcast({&piece, 1}, bytes);
-      write();
-      link->reduce({&piece, 1}, bytes / sizeof(float), DType::float32, ReduceOp::sum);
-      write();
-      for (const internal::Endpoint& endpoint : endpoints) {
-        const std::unique_ptr<Event> event = endpoint.opened->make_event(false);
-        endpoint.stream->record(*event);
-        wait_for(*event);
-      }
+  for_each_order(kOrders, 2, [&](fake::Nccl&, std::uint64_t) {
+    const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+    std::vector<internal::Endpoint> endpoints;
+    std::vector<std::unique_ptr<Buffer>> memory;
+    internal::Piece piece;
+    for (const Device& device : group.devices()) {
+      const std::shared_ptr<AsyncDevice> opened = backend_of(device).open(device);
+      endpoints.push_back({device, opened, opened->make_stream()});
+      memory.push_back(opened->allocate(bytes, *endpoints.back().stream));
+      piece.at.push_back(memory.back()->data());
     }
-    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
-  }
+    const auto write = [&] {
+      for (std::size_t r = 0; r < 2; ++r) endpoints[r].stream->zero(piece.at[r], bytes);
+    };
+    const std::unique_ptr<internal::Link> link = internal::make_copy_link(endpoints, "as asked for");
+    write();
+    link->broadcast({&piece, 1}, bytes);
+    write();
+    link->reduce({&piece, 1}, bytes / sizeof(float), DType::float32, ReduceOp::sum);
+    write();
+    for (const internal::Endpoint& endpoint : endpoints) {
+      const std::unique_ptr<Event> event = endpoint.opened->make_event(false);
+      endpoint.stream->record(*event);
+      wait_for(*event);
+    }
+  });
 }
 
 TEST(CudaCommunicator, MeansOfHalfTypesHoldWhereTheirSumsWouldNot) {

@@ -19,6 +19,7 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/device_group.hpp>
 
+#include "helpers.hpp"
 #include "interrupts.hpp"
 #include "orders.hpp"
 #include "queued_steps.hpp"
@@ -29,64 +30,56 @@ namespace {
 class Queued : public ::testing::TestWithParam<std::vector<std::string>> {};
 
 TEST_P(Queued, StepsThatNobodyWaitsForAreExactAndTimedInTheEnd) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+  for_each_order(kOrders, [&](std::uint64_t seed) {
     boot(seed, 2);
-    {
-      const DeviceGroup group = group_of(GetParam());
-      StepLoop step_loop(group, {.balance = seed % 2 == 0 ? Balance::automatic : Balance::even,
-                                 .micro_batch = 1 + static_cast<int>(seed % 3)});
-      const std::unique_ptr<Buffer> outputs = [&] {
-        Summing any(group);
-        return any.queues.maker(any.queues.home_space()).allocate_pinned(6 * sizeof(double));
-      }();
-      auto* const sums = static_cast<double*>(outputs->data());
-      for (int k = 0; k < 6; ++k) {
-        // A program of its own for each step, as the PyTorch trainer has: each may still be on its way.
-        auto program = std::make_shared<Summing>(group, static_cast<std::int64_t>(seed % 2),
-                                                 seed % 3 == 0 ? Transport::nccl : Transport::copies);
-        program->begin(1.0 + k, sums + k);
-        const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program);
-        step->wait();
-        ASSERT_EQ(step->failure(), nullptr);
-        step_loop.commit(step);
-      }
-      step_loop.settle();
-      while (Counted::alive > 0) std::this_thread::yield();  // a worker that comes late lets go of its program late
-      // Read here, because `outputs` is pinned memory of this test's. The host's programs have pinned memory, too.
-      if (GetParam().front() != "host:0") {
-        ASSERT_EQ(fake::synchronize_calls(), 0) << "seed " << seed;
-      }
-      ASSERT_EQ(step_loop.metrics().steps, 6);
-      for (int k = 0; k < 6; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed << ", step " << k;
+    const DeviceGroup group = group_of(GetParam());
+    StepLoop step_loop(group, {.balance = seed % 2 == 0 ? Balance::automatic : Balance::even,
+                               .micro_batch = 1 + static_cast<int>(seed % 3)});
+    const std::unique_ptr<Buffer> outputs = [&] {
+      Summing any(group);
+      return any.queues.maker(any.queues.home_space()).allocate_pinned(6 * sizeof(double));
+    }();
+    auto* const sums = static_cast<double*>(outputs->data());
+    for (int k = 0; k < 6; ++k) {
+      // A program of its own for each step, as the PyTorch trainer has: each may still be on its way.
+      auto program = std::make_shared<Summing>(group, static_cast<std::int64_t>(seed % 2),
+                                               seed % 3 == 0 ? Transport::nccl : Transport::copies);
+      program->begin(1.0 + k, sums + k);
+      const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program);
+      step->wait();
+      ASSERT_EQ(step->failure(), nullptr);
+      step_loop.commit(step);
     }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+    step_loop.settle();
+    while (Counted::alive > 0) std::this_thread::yield();  // a worker that comes late lets go of its program late
+    // Read here, because `outputs` is pinned memory of this test's. The host's programs have pinned memory, too.
+    if (GetParam().front() != "host:0") {
+      ASSERT_EQ(fake::synchronize_calls(), 0);
+    }
+    ASSERT_EQ(step_loop.metrics().steps, 6);
+    for (int k = 0; k < 6; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed << ", step " << k;
+  });
 }
 
 TEST_P(Queued, OneStepFollowsTheOtherInTheSameMemory) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+  for_each_order(kOrders, [&](std::uint64_t seed) {
     boot(seed, 2);
-    {
-      const DeviceGroup group = group_of(GetParam());
-      StepLoop step_loop(group, {.balance = Balance::even, .micro_batch = 2});
-      auto program =
-          std::make_shared<Summing>(group, std::int64_t{1}, seed % 3 == 0 ? Transport::nccl : Transport::copies);
-      const std::unique_ptr<Buffer> outputs =
-          program->queues.maker(program->queues.home_space()).allocate_pinned(4 * sizeof(double));
-      auto* const sums = static_cast<double*>(outputs->data());
-      for (int k = 0; k < 4; ++k) {
-        program->begin(1.0 + k, sums + k);
-        const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program);
-        step->wait();
-        ASSERT_EQ(step->failure(), nullptr);
-      }
-      program->queues.drain();
-      for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed << ", step " << k;
+    const DeviceGroup group = group_of(GetParam());
+    StepLoop step_loop(group, {.balance = Balance::even, .micro_batch = 2});
+    auto program =
+        std::make_shared<Summing>(group, std::int64_t{1}, seed % 3 == 0 ? Transport::nccl : Transport::copies);
+    const std::unique_ptr<Buffer> outputs =
+        program->queues.maker(program->queues.home_space()).allocate_pinned(4 * sizeof(double));
+    auto* const sums = static_cast<double*>(outputs->data());
+    for (int k = 0; k < 4; ++k) {
+      program->begin(1.0 + k, sums + k);
+      const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program);
+      step->wait();
+      ASSERT_EQ(step->failure(), nullptr);
     }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+    program->queues.drain();
+    for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed << ", step " << k;
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Cuda, Queued,
@@ -136,8 +129,7 @@ TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
       for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed;
     }
     for (cudaStream_t stream : streams) ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{});
+    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
   }
 }
 
@@ -165,8 +157,7 @@ TEST(DeviceQueues, AStreamThatWasLeftMayBeDestroyed) {
       for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed;
     }
     ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{});
+    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
   }
 }
 
@@ -224,12 +215,8 @@ TEST(DeviceQueues, AHangIsATimeoutThatNamesTheDeviceAndEndsTheTraining) {
     queues.end_step();
     if (!who_reads_finds_it) queues.drain();
     EXPECT_THROW(times->wait(), Timeout);
-    try {
-      static_cast<void>(queues.begin_step({}));
-      FAIL();
-    } catch (const DeviceLost& error) {
-      EXPECT_NE(std::string(error.what()).find("new process"), std::string::npos);
-    }
+    const auto error = thrown_by<DeviceLost>([&] { static_cast<void>(queues.begin_step({})); });
+    EXPECT_TRUE(says(error, "new process"));
   }
 }
 

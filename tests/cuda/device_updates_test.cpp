@@ -14,6 +14,7 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/device_group.hpp>
 
+#include "helpers.hpp"
 #include "orders.hpp"
 #include "queued_steps.hpp"
 
@@ -96,9 +97,8 @@ TEST_P(DeviceUpdates, RunBetweenWhatTheCallerDoesBeforeAndAfter) {
         }
       }
     }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
     ASSERT_EQ(fake::synchronize_calls(), 0) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
   }
 }
 

@@ -38,28 +38,6 @@ cudaStream_t stream_of(CUgreenCtx context) {
   return stream;
 }
 
-TEST(FakeGreenContexts, SplitIntoGroupsOfTheGranularity) {
-  boot({.multiprocessors = 132, .sm_granularity = 8});
-  CUdevResource rest{};
-  EXPECT_EQ(split(0, &rest).size(), 16U);
-  EXPECT_EQ(rest.sm.smCount, 4U);
-  EXPECT_EQ(split(9).size(), 8U);
-  EXPECT_EQ(split(9).front().sm.smCount, 16U);
-}
-
-TEST(FakeGreenContexts, MergeGroupsOfOneSplitOnly) {
-  boot({});
-  const Resources groups = split(8);
-  EXPECT_EQ(sms_of(stream_of(context_of({groups[1], groups[3]}))),
-            (std::vector<int>{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31}));
-  Resources mixed{groups[0], split(8)[5]};
-  CUdevResourceDesc description = nullptr;
-  EXPECT_EQ(describe(&description, mixed.data(), 2), CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION);
-  unsigned int count = 1;
-  CUdevResource again{};
-  EXPECT_EQ(split_by_count(&again, &count, groups.data(), nullptr, 0, 8), CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION);
-}
-
 TEST(FakeGreenContexts, CountWhatIsLeft) {
   boot({});
   const CUgreenCtx context = context_of({split(8)[0]});

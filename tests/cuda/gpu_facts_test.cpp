@@ -9,6 +9,7 @@
 #include <paceline/runtime/device.hpp>
 
 #include "cuda_backend.hpp"
+#include "errors.hpp"
 #include "fake_cuda.hpp"
 
 namespace paceline {
@@ -43,7 +44,7 @@ TEST(GpuFacts, SaysWhatTheDriverKnows) {
 
 TEST(GpuFacts, SaysWhyAGpuHasNoParts) {
   fake::boot({.driver_version = 12040});
-  EXPECT_NE(gpu_facts().front().why_no_partitions.find("CUDA 12.5 or newer"), std::string::npos);
+  EXPECT_TRUE(says(gpu_facts().front().why_no_partitions, "CUDA 12.5 or newer"));
   EXPECT_EQ(gpu_facts().front().most_partitions, 0);
   fake::boot({.multiprocessors = 4});
   EXPECT_EQ(gpu_facts().front().why_no_partitions, "CUDA makes no groups of its SMs");

@@ -19,6 +19,7 @@
 #include <paceline/runtime/partition.hpp>
 
 #include "fake_cuda.hpp"
+#include "helpers.hpp"
 #include "nccl_host.hpp"
 #include "twins.hpp"
 
@@ -169,12 +170,6 @@ inline DeviceGroup group_of(const Box& box) {
 
 inline void make_whole(const Box& box) {
   for (int gpu = 0; gpu < box.gpus; ++gpu) release_partitions("cuda:" + std::to_string(gpu));
-}
-
-inline void expect_clean(std::uint64_t seed) {
-  const std::vector<std::string> problems = fake::problems();
-  ASSERT_TRUE(problems.empty()) << "seed " << seed << ": " << problems.front();
-  ASSERT_EQ(fake::driver_staged_copies(), 0) << "seed " << seed;
 }
 
 }  // namespace paceline

@@ -1,37 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What tests of GPUs share: errors and groups.
+// What tests of GPUs share.
 #pragma once
 
-#include <gtest/gtest.h>
-
 #include <chrono>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include <paceline/error.hpp>
 #include <paceline/runtime/device_group.hpp>
 
+#include "errors.hpp"
+#include "fake_cuda.hpp"
+
 namespace paceline {
-
-template <class E>
-E thrown_by(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return E("nothing");
-}
-
-inline bool says(const Error& error, const std::string& words) {
-  return std::string(error.what()).find(words) != std::string::npos;
-}
 
 /// "cuda:0/1" stands for a second queue of cuda:0: a part of the GPU that shares its memory.
 inline DeviceGroup group_of(const std::vector<std::string>& names) {
@@ -41,6 +26,23 @@ inline DeviceGroup group_of(const std::vector<std::string>& names) {
     devices.back().name = name;
   }
   return DeviceGroup(devices);
+}
+
+/// Nothing went wrong that the fake has noticed, and everything was given back.
+inline void expect_clean(std::uint64_t seed = 0) {
+  ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+  ASSERT_EQ(fake::driver_staged_copies(), 0) << "seed " << seed;
+  ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+}
+
+/// Calls `body` for each seed, which decides what runs first of what may run in any order. Nothing may be left of it.
+template <class Body>
+void for_each_order(std::uint64_t count, const Body& body) {
+  for (std::uint64_t seed = 0; seed < count && !::testing::Test::HasFatalFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    body(seed);
+    expect_clean(seed);
+  }
 }
 
 /// Returns when a thread that was left to itself has ended.

@@ -24,11 +24,20 @@ inline fake::Nccl& boot(std::uint64_t seed, int gpus) {
 }
 
 inline void expect_clean(const fake::Nccl& nccl, std::uint64_t seed) {
-  ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-  ASSERT_EQ(fake::driver_staged_copies(), 0) << "seed " << seed;
+  ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
   ASSERT_EQ(nccl.problems(), std::vector<std::string>{}) << "seed " << seed;
-  ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
   ASSERT_EQ(nccl.communicators(), 0) << "seed " << seed;
+}
+
+/// The same with a machine that has GPUs and a fake NCCL.
+template <class Body>
+void for_each_order(std::uint64_t count, int gpus, const Body& body) {
+  for (std::uint64_t seed = 0; seed < count && !::testing::Test::HasFatalFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    fake::Nccl& nccl = boot(seed, gpus);
+    body(nccl, seed);
+    expect_clean(nccl, seed);
+  }
 }
 
 }  // namespace paceline

@@ -42,19 +42,15 @@ TEST(NcclLink, ConnectsAllGpusAtOnceAndEndsThemTogether) {
 }
 
 TEST(NcclLink, OfTwoThreadsDoNotMix) {
-  for (std::uint64_t seed = 0; seed < kOrders / 10; ++seed) {
-    fake::Nccl& nccl = boot(seed, 2);
-    {
-      std::vector<std::jthread> threads;
-      for (int k = 0; k < 2; ++k) {
-        threads.emplace_back([] {
-          Bench bench(2, seconds(30), 64);
-          for (int repeat = 0; repeat < 5; ++repeat) ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-        });
-      }
+  for_each_order(kOrders / 10, 2, [&](fake::Nccl&, std::uint64_t) {
+    std::vector<std::jthread> threads;
+    for (int k = 0; k < 2; ++k) {
+      threads.emplace_back([] {
+        Bench bench(2, seconds(30), 64);
+        for (int repeat = 0; repeat < 5; ++repeat) ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+      });
     }
-    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
-  }
+  });
 }
 
 TEST(NcclLink, RefusesBlockingLaunches) {
@@ -69,22 +65,18 @@ TEST(NcclLink, RefusesBlockingLaunches) {
 
 TEST(NcclLink, NamesTheDeviceAndTheCallThatFailed) {
   for (const char* const function : {"ncclAllReduce", "ncclGroupStart", "ncclGroupEnd"}) {
-    for (std::uint64_t seed = 0; seed < 50; ++seed) {
-      fake::Nccl& nccl = boot(seed, 3);
-      {
-        Bench bench(3);
-        ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-        const bool one = std::string(function) == "ncclAllReduce";
-        nccl.fail(function, one ? 1 : fake::Nccl::kAnyRank, nccl::kUnhandledCudaError);
-        const auto error = thrown_by<Error>([&] { bench.reduce(); });
-        ASSERT_TRUE(says(error, "unhandled cuda error (NCCL error 1)") && says(error, "as was ordered"));
-        ASSERT_EQ(error.device(), one ? "cuda:1" : "") << error.what();
-        ASSERT_EQ(nccl.aborted(), 3) << "all of them, or what they share is never freed";
-        ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-        ASSERT_EQ(nccl.made(), 6);
-      }
-      ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
-    }
+    for_each_order(50, 3, [&](fake::Nccl& nccl, std::uint64_t) {
+      Bench bench(3);
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+      const bool one = std::string(function) == "ncclAllReduce";
+      nccl.fail(function, one ? 1 : fake::Nccl::kAnyRank, nccl::kUnhandledCudaError);
+      const auto error = thrown_by<Error>([&] { bench.reduce(); });
+      ASSERT_TRUE(says(error, "unhandled cuda error (NCCL error 1)") && says(error, "as was ordered"));
+      ASSERT_EQ(error.device(), one ? "cuda:1" : "") << error.what();
+      ASSERT_EQ(nccl.aborted(), 3) << "all of them, or what they share is never freed";
+      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+      ASSERT_EQ(nccl.made(), 6);
+    });
   }
 }
 
@@ -156,20 +148,16 @@ TEST(NcclLink, FindsAHangInItsWarmUp) {
 }
 
 TEST(NcclLink, EndsACollectiveThatHangsAndGoesOnWithNewConnections) {
-  for (std::uint64_t seed = 0; seed < 8; ++seed) {
-    fake::Nccl& nccl = boot(seed, 3);
-    {
-      Bench bench(3, milliseconds(200));
-      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-      nccl.hang();
-      bench.reduce();
-      const auto error = thrown_by<Timeout>([&] { bench.communicator.wait(); });
-      ASSERT_TRUE(says(error, "ncclAllReduce did not end within 0.2 s")) << error.what();
-      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-      ASSERT_EQ(nccl.aborted(), 3);  // by now: the error is told first
-    }
-    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
-  }
+  for_each_order(8, 3, [&](fake::Nccl& nccl, std::uint64_t) {
+    Bench bench(3, milliseconds(200));
+    ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    nccl.hang();
+    bench.reduce();
+    const auto error = thrown_by<Timeout>([&] { bench.communicator.wait(); });
+    ASSERT_TRUE(says(error, "ncclAllReduce did not end within 0.2 s")) << error.what();
+    ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    ASSERT_EQ(nccl.aborted(), 3);  // by now: the error is told first
+  });
 }
 
 /// Two GPUs with one number each.
@@ -270,21 +258,17 @@ TEST(NcclLink, TakesItsTimeWhereCallsAreSlow) {
 }
 
 TEST(NcclLink, ReportsWhatACommunicatorSaysLater) {
-  for (std::uint64_t seed = 0; seed < 20; ++seed) {
-    fake::Nccl& nccl = boot(seed, 3);
-    {
-      Bench bench(3);
-      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-      nccl.hang();
-      bench.reduce();
-      nccl.break_rank(2, nccl::kRemoteError);
-      const auto error = thrown_by<Error>([&] { bench.communicator.wait(); });
-      ASSERT_EQ(error.device(), "cuda:2") << error.what();
-      ASSERT_TRUE(says(error, "NCCL error 6")) << error.what();
-      ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-    }
-    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
-  }
+  for_each_order(20, 3, [&](fake::Nccl& nccl, std::uint64_t) {
+    Bench bench(3);
+    ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+    nccl.hang();
+    bench.reduce();
+    nccl.break_rank(2, nccl::kRemoteError);
+    const auto error = thrown_by<Error>([&] { bench.communicator.wait(); });
+    ASSERT_EQ(error.device(), "cuda:2") << error.what();
+    ASSERT_TRUE(says(error, "NCCL error 6")) << error.what();
+    ASSERT_NO_FATAL_FAILURE(bench.expect_right());
+  });
 }
 
 TEST(NcclLink, LeavesAThreadBehindThatDoesNotComeBackAndNamesTheDevice) {

@@ -15,6 +15,7 @@
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/device_health.hpp>
 
+#include "errors.hpp"
 #include "fake_cuda.hpp"
 #include "fake_nvml.hpp"
 #include "interrupts.hpp"
@@ -62,8 +63,7 @@ TEST(Nvml, SaysWhyItIsNotThere) {
   const std::string missing = Nvml("/nowhere/libnvidia-ml.so.1").read(kGpu).why_none;
   EXPECT_EQ(missing.find("NVML cannot be loaded (/nowhere/libnvidia-ml.so.1: "), 0U) << missing;
   const std::string old = Nvml(FAKE_NVML_OLD).read(kGpu).why_none;
-  EXPECT_NE(old.find("has no nvmlDeviceGetCurrentClocksEventReasons; drivers from 535 on have it"), std::string::npos)
-      << old;
+  EXPECT_TRUE(says(old, "has no nvmlDeviceGetCurrentClocksEventReasons; drivers from 535 on have it"));
   fresh().status["nvmlInit_v2"] = 9;
   EXPECT_EQ(Nvml().read(kGpu).why_none, "NVML does not start (its error 9); nvidia-smi should say why");
 }

@@ -126,131 +126,119 @@ TEST(DeviceQueues, ParametersOfTheCallersReachEveryGpuByCopies) {
 
 TEST(DeviceQueues, StagingThatGrowsWaitsForWhatStillReadsIt) {
   constexpr std::size_t sizes[] = {64, 1024};
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+  for_each_order(kOrders, [&](std::uint64_t seed) {
     boot(seed, 2);
-    {
-      const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
-      DeviceQueues queues(group, {.collectives = {.transport = Transport::nccl, .warm_up_bytes = 64}});
-      std::unique_ptr<Buffer> buffers[2][2];
-      for (std::size_t s = 0; s < 2; ++s) {
-        Stream& stream = s == queues.home_space() ? queues.home_stream() : *queues.copy_stream(s);
-        for (std::size_t k = 0; k < 2; ++k) buffers[s][k] = queues.maker(s).allocate(sizes[k], stream);
-      }
-      const std::size_t home = queues.home_space();
-      for (std::size_t k = 0; k < 2; ++k) {  // the second at once, with more to send
-        queues.home_stream().zero(buffers[home][k]->data(), sizes[k]);
-        const SpaceCopy copies[] = {{1 - home, buffers[1 - home][k]->data(), buffers[home][k]->data(), sizes[k]}};
-        const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
-        queues.reduce();
-        queues.end_step();
-      }
-      queues.drain();
+    const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+    DeviceQueues queues(group, {.collectives = {.transport = Transport::nccl, .warm_up_bytes = 64}});
+    std::unique_ptr<Buffer> buffers[2][2];
+    for (std::size_t s = 0; s < 2; ++s) {
+      Stream& stream = s == queues.home_space() ? queues.home_stream() : *queues.copy_stream(s);
+      for (std::size_t k = 0; k < 2; ++k) buffers[s][k] = queues.maker(s).allocate(sizes[k], stream);
     }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+    const std::size_t home = queues.home_space();
+    for (std::size_t k = 0; k < 2; ++k) {  // the second at once, with more to send
+      queues.home_stream().zero(buffers[home][k]->data(), sizes[k]);
+      const SpaceCopy copies[] = {{1 - home, buffers[1 - home][k]->data(), buffers[home][k]->data(), sizes[k]}};
+      const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
+      queues.reduce();
+      queues.end_step();
+    }
+    queues.drain();
+  });
 }
 
 TEST(DeviceQueues, ByCopiesNobodyWaitsForAGpuThatStaysOutOfTheStep) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+  for_each_order(kOrders, [&](std::uint64_t seed) {
     boot(seed, 2);
-    {
-      const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
-      DeviceQueues queues(group, {.timeout = std::chrono::seconds(5), .collectives = {.transport = Transport::copies}});
-      constexpr std::size_t kBytes = kBatch * sizeof(double);
-      const std::unique_ptr<Buffer> from = queues.maker(0).allocate(kBytes, queues.home_stream());
-      const std::unique_ptr<Buffer> to = queues.maker(1).allocate(kBytes, *queues.copy_stream(1));
-      const std::unique_ptr<Buffer> seen = queues.maker(0).allocate_pinned(kBytes);
-      const SpaceCopy copies[] = {{1, to->data(), from->data(), kBytes}};
-      const auto step = [&](double value, bool both) {
-        launch(&fill_kernel, queues.home_stream(), static_cast<double*>(from->data()), value);
-        const std::shared_ptr<const StepTimes> times = queues.begin_step(copies, {true, both});
-        for (std::size_t d = 0; d < (both ? 2U : 1U); ++d) {
-          queues.enter(d);
-          if (d == 1) queues.stream(d)->copy(seen->data(), to->data(), kBytes);
-          queues.deliver(d, {});
-        }
-        queues.reduce();
-        queues.end_step();
-        times->wait();
-      };
-      const auto copying = queues.copy_stream(1)->native();
-      fake::hang(copying);
-      for (int k = 0; k < 3; ++k) ASSERT_NO_THROW(step(k, false)) << "seed " << seed;
-      fake::go_on(copying);
-      step(7.0, true);
-      ASSERT_EQ(*static_cast<const double*>(seen->data()), 7.0) << "seed " << seed;
-      queues.drain();
-    }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+    const DeviceGroup group = group_of({"cuda:0", "cuda:1"});
+    DeviceQueues queues(group, {.timeout = std::chrono::seconds(5), .collectives = {.transport = Transport::copies}});
+    constexpr std::size_t kBytes = kBatch * sizeof(double);
+    const std::unique_ptr<Buffer> from = queues.maker(0).allocate(kBytes, queues.home_stream());
+    const std::unique_ptr<Buffer> to = queues.maker(1).allocate(kBytes, *queues.copy_stream(1));
+    const std::unique_ptr<Buffer> seen = queues.maker(0).allocate_pinned(kBytes);
+    const SpaceCopy copies[] = {{1, to->data(), from->data(), kBytes}};
+    const auto step = [&](double value, bool both) {
+      launch(&fill_kernel, queues.home_stream(), static_cast<double*>(from->data()), value);
+      const std::shared_ptr<const StepTimes> times = queues.begin_step(copies, {true, both});
+      for (std::size_t d = 0; d < (both ? 2U : 1U); ++d) {
+        queues.enter(d);
+        if (d == 1) queues.stream(d)->copy(seen->data(), to->data(), kBytes);
+        queues.deliver(d, {});
+      }
+      queues.reduce();
+      queues.end_step();
+      times->wait();
+    };
+    const auto copying = queues.copy_stream(1)->native();
+    fake::hang(copying);
+    for (int k = 0; k < 3; ++k) ASSERT_NO_THROW(step(k, false));
+    fake::go_on(copying);
+    step(7.0, true);
+    ASSERT_EQ(*static_cast<const double*>(seen->data()), 7.0);
+    queues.drain();
+  });
 }
 
 TEST(DeviceQueues, ADeviceWaitsOnlyForTheParametersThatItNeeds) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+  for_each_order(kOrders, [&](std::uint64_t seed) {
     boot(seed, 2);
-    {
-      const DeviceGroup group = group_of({"cuda:0", "cuda:1", "host:0"});
-      DeviceQueues queues(group, {.collectives = {.transport = Transport::copies}});
-      constexpr std::size_t kBytes = kBatch * sizeof(double);
-      AsyncDevice& home = queues.maker(0);
-      std::vector<std::unique_ptr<Buffer>> from;
-      std::vector<std::unique_ptr<Buffer>> there;
-      std::vector<std::unique_ptr<Buffer>> on_host;
-      std::vector<SpaceCopy> copies;
-      for (std::size_t bucket = 0; bucket < 2; ++bucket) {
-        from.push_back(home.allocate(kBytes, queues.home_stream()));
-        there.push_back(queues.maker(1).allocate(kBytes, *queues.copy_stream(1)));
-        on_host.push_back(home.allocate_pinned(kBytes));
-        copies.push_back({1, there[bucket]->data(), from[bucket]->data(), kBytes, bucket});
-        copies.push_back({2, on_host[bucket]->data(), from[bucket]->data(), kBytes, bucket});
-      }
-      const std::unique_ptr<Buffer> sum = queues.maker(1).allocate(sizeof(double), *queues.stream(1));
-      const std::unique_ptr<Buffer> seen = home.allocate_pinned(sizeof(double));
-      for (int step = 0; step < 3; ++step) {
-        for (std::size_t bucket = 0; bucket < 2; ++bucket) {
-          ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
-          launch(&fill_kernel, queues.home_stream(), static_cast<double*>(from[bucket]->data()),
-                 1.0 + step + 10.0 * static_cast<double>(bucket));
-        }
-        const auto copying = queues.copy_stream(1)->native();
-        if (step == 1) fake::hang(copying);
-        const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
-        ASSERT_TRUE(queues.enter(1, false));
-        queues.stream(1)->zero(sum->data(), sizeof(double));  // needs none
-        if (step == 1) {
-          const std::unique_ptr<Event> zeroed = queues.maker(1).make_event(false);
-          queues.stream(1)->record(*zeroed);
-          ASSERT_NO_THROW(wait_for(*zeroed, std::chrono::seconds(30))) << "seed " << seed;
-          fake::go_on(copying);
-        }
-        ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
-        for (std::size_t bucket = 0; bucket < 2; ++bucket) {
-          queues.need(1, bucket);
-          launch(&add_kernel, *queues.stream(1),
-                 Add{static_cast<const double*>(there[bucket]->data()), 0, kBatch, static_cast<double*>(sum->data())});
-        }
-        queues.stream(1)->copy(seen->data(), sum->data(), sizeof(double));
-        queues.deliver(1, {});
-        queues.enter(2, false);
-        for (std::size_t bucket = 0; bucket < 2; ++bucket) {
-          queues.need(2, bucket);
-          ASSERT_EQ(*static_cast<const double*>(on_host[bucket]->data()),
-                    1.0 + step + 10.0 * static_cast<double>(bucket));
-        }
-        queues.deliver(2, {});
-        queues.reduce();
-        queues.end_step();
-        times->wait();
-        ASSERT_EQ(*static_cast<const double*>(seen->data()), kBatch * (12.0 + 2.0 * step)) << "seed " << seed;
-      }
-      queues.drain();
-      on_host.clear();
+    const DeviceGroup group = group_of({"cuda:0", "cuda:1", "host:0"});
+    DeviceQueues queues(group, {.collectives = {.transport = Transport::copies}});
+    constexpr std::size_t kBytes = kBatch * sizeof(double);
+    AsyncDevice& home = queues.maker(0);
+    std::vector<std::unique_ptr<Buffer>> from;
+    std::vector<std::unique_ptr<Buffer>> there;
+    std::vector<std::unique_ptr<Buffer>> on_host;
+    std::vector<SpaceCopy> copies;
+    for (std::size_t bucket = 0; bucket < 2; ++bucket) {
+      from.push_back(home.allocate(kBytes, queues.home_stream()));
+      there.push_back(queues.maker(1).allocate(kBytes, *queues.copy_stream(1)));
+      on_host.push_back(home.allocate_pinned(kBytes));
+      copies.push_back({1, there[bucket]->data(), from[bucket]->data(), kBytes, bucket});
+      copies.push_back({2, on_host[bucket]->data(), from[bucket]->data(), kBytes, bucket});
     }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+    const std::unique_ptr<Buffer> sum = queues.maker(1).allocate(sizeof(double), *queues.stream(1));
+    const std::unique_ptr<Buffer> seen = home.allocate_pinned(sizeof(double));
+    for (int step = 0; step < 3; ++step) {
+      for (std::size_t bucket = 0; bucket < 2; ++bucket) {
+        ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+        launch(&fill_kernel, queues.home_stream(), static_cast<double*>(from[bucket]->data()),
+               1.0 + step + 10.0 * static_cast<double>(bucket));
+      }
+      const auto copying = queues.copy_stream(1)->native();
+      if (step == 1) fake::hang(copying);
+      const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
+      ASSERT_TRUE(queues.enter(1, false));
+      queues.stream(1)->zero(sum->data(), sizeof(double));  // needs none
+      if (step == 1) {
+        const std::unique_ptr<Event> zeroed = queues.maker(1).make_event(false);
+        queues.stream(1)->record(*zeroed);
+        ASSERT_NO_THROW(wait_for(*zeroed, std::chrono::seconds(30)));
+        fake::go_on(copying);
+      }
+      ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
+      for (std::size_t bucket = 0; bucket < 2; ++bucket) {
+        queues.need(1, bucket);
+        launch(&add_kernel, *queues.stream(1),
+               Add{static_cast<const double*>(there[bucket]->data()), 0, kBatch, static_cast<double*>(sum->data())});
+      }
+      queues.stream(1)->copy(seen->data(), sum->data(), sizeof(double));
+      queues.deliver(1, {});
+      queues.enter(2, false);
+      for (std::size_t bucket = 0; bucket < 2; ++bucket) {
+        queues.need(2, bucket);
+        ASSERT_EQ(*static_cast<const double*>(on_host[bucket]->data()),
+                  1.0 + step + 10.0 * static_cast<double>(bucket));
+      }
+      queues.deliver(2, {});
+      queues.reduce();
+      queues.end_step();
+      times->wait();
+      ASSERT_EQ(*static_cast<const double*>(seen->data()), kBatch * (12.0 + 2.0 * step));
+    }
+    queues.drain();
+    on_host.clear();
+  });
 }
 
 }  // namespace

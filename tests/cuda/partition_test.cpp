@@ -93,12 +93,6 @@ TEST_F(Partition, NamesThePartsAndSaysWhatTheyGot) {
   for (const Device& device : devices()) EXPECT_EQ(device.part, -1) << "whole devices only, or a GPU is used twice";
 }
 
-TEST_F(Partition, EqualPartsAreOfOneClass) {
-  const std::vector<Device> parts = partition("cuda:0", {1.0 / 3, 1.0 / 3, 1.0 / 3});
-  EXPECT_EQ(parts[0].sm_count, 40);
-  EXPECT_EQ(parts[0].device_class, parts[2].device_class);
-}
-
 TEST_F(Partition, StreamsHaveTheSmsOfTheirPartAlone) {
   for (const std::vector<double>& fractions : {std::vector<double>{0.75, 0.25}, {0.25, 0.25, 0.5}, {0.5}, {1.0}}) {
     const std::vector<Device> parts = partition("cuda:0", fractions);
@@ -193,44 +187,6 @@ TEST_F(Partition, ReleaseHoldsUpNobodyElseWhileItWaits) {
   EXPECT_THROW(static_cast<void>(find_device("cuda:0/1")), InvalidArgument);
 }
 
-TEST_F(Partition, StreamsOfPartsDoWhatOthersDo) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
-    boot({.seed = seed});
-    {
-      const std::vector<Device> parts = partition("cuda:0", {0.75, 0.25});
-      const auto first = open(parts[0]);
-      const auto second = open(parts[1]);
-      const auto first_stream = first->make_stream();
-      const auto second_stream = second->make_stream();
-      const auto begun = first->make_event(true);
-      const auto filled = first->make_event(true);
-      const auto done = second->make_event(false);
-      constexpr std::size_t count = 100;
-      constexpr std::size_t bytes = count * sizeof(float);
-      const auto a = first->allocate(bytes, *first_stream);
-      const auto pinned = second->allocate_pinned(bytes);
-      const std::vector<float> values(count, 1.5F);
-      first_stream->record(*begun);
-      first_stream->copy(a->data(), values.data(), bytes);
-      first_stream->record(*filled);
-      second_stream->wait(*filled);
-      const auto b = second->allocate(bytes, *second_stream);
-      second_stream->zero(b->data(), bytes);
-      const std::vector<const void*> inputs{a->data(), b->data(), a->data()};
-      second_stream->reduce({inputs, b->data(), count, DType::float32, 1.0});
-      second_stream->copy(pinned->data(), b->data(), bytes);
-      second_stream->record(*done);
-      wait_for(*done);
-      ASSERT_EQ(static_cast<const float*>(pinned->data())[count - 1], 3.0F);
-      ASSERT_GT(filled->seconds_since(*begun), 0.0);
-      first_stream->wait(*done);  // a goes back in the order of its own stream
-    }
-    release_partitions("cuda:0");
-    ASSERT_TRUE(fake::problems().empty()) << "seed " << seed << ": " << fake::problems().front();
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
-}
-
 TEST_F(Partition, NamesOfPartsThatAreNotThereAreRefused) {
   const auto error = thrown_by<InvalidArgument>([] { static_cast<void>(find_device("cuda:0/1")); });
   EXPECT_TRUE(says(error, "partition(\"cuda:0\", ...) first")) << error.what();
@@ -295,17 +251,6 @@ TEST_F(Partition, LeavesNothingBehindWhenItFails) {
   const auto stream = device->make_stream();
   fake::poison(0, cudaErrorIllegalAddress);
   EXPECT_THROW(static_cast<void>(device->make_stream()), DeviceLost);
-}
-
-TEST_F(Partition, GpusAreSplitIndependently) {
-  boot({.device_count = 2});
-  const std::vector<Device> first = partition("cuda:0", {0.5, 0.5});
-  const std::vector<Device> second = partition("cuda:1", {0.25, 0.75});
-  EXPECT_EQ(second[1].name, "cuda:1/1");
-  EXPECT_EQ(second[1].memory_space, "cuda:1");
-  const auto stream = open(first[0])->make_stream();
-  EXPECT_NO_THROW(release_partitions("cuda:1"));
-  EXPECT_EQ(find_device("cuda:0/0"), first[0]);
 }
 
 TEST_F(Partition, WorkersHaveTheirGpuCurrent) {

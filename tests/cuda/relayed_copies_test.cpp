@@ -22,120 +22,112 @@ namespace paceline {
 namespace {
 
 TEST(ParametersOfGpus, LeaveHomeOnceAndAreRelayed) {
-  for (std::uint64_t seed = 0; seed < kOrders / 8; ++seed) {
+  for_each_order(kOrders / 8, [&](std::uint64_t seed) {
     boot_with_writes(seed, 4);
-    {
-      const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3"});
-      DeviceQueues queues(group, {.collectives = {.transport = Transport::copies}});
-      constexpr std::size_t kSizes[] = {300, 90'001, 7, 20'000, 1};  // the last bucket is too small to be cut
-      constexpr std::size_t kBucketOf[] = {0, 0, 0, 0, 1};
-      std::vector<std::vector<std::unique_ptr<Buffer>>> memory(4);
-      std::vector<std::unique_ptr<Buffer>> seen;
-      std::vector<SpaceCopy> copies;
-      for (const std::size_t size : kSizes) {
-        for (std::size_t s = 0; s < 4; ++s) {
-          Stream& stream = s == 0 ? queues.home_stream() : *queues.copy_stream(s);
-          memory[s].push_back(queues.maker(s).allocate(size * sizeof(float), stream));
-        }
+    const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3"});
+    DeviceQueues queues(group, {.collectives = {.transport = Transport::copies}});
+    constexpr std::size_t kSizes[] = {300, 90'001, 7, 20'000, 1};  // the last bucket is too small to be cut
+    constexpr std::size_t kBucketOf[] = {0, 0, 0, 0, 1};
+    std::vector<std::vector<std::unique_ptr<Buffer>>> memory(4);
+    std::vector<std::unique_ptr<Buffer>> seen;
+    std::vector<SpaceCopy> copies;
+    for (const std::size_t size : kSizes) {
+      for (std::size_t s = 0; s < 4; ++s) {
+        Stream& stream = s == 0 ? queues.home_stream() : *queues.copy_stream(s);
+        memory[s].push_back(queues.maker(s).allocate(size * sizeof(float), stream));
       }
-      for (std::size_t bucket = 0; bucket < 2; ++bucket) {
-        for (std::size_t s = 1; s < 4; ++s) {
-          seen.push_back(queues.maker(0).allocate_pinned(120'000 * sizeof(float)));
-          for (std::size_t k = 0; k < std::size(kSizes); ++k) {
-            if (kBucketOf[k] != bucket) continue;
-            copies.push_back({s, memory[s][k]->data(), memory[0][k]->data(), kSizes[k] * sizeof(float), bucket});
-          }
-        }
-      }
-      for (int step = 0; step < 3; ++step) {
-        ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
-        const auto value = [&](std::size_t k) {
-          return Write{static_cast<float*>(memory[0][k]->data()), kSizes[k],
-                       static_cast<std::uint32_t>(9 * step + k + 1)};
-        };
-        for (std::size_t k = 0; k < std::size(kSizes); ++k) launch(&write_kernel, queues.home_stream(), value(k));
-        const std::vector<bool> takes_part{true, true, step != 1, true};
-        const std::shared_ptr<const StepTimes> times = queues.begin_step(copies, takes_part);
-        for (DeviceId d = 1; d < 4; ++d) {
-          if (!takes_part[d]) continue;
-          queues.enter(d, false);
-          std::size_t offset = 0;
-          for (std::size_t k = 0; k < std::size(kSizes); ++k) {
-            queues.need(d, kBucketOf[k]);
-            queues.stream(d)->copy(static_cast<float*>(seen[d]->data()) + offset, memory[d][k]->data(),
-                                   kSizes[k] * sizeof(float));
-            offset += kSizes[k];
-          }
-          queues.deliver(d, {});
-        }
-        queues.reduce();
-        queues.end_step();
-        times->wait();
-        for (DeviceId d = 1; d < 4; ++d) {
-          std::size_t offset = 0;
-          for (std::size_t k = 0; takes_part[d] && k < std::size(kSizes); ++k) {
-            std::vector<float> wanted(kSizes[k]);
-            write({wanted.data(), kSizes[k], value(k).seed});
-            ASSERT_EQ(
-                std::memcmp(wanted.data(), static_cast<float*>(seen[d]->data()) + offset, kSizes[k] * sizeof(float)), 0)
-                << "seed " << seed << ", step " << step << ", device " << d << ", parameter " << k;
-            offset += kSizes[k];
-          }
-        }
-      }
-      queues.drain();
-      seen.clear();
     }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+    for (std::size_t bucket = 0; bucket < 2; ++bucket) {
+      for (std::size_t s = 1; s < 4; ++s) {
+        seen.push_back(queues.maker(0).allocate_pinned(120'000 * sizeof(float)));
+        for (std::size_t k = 0; k < std::size(kSizes); ++k) {
+          if (kBucketOf[k] != bucket) continue;
+          copies.push_back({s, memory[s][k]->data(), memory[0][k]->data(), kSizes[k] * sizeof(float), bucket});
+        }
+      }
+    }
+    for (int step = 0; step < 3; ++step) {
+      ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+      const auto value = [&](std::size_t k) {
+        return Write{static_cast<float*>(memory[0][k]->data()), kSizes[k],
+                     static_cast<std::uint32_t>(9 * step + k + 1)};
+      };
+      for (std::size_t k = 0; k < std::size(kSizes); ++k) launch(&write_kernel, queues.home_stream(), value(k));
+      const std::vector<bool> takes_part{true, true, step != 1, true};
+      const std::shared_ptr<const StepTimes> times = queues.begin_step(copies, takes_part);
+      for (DeviceId d = 1; d < 4; ++d) {
+        if (!takes_part[d]) continue;
+        queues.enter(d, false);
+        std::size_t offset = 0;
+        for (std::size_t k = 0; k < std::size(kSizes); ++k) {
+          queues.need(d, kBucketOf[k]);
+          queues.stream(d)->copy(static_cast<float*>(seen[d]->data()) + offset, memory[d][k]->data(),
+                                 kSizes[k] * sizeof(float));
+          offset += kSizes[k];
+        }
+        queues.deliver(d, {});
+      }
+      queues.reduce();
+      queues.end_step();
+      times->wait();
+      for (DeviceId d = 1; d < 4; ++d) {
+        std::size_t offset = 0;
+        for (std::size_t k = 0; takes_part[d] && k < std::size(kSizes); ++k) {
+          std::vector<float> wanted(kSizes[k]);
+          write({wanted.data(), kSizes[k], value(k).seed});
+          ASSERT_EQ(
+              std::memcmp(wanted.data(), static_cast<float*>(seen[d]->data()) + offset, kSizes[k] * sizeof(float)), 0)
+              << "seed " << seed << ", step " << step << ", device " << d << ", parameter " << k;
+          offset += kSizes[k];
+        }
+      }
+    }
+    queues.drain();
+    seen.clear();
+  });
 }
 
 /// A device writes to its buffers as soon as it has them. So nobody may pull them from it.
 TEST(BuffersOfGpus, AreNotRelayed) {
   constexpr std::size_t kCount = 90'000;  // large enough to be cut
-  for (std::uint64_t seed = 0; seed < kOrders / 8; ++seed) {
+  for_each_order(kOrders / 8, [&](std::uint64_t seed) {
     boot_with_writes(seed, 4);
-    {
-      const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3"});
-      DeviceQueues queues(group, {});
-      std::vector<std::vector<std::unique_ptr<Buffer>>> memory(4);  // a buffer and a parameter
-      std::vector<SpaceCopy> copies;
-      for (std::size_t k = 0; k < 2; ++k) {
-        for (std::size_t s = 0; s < 4; ++s) {
-          Stream& stream = s == 0 ? queues.home_stream() : *queues.copy_stream(s);
-          memory[s].push_back(queues.maker(s).allocate(kCount * sizeof(float), stream));
-          if (s == 0) continue;
-          copies.push_back({.space = s,
-                            .to = memory[s][k]->data(),
-                            .from = memory[0][k]->data(),
-                            .bytes = kCount * sizeof(float),
-                            .bucket = k,
-                            .relayed = k == 1});
-        }
+    const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3"});
+    DeviceQueues queues(group, {});
+    std::vector<std::vector<std::unique_ptr<Buffer>>> memory(4);  // a buffer and a parameter
+    std::vector<SpaceCopy> copies;
+    for (std::size_t k = 0; k < 2; ++k) {
+      for (std::size_t s = 0; s < 4; ++s) {
+        Stream& stream = s == 0 ? queues.home_stream() : *queues.copy_stream(s);
+        memory[s].push_back(queues.maker(s).allocate(kCount * sizeof(float), stream));
+        if (s == 0) continue;
+        copies.push_back({.space = s,
+                          .to = memory[s][k]->data(),
+                          .from = memory[0][k]->data(),
+                          .bytes = kCount * sizeof(float),
+                          .bucket = k,
+                          .relayed = k == 1});
       }
-      for (int step = 0; step < 2; ++step) {
-        const auto write = [&](std::size_t s, std::size_t k, Stream& stream) {
-          ASSERT_EQ(cudaSetDevice(static_cast<int>(s)), cudaSuccess);
-          launch(&write_kernel, stream, Write{static_cast<float*>(memory[s][k]->data()), kCount, 5});
-        };
-        for (std::size_t k = 0; k < 2; ++k) ASSERT_NO_FATAL_FAILURE(write(0, k, queues.home_stream()));
-        const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
-        for (DeviceId d = 1; d < 4; ++d) {
-          queues.enter(d, false);
-          queues.need(d, 0);
-          ASSERT_NO_FATAL_FAILURE(write(d, 0, *queues.stream(d)));
-          queues.deliver(d, {});
-        }
-        queues.reduce();
-        queues.end_step();
-        times->wait();
-      }
-      queues.drain();
     }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+    for (int step = 0; step < 2; ++step) {
+      const auto write = [&](std::size_t s, std::size_t k, Stream& stream) {
+        ASSERT_EQ(cudaSetDevice(static_cast<int>(s)), cudaSuccess);
+        launch(&write_kernel, stream, Write{static_cast<float*>(memory[s][k]->data()), kCount, 5});
+      };
+      for (std::size_t k = 0; k < 2; ++k) ASSERT_NO_FATAL_FAILURE(write(0, k, queues.home_stream()));
+      const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
+      for (DeviceId d = 1; d < 4; ++d) {
+        queues.enter(d, false);
+        queues.need(d, 0);
+        ASSERT_NO_FATAL_FAILURE(write(d, 0, *queues.stream(d)));
+        queues.deliver(d, {});
+      }
+      queues.reduce();
+      queues.end_step();
+      times->wait();
+    }
+    queues.drain();
+  });
 }
 
 TEST(ParametersOfGpus, OfALargeBucketGoOnWhileTheRestStillComes) {

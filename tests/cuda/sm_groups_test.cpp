@@ -114,16 +114,12 @@ TEST(SmGroups, AreNotLostToRoundingErrors) {
 
 TEST(SmGroups, NameASmallestFractionThatIsAccepted) {
   for (int group_count = 1; group_count <= 200; ++group_count) {
-    try {
-      static_cast<void>(deal({0.9 / group_count}, group_count));
-      FAIL() << group_count;
-    } catch (const InvalidArgument& error) {
-      const std::string text = error.what();
-      const std::string before = "smallest possible fraction is ";
-      const double smallest = std::stod(text.substr(text.find(before) + before.size()));
-      EXPECT_EQ(deal({std::min(smallest, 1.0)}, group_count).front(), 1) << text;
-      EXPECT_LT(smallest, 1.0 / group_count + 2e-4) << text;
-    }
+    const auto error = thrown_by<InvalidArgument>([&] { static_cast<void>(deal({0.9 / group_count}, group_count)); });
+    const std::string text = error.what();
+    const std::string before = "smallest possible fraction is ";
+    const double smallest = std::stod(text.substr(text.find(before) + before.size()));
+    EXPECT_EQ(deal({std::min(smallest, 1.0)}, group_count).front(), 1) << text;
+    EXPECT_LT(smallest, 1.0 / group_count + 2e-4) << text;
   }
 }
 

@@ -56,7 +56,6 @@ struct Bench {
 void expect_nothing_left(const fake::Nccl& nccl, std::uint64_t seed) {
   ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
   ASSERT_EQ(nccl.problems(), std::vector<std::string>{}) << "seed " << seed;
-  ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
   ASSERT_EQ(nccl.communicators(), 0) << "seed " << seed;
 }
 
@@ -71,18 +70,6 @@ TEST(StepCollectives, UseTheTrainersParametersInPlace) {
         << bench.trainer.explain();
   }
   ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, 1));
-}
-
-TEST(StepCollectives, AreCopiesWhereTheyAreAskedForOrAllThereIs) {
-  fake::Nccl& nccl = boot(1, 2);
-  const auto explained = [](const Box& box, Transport transport) {
-    return Trainer(group_of(box), {.parameter_count = kWidth, .collectives = {.transport = transport}}).explain();
-  };
-  EXPECT_TRUE(
-      explained(kTwo, Transport::copies)
-          .ends_with("Between GPUs: copies, each bucket while the devices still compute, by PCIe peer access.\n"));
-  EXPECT_EQ(explained({"", 1, {"cuda:0/0", "cuda:0/1"}}, Transport::nccl).find("Between GPUs"), std::string::npos);
-  EXPECT_EQ(nccl.made(), 0);
 }
 
 class FailingCall : public ::testing::TestWithParam<const char*> {};
@@ -173,17 +160,6 @@ TEST(StepCollectives, AnObjectiveThatNobodyHasReadThrowsWhatTheNextStepFound) {
   }
 }
 
-TEST(StepCollectives, TakeTheirTimeWhereCallsAreSlow) {
-  fake::Nccl& nccl = boot(1, 2);
-  Bench bench(kTwo);
-  for (const char* const function : {"ncclBroadcast", "ncclReduce", "ncclGroupEnd"}) {
-    nccl.delay(function, fake::Nccl::kAnyRank, milliseconds(30));
-  }
-  ASSERT_NO_FATAL_FAILURE(bench.expect_right());
-  ASSERT_NO_FATAL_FAILURE(bench.expect_right_in_the_end());
-  EXPECT_EQ(nccl.aborted(), 0);
-}
-
 TEST(StepCollectives, ACallThatNeverComesBackEndsTheTraining) {
   for (const char* const function : {"ncclBroadcast", "ncclReduce"}) {
     fake::Nccl& nccl = boot(1, 2);
@@ -201,14 +177,6 @@ TEST(StepCollectives, ACallThatNeverComesBackEndsTheTraining) {
     nccl.release();
     await_the_thread();  // the machine that it uses ends with the next boot()
   }
-}
-
-TEST(StepCollectives, ATrainerThatCannotConnectSaysSoAndLeavesNothing) {
-  fake::Nccl& nccl = boot(1, 2);
-  nccl.fail("ncclCommInitRankConfig", 1, nccl::kSystemError);
-  const auto error = thrown_by<Error>([] { Bench bench(kTwo); });
-  EXPECT_EQ(error.device(), "cuda:1") << error.what();
-  ASSERT_NO_FATAL_FAILURE(expect_nothing_left(nccl, 1));
 }
 
 }  // namespace

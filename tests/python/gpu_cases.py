@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.torch import DataParallel
 from torch_support import classify
@@ -40,5 +41,42 @@ def expect_same(module: nn.Module, expected: list[torch.Tensor | None], toleranc
             torch.testing.assert_close(parameter.grad, gradient, rtol=tolerance, atol=tolerance)
 
 
+def expect_step(
+    trainer: DataParallel,
+    batch: Any,
+    loss_fn: Any = classify,
+    *,
+    whole: Any = None,
+    tolerance: float = 1e-12,
+    **options: Any,
+) -> None:
+    """A step has loss and gradient of one device. `whole` is the loss of the whole batch, where `loss_fn` is another function."""
+    loss, gradients = plain(trainer.module, batch, whole or loss_fn)
+    trainer.module.zero_grad()
+    found = trainer.step(loss_fn, batch, **options)
+    if "scaler" not in options:  # which scales the loss of `whole`, too
+        torch.testing.assert_close(found, loss, rtol=tolerance, atol=tolerance)
+    expect_same(trainer.module, gradients, tolerance)
+
+
 def queues_of(trainer: DataParallel) -> Any:
     return trainer._execution.places.queues
+
+
+def flat_of(trainer: DataParallel) -> Any:
+    return trainer._execution.flat
+
+
+class Shared(nn.Module):
+    """One layer used in two checkpoints, each of which calls backward in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.layer, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.into(x)
+        for _ in range(2):
+            hidden = checkpoint(lambda y: torch.tanh(self.layer(y)), hidden, use_reentrant=True)
+        out: torch.Tensor = self.out(hidden)
+        return out

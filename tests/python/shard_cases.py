@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from gpu_cases import BOXES
 from paceline.torch import DataParallel
 from torch_support import classify
 
@@ -95,6 +97,13 @@ class Pair:
 
     def expect_same_state(self) -> None:
         expect_same_state(self.optimizer.state_dict(), self.plain.state_dict())
+
+
+@contextlib.contextmanager
+def paired(cls: Any, options: dict[str, Any], parameters: Any = None, *, box: str = "four") -> Iterator[Pair]:
+    """A pair on the GPUs of a box."""
+    with DataParallel(network(), BOXES[box]) as trainer:
+        yield Pair(trainer, cls, options, parameters)
 
 
 def expect_same_state(found: Any, wanted: Any) -> None:

@@ -94,32 +94,10 @@ def test_the_limits_add_up_to_less_than_the_whole_time(tmp_path: Path) -> None:
     setting = plan.Setting(tmp_path, tmp_path)
     limits = {stage.name: stage.limit for stage in [plan.build(setting), *plan.after_build(setting)]}
     assert sum(limits.values()) <= 60 * plan.MINUTES - 10, limits  # what remains unpacks and describes the machine
-    assert sum(stage.limit for stage in plan.probes(setting)) <= limits["build"], "they run beside it"
     names = list(limits)
     for measured in ("measure", "race_gpu", "verify"):
         for destructive in ("python_children", "allocators", "sticky"):
             assert names.index(measured) < names.index(destructive)
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be halved")
-def test_a_stage_keeps_to_its_cores_until_it_may_use_others(tmp_path: Path) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    mark = tmp_path / "begun"
-    program = f"""
-import os, subprocess, sys, time
-before = os.sched_getaffinity(0)
-open({str(mark)!r}, "w")
-while os.sched_getaffinity(0) == before:
-    time.sleep(0.01)
-child = subprocess.run([sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"], capture_output=True, text=True)
-print(len(before), child.stdout.strip())
-"""
-    running = Running(python("build", program, cores=cores[:1]), ENVIRONMENT)
-    while not mark.exists():
-        time.sleep(0.01)
-    running.use(cores)
-    record, output = running.finish(20)
-    assert (record["status"], output.split()) == ("passed", ["1", str(len(cores))])
 
 
 def test_a_run_that_is_killed_has_told_what_it_was_at(tmp_path: Path) -> None:
@@ -336,11 +314,11 @@ def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProce
 def test_a_rehearsal_is_recorded_as_one_and_runs_the_chosen_stages_alone(tmp_path: Path) -> None:
     (tmp_path / "build" / "python_package").mkdir(parents=True)
     build = ("--build", str(tmp_path / "build"))
-    done = run_script("--rehearse", *build, "--only", "probe_torch,sticky", str(tmp_path / "out"))
+    done = run_script("--rehearse", *build, "--only", "info,sticky", str(tmp_path / "out"))
     record = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     assert record["rehearsal"] is True
     assert record["state"] == "complete"
-    assert [stage["stage"] for stage in record["stages"]] == ["probe_torch", "build", "programs", "sticky"], done.stdout
+    assert [stage["stage"] for stage in record["stages"]] == ["build", "programs", "info", "sticky"], done.stdout
     assert "these numbers mean nothing" in done.stdout
 
 
@@ -349,7 +327,7 @@ def test_a_rehearsal_is_recorded_as_one_and_runs_the_chosen_stages_alone(tmp_pat
     [
         (("--rehearse", str(plan.ROOT / "benchmarks" / "results")), "a rehearsal measures nothing"),
         (("--rehearse", "--build", "/nonexistent", "{tmp}"), "run tests/run first"),
-        (("--build", "{tmp}", "--only", "rase", "{tmp}"), "no stage begins with 'rase'; there are build, probe,"),
+        (("--build", "{tmp}", "--only", "rase", "{tmp}"), "no stage begins with 'rase'; there are build, programs,"),
     ],
 )
 def test_wrong_arguments_say_what_to_do(arguments: tuple[str, ...], why: str, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@
 #include <paceline/balance/balancer.hpp>
 #include <paceline/plan/split.hpp>
 
+#include "errors.hpp"
+
 namespace paceline::balance {
 namespace {
 
@@ -85,8 +87,7 @@ TEST(Granularity, IsSaidInTheExplanation) {
   Balancer balancer(chosen(2));
   balancer.next_plan(1024);
   EXPECT_EQ(balancer.report().granularity, 16);
-  EXPECT_NE(balancer.explain().find("shares of a batch of 1024, as planned, in multiples of 16"), std::string::npos)
-      << balancer.explain();
+  EXPECT_TRUE(says(balancer.explain(), "shares of a batch of 1024, as planned, in multiples of 16"));
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include <paceline/sim/box.hpp>
 #include <paceline/sim/random.hpp>
 
+#include "errors.hpp"
 #include "sim_box.hpp"
 
 namespace paceline::balance {
@@ -81,22 +82,6 @@ TEST(MoveGate, StaysWhereAMovePromisesLessThanOnePercent) {
   EXPECT_GT(balancer.report().possible_gain, 0.003);
   EXPECT_LT(balancer.report().possible_gain, 0.01);
   EXPECT_EQ(balancer.move_count(), 1);
-}
-
-TEST(MoveGate, MovesWhereTheGainIsLargerThanOnePercent) {
-  sim::Box box(box_of({1.0, 0.9}, 0.0));
-  Balancer balancer(options_for(box.options()));
-  const Shares shares = run(balancer, box, 0, 20, 2000);
-  EXPECT_LT(box.makespan(20, shares) / box.ideal(20, 2000), 1.01);
-  EXPECT_GT(shares[0], shares[1]);
-}
-
-TEST(MoveGate, NoiseRaisesTheGate) {
-  sim::BoxOptions noisy = box_of({1.0, 1.0}, 0.15);
-  sim::Box box(noisy);
-  Balancer balancer(options_for(noisy));
-  run(balancer, box, 0, 12, 2000);
-  EXPECT_GT(balancer.report().required_gain, 0.03);
 }
 
 TEST(MoveGate, NeverAsksForMoreThanAllOfTheTime) {
@@ -170,22 +155,6 @@ TEST(MoveGate, AnUnseenBatchSizeGetsTheBestKnownSplitWithoutBeingAMove) {
   EXPECT_LT(box.makespan(10, last_batch.shares) / box.ideal(10, 96), 1.03);
 }
 
-TEST(MoveGate, CompletesAProvisionalMoveWithBetterNumbers) {
-  int better = 0;
-  for (std::uint64_t seed = 1; seed <= 10; ++seed) {
-    sim::BoxOptions options = box_of(std::vector<double>(8, 1.0), 0.03);
-    options.seed = seed;
-    options.throttles = {{3, 2.0, 60, 1000}};
-    sim::Box box(options);
-    Balancer balancer(options_for(options));
-    const double first = box.makespan(62, run(balancer, box, 0, 63, 512)) / box.ideal(62, 512) - 1.0;
-    const double settled = box.makespan(150, run(balancer, box, 63, 88, 512)) / box.ideal(150, 512) - 1.0;
-    EXPECT_LE(first, 0.05);
-    better += settled < 0.009;
-  }
-  EXPECT_GE(better, 8);
-}
-
 /// A step of two devices, the second 5 % slower, on a bus that makes every uneven step 6 % longer than the devices' own
 /// times.
 Shares step_on_shared_bus(Balancer& balancer) {
@@ -214,7 +183,7 @@ TEST(MoveGate, TakesBackAMoveThatMeasuresWorseAndWaitsLongerEachTime) {
   }
   EXPECT_GE(first_uneven, 2);
   EXPECT_GE(uneven, 8);
-  EXPECT_NE(balancer.explain().find("taken back"), std::string::npos) << balancer.explain();
+  EXPECT_TRUE(says(balancer.explain(), "taken back"));
   const BalanceReport early = balancer.report();
   ASSERT_FALSE(early.recent_moves.empty());
   EXPECT_EQ(early.recent_moves.front().outcome, MoveOutcome::taken_back);
@@ -277,7 +246,7 @@ TEST(MoveGate, WaitsWithNewSizesUntilAsMuchIsLostAsTheyCost) {
   Balancer balancer(options_for(options));
   run(balancer, box, 0, 20, 400);  // a step takes 24 ms; throttled 36 ms, at best 28.8 ms
   EXPECT_EQ(run(balancer, box, 20, 20, 400), (Shares{200, 200}));
-  EXPECT_NE(balancer.explain().find("first runs of its sizes"), std::string::npos) << balancer.explain();
+  EXPECT_TRUE(says(balancer.explain(), "first runs of its sizes"));
   std::int64_t step = 40;
   while (step < 400 && balancer.next_plan(400).shares == Shares{200, 200}) run(balancer, box, step++, 1, 400);
   const double waited = static_cast<double>(step - 20) * 0.0072;

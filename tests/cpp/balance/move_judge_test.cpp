@@ -16,14 +16,6 @@ std::optional<MoveJudge::Verdict> feed(MoveJudge& log, int steps, double seconds
   return std::nullopt;
 }
 
-TEST(MoveJudge, KeepsAMoveWithinTheResolution) {
-  MoveJudge log;
-  feed(log, 10, 1.0);
-  log.started(10, 100, {50, 50}, {60, 40}, 0.05);
-  EXPECT_FALSE(feed(log, 8, 1.005));
-  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::kept);
-}
-
 TEST(MoveJudge, DoesNotBlameTheMoveForAChangeOfSpeed) {
   MoveJudge log;
   feed(log, 10, 1.0);

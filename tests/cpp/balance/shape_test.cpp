@@ -61,11 +61,5 @@ TEST(ShapeEstimator, StaysNonNegativeWhenSmallSizesAreFasterThanProportional) {
   EXPECT_GT(shape.shape().at(1.0), 0.0);
 }
 
-TEST(Statistics, QuantilesOfTheNormalDistribution) {
-  EXPECT_NEAR(normal_quantile(0.5), 0.0, 1e-3);
-  EXPECT_NEAR(normal_quantile(0.875), 1.1503, 1e-3);
-  EXPECT_NEAR(normal_quantile(0.025), -1.9600, 1e-3);
-}
-
 }  // namespace
 }  // namespace paceline::balance

@@ -11,6 +11,7 @@
 
 #include <paceline/error.hpp>
 
+#include "errors.hpp"
 #include "stage_box.hpp"
 
 namespace paceline::balance {
@@ -78,7 +79,7 @@ TEST(StageBalancer, ACopyCostsItsBytesOverTheBandwidthOfTheLink) {
   pipeline.slow = slower(0, 2.0, 10, 10000);
   pipeline.run(30);
   EXPECT_EQ(pipeline.blocks_on(0), before);
-  EXPECT_NE(pipeline.balancer.explain().find("costs"), std::string::npos) << pipeline.balancer.explain();
+  EXPECT_TRUE(says(pipeline.balancer.explain(), "costs"));
 }
 
 TEST(StageBalancer, TimesThatChangeWithTheBlocksAreTheBlocks) {
@@ -299,24 +300,6 @@ TEST(StageBalancer, MicroBatchesHaveTheLeastItems) {
     EXPECT_EQ(balancer.plan(1).sizes, std::vector<std::int64_t>({1}));
     EXPECT_THROW(balancer.set_least_items(0), InvalidArgument);
   }
-}
-
-TEST(StageBalancer, TheSameCallsGiveTheSamePlans) {
-  std::vector<std::vector<std::size_t>> cuts[2];
-  std::string text[2];
-  for (int k = 0; k < 2; ++k) {
-    Box pipeline = box(problem(12, 3));
-    pipeline.noise = 0.1;
-    pipeline.slow = slower(2, 2.5, 10, 40);
-    for (int s = 0; s < 60; ++s) {
-      pipeline.step();
-      cuts[k].push_back(pipeline.balancer.plan(32).cuts);
-    }
-    text[k] = pipeline.balancer.explain();
-  }
-  EXPECT_EQ(cuts[0], cuts[1]);
-  EXPECT_EQ(text[0], text[1]);
-  EXPECT_NE(cuts[0].front(), cuts[0][35]);
 }
 
 TEST(StageBalancer, ExplainsWhatSetsThePaceAndWhyItMoved) {

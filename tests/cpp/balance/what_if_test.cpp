@@ -8,24 +8,16 @@
 #include <paceline/error.hpp>
 #include <paceline/sim/box.hpp>
 
+#include "errors.hpp"
+#include "sim_box.hpp"
+
 namespace paceline::balance {
 namespace {
 
+using testing::box_of;
 using Shares = std::vector<std::int64_t>;
 
-sim::BoxOptions box_of(const std::vector<double>& speeds) {
-  sim::BoxOptions box;
-  for (std::size_t i = 0; i < speeds.size(); ++i) {
-    box.devices.push_back({.name = "sim:" + std::to_string(i), .speed = speeds[i]});
-  }
-  return box;
-}
-
-Balancer balancer_of(const sim::BoxOptions& box) {
-  BalancerOptions options;
-  for (const sim::SimDevice& device : box.devices) options.devices.push_back({device.name, "sim", device.limits});
-  return Balancer(options);
-}
+Balancer balancer_of(const sim::BoxOptions& box) { return Balancer(testing::options_for(box)); }
 
 void run(Balancer& balancer, sim::Box& box, std::int64_t from, std::int64_t to) {
   for (std::int64_t step = from; step < to; ++step) {
@@ -47,7 +39,7 @@ TEST(WhatIf, AnswersAsABoxOfThoseDevicesWould) {
   EXPECT_NEAR(more.seconds, ideal({1.0, 1.0, 1.0}), 2e-4);
   EXPECT_EQ(more.names.back(), "new");
   EXPECT_EQ(more.shares[2], 0);
-  EXPECT_NE(more.text.find("shorter"), std::string::npos);
+  EXPECT_TRUE(says(more.text, "shorter"));
 }
 
 TEST(WhatIf, TouchesNothing) {
@@ -91,8 +83,8 @@ TEST(WhatIf, TakesDevicesToBeFasterTheFewerThereAreByWhatOneAloneHasShown) {
   EXPECT_NEAR(whole.seconds, plain.seconds + 0.1, 1e-9);
   EXPECT_NEAR(whole.present_seconds, plain.present_seconds + 0.1, 1e-9);
   EXPECT_NEAR(whole.best_seconds, plain.best_seconds + 0.1, 1e-9);
-  EXPECT_NE(plain.text.find("as fast alone as beside each other, which was not measured"), std::string::npos);
-  EXPECT_NE(whole.text.find("it rests on steps that one device ran alone"), std::string::npos);
+  EXPECT_TRUE(says(plain.text, "as fast alone as beside each other, which was not measured"));
+  EXPECT_TRUE(says(whole.text, "it rests on steps that one device ran alone"));
   EXPECT_EQ(balancer.what_if({}).text.find("alone"), std::string::npos);
   EXPECT_THROW((void)balancer.what_if({.alone = 0.0}), InvalidArgument);
 }
@@ -128,9 +120,8 @@ TEST(Explain, SaysSinceWhenHowMuchSlowerAndWhatItCosts) {
   EXPECT_NEAR(device.slowdown, 2.0, 0.05);
   const double gain = 1.0 - ideal({1, 1, 1, 1}) / ideal({1, 1, 0.5, 1});
   EXPECT_NEAR(device.regain, gain, 0.01);
-  EXPECT_NE(balancer.explain().find("last at step 50: 2.00 times slower than before it, without which steps would be"),
-            std::string::npos)
-      << balancer.explain();
+  EXPECT_TRUE(
+      says(balancer.explain(), "last at step 50: 2.00 times slower than before it, without which steps would be"));
   EXPECT_EQ(balancer.report().devices[1].slowdown, 0.0);
 }
 

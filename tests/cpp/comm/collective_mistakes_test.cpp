@@ -10,6 +10,7 @@
 #include <paceline/error.hpp>
 
 #include "buffers.hpp"
+#include "errors.hpp"
 
 namespace paceline {
 namespace {
@@ -17,13 +18,9 @@ namespace {
 // Expects that `call` reports a mistake with these words and leaves the memory unchanged.
 void expect_mistake(Buffers& memory, const std::vector<std::string>& words, const std::function<void()>& call) {
   const Buffers before = memory;
-  try {
-    call();
-    ADD_FAILURE() << "accepted; expected an error about " << words.front();
-  } catch (const InvalidArgument& error) {
-    for (const std::string& word : words) {
-      EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what() << "\nlacks: " << word;
-    }
+  const auto error = thrown_by<InvalidArgument>(call);
+  for (const std::string& word : words) {
+    EXPECT_TRUE(says(error, word));
   }
   EXPECT_TRUE(memory == before) << "something was written before the error: " << words.front();
 }

@@ -83,19 +83,6 @@ TEST(HealthLog, DoesNotWaitForTheFirstSampleOfGpus) {
   EXPECT_EQ(samples, 2);
 }
 
-TEST(HealthLog, TellsTheCausesOfTheSlowDevicesAlone) {
-  CappedDevices capped;
-  HealthLog log = capped.log(2);
-  capped.now = seconds(110);
-  balance::BalanceReport report;
-  report.steps = 5;
-  report.devices = {device(1.0), device(0.7)};
-  const std::vector<std::string> causes = log.causes(report);
-  ASSERT_EQ(causes.size(), 2U);
-  EXPECT_EQ(causes[0], "");
-  EXPECT_EQ(causes[1], "its clock was held down because of the power cap (50 % of the last 10 s)");
-}
-
 TEST(HealthLog, TakesNoSampleWhereAllIsWell) {
   CappedDevices capped;
   HealthLog log = capped.log(2);
@@ -120,11 +107,6 @@ TEST(HealthLog, LooksBackToTheLastTimeItWasAskedAndIgnoresIdleTime) {
   EXPECT_EQ(window(130, 5), "of the last 30 s)");
   EXPECT_EQ(window(190, 5), "of the last 30 s)");
   EXPECT_EQ(window(150, 6), "of the last 20 s)");
-}
-
-TEST(HealthLog, IsPartOfWhatAStepLoopExplains) {
-  const StepLoop step_loop(host_group(2), {});
-  EXPECT_EQ(step_loop.explain(), step_loop.balancer().explain()) << "nothing is slow before the first step";
 }
 
 TEST(HealthLog, LivesWithDevicesThatDoNotTell) {

@@ -45,11 +45,6 @@ std::int64_t size_of(Loop& loop, double cost) {
   return loop.next(std::vector<double>(8, cost / 8.0))->balance.batch_size;
 }
 
-TEST(ItemWork, TheFirstBatchHasAMillionUnits) {
-  Loop loop = loop_of({"host", "host"});
-  EXPECT_EQ(size_of(loop, 37.0), 1000000);
-}
-
 TEST(ItemWork, TellsTheBalancerOneTimeForOneShareAndThatNothingOfItIsFixed) {
   Loop loop = loop_of({"host", "host"});
   for (int step = 0; step < 20; ++step) {
@@ -67,18 +62,6 @@ TEST(ItemWork, TellsTheBalancerOneTimeForOneShareAndThatNothingOfItIsFixed) {
     EXPECT_EQ(device.fixed_seconds, 0.0);
     EXPECT_EQ(device.fixed_error, 0.0);
   }
-}
-
-TEST(ItemWork, CostsThatAlternateAreTwoBatchSizes) {
-  Loop loop = loop_of({"host", "host"});
-  std::mt19937_64 rng(1);
-  std::uniform_real_distribution<double> vary(0.9, 1.1);
-  std::set<std::int64_t> sizes;
-  for (int step = 0; step < 100; ++step) {
-    sizes.insert(size_of(loop, 100.0 * vary(rng)));
-    sizes.insert(size_of(loop, 200.0 * vary(rng)));
-  }
-  EXPECT_EQ(sizes.size(), 2U);
 }
 
 TEST(ItemWork, HasTwoBatchSizesForEachDoublingOfCostsAtMost) {

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -14,8 +11,6 @@
 #include <mutex>
 #include <new>
 #include <random>
-#include <stdexcept>
-#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -86,66 +81,6 @@ TEST(PipelineStep, RunsEachActionOnceAfterItsInputsAndHoldsNoMoreInFlightThanThe
   }
 }
 
-TEST(PipelineStep, RunsStagesAtTheSameTime) {
-  const DeviceGroup group = host_group(3);
-  const plan::Schedule schedule = plan::one_f_one_b(3, 4);
-  std::latch together(3);  // the second forward of the first stage, the first of the second, ...: only if they overlap
-  const auto program = std::make_shared<CallingProgram>([&](const StageAction& action) {
-    if (action.kind == Kind::forward && action.micro_batch == 2 - static_cast<std::int64_t>(action.stage)) {
-      together.arrive_and_wait();
-    }
-  });
-  PipelineStep step(group, program, schedule, {0, 1, 2});
-  step.start();
-  ASSERT_TRUE(step.wait());
-  EXPECT_EQ(step.failure(), nullptr);
-}
-
-TEST(PipelineStep, ReportsTheActionThatFailedAndTheNextStepWorks) {
-  const DeviceGroup group = host_group(3);
-  const plan::Schedule schedule = plan::one_f_one_b(3, 5);
-  for (std::size_t stage = 0; stage < 3; ++stage) {
-    for (const Kind kind : {Kind::forward, Kind::backward}) {
-      for (const std::int64_t micro_batch : {0, 2, 4}) {
-        std::atomic<int> failures{0};
-        std::atomic<int> given_up{0};
-        const auto program = std::make_shared<CallingProgram>(
-            [&](const StageAction& action) {
-              if (action.stage != stage || action.kind != kind || action.micro_batch != micro_batch) return;
-              ++failures;
-              throw std::out_of_range("no such row");
-            },
-            [&] { ++given_up; });
-        PipelineStep step(group, program, schedule, {2, 0, 1});
-        step.start();
-        ASSERT_TRUE(step.wait());
-        ASSERT_NE(step.failure(), nullptr);
-        EXPECT_EQ(failures, 1);
-        EXPECT_EQ(given_up, 1);
-        const std::vector<DeviceId> devices{2, 0, 1};
-        try {
-          step.rethrow_failure();
-          FAIL() << "expected an error";
-        } catch (const Error& error) {
-          const std::string what = error.what();
-          EXPECT_EQ(error.device(), group.devices()[devices[stage]].name);
-          EXPECT_NE(what.find("stage " + std::to_string(stage)), std::string::npos) << what;
-          EXPECT_NE(what.find("micro-batch " + std::to_string(micro_batch)), std::string::npos) << what;
-          EXPECT_NE(what.find(kind == Kind::forward ? "forward" : "backward"), std::string::npos) << what;
-          EXPECT_NE(what.find("no such row"), std::string::npos) << what;
-          EXPECT_THROW(std::rethrow_if_nested(error), std::out_of_range);
-        }
-        const auto next = std::make_shared<CheckingProgram>(schedule, devices);
-        PipelineStep again(group, next, schedule, devices);
-        again.start();
-        ASSERT_TRUE(again.wait());
-        ASSERT_EQ(again.failure(), nullptr);
-        EXPECT_EQ(next->ran(), next->expected());
-      }
-    }
-  }
-}
-
 TEST(PipelineStep, ReportsOneOfSeveralFailuresAndRunsNoActionTwice) {
   const DeviceGroup group = host_group(3);
   const plan::Schedule schedule = plan::gpipe(3, 4);
@@ -166,39 +101,6 @@ TEST(PipelineStep, ReportsOneOfSeveralFailuresAndRunsNoActionTwice) {
   }
 }
 
-TEST(PipelineStep, CanBeCancelledFromAnotherThread) {
-  const DeviceGroup group = host_group(2);
-  const plan::Schedule schedule = plan::one_f_one_b(2, 6);
-  std::latch inside(1);
-  std::latch cancelled(1);
-  std::atomic<int> ran{0};
-  const auto program = std::make_shared<CallingProgram>([&](const StageAction& action) {
-    ++ran;
-    if (action.stage != 1 || action.micro_batch != 1 || action.kind != Kind::forward) return;
-    inside.count_down();
-    cancelled.wait();
-  });
-  PipelineStep step(group, program, schedule, {0, 1});
-  step.start();
-  std::thread other([&] {
-    inside.wait();
-    step.cancel();
-    cancelled.count_down();
-  });
-  ASSERT_TRUE(step.wait());
-  other.join();
-  EXPECT_THROW(step.rethrow_failure(), Cancelled);
-  EXPECT_LT(ran, 24);
-
-  const auto next = std::make_shared<CheckingProgram>(schedule, std::vector<DeviceId>{0, 1});
-  PipelineStep again(group, next, schedule, {0, 1});
-  again.cancel();
-  again.start();
-  ASSERT_TRUE(again.wait());
-  EXPECT_THROW(again.rethrow_failure(), Cancelled) << "also before it starts";
-  EXPECT_EQ(next->ran(), 0U);
-}
-
 TEST(PipelineStep, CancellingWhatIsOverChangesNothing) {
   const DeviceGroup group = host_group(2);
   const plan::Schedule schedule = plan::one_f_one_b(2, 2);
@@ -208,6 +110,18 @@ TEST(PipelineStep, CancellingWhatIsOverChangesNothing) {
   ASSERT_TRUE(step.wait());
   step.cancel();
   EXPECT_EQ(step.failure(), nullptr);
+}
+
+TEST(PipelineStep, MayBeCancelledBeforeItStarts) {
+  const DeviceGroup group = host_group(2);
+  const plan::Schedule schedule = plan::one_f_one_b(2, 6);
+  const auto program = std::make_shared<CheckingProgram>(schedule, std::vector<DeviceId>{0, 1});
+  PipelineStep step(group, program, schedule, {0, 1});
+  step.cancel();
+  step.start();
+  ASSERT_TRUE(step.wait());
+  EXPECT_THROW(step.rethrow_failure(), Cancelled);
+  EXPECT_EQ(program->ran(), 0U);
 }
 
 TEST(PipelineStep, MayBeDestroyedWhileAnActionRuns) {
@@ -243,31 +157,6 @@ TEST(PipelineStep, RefusesDevicesThatDoNotFitTheStages) {
   plan::Schedule without_forward = schedule;
   without_forward.stages[1].erase(without_forward.stages[1].begin());
   EXPECT_THROW(PipelineStep(group, program, without_forward, {0, 1}), InvalidArgument);
-}
-
-TEST(PipelineStep, RefusesToStartInAForkedChild) {
-  const DeviceGroup group = host_group(2);
-  const plan::Schedule schedule = plan::one_f_one_b(2, 3);
-  const std::vector<DeviceId> devices{0, 1};
-  const auto program = std::make_shared<CheckingProgram>(schedule, devices);
-  const pid_t child = fork();
-  if (child == 0) {
-    int code = 1;
-    try {
-      PipelineStep step(group, program, schedule, devices);
-      step.start();
-    } catch (const Unavailable&) {
-      code = 0;
-    }
-    _exit(code);
-  }
-  int status = -1;
-  ASSERT_EQ(waitpid(child, &status, 0), child);
-  EXPECT_EQ(status, 0);
-  PipelineStep step(group, program, schedule, devices);
-  step.start();
-  ASSERT_TRUE(step.wait());
-  EXPECT_EQ(program->ran(), program->expected());
 }
 
 }  // namespace

@@ -19,6 +19,7 @@
 #include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 
+#include "errors.hpp"
 #include "host_group.hpp"
 
 namespace paceline {
@@ -116,7 +117,7 @@ TEST(MemoryLimit, RunsAsFewPiecesAsFitOnceTwoSizesAreMeasured) {
   EXPECT_EQ(report[0].items->fixed_bytes, kFixed);
   EXPECT_EQ(report[0].items->bytes_per_item, kPerItem);
   EXPECT_EQ(report[0].items->largest_micro_batch, 10);
-  EXPECT_NE(step_loop.explain().find("host:0: at most 10 items at once"), std::string::npos) << step_loop.explain();
+  EXPECT_TRUE(says(step_loop.explain(), "host:0: at most 10 items at once"));
 }
 
 TEST(MemoryLimit, HoldsClaimsThatAreTooSmallToBeCut) {
@@ -176,8 +177,8 @@ TEST(OutOfMemory, IsAnsweredBySmallerPiecesOnAllDevicesOfTheMemory) {
   }
   EXPECT_EQ(step_loop.metrics().steps, 1);
   const std::string told = step_loop.explain();
-  EXPECT_NE(told.find("host: at most 4 items at once, since host:"), std::string::npos) << told;
-  EXPECT_NE(told.find(" ran out of memory with 8."), std::string::npos) << told;
+  EXPECT_TRUE(says(told, "host: at most 4 items at once, since host:"));
+  EXPECT_TRUE(says(told, " ran out of memory with 8."));
 }
 
 TEST(OutOfMemory, OfADevicesOwnLimitIsNoOtherDevices) {
@@ -208,7 +209,7 @@ TEST(OutOfMemory, IsRememberedOfSixtyFourKindsOfBatches) {
   EXPECT_EQ(ran(0), 1U) << "the first one is forgotten";
   EXPECT_EQ(ran(1), 4U);
   EXPECT_EQ(ran(64), 4U);
-  EXPECT_NE(step_loop.explain().find("items of 63 other shapes have caps of their own"), std::string::npos);
+  EXPECT_TRUE(says(step_loop.explain(), "items of 63 other shapes have caps of their own"));
 }
 
 TEST(OutOfMemory, OfOneItemStands) {
@@ -246,7 +247,7 @@ TEST(MicroBatchSize, IsFoundWhileTrainingAndRunsAgainByTheLedger) {
   EXPECT_EQ(sum(sizes), 300);
   EXPECT_LE(*std::ranges::max_element(sizes), 75);
   EXPECT_GE(*std::ranges::min_element(sizes), 300 / 16);
-  EXPECT_NE(step_loop.explain().find(found), std::string::npos);
+  EXPECT_TRUE(says(step_loop.explain(), found));
   std::string pieces;
   std::int64_t end = 0;
   for (const std::int64_t size : sizes) {

@@ -34,12 +34,6 @@ TEST(EventRing, TakesEventsFromManyThreads) {
   EXPECT_EQ(ring.snapshot().size(), 64u);
 }
 
-TEST(EventRing, NamesEveryKind) {
-  EXPECT_STREQ(name_of(EventKind::micro_batch), "micro_batch");
-  EXPECT_STREQ(name_of(EventKind::move), "move");
-  EXPECT_STREQ(name_of(static_cast<EventKind>(200)), "unknown");
-}
-
 TEST(Metrics, AddsUpItemsBusyAndIdleTime) {
   MetricsRecorder recorder({"host:0", "host:1"});
   recorder.add({.items = {30, 10}, .busy_seconds = {1.0, 0.5}, .compute_seconds = 1.0, .step_seconds = 1.1});

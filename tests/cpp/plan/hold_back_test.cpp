@@ -38,14 +38,11 @@ TEST(HoldBack, HoldsNothingBackWhereACorrectionCostsMoreThanItRecovers) {
   EXPECT_GT(pool(1.01 * even_odds), 0);
 }
 
-TEST(HoldBack, HoldsNothingBackBeforeAnythingIsMeasured) {
+TEST(HoldBack, HoldsNothingBackBeforeAnythingIsMeasuredOrForASingleDevice) {
   const std::vector<std::int64_t> shares{5, 0, 6};
   EXPECT_EQ(plan_hold_back(shares, {}, {}).first_chunks, shares);
-}
-
-TEST(HoldBack, HoldsNothingBackForASingleDevice) {
-  const std::vector<std::int64_t> shares{0, 512};
-  EXPECT_EQ(plan_hold_back(shares, std::vector(2, kModel), std::vector(2, 0.3)).pool, 0);
+  const std::vector<std::int64_t> one{0, 512};
+  EXPECT_EQ(plan_hold_back(one, std::vector(2, kModel), std::vector(2, 0.3)).pool, 0);
 }
 
 TEST(HoldBack, KeepsEveryItemAndTheGranularityOfWhatIsHeldBack) {

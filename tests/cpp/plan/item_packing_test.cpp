@@ -94,23 +94,6 @@ TEST(ItemPacking, WithoutPaddingPiecesAreEqualAndFew) {
   EXPECT_EQ(pack_items(lengths, dear, {.max_items = 60}), (std::vector<std::int64_t>{0, 60, 100}));
 }
 
-TEST(ItemPacking, WithoutPaddingNoPieceIsSmallerThanTheLeast) {
-  for (std::int64_t items = 1; items <= 40; ++items) {
-    for (const std::int64_t most : {2, 3, 4, 7, 100}) {
-      for (const std::int64_t least : {2, 3}) {
-        const std::vector<double> lengths(static_cast<std::size_t>(items), 1.0);
-        const std::vector<std::int64_t> bounds = pack_items(
-            lengths, {.cost = {1e-3, 1.0, 0.0}, .measure = ItemMeasure::sum}, {.max_items = most, .min_items = least});
-        for (std::size_t k = 0; k + 1 < bounds.size(); ++k) {
-          ASSERT_GE(bounds[k + 1] - bounds[k], std::min(least, items)) << items << " " << most << " " << least;
-          ASSERT_LE(bounds[k + 1] - bounds[k], std::max(most, 2 * least - 1)) << items << " " << most << " " << least;
-        }
-        ASSERT_EQ(bounds.back(), items);
-      }
-    }
-  }
-}
-
 TEST(ItemPacking, NothingIsNoMicroBatch) { EXPECT_EQ(pack_items({}, kPadded), (std::vector<std::int64_t>{0})); }
 
 TEST(ItemPacking, RefusesWhatMakesNoSense) {

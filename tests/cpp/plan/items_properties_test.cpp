@@ -5,12 +5,12 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <random>
 
 #include <paceline/error.hpp>
 #include <paceline/plan/items.hpp>
 
 #include "differencing.hpp"
+#include "draws.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -73,16 +73,9 @@ double longest_first(const ItemCase& c) {
   return makespan_of(c, place);
 }
 
-class ItemGenerator {
+class ItemGenerator : public testing::Draws {
  public:
-  explicit ItemGenerator(std::uint64_t seed) : random_(seed) {}
-
-  std::int64_t integer(std::int64_t low, std::int64_t high) {
-    return std::uniform_int_distribution<std::int64_t>(low, high)(random_);
-  }
-  double real(double low, double high) { return std::uniform_real_distribution<double>(low, high)(random_); }
-  bool chance(double p) { return std::bernoulli_distribution(p)(random_); }
-  double length() { return std::ceil(std::lognormal_distribution<double>(5.5, 0.8)(random_)); }
+  using Draws::Draws;
 
   // Few different values, so that ties are common, or any double, so that rounding occurs.
   double cost(bool coarse) { return coarse ? static_cast<double>(integer(0, 6)) : real(0.0, 6.0); }
@@ -112,9 +105,6 @@ class ItemGenerator {
     for (std::size_t d = 0; d < devices; ++d) c.models.push_back({real(0.0, 500.0), real(1.0, 4.0)});
     return c;
   }
-
- private:
-  std::mt19937_64 random_;
 };
 
 std::vector<std::size_t> place_of(const ItemCase& c, const ItemSplit& split) {
@@ -171,17 +161,6 @@ TEST(ItemSplitProperties, LargeSplitsAreWholeAndNoWorseThanLongestFirst) {
     EXPECT_LE(split.makespan_seconds, longest_first(c)) << "round " << round;
   }
   EXPECT_GT(compared, 8);
-}
-
-TEST(ItemSplitProperties, TheSameQuestionHasTheSameAnswer) {
-  ItemGenerator generator(4);
-  for (int round = 0; round < 20; ++round) {
-    const ItemCase c = generator.large();
-    const ItemSplit once = split_items(c.costs, c.models);
-    const ItemSplit again = split_items(c.costs, c.models);
-    EXPECT_EQ(once.items, again.items);
-    EXPECT_EQ(once.makespan_seconds, again.makespan_seconds);
-  }
 }
 
 TEST(ItemSplitProperties, UnitsOfCostAndTimeDoNotMatter) {

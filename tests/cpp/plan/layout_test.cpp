@@ -14,6 +14,8 @@
 
 #include <paceline/error.hpp>
 
+#include "errors.hpp"
+
 namespace paceline::plan {
 namespace {
 
@@ -53,7 +55,7 @@ TEST(Layout, PrefersDataParallelWhereItFitsAndItsReductionIsCheaperThanTheBubble
   EXPECT_EQ(layouts.front().kind, LayoutKind::data_parallel);
   EXPECT_EQ(layouts.front().items, (std::vector<std::int64_t>{16, 16}));
   EXPECT_LT(layouts.front().reduction_seconds, find(layouts, LayoutKind::pipeline).bubble * layouts.front().seconds);
-  EXPECT_NE(layouts.front().reason.find("the bubble of a pipeline"), std::string::npos) << layouts.front().reason;
+  EXPECT_TRUE(says(layouts.front().reason, "the bubble of a pipeline"));
 }
 
 TEST(Layout, PrefersAPipelineWhereTheReductionIsDearer) {
@@ -84,7 +86,7 @@ TEST(Layout, AModelThatFitsNoDeviceIsCut) {
   EXPECT_EQ(layouts.front().kind, LayoutKind::pipeline);
   const Layout& data = find(layouts, LayoutKind::data_parallel);
   EXPECT_FALSE(data.fits);
-  EXPECT_NE(data.reason.find("384.0 MiB"), std::string::npos) << data.reason;
+  EXPECT_TRUE(says(data.reason, "384.0 MiB"));
   const Layout& pipeline = layouts.front();
   for (const std::int64_t bytes : pipeline.bytes) EXPECT_LE(bytes, 300 * kMiB);
 }

@@ -7,13 +7,13 @@
 #include <functional>
 #include <limits>
 #include <numeric>
-#include <random>
-#include <string>
 #include <utility>
 #include <vector>
 
-#include <paceline/error.hpp>
 #include <paceline/plan/padded_items.hpp>
+
+#include "draws.hpp"
+#include "errors.hpp"
 
 namespace paceline::plan {
 namespace {
@@ -114,19 +114,13 @@ void expect_sound(const std::vector<double>& costs, const Models& models, const 
   EXPECT_LE(split.lower_bound_seconds, split.makespan_seconds);
 }
 
-class PaddedGenerator {
+class PaddedGenerator : public testing::Draws {
  public:
-  explicit PaddedGenerator(std::uint64_t seed) : random_(seed) {}
-
-  std::size_t integer(std::size_t low, std::size_t high) {
-    return std::uniform_int_distribution<std::size_t>(low, high)(random_);
-  }
-  double real(double low, double high) { return std::uniform_real_distribution<double>(low, high)(random_); }
-  bool chance(double p) { return std::bernoulli_distribution(p)(random_); }
+  using Draws::Draws;
 
   std::vector<double> lengths(std::size_t items) {
     std::vector<double> lengths(items);
-    for (double& length : lengths) length = std::ceil(std::lognormal_distribution<double>(5.5, 0.8)(random_));
+    for (double& one : lengths) one = length();
     return lengths;
   }
 
@@ -144,7 +138,7 @@ class PaddedGenerator {
     Models models;
     for (std::size_t d = 0; d < devices; ++d) {
       if (d > 0 && chance(0.4)) {
-        models.push_back(models[integer(0, d - 1)]);
+        models.push_back(models[count(0, d - 1)]);
         continue;
       }
       models.push_back({fixed ? static_cast<double>(integer(0, 4)) : 0.0,
@@ -152,16 +146,13 @@ class PaddedGenerator {
     }
     return models;
   }
-
- private:
-  std::mt19937_64 random_;
 };
 
 TEST(PaddedSplit, EqualsTheBestOfAllCutsAndOrders) {
   PaddedGenerator generator(1);
   for (int round = 0; round < 1500; ++round) {
-    const std::size_t devices = generator.integer(1, 5);
-    const std::vector<double> costs = generator.costs(generator.integer(0, 10));
+    const std::size_t devices = generator.count(1, 5);
+    const std::vector<double> costs = generator.costs(generator.count(0, 10));
     const Models models = generator.models(devices);
     const ItemSplit split = split_padded(costs, models);
     ASSERT_NO_FATAL_FAILURE(expect_sound(costs, models, split)) << "round " << round;
@@ -173,8 +164,8 @@ TEST(PaddedSplit, EqualsTheBestOfAllCutsAndOrders) {
 TEST(PaddedSplit, NoOtherDealIsFaster) {
   PaddedGenerator generator(2);
   for (int round = 0; round < 200; ++round) {
-    const std::size_t devices = generator.integer(1, 4);
-    const std::vector<double> costs = generator.costs(generator.integer(1, devices == 4 ? 7 : 8));
+    const std::size_t devices = generator.count(1, 4);
+    const std::vector<double> costs = generator.costs(generator.count(1, devices == 4 ? 7 : 8));
     const Models models = generator.models(devices);
     ASSERT_EQ(split_padded(costs, models).makespan_seconds, least_of_all(costs, models)) << "round " << round;
   }
@@ -203,8 +194,8 @@ bool is_least(const std::vector<double>& costs, const Models& models, double tim
 TEST(PaddedSplit, ManyEqualDevicesHaveTheExactOptimumToo) {
   PaddedGenerator generator(3);
   for (int round = 0; round < 100; ++round) {
-    const std::size_t devices = generator.integer(1, 80);
-    const std::vector<double> costs = generator.lengths(generator.integer(devices, 1000));
+    const std::size_t devices = generator.count(1, 80);
+    const std::vector<double> costs = generator.lengths(generator.count(devices, 1000));
     const ItemSplit split = split_padded(costs, equal(devices));
     ASSERT_NO_FATAL_FAILURE(expect_sound(costs, equal(devices), split));
     ASSERT_TRUE(is_least(costs, equal(devices), split.makespan_seconds)) << "round " << round;
@@ -216,8 +207,8 @@ TEST(PaddedSplit, BeyondTwelveUnequalDevicesItSaysWhatIsNotProven) {
   PaddedGenerator generator(4);
   int unproven = 0;
   for (int round = 0; round < 20; ++round) {
-    const std::size_t devices = generator.integer(13, 20);
-    const std::vector<double> costs = generator.lengths(devices * generator.integer(1, 80));
+    const std::size_t devices = generator.count(13, 20);
+    const std::vector<double> costs = generator.lengths(devices * generator.count(1, 80));
     std::vector<double> speeds(devices);
     for (double& speed : speeds) speed = generator.real(0.5, 2.0);
     const ItemSplit split = split_padded(costs, of_speeds(speeds));
@@ -294,21 +285,15 @@ TEST(PaddedSplit, NumbersOfAnySizeAreSplitExactly) {
   }
 }
 
-std::string padded_refusal(const std::vector<double>& costs, const Models& models) {
-  try {
-    split_padded(costs, models);
-  } catch (const InvalidArgument& error) {
-    return error.what();
-  }
-  return "";
-}
-
 TEST(PaddedSplit, RefusesWhatMakesNoSense) {
-  EXPECT_NE(padded_refusal({1.0}, {}).find("pass one model per device"), std::string::npos);
-  EXPECT_NE(padded_refusal({1.0, -1.0}, equal(1)).find("cost at 1 is -1"), std::string::npos);
-  EXPECT_NE(padded_refusal({std::nan("")}, equal(1)).find("cost at 0 is nan"), std::string::npos);
-  EXPECT_NE(padded_refusal({1.0}, {{0.0, -1.0}}).find("seconds_per_cost at 0"), std::string::npos);
-  EXPECT_NE(padded_refusal({1e308, 1.0}, equal(1)).find("more seconds than a double holds"), std::string::npos);
+  const auto refusal = [](const std::vector<double>& costs, const Models& models) {
+    return message_of([&] { split_padded(costs, models); });
+  };
+  EXPECT_TRUE(says(refusal({1.0}, {}), "pass one model per device"));
+  EXPECT_TRUE(says(refusal({1.0, -1.0}, equal(1)), "cost at 1 is -1"));
+  EXPECT_TRUE(says(refusal({std::nan("")}, equal(1)), "cost at 0 is nan"));
+  EXPECT_TRUE(says(refusal({1.0}, {{0.0, -1.0}}), "seconds_per_cost at 0"));
+  EXPECT_TRUE(says(refusal({1e308, 1.0}, equal(1)), "more seconds than a double holds"));
 }
 
 }  // namespace

@@ -79,25 +79,6 @@ TEST(PipelineTime, EqualsASimulationOfEvents) {
   }
 }
 
-// T = sum F + (m - 1) max F + sum B + (m - 1) max B.
-TEST(PipelineTime, MeetsTheClosedFormulaOfGPipe) {
-  StageCases cases(4);
-  for (int round = 0; round < 500; ++round) {
-    const std::vector<StageTimes> stages = random_stages(cases, false);
-    const std::int64_t count = cases.integer(1, 12);
-    double sums = 0.0;
-    double forward = 0.0;
-    double backward = 0.0;
-    for (const StageTimes& stage : stages) {
-      sums += stage.forward + stage.backward;
-      forward = std::max(forward, stage.forward);
-      backward = std::max(backward, stage.backward);
-    }
-    const double expected = sums + static_cast<double>(count - 1) * (forward + backward);
-    ASSERT_NEAR(pipeline_times(gpipe(stages.size(), count), stages).seconds, expected, 1e-9);
-  }
-}
-
 // sum t + (m - 1) max t bounds 1F1B from above if backwards take the same multiple of forwards on all stages; equality
 // where the last stage is the slowest. GPipe is never quicker.
 TEST(PipelineTime, OneForwardOneBackwardIsWithinItsBounds) {

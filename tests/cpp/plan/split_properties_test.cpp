@@ -2,31 +2,25 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
-#include <random>
 
 #include <paceline/error.hpp>
 #include <paceline/plan/split.hpp>
 
 #include "brute_force.hpp"
+#include "draws.hpp"
 
 namespace paceline::plan {
 namespace {
 
 using testing::Case;
 
-class SplitGenerator {
+class SplitGenerator : public testing::Draws {
  public:
-  explicit SplitGenerator(std::uint64_t seed) : random_(seed) {}
-
-  std::int64_t integer(std::int64_t low, std::int64_t high) {
-    return std::uniform_int_distribution<std::int64_t>(low, high)(random_);
-  }
-  bool chance(double p) { return std::bernoulli_distribution(p)(random_); }
+  using Draws::Draws;
 
   // Few different values, so that ties are common, or any double, so that rounding occurs.
   double seconds(bool coarse, double scale) {
-    return coarse ? scale * static_cast<double>(integer(0, 4)) / 4.0
-                  : std::uniform_real_distribution<double>(0.0, scale)(random_);
+    return coarse ? scale * static_cast<double>(integer(0, 4)) / 4.0 : real(0.0, scale);
   }
 
   CostModel model(bool coarse) { return CostModel::affine(seconds(coarse, 4.0), seconds(coarse, 2.0)); }
@@ -71,9 +65,6 @@ class SplitGenerator {
     }
     c.options.previous = std::move(shares);
   }
-
- private:
-  std::mt19937_64 random_;
 };
 
 // Returns whether the case has a solution. Fails with the case printed.

@@ -9,10 +9,11 @@
 #include <functional>
 #include <limits>
 #include <optional>
-#include <random>
 #include <vector>
 
 #include <paceline/plan/stages.hpp>
+
+#include "draws.hpp"
 
 namespace paceline::plan::testing {
 
@@ -103,11 +104,6 @@ inline std::int64_t bytes_of(const StageProblem& problem, const std::vector<std:
   return bytes + workspace;
 }
 
-struct Found {
-  double seconds = std::numeric_limits<double>::infinity();
-  std::int64_t moved_bytes = 0;
-};
-
 /// Calls visit(cuts, order, micro-batches, depths) for everything that fits.
 template <class Visit>
 void every_plan(const StageProblem& problem, std::int64_t least, std::int64_t most, const Visit& visit) {
@@ -143,15 +139,9 @@ void every_plan(const StageProblem& problem, std::int64_t least, std::int64_t mo
 }
 
 /// Small numbers, so that ties are common, or any, so that rounding occurs; caps that often bind.
-class StageCases {
+class StageCases : public Draws {
  public:
-  explicit StageCases(std::uint64_t seed) : random_(seed) {}
-
-  std::int64_t integer(std::int64_t low, std::int64_t high) {
-    return std::uniform_int_distribution<std::int64_t>(low, high)(random_);
-  }
-  double real(double low, double high) { return std::uniform_real_distribution<double>(low, high)(random_); }
-  bool chance(double p) { return std::bernoulli_distribution(p)(random_); }
+  using Draws::Draws;
 
   StageProblem next(std::int64_t most_devices, std::int64_t most_blocks, std::int64_t most_items) {
     StageProblem problem;
@@ -182,9 +172,6 @@ class StageCases {
       problem.tied_bytes = std::min(problem.blocks.front().parameter_bytes, problem.blocks.back().parameter_bytes);
     return problem;
   }
-
- private:
-  std::mt19937_64 random_;
 };
 
 }  // namespace paceline::plan::testing

@@ -8,13 +8,12 @@
 
 #include <paceline/error.hpp>
 
-#include "messages.hpp"
+#include "errors.hpp"
 #include "stage_brute_force.hpp"
 
 namespace paceline::plan {
 namespace {
 
-using testing::message_of;
 using Sizes = std::vector<std::size_t>;
 
 StageProblem boxes(std::size_t blocks, const std::vector<double>& speeds, std::int64_t batch_size) {
@@ -53,13 +52,6 @@ TEST(Stages, EvaluatesGivenStages) {
   // F0 3, there 1.25, both on stage 1 13.5 and 9, back 1.0, B1 4.
   EXPECT_DOUBLE_EQ(plan.seconds, 3 + 1.25 + 13.5 + 9 + 1.0 + 4);
   EXPECT_DOUBLE_EQ(plan.bound_seconds, 3 + 1.25 + 22.5 + 1.0 + 4);
-}
-
-TEST(Stages, LeavesOutADeviceThatDoesNotPay) {
-  const StageProblem problem = boxes(6, {1.0, 0.05, 1.0}, 8);
-  const StagePlan plan = plan_stages(problem);
-  EXPECT_EQ(plan.order.size(), 2U);
-  EXPECT_EQ(std::ranges::count(plan.order, 1U), 0);
 }
 
 TEST(Stages, OneDeviceRunsMicroBatchesOneByOne) {
@@ -187,25 +179,21 @@ TEST(Stages, SaysWhichDeviceLacksHowManyBytesAndWhatHelps) {
   limit_memory(problem, 310);
   problem.devices[1].memory_bytes = 305;
   const std::string nothing = message_of([&] { (void)plan_stages(problem); });
-  EXPECT_NE(nothing.find("needs 335 bytes on gpu:1, which has 305, for blocks 0 to 2 with 1 micro-batch of 1 item"),
-            std::string::npos)
-      << nothing;
-  EXPECT_NE(nothing.find("checkpoint activations"), std::string::npos);
+  EXPECT_TRUE(says(nothing, "needs 335 bytes on gpu:1, which has 305, for blocks 0 to 2 with 1 micro-batch of 1 item"));
+  EXPECT_TRUE(says(nothing, "checkpoint activations"));
   limit_memory(problem, 400);
   const std::string size = message_of([&] { (void)plan_stages(problem, {.micro_batches = 1}); });
-  EXPECT_NE(size.find("make micro-batches smaller: 8 of 1 item fit"), std::string::npos) << size;
+  EXPECT_TRUE(says(size, "make micro-batches smaller: 8 of 1 item fit"));
   const std::string kind =
       message_of([&] { (void)plan_stages(problem, {.micro_batches = 8, .schedule = StageOptions::Kind::gpipe}); });
-  EXPECT_NE(kind.find("use 1F1B"), std::string::npos) << kind;
+  EXPECT_TRUE(says(kind, "use 1F1B"));
   const std::string cuts = message_of([&] { (void)plan_stages(problem, {.cuts = {0, 1}}); });
-  EXPECT_NE(cuts.find("leave cuts and order to the planner"), std::string::npos) << cuts;
-  try {
+  EXPECT_TRUE(says(cuts, "leave cuts and order to the planner"));
+  const auto error = thrown_by<OutOfMemory>([&] {
     limit_memory(problem, 0);
     (void)plan_stages(problem);
-    ADD_FAILURE();
-  } catch (const OutOfMemory& error) {
-    EXPECT_EQ(error.device().substr(0, 4), "gpu:");
-  }
+  });
+  EXPECT_EQ(error.device().substr(0, 4), "gpu:");
   const Sizes order{0, 1};
   const Sizes half{0, 3};
   EXPECT_NE(message_of([&] {
@@ -233,30 +221,28 @@ TEST(Stages, RefusesNumbersThatMakeNoSense) {
     return message_of([&] { (void)plan_stages(problem); });
   };
   using P = StageProblem;
-  EXPECT_NE(with([](P& p) { p.blocks.clear(); }).find("at least one block"), std::string::npos);
-  EXPECT_NE(with([](P& p) { p.devices.clear(); }).find("at least one device"), std::string::npos);
-  EXPECT_NE(with([](P& p) { p.batch_size = 0; }).find("batch_size is 0"), std::string::npos);
-  EXPECT_NE(with([](P& p) { p.blocks[2].forward_fixed = -1; }).find("block 2: forward_fixed is -1"), std::string::npos);
-  EXPECT_NE(with([](P& p) { p.blocks[1].saved_bytes_per_item = -2; }).find("block 1: saved_bytes_per_item is -2"),
-            std::string::npos);
-  EXPECT_NE(with([](P& p) { p.devices[1].speed = 0; }).find("device 1: speed is 0"), std::string::npos);
-  EXPECT_NE(with([](P& p) { p.devices[0].noise = std::numeric_limits<double>::infinity(); }).find("noise is inf"),
-            std::string::npos);
-  EXPECT_NE(with([](P& p) { p.link.bytes_per_second = -1; }).find("the link"), std::string::npos);
-  EXPECT_NE(with([](P& p) { p.tied_bytes = 101; }).find("tied_bytes is 101"), std::string::npos);
-  EXPECT_NE(with([](P& p) { p.blocks[0].parameter_bytes = INT64_MAX; }).find("63 bits"), std::string::npos);
+  EXPECT_TRUE(says(with([](P& p) { p.blocks.clear(); }), "at least one block"));
+  EXPECT_TRUE(says(with([](P& p) { p.devices.clear(); }), "at least one device"));
+  EXPECT_TRUE(says(with([](P& p) { p.batch_size = 0; }), "batch_size is 0"));
+  EXPECT_TRUE(says(with([](P& p) { p.blocks[2].forward_fixed = -1; }), "block 2: forward_fixed is -1"));
+  EXPECT_TRUE(says(with([](P& p) { p.blocks[1].saved_bytes_per_item = -2; }), "block 1: saved_bytes_per_item is -2"));
+  EXPECT_TRUE(says(with([](P& p) { p.devices[1].speed = 0; }), "device 1: speed is 0"));
+  EXPECT_TRUE(says(with([](P& p) { p.devices[0].noise = std::numeric_limits<double>::infinity(); }), "noise is inf"));
+  EXPECT_TRUE(says(with([](P& p) { p.link.bytes_per_second = -1; }), "the link"));
+  EXPECT_TRUE(says(with([](P& p) { p.tied_bytes = 101; }), "tied_bytes is 101"));
+  EXPECT_TRUE(says(with([](P& p) { p.blocks[0].parameter_bytes = INT64_MAX; }), "63 bits"));
 
   const auto told = [&](const StageOptions& options) { return message_of([&] { (void)plan_stages(good, options); }); };
-  EXPECT_NE(told({.micro_batches = 9}).find("micro_batches is 9"), std::string::npos);
-  EXPECT_NE(told({.cuts = {1, 2}}).find("cuts[0] is 1"), std::string::npos);
-  EXPECT_NE(told({.cuts = {0, 4}}).find("cuts[1] is 4"), std::string::npos);
-  EXPECT_NE(told({.cuts = {0, 1, 2}}).find("3 stages are too many for 2 devices"), std::string::npos);
-  EXPECT_NE(told({.order = {0, 2}}).find("order[1] is 2"), std::string::npos);
-  EXPECT_NE(told({.order = {1, 1}}).find("order[0] is 1 again"), std::string::npos);
-  EXPECT_NE(told({.cuts = {0, 1}, .order = {0}}).find("2 cuts, but 1 devices"), std::string::npos);
-  EXPECT_NE(told({.most_in_flight = -1}).find("most_in_flight is -1"), std::string::npos);
-  EXPECT_NE(told({.indifference = -0.1}).find("indifference is -0.1"), std::string::npos);
-  EXPECT_NE(told({.previous_cuts = {0}}).find("1 previous_cuts"), std::string::npos);
+  EXPECT_TRUE(says(told({.micro_batches = 9}), "micro_batches is 9"));
+  EXPECT_TRUE(says(told({.cuts = {1, 2}}), "cuts[0] is 1"));
+  EXPECT_TRUE(says(told({.cuts = {0, 4}}), "cuts[1] is 4"));
+  EXPECT_TRUE(says(told({.cuts = {0, 1, 2}}), "3 stages are too many for 2 devices"));
+  EXPECT_TRUE(says(told({.order = {0, 2}}), "order[1] is 2"));
+  EXPECT_TRUE(says(told({.order = {1, 1}}), "order[0] is 1 again"));
+  EXPECT_TRUE(says(told({.cuts = {0, 1}, .order = {0}}), "2 cuts, but 1 devices"));
+  EXPECT_TRUE(says(told({.most_in_flight = -1}), "most_in_flight is -1"));
+  EXPECT_TRUE(says(told({.indifference = -0.1}), "indifference is -0.1"));
+  EXPECT_TRUE(says(told({.previous_cuts = {0}}), "1 previous_cuts"));
 
   const Sizes cuts{0, 2};
   const Sizes order{0, 1};

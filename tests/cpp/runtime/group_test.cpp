@@ -13,6 +13,7 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/device_group.hpp>
 
+#include "errors.hpp"
 #include "host_group.hpp"
 
 namespace paceline {
@@ -122,12 +123,8 @@ TEST(DeviceGroup, LeavesAStuckWorkerBehindAndNamesIt) {
     DeviceGroup group = host_group(2);
     group.submit(task);
     while (task->entered.load() < 2) std::this_thread::yield();
-    try {
-      group.close(std::chrono::milliseconds(20));
-      FAIL() << "expected a Timeout";
-    } catch (const Timeout& error) {
-      EXPECT_EQ(error.device(), "host:0");
-    }
+    const auto error = thrown_by<Timeout>([&] { group.close(std::chrono::milliseconds(20)); });
+    EXPECT_EQ(error.device(), "host:0");
   }
   task->go = true;
 }

@@ -1,23 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <atomic>
 #include <chrono>
 #include <ctime>
-#include <filesystem>
-#include <fstream>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <paceline/runtime/device_health.hpp>
 
 #include "runtime/host_health.hpp"
 
+#include "made_up_system.hpp"
+
 namespace paceline {
 namespace {
 
-namespace fs = std::filesystem;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 using std::chrono::seconds;
@@ -140,30 +137,16 @@ TEST(HostHealth, ParsesThePeriodsOfAQuotaOfBothVersions) {
   EXPECT_FALSE(parse_quota_periods("usage_usec 90\nuser_usec 60\n").has_value());  // a group without a quota
 }
 
-/// A made-up /proc and /sys in a temporary directory.
-class TemporaryProc {
+class Proc : public MadeUpSystem {
  public:
-  TemporaryProc() {
-    static std::atomic<int> count{0};
-    root = fs::temp_directory_path() /
-           ("paceline_health_" + std::to_string(::getpid()) + "_" + std::to_string(count.fetch_add(1)));
+  Proc() {
     file("proc/stat", "cpu0 100 0 0 0 0 0 0 7\ncpu1 300 0 0 0 0 0 0 0\ncpu2 50 0 0 0 0 0 0 0\n");
     file("proc/self/stat", "9" + task(90));
     thread(9, "0-2", 20);
   }
-  ~TemporaryProc() {
-    std::error_code ignored;
-    fs::remove_all(root, ignored);
-  }
-  TemporaryProc(const TemporaryProc&) = delete;
-  TemporaryProc& operator=(const TemporaryProc&) = delete;
 
   static std::string task(int ticks) {
     return " (python) S 1 1 1 0 -1 4194560 1 2 3 4 " + std::to_string(ticks) + " 0 0 0 20 0 9 0 100\n";
-  }
-  void file(const std::string& path, const std::string& text) const {
-    fs::create_directories((root / path).parent_path());
-    std::ofstream(root / path) << text;
   }
   void thread(int id, const std::string& allowed, int ticks) const {
     const std::string directory = "proc/self/task/" + std::to_string(id) + "/";
@@ -175,12 +158,10 @@ class TemporaryProc {
     file(directory + "scaling_cur_freq", now);
     file(directory + "cpuinfo_max_freq", most);
   }
-
-  fs::path root;
 };
 
 TEST(HostHealth, CountsAsOursWhatIsNotPinnedElsewhere) {
-  const TemporaryProc system;
+  const Proc system;
   system.thread(10, "0", 40);
   system.thread(11, "1", 25);
   const auto cores = HostCounters(system.root).health_of({0}).cores;
@@ -194,7 +175,7 @@ TEST(HostHealth, CountsAsOursWhatIsNotPinnedElsewhere) {
 }
 
 TEST(HostHealth, IsUnknownWhereTheSystemDoesNotTell) {
-  const TemporaryProc system;
+  const Proc system;
   EXPECT_FALSE(HostCounters(system.root).health_of({}).cores.has_value());
   EXPECT_FALSE(HostCounters(system.root).health_of({0, 5}).cores.has_value());
   EXPECT_FALSE(HostCounters(system.root).health_of({0}).quota.has_value());
@@ -204,7 +185,7 @@ TEST(HostHealth, IsUnknownWhereTheSystemDoesNotTell) {
 }
 
 TEST(HostHealth, ReadsTheMeanClockOfItsCores) {
-  const TemporaryProc system;
+  const Proc system;
   system.clock(0, "1200000\n", "3600000\n");
   system.clock(1, "2400000\n", "4000000\n");
   const DeviceHealth health = HostCounters(system.root).health_of({0, 1});
@@ -215,7 +196,7 @@ TEST(HostHealth, ReadsTheMeanClockOfItsCores) {
 }
 
 TEST(HostHealth, ReadsTheQuotaThatIsInForce) {
-  const TemporaryProc system;
+  const Proc system;
   system.file("proc/self/cgroup", "0::/a/b\n");
   system.file("sys/fs/cgroup/a/b/cpu.max", "400000 100000\n");
   system.file("sys/fs/cgroup/a/b/cpu.stat", "nr_periods 1\nnr_throttled 0\n");

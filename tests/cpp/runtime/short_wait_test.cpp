@@ -29,6 +29,7 @@ void wait_shortly(Wait& wait) {
 struct Counts {
   int looks = 0;
   int sleeps = 0;
+  bool operator==(const Counts&) const = default;
 };
 
 /// Done at the given query, or once it sleeps.
@@ -43,27 +44,13 @@ Counts wait_until(Wait& wait, bool may_spin, int look, std::chrono::microseconds
   return counts;
 }
 
-TEST(ShortWait, SleepsAtOnceTheFirstTime) {
+TEST(ShortWait, SpinsOnlyAfterAShortWaitAndWhereItMay) {
   Wait wait;
-  const Counts counts = wait_until(wait, true, 1);
-  EXPECT_EQ(counts.looks, 0);
-  EXPECT_EQ(counts.sleeps, 1);
-}
-
-TEST(ShortWait, SpinsAfterAShortWait) {
-  Wait wait;
+  EXPECT_EQ(wait_until(wait, true, 1), (Counts{0, 1})) << "the first time";
   wait_shortly(wait);
-  const Counts counts = wait_until(wait, true, 3);
-  EXPECT_EQ(counts.looks, 3);
-  EXPECT_EQ(counts.sleeps, 0);
-}
-
-TEST(ShortWait, SleepsWhereItMustNotSpin) {
-  Wait wait;
+  EXPECT_EQ(wait_until(wait, true, 3), (Counts{3, 0}));
   wait_shortly(wait);
-  const Counts counts = wait_until(wait, false, 1);
-  EXPECT_EQ(counts.looks, 0);
-  EXPECT_EQ(counts.sleeps, 1);
+  EXPECT_EQ(wait_until(wait, false, 1), (Counts{0, 1}));
 }
 
 TEST(ShortWait, SleepsOnceItHasSpunAsLongAsAWakeUpTakes) {

@@ -172,6 +172,17 @@ TEST(Box, RefusesEventsThatMakeNoSense) {
   refused([](BoxOptions& o) { o.throttles = {{0, 0.0, 0, 1}}; });
   refused([](BoxOptions& o) { o.throttles = {{0, 2.0, 5, 5}}; });
   refused([](BoxOptions& o) { o.failures = {{7, 0}}; });
+  refused([](BoxOptions& o) { o.drifts = {{2, 1.0, 1.5, 0, 10}}; });
+  refused([](BoxOptions& o) { o.drifts = {{0, 0.0, 1.5, 0, 10}}; });
+  refused([](BoxOptions& o) { o.drifts = {{0, 1.0, 1.5, 10, 10}}; });
+  refused([](BoxOptions& o) { o.pauses = {{2, 1.0, 0, 0}}; });
+  refused([](BoxOptions& o) { o.pauses = {{0, -1.0, 0, 0}}; });
+  refused([](BoxOptions& o) { o.pauses = {{0, 1.0, 0, -1}}; });
+  refused([](BoxOptions& o) { o.late_starts = {{2, 1.0, 0, 1}}; });
+  refused([](BoxOptions& o) { o.late_starts = {{0, -1.0, 0, 1}}; });
+  refused([](BoxOptions& o) { o.late_starts = {{0, 1.0, 1, 1}}; });
+  refused([](BoxOptions& o) { o.reduction_seconds = {0.0, 0.0}; });
+  refused([](BoxOptions& o) { o.devices[0].first_run_seconds = -1.0; });
 }
 
 TEST(Box, DriftsFromOneFactorToAnother) {
@@ -252,25 +263,6 @@ TEST(Box, ADeviceThatBeginsLateFinishesLateAndSaysHowLate) {
   EXPECT_DOUBLE_EQ(run(3).seconds, 0.012);
   EXPECT_DOUBLE_EQ(box.makespan(1, {60, 20}), 0.017);
   EXPECT_LT(box.best_split(1, 80)[1], box.best_split(0, 80)[1]);
-}
-
-TEST(Box, NamesTheDriftAndThePauseThatMakeNoSense) {
-  const auto refuses = [](auto change) {
-    BoxOptions options = two_devices();
-    change(options);
-    EXPECT_THROW(Box{options}, InvalidArgument);
-  };
-  refuses([](BoxOptions& options) { options.drifts = {{2, 1.0, 1.5, 0, 10}}; });
-  refuses([](BoxOptions& options) { options.drifts = {{0, 0.0, 1.5, 0, 10}}; });
-  refuses([](BoxOptions& options) { options.drifts = {{0, 1.0, 1.5, 10, 10}}; });
-  refuses([](BoxOptions& options) { options.pauses = {{2, 1.0, 0, 0}}; });
-  refuses([](BoxOptions& options) { options.pauses = {{0, -1.0, 0, 0}}; });
-  refuses([](BoxOptions& options) { options.pauses = {{0, 1.0, 0, -1}}; });
-  refuses([](BoxOptions& options) { options.late_starts = {{2, 1.0, 0, 1}}; });
-  refuses([](BoxOptions& options) { options.late_starts = {{0, -1.0, 0, 1}}; });
-  refuses([](BoxOptions& options) { options.late_starts = {{0, 1.0, 1, 1}}; });
-  refuses([](BoxOptions& options) { options.reduction_seconds = {0.0, 0.0}; });
-  refuses([](BoxOptions& options) { options.devices[0].first_run_seconds = -1.0; });
 }
 
 }  // namespace

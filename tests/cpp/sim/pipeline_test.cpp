@@ -10,6 +10,8 @@
 
 #include <paceline/error.hpp>
 
+#include "errors.hpp"
+
 namespace paceline::sim {
 namespace {
 
@@ -87,7 +89,7 @@ TEST(PipelineSimulation, TheBalancerFollowsADeviceThatSlowsDown) {
   ASSERT_FALSE(result.moves.empty());
   EXPECT_GE(result.moves.front().step, 21);
   EXPECT_NE(result.last_plan.cuts, result.first_plan.cuts);
-  EXPECT_NE(result.explanation.find("sets the pace"), std::string::npos);
+  EXPECT_TRUE(says(result.explanation, "sets the pace"));
 }
 
 TEST(PipelineSimulation, MovesTakeTheTimeOfTheirBytes) {

@@ -7,6 +7,8 @@
 
 #include <paceline/error.hpp>
 
+#include "errors.hpp"
+
 namespace paceline::sim {
 namespace {
 
@@ -185,12 +187,8 @@ TEST(Simulation, GoesOnWithoutADeviceThatFails) {
 TEST(Simulation, SaysWhichDeviceWasTheLastToFail) {
   SimulationOptions options = box_of({1.0, 1.0});
   options.box.failures = {{0, 10}, {1, 20}};
-  try {
-    simulate(options);
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.device(), "sim:1");
-  }
+  const auto error = thrown_by<Error>([&] { simulate(options); });
+  EXPECT_EQ(error.device(), "sim:1");
 }
 
 TEST(Simulation, EqualOptionsGiveEqualResults) {

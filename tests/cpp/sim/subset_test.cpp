@@ -118,7 +118,7 @@ Outcome run(const RandomBox& random) {
 #if defined(__SANITIZE_ADDRESS__)
 constexpr std::uint64_t kBoxes = 100;
 #else
-constexpr std::uint64_t kBoxes = 3000;
+constexpr std::uint64_t kBoxes = 1000;
 #endif
 
 /// The value of PACELINE_RANDOM_BOXES, if it is set.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_cases import BOXES, expect_same, module_and_batch, plain
+from gpu_cases import BOXES, expect_same, expect_step, module_and_batch
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
 from paceline.torch._devices.places import Places
@@ -77,11 +77,8 @@ def test_first_uses_are_waited_for_in_their_order_and_once(fake: Any, monkeypatc
     with DataParallel(module, BOXES["mixed"], balance="even", micro_batch=2) as trainer:
         watch = watched(trainer, monkeypatch)
         for _ in range(3):
-            _, gradients = plain(module, batch)
-            module.zero_grad()
             watch.needs.clear()
-            trainer.step(classify, batch)
-            expect_same(module, gradients)
+            expect_step(trainer, batch)
             wanted = ["second.weight", "first.weight", "first.bias", "second.bias"]
             home = trainer._execution.places.home_space
             foreign = [k for k, space in enumerate(trainer._execution.places.spaces) if space != home]
@@ -110,9 +107,7 @@ def test_whoever_reads_all_parameters_waits_for_all(
     count = len(list(module.parameters()))
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
         watch = watched(trainer, monkeypatch)
-        _, gradients = plain(module, batch, loss_fn)
-        trainer.step(loss_fn, batch)
-        expect_same(module, gradients)
+        expect_step(trainer, batch, loss_fn)
         assert sorted(watch.needs[1]) == list(range(count))
 
 
@@ -136,9 +131,7 @@ def test_what_is_held_elsewhere_is_waited_for_at_once(fake: Any, monkeypatch: py
     names = [name for name, _ in module.named_parameters()]
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
         watch = watched(trainer, monkeypatch)
-        _, gradients = plain(module, batch)
-        trainer.step(classify, batch)
-        expect_same(module, gradients)
+        expect_step(trainer, batch)
         at_once = [name for name in names if name.startswith("rnn") or name == "last.weight"]
         order = [names[bucket] for bucket in watch.needs[1]]
         assert order == [*at_once, "first.weight", "first.bias", "last.bias"]
@@ -176,9 +169,7 @@ def test_compiled_code_waits_for_all_before_it_begins(fake: Any, monkeypatch: py
     module.compile(backend="eager")
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
         watch = watched(trainer, monkeypatch)
-        _, gradients = plain(module, batch)
-        trainer.step(classify, batch)
-        expect_same(module, gradients)
+        expect_step(trainer, batch)
         assert watch.needs[1] == [0, 1, 2, 3]
         assert all(type(part._parameters) is dict for part in trainer._execution.replicas.list[1].modules)
     torch.compiler.reset()
@@ -211,10 +202,7 @@ def test_compiled_code_that_anything_calls_waits_for_all(fake: Any, monkeypatch:
         for expected in ([False, True], [True], [True]):  # the first step compiles, and therefore runs again
             watch.needs.clear()
             waited.clear()
-            _, gradients = plain(module, batch)
-            module.zero_grad()
-            trainer.step(loss_fn, batch)
-            expect_same(module, gradients)
+            expect_step(trainer, batch, loss_fn, whole=classify)
             assert waited == expected
     torch.compiler.reset()
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import subprocess
 import sys
 from array import array
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from paceline import Communicator, DeviceGroup, InvalidArgument, Unavailable
 
 if TYPE_CHECKING:
-    from paceline.comm import ReduceOp
+    pass
 
 GPU = 2  # DLPack's number for memory of CUDA
 
@@ -112,31 +111,6 @@ def test_arrays_of_gpus_are_reduced_in_place_on_their_own_streams(fake: Any) -> 
     assert Array.streams_told == [0, 1, 0, 1, 0, 1, 1]
     assert all(not lender.asked for lender in arrays[:2])
     assert fake.leftovers == 0
-
-
-def test_all_operations_are_there_and_mean_what_they_mean_on_the_host(fake: Any) -> None:
-    with DeviceGroup(["cuda:0", "cuda:1", "host:0"]) as group:
-        communicator = Communicator(group, transport="copies")
-        wanted = {"min": [-9, math.nan], "max": [3, math.nan], "sum": [-3, math.nan], "mean": [-1, math.nan]}
-        for op, values in wanted.items():
-            arrays: list[Any] = [Array([3, math.nan], 0), Array([-9, 5], 1), np.array([3, 6], np.float32)]
-            communicator.all_reduce(arrays, cast("ReduceOp", op))
-            for got in (arrays[0].values, arrays[1].values, arrays[2]):
-                np.testing.assert_array_equal(got, np.array(values, np.float32))
-        for op, integer in {"min": -7, "max": 2, "sum": -4, "mean": -1}.items():
-            integers: list[Any] = [Array([1], 0), Array([-7], 1), np.array([2], np.int64)]
-            for each in integers[:2]:
-                each.values = each.values.astype(np.int64)
-            communicator.all_reduce(integers, cast("ReduceOp", op))
-            assert [int(each.values[0]) for each in integers[:2]] == [integer, integer]
-            assert integers[2].tolist() == [integer]
-        parts: list[Any] = [Array([0], 0), Array([0], 1), np.zeros(1, np.float32)]
-        communicator.reduce_scatter(
-            [Array([1, 2, 3], 0), Array([9, 8, 7], 1), np.array([5, 5, 5], np.float32)], parts, "max"
-        )
-        assert [float(each.values[0]) for each in parts[:2]] == [9, 8]
-        assert parts[2].tolist() == [7]
-        communicator.close()
 
 
 def test_a_gpu_that_does_not_come_is_a_timeout_that_names_it(fake: Any) -> None:

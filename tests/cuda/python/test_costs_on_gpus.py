@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_cases import BOXES, expect_same, module_and_batch, plain
+from gpu_cases import BOXES, expect_same, expect_step, module_and_batch, plain
 from paceline.torch import DataParallel
 from torch_support import classify
 
@@ -22,11 +22,8 @@ def test_the_gradient_is_that_of_one_device(fake: Any, devices: list[str], micro
         optimizer = trainer.optimizer(torch.optim.SGD, lr=0.3)
         for _ in range(6):
             costs = torch.rand(24, generator=generator)
-            loss, gradients = plain(module, batch)
-            assert torch.allclose(trainer.step(classify, batch, cost=costs), loss, rtol=1e-12)
-            expect_same(module, gradients)
+            expect_step(trainer, batch, cost=costs)
             optimizer.step()
-            optimizer.zero_grad()
         assert sum(trainer.shares.values()) == 24
         assert trainer.report()["items"]["steps"] == 6
     del trainer, optimizer
@@ -46,10 +43,8 @@ def test_weights_follow_the_items(fake: Any) -> None:
     def single(one: Any, part: Any) -> Any:
         return torch.nn.functional.cross_entropy(one(part[0]), part[1], reduction="none")
 
-    _, gradients = plain(module, batch, whole)
     with DataParallel(module, BOXES["two"]) as trainer:
-        trainer.step(single, batch, weight=weight, cost=torch.arange(24).flip(0))
-    expect_same(module, gradients)
+        expect_step(trainer, batch, single, whole=whole, weight=weight, cost=torch.arange(24).flip(0))
 
 
 @pytest.mark.parametrize("devices", BOXES.values(), ids=BOXES)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_cases import BOXES, expect_same, module_and_batch, plain
+from gpu_cases import BOXES, expect_same, expect_step, module_and_batch, plain
 from paceline.torch import DataParallel
 from torch_support import classify
 
@@ -31,11 +31,8 @@ def test_the_gradient_is_that_of_one_device(
     with DataParallel(module, devices, balance=balance, micro_batch=micro_batch) as trainer:
         optimizer = trainer.optimizer(torch.optim.SGD, lr=0.3)
         for _ in range(4):
-            loss, gradients = plain(module, batch)
-            assert torch.allclose(trainer.step(classify, batch), loss, rtol=1e-12)
-            expect_same(module, gradients)
+            expect_step(trainer, batch)
             optimizer.step()
-            optimizer.zero_grad()
         assert sum(trainer.shares.values()) == 24
     del trainer, optimizer
     gc.collect()
@@ -51,25 +48,6 @@ def test_gradients_are_added_to_what_is_there(fake: Any) -> None:
     expect_same(module, [2 * gradient for gradient in once if gradient is not None])
 
 
-def test_parameters_without_gradient_keep_none(fake: Any) -> None:
-    class Partly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused, self.frozen = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(3, 3)
-            self.frozen.requires_grad_(False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.frozen(self.used(x))
-            return out
-
-    module = Partly().double()
-    _, batch = module_and_batch()
-    _, expected = plain(module, batch)
-    with DataParallel(module, BOXES["two"], balance="even") as trainer:
-        trainer.step(classify, batch)
-    expect_same(module, expected)
-
-
 def test_element_types_have_buckets_of_their_own(fake: Any) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -83,10 +61,8 @@ def test_element_types_have_buckets_of_their_own(fake: Any) -> None:
 
     module = Mixed()
     _, batch = module_and_batch()
-    _, expected = plain(module, batch)
     with DataParallel(module, BOXES["mixed"], balance="even") as trainer:
-        trainer.step(classify, batch)
-    expect_same(module, expected, 1e-6)
+        expect_step(trainer, batch, tolerance=1e-6)
 
 
 def test_weights_and_a_scaler_act_as_on_one_device(fake: Any) -> None:
@@ -99,11 +75,9 @@ def test_weights_and_a_scaler_act_as_on_one_device(fake: Any) -> None:
     def whole(one: Any, part: Any) -> Any:
         return 8.0 * (weighted(one, part) * weight).sum() / weight.sum()
 
-    _, expected = plain(module, batch, whole)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with DataParallel(module, BOXES["four"], balance="even") as trainer:
-        trainer.step(weighted, batch, weight=weight, scaler=scaler)
-    expect_same(module, expected)
+        expect_step(trainer, batch, weighted, whole=whole, weight=weight, scaler=scaler)
 
 
 def test_predict_gives_the_items_back_in_order(fake: Any) -> None:
@@ -111,16 +85,6 @@ def test_predict_gives_the_items_back_in_order(fake: Any) -> None:
     with DataParallel(module, BOXES["mixed"], balance=[1.0, 2.0, 1.0, 4.0], micro_batch=3) as trainer:
         torch.testing.assert_close(trainer.predict(batch[0]), module(batch[0]).detach())
         assert trainer.predict(lambda one, x: {"twice": one(x) * 2}, batch[0])["twice"].shape == (24, 3)
-
-
-def test_batch_norm_statistics_come_home(fake: Any) -> None:
-    module = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-    _, batch = module_and_batch()
-    with DataParallel(module, BOXES["two"], balance=[3.0, 1.0]) as trainer:
-        trainer.step(classify, batch)
-    expected = nn.BatchNorm1d(6).double()
-    expected(batch[0][:18])  # of the device that ran most items
-    torch.testing.assert_close(module[0].running_mean, expected.running_mean)
 
 
 def test_weights_that_leave_a_device_without_work(fake: Any) -> None:
@@ -138,10 +102,8 @@ def test_gradients_lie_in_memory_as_parameters_do(fake: Any) -> None:
     module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten()).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = torch.randn(8, 3, 6, 6, dtype=torch.float64)
     loss_fn = lambda one, x: one(x).square().mean()  # noqa: E731
-    _, expected = plain(module, images, loss_fn)
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
-        trainer.step(loss_fn, images)
-    expect_same(module, expected)
+        expect_step(trainer, images, loss_fn)
     assert [parameter.grad.stride() for parameter in module.parameters() if parameter.grad is not None] == [
         parameter.stride() for parameter in module.parameters()
     ]
@@ -159,10 +121,8 @@ def test_complex_parameters_behind_odd_ones(fake: Any) -> None:
 
     module, (batch, _) = Odd(), module_and_batch()[1]
     loss_fn = lambda one, x: one(x).mean()  # noqa: E731
-    _, expected = plain(module, batch, loss_fn)
     with DataParallel(module, BOXES["mixed"], balance="even") as trainer:
-        trainer.step(loss_fn, batch)
-    expect_same(module, expected)
+        expect_step(trainer, batch, loss_fn)
 
 
 def test_a_dropped_trainer_leaves_no_memory_behind(fake: Any) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import paceline
-from gpu_cases import BOXES, expect_same, module_and_batch, plain, queues_of
+from gpu_cases import BOXES, Shared, expect_same, expect_step, flat_of, module_and_batch, plain, queues_of
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
 from paceline.torch._run import flat_gradients
@@ -25,18 +24,11 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat_gradients, "MOST_BYTES", 1)
 
 
-def flat_of(trainer: DataParallel) -> Any:
-    return trainer._execution.flat
-
-
 def train(trainer: DataParallel, module: nn.Module, steps: range) -> None:
     """Each step has a batch of its own, and the gradient of one device."""
     x, y = module_and_batch()[1]
     for step in steps:
-        _, gradients = plain(module, (x + step, y))
-        module.zero_grad()
-        trainer.step(classify, (x + step, y))
-        expect_same(module, gradients)
+        expect_step(trainer, (x + step, y))
 
 
 class Partly(nn.Module):
@@ -119,21 +111,6 @@ def test_no_replay_but_the_last_seals(fake: Any, monkeypatch: pytest.MonkeyPatch
         assert sorted(sealed) == [(device, k) for device in range(2) for k in range(4)]
 
 
-class Shared(nn.Module):
-    """One layer in two checkpoints, each of which calls backward in the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.layer, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.into(x)
-        for _ in range(2):
-            hidden = checkpoint(lambda y: torch.tanh(self.layer(y)), hidden, use_reentrant=True)
-        out: torch.Tensor = self.out(hidden)
-        return out
-
-
 def test_a_bucket_that_is_written_again_is_sealed_in_the_end(fake: Any) -> None:
     module = Shared().double()
     with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
@@ -182,8 +159,5 @@ def test_graphs_go_with_the_layout_of_gradients(fake: Any, monkeypatch: pytest.M
     with DataParallel(module, BOXES["two"], balance="even", micro_batch=4, graphs=True) as trainer:
         # Replays end the first steps. The third one ends with an eager micro-batch, and shows the order of the backward.
         for items in (40, 40, 42, 40, 40):
-            _, gradients = plain(module, (x[:items], y[:items]))
-            module.zero_grad()
-            trainer.step(classify, (x[:items], y[:items]))
-            expect_same(module, gradients)
+            expect_step(trainer, (x[:items], y[:items]))
         assert flat_of(trainer).layouts == 2

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import paceline
-from gpu_cases import BOXES, expect_same, module_and_batch, plain
+from gpu_cases import BOXES, expect_step, module_and_batch
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from torch_support import classify
@@ -36,7 +36,6 @@ def branches(one: Any, part: Any) -> Any:
 )
 def test_what_cannot_be_captured_is_refused(fake: Any, loss_fn: Any, message: str) -> None:
     module, batch = module_and_batch()
-    _, expected = plain(module, batch)
     with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
         for _ in range(2):
             trainer.step(loss_fn, batch)
@@ -44,8 +43,7 @@ def test_what_cannot_be_captured_is_refused(fake: Any, loss_fn: Any, message: st
         with pytest.raises(InvalidArgument, match=message):
             trainer.step(loss_fn, batch)
         assert all(parameter.grad is None for parameter in module.parameters())
-        trainer.step(classify, batch)
-        expect_same(module, expected)
+        expect_step(trainer, batch)
 
 
 def test_extras_that_are_no_tensors_are_refused(fake: Any) -> None:
@@ -134,8 +132,5 @@ def test_draws_on_parts_of_one_gpu_are_refused() -> None:
             trainer.step(classify, batch)
         module.eval()
         for _ in range(4):
-            module.zero_grad()
-            _, expected = plain(module, batch)
-            trainer.step(classify, batch)
-            expect_same(module, expected)
+            expect_step(trainer, batch)
         assert "2 captured" in trainer.explain()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_cases import BOXES, expect_same, module_and_batch, plain
+from gpu_cases import BOXES, expect_same, expect_step, module_and_batch, plain
 from paceline.torch import DataParallel
 from torch_support import classify
 
@@ -51,11 +51,8 @@ def test_replays_give_the_gradient_of_one_device(fake: Any, devices: list[str], 
         optimizer = trainer.optimizer(torch.optim.SGD, lr=0.3)
         for step in range(8):
             batch = (x + 0.1 * step, y.roll(step))
-            loss, gradients = plain(module, batch)
-            torch.testing.assert_close(trainer.step(calls, batch), loss, rtol=1e-12, atol=0)
-            expect_same(module, gradients)
+            expect_step(trainer, batch, calls, whole=classify)
             optimizer.step()
-            optimizer.zero_grad()
         pieces = 1 if micro_batch is None else 24 // len(devices) // 3
         assert calls.count == 3 * len(devices), "two warm-ups and the capture"
         assert replays_of(trainer) == len(devices) * (8 * pieces - 2)
@@ -63,14 +60,13 @@ def test_replays_give_the_gradient_of_one_device(fake: Any, devices: list[str], 
 
 
 def test_gradients_add_up_in_the_users_own(fake: Any) -> None:
-    for devices in GPUS.values():
-        module, batch = module_and_batch()
-        _, once = plain(module, batch)
-        with DataParallel(module, devices, balance="even", graphs=True) as trainer:
-            for _ in range(6):
-                trainer.step(classify, batch)
-            assert replays_of(trainer)
-        expect_same(module, [6 * gradient for gradient in once if gradient is not None])
+    module, batch = module_and_batch()
+    _, once = plain(module, batch)
+    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+        for _ in range(6):
+            trainer.step(classify, batch)
+        assert replays_of(trainer)
+    expect_same(module, [6 * gradient for gradient in once if gradient is not None])
 
 
 def test_parameters_without_gradient_keep_none(fake: Any) -> None:
@@ -84,16 +80,10 @@ def test_parameters_without_gradient_keep_none(fake: Any) -> None:
             out: torch.Tensor = self.frozen(self.used(x))
             return out
 
-    module = Partly().double()
-    _, batch = module_and_batch()
-    _, expected = plain(module, batch)
-    for devices in GPUS.values():
-        with DataParallel(module, devices, balance="even", graphs=True) as trainer:
-            for _ in range(5):
-                module.zero_grad()
-                trainer.step(classify, batch)
-                expect_same(module, expected)
-            assert replays_of(trainer)
+    with DataParallel(Partly().double(), BOXES["two"], balance="even", graphs=True) as trainer:
+        for _ in range(5):
+            expect_step(trainer, module_and_batch()[1])
+        assert replays_of(trainer)
 
 
 def test_weights_and_the_scale_may_change_between_replays(fake: Any) -> None:
@@ -105,10 +95,14 @@ def test_weights_and_the_scale_may_change_between_replays(fake: Any) -> None:
             def whole(one: Any, part: Any, weight: Any = weight, scale: float = scale) -> Any:
                 return scale * (per_item(one, part) * weight).sum() / weight.sum()
 
-            _, expected = plain(module, batch, whole)
-            module.zero_grad()
-            trainer.step(per_item, batch, weight=weight, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
-            expect_same(module, expected)
+            expect_step(
+                trainer,
+                batch,
+                per_item,
+                whole=whole,
+                weight=weight,
+                scaler=torch.amp.GradScaler("cpu", init_scale=scale),
+            )
         assert replays_of(trainer) == 10
 
 
@@ -123,10 +117,7 @@ def test_a_mean_counts_by_the_weight_of_its_slice_and_by_the_total(fake: Any) ->
                 losses = per_item(one, part)
                 return (12 * losses[:12].mean() + (24 + 12 * step) * losses[12:].mean()) / (3 + step)
 
-            _, expected = plain(module, batch, whole)
-            module.zero_grad()
-            trainer.step(calls, batch, weight=weight, total=3 + step)
-            expect_same(module, expected)
+            expect_step(trainer, batch, calls, whole=whole, weight=weight, total=3 + step)
     assert calls.count == 6
 
 
@@ -209,10 +200,7 @@ def test_what_a_graph_does_not_fit_runs_without_it_and_is_captured_again(fake: A
         assert calls.count == 6
         change(module)
         for _ in range(4):
-            loss, expected = plain(module, batch)
-            module.zero_grad()
-            torch.testing.assert_close(trainer.step(calls, batch), loss)
-            expect_same(module, expected)
+            expect_step(trainer, batch, calls, whole=classify)
         assert calls.count == 12
         assert sum(one.captures for one in graphs_of(trainer)) == 4
 
@@ -237,10 +225,7 @@ def test_functions_sizes_and_values_have_graphs_of_their_own(fake: Any) -> None:
             return factor * part["entry"] * classify(one, (part["x"], part["y"]))
 
         batch = {"x": x[:items], "y": y[:items], "entry": entry}
-        _, expected = plain(module, batch, loss_fn)
-        module.zero_grad()
-        trainer.step(loss_fn, batch)
-        expect_same(module, expected)
+        expect_step(trainer, batch, loss_fn)
 
     with DataParallel(module, BOXES["one"], graphs=True) as trainer:
         half, double = 0.5, 2.0
@@ -261,10 +246,7 @@ def test_there_are_at_most_so_many_graphs(fake: Any, monkeypatch: pytest.MonkeyP
     with DataParallel(module, BOXES["one"], graphs=True) as trainer:
         for items in (24, 20, 16):
             for _ in range(4):
-                _, expected = plain(module, (x[:items], y[:items]))
-                module.zero_grad()
-                trainer.step(classify, (x[:items], y[:items]))
-                expect_same(module, expected)
+                expect_step(trainer, (x[:items], y[:items]))
         assert len(graphs_of(trainer)[0].captured) == 2
 
 
@@ -282,7 +264,6 @@ def test_loss_carries_the_gradients_of_replays(fake: Any) -> None:
 
 def test_a_failed_step_leaves_graphs_and_gradients_usable(fake: Any) -> None:
     module, batch = module_and_batch()
-    _, expected = plain(module, batch)
     with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
         for _ in range(4):
             trainer.step(classify, batch)
@@ -290,8 +271,7 @@ def test_a_failed_step_leaves_graphs_and_gradients_usable(fake: Any) -> None:
         with pytest.raises(ZeroDivisionError):
             trainer.step(lambda one, part: 1 // 0, batch)  # type: ignore[arg-type,return-value]
         assert all(parameter.grad is None for parameter in module.parameters())
-        trainer.step(classify, batch)
-        expect_same(module, expected)
+        expect_step(trainer, batch)
 
 
 def test_modes_of_the_caller_see_every_operator(fake: Any) -> None:
@@ -353,21 +333,17 @@ def test_widths_that_were_not_captured_run_without_a_graph(fake: Any) -> None:
     with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
         for step in range(7):  # the second one has other flat gradients, so it is the first of two warm-ups
             samples = [torch.randn(5 + (step == 4), 3, dtype=torch.float64) for _ in range(8)]
-            _, expected = plain(module, collate(samples), lambda one, part: loss_fn(one, part).mean())
-            module.zero_grad()
-            trainer.step(loss_fn, samples, collate=collate)
-            expect_same(module, expected)
+            whole = lambda one, part: loss_fn(one, collate(part)).mean()  # noqa: E731
+            expect_step(trainer, samples, loss_fn, whole=whole, collate=collate)
         assert replays_of(trainer) == 6
 
 
 def test_items_by_cost_replay_in_any_order(fake: Any) -> None:
-    module, (x, y) = module_and_batch()
-    _, expected = plain(module, (x, y))
+    module, batch = module_and_batch()
     with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
         for step in range(6):
-            module.zero_grad()
-            trainer.step(per_item, (x, y), cost=torch.arange(24).roll(step) % 7 + 1, weight=torch.ones(24))
-            expect_same(module, expected)
+            costs = torch.arange(24).roll(step) % 7 + 1
+            expect_step(trainer, batch, per_item, whole=classify, cost=costs, weight=torch.ones(24))
 
 
 def test_replays_and_other_micro_batches_of_a_step_add_up(fake: Any) -> None:
@@ -375,9 +351,6 @@ def test_replays_and_other_micro_batches_of_a_step_add_up(fake: Any) -> None:
     with DataParallel(module, BOXES["one"], micro_batch=10, graphs=True) as trainer:  # 10, 10 and 4 items
         for step in range(5):
             batch = (x + step, y)
-            _, expected = plain(module, batch)
-            module.zero_grad()
-            trainer.step(classify, batch)
-            expect_same(module, expected)
+            expect_step(trainer, batch)
         assert len(graphs_of(trainer)[0].captured) == 2
         assert replays_of(trainer) == 8 + 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_cases import BOXES, expect_same, module_and_batch, plain
+from gpu_cases import BOXES, expect_step, module_and_batch, plain
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
 from torch_support import classify
@@ -102,10 +102,7 @@ class TestMemory:
         ran: list[int] = []
         with DataParallel(module, devices, balance="even") as trainer:
             for _ in range(2):
-                loss, gradients = plain(module, batch)
-                assert torch.allclose(trainer.step(self.short_of(4, ran), batch), loss)
-                expect_same(module, gradients)
-                module.zero_grad()
+                expect_step(trainer, batch, self.short_of(4, ran), whole=classify)
             assert max(ran) <= 4
             assert "ran out of memory" in trainer.explain()
             assert trainer.report()["steps"] == 2
@@ -154,9 +151,7 @@ class TestMemory:
             with pytest.raises(torch.OutOfMemoryError):
                 trainer.step(self.short_of(0, []), batch)
             assert all(parameter.grad is None for parameter in module.parameters())
-            loss, gradients = plain(module, batch)
-            assert torch.allclose(trainer.step(classify, batch), loss)
-            expect_same(module, gradients)
+            expect_step(trainer, batch)
 
     def test_predict_runs_again_too(self, fake: Any) -> None:
         module, batch = module_and_batch()
@@ -172,26 +167,21 @@ class TestMemory:
 
 def test_memory_of_our_own_that_ran_out_is_asked_for_again(fake: Any) -> None:
     module, batch = module_and_batch()
-    _, expected = plain(module, batch)
     with DataParallel(module, BOXES["two"], balance="even", transport="copies") as trainer:
         fake.library.paceline_fake_fail_allocation(0)  # where the second GPU's gradients come home
-        trainer.step(classify, batch)
+        expect_step(trainer, batch)
         assert (fake.released, fake.streams_ended) == (1, 0), "streams of whole GPUs stay, and what belongs to them"
-    expect_same(module, expected)
 
 
 @pytest.mark.parametrize("box", ["two", "four", "mixed"])
 def test_memory_of_our_own_may_run_out_anywhere_in_a_step(fake: Any, box: str) -> None:
     module, batch = module_and_batch()
-    _, expected = plain(module, batch)
     again = 0
     for after in range(MOST_ALLOCATIONS):
-        module.zero_grad()
         with DataParallel(module, BOXES[box], balance="even", transport="copies") as trainer:
             fake.released = 0
             fake.library.paceline_fake_fail_allocation(after)
-            trainer.step(classify, batch)
+            expect_step(trainer, batch)
             again += fake.released > 0
             fake.library.paceline_fake_fail_allocation(-1)
-        expect_same(module, expected)
     assert 0 < again < MOST_ALLOCATIONS, "every allocation of a step has failed once, and further ones were not come to"

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from gpu_cases import BOXES, expect_same, module_and_batch, plain
+from gpu_cases import BOXES, Shared, expect_same, expect_step, flat_of, module_and_batch, plain
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
@@ -24,10 +23,6 @@ SEVERAL = {name: devices for name, devices in BOXES.items() if len(devices) > 1}
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each parameter in a bucket of its own."""
     monkeypatch.setattr(flat_gradients, "MOST_BYTES", 1)
-
-
-def flat_of(trainer: DataParallel) -> Any:
-    return trainer._execution.flat
 
 
 class Backwards(nn.Module):
@@ -56,10 +51,7 @@ def test_all_but_what_is_unused_is_sealed_in_the_backward(
     with DataParallel(module, devices, balance="even", micro_batch=micro_batch) as trainer:
         for step in range(5):
             batch = (inputs if step == 3 else inputs.clamp(-2.0, 2.0), targets)
-            loss, gradients = plain(module, batch)
-            module.zero_grad()
-            torch.testing.assert_close(trainer.step(classify, batch), loss, rtol=1e-12, atol=0)
-            expect_same(module, gradients)
+            expect_step(trainer, batch)
             if step != 3:
                 assert flat_of(trainer).early == 4
         assert [piece.index for bucket in flat_of(trainer)._layout.buckets for piece in bucket.pieces][:4] in (
@@ -98,30 +90,12 @@ def test_a_sum_is_there_before_the_backward_is_over(fake: Any) -> None:
         torch.testing.assert_close(one, gradients[2])
 
 
-class Shared(nn.Module):
-    """One layer used in two checkpoints, each of which calls backward in the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.layer, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.into(x)
-        for _ in range(2):
-            hidden = checkpoint(lambda y: torch.tanh(self.layer(y)), hidden, use_reentrant=True)
-        out: torch.Tensor = self.out(hidden)
-        return out
-
-
 @pytest.mark.parametrize("devices", SEVERAL.values(), ids=SEVERAL)
 def test_a_gradient_that_comes_twice_in_one_backward_counts_twice(fake: Any, devices: list[str]) -> None:
     module, (_, batch) = Shared().double(), module_and_batch()
     with DataParallel(module, devices, balance="even", micro_batch=4) as trainer:
         for _ in range(3):
-            _, gradients = plain(module, batch)
-            module.zero_grad()
-            trainer.step(classify, batch)
-            expect_same(module, gradients)
+            expect_step(trainer, batch)
         assert any(one.again for one in flat_of(trainer)._devices), "the case is not what it should be"
 
 
@@ -139,12 +113,9 @@ def test_a_gradient_that_is_not_the_view_is_moved_there(fake: Any, devices: list
     def flat_gradients_found(one: Any) -> bool:
         return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in one.parameters())
 
-    _, gradients = plain(module, batch)
     with DataParallel(module, devices, balance="even") as trainer:
         for _ in range(2):
-            module.zero_grad()
-            trainer.step(clearing, batch)
-            expect_same(module, gradients)
+            expect_step(trainer, batch, clearing, whole=classify)
 
 
 def test_backward_passes_of_the_caller_are_summed_when_all_are_done(fake: Any) -> None:
@@ -171,10 +142,7 @@ def test_devices_that_may_still_get_work_seal_in_the_end(fake: Any) -> None:
     for corrections in (None, True):
         with DataParallel(module, BOXES["two"], micro_batch=4, hold_back=corrections) as trainer:
             for _ in range(4):
-                _, gradients = plain(module, batch)
-                module.zero_grad()
-                trainer.step(classify, batch)
-                expect_same(module, gradients)
+                expect_step(trainer, batch)
                 if corrections is None:
                     assert flat_of(trainer).early == 4
 
@@ -186,20 +154,13 @@ def test_accumulation_frozen_parts_and_new_modules(fake: Any) -> None:
             trainer.step(classify, batch)
         _, once = plain(module, batch)
         expect_same(module, [2 * one for one in once if one is not None])
-        module.zero_grad()
         module[0].weight.requires_grad_(False)  # type: ignore[index]
-        _, once = plain(module, batch)
         for _ in range(2):
-            module.zero_grad()
-            trainer.step(classify, batch)
-            expect_same(module, once)
+            expect_step(trainer, batch)
         module[0].weight.requires_grad_(True)  # type: ignore[index]
         module.append(nn.Linear(3, 3).double())  # type: ignore[operator]
-        _, once = plain(module, batch)
         for _ in range(2):
-            module.zero_grad()
-            trainer.step(classify, batch)
-            expect_same(module, once)
+            expect_step(trainer, batch)
 
 
 def test_a_seal_follows_the_stream_that_autograd_adds_on(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
 from paceline.torch._trainer import shards
-from shard_cases import CLASSES, Pair, batches, expect_same_state, held, network
+from shard_cases import CLASSES, Pair, batches, expect_same_state, held, network, paired
 from torch_support import classify
 
 pytestmark = pytest.mark.usefixtures("small_shards")
@@ -26,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("name", CLASSES)
 def test_ranges_give_the_bits_of_the_whole(fake: Any, name: str, box: str) -> None:
     cls, options = CLASSES[name]
-    with DataParallel(network(), BOXES[box]) as trainer:
-        pair = Pair(trainer, cls, options)
+    with paired(cls, options, box=box) as pair:
         for step, batch in enumerate(batches(4)):
             for one in (pair.optimizer, pair.plain):
                 one.param_groups[0]["lr"] = one.param_groups[0]["lr"] * 0.9
@@ -46,8 +45,7 @@ def test_muon_keeps_matrices_whole(fake: Any) -> None:
     def matrices(module: nn.Module) -> list[nn.Parameter]:
         return [one for one in module.parameters() if one.dim() == 2]
 
-    with DataParallel(network(), BOXES["two"]) as trainer:
-        pair = Pair(trainer, torch.optim.Muon, {"lr": 0.05}, matrices)
+    with paired(torch.optim.Muon, {"lr": 0.05}, matrices, box="two") as pair:
         for batch in batches(4):
             pair.step(batch)
         assert held(pair.optimizer) == [6 * 24, 24 * 40 + 40 * 3], "ranges, cut between matrices"
@@ -57,8 +55,7 @@ def test_muon_keeps_matrices_whole(fake: Any) -> None:
 def test_small_ranges_are_updated_in_one_round(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for least, rounds in ((1, {0, 1, 2, 3}), (1 << 20, {0})):
         monkeypatch.setattr(shards, "_LEAST_BYTES_OF_ROUNDS", least)
-        with DataParallel(network(), BOXES["four"]) as trainer:
-            pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
+        with paired(torch.optim.AdamW, {"lr": 0.01}) as pair:
             pair.step(batches(1)[0])
             assert {owner.round for owner, _ in pair.optimizer._shards._all()} == rounds
             pair.expect_same_state()
@@ -112,12 +109,11 @@ def test_auto_shards_what_the_first_gpu_has_no_room_for(fake: Any, monkeypatch: 
     needed = 4 * 4 * count  # two moments, the gradient and what the update computes with
     for free, sharded in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(cuda, "spare_memory", lambda index, free=free: 2**34 if index else free)
-        with DataParallel(network(), BOXES["four"]) as trainer:
-            pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01, "shard": "auto"})
-            assert "Optimizer" not in trainer.explain()
+        with paired(torch.optim.AdamW, {"lr": 0.01, "shard": "auto"}) as pair:
+            assert "Optimizer" not in pair.trainer.explain()
             pair.step(batches(1)[0])
             assert bool(held(pair.optimizer)) is sharded
-            found = trainer.explain()
+            found = pair.trainer.explain()
             if sharded:
                 assert "Optimizer: AdamW is sharded: cuda:0" in found
                 assert pair.optimizer.state, "which brings it home"
@@ -159,8 +155,7 @@ def test_parts_of_a_gpu_are_one_owner(fake: Any) -> None:
 @pytest.mark.parametrize("name", ["AdamW-foreach", "Adagrad", "NAdam", "Adafactor", "AdamW-fused"])
 def test_states_go_to_plain_torch_and_to_other_devices(fake: Any, name: str) -> None:
     cls, options = CLASSES[name]
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, cls, options)
+    with paired(cls, options) as pair:
         for batch in batches(2):
             pair.step(batch)
         saved = copy.deepcopy(pair.optimizer.state_dict())
@@ -179,8 +174,7 @@ def test_states_go_to_plain_torch_and_to_other_devices(fake: Any, name: str) -> 
 
 
 def test_copies_are_plain_optimizers(fake: Any) -> None:
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
+    with paired(torch.optim.AdamW, {"lr": 0.01}) as pair:
         pair.step(batches(1)[0])
         assert repr(pair.optimizer).startswith("AdamW (")
         for one in (copy.deepcopy(pair.optimizer), pickle.loads(pickle.dumps(pair.optimizer))):
@@ -192,8 +186,7 @@ def test_copies_are_plain_optimizers(fake: Any) -> None:
 
 
 def test_a_shallow_copy_keeps_the_state_that_it_was_made_with(fake: Any) -> None:
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    with paired(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}) as pair:
         few = batches(2)
         pair.step(few[0])
         shallow, wanted = copy.copy(pair.optimizer), copy.deepcopy(pair.plain.state_dict())
@@ -202,8 +195,7 @@ def test_a_shallow_copy_keeps_the_state_that_it_was_made_with(fake: Any) -> None
 
 
 def test_whoever_reads_the_state_finds_it(fake: Any) -> None:
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.SGD, {"lr": 0.01, "momentum": 0.9})
+    with paired(torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}) as pair:
         for batch in batches(3):
             pair.step(batch)
             for ours, theirs in zip(pair.module.parameters(), pair.reference.parameters(), strict=True):

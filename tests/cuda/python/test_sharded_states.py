@@ -13,7 +13,7 @@ from gpu_cases import BOXES
 from paceline.torch import DataParallel
 from paceline.torch._trainer import shards
 from paceline.torch._trainer.shards import Shards
-from shard_cases import Pair, batches, network
+from shard_cases import Pair, batches, network, paired
 from torch_support import classify
 
 pytestmark = pytest.mark.usefixtures("small_shards")
@@ -44,13 +44,12 @@ def test_what_is_in_no_group_keeps_its_state(fake: Any) -> None:
         first, *rest = module.parameters()
         return [{"params": rest}, {"params": [first]}]
 
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, groups)
+    with paired(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, groups) as pair:
         few = batches(4)
         pair.step(few[0])
         taken = [one.param_groups.pop() for one in (pair.optimizer, pair.plain)]
         pair.step(few[1])
-        trainer.retire("cuda:2")  # moves the ranges again
+        pair.trainer.retire("cuda:2")  # moves the ranges again
         pair.step(few[2])
         for one, group in zip((pair.optimizer, pair.plain), taken, strict=True):
             one.param_groups.append(group)
@@ -70,10 +69,9 @@ def test_an_interrupt_while_ranges_move_loses_no_state(fake: Any, at_home: bool)
 
         return lambda frame, event, argument: trace if frame.f_code is code else None
 
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    with paired(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}) as pair:
         pair.step(batches(1)[0])
-        trainer.retire("cuda:2")
+        pair.trainer.retire("cuda:2")
         interrupts, before = 0, sys.gettrace()
         for line in sorted({line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno}):
             if at_home:
@@ -117,9 +115,8 @@ def test_a_first_step_that_failed_on_one_gpu_leaves_whole_states(
     fake: Any, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     monkeypatch.setattr(shards, "_LEAST_BYTES_OF_ROUNDS", 1 << 20)
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
-        trainer.step(classify, batches(1)[0])
+    with paired(torch.optim.AdamW, {"lr": 0.01}) as pair:
+        pair.trainer.step(classify, batches(1)[0])
         fail_on_one(monkeypatch, pair)
         pieces = pair.optimizer._shards._pieces.items()
         complete = {one for one, of_it in pieces if all(owner.state.get(piece.tensor) for owner, piece in of_it)}
@@ -128,9 +125,9 @@ def test_a_first_step_that_failed_on_one_gpu_leaves_whole_states(
             assert len(pair.optimizer.state_dict()["state"]) == len(complete)
             return
         if then == "close":
-            trainer.close()
+            pair.trainer.close()
         if then == "retire":
-            trainer.retire("cuda:3")
+            pair.trainer.retire("cuda:3")
             pair.optimizer.step()
         for one, values in pair.optimizer.state.items():
             assert values["step"] == (one in complete) + (then == "retire")

@@ -15,7 +15,7 @@ from torch import nn
 
 from gpu_cases import BOXES
 from paceline.torch import DataParallel
-from shard_cases import Pair, batches, expect_same_state, held, lay_out_anew, network
+from shard_cases import Pair, batches, expect_same_state, held, lay_out_anew, network, paired
 from torch_support import classify
 
 pytestmark = pytest.mark.usefixtures("small_shards")
@@ -71,8 +71,7 @@ def drop_gradients(module: Any) -> None:
 def test_what_the_caller_writes_counts(fake: Any, edit: Callable[[nn.Module], None], when: str) -> None:
     if when == "after" and edit in (clip, write_gradients, transpose_gradients, drop_gradients):
         pytest.skip("gradients are new in each step")
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
+    with paired(torch.optim.AdamW, {"lr": 0.01}) as pair:
         for batch in batches(3):
             if when == "after":
                 pair.step(batch)
@@ -84,8 +83,7 @@ def test_what_the_caller_writes_counts(fake: Any, edit: Callable[[nn.Module], No
 
 
 def test_version_counters_move_as_an_optimizers_do(fake: Any) -> None:
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.SGD, {"lr": 0.1})
+    with paired(torch.optim.SGD, {"lr": 0.1}) as pair:
         before = [one._version for one in pair.module.parameters()]
         pair.step(batches(1)[0])
         assert all(one._version > then for one, then in zip(pair.module.parameters(), before, strict=True))
@@ -117,8 +115,7 @@ def test_groups_and_parameters_that_no_device_has(fake: Any) -> None:
         first, *rest = module.parameters()
         return [{"params": rest, "lr": 0.1}, {"params": [first], "weight_decay": 0.1}]
 
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01}, groups)
+    with paired(torch.optim.AdamW, {"lr": 0.01}, groups) as pair:
         batch = batches(1)[0]
         pair.step(batch)
         later = copy.deepcopy(extra)
@@ -146,21 +143,20 @@ def test_a_tied_parameter_is_updated_once(fake: Any) -> None:
 
 
 def test_devices_retire_and_come_back_with_their_ranges(fake: Any) -> None:
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01, "fused": True})
+    with paired(torch.optim.AdamW, {"lr": 0.01, "fused": True}) as pair:
         few = batches(2)
         pair.step(few[0])
-        trainer.retire("cuda:2")
+        pair.trainer.retire("cuda:2")
         pair.step(few[1])
         assert list(dict.fromkeys(one.device for one in pair.optimizer._shards._owners)) == [0, 1, 3]
-        trainer.retire("cuda:0")  # home, where the parameters are
+        pair.trainer.retire("cuda:0")  # home, where the parameters are
         pair.step(few[0])
         assert held(pair.optimizer)[0] == 0
-        trainer.retire("cuda:1")
+        pair.trainer.retire("cuda:1")
         pair.step(few[0])
         assert not pair.optimizer._shards._owners
         for name in ("cuda:0", "cuda:1", "cuda:2"):
-            trainer.restore(name)
+            pair.trainer.restore(name)
         pair.step(few[1])
         assert len(held(pair.optimizer)) == 4
         pair.expect_same_state()
@@ -184,8 +180,7 @@ def test_after_the_trainer_it_goes_on_as_a_plain_one(fake: Any, how: str) -> Non
 
 
 def test_a_step_inside_of_another_call_is_a_plain_one(fake: Any) -> None:
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
+    with paired(torch.optim.AdamW, {"lr": 0.01}) as pair:
         few = batches(2)
         pair.step(few[0])
         inside, stepped = threading.Event(), threading.Event()
@@ -195,7 +190,7 @@ def test_a_step_inside_of_another_call_is_a_plain_one(fake: Any) -> None:
             assert stepped.wait(30)
             return module(batch[0])
 
-        thread = threading.Thread(target=lambda: trainer.predict(waiting, few[0]))
+        thread = threading.Thread(target=lambda: pair.trainer.predict(waiting, few[0]))
         thread.start()
         assert inside.wait(30)
         try:
@@ -236,12 +231,11 @@ def test_a_closure_and_hooks_come_once(fake: Any) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_skips_the_step_that_overflows(fake: Any, fused: bool) -> None:
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01, "fused": fused})
+    with paired(torch.optim.AdamW, {"lr": 0.01, "fused": fused}) as pair:
         for step, batch in enumerate(batches(5)):
             pair.optimizer.zero_grad()
             pair.plain.zero_grad()
-            trainer.step(classify, batch, scaler=scalers[0])
+            pair.trainer.step(classify, batch, scaler=scalers[0])
             scalers[1].scale(torch.zeros(()))
             for ours, theirs in zip(pair.module.parameters(), pair.reference.parameters(), strict=True):
                 assert ours.grad is not None
@@ -259,11 +253,10 @@ def test_a_scaler_skips_the_step_that_overflows(fake: Any, fused: bool) -> None:
 
 
 def test_an_error_in_a_range_comes_out_and_the_next_step_works(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.SGD, {"lr": 0.1})
+    with paired(torch.optim.SGD, {"lr": 0.1}) as pair:
         few = batches(2)
         pair.step(few[0])
-        places = trainer._execution.places
+        places = pair.trainer._execution.places
         enter = places.enter
 
         def fail(device: int) -> Any:
@@ -280,10 +273,9 @@ def test_an_error_in_a_range_comes_out_and_the_next_step_works(fake: Any, monkey
 
 
 def test_saves_have_the_state_of_one_device(fake: Any, tmp_path: Any) -> None:
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
+    with paired(torch.optim.AdamW, {"lr": 0.01}) as pair:
         pair.step(batches(1)[0])
-        trainer.save_async(tmp_path, optimizer=pair.optimizer).wait()
+        pair.trainer.save_async(tmp_path, optimizer=pair.optimizer).wait()
         assert held(pair.optimizer)
     with DataParallel(network(), BOXES["two"]) as other:
         again: Any = other.optimizer(torch.optim.AdamW, lr=0.5, shard=True)

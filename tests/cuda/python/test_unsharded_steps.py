@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpu_cases import BOXES
 from paceline.torch import DataParallel, Pipeline
-from shard_cases import Pair, batches, held, lay_out_anew, network
+from shard_cases import batches, held, lay_out_anew, network, paired
 from torch_support import classify
 
 pytestmark = pytest.mark.usefixtures("small_shards")
@@ -96,22 +96,21 @@ def test_modes_see_plain_steps_but_a_default_device_does_not_matter(fake: Any) -
             seen.append(function)
             return function(*args, **(kwargs or {}))
 
-    with DataParallel(network(), BOXES["four"]) as trainer:
-        pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
+    with paired(torch.optim.AdamW, {"lr": 0.01}) as pair:
         pair.step(batches(1)[0])
         with Watch():
             pair.optimizer.step()
         pair.plain.step()
         assert seen
-        assert "Optimizer: AdamW is not sharded, since the last step was in a mode" in trainer.explain()
+        assert "Optimizer: AdamW is not sharded, since the last step was in a mode" in pair.trainer.explain()
         with torch.device("cpu"):
             pair.optimizer.step()
         pair.plain.step()
         assert held(pair.optimizer)
-        assert "Optimizer: AdamW is sharded" in trainer.explain()
+        assert "Optimizer: AdamW is sharded" in pair.trainer.explain()
         pair.expect_same_state()
         with torch.device("meta"):  # what names no device is not made on it
-            optimizer: Any = trainer.optimizer(torch.optim.AdamW, lr=0.01, shard=True)
+            optimizer: Any = pair.trainer.optimizer(torch.optim.AdamW, lr=0.01, shard=True)
             optimizer.step()
         assert held(optimizer)
         steps = {values["step"].device.type for owner in optimizer._shards._owners for values in owner.state.values()}

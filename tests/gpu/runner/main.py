@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from runner import goals, plan
@@ -41,10 +41,7 @@ class Run:
             self.done(skipped(stage, why))
             return
         self.record.write(f"running {stage.name}")
-        self.done(*self.start(stage).finish(min(MOST_OF_ITS_LIMIT * stage.limit, left)))
-
-    def start(self, stage: Stage) -> Running:
-        return Running(stage, self._environment)
+        self.done(*Running(stage, self._environment).finish(min(MOST_OF_ITS_LIMIT * stage.limit, left)))
 
     def done(self, entry: dict[str, object], output: str = "") -> None:
         self.record.add(entry, output)
@@ -90,48 +87,25 @@ def main(text: str | None) -> int:
             rehearsal=args.rehearse,
             given=built is not None,
         )
-        build, probes, after = plan.build(setting), plan.probes(setting), plan.after_build(setting)
-        for stage in (build, *probes, *after):
+        build, after = plan.build(setting), plan.after_build(setting)
+        for stage in (build, *after):
             stage.limit *= slack
-        chosen = _chosen(parser, [stage.name for stage in (build, *probes, *after)], args.only)
+        chosen = _chosen(parser, [stage.name for stage in (build, *after)], args.only)
         run = Run(record, carried.environment, deadline)
-        probes = [stage for stage in probes if stage.name in chosen]
         if any(stage.name in chosen for stage in after):
             chosen.add("programs")  # they may be what a chosen stage runs
         later = [stage for stage in after if stage.name in chosen]
         kept = sum(stage.limit for stage in later if not stage.why_not)
         if built is not None and not args.rehearse:
             run.done({"stage": "build", "status": "passed", "seconds": 0.0, "why": f"given: {args.build}"})
-            run.stages(probes)
         elif "build" in chosen or later:
-            _build_and_probe(run, build, probes, deadline - kept)
-        else:
-            run.stages(probes)
+            run.stage(build, kept=kept)
         run.stages(later)
     record.goals = goals.goals(record.stages, rehearsal=args.rehearse)
     record.write("complete")
     print("\n" + goals.table(record.goals, rehearsal=args.rehearse))
     print(f"{'failed: ' + ', '.join(record.failed) if record.failed else 'nothing failed'}; see {record.path}")
     return 1 if record.failed else 0
-
-
-def _build_and_probe(run: Run, build: Stage, probes: Sequence[Stage], deadline: float) -> None:
-    """Build on half of the cores while the probes, which measure, have the other half to themselves."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
-    building = run.start(_on(cores[:half], build))
-    try:
-        for stage in probes:
-            run.stage(_on(cores[half:] if half else (), stage))
-    finally:  # also after Ctrl-C: what was started is ended
-        building.use(cores)
-        run.record.write("waiting for the build")
-        run.done(*building.finish(min(MOST_OF_ITS_LIMIT * build.limit, deadline - time.monotonic())))
-
-
-def _on(cores: Collection[int], stage: Stage) -> Stage:
-    stage.cores = cores
-    return stage
 
 
 def _chosen(parser: argparse.ArgumentParser, names: list[str], only: str | None) -> set[str]:

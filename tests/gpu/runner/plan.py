@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,7 +62,6 @@ def build(setting: Setting) -> Stage:
         f"-DPython_EXECUTABLE={sys.executable}",
         *setting.cmake,
     ]
-    # A job for each core, also while it may use half of them: it may use all when the probes are done.
     options = ["--", "-t", "query"] if setting.rehearsal else ["--parallel", str(len(os.sched_getaffinity(0)))]
     script = '"${@:3}" && cmake --build "$1" --target _core $2'
     return Stage("build", ["bash", "-c", script, "build", str(folder), " ".join(options), *configure], 75)
@@ -74,18 +72,6 @@ def programs(setting: Setting) -> Stage:
     command = ["cmake", "--build", str(setting.build), "--", "-k", "0"]
     why_not = f"they are those of {setting.build}" if setting.rehearsal or setting.given else ""
     return Stage("programs", command, 15, ("build",), why_not)
-
-
-def probes(setting: Setting) -> list[Stage]:
-    """They share the time of the build, in which there is room for twice as many seconds as they may take."""
-    arch = "native" if setting.gpu else "sm_90"
-    program = setting.scratch / "probe"
-    script = f'nvcc -std=c++20 -arch={arch} "{GPU_TESTS / "probe.cu"}" -o "{program}" && exec "{program}"'
-    why_not = "" if shutil.which("nvcc", path=setting.path) else "no nvcc"
-    return [
-        Stage("probe", ["bash", "-c", script], 15, why_not=why_not, json_result=True),
-        Stage("probe_torch", [sys.executable, str(GPU_TESTS / "probe_torch.py")], 20, json_result=True),
-    ]
 
 
 def after_build(setting: Setting) -> list[Stage]:

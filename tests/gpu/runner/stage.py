@@ -10,9 +10,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 TAIL_CHARACTERS = 3000
@@ -26,7 +25,6 @@ class Stage:
     `needs` names earlier stages without whose success it is skipped; `why_not` is a reason to skip it that is known before. `json_result`: its
     output ends with JSON, which is kept whole.
     `says_why_it_cannot`: given the exit status and the output, why the stage could not do its work; empty if it did.
-    `cores`: the only cores that it runs on; none named: all.
     """
 
     name: str
@@ -37,7 +35,6 @@ class Stage:
     environment: Mapping[str, str] = field(default_factory=dict)
     json_result: bool = False
     says_why_it_cannot: Callable[[int, str], str] | None = None
-    cores: Collection[int] = ()
 
 
 class Running:
@@ -58,19 +55,9 @@ class Running:
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
-                preexec_fn=(lambda: os.sched_setaffinity(0, stage.cores)) if stage.cores else None,
             )
         except OSError as error:
             self._failure = str(error)
-
-    def use(self, cores: Collection[int]) -> None:
-        """Let its processes, and those that they start later, run on these cores."""
-        if self._process is None:
-            return
-        for number in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getsid(number) == self._process.pid:
-                    os.sched_setaffinity(number, cores)
 
     def finish(self, seconds: float) -> tuple[dict[str, Any], str]:
         """Wait, at most so long, and return the stage's record and its whole output."""
