@@ -35,7 +35,8 @@ class WorkerRegistry {
   void leave_behind(const std::shared_ptr<Worker>& worker) noexcept;
   /// Waits until every worker that was left behind has ended, or the time is over.
   void await_left_behind(std::chrono::nanoseconds timeout) noexcept;
-  /// For who holds the lock: the worker that has the place of `worker` now, which is itself if it was not left behind.
+  /// For who holds the lock and uses the device: the worker that has the place of `worker` now, which is itself if it
+  /// was not left behind.
   /// @throws std::system_error if one has to be started and cannot.
   [[nodiscard]] std::shared_ptr<Worker> present(std::shared_ptr<Worker> worker);
 
@@ -47,6 +48,9 @@ class WorkerRegistry {
 
   WorkerRegistry();
   [[nodiscard]] std::vector<Entry>::iterator entry_of(const Device& device) noexcept;
+  /// Puts another worker in the place of the entry's, which hands over all that it has not begun and ends when it comes
+  /// back. If that fails, nothing has changed.
+  void replace_worker(Entry& entry);
   void note_own_cores() noexcept;
 
   std::mutex mutex_;
