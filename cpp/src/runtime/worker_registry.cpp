@@ -63,19 +63,28 @@ std::shared_ptr<Worker> WorkerRegistry::join(const Device& device) {
   return entry->worker;
 }
 
-std::shared_ptr<Worker> WorkerRegistry::leave(const Worker& worker) noexcept {
+std::shared_ptr<Worker> WorkerRegistry::leave(const std::shared_ptr<Worker>& first, std::uint64_t group) noexcept {
   const std::lock_guard lock(mutex_);
-  const auto entry = entry_of(worker.device());
-  if (--entry->users > 0) return nullptr;
-  const std::shared_ptr<Worker> last = std::move(entry->worker);
-  entries_.erase(entry);
-  note_own_cores();
-  last->stop();
-  return last->left_behind_ ? nullptr : last;
+  std::shared_ptr<Worker> last;
+  const auto entry = entry_of(first->device());
+  if (--entry->users == 0) {
+    last = std::move(entry->worker);
+    entries_.erase(entry);
+    note_own_cores();
+    last->stop();
+  }
+  for (std::shared_ptr<Worker> one = first; one != nullptr; one = one->successor_) {
+    if (!one->is_this_thread() && one->inside(group)) detach(one);
+  }
+  return last == nullptr || last->left_behind_ ? nullptr : last;
 }
 
 void WorkerRegistry::leave_behind(const std::shared_ptr<Worker>& worker) noexcept {
   const std::lock_guard lock(mutex_);
+  detach(worker);
+}
+
+void WorkerRegistry::detach(const std::shared_ptr<Worker>& worker) noexcept {
   if (worker->left_behind_.exchange(true)) return;
   worker->thread().detach();
   try {

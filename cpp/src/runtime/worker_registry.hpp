@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -27,11 +28,12 @@ class WorkerRegistry {
   /// The worker of that device, which is started if nobody uses the device. The caller is one more user.
   /// @throws std::system_error if its thread cannot be started.
   [[nodiscard]] std::shared_ptr<Worker> join(const Device& device);
-  /// One user of the worker's device less. After the last one the worker is stopped and returned, for its thread to be
-  /// joined or detached. Otherwise null.
-  [[nodiscard]] std::shared_ptr<Worker> leave(const Worker& worker) noexcept;
-  /// A user has waited in vain for the worker. Its thread is detached. What waits for its turn there, and all other
-  /// users, get another worker.
+  /// One user of the device less. A worker of it, `first` or one that took its place, that is still inside of a source
+  /// of that group is left behind. After the last user the worker is stopped and returned, for its thread to be joined
+  /// or left behind. Otherwise null.
+  [[nodiscard]] std::shared_ptr<Worker> leave(const std::shared_ptr<Worker>& first, std::uint64_t group) noexcept;
+  /// Somebody has waited in vain for the worker. Its thread is detached. What waits for its turn there, and all users,
+  /// get another worker.
   void leave_behind(const std::shared_ptr<Worker>& worker) noexcept;
   /// Waits until every worker that was left behind has ended, or the time is over.
   void await_left_behind(std::chrono::nanoseconds timeout) noexcept;
@@ -51,6 +53,7 @@ class WorkerRegistry {
   /// Puts another worker in the place of the entry's, which hands over all that it has not begun and ends when it comes
   /// back. If that fails, nothing has changed.
   void replace_worker(Entry& entry);
+  void detach(const std::shared_ptr<Worker>& worker) noexcept;
   void note_own_cores() noexcept;
 
   std::mutex mutex_;
