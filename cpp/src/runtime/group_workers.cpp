@@ -282,7 +282,15 @@ void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::functi
   const auto needed = [&](const State::Place& one) { return needs(*one.first); };
   wait_until([&] { return std::ranges::none_of(places, needed); });
   const std::chrono::duration<double> waited = Clock::now() - begin;
-  for (State::Place& one : places) one.late = needed(one);
+  bool late = false;
+  for (State::Place& one : places) late |= one.late = needed(one);
+  for (const auto* list : {&state_->gangs, &state_->others}) {
+    if (!late) break;
+    any_of(*list, [](WorkSource& source) {
+      source.withdraw(why_cancelled());
+      return false;
+    });
+  }
   // It was a user until here, so that nobody else ends the workers and waits for what this group gave them.
   for (State::Place& one : places) one.ending = registry.leave(one.first, state_->number);
   for (State::Place& one : places) {
@@ -298,16 +306,15 @@ void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::functi
   }
   // Every thread is joined or left behind, so from here on an exception leaves nothing undone.
   if (thrown != nullptr) std::rethrow_exception(thrown);
-  std::vector<std::string> late;
+  if (!late) return;
+  std::vector<std::string> names;
   for (const State::Place& one : places) {
-    if (one.late) late.push_back(one.first->device().name);
+    if (one.late) names.push_back(one.first->device().name);
   }
-  if (!late.empty()) {
-    throw Timeout(fmt::format("close: {} did not end within {:.1f} s what this group gave to them. Workers that are "
-                              "still at it were left behind.",
-                              fmt::join(late, ", "), waited.count()),
-                  late.front());
-  }
+  throw Timeout(fmt::format("close: what this group gave to {} was not done within {:.1f} s. What no worker had begun "
+                            "is cancelled. Workers that are still at the rest were left behind.",
+                            fmt::join(names, ", "), waited.count()),
+                names.front());
 }
 
 }  // namespace paceline

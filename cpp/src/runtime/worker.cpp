@@ -69,7 +69,7 @@ bool Worker::inside(std::uint64_t group) noexcept {
 bool Worker::needed_by(std::uint64_t group) noexcept {
   const std::lock_guard lock(mutex_);
   return std::ranges::find(open_, group, &Open::group) != open_.end() ||
-         std::ranges::any_of(arrived_, [&](const Open& one) { return one.group == group && !one.source->complete(); });
+         std::ranges::any_of(arrived_, [&](const Open& one) { return one.group == group && !one.source->over(); });
 }
 
 std::list<Worker::Open> Worker::take_waiting() noexcept {
@@ -101,11 +101,17 @@ void Worker::work() {
 }
 
 bool Worker::take_arrivals() {
+  std::list<Open> withdrawn;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
   bool gang = std::ranges::any_of(open_, &Open::gang);
   for (auto next = arrived_.begin(); next != arrived_.end();) {
     const auto one = next++;
-    if (one->gang && std::exchange(gang, true)) continue;
+    if (one->gang && gang) continue;
+    if (!one->source->begin()) {
+      withdrawn.splice(withdrawn.end(), arrived_, one);
+      continue;
+    }
+    gang |= one->gang;
     const auto at = std::ranges::find_if(open_, [&](const Open& other) { return one->priority > other.priority; });
     open_.splice(at, arrived_, one);
   }

@@ -35,6 +35,26 @@ std::string late(DeviceGroup& group, milliseconds timeout, const DeviceGroup::Be
   return "";
 }
 
+TEST(Close, CancelsWhatNobodyHasBegunInTime) {
+  for (const bool impatient : {false, true}) {
+    DeviceGroup other = host_group(1);
+    DeviceGroup closing = host_group(2);
+    Held held(other);
+    std::atomic<int> ran{0};
+    const DeviceId first[] = {0};
+    const auto queued = task([&](DeviceId) { ++ran; });
+    closing.open(queued, {.gang = true}, first);
+    std::future<bool> waiting = std::async(std::launch::async, [&] { return closing.wait(*queued); });
+    EXPECT_EQ(impatient ? late(closing, seconds(60), [] { return false; }) : late(closing, milliseconds(20)), "host:0");
+    EXPECT_EQ(waiting.wait_for(seconds(5)), std::future_status::ready) << "who waits for it is told";
+    held.go = true;
+    EXPECT_TRUE(other.wait(*held.source));
+    EXPECT_THROW(waiting.get(), Cancelled);
+    EXPECT_TRUE(other.run(task([](DeviceId) {}))) << "what comes behind it has its turn";
+    EXPECT_EQ(ran, 0);
+  }
+}
+
 TEST(Close, TellsOfWhatHasBegunAndWaitsForAnotherDevice) {
   DeviceGroup other = group_of({"host:1"});
   DeviceGroup closing = host_group(2);

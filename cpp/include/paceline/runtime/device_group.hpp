@@ -86,6 +86,7 @@ class PACELINE_API DeviceGroup {
   /// Waits until `source` is complete, without a time limit: user code may compile for half a minute or sit in a
   /// debugger. `between` is called at least every 50 ms. If it returns false, wait() returns false and the work goes
   /// on.
+  /// @throws Cancelled if close() has withdrawn the source before it began.
   bool wait(WorkSource& source, const Between& between = {});
 
   /// submit(), then wait(). Returns and throws what they do.
@@ -118,10 +119,10 @@ class PACELINE_API DeviceGroup {
   [[nodiscard]] bool busy() const noexcept;
 
   /// Leaves the workers, once they have done what this group gave them. A worker that no other group uses is ended and
-  /// joined. A second call does nothing. A worker that has not come back within `timeout` is left behind; it ends with
-  /// the process, and other groups get a new one. `between` is called as in wait(); if it returns false, close() stops
-  /// waiting.
-  /// @throws Timeout naming the devices whose workers were left behind.
+  /// joined. A second call does nothing. After `timeout`, what no worker has begun is withdrawn: it never runs, and who
+  /// waits for it gets Cancelled. A worker that is still inside is left behind; it ends with the process, and other
+  /// groups get a new one. `between` is called as in wait(); if it returns false, close() stops waiting.
+  /// @throws Timeout naming the devices that have not done in time what this group gave them.
   void close(std::chrono::nanoseconds timeout = std::chrono::seconds(10), const Between& between = {});
   [[nodiscard]] bool closed() const noexcept;
 
