@@ -65,6 +65,7 @@ class CallSource final : public WorkSource {
 
  private:
   void end() noexcept {
+    call_ = nullptr;  // what it holds ends with the call, also where a late worker still holds the source
     ended_ = true;
     wake_caller();
   }

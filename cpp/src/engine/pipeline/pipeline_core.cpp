@@ -193,7 +193,7 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
       on_stages(
           "step", [&](std::size_t stage) { run->commit(stage); },
           [](std::size_t stage) { return fmt::format("the sum of the gradients of stage {}", stage); });
-    } catch (...) {  // a stage has failed, or another trainer has the group: the caller may free what the step used
+    } catch (...) {  // a stage has failed, or the group is closed: the caller may free what the step used
       devices_.drain();
       throw;
     }
