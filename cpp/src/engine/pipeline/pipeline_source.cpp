@@ -52,6 +52,7 @@ NextWork PipelineSource::next(DeviceId device, Clock::time_point) noexcept {
   if (!stage_of_[device]) return NextWork::done();
   const std::size_t stage = *stage_of_[device];
   const StageState& state = stages_[stage];
+  if (!state.entered && !enter(stage)) return NextWork::done();
   if (over_.load(std::memory_order_acquire) || state.position == schedule_.stages[stage].size()) {
     leave(stage);
     return NextWork::done();
@@ -89,11 +90,29 @@ std::vector<std::vector<ActionRecord>> PipelineSource::record() const {
   return record;
 }
 
+bool PipelineSource::enter(std::size_t stage) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (decided_) return false;
+  stages_[stage].entered = true;
+  ++entered_;
+  return true;
+}
+
 void PipelineSource::leave(std::size_t stage) noexcept {
   if (std::exchange(stages_[stage].left, true)) return;
-  if (left_.fetch_add(1, std::memory_order_acq_rel) + 1 < stages_.size()) return;
   {
-    const std::lock_guard lock(failure_mutex_);
+    const std::lock_guard lock(mutex_);
+    ++left_;
+  }
+  settle();
+}
+
+/// A step that has failed is complete when those have left that have come. Behind other steps some may not come for
+/// long, and who waits for this one is not made to wait for them.
+void PipelineSource::settle() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (decided_ || left_ < (failure_ ? entered_ : stages_.size())) return;
     decided_ = true;
   }
   complete_.store(true, std::memory_order_release);
@@ -102,7 +121,7 @@ void PipelineSource::leave(std::size_t stage) noexcept {
 
 void PipelineSource::fail(std::exception_ptr error, const StageAction& at) noexcept {
   {
-    const std::lock_guard lock(failure_mutex_);
+    const std::lock_guard lock(mutex_);
     if (decided_ || failure_) return;
     failure_ = PipelineFailure{std::move(error), at};
     // Under the lock: a worker whose own failure comes second must not find the step still open, and run its action
@@ -110,6 +129,7 @@ void PipelineSource::fail(std::exception_ptr error, const StageAction& at) noexc
     over_.store(true, std::memory_order_release);
   }
   program_->give_up();
+  settle();
   wake_all();
 }
 

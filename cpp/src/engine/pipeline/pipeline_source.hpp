@@ -46,6 +46,7 @@ class PipelineSource final : public WorkSource {
   struct alignas(64) StageState {
     std::size_t position = 0;
     std::vector<ActionRecord> record;
+    bool entered = false;
     bool left = false;
   };
 
@@ -53,7 +54,9 @@ class PipelineSource final : public WorkSource {
   [[nodiscard]] bool ready(const StageAction& action) const;
   [[nodiscard]] std::atomic<bool>& ended(std::size_t stage, const plan::Action& action);
   [[nodiscard]] bool has_ended(std::size_t stage, plan::Action::Kind kind, std::int64_t micro_batch) const;
+  [[nodiscard]] bool enter(std::size_t stage) noexcept;
   void leave(std::size_t stage) noexcept;
+  void settle() noexcept;
   void fail(std::exception_ptr error, const StageAction& at) noexcept;
   [[nodiscard]] double seconds_at(Clock::time_point time) const;
 
@@ -64,11 +67,13 @@ class PipelineSource final : public WorkSource {
   std::vector<StageState> stages_;
   std::vector<std::atomic<bool>> ended_;  // by stage, kind and micro-batch
   Clock::time_point start_{};
-  std::atomic<std::size_t> left_{0};  // stages whose worker has left
-  std::atomic<bool> over_{false};     // no further action starts
+  std::atomic<bool> over_{false};  // no further action starts
   std::atomic<bool> complete_{false};
-  std::mutex failure_mutex_;
-  bool decided_ = false;  // whether it failed; under the lock
+  std::mutex mutex_;
+  // Under the lock.
+  std::size_t entered_ = 0;  // stages whose worker has come
+  std::size_t left_ = 0;
+  bool decided_ = false;  // whether it failed
   std::optional<PipelineFailure> failure_;
 };
 
