@@ -14,13 +14,13 @@
 #include <vector>
 
 #include <paceline/balance/ledger.hpp>
+#include <paceline/balance/size_search.hpp>
 #include <paceline/engine/step_loop.hpp>
 
-#include "balance/size_search.hpp"
 #include "engine/loop/health_log.hpp"
 #include "engine/loop/item_work.hpp"
-#include "engine/loop/memory_caps.hpp"
 #include "engine/loop/planner.hpp"
+#include "engine/step/memory_caps.hpp"
 
 namespace paceline {
 

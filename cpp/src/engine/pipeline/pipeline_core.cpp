@@ -14,7 +14,7 @@
 
 #include <paceline/error.hpp>
 
-#include "engine/data_parallel/objective_state.hpp"
+#include "engine/objective_state.hpp"
 #include "engine/rethrow.hpp"
 #include "plural.hpp"
 
