@@ -167,10 +167,9 @@ void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, const OpenOpt
   if (const Device* const here = Turn::of_this_thread(); options.gang && here != nullptr) {
     throw InvalidArgument(
         fmt::format(
-            "A step was begun by a piece of work on {}, such as the loss_fn of another step. No step or collective may "
-            "begin inside another one, whatever its devices: each could wait for the other. Call it before that step "
-            "or "
-            "after it.",
+            "A step was begun by a piece of work on {}, such as the loss_fn of another step. No step or collective "
+            "may begin inside another one, whatever its devices: each could wait for the other. Call it before that "
+            "step or after it.",
             here->name),
         here->name);
   }

@@ -175,6 +175,11 @@ TEST(Async, RunsACallOnTheWorkerThatIsFreeAndGivesItsResultOrItsError) {
   EXPECT_EQ(group.async([](const Device& device) { return device.name; }).get(), "host:1");
   auto failing = group.async([](const Device&) { throw std::out_of_range("no such row"); });
   EXPECT_THROW(failing.get(), std::out_of_range);
+  auto held_by_call = std::make_shared<int>(0);
+  const std::weak_ptr<int> seen = held_by_call;
+  group.async([held_by_call = std::move(held_by_call)](const Device&) {}).get();
+  for (int look = 0; look < 5000 && !seen.expired(); ++look) std::this_thread::sleep_for(milliseconds(1));
+  EXPECT_TRUE(seen.expired()) << "a worker that has not come to the call keeps what it holds";
   std::future<int> late = first.async([](const Device&) { return 7; });
   held.go = true;
   EXPECT_EQ(late.get(), 7);
