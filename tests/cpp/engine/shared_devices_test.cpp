@@ -13,6 +13,7 @@
 #include <paceline/engine/data_parallel.hpp>
 #include <paceline/engine/pipeline_step.hpp>
 #include <paceline/engine/step.hpp>
+#include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 #include <paceline/plan/schedule.hpp>
 
@@ -82,6 +83,28 @@ TEST(SharedDevices, AreNotWaitedForByAStepThatIsCancelledBeforeItsTurn) {
   EXPECT_EQ(before.failure(), nullptr);
   run_step(group, std::make_shared<CountingProgram>(4, 1, false), {.shares = {2, 2}});
   for (const auto& times : program->times_) EXPECT_EQ(times, 0);
+}
+
+TEST(SharedDevices, AreWaitedForByALoopOfTheSameGroup) {
+  const DeviceGroup group = host_group(2);
+  for (const DeviceGroup& other : {group, group.share()}) {
+    const auto holding = std::make_shared<Holding>();
+    Step before(other, holding, {.shares = {1, 1}, .stealing = false});
+    before.start();
+    while (holding->entered < 2) std::this_thread::yield();
+    const auto program = std::make_shared<CountingProgram>(4, 1, false);
+    StepLoop loop(group, {});
+    const std::shared_ptr<Step> step = loop.begin(loop.plan(4), program);
+    int looks = 0;
+    EXPECT_FALSE(step->wait([&] { return ++looks < 2; })) << "it waits its turn";
+    EXPECT_THROW(loop.require_idle(), InvalidArgument) << "its own step has not ended";
+    holding->go = true;
+    holding->go.notify_all();
+    EXPECT_TRUE(step->wait());
+    for (const auto& times : program->times_) EXPECT_EQ(times, 1);
+    EXPECT_TRUE(before.wait());
+    EXPECT_EQ(before.failure(), nullptr);
+  }
 }
 
 TEST(SharedDevices, AreNotWaitedForByAPipelineThatIsCancelledBeforeItsTurn) {

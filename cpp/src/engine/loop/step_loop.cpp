@@ -45,9 +45,9 @@ void check_pieces(const StepScript& script) {
 
 }  // namespace
 
-StepLoop::StepLoop(DeviceGroup group, StepLoopOptions options) {
+StepLoop::StepLoop(const DeviceGroup& group, StepLoopOptions options) {
   State::check(options);
-  state_ = std::make_unique<State>(std::move(group), std::move(options));
+  state_ = std::make_unique<State>(group, std::move(options));
 }
 
 StepLoop::~StepLoop() = default;
@@ -167,7 +167,7 @@ void StepLoop::cancel() {
 void StepLoop::require_idle() const {
   if (!state_->group.busy()) return;
   throw InvalidArgument(
-      "step: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, or "
+      "step: an earlier step of this loop has not ended: its workers are still inside user code. Wait for it, or "
       "close the trainer.");
 }
 

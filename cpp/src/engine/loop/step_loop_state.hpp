@@ -28,7 +28,7 @@ namespace paceline {
 struct StepLoop::State {
   static constexpr std::size_t kMostPending = 2;  // how many steps the caller may be ahead of the devices
 
-  State(DeviceGroup the_group, StepLoopOptions the_options);
+  State(const DeviceGroup& the_group, StepLoopOptions the_options);
 
   /// @throws InvalidArgument for options that do not go together.
   static void check(const StepLoopOptions& options);
