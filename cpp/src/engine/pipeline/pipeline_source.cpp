@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/pipeline/pipeline_source.hpp"
 
+#include <algorithm>
 #include <utility>
 
 namespace paceline::internal {
@@ -12,17 +13,17 @@ constexpr std::size_t kKinds = 3;
 }  // namespace
 
 PipelineSource::PipelineSource(std::shared_ptr<PipelineProgram> program, plan::Schedule schedule,
-                               std::vector<DeviceId> devices, std::size_t device_count)
+                               std::vector<DeviceId> devices)
     : program_(std::move(program)),
       schedule_(std::move(schedule)),
       devices_(std::move(devices)),
-      stage_of_(device_count),
       stages_(devices_.size()),
       ended_(devices_.size() * kKinds * static_cast<std::size_t>(schedule_.micro_batches)) {
-  for (std::size_t s = 0; s < devices_.size(); ++s) {
-    stage_of_[devices_[s]] = s;
-    stages_[s].record.reserve(schedule_.stages[s].size());
-  }
+  for (std::size_t s = 0; s < devices_.size(); ++s) stages_[s].record.reserve(schedule_.stages[s].size());
+}
+
+std::size_t PipelineSource::stage_of(DeviceId device) const {
+  return static_cast<std::size_t>(std::ranges::find(devices_, device) - devices_.begin());
 }
 
 StageAction PipelineSource::action(std::size_t stage, std::size_t position) const {
@@ -49,8 +50,7 @@ bool PipelineSource::ready(const StageAction& action) const {
 }
 
 NextWork PipelineSource::next(DeviceId device, Clock::time_point) noexcept {
-  if (!stage_of_[device]) return NextWork::done();
-  const std::size_t stage = *stage_of_[device];
+  const std::size_t stage = stage_of(device);
   const StageState& state = stages_[stage];
   if (!state.entered && !enter(stage)) return NextWork::done();
   if (over_.load(std::memory_order_acquire) || state.position == schedule_.stages[stage].size()) {
@@ -62,11 +62,11 @@ NextWork PipelineSource::next(DeviceId device, Clock::time_point) noexcept {
 }
 
 void PipelineSource::perform(DeviceId device, std::int64_t work, Turn& turn) {
-  program_->run(action(*stage_of_[device], static_cast<std::size_t>(work)), turn);
+  program_->run(action(stage_of(device), static_cast<std::size_t>(work)), turn);
 }
 
 void PipelineSource::done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept {
-  const std::size_t stage = *stage_of_[device];
+  const std::size_t stage = stage_of(device);
   StageState& state = stages_[stage];
   const StageAction ran = action(stage, static_cast<std::size_t>(work));
   state.record.push_back({ran, seconds_at(timing.start), seconds_at(timing.finish)});
@@ -77,7 +77,7 @@ void PipelineSource::done(DeviceId device, std::int64_t work, const WorkTiming& 
 }
 
 void PipelineSource::failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept {
-  fail(std::move(error), action(*stage_of_[device], static_cast<std::size_t>(work)));
+  fail(std::move(error), action(stage_of(device), static_cast<std::size_t>(work)));
 }
 
 void PipelineSource::cancel(std::exception_ptr reason) noexcept {

@@ -19,9 +19,8 @@ namespace paceline::internal {
 /// stage's list, once the input of that action has arrived.
 class PipelineSource final : public WorkSource {
  public:
-  /// Requires: a checked schedule, and `devices` that are in a group of `device_count`, each once.
-  PipelineSource(std::shared_ptr<PipelineProgram> program, plan::Schedule schedule, std::vector<DeviceId> devices,
-                 std::size_t device_count);
+  /// Requires: a checked schedule, and `devices` each once, which are those that it is opened on.
+  PipelineSource(std::shared_ptr<PipelineProgram> program, plan::Schedule schedule, std::vector<DeviceId> devices);
 
   /// Sets the step's clock to 0. Call it right before the workers get the step.
   void start_clock() { start_ = Clock::now(); }
@@ -50,6 +49,7 @@ class PipelineSource final : public WorkSource {
     bool left = false;
   };
 
+  [[nodiscard]] std::size_t stage_of(DeviceId device) const;
   [[nodiscard]] StageAction action(std::size_t stage, std::size_t position) const;
   [[nodiscard]] bool ready(const StageAction& action) const;
   [[nodiscard]] std::atomic<bool>& ended(std::size_t stage, const plan::Action& action);
@@ -62,8 +62,7 @@ class PipelineSource final : public WorkSource {
 
   std::shared_ptr<PipelineProgram> program_;
   plan::Schedule schedule_;
-  std::vector<DeviceId> devices_;                     // of each stage
-  std::vector<std::optional<std::size_t>> stage_of_;  // of each device
+  std::vector<DeviceId> devices_;  // of each stage
   std::vector<StageState> stages_;
   std::vector<std::atomic<bool>> ended_;  // by stage, kind and micro-batch
   Clock::time_point start_{};
