@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Checks what CONTRIBUTING says of the C++ rooms: the namespaces of each, and which rooms it may include."""
+"""Checks what CONTRIBUTING says of the C++ rooms: the namespaces of each, which rooms it may include, and that sub-rooms depend one way."""
 
 from __future__ import annotations
 
 import re
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,6 +18,7 @@ USES = {
     "observe": {"runtime"},
 }
 USES["engine"] = {*USES}
+INSIDE = {"plan", "runtime", "comm"}  # the rooms below use their private headers, too
 SHARED = {"runtime", "comm", "engine"}  # programs use them without naming a room
 # One word of users for two rooms: the engine's options and the balancer's have it.
 ALLOWED = {"cpp/include/paceline/balance/balance.hpp", "cpp/src/balance/policy.cpp"}
@@ -57,12 +59,36 @@ def check(path: Path) -> list[str]:
         ]
     includes = re.findall(r'^#include [<"](?:paceline/)?(\w+)/', text, re.MULTILINE)
     found += [f"{name}: {room} may not use {one}" for one in includes if one in USES and one not in {room, *USES[room]}]
+    private = re.findall(r'^#include "(\w+)/', text, re.MULTILINE)
+    found += [f"{name}: the private headers of {one} are its own" for one in private if one in {*USES} - {room, *INSIDE}]
     return found
+
+
+def circles(files: list[Path]) -> list[str]:
+    """Sub-rooms that include each other. A public header belongs to the sub-room that has its source."""
+    sources = [path.relative_to(ROOT / "cpp/src").parts for path in files if path.suffix == ".cpp"]
+    homes = {(parts[0], Path(parts[2]).stem): "/".join(parts[:2]) for parts in sources if len(parts) == 3}
+
+    def home(name: str) -> str | None:
+        *folder, stem = name.split("/")
+        return "/".join(folder) if len(folder) == 2 else homes.get((*folder, stem))
+
+    uses: dict[str | None, set[str | None]] = {}
+    for path in files:
+        here = home(re.sub(r"^(src|include/paceline)/|\..pp$", "", path.relative_to(ROOT / "cpp").as_posix()))
+        there = re.findall(r'^#include [<"](?:paceline/)?([\w/]+)\.hpp', path.read_text(), re.MULTILINE)
+        uses.setdefault(here, set()).update({home(name) for name in there} - {here, None})
+    uses.pop(None, None)
+    try:
+        TopologicalSorter(uses).prepare()
+    except CycleError as error:
+        return [f"sub-rooms include each other: {' <- '.join(error.args[1])}"]
+    return []
 
 
 def main() -> int:
     files = sorted(path for path in (ROOT / "cpp").rglob("*.?pp") if len(path.relative_to(ROOT).parts) > 3)
-    found = [line for path in files for line in check(path)]
+    found = [line for path in files for line in check(path)] + circles(files)
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
 

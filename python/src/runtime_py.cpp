@@ -153,7 +153,8 @@ InvalidArgument
 Raises
 ------
 Timeout
-    If a worker's user code does not return within `timeout` seconds. That worker is left behind, and the error names it.
+    If a device has not done within `timeout` seconds what this group gave it. The error names it. What no worker has begun is cancelled.
+    A worker whose user code does not return is left behind.
 InvalidArgument
     If `timeout` is negative or NaN.)")
       .def("__enter__", [](py::object self) { return self; })

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "balance/memory_model.hpp"
+#include <paceline/balance/memory_model.hpp>
 
 #include <algorithm>
 #include <iterator>

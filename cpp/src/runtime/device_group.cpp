@@ -65,6 +65,7 @@ class CallSource final : public WorkSource {
 
  private:
   void end() noexcept {
+    call_ = nullptr;  // what it holds ends with the call, also where a late worker still holds the source
     ended_ = true;
     wake_caller();
   }
@@ -153,14 +154,16 @@ void DeviceGroup::open_call(std::function<void(const Device&)> call,
 
 bool DeviceGroup::wait(WorkSource& source, const Between& between) {
   const auto signal = source.signal_;
-  const auto done = [&] { return source.complete(); };
+  const auto done = [&] { return source.over(); };
   for (;;) {
     {
       const BlockingRegion region;
-      if (workers_->await(done, [&] { return signal->wait_for(kBetweenInterval, done); })) return true;
+      if (workers_->await(done, [&] { return signal->wait_for(kBetweenInterval, done); })) break;
     }
     if (between && !between()) return source.complete();
   }
+  if (source.complete()) return true;
+  throw Cancelled("wait: the device group was closed before this work began, so it never will. Make a new group.");
 }
 
 bool DeviceGroup::run(const std::shared_ptr<WorkSource>& source, const Between& between) {

@@ -7,8 +7,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cfenv>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <limits>
 #include <list>
@@ -21,6 +23,7 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/blocking.hpp>
 
+#include "runtime/deadline.hpp"
 #include "runtime/worker_registry.hpp"
 
 namespace paceline {
@@ -28,13 +31,20 @@ namespace paceline {
 using internal::Worker;
 using internal::WorkerRegistry;
 
-struct GroupWorkers::Seats {
-  struct One {
-    std::shared_ptr<Worker> worker;
-    std::shared_ptr<internal::Seat> seat;
-    bool left_behind = false;  // by the close() of this group
+struct GroupWorkers::State {
+  static std::uint64_t next_number() noexcept {
+    static std::atomic<std::uint64_t> last{0};
+    return ++last;
+  }
+
+  /// A device's worker. Others may have taken its place since (Worker::successor()), with what it had not begun.
+  struct Place {
+    std::shared_ptr<Worker> first;
+    std::shared_ptr<Worker> ending = nullptr;  // the last one, which this group ends
+    bool late = false;                         // not done in time with what this group gave it
   };
-  std::vector<One> all;  // by DeviceId
+  std::uint64_t number = next_number();  // by which workers know what is this group's
+  std::vector<Place> places;             // by DeviceId
   // Guarded by the registry's lock. Their workers own the sources: one that is gone is complete.
   std::vector<std::weak_ptr<WorkSource>> gangs;
   std::vector<std::weak_ptr<WorkSource>> others;
@@ -85,16 +95,15 @@ bool any_of(const std::vector<std::weak_ptr<T>>& list, Condition condition) {
 }  // namespace
 
 GroupWorkers::GroupWorkers(std::vector<Device> devices, std::shared_ptr<GroupWorkers> whole, pid_t owner)
-    : devices_(std::move(devices)), whole_(std::move(whole)), owner_(owner), seats_(new Seats) {}
+    : devices_(std::move(devices)), whole_(std::move(whole)), owner_(owner), state_(new State) {}
 
 // The other constructor has made the object, so the destructor leaves what it has joined if this one throws.
 GroupWorkers::GroupWorkers(std::vector<Device> devices, std::shared_ptr<GroupWorkers> whole)
     : GroupWorkers(std::move(devices), std::move(whole), getpid()) {
-  seats_->all.reserve(devices_.size());
+  state_->places.reserve(devices_.size());
   for (const Device& device : devices_) {
-    auto seat = std::make_shared<internal::Seat>();
     try {
-      seats_->all.push_back({WorkerRegistry::of_process().join(device), std::move(seat)});
+      state_->places.push_back({WorkerRegistry::of_process().join(device)});
     } catch (const std::system_error& error) {
       throw Unavailable(fmt::format("DeviceGroup: no worker thread could be started for {} ({}). Raise the limit on "
                                     "threads (ulimit -u, or pids.max of the cgroup).",
@@ -108,10 +117,10 @@ GroupWorkers::GroupWorkers(std::vector<Device> devices, std::shared_ptr<GroupWor
 // A worker that does not start within the timeout means a machine in trouble.
 void GroupWorkers::await_ready() {
   const auto deadline = std::chrono::steady_clock::now() + kStartTimeout;
-  for (const Seats::One& one : seats_->all) {
-    while (!one.worker->ready()) {
+  for (const State::Place& one : state_->places) {
+    while (!one.first->ready()) {
       if (std::chrono::steady_clock::now() > deadline) {
-        const Device& device = one.worker->device();
+        const Device& device = one.first->device();
         throw Timeout(
             fmt::format(
                 "DeviceGroup: the worker of {} did not start within {} s. Is another process holding its core {} "
@@ -133,7 +142,7 @@ GroupWorkers::~GroupWorkers() {
   } catch (...) {
     // stuck workers were left behind
   }
-  delete seats_;
+  delete state_;
 }
 
 void GroupWorkers::check_usable(const char* call) const {
@@ -149,8 +158,8 @@ void GroupWorkers::check_usable(const char* call) const {
 void GroupWorkers::add_share(const std::shared_ptr<GroupWorkers>& share) {
   const std::lock_guard lock(order());
   check_usable("share");
-  make_room(seats_->shares);
-  seats_->shares.push_back(share);
+  make_room(state_->shares);
+  state_->shares.push_back(share);
 }
 
 void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, const OpenOptions& options,
@@ -158,8 +167,9 @@ void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, const OpenOpt
   if (const Device* const here = Turn::of_this_thread(); options.gang && here != nullptr) {
     throw InvalidArgument(
         fmt::format(
-            "A step was begun by a piece of work on {}, such as the loss_fn of another step. It would wait for the "
-            "worker that it is called on, since each device has one worker. Call it before that step or after it.",
+            "A step was begun by a piece of work on {}, such as the loss_fn of another step. No step or collective "
+            "may begin inside another one, whatever its devices: each could wait for the other. Call it before that "
+            "step or after it.",
             here->name),
         here->name);
   }
@@ -177,18 +187,14 @@ void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, const OpenOpt
   // What may throw comes first: a source that only some of the workers have would never be complete.
   std::fenv_t rounding;
   std::fegetenv(&rounding);
-  std::vector<std::list<Worker::Open>> given(ids.size());
+  std::vector<std::pair<std::shared_ptr<Worker>, std::list<Worker::Open>>> given(ids.size());
   WorkSource::Workers workers;
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    Seats::One& one = seats_->all[ids[i]];
-    if (one.worker->left_behind()) {  // by another group
-      auto seat = std::make_shared<internal::Seat>();
-      one = {WorkerRegistry::of_process().present(one.worker), std::move(seat)};
-    }
-    given[i].push_back({source, one.seat, ids[i], options.priority, options.gang, rounding});
-    workers.emplace_back(ids[i], one.worker);
+    given[i].first = WorkerRegistry::of_process().present(state_->places[ids[i]].first);
+    given[i].second.push_back({source, state_->number, ids[i], options.priority, options.gang, rounding});
+    workers.emplace_back(ids[i], given[i].first);
   }
-  auto& list = options.gang ? seats_->gangs : seats_->others;
+  auto& list = options.gang ? state_->gangs : state_->others;
   make_room(list);
   source->attach(std::move(workers), ids);
   list.push_back(source);
@@ -197,7 +203,7 @@ void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, const OpenOpt
   const int core = sched_getcpu();
   for (const bool here : {false, true}) {
     for (std::size_t i = 0; i < ids.size(); ++i) {
-      if (runs_on(devices_[ids[i]], core) == here) seats_->all[ids[i]].worker->open(std::move(given[i]), core);
+      if (runs_on(devices_[ids[i]], core) == here) given[i].first->open(std::move(given[i].second), core);
     }
   }
 }
@@ -210,8 +216,8 @@ bool GroupWorkers::on_a_workers_core() const noexcept {
 
 bool GroupWorkers::busy() const noexcept {
   if (forked() || closed_) return false;
-  return any_of(seats_->gangs, [](const WorkSource& source) { return !source.complete(); }) ||
-         any_of(seats_->shares, [](const GroupWorkers& share) { return share.busy(); });
+  return any_of(state_->gangs, [](const WorkSource& source) { return !source.complete(); }) ||
+         any_of(state_->shares, [](const GroupWorkers& share) { return share.busy(); });
 }
 
 void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<bool()>& between) {
@@ -222,7 +228,7 @@ void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<b
     if (closed_.exchange(true)) return;
   }
   std::exception_ptr first;
-  any_of(seats_->shares, [&](GroupWorkers& share) {
+  any_of(state_->shares, [&](GroupWorkers& share) {
     try {
       share.close(timeout, between);
     } catch (...) {
@@ -234,68 +240,82 @@ void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<b
   if (first != nullptr) std::rethrow_exception(first);
 }
 
+/// Whether a worker of that device, the first or one that took its place, has still something to do for this group.
+/// This thread does not wait for itself: it is a worker's own if that worker has destroyed the last handle.
+bool GroupWorkers::needs(Worker& first) const noexcept {
+  const std::lock_guard lock(order());
+  for (Worker* one = &first; one != nullptr; one = one->successor().get()) {
+    if (!one->is_this_thread() && one->needed_by(state_->number)) return true;
+  }
+  return false;
+}
+
 void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::function<bool()>& between) {
   WorkerRegistry& registry = WorkerRegistry::of_process();
-  any_of(seats_->others, [](WorkSource& source) {
+  std::vector<State::Place>& places = state_->places;
+  any_of(state_->others, [](WorkSource& source) {
     source.cancel(why_cancelled());
     return false;
   });
-  std::vector<Seats::One>& seats = seats_->all;
-  std::size_t ending = 0;  // the seats from here on are those of workers that others use, too
-  for (std::size_t i = 0; i < seats.size(); ++i) {
-    std::shared_ptr<Worker> last = registry.leave(*seats[i].worker);
-    if (last == nullptr) continue;
-    seats[i].worker = std::move(last);
-    std::swap(seats[i], seats[ending++]);
-  }
-  const auto begin = std::chrono::steady_clock::now();
-  const auto waited = [&] { return std::chrono::steady_clock::now() - begin; };
+  using Clock = std::chrono::steady_clock;
   bool patient = true;
   std::exception_ptr thrown;
-  for (std::size_t i = 0; i < seats.size(); ++i) {
-    const auto& [worker, seat, _] = seats[i];
-    const bool ends = i < ending;
-    if (!ends && worker->left_behind()) continue;
-    std::thread& thread = worker->thread();
-    const bool own = thread.get_id() == std::this_thread::get_id();  // a worker destroyed the last handle
-    const auto gone = [&] { return ends ? worker->exited() : !worker->needed_by(*seat); };
-    while (!own && !gone() && patient && waited() < timeout) {
-      const auto look_up = std::chrono::steady_clock::now() + kBetweenInterval;
+  const auto wait_until = [&](const auto& done) {
+    const Clock::time_point end = Clock::now() + internal::bounded(timeout);
+    while (!done()) {
+      const Clock::time_point look_up = std::min(end, Clock::now() + kBetweenInterval);
       {
         const BlockingRegion region;
-        while (!gone() && waited() < timeout && std::chrono::steady_clock::now() < look_up) {
-          std::this_thread::sleep_for(std::chrono::microseconds(200));
-        }
+        while (!done() && Clock::now() < look_up) std::this_thread::sleep_for(std::chrono::microseconds(200));
       }
+      if (!patient || Clock::now() >= end) return done();
       try {
         patient = !between || between();
       } catch (...) {
         thrown = std::current_exception();
         patient = false;
       }
+      if (!patient) return done();
     }
-    if (own || gone()) {
-      if (!ends) continue;
+    return true;
+  };
+  const Clock::time_point begin = Clock::now();
+  const auto needed = [&](const State::Place& one) { return needs(*one.first); };
+  wait_until([&] { return std::ranges::none_of(places, needed); });
+  const std::chrono::duration<double> waited = Clock::now() - begin;
+  bool late = false;
+  for (State::Place& one : places) late |= one.late = needed(one);
+  for (const auto* list : {&state_->gangs, &state_->others}) {
+    if (!late) break;
+    any_of(*list, [](WorkSource& source) {
+      source.withdraw(why_cancelled());
+      return false;
+    });
+  }
+  // It was a user until here, so that nobody else ends the workers and waits for what this group gave them.
+  for (State::Place& one : places) one.ending = registry.leave(one.first, state_->number);
+  for (State::Place& one : places) {
+    if (one.ending == nullptr) continue;
+    if (one.ending->is_this_thread()) {
+      one.ending->thread().detach();
+    } else if (wait_until([&] { return one.ending->exited(); })) {
       const BlockingRegion region;  // the ending thread may need the interpreter for its clean-up
-      own ? thread.detach() : thread.join();
-    } else if (ends || worker->inside(*seat)) {
-      registry.leave_behind(worker);
-      seats[i].left_behind = true;
+      one.ending->thread().join();
+    } else {
+      registry.leave_behind(one.ending);  // with what a group that is closed has left there
     }
   }
   // Every thread is joined or left behind, so from here on an exception leaves nothing undone.
-  std::vector<std::string> stuck;
-  for (const Seats::One& one : seats) {
-    if (one.left_behind && !one.worker->exited()) stuck.push_back(one.worker->device().name);
-  }
   if (thrown != nullptr) std::rethrow_exception(thrown);
-  if (!stuck.empty()) {
-    throw Timeout(
-        fmt::format("close: the workers of {} did not come back within {:.1f} s and were left behind; they are "
-                    "still at what they were given.",
-                    fmt::join(stuck, ", "), std::chrono::duration<double>(waited()).count()),
-        stuck.front());
+  if (!late) return;
+  std::vector<std::string> names;
+  for (const State::Place& one : places) {
+    if (one.late) names.push_back(one.first->device().name);
   }
+  throw Timeout(fmt::format("close: what this group gave to {} was not done within {:.1f} s. What no worker had begun "
+                            "is cancelled. Workers that are still at the rest were left behind.",
+                            fmt::join(names, ", "), waited.count()),
+                names.front());
 }
 
 }  // namespace paceline

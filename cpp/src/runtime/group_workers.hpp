@@ -22,7 +22,7 @@ namespace paceline {
 // The longest time that a wait goes without calling `between`.
 inline constexpr std::chrono::milliseconds kBetweenInterval{50};
 
-/// What the handles of one group have in common: its seats at the workers of its devices.
+/// What the handles of one group have in common: its places at the workers of its devices, and what it has opened.
 class GroupWorkers {
  public:
   /// `whole`: the group that this one is a share of, if it is one. It lives as long as its shares.
@@ -48,20 +48,21 @@ class GroupWorkers {
   [[nodiscard]] bool closed() const noexcept { return closed_.load(); }
 
  private:
-  struct Seats;  // state that a forked child must not touch
+  struct State;  // that a forked child must not touch
 
   GroupWorkers(std::vector<Device> devices, std::shared_ptr<GroupWorkers> whole, pid_t owner);
   void await_ready();
   [[nodiscard]] bool on_a_workers_core() const noexcept;
   [[nodiscard]] bool forked() const noexcept;
   void close_own(std::chrono::nanoseconds timeout, const std::function<bool()>& between);
+  [[nodiscard]] bool needs(internal::Worker& first) const noexcept;
 
   std::vector<Device> devices_;
   std::shared_ptr<GroupWorkers> whole_;
   pid_t owner_;
   std::atomic<bool> closed_{false};
   internal::ShortWait callers_wait_;
-  Seats* seats_;  // leaked on purpose in a forked child
+  State* state_;  // leaked on purpose in a forked child
 };
 
 }  // namespace paceline

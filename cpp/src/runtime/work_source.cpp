@@ -30,6 +30,19 @@ void WorkSource::replace(DeviceId device, const std::shared_ptr<internal::Worker
   }
 }
 
+bool WorkSource::begin() noexcept {
+  Progress progress = Progress::waiting;
+  return progress_.compare_exchange_strong(progress, Progress::begun) || progress == Progress::begun;
+}
+
+void WorkSource::withdraw(std::exception_ptr reason) noexcept {
+  Progress progress = Progress::waiting;
+  if (!progress_.compare_exchange_strong(progress, Progress::withdrawn)) return;
+  cancel(std::move(reason));
+  progress_ = Progress::over;
+  wake_caller();
+}
+
 void WorkSource::wake(DeviceId device) noexcept {
   const std::lock_guard lock(mutex_);
   for (const auto& [id, one] : workers_) {

@@ -41,6 +41,7 @@ void Worker::start() {
     self->work();
     self->exited_.store(true);
   });
+  id_ = thread_.get_id();
 }
 
 template <class Change>
@@ -54,34 +55,27 @@ void Worker::call(Change change) {
 }
 
 void Worker::open(std::list<Open> sources, int callers_core) noexcept {
-  for (const Open& one : sources) one.seat->held.fetch_add(1, std::memory_order_relaxed);
   call([&] {
     arrived_.splice(arrived_.end(), sources);
     callers_core_.store(callers_core, std::memory_order_relaxed);
   });
 }
 
-int Worker::waiting_of(const Seat& seat, bool only_needed) const noexcept {
-  return static_cast<int>(std::ranges::count_if(
-      arrived_, [&](const Open& one) { return one.seat.get() == &seat && !(only_needed && one.source->complete()); }));
+bool Worker::inside(std::uint64_t group) noexcept {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::find(open_, group, &Open::group) != open_.end();
 }
 
-bool Worker::needed_by(const Seat& seat) noexcept {
-  if (seat.held.load(std::memory_order_acquire) == 0) return false;
+bool Worker::needed_by(std::uint64_t group) noexcept {
   const std::lock_guard lock(mutex_);
-  return waiting_of(seat, true) > 0 || seat.held.load(std::memory_order_acquire) > waiting_of(seat, false);
-}
-
-bool Worker::inside(const Seat& seat) noexcept {
-  const std::lock_guard lock(mutex_);
-  return seat.held.load(std::memory_order_acquire) > waiting_of(seat, false);
+  return std::ranges::find(open_, group, &Open::group) != open_.end() ||
+         std::ranges::any_of(arrived_, [&](const Open& one) { return one.group == group && !one.source->over(); });
 }
 
 std::list<Worker::Open> Worker::take_waiting() noexcept {
   std::list<Open> waiting;
   const std::lock_guard lock(mutex_);
   waiting.swap(arrived_);
-  for (const Open& one : waiting) one.seat->held.fetch_sub(1, std::memory_order_relaxed);
   return waiting;
 }
 
@@ -107,23 +101,28 @@ void Worker::work() {
 }
 
 bool Worker::take_arrivals() {
+  std::list<Open> withdrawn;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
   bool gang = std::ranges::any_of(open_, &Open::gang);
   for (auto next = arrived_.begin(); next != arrived_.end();) {
     const auto one = next++;
-    if (one->gang && std::exchange(gang, true)) continue;
+    if (one->gang && gang) continue;
+    if (!one->source->begin()) {
+      withdrawn.splice(withdrawn.end(), arrived_, one);
+      continue;
+    }
+    gang |= one->gang;
     const auto at = std::ranges::find_if(open_, [&](const Open& other) { return one->priority > other.priority; });
     open_.splice(at, arrived_, one);
   }
   return stopped_ && arrived_.empty();
 }
 
-/// The source ends before the seat is free, since who waits for the seat may free what the source uses.
+/// The source ends before it is off the list, since who waits for that may free what the source uses.
 std::list<Worker::Open>::iterator Worker::let_go(std::list<Open>::iterator one) {
-  const std::shared_ptr<Seat> seat = std::move(one->seat);
-  const auto next = open_.erase(one);
-  seat->held.fetch_sub(1, std::memory_order_release);
-  return next;
+  one->source.reset();
+  const std::lock_guard lock(mutex_);
+  return open_.erase(one);
 }
 
 bool Worker::ask() {
@@ -154,10 +153,7 @@ bool Worker::ask() {
 /// system call for each claim.
 void Worker::perform(const Open& open, std::int64_t number) {
   WorkSource& source = *open.source;
-  if (last_.owner_before(open.seat) || open.seat.owner_before(last_)) {
-    backend_of(device_).prepare_worker(device_);
-    last_ = open.seat;
-  }
+  if (std::exchange(last_, open.group) != open.group) backend_of(device_).prepare_worker(device_);
   std::fesetenv(&open.rounding);
   device_of_this_thread() = &device_;
   Turn turn(device_);

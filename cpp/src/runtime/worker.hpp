@@ -39,11 +39,6 @@ class TaskSignal {
 /// What Turn::of_this_thread() returns.
 [[nodiscard]] const Device*& device_of_this_thread() noexcept;
 
-/// A group's place at a worker: how many of its sources the worker has not let go of.
-struct Seat {
-  std::atomic<int> held{0};
-};
-
 /// The worker of one device: its thread and the ways to reach it. There is one for each device in the process, and
 /// groups share it (WorkerRegistry). Groups and the thread own it jointly, so that it outlives them if the thread is
 /// left behind.
@@ -51,8 +46,8 @@ class Worker : public std::enable_shared_from_this<Worker> {
  public:
   struct Open {
     std::shared_ptr<WorkSource> source;
-    std::shared_ptr<Seat> seat;
-    DeviceId device = 0;  // what the source calls the worker's device
+    std::uint64_t group = 0;  // the number of the group that has opened it
+    DeviceId device = 0;      // what the source calls the worker's device
     int priority = 0;
     bool gang = false;
     std::fenv_t rounding{};          // of the thread that has opened it
@@ -68,25 +63,28 @@ class Worker : public std::enable_shared_from_this<Worker> {
   /// a list's element can move to another list without memory, so nothing fails here or on the thread. `callers_core`
   /// is the core that the caller runs on.
   void open(std::list<Open> sources, int callers_core) noexcept;
-  /// Whether the worker has still something to do for that group: a source that it has begun to ask, or one whose turn
-  /// has not come and that somebody waits for.
-  [[nodiscard]] bool needed_by(const Seat& seat) noexcept;
-  /// Whether it has begun to ask a source of that group and not let go of it.
-  [[nodiscard]] bool inside(const Seat& seat) noexcept;
-  /// Takes back the sources that it has not begun to ask.
+  /// Whether it has begun a source of that group and not let go of it.
+  [[nodiscard]] bool inside(std::uint64_t group) noexcept;
+  /// Whether the worker has still something to do for that group: a source that it has begun, or one whose turn has not
+  /// come and that somebody waits for.
+  [[nodiscard]] bool needed_by(std::uint64_t group) noexcept;
+  /// Takes back the sources that it has not begun.
   [[nodiscard]] std::list<Open> take_waiting() noexcept;
   /// Whether no other worker uses its cores.
   void set_own_cores(bool own) noexcept { own_cores_.store(own, std::memory_order_relaxed); }
   /// Makes the worker ask its sources again, if it sleeps.
   void wake() noexcept;
-  /// Accepts no further source. The thread ends when it has let go of all open sources.
+  /// Accepts no further source. The thread ends when it has let go of all that it was given.
   void stop() noexcept;
 
   [[nodiscard]] const Device& device() const noexcept { return device_; }
   [[nodiscard]] bool ready() const noexcept { return ready_.load(); }
   [[nodiscard]] bool exited() const noexcept { return exited_.load(); }
   [[nodiscard]] bool left_behind() const noexcept { return left_behind_.load(); }
+  /// For who holds the registry's lock: what took its place when it was left behind, or null.
+  [[nodiscard]] const std::shared_ptr<Worker>& successor() const noexcept { return successor_; }
   [[nodiscard]] std::thread& thread() noexcept { return thread_; }
+  [[nodiscard]] bool is_this_thread() const noexcept { return std::this_thread::get_id() == id_; }
 
  private:
   using Clock = WorkSource::Clock;
@@ -103,7 +101,6 @@ class Worker : public std::enable_shared_from_this<Worker> {
   [[nodiscard]] std::list<Open>::iterator let_go(std::list<Open>::iterator one);
   /// True if it was stopped and nothing is left to come.
   [[nodiscard]] bool take_arrivals();
-  [[nodiscard]] int waiting_of(const Seat& seat, bool only_needed) const noexcept;
   void sleep(std::uint64_t seen);
   [[nodiscard]] bool called_since(std::uint64_t seen) const noexcept {
     return calls_.load(std::memory_order_acquire) != seen;
@@ -111,11 +108,12 @@ class Worker : public std::enable_shared_from_this<Worker> {
 
   Device device_;
   std::thread thread_;
+  std::thread::id id_;  // also after it was detached
   std::atomic<bool> own_cores_{false};
   // Written under the registry's lock.
   friend class WorkerRegistry;
   std::atomic<bool> left_behind_{false};
-  std::shared_ptr<Worker> successor_;
+  std::shared_ptr<Worker> successor_;  // has its place, and what it had not begun
   std::atomic<bool> ready_{false};
   std::atomic<bool> exited_{false};
 
@@ -127,8 +125,8 @@ class Worker : public std::enable_shared_from_this<Worker> {
   std::atomic<int> callers_core_{-1};
 
   // Used by the thread alone.
-  std::list<Open> open_;      // by priority; one gang at most
-  std::weak_ptr<Seat> last_;  // whose claim it ran last
+  std::list<Open> open_;    // by priority; one gang at most; changed under the mutex, for those who ask inside()
+  std::uint64_t last_ = 0;  // the group whose claim it ran last
   bool awaits_events_ = false;
   Clock::time_point until_ = Clock::time_point::max();
   ShortWait idle_wait_;

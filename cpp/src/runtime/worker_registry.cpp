@@ -63,41 +63,54 @@ std::shared_ptr<Worker> WorkerRegistry::join(const Device& device) {
   return entry->worker;
 }
 
-std::shared_ptr<Worker> WorkerRegistry::leave(const Worker& worker) noexcept {
+std::shared_ptr<Worker> WorkerRegistry::leave(const std::shared_ptr<Worker>& first, std::uint64_t group) noexcept {
   const std::lock_guard lock(mutex_);
-  const auto entry = entry_of(worker.device());
-  if (--entry->users > 0) return nullptr;
-  const std::shared_ptr<Worker> last = std::move(entry->worker);
-  entries_.erase(entry);
-  note_own_cores();
-  last->stop();
-  return last->left_behind_ ? nullptr : last;
+  std::shared_ptr<Worker> last;
+  const auto entry = entry_of(first->device());
+  if (--entry->users == 0) {
+    last = std::move(entry->worker);
+    entries_.erase(entry);
+    note_own_cores();
+    last->stop();
+  }
+  for (std::shared_ptr<Worker> one = first; one != nullptr; one = one->successor_) {
+    if (!one->is_this_thread() && one->inside(group)) detach(one);
+  }
+  return last == nullptr || last->left_behind_ ? nullptr : last;
 }
 
 void WorkerRegistry::leave_behind(const std::shared_ptr<Worker>& worker) noexcept {
-  std::list<Worker::Open> waiting;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
+  detach(worker);
+}
+
+void WorkerRegistry::detach(const std::shared_ptr<Worker>& worker) noexcept {
   if (worker->left_behind_.exchange(true)) return;
   worker->thread().detach();
   try {
     std::erase_if(left_behind_, [](const auto& known) { return known->exited(); });
     left_behind_.push_back(worker);
     const auto entry = entry_of(worker->device());
-    if (entry == entries_.end() || entry->worker != worker) return;
-    entry->worker = present(worker);
-    note_own_cores();
-    waiting = worker->take_waiting();
-    for (const Worker::Open& one : waiting) one.source->replace(one.device, entry->worker);
-    entry->worker->open(std::move(waiting), -1);
-    worker->stop();
+    if (entry != entries_.end() && entry->worker == worker) replace_worker(*entry);
   } catch (...) {
     // no thread or no memory now: who opens the next source tries again, and what waits goes on waiting
   }
 }
 
+void WorkerRegistry::replace_worker(Entry& entry) {
+  const std::shared_ptr<Worker> next = started(entry.worker->device());
+  std::list<Worker::Open> waiting = entry.worker->take_waiting();
+  for (const Worker::Open& one : waiting) one.source->replace(one.device, next);
+  next->open(std::move(waiting), -1);
+  entry.worker->stop();
+  entry.worker->successor_ = next;
+  entry.worker = next;
+  note_own_cores();
+}
+
 std::shared_ptr<Worker> WorkerRegistry::present(std::shared_ptr<Worker> worker) {
   while (worker->left_behind_) {
-    if (worker->successor_ == nullptr) worker->successor_ = started(worker->device());
+    if (worker->successor_ == nullptr) replace_worker(*entry_of(worker->device()));
     worker = worker->successor_;
   }
   return worker;

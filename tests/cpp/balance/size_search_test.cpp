@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "balance/size_search.hpp"
+#include <paceline/balance/size_search.hpp>
 
 #include <gtest/gtest.h>
 

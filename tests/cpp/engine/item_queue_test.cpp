@@ -149,7 +149,7 @@ TEST(ItemShapes, TellsWhatTimesFollow) {
   for (const auto measure : {plan::ItemMeasure::padded, plan::ItemMeasure::sum, plan::ItemMeasure::count}) {
     std::mt19937_64 rng(11);
     std::normal_distribution<double> noise(1.0, 0.02);
-    internal::ItemShapes shapes(2);
+    internal::ItemShapes shapes;
     const plan::ItemShape truth{.cost = {1e-3, 2e-5, measure == plan::ItemMeasure::count ? 0.0 : 1e-7},
                                 .measure = measure};
     for (int k = 0; k < 200; ++k) {
@@ -166,7 +166,7 @@ TEST(ItemShapes, TellsWhatTimesFollow) {
 
 TEST(ItemShapes, ADeviceThatChangedItsSpeedIsNoOtherShape) {
   std::mt19937_64 rng(12);
-  internal::ItemShapes shapes(1);
+  internal::ItemShapes shapes;
   const plan::ItemShape truth{.cost = {1e-3, 2e-5, 0.0}};
   for (int k = 0; k < 100; ++k) {
     internal::ItemTiming timing = timing_of(rng, 0);
@@ -183,7 +183,7 @@ TEST(ItemShapes, ADeviceThatChangedItsSpeedIsNoOtherShape) {
 
 TEST(ItemShapes, SaysNothingOfItemsWhereTimesDoNot) {
   std::mt19937_64 rng(13);
-  internal::ItemShapes shapes(1);
+  internal::ItemShapes shapes;
   for (int k = 0; k < 50; ++k) {
     internal::ItemTiming timing = timing_of(rng, 0);
     timing.seconds = 1e-3;

@@ -10,7 +10,7 @@
 
 #include <paceline/error.hpp>
 
-#include "engine/data_parallel/objective_state.hpp"
+#include "engine/objective_state.hpp"
 
 namespace paceline {
 namespace {

@@ -5,16 +5,21 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <thread>
 #include <vector>
 
 #include <paceline/engine/data_parallel.hpp>
+#include <paceline/engine/pipeline_step.hpp>
 #include <paceline/engine/step.hpp>
+#include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
+#include <paceline/plan/schedule.hpp>
 
 #include "counting_program.hpp"
 #include "host_group.hpp"
+#include "pipeline_programs.hpp"
 
 namespace paceline {
 namespace {
@@ -78,6 +83,57 @@ TEST(SharedDevices, AreNotWaitedForByAStepThatIsCancelledBeforeItsTurn) {
   EXPECT_EQ(before.failure(), nullptr);
   run_step(group, std::make_shared<CountingProgram>(4, 1, false), {.shares = {2, 2}});
   for (const auto& times : program->times_) EXPECT_EQ(times, 0);
+}
+
+TEST(SharedDevices, AreWaitedForByALoopOfTheSameGroup) {
+  const DeviceGroup group = host_group(2);
+  for (const DeviceGroup& other : {group, group.share()}) {
+    const auto holding = std::make_shared<Holding>();
+    Step before(other, holding, {.shares = {1, 1}, .stealing = false});
+    before.start();
+    while (holding->entered < 2) std::this_thread::yield();
+    const auto program = std::make_shared<CountingProgram>(4, 1, false);
+    StepLoop loop(group, {});
+    const std::shared_ptr<Step> step = loop.begin(loop.plan(4), program);
+    int looks = 0;
+    EXPECT_FALSE(step->wait([&] { return ++looks < 2; })) << "it waits its turn";
+    EXPECT_THROW(loop.require_idle(), InvalidArgument) << "its own step has not ended";
+    holding->go = true;
+    holding->go.notify_all();
+    EXPECT_TRUE(step->wait());
+    for (const auto& times : program->times_) EXPECT_EQ(times, 1);
+    EXPECT_TRUE(before.wait());
+    EXPECT_EQ(before.failure(), nullptr);
+  }
+}
+
+TEST(SharedDevices, AreNotWaitedForByAPipelineThatIsCancelledBeforeItsTurn) {
+  const DeviceGroup group = host_group(2);
+  for (const bool one_has_come : {false, true}) {
+    const DeviceGroup other(one_has_come ? std::vector<Device>{group.devices()[1]} : group.devices());
+    const auto holding = std::make_shared<Holding>();
+    Step before(other, holding, {.shares = std::vector<std::int64_t>(other.size(), 1), .stealing = false});
+    before.start();
+    while (holding->entered < static_cast<int>(other.size())) std::this_thread::yield();
+    std::atomic<int> ran{0};
+    const auto program = std::make_shared<CallingProgram>([&](const StageAction&) { ++ran; });
+    PipelineStep step(group, program, plan::gpipe(2, 3), {0, 1});
+    step.start();
+    int looks = 0;
+    EXPECT_FALSE(step.wait([&] { return ++looks < 2; })) << "it waits its turn";
+    step.cancel();
+    EXPECT_TRUE(step.wait([look = 0]() mutable { return ++look < 100; })) << "it waits for the step before it";
+    EXPECT_THROW(step.rethrow_failure(), Cancelled);
+    const int until_then = ran;
+    holding->go = true;
+    holding->go.notify_all();
+    EXPECT_TRUE(before.wait());
+    PipelineStep after(group, std::make_shared<CallingProgram>([](const StageAction&) {}), plan::gpipe(2, 3), {0, 1});
+    after.start();
+    EXPECT_TRUE(after.wait());
+    EXPECT_EQ(after.failure(), nullptr);
+    EXPECT_EQ(ran, until_then);
+  }
 }
 
 }  // namespace

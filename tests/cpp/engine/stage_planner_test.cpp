@@ -195,6 +195,46 @@ TEST(StagePlanner, GivesARestoredDeviceAStageAgain) {
   EXPECT_TRUE(back) << planner.explain();
 }
 
+TEST(StagePlanner, KeepsTheMovesUntilThenWhenItIsToldTheCosts) {
+  plan::StageProblem problem = kBox.problem();
+  problem.blocks = kBox.costs;
+  StagePlanner planner(problem, {}, {}, false);
+  const auto step = [&] {
+    const auto plan = planner.plan(32);
+    planner.record(*plan, kBox.timings(*plan));
+  };
+  step();
+  planner.retire(2);
+  step();
+  ASSERT_EQ(planner.move_count(), 1);
+  planner.know(planner.known().blocks, kBox.speeds);
+  EXPECT_EQ(planner.move_count(), 1);
+  step();
+  planner.retire(1);
+  step();
+  EXPECT_EQ(planner.move_count(), 2);
+  const auto moves = planner.recent_moves();
+  ASSERT_EQ(moves.size(), 2U);
+  EXPECT_EQ(moves[0].step, 1);
+  EXPECT_EQ(moves[1].step, 3);
+  planner.measure_again();
+  EXPECT_EQ(planner.move_count(), 2);
+  EXPECT_EQ(planner.recent_moves().size(), 2U);
+}
+
+TEST(StagePlanner, CountsNoMovesWhileItMeasures) {
+  StagePlanner planner(kBox.problem(), {}, {}, true);
+  while (planner.measures()) {
+    static_cast<void>(planner.plan(32));
+    if (planner.recorded() == 2) planner.retire(2);
+    const auto plan = planner.plan(32);
+    planner.ran();
+    planner.record(kBox.samples(*plan));
+    EXPECT_EQ(planner.move_count(), 0);
+    EXPECT_TRUE(planner.recent_moves().empty());
+  }
+}
+
 TEST(StagePlanner, LeavesOutADeviceThatWasRetiredWhileItMeasured) {
   StagePlanner planner(kBox.problem(), {}, {}, true);
   for (int step = 0; step < 9; ++step) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -20,6 +21,7 @@
 
 #include "host_group.hpp"
 #include "shortage.hpp"
+#include "tasks.hpp"
 
 namespace paceline {
 namespace {
@@ -137,6 +139,45 @@ TEST(OutOfMemory, WhileGroupsAreClosedEndsTheirWorkersAllTheSame) {
     held->go = true;  // a worker that was left behind ends by itself
     ASSERT_TRUE(no_more_than(before)) << "round " << round;
   }
+}
+
+TEST(OutOfMemory, WhileAWorkerIsReplacedKeepsTheOrderOfTheGangsAndEveryThreadEnds) {
+  const std::ptrdiff_t before = threads_after_the_first();
+  {
+    DeviceGroup stuck = host_group(1);
+    DeviceGroup both = host_group(2);
+    DeviceGroup third = host_group(2);
+    Held held(stuck);
+    std::vector<int> order;  // on host:0
+    const auto gang = [&](int number) {
+      const auto together = std::make_shared<std::barrier<>>(2);  // as a step, which has its devices together
+      return task([&order, number, together](DeviceId device) {
+        together->arrive_and_wait();
+        if (device == 0) order.push_back(number);
+      });
+    };
+    const auto older = gang(1);
+    const auto newer = gang(2);
+    both.submit(older);
+    {
+      const Shortage shortage;
+      try {
+        stuck.close(std::chrono::milliseconds(20));
+        ADD_FAILURE() << "expected an error";
+      } catch (...) {  // the Timeout, or that there is no memory for it
+      }
+    }
+    third.submit(newer);
+    const auto patience = [look = 0]() mutable { return ++look < 200; };
+    EXPECT_TRUE(third.wait(*newer, patience)) << "two gangs wait for each other";
+    EXPECT_TRUE(both.wait(*older, patience));
+    EXPECT_EQ(order, (std::vector<int>{1, 2}));
+    held.go = true;
+    both.wait(*older);
+    third.wait(*newer);
+    DeviceGroup::close_all();
+  }
+  EXPECT_TRUE(no_more_than(before));
 }
 
 }  // namespace

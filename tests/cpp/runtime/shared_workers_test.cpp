@@ -10,7 +10,6 @@
 #include <barrier>
 #include <cfenv>
 #include <chrono>
-#include <functional>
 #include <future>
 #include <memory>
 #include <stdexcept>
@@ -23,39 +22,12 @@
 #include <paceline/runtime/device_group.hpp>
 
 #include "host_group.hpp"
+#include "tasks.hpp"
 
 namespace paceline {
 namespace {
 
 using std::chrono::milliseconds;
-
-class Task final : public GroupTask {
- public:
-  explicit Task(std::function<void(DeviceId)> body) : body_(std::move(body)) {}
-  void run(DeviceId device) noexcept override { body_(device); }
-
- private:
-  std::function<void(DeviceId)> body_;
-};
-
-std::shared_ptr<Task> task(std::function<void(DeviceId)> body) { return std::make_shared<Task>(std::move(body)); }
-
-DeviceGroup group_of(const std::vector<std::string>& names) { return DeviceGroup(names); }
-
-/// Keeps the workers of a group until it is told to let go.
-struct Held {
-  explicit Held(DeviceGroup& group) {
-    group.submit(source);
-    while (entered < static_cast<int>(group.size())) std::this_thread::yield();
-  }
-  std::atomic<int> entered{0};
-  std::atomic<bool> go{false};
-  std::shared_ptr<Task> source = task([this](DeviceId) {
-    ++entered;
-    while (!go) std::this_thread::sleep_for(std::chrono::microseconds(100));
-    --entered;
-  });
-};
 
 TEST(SharedWorkers, AreOneThreadForEachDevice) {
   DeviceGroup one = host_group(2);
@@ -203,6 +175,11 @@ TEST(Async, RunsACallOnTheWorkerThatIsFreeAndGivesItsResultOrItsError) {
   EXPECT_EQ(group.async([](const Device& device) { return device.name; }).get(), "host:1");
   auto failing = group.async([](const Device&) { throw std::out_of_range("no such row"); });
   EXPECT_THROW(failing.get(), std::out_of_range);
+  auto held_by_call = std::make_shared<int>(0);
+  const std::weak_ptr<int> seen = held_by_call;
+  group.async([held_by_call = std::move(held_by_call)](const Device&) {}).get();
+  for (int look = 0; look < 5000 && !seen.expired(); ++look) std::this_thread::sleep_for(milliseconds(1));
+  EXPECT_TRUE(seen.expired()) << "a worker that has not come to the call keeps what it holds";
   std::future<int> late = first.async([](const Device&) { return 7; });
   held.go = true;
   EXPECT_EQ(late.get(), 7);

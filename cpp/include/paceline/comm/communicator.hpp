@@ -57,8 +57,9 @@ struct CommunicatorOptions {
 /// Errors of a GPU or of NCCL that show later are thrown by wait() or the next call, which then does nothing; the one
 /// after it makes new connections. What the buffers hold after such an error is not defined.
 ///
-/// Threads: one call at a time per group, and none while the group runs something else (InvalidArgument). A closed
-/// group throws Unavailable. Copies share their state.
+/// Threads: one call at a time per group, and none while the group runs something else (InvalidArgument). Nor may
+/// one begin inside a step or another collective, whatever the devices. A closed group throws Unavailable. Copies share
+/// their state.
 ///
 ///   paceline::Communicator communicator{paceline::DeviceGroup::all(paceline::DeviceKind::host)};
 ///   communicator.all_reduce(gradients, paceline::ReduceOp::sum);   // gradients: one BufferView per device

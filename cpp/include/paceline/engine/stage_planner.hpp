@@ -95,6 +95,8 @@ class PACELINE_API StagePlanner {
  private:
   [[nodiscard]] plan::StageOptions measuring_options(std::int64_t batch_size, bool in_turn) const;
   [[nodiscard]] std::unique_ptr<balance::StageBalancer> made(plan::StageOptions options) const;
+  /// Before another balancer takes over.
+  void keep_moves();
 
   plan::StageProblem problem_;
   plan::StageOptions options_;
@@ -115,7 +117,8 @@ class PACELINE_API StagePlanner {
   std::optional<std::int64_t> most_predicted_;  // items of a micro-batch, after memory ran out
   std::int64_t steps_recorded_ = 0;
   std::int64_t steps_before_ = 0;  // the present balancer
-  std::int64_t moves_before_ = 0;  // of balancers from before blocks were measured again
+  std::int64_t moves_before_ = 0;  // those of earlier balancers
+  std::vector<balance::StageMove> recent_before_;
 };
 
 }  // namespace paceline

@@ -66,11 +66,12 @@ struct StepScript {
 /// Devices that work after the call may be two steps behind: the third step waits for them. The plan stays the same
 /// until their times are known.
 ///
-/// One step at a time. Not thread-safe, except that any thread may call metrics(), events(), history() and cancel().
+/// One step at a time, on a share of the group: steps take turns with all else that uses the devices. Not thread-safe,
+/// except that any thread may call metrics(), events(), history() and cancel().
 class PACELINE_API StepLoop {
  public:
   /// @throws InvalidArgument if balance and weights do not fit the group.
-  StepLoop(DeviceGroup group, StepLoopOptions options);
+  StepLoop(const DeviceGroup& group, StepLoopOptions options);
   ~StepLoop();
   StepLoop(const StepLoop&) = delete;
   StepLoop& operator=(const StepLoop&) = delete;

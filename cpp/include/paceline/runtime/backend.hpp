@@ -34,7 +34,9 @@ class PACELINE_API Backend {
   /// The device called `name`, which begins with prefix() and a colon.
   /// @throws InvalidArgument if the name is malformed or there is no such device.
   [[nodiscard]] virtual Device find(std::string_view name) const = 0;
-  /// Called on the device's worker thread before its first task: affinity, current device. Best effort.
+  /// Called on a thread that is about to work on the device: affinity, current device. On the device's worker before
+  /// its first task and whenever another group's work ran last, and on threads that borrow the worker's turn. Best
+  /// effort.
   virtual void prepare_worker(const Device& device) const noexcept = 0;
   /// True if a worker returns from a micro-batch before the device has finished it. Engines then pace the workers by
   /// events and time micro-batches by the device's clock.

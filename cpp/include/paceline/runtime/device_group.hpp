@@ -35,11 +35,11 @@ struct OpenOptions {
 
 /// An ordered set of devices, and a seat at the worker thread of each.
 ///
-/// There is one worker for each device in the process. Groups with a device in common share its worker, and the last
-/// group that leaves it ends it. A DeviceGroup is a handle: copies are the same group, which ends with the last copy.
-/// Each worker is pinned to its device's cores. A worker without work spins for a moment and then sleeps.
-/// Threads: any thread may submit.
-/// After fork() the child has no workers. There every call throws Unavailable, and destruction only drops the state.
+/// There is one worker for each device, of the same cores, in the process. Groups with a device in common share its
+/// worker, and the last group that leaves it ends it. A DeviceGroup is a handle: copies are the same group, which ends
+/// with the last copy. Each worker is pinned to its device's cores. A worker without work spins for a moment and then
+/// sleeps. Threads: any thread may submit. After fork() the child has no workers. There every call throws Unavailable,
+/// and destruction only drops the state.
 ///
 ///   paceline::DeviceGroup group = paceline::DeviceGroup::all();
 ///   group.run(task);                                        // task: std::shared_ptr<GroupTask>
@@ -76,8 +76,9 @@ class PACELINE_API DeviceGroup {
 
   /// Makes the workers ask `source` for work, and returns at once. close() cancels a source that is no gang. An empty
   /// list of devices means all of the group.
-  /// @throws InvalidArgument for a gang that is opened by a piece of work on a worker, which would wait for itself, for
-  /// a source that was opened before, and for a device that the group lacks; Unavailable once closed or after fork().
+  /// @throws InvalidArgument for a gang that is opened by a piece of work on a worker: no step or collective may begin
+  /// inside another one, whatever its devices, since each could wait for the other. Also for a source that was opened
+  /// before, and for a device that the group lacks. Unavailable once closed or after fork().
   void open(const std::shared_ptr<WorkSource>& source, const OpenOptions& options,
             std::span<const DeviceId> devices = {});
   /// Opens the source as a gang of all devices.
@@ -86,12 +87,14 @@ class PACELINE_API DeviceGroup {
   /// Waits until `source` is complete, without a time limit: user code may compile for half a minute or sit in a
   /// debugger. `between` is called at least every 50 ms. If it returns false, wait() returns false and the work goes
   /// on.
+  /// @throws Cancelled if close() has withdrawn the source before it began.
   bool wait(WorkSource& source, const Between& between = {});
 
   /// submit(), then wait(). Returns and throws what they do.
   bool run(const std::shared_ptr<WorkSource>& source, const Between& between = {});
 
-  /// Calls `call(device)` once, on the worker that is free first, between the pieces of other work.
+  /// Calls `call(device)` once, on the worker that is free first, between the pieces of other work. A piece of work
+  /// that calls get() keeps its own worker, so on a group's only device it waits for ever.
   ///
   ///   std::future<double> score = group.async([&](const Device&) { return evaluate(weights); });
   ///
@@ -118,10 +121,10 @@ class PACELINE_API DeviceGroup {
   [[nodiscard]] bool busy() const noexcept;
 
   /// Leaves the workers, once they have done what this group gave them. A worker that no other group uses is ended and
-  /// joined. A second call does nothing. A worker that has not come back within `timeout` is left behind; it ends with
-  /// the process, and other groups get a new one. `between` is called as in wait(); if it returns false, close() stops
-  /// waiting.
-  /// @throws Timeout naming the devices whose workers were left behind.
+  /// joined. A second call does nothing. After `timeout`, what no worker has begun is withdrawn: it never runs, and who
+  /// waits for it gets Cancelled. A worker that is still inside is left behind; it ends with the process, and other
+  /// groups get a new one. `between` is called as in wait(); if it returns false, close() stops waiting.
+  /// @throws Timeout naming the devices that have not done in time what this group gave them.
   void close(std::chrono::nanoseconds timeout = std::chrono::seconds(10), const Between& between = {});
   [[nodiscard]] bool closed() const noexcept;
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -103,6 +104,7 @@ class PACELINE_API WorkSource {
 
   friend class DeviceGroup;
   friend class GroupWorkers;
+  friend class internal::Worker;
   friend class internal::WorkerRegistry;
   using Workers = std::vector<std::pair<DeviceId, std::weak_ptr<internal::Worker>>>;
 
@@ -110,6 +112,16 @@ class PACELINE_API WorkSource {
   /// Another worker asks for the device from now on.
   void replace(DeviceId device, const std::shared_ptr<internal::Worker>& worker) noexcept;
 
+  enum class Progress : std::uint8_t { waiting, begun, withdrawn, over };
+  /// A worker's turn has come. False if the source was withdrawn before.
+  [[nodiscard]] bool begin() noexcept;
+  /// If no worker has begun it, it is cancelled and none ever will. Who waits for it is told, also if cancel() does
+  /// nothing.
+  void withdraw(std::exception_ptr reason) noexcept;
+  /// Whether nobody waits for it any more.
+  [[nodiscard]] bool over() const noexcept { return progress_ == Progress::over || complete(); }
+
+  std::atomic<Progress> progress_{Progress::waiting};
   std::shared_ptr<internal::TaskSignal> signal_;
   std::mutex mutex_;  // cancel() may run while the source is being opened
   Workers workers_;   // empty before the source is opened

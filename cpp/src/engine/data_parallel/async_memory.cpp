@@ -12,8 +12,8 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/async_device.hpp>
 
-#include "engine/data_parallel/objective_state.hpp"
 #include "engine/data_parallel/trainer_memory.hpp"
+#include "engine/objective_state.hpp"
 
 namespace paceline {
 namespace {

@@ -76,7 +76,7 @@ class UpdateProgram final : public StepProgram {
 template <class T>
 struct BasicDataParallel<T>::State {
   State(const DeviceGroup& group, const DataParallelOptions& options)
-      : memory(make_memory<T>(group, options)), step_loop(group.share(), step_loop_options(options)) {}
+      : memory(make_memory<T>(group, options)), step_loop(group, step_loop_options(options)) {}
 
   /// `batch`: how many items, or the cost of each.
   template <class Batch>

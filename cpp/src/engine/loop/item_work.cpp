@@ -97,8 +97,7 @@ bool ItemShapes::fit(const std::vector<std::int64_t>& since_step) {
     samples.reserve(timings_.size());
     for (const ItemTiming& timing : timings_) {
       const bool before = timing.step < since_step[timing.device];
-      samples.push_back(
-          sample_of(timing, measure, static_cast<std::int64_t>(timing.device + (before ? device_count_ : 0))));
+      samples.push_back(sample_of(timing, measure, static_cast<std::int64_t>(2 * timing.device + (before ? 1 : 0))));
     }
     const plan::ItemCostFit fit = plan::fit_item_cost(samples);
     Candidate candidate{{fit.shape, measure}, fit.relative_rms};
@@ -137,7 +136,7 @@ ItemWork::ItemWork(const std::vector<std::string>& device_classes, std::int64_t 
   for (const std::string& name : device_classes) {
     const auto known = std::ranges::find(classes_, name, &Class::name);
     devices_.push_back({static_cast<std::size_t>(known - classes_.begin())});
-    if (known == classes_.end()) classes_.push_back({name, ItemShapes(device_classes.size())});
+    if (known == classes_.end()) classes_.push_back({name, {}});
   }
 }
 

@@ -37,8 +37,6 @@ struct ItemTiming {
 /// device counts as a new device; otherwise the fit would mix up shape and scale.
 class ItemShapes {
  public:
-  explicit ItemShapes(std::size_t device_count) : device_count_(device_count) {}
-
   void add(const ItemTiming& timing);
   /// Fits the micro-batches in the window. `since_step`: per device, the first step at its present speed. Returns
   /// false, and changes nothing, if there are too few micro-batches or their times do not depend on the items.
@@ -51,7 +49,6 @@ class ItemShapes {
   [[nodiscard]] const std::deque<ItemTiming>& timings() const { return timings_; }
 
  private:
-  std::size_t device_count_;
   std::deque<ItemTiming> timings_;
   plan::ItemShape shape_;
   double error_ = 0.0;

@@ -12,10 +12,42 @@
 #include "plural.hpp"
 
 namespace paceline {
+namespace {
 
-StepLoop::StepLoop(DeviceGroup group, StepLoopOptions options) {
+/// Each device's claims must be cut into its pieces without a gap, because an item outside of all pieces would not run.
+void check_pieces(const StepScript& script) {
+  if (script.pieces.empty()) return;
+  if (script.pieces.size() != script.claims.size()) {
+    throw InvalidArgument(
+        fmt::format("step: pieces for {} with claims for {}; give both, one list of each for each device.",
+                    plural(script.pieces.size(), "device"), script.claims.size()));
+  }
+  for (std::size_t d = 0; d < script.pieces.size(); ++d) {
+    auto piece = script.pieces[d].begin();
+    const auto last = script.pieces[d].end();
+    for (const MicroBatch& claim : script.claims[d]) {
+      std::int64_t covered = claim.begin;
+      for (; covered < claim.end && piece != last && piece->begin == covered && piece->end > covered; ++piece) {
+        covered = piece->end;
+      }
+      if (covered == claim.end) continue;
+      throw InvalidArgument(
+          fmt::format("step: the pieces of device {} do not make up its claim [{}, {}) from item {} on; they must "
+                      "follow one another and end where it ends.",
+                      d, claim.begin, claim.end, covered));
+    }
+    if (piece != last) {
+      throw InvalidArgument(
+          fmt::format("step: the piece [{}, {}) of device {} is beyond its claims.", piece->begin, piece->end, d));
+    }
+  }
+}
+
+}  // namespace
+
+StepLoop::StepLoop(const DeviceGroup& group, StepLoopOptions options) {
   State::check(options);
-  state_ = std::make_unique<State>(std::move(group), std::move(options));
+  state_ = std::make_unique<State>(group, std::move(options));
 }
 
 StepLoop::~StepLoop() = default;
@@ -47,7 +79,7 @@ std::shared_ptr<Step> StepLoop::prepare(std::shared_ptr<const BatchPlan> plan, s
   if (plan == nullptr || plan != state.plan) {
     throw InvalidArgument("step: this plan is not the last one that was made. Plan, then begin.");
   }
-  internal::check_pieces(script);
+  check_pieces(script);
   StepOptions options;
   options.shares = plan->shares;
   options.models = plan->balance.models;
@@ -135,7 +167,7 @@ void StepLoop::cancel() {
 void StepLoop::require_idle() const {
   if (!state_->group.busy()) return;
   throw InvalidArgument(
-      "step: an earlier step of this group has not ended: its workers are still inside user code. Wait for it, or "
+      "step: an earlier step of this loop has not ended: its workers are still inside user code. Wait for it, or "
       "close the trainer.");
 }
 

@@ -60,8 +60,8 @@ balance::Balancer make_balancer(const DeviceGroup& group, const StepLoopOptions&
 
 }  // namespace
 
-StepLoop::State::State(DeviceGroup the_group, StepLoopOptions the_options)
-    : group(std::move(the_group)),
+StepLoop::State::State(const DeviceGroup& the_group, StepLoopOptions the_options)
+    : group(the_group.share()),
       asynchronous(group.asynchronous()),
       overlaps(std::ranges::count_if(group.devices(), [](const Device& one) { return one.kind != DeviceKind::host; }) >
                1),

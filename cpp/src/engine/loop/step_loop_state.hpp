@@ -14,13 +14,13 @@
 #include <vector>
 
 #include <paceline/balance/ledger.hpp>
+#include <paceline/balance/size_search.hpp>
 #include <paceline/engine/step_loop.hpp>
 
-#include "balance/size_search.hpp"
 #include "engine/loop/health_log.hpp"
 #include "engine/loop/item_work.hpp"
-#include "engine/loop/memory_caps.hpp"
 #include "engine/loop/planner.hpp"
+#include "engine/step/memory_caps.hpp"
 
 namespace paceline {
 
@@ -28,7 +28,7 @@ namespace paceline {
 struct StepLoop::State {
   static constexpr std::size_t kMostPending = 2;  // how many steps the caller may be ahead of the devices
 
-  State(DeviceGroup the_group, StepLoopOptions the_options);
+  State(const DeviceGroup& the_group, StepLoopOptions the_options);
 
   /// @throws InvalidArgument for options that do not go together.
   static void check(const StepLoopOptions& options);

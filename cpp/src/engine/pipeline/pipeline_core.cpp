@@ -5,16 +5,14 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <exception>
 #include <mutex>
-#include <optional>
 #include <utility>
 
 #include <paceline/error.hpp>
 
-#include "engine/data_parallel/objective_state.hpp"
+#include "engine/objective_state.hpp"
 #include "engine/rethrow.hpp"
 #include "plural.hpp"
 
@@ -88,34 +86,30 @@ std::vector<BlockBytes> bytes_of(const PipelineOptions& options, std::size_t ele
   return all;
 }
 
-/// Calls a function on the worker of each stage's device. Other workers are not waited for.
+/// Calls a function on the worker of each stage's device. It is opened on these.
 class StageTask final : public GroupTask {
  public:
-  StageTask(std::size_t devices, const std::vector<Stage>& stages, std::function<void(std::size_t)> body)
-      : stage_of_(devices), left_(stages.size()), body_(std::move(body)) {
-    for (std::size_t s = 0; s < stages.size(); ++s) stage_of_[stages[s].device] = s;
-  }
+  StageTask(std::vector<DeviceId> devices, std::function<void(std::size_t)> body)
+      : devices_(std::move(devices)), body_(std::move(body)) {}
   void run(DeviceId device) noexcept override {
-    if (!stage_of_[device]) return;
+    const auto stage = static_cast<std::size_t>(std::ranges::find(devices_, device) - devices_.begin());
     try {
-      body_(*stage_of_[device]);
+      body_(stage);
     } catch (...) {
       const std::lock_guard lock(mutex_);
       if (error_ == nullptr) {
         error_ = std::current_exception();
-        stage_ = *stage_of_[device];
+        stage_ = stage;
       }
     }
-    if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) wake_caller();
   }
-  [[nodiscard]] bool complete() const noexcept override { return left_.load(std::memory_order_acquire) == 0; }
+  [[nodiscard]] const std::vector<DeviceId>& devices() const noexcept { return devices_; }
   // When it is complete: the first error, and where it was.
   [[nodiscard]] const std::exception_ptr& error() const noexcept { return error_; }
   [[nodiscard]] std::size_t stage() const noexcept { return stage_; }
 
  private:
-  std::vector<std::optional<std::size_t>> stage_of_;
-  std::atomic<std::size_t> left_;
+  std::vector<DeviceId> devices_;
   std::function<void(std::size_t)> body_;
   std::mutex mutex_;
   std::exception_ptr error_;
@@ -193,7 +187,7 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
       on_stages(
           "step", [&](std::size_t stage) { run->commit(stage); },
           [](std::size_t stage) { return fmt::format("the sum of the gradients of stage {}", stage); });
-    } catch (...) {  // a stage has failed, or another trainer has the group: the caller may free what the step used
+    } catch (...) {  // a stage has failed, or the group is closed: the caller may free what the step used
       devices_.drain();
       throw;
     }
@@ -230,8 +224,10 @@ void PipelineCore::update(const std::function<void(std::size_t, BlockMemory&, Na
 
 void PipelineCore::on_stages(const char* call, const std::function<void(std::size_t)>& body,
                              const std::function<std::string(std::size_t)>& what) {
-  const auto task = std::make_shared<StageTask>(group_.size(), memory_.stages(), body);
-  group_.submit(task);
+  std::vector<DeviceId> devices;
+  for (const Stage& stage : memory_.stages()) devices.push_back(stage.device);
+  const auto task = std::make_shared<StageTask>(std::move(devices), body);
+  group_.open(task, {.gang = true}, task->devices());
   group_.wait(*task);
   if (task->error() == nullptr) return;
   const std::string& device = devices_.name(memory_.stages()[task->stage()].device);

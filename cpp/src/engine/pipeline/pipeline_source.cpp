@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/pipeline/pipeline_source.hpp"
 
+#include <algorithm>
 #include <utility>
 
 namespace paceline::internal {
@@ -12,17 +13,17 @@ constexpr std::size_t kKinds = 3;
 }  // namespace
 
 PipelineSource::PipelineSource(std::shared_ptr<PipelineProgram> program, plan::Schedule schedule,
-                               std::vector<DeviceId> devices, std::size_t device_count)
+                               std::vector<DeviceId> devices)
     : program_(std::move(program)),
       schedule_(std::move(schedule)),
       devices_(std::move(devices)),
-      stage_of_(device_count),
       stages_(devices_.size()),
       ended_(devices_.size() * kKinds * static_cast<std::size_t>(schedule_.micro_batches)) {
-  for (std::size_t s = 0; s < devices_.size(); ++s) {
-    stage_of_[devices_[s]] = s;
-    stages_[s].record.reserve(schedule_.stages[s].size());
-  }
+  for (std::size_t s = 0; s < devices_.size(); ++s) stages_[s].record.reserve(schedule_.stages[s].size());
+}
+
+std::size_t PipelineSource::stage_of(DeviceId device) const {
+  return static_cast<std::size_t>(std::ranges::find(devices_, device) - devices_.begin());
 }
 
 StageAction PipelineSource::action(std::size_t stage, std::size_t position) const {
@@ -49,9 +50,9 @@ bool PipelineSource::ready(const StageAction& action) const {
 }
 
 NextWork PipelineSource::next(DeviceId device, Clock::time_point) noexcept {
-  if (!stage_of_[device]) return NextWork::done();
-  const std::size_t stage = *stage_of_[device];
+  const std::size_t stage = stage_of(device);
   const StageState& state = stages_[stage];
+  if (!state.entered && !enter(stage)) return NextWork::done();
   if (over_.load(std::memory_order_acquire) || state.position == schedule_.stages[stage].size()) {
     leave(stage);
     return NextWork::done();
@@ -61,11 +62,11 @@ NextWork PipelineSource::next(DeviceId device, Clock::time_point) noexcept {
 }
 
 void PipelineSource::perform(DeviceId device, std::int64_t work, Turn& turn) {
-  program_->run(action(*stage_of_[device], static_cast<std::size_t>(work)), turn);
+  program_->run(action(stage_of(device), static_cast<std::size_t>(work)), turn);
 }
 
 void PipelineSource::done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept {
-  const std::size_t stage = *stage_of_[device];
+  const std::size_t stage = stage_of(device);
   StageState& state = stages_[stage];
   const StageAction ran = action(stage, static_cast<std::size_t>(work));
   state.record.push_back({ran, seconds_at(timing.start), seconds_at(timing.finish)});
@@ -76,7 +77,7 @@ void PipelineSource::done(DeviceId device, std::int64_t work, const WorkTiming& 
 }
 
 void PipelineSource::failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept {
-  fail(std::move(error), action(*stage_of_[device], static_cast<std::size_t>(work)));
+  fail(std::move(error), action(stage_of(device), static_cast<std::size_t>(work)));
 }
 
 void PipelineSource::cancel(std::exception_ptr reason) noexcept {
@@ -89,11 +90,29 @@ std::vector<std::vector<ActionRecord>> PipelineSource::record() const {
   return record;
 }
 
+bool PipelineSource::enter(std::size_t stage) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (decided_) return false;
+  stages_[stage].entered = true;
+  ++entered_;
+  return true;
+}
+
 void PipelineSource::leave(std::size_t stage) noexcept {
   if (std::exchange(stages_[stage].left, true)) return;
-  if (left_.fetch_add(1, std::memory_order_acq_rel) + 1 < stages_.size()) return;
   {
-    const std::lock_guard lock(failure_mutex_);
+    const std::lock_guard lock(mutex_);
+    ++left_;
+  }
+  settle();
+}
+
+/// A step that has failed is complete when those have left that have come. Behind other steps some may not come for
+/// long, and who waits for this one is not made to wait for them.
+void PipelineSource::settle() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (decided_ || left_ < (failure_ ? entered_ : stages_.size())) return;
     decided_ = true;
   }
   complete_.store(true, std::memory_order_release);
@@ -102,7 +121,7 @@ void PipelineSource::leave(std::size_t stage) noexcept {
 
 void PipelineSource::fail(std::exception_ptr error, const StageAction& at) noexcept {
   {
-    const std::lock_guard lock(failure_mutex_);
+    const std::lock_guard lock(mutex_);
     if (decided_ || failure_) return;
     failure_ = PipelineFailure{std::move(error), at};
     // Under the lock: a worker whose own failure comes second must not find the step still open, and run its action
@@ -110,6 +129,7 @@ void PipelineSource::fail(std::exception_ptr error, const StageAction& at) noexc
     over_.store(true, std::memory_order_release);
   }
   program_->give_up();
+  settle();
   wake_all();
 }
 

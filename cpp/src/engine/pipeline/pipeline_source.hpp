@@ -19,9 +19,8 @@ namespace paceline::internal {
 /// stage's list, once the input of that action has arrived.
 class PipelineSource final : public WorkSource {
  public:
-  /// Requires: a checked schedule, and `devices` that are in a group of `device_count`, each once.
-  PipelineSource(std::shared_ptr<PipelineProgram> program, plan::Schedule schedule, std::vector<DeviceId> devices,
-                 std::size_t device_count);
+  /// Requires: a checked schedule, and `devices` each once, which are those that it is opened on.
+  PipelineSource(std::shared_ptr<PipelineProgram> program, plan::Schedule schedule, std::vector<DeviceId> devices);
 
   /// Sets the step's clock to 0. Call it right before the workers get the step.
   void start_clock() { start_ = Clock::now(); }
@@ -46,29 +45,34 @@ class PipelineSource final : public WorkSource {
   struct alignas(64) StageState {
     std::size_t position = 0;
     std::vector<ActionRecord> record;
+    bool entered = false;
     bool left = false;
   };
 
+  [[nodiscard]] std::size_t stage_of(DeviceId device) const;
   [[nodiscard]] StageAction action(std::size_t stage, std::size_t position) const;
   [[nodiscard]] bool ready(const StageAction& action) const;
   [[nodiscard]] std::atomic<bool>& ended(std::size_t stage, const plan::Action& action);
   [[nodiscard]] bool has_ended(std::size_t stage, plan::Action::Kind kind, std::int64_t micro_batch) const;
+  [[nodiscard]] bool enter(std::size_t stage) noexcept;
   void leave(std::size_t stage) noexcept;
+  void settle() noexcept;
   void fail(std::exception_ptr error, const StageAction& at) noexcept;
   [[nodiscard]] double seconds_at(Clock::time_point time) const;
 
   std::shared_ptr<PipelineProgram> program_;
   plan::Schedule schedule_;
-  std::vector<DeviceId> devices_;                     // of each stage
-  std::vector<std::optional<std::size_t>> stage_of_;  // of each device
+  std::vector<DeviceId> devices_;  // of each stage
   std::vector<StageState> stages_;
   std::vector<std::atomic<bool>> ended_;  // by stage, kind and micro-batch
   Clock::time_point start_{};
-  std::atomic<std::size_t> left_{0};  // stages whose worker has left
-  std::atomic<bool> over_{false};     // no further action starts
+  std::atomic<bool> over_{false};  // no further action starts
   std::atomic<bool> complete_{false};
-  std::mutex failure_mutex_;
-  bool decided_ = false;  // whether it failed; under the lock
+  std::mutex mutex_;
+  // Under the lock.
+  std::size_t entered_ = 0;  // stages whose worker has come
+  std::size_t left_ = 0;
+  bool decided_ = false;  // whether it failed
   std::optional<PipelineFailure> failure_;
 };
 

@@ -42,15 +42,14 @@ PipelineStep::PipelineStep(DeviceGroup group, std::shared_ptr<PipelineProgram> p
                            std::vector<DeviceId> devices)
     : group_(std::move(group)) {
   check(group_, schedule, devices);
-  source_ = std::make_shared<internal::PipelineSource>(std::move(program), std::move(schedule), std::move(devices),
-                                                       group_.size());
+  source_ = std::make_shared<internal::PipelineSource>(std::move(program), std::move(schedule), std::move(devices));
 }
 
 PipelineStep::~PipelineStep() = default;
 
 void PipelineStep::start() {
   source_->start_clock();
-  group_.submit(source_);
+  group_.open(source_, {.gang = true}, source_->devices());
 }
 
 bool PipelineStep::wait(const DeviceGroup::Between& between) { return group_.wait(*source_, between); }

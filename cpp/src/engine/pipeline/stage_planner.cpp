@@ -17,6 +17,7 @@ namespace {
 /// Micro-batches of a step that measures. Several, because the first may be slow (compilation, cold caches) and the
 /// median counts.
 constexpr std::int64_t kMicroBatches = 8;
+constexpr std::ptrdiff_t kMostRecent = 16;  // moves, as a StageBalancer has
 
 bool same_run(const plan::StagePlan& a, const plan::StagePlan& b) {
   return a.cuts == b.cuts && a.order == b.order && a.sizes == b.sizes && a.schedule == b.schedule;
@@ -45,7 +46,7 @@ std::unique_ptr<balance::StageBalancer> StagePlanner::made(plan::StageOptions op
 }
 
 void StagePlanner::measure_again() {
-  moves_before_ = move_count();
+  keep_moves();
   const auto live = static_cast<std::size_t>(std::ranges::count(retired_, false));
   const std::size_t stages = std::min(live, options_.cuts.empty() ? problem_.blocks.size() : options_.cuts.size());
   const std::size_t turns = !options_.order.empty() || live == 1 ? 1 : std::max<std::size_t>(2, live - stages + 1);
@@ -143,6 +144,7 @@ void StagePlanner::know(std::vector<plan::BlockCost> blocks, std::span<const dou
                                       plural(blocks.size(), "block"), plural(speeds.size(), "device"),
                                       problem_.blocks.size(), problem_.devices.size()));
   }
+  if (steps_ == 0) keep_moves();  // while blocks are measured, changes are no moves
   problem_.blocks = std::move(blocks);
   for (std::size_t d = 0; d < speeds.size(); ++d) problem_.devices[d].speed = speeds[d];
   balancer_ = made(options_);
@@ -209,14 +211,23 @@ void StagePlanner::restore(DeviceId device) {
   retired_[device] = false;
 }
 
+void StagePlanner::keep_moves() {
+  recent_before_ = recent_moves();
+  moves_before_ = move_count();
+}
+
 std::int64_t StagePlanner::move_count() const noexcept {
   return moves_before_ + (recorded_ < steps_ ? 0 : balancer_->move_count());
 }
 
 std::vector<balance::StageMove> StagePlanner::recent_moves() const {
-  if (recorded_ < steps_) return {};
-  std::vector<balance::StageMove> moves = balancer_->recent_moves();
-  for (balance::StageMove& move : moves) move.step += steps_before_;
+  std::vector<balance::StageMove> moves = recent_before_;
+  if (recorded_ < steps_) return moves;
+  for (balance::StageMove move : balancer_->recent_moves()) {
+    move.step += steps_before_;
+    moves.push_back(std::move(move));
+  }
+  if (std::ssize(moves) > kMostRecent) moves.erase(moves.begin(), moves.end() - kMostRecent);
   return moves;
 }
 

@@ -1,45 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/step/step_pieces.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <optional>
 #include <utility>
 
-#include <paceline/error.hpp>
-
-#include "plural.hpp"
-
 namespace paceline::internal {
-
-void check_pieces(const StepScript& script) {
-  if (script.pieces.empty()) return;
-  if (script.pieces.size() != script.claims.size()) {
-    throw InvalidArgument(
-        fmt::format("step: pieces for {} with claims for {}; give both, one list of each for each device.",
-                    plural(script.pieces.size(), "device"), script.claims.size()));
-  }
-  for (std::size_t d = 0; d < script.pieces.size(); ++d) {
-    auto piece = script.pieces[d].begin();
-    const auto last = script.pieces[d].end();
-    for (const MicroBatch& claim : script.claims[d]) {
-      std::int64_t covered = claim.begin;
-      for (; covered < claim.end && piece != last && piece->begin == covered && piece->end > covered; ++piece) {
-        covered = piece->end;
-      }
-      if (covered == claim.end) continue;
-      throw InvalidArgument(
-          fmt::format("step: the pieces of device {} do not make up its claim [{}, {}) from item {} on; they must "
-                      "follow one another and end where it ends.",
-                      d, claim.begin, claim.end, covered));
-    }
-    if (piece != last) {
-      throw InvalidArgument(
-          fmt::format("step: the piece [{}, {}) of device {} is beyond its claims.", piece->begin, piece->end, d));
-    }
-  }
-}
 
 StepPieces::StepPieces(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<MemoryCaps> caps,
                        std::shared_ptr<balance::SizeSearch> search, std::int64_t least_items,

@@ -8,19 +8,14 @@
 #include <utility>
 #include <vector>
 
+#include <paceline/balance/size_search.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/engine/step.hpp>
-#include <paceline/engine/step_loop.hpp>
 
-#include "balance/size_search.hpp"
-#include "engine/loop/memory_caps.hpp"
+#include "engine/step/memory_caps.hpp"
 
 namespace paceline::internal {
-
-/// Each device's claims must be cut into its pieces without a gap, because an item outside of all pieces would not run.
-/// @throws InvalidArgument otherwise
-void check_pieces(const StepScript& script);
 
 /// Cuts the claims of one step into pieces, each of which a worker takes by itself. A piece is a micro-batch of the
 /// size that the search has found to be fast, or has on trial. Where memory is short it is cut further. Each device

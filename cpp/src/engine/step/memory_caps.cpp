@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/loop/memory_caps.hpp"
+#include "engine/step/memory_caps.hpp"
 
 #include <fmt/format.h>
 

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include <paceline/export.hpp>
+
 namespace paceline::balance {
 
 /// A part of a claim that ran.
@@ -21,8 +23,9 @@ struct TimedPiece {
 using TimedClaims = std::vector<std::vector<TimedPiece>>;
 
 /// Items [begin, end) in equal pieces of about `size` items, at most half as many again.
-[[nodiscard]] std::vector<std::pair<std::int64_t, std::int64_t>> in_pieces(std::int64_t begin, std::int64_t end,
-                                                                           std::int64_t size);
+[[nodiscard]] PACELINE_API std::vector<std::pair<std::int64_t, std::int64_t>> in_pieces(std::int64_t begin,
+                                                                                        std::int64_t end,
+                                                                                        std::int64_t size);
 
 /// Finds out whether claims of one kind of batch run faster in smaller micro-batches, because these fit into a cache.
 ///
@@ -31,7 +34,7 @@ using TimedClaims = std::vector<std::vector<TimedPiece>>;
 /// largest size is compared with the same device's ordinary claims, in the step before and the step after. That takes
 /// eight steps, and up to 42 where times vary. If a size is in use, as many more steps compare whole claims with it. In
 /// a step all devices try the same sizes, because shares follow from the ratios of their speeds.
-class SizeSearch {
+class PACELINE_API SizeSearch {
  public:
   /// The size in use, in items. None: a claim is one micro-batch.
   [[nodiscard]] std::optional<std::int64_t> size() const { return size_; }

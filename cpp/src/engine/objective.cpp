@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <utility>
 
-#include "engine/data_parallel/objective_state.hpp"
+#include "engine/objective_state.hpp"
 
 namespace paceline {
 

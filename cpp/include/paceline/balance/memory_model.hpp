@@ -5,6 +5,8 @@
 #include <map>
 #include <optional>
 
+#include <paceline/export.hpp>
+
 namespace paceline::balance {
 
 /// How much memory a micro-batch takes: `fixed + per_size * size` bytes, through the smallest and the largest size that
@@ -12,7 +14,7 @@ namespace paceline::balance {
 ///
 /// With one size measured, all of its memory is assumed to grow with the size. For larger sizes that predicts too much,
 /// never too little.
-class MemoryModel {
+class PACELINE_API MemoryModel {
  public:
   /// A micro-batch of this size, above zero, took so many bytes at most. Of one size the larger measurement counts.
   /// Zero bytes: nothing was seen.

@@ -11,12 +11,11 @@
 #include <utility>
 #include <vector>
 
+#include <paceline/balance/memory_model.hpp>
 #include <paceline/device_id.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/memory_report.hpp>
 #include <paceline/runtime/device_group.hpp>
-
-#include "balance/memory_model.hpp"
 
 namespace paceline::internal {
 
