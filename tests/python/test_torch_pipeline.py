@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from paceline.torch import DataParallel, Pipeline  # noqa: E402
-from pipeline_cases import differences  # noqa: E402
-from torch_support import TWO, hosts  # noqa: E402
+from paceline.torch import DataParallel, Pipeline
+from pipeline_cases import differences
+from pipeline_models import NanoGpt, accumulate, assert_equal, loss_inside, squares, text
+from pipeline_models import chain as chain_of
+from torch_support import TWO, hosts
 
 ROUNDS = 60  # `python tests/python/pipeline_cases.py 1000` runs more
 PARTS = 10
@@ -27,28 +27,21 @@ def test_gradients_equal_plain_accumulation_bit_for_bit(part: int) -> None:
     assert {seed: names for seed, names in found.items() if names} == {}
 
 
-def chain(blocks: int = 6, *, dropout: float = 0.0) -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(blocks)))
-
-
-def squares(module: Any, batch: Any) -> Any:
-    return module(batch).square().mean()
+def chain() -> Any:
+    return chain_of(6, 8)
 
 
 def test_dropout_draws_what_one_device_draws() -> None:
-    batch = torch.randn(12, 8)
-    gradients = []
+    models = []
     for devices in (["host:0"], TWO, hosts(3)):
-        module = chain(dropout=0.5)
-        torch.manual_seed(7)
-        with Pipeline(module, devices=devices, micro_batches=4) as trainer:
+        torch.manual_seed(0)
+        models.append(NanoGpt(dropout=0.5))
+        with Pipeline(models[-1], devices=devices, micro_batches=4) as trainer:
             for _ in range(5):
-                module.zero_grad()
-                trainer.step(squares, batch)
-        gradients.append([parameter.grad for parameter in module.parameters()])
-    for others in gradients[1:]:
-        assert all(map(torch.equal, gradients[0], others))
+                models[-1].zero_grad()
+                trainer.step(loss_inside, text(12))
+    for other in models[1:]:
+        assert_equal(other, models[0])
 
 
 def test_a_step_adds_to_gradients_that_are_there() -> None:
@@ -57,9 +50,8 @@ def test_a_step_adds_to_gradients_that_are_there() -> None:
     with Pipeline(module, devices=TWO, micro_batches=1) as trainer:
         for _ in range(2):
             trainer.step(squares, batch)
-            squares(plain, batch).backward()
-    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+            accumulate(plain, squares, batch, trainer)
+    assert_equal(module, plain)
 
 
 def test_the_report_says_where_the_module_is_cut() -> None:
@@ -93,7 +85,10 @@ def test_events_and_history_say_what_each_stage_ran() -> None:
             trainer.step(squares, torch.randn(8, 8))
         trainer.retire("host:1")
         trainer.step(squares, torch.randn(8, 8))
+        assert [stage["device"] for stage in trainer.report()["pipeline"]["stages"]] == ["host:0"]
         events, rows = trainer.events(), trainer.history()
+        trainer.restore("host:1")
+        trainer.step(squares, torch.randn(8, 8))
     ran = {
         kind: sorted(
             (one["device"], one["begin"], one["end"]) for one in events if (one["kind"], one["step"]) == (kind, 2)
@@ -120,15 +115,6 @@ def test_saved_bytes_are_those_of_distinct_tensors() -> None:
     assert blocks[1]["boundary_bytes"] == 8 * 4
 
 
-def test_predictions_come_in_the_order_of_the_items() -> None:
-    module, batch = chain(), torch.randn(11, 8)
-    with Pipeline(module, devices=TWO, micro_batches=4) as trainer:
-        assert torch.allclose(trainer.predict(batch), module(batch), atol=1e-7)
-        for _ in range(4):
-            trainer.step(squares, batch)
-        assert torch.allclose(trainer.predict(batch), module(batch), atol=1e-7)
-
-
 def test_a_trace_has_every_action_once(tmp_path: Path) -> None:
     module = chain()
     with Pipeline(module, devices=TWO, cuts=[0, 3], micro_batches=3) as trainer:
@@ -153,19 +139,6 @@ def test_the_schedule_is_drawn(tmp_path: Path) -> None:
     assert figure.axes
 
 
-def test_a_retired_device_has_no_stage() -> None:
-    module, batch = chain(), torch.randn(8, 8)
-    with Pipeline(module, devices=hosts(3), micro_batches=4) as trainer:
-        for _ in range(4):
-            trainer.step(squares, batch)
-        trainer.retire("host:1")
-        trainer.step(squares, batch)
-        assert trainer.shares["host:1"] == 0
-        assert "host:1" not in [stage["device"] for stage in trainer.report()["pipeline"]["stages"]]
-        trainer.restore("host:1")
-        trainer.step(squares, batch)
-
-
 class Remembers(nn.Module):
     """A block that leaves a term of the loss on itself, as mixtures of experts do."""
 
@@ -186,15 +159,11 @@ def test_what_a_forward_writes_on_its_module_belongs_to_its_micro_batch() -> Non
     plain = copy.deepcopy(module)
 
     def loss_fn(module: Any, batch: Any) -> Any:
-        return module(batch).square().mean() + sum(block.penalty for block in module)
+        return squares(module, batch) + sum(block.penalty for block in module)
 
     with Pipeline(module, devices=TWO, micro_batches=4, schedule="gpipe") as trainer:
         for _ in range(4):
             module.zero_grad()
             trainer.step(loss_fn, batch)
-        sizes = trainer.report()["micro_batches"]
-    for part in batch.split(sizes):
-        (loss_fn(plain, part) * (len(part) / 12)).backward()
-    assert all(
-        torch.equal(one.grad, other.grad) for one, other in zip(module.parameters(), plain.parameters(), strict=True)
-    )
+        accumulate(plain, loss_fn, batch, trainer)
+    assert_equal(module, plain)

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch import Pipeline, layout
-from paceline.torch._pipeline.blocks import blocks_of
+from pipeline_models import accumulate, assert_equal, squares
 from torch_support import TWO
 
 
@@ -85,10 +85,6 @@ IN_ORDER: dict[str, tuple[type[nn.Module], torch.Size, list[str]]] = {
 }
 
 
-def squares(module: Any, batch: Any) -> Any:
-    return module(batch).square().mean()
-
-
 def names_of(trainer: Pipeline) -> list[str]:
     return [block["name"] for block in trainer.report()["pipeline"]["blocks"]]
 
@@ -111,12 +107,8 @@ def test_blocks_are_found_and_run_in_the_order_of_the_forward(what: str, on_meta
             trainer.step(squares, batch)
         assert names_of(trainer) == order
         assert len(trainer.report()["pipeline"]["stages"]) == 2
-        for part in batch.split(2):
-            (squares(plain, part) * (2 / 8)).backward()
-    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.equal(one.grad, other.grad)
+        accumulate(plain, squares, batch, trainer)
+    assert_equal(module, plain)
 
 
 def test_a_layout_keeps_the_order() -> None:
@@ -150,11 +142,9 @@ class Alternates(nn.Module):
 
 
 def test_an_order_that_changes_is_refused() -> None:
-    batch = torch.randn(8, 4)
-
     def steps() -> None:
         for _ in range(3):
-            trainer.step(squares, batch)
+            trainer.step(squares, torch.randn(8, 4))
 
     with Pipeline(Alternates(), TWO, micro_batches=4) as trainer:
         with pytest.raises(InvalidArgument, match="in the order of the blocks"):
@@ -171,9 +161,13 @@ def test_an_order_that_was_given_is_kept() -> None:
 
 
 def test_small_lists_beside_the_blocks_are_no_blocks() -> None:
-    module = nn.ModuleDict({"head": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
-    module["layers"] = nn.ModuleList(nn.LSTM(8, 8) for _ in range(4))
-    assert [block.name for block in blocks_of(module, None)] == [f"layers.{index}" for index in range(4)]
+    module: Any = nn.Sequential(
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), nn.Sequential(nn.Tanh(), nn.Tanh())
+    )
+    with Pipeline(module, TWO, micro_batches=4) as trainer:
+        for _ in range(3):
+            trainer.step(squares, torch.randn(8, 8))
+        assert names_of(trainer) == [f"0.{index}" for index in range(4)]
 
 
 def test_lists_are_no_blocks() -> None:

@@ -120,20 +120,6 @@ print("end")
     assert "Fatal" not in done.stderr
 
 
-def test_dropping_a_pipeline_ends_its_threads() -> None:
-    program = (
-        "before = thread_count()\n"
-        + SETUP
-        + """
-gc.collect()
-gc.disable()
-del trainer
-print(thread_count(before) - before)
-"""
-    )
-    assert output_of(program) == "0"
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_cannot_step_but_may_leave_in_every_way() -> None:
     program = (

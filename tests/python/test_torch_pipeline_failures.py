@@ -18,7 +18,8 @@ from torch import nn
 
 from paceline import Cancelled, Unavailable
 from paceline.torch import Pipeline
-from torch_support import TWO, gradients
+from pipeline_models import accumulate, same, squares, two_stages
+from torch_support import TWO, Gradients, gradients
 
 
 class Unlucky(RuntimeError):
@@ -84,18 +85,10 @@ class Chain(nn.Module):
         return pair[0]
 
 
-def squares(module: Any, batch: Any) -> Any:
-    return module(batch).pow(2).mean()
-
-
 def marked(item: int, items: int = 8) -> torch.Tensor:
     x = torch.linspace(-1, 1, 4 * items).view(items, 4)
     x[item, 0] = 100
     return x
-
-
-def two_stages(module: nn.Module, **options: Any) -> Pipeline:
-    return Pipeline(module, TWO, **{"cuts": [0, 2], "micro_batches": 4, "schedule": "1f1b", **options})
 
 
 def trained(module: Any, trainer: Pipeline, batch: torch.Tensor, steps: int = 4) -> None:
@@ -106,21 +99,16 @@ def trained(module: Any, trainer: Pipeline, batch: torch.Tensor, steps: int = 4)
     assert trainer.report()["pipeline"]["predicted_seconds"] is not None
 
 
-def plain_gradients(module: nn.Module, batch: torch.Tensor, sizes: list[int]) -> list[torch.Tensor | None]:
+def plain_gradients(module: nn.Module, batch: torch.Tensor, trainer: Pipeline) -> Gradients:
     plain = copy.deepcopy(module)
     plain.zero_grad()
-    for part in batch.split(sizes):
-        (squares(plain, part) * (len(part) / len(batch))).backward()
-    return gradients(plain)
+    return accumulate(plain, squares, batch, trainer)
 
 
 def assert_next_step_is_exact(module: Any, trainer: Pipeline, batch: torch.Tensor) -> None:
     module.zero_grad()
     trainer.step(squares, batch)
-    wanted = plain_gradients(module, batch, trainer.report()["micro_batches"])
-    assert all(one is not None for one in wanted)
-    for one, other in zip(gradients(module), wanted, strict=True):
-        assert torch.equal(one, other)  # type: ignore[arg-type]
+    assert same(gradients(module), plain_gradients(module, batch, trainer))
 
 
 @pytest.mark.parametrize("measuring", [True, False])
@@ -137,8 +125,7 @@ def test_an_error_has_its_place_and_the_step_leaves_nothing(block: int, way: str
         with pytest.raises(Unlucky, match="as planned") as caught:
             trainer.step(squares, batch)
         module.layers[block].fails = ""
-        for one, other in zip(before, gradients(module), strict=True):
-            assert other is None if one is None else torch.equal(one, other)  # type: ignore[arg-type]
+        assert gradients(module) == before if measuring else same(gradients(module), before)
         assert all(map(torch.equal, buffers, module.buffers()))
         assert traceback.extract_tb(caught.value.__traceback__)[-1].name == way
         note = caught.value.__notes__[0] if sys.version_info >= (3, 11) else str(caught.value.__cause__)
@@ -196,8 +183,7 @@ def test_out_of_memory_runs_the_same_step_with_less_in_flight(error: BaseExcepti
         assert report["out_of_memory"] == 1
         assert report["pipeline"]["stages"][0]["in_flight"] < in_flight
         assert report["recent_moves"][-1]["kind"] == "memory"
-        for one, other in zip(gradients(module), plain_gradients(module, batch, report["micro_batches"]), strict=True):
-            assert torch.equal(one, other)  # type: ignore[arg-type]
+        assert same(gradients(module), plain_gradients(module, batch, trainer))
         assert_next_step_is_exact(module, trainer, batch)
 
 

@@ -154,18 +154,18 @@ def test_a_forward_that_writes_parameters_is_named() -> None:
     assert torch.equal(plain.k.weight, module.k.weight)
 
 
-def test_a_value_that_changes_by_itself_is_no_difference() -> None:
+def test_a_value_that_changes_by_itself_and_the_size_of_a_slice_are_no_difference() -> None:
     class Timed(nn.Module):
+        clock = 0.0
+
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.last = net(), 0.0
+            self.net, self.last, self.items = net(), 0.0, 0
 
         def forward(self, rows: torch.Tensor) -> Any:
             Timed.clock += 1.0
-            self.last = Timed.clock
+            self.last, self.items = Timed.clock, len(rows)
             return self.net(rows)
-
-        clock = 0.0
 
     assert said_by(Timed(), squares, rows()) == ""
 
@@ -320,19 +320,6 @@ def test_state_of_all_kinds_is_as_after_one_run() -> None:
     assert (TOTAL, moving.item(), dict(groups), meters.loss.n) == (1, 1, {"sizes": [16]}, 1)
     assert (module.count.n, dict(module.odd)) == (1, {"a": 2})
     assert all(torch.equal(one, two + 1) for one, two in zip(teacher.parameters(), start.parameters(), strict=True))
-
-
-def test_the_size_of_a_slice_is_no_difference() -> None:
-    class Sized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.items = net(), 0
-
-        def forward(self, rows: torch.Tensor) -> Any:
-            self.items = len(rows)
-            return self.net(rows)
-
-    assert said_by(Sized(), squares, rows()) == ""
 
 
 def test_ordered_dictionaries_are_whole_after_they_were_put_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -90,21 +91,13 @@ def test_checkpoints_inside_of_checkpoints_draw_the_same_again(reentrant: bool) 
 
 
 @REENTRANT
-def test_dropout_with_checkpointing_works_on_one_device(reentrant: bool) -> None:
-    module, (_, batch) = Checkpointed(0.5, reentrant), classifier()
+@pytest.mark.parametrize(("dropout", "devices"), [(0.5, 1), (0.0, 2)])
+def test_checkpointing_is_exact_on_one_device_and_without_draws(reentrant: bool, dropout: float, devices: int) -> None:
+    module, (_, batch) = Checkpointed(dropout, reentrant), classifier()
     torch.manual_seed(5)
     _, wanted = plain(module, classify, batch)
-    with DataParallel(module, ["host:0"]) as trainer:
+    with DataParallel(module, hosts(devices), balance=[2, 1][:devices]) as trainer:
         torch.manual_seed(5)
-        trainer.step(classify, batch)
-    assert_same_gradients(module, wanted)
-
-
-@REENTRANT
-def test_checkpointing_without_draws_is_exact_on_several_devices(reentrant: bool) -> None:
-    module, (_, batch) = Checkpointed(0.0, reentrant), classifier()
-    _, wanted = plain(module, classify, batch)
-    with DataParallel(module, TWO, balance=[2, 1]) as trainer:
         trainer.step(classify, batch)
     assert_same_gradients(module, wanted)
 
@@ -144,48 +137,22 @@ class Scaled(torch.autograd.Function):
 SCALED: Any = Scaled.apply
 
 
-def test_a_custom_function_with_dropout_is_no_recomputation() -> None:
-    module, batch = classifier()
-    drop = nn.Dropout(0.5)
-    with DataParallel(module, TWO) as trainer:
-        trainer.step(lambda m, b: classify(m, (SCALED(drop(b[0].clone().requires_grad_())), b[1])), batch)
-    assert all(gradient is not None for gradient in gradients(module))
-
-
-def test_hooks_on_saved_tensors_with_dropout_are_no_recomputation() -> None:
-    module, batch = classifier()
-    module = nn.Sequential(nn.Dropout(0.5), module)
-    with DataParallel(module, TWO) as trainer, torch.autograd.graph.save_on_cpu():
-        trainer.step(classify, batch)
-    assert all(gradient is not None for gradient in gradients(module))
-
-
-def test_tensor_hooks_with_dropout_are_no_recomputation() -> None:
+@pytest.mark.parametrize("what", ["a custom function", "hooks on saved tensors", "hooks on tensors"])
+def test_what_is_no_recomputation_may_stand_beside_dropout(what: str) -> None:
     module, batch = classifier()
     module = nn.Sequential(nn.Dropout(0.5), module)
 
     def loss_fn(replica: Any, part: Any) -> Any:
-        output = replica(part[0])
-        output.register_hook(lambda gradient: gradient * 2)
+        custom = what == "a custom function"
+        output = replica(SCALED(part[0].clone().requires_grad_()) if custom else part[0])
+        if what == "hooks on tensors":
+            output.register_hook(lambda gradient: gradient * 2)
         return nn.functional.cross_entropy(output, part[1])
 
-    with DataParallel(module, TWO) as trainer:
+    saved = torch.autograd.graph.save_on_cpu() if what == "hooks on saved tensors" else contextlib.nullcontext()
+    with DataParallel(module, TWO) as trainer, saved:
         trainer.step(loss_fn, batch)
     assert all(gradient is not None for gradient in gradients(module))
-
-
-def test_the_callers_generator_goes_on() -> None:
-    module, batch = classifier()
-    module = nn.Sequential(nn.Dropout(0.5), module)
-    with DataParallel(module, TWO) as trainer:
-        torch.manual_seed(1)
-        before = torch.get_rng_state()
-        trainer.step(classify, batch)
-        assert not torch.equal(torch.get_rng_state(), before)
-        module.eval()
-        before = torch.get_rng_state()
-        trainer.step(classify, batch)
-        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_dropout_with_checkpointing_raises_also_where_another_part_is_compiled() -> None:
