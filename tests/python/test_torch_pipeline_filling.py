@@ -201,14 +201,6 @@ def test_errors_of_the_user_are_not_taken_for_missing_memory() -> None:
         trainer.step(fails, X)
 
 
-def test_parameters_that_a_prediction_fills_can_be_trained() -> None:
-    module = on_meta(Block)
-    with Pipeline(module, TWO, micro_batches=4, init=filled_as(made(Block))) as trainer:
-        with torch.inference_mode():
-            trainer.predict(X)
-        assert float(trainer.step(square, X)) == loss_of(made(Block))
-
-
 def test_the_order_is_found_after_a_call_of_some_blocks() -> None:
     class Backwards(nn.Module):
         """Its blocks are called in the reverse of their order."""

@@ -113,6 +113,8 @@ class Averages(nn.Module):
         self.layers, self.calls = net(), 0
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.register_buffer("average", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool))
+        self.register_buffer("growing", torch.zeros(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layers(x)
@@ -131,7 +133,7 @@ def test_a_buffer_that_depends_on_the_number_is_said_and_attributes_are_not() ->
     assert "in 8 micro-batches and" in said
     assert "micro_batches= fixes it" in said
     assert "calls" not in said
-    assert "count" not in said
+    assert not any(name in said for name in ("count", "mask", "growing"))
     other = Averages()
     steps(other, loss_of, batch(), prove=False)
     assert torch.equal(module.average, other.average)
@@ -297,15 +299,6 @@ def test_draws_that_cannot_be_repeated_are_not_proved() -> None:
 
     _, line, _ = steps(net(), loss_fn, batch(), prove="raise")
     assert "not proved: random draws that cannot be repeated (numpy.random)" in line
-
-
-def test_buffers_of_other_types_and_shapes_are_compared() -> None:
-    module = Averages()
-    module.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool))
-    module.register_buffer("growing", torch.zeros(2))
-    said, _, _ = steps(module, loss_of, batch(), prove="warn")
-    assert "buffer 'average' has" in said
-    assert "mask" not in said
 
 
 def test_a_prediction_that_needs_two_items_works_and_is_not_proved() -> None:

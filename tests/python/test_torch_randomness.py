@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy.random
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import InvalidArgument
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, UnseededDrawsWarning
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain, worst_difference
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
@@ -171,3 +175,70 @@ def test_dropout_with_checkpointing_raises_also_where_another_part_is_compiled()
         for _ in range(10):
             with pytest.raises(InvalidArgument, match=r"random draws.*activation checkpointing"):
                 trainer.step(classify, batch)
+
+
+# Random numbers that no seed reaches are named once, and what a seed reaches is not.
+
+
+class Recurrent(nn.Module):
+    def __init__(self, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.body = nn.LSTM(6, 5, 2, batch_first=True, dropout=dropout).double()
+        self.head = nn.Linear(5, 3).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.body(x[:, None].expand(-1, 4, -1))[0][:, -1])
+
+
+def test_what_no_seed_reaches_is_said_once_and_by_name() -> None:
+    module, (_, batch) = Recurrent(), classifier(32)
+    with DataParallel(module, TWO, balance="even") as trainer:
+        with pytest.warns(UnseededDrawsWarning, match=r"the dropout of nn\.LSTM"):
+            trainer.step(classify, batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnseededDrawsWarning)
+            trainer.step(classify, batch)
+            trainer.predict(batch[0])
+
+
+OWN = torch.Generator()
+DRAWN_BY: dict[str, Callable[[], float]] = {
+    "calls with generator=": lambda: torch.rand((), generator=OWN).item(),
+    "numpy.random": numpy.random.random,
+    "Python's random": random.random,
+}
+
+
+@pytest.mark.parametrize("name", DRAWN_BY)
+def test_generators_of_a_loss_that_all_devices_share_are_named_where_the_caller_is(name: str) -> None:
+    module, batch = classifier(32)
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        return classify(replica, part) * DRAWN_BY[name]()
+
+    with DataParallel(module, TWO, balance="even") as trainer:
+        with pytest.warns(UnseededDrawsWarning, match=f"drawn by {name} come") as told:
+            trainer.step(loss_fn, batch)
+        assert [one.filename for one in told] == [__file__]
+
+
+def own_for_each(module: Any, part: Any) -> Any:
+    """A generator that a loss makes for each micro-batch."""
+    return classify(module, part) * torch.rand((), generator=torch.Generator().manual_seed(3)).item()
+
+
+@pytest.mark.parametrize(
+    ("module", "loss_fn"),
+    [
+        (nn.Sequential(nn.Dropout(), classifier(32)[0]), classify),
+        (Recurrent(0.0), classify),
+        (classifier(32)[0], own_for_each),
+    ],
+    ids=["dropout", "no dropout in nn.LSTM", "a generator of its own"],
+)
+def test_what_a_seed_reaches_is_not_warned_of(module: nn.Module, loss_fn: Any) -> None:
+    _, batch = classifier(32)
+    with DataParallel(module, TWO, balance="even") as trainer, warnings.catch_warnings():
+        warnings.simplefilter("error", UnseededDrawsWarning)
+        for _ in range(3):
+            trainer.step(loss_fn, batch)
