@@ -71,7 +71,7 @@ def circles(files: list[Path]) -> list[str]:
 
     def home(name: str) -> str | None:
         *folder, stem = name.split("/")
-        return "/".join(folder) if len(folder) == 2 else homes.get((*folder, stem))
+        return "/".join(folder) if len(folder) == 2 else homes.get(("/".join(folder), stem))
 
     uses: dict[str | None, set[str | None]] = {}
     for path in files:

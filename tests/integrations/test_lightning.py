@@ -14,11 +14,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from frameworks_support import within
+from frameworks_support import TWO, difference, within
 from paceline import InvalidArgument
 from paceline.lightning import PacelineStrategy
 
-TWO = ["host:0", "host:1"]
 DTYPES: set[torch.dtype] = set()  # of the outputs that training steps have seen
 
 
@@ -69,17 +68,19 @@ class Record(pl.Callback):
         self.norms.append(float(torch.cat([one.grad.flatten() for one in module.parameters()]).norm()))
 
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "max_epochs": 2,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
 def fit(module: Any, strategy: Any, folder: Any, **options: Any) -> tuple[Any, Record]:
     record = Record()
-    arguments = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 2,
-        "log_every_n_steps": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    given: dict[str, Any] = {**arguments, "logger": CSVLogger(folder), "callbacks": [record], **options}
+    given: dict[str, Any] = {**QUIET, "log_every_n_steps": 1, "logger": CSVLogger(folder), "callbacks": [record]}
+    given |= options
     dtype = next(module.parameters()).dtype
     trainer = pl.Trainer(**given) if strategy is None else pl.Trainer(strategy=strategy, **given)
     with warnings.catch_warnings():
@@ -97,8 +98,7 @@ def test_a_fit_is_that_of_one_device(options: dict[str, Any], tmp_path: Any) -> 
     ours, theirs = Classifier(), Classifier()
     trainer, got = fit(ours, PacelineStrategy(TWO, balance=[1, 2]), tmp_path, **options)
     _, wanted = fit(theirs, None, tmp_path, **options)
-    worst = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    assert within(worst, 1e-12)
+    assert within(difference(ours, theirs), 1e-12)
     assert got.norms == pytest.approx(wanted.norms, rel=1e-10)
     assert [step.keys() for step in got.steps] == [step.keys() for step in wanted.steps]
     for mine, reference in zip(got.steps, wanted.steps, strict=True):
@@ -122,22 +122,13 @@ def test_a_checkpoint_resumes_on_one_device(tmp_path: Any) -> None:
     trainer, _ = fit(ours, PacelineStrategy(TWO), tmp_path, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     theirs = Classifier(seed=3)
-    resumed = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    resumed = pl.Trainer(**QUIET, logger=False, enable_checkpointing=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         resumed.fit(theirs, loader(), ckpt_path=str(tmp_path / "one.ckpt"))
     reference = Classifier()
     fit(reference, None, tmp_path)
-    worst = max((a - b).abs().max().item() for a, b in zip(theirs.parameters(), reference.parameters(), strict=True))
-    assert within(worst, 1e-12)
+    assert within(difference(theirs, reference), 1e-12)
 
 
 def test_outputs_beside_the_loss_come_back_whole(tmp_path: Any) -> None:
@@ -172,8 +163,7 @@ def test_weights_of_a_mean_over_tokens(tmp_path: Any) -> None:
     _, wanted = fit(theirs, None, tmp_path)
     for mine, reference in zip(got.steps, wanted.steps, strict=True):
         assert mine == pytest.approx(reference, rel=1e-9)
-    worst = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    assert within(worst, 1e-12)
+    assert within(difference(ours, theirs), 1e-12)
 
 
 @pytest.mark.parametrize("balance", ["even", [1, 2]])

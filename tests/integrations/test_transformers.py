@@ -20,28 +20,21 @@ from transformers import (
     TrainingArguments,
 )
 
-from frameworks_support import within
+from frameworks_support import TWO, difference, within
 from paceline.torch import ProofWarning
 from paceline.transformers import PacelineMixin
-
-TWO = ["host:0", "host:1"]
 
 
 class Parallel(PacelineMixin, Trainer):
     data_parallel_options: ClassVar[dict[str, Any]] = {"devices": TWO, "balance": [1, 2]}
 
 
+SMALL = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
 def llama() -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-    )
-    return LlamaForCausalLM(config).double()
+    return LlamaForCausalLM(LlamaConfig(**SMALL, max_position_embeddings=32)).double()
 
 
 def sentences(items: int = 48) -> list[dict[str, torch.Tensor]]:
@@ -106,16 +99,12 @@ def test_training_a_language_model_is_that_of_one_device(
     theirs, wanted = train(Trainer, llama(), tmp_path, **options)
     assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in wanted], rel=1e-6)
     assert [norm for _, norm in got] == pytest.approx([norm for _, norm in wanted], rel=1e-5)
-    worst = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    assert worst < tolerance
+    assert difference(ours, theirs) < tolerance
 
 
 def bert() -> Any:
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_labels=3,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+    config = BertConfig(**SMALL, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return BertForSequenceClassification(config).double()
 
 
@@ -124,8 +113,7 @@ def test_training_a_classifier_is_that_of_one_device(tmp_path: Any) -> None:
     for options in ({}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}):
         ours, got = train(Parallel, bert(), tmp_path, classified, **options)
         assert [loss for loss, _ in got] == pytest.approx([loss for loss, _ in wanted], rel=1e-6)
-        worst = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-        assert within(worst, 1e-10)
+        assert within(difference(ours, theirs), 1e-10)
 
 
 def test_bf16_runs_on_the_devices(tmp_path: Any) -> None:
@@ -172,8 +160,7 @@ def test_batches_without_labels_do_what_they_do_on_one_device(steps: int, tmp_pa
     (ours, got), (theirs, wanted) = runs
     assert len(got) == 6 // steps
     assert got == [pytest.approx(pair, rel=1e-5, nan_ok=True) for pair in wanted]
-    worst = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    assert worst < 1e-5
+    assert difference(ours, theirs) < 1e-5
 
 
 class Plain(Trainer):
@@ -226,16 +213,13 @@ def test_a_loss_in_a_class_after_the_mixin_runs_on_the_devices(tmp_path: Any) ->
         ours, got = train(After, llama(), tmp_path, **options)
     theirs, wanted = train(OwnLoss, llama(), tmp_path, **options)
     assert got == [pytest.approx(pair, rel=1e-6) for pair in wanted]
-    worst = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    assert worst < 1e-10
+    assert difference(ours, theirs) < 1e-10
 
 
 @pytest.mark.parametrize(("coefficient", "warned"), [(0.5, 1), (0.0, 0)])
 def test_router_losses_warn(coefficient: float, warned: int, tmp_path: Any) -> None:
-    config = MixtralConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        num_local_experts=4, output_router_logits=True, router_aux_loss_coef=coefficient,
-    )  # fmt: skip
+    options = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
+    config = MixtralConfig(**SMALL, **options, router_aux_loss_coef=coefficient)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         train(Parallel, MixtralForCausalLM(config), tmp_path, max_steps=1)

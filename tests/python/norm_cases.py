@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_support import assert_same_gradients, gradients
+
 Synchronised: Any = {"batch_norm": "synchronised"}
 ITEMS = 13
 
@@ -43,6 +45,12 @@ def case(kind: str, items: int = ITEMS, **options: Any) -> tuple[nn.Module, Any]
     module = (Images(**options) if kind == "images" else rows(**options)).double()
     x = torch.randn(items, 2, 6, 5).double() if kind == "images" else torch.randn(items, 6).double()
     return module, (30 + 3 * x, torch.randint(0, 3, (items,)))
+
+
+def assert_same(module: nn.Module, reference: nn.Module) -> None:
+    """Gradients and buffers."""
+    assert_same_gradients(module, gradients(reference))
+    assert same_buffers(module, reference)
 
 
 def same_buffers(module: nn.Module, reference: nn.Module) -> bool:

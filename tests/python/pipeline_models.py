@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from paceline.torch import Pipeline
-from torch_support import TWO
+from torch_support import TWO, Gradients, gradients
 
 WIDTH = 8
 Batch = tuple[torch.Tensor, ...]
@@ -82,6 +82,15 @@ def sequential() -> Any:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
+def chain(blocks: int = 4, width: int = 4) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)))
+
+
+def squares(module: Any, batch: Any) -> Any:
+    return module(batch).square().mean()
+
+
 def two_stages(model: nn.Module, **options: Any) -> Pipeline:
     return Pipeline(model, TWO, **{"cuts": [0, 2], "micro_batches": 4, "schedule": "1f1b", **options})
 
@@ -104,3 +113,20 @@ def assert_equal(got: nn.Module, wanted: nn.Module) -> None:
 
 def slices(batch: Batch, sizes: list[int]) -> list[Batch]:
     return list(zip(*(tensor.split(sizes) for tensor in batch), strict=True))
+
+
+def accumulate(plain: nn.Module, loss_fn: Any, batch: Any, trainer: Pipeline) -> Gradients:
+    """The gradients after plain accumulation of the micro-batches that the trainer's last step had."""
+    sizes = trainer.report()["micro_batches"]
+    parts: Any = batch.split(sizes) if isinstance(batch, torch.Tensor) else slices(batch, sizes)
+    for part, size in zip(parts, sizes, strict=True):
+        (loss_fn(plain, part) * (size / sum(sizes))).backward()
+    return gradients(plain)
+
+
+def same(got: Any, wanted: Any) -> bool:
+    """Whether gradients are equal to the last bit, and there are some."""
+    pairs = list(zip(got, wanted, strict=True))
+    return any(one is not None for one in got) and all(
+        one is other if one is None or other is None else torch.equal(one, other) for one, other in pairs
+    )

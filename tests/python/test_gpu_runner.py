@@ -233,23 +233,24 @@ def test_tests_are_counted_by_what_the_runner_closes_with(text: str, counts: tup
     )
 
 
-def test_a_stage_whose_tests_were_all_skipped_is_skipped_with_the_reason() -> None:
-    program = "print('no GPU: PyTorch sees none\\n2 skipped in 0.10s')"
-    record, _ = Running(python("tests", program), ENVIRONMENT).finish(20)
-    assert (record["status"], record["why"]) == ("skipped", "no GPU: PyTorch sees none")
-
-
-def test_a_program_that_says_it_cannot_run_is_skipped_with_its_reason() -> None:
-    program = 'print(\'{"available": false, "why": "no driver"}\')'
-    record, _ = Running(python("probe", program, json_result=True), ENVIRONMENT).finish(20)
-    assert (record["status"], record["why"]) == ("skipped", "no driver")
-
-
-def test_a_program_that_measures_what_must_not_be_fails_and_says_so() -> None:
-    program = 'print(\'{"available": true, "disjoint": false, "failed": "the same SMs"}\'); raise SystemExit(1)'
-    record, _ = Running(python("probe", program, json_result=True), ENVIRONMENT).finish(20)
-    assert (record["status"], record["why"]) == ("failed", "the same SMs")
-    assert record["result"]["disjoint"] is False
+@pytest.mark.parametrize(
+    ("program", "json_result", "status", "why"),
+    [
+        (r"print('no GPU: PyTorch sees none\n2 skipped in 0.10s')", False, "skipped", "no GPU: PyTorch sees none"),
+        ('print(\'{"available": false, "why": "no driver"}\')', True, "skipped", "no driver"),
+        (
+            'print(\'{"available": true, "disjoint": false, "failed": "the same SMs"}\'); raise SystemExit(1)',
+            True,
+            "failed",
+            "the same SMs",
+        ),
+    ],
+    ids=["all tests are skipped", "it says that it cannot run", "it measures what must not be"],
+)
+def test_a_stage_says_why_it_is_skipped_or_fails(program: str, json_result: bool, status: str, why: str) -> None:
+    record, _ = Running(python("probe", program, json_result=json_result), ENVIRONMENT).finish(20)
+    assert (record["status"], record["why"]) == (status, why)
+    assert record.get("result", {}).get("disjoint", False) is False
 
 
 RESULTS: dict[str, dict[str, object]] = {

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline import _info_search, _info_text, info
+from paceline import _info_search, info
 from paceline._core import runtime
 
 # --- devices -----------------------------------------------------------------------------------------------------
@@ -106,6 +106,9 @@ def test_why_there_is_no_gpu_is_said(
     assert facts["backends"]["cuda"] == backend
     assert ("cuda backend" in [entry["name"] for entry in facts["missing"]]) == missing
     assert backend["detail"] in info.render(facts)
+    if missing:
+        assert (facts["gpus"], facts["gpu_libraries"]) == ([], {})
+        assert "GPUs" not in info.render(facts).splitlines()
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, health: dict[str, Any]) -> None:
@@ -170,13 +173,6 @@ def test_gpus_are_told_where_little_is_known(monkeypatch: pytest.MonkeyPatch) ->
     assert facts["gpus"] == [{"device": "cuda:0", "health": health}]
     rows = {" ".join(line.split()) for line in info.render(facts).splitlines()}
     assert {"why no health NVML cannot be loaded", "NCCL none: no libnccl.so.2"} <= rows
-
-
-def test_a_build_without_gpus_has_no_section_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "why_no_devices", lambda: {"host": ""})
-    facts = info.collect()
-    assert (facts["gpus"], facts["gpu_libraries"]) == ([], {})
-    assert "GPUs" not in info.render(facts).splitlines()
 
 
 def test_health_is_asked_by_name() -> None:
@@ -249,19 +245,62 @@ def test_what_is_missing_is_listed_with_why_and_how(monkeypatch: pytest.MonkeyPa
         assert entry["how"] in text
 
 
-@pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([5, 0, 1, 3], "0-1,3,5")])
-def test_runs_of_cores_are_written_as_ranges(numbers: list[int], text: str) -> None:
-    assert _info_text.ranges(numbers) == text
-
-
 def test_text_shows_limits_and_unknowns() -> None:
     facts = info.collect()
     facts["cpu"]["cgroup_limit"] = {"cores": 1.5, "source": "/sys/fs/cgroup/cpu.max"}
     facts["cpu"]["affinity"] = []
-    facts["devices"][0]["cores"] = [0, 1]
+    facts["devices"][0]["cores"] = [5, 0, 1, 3]
     facts["missing"] = []
     text = info.render(facts)
     assert "1.5 cores (/sys/fs/cgroup/cpu.max)" in text
     assert "unknown (no affinity mask)" in text
-    assert "pinned to cores 0-1" in text
+    assert "pinned to cores 0-1,3,5" in text
     assert "Missing" not in text
+
+
+# Where packages and shared libraries are found.
+
+
+def test_a_folder_of_the_name_of_a_package_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_package_of_ours").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    package = _info_search.Wanted("a-package-of-ours", "", "", "", "a_package_of_ours")
+    assert not _info_search.find_package(package)["found"]
+    (tmp_path / "a_package_of_ours" / "__init__.py").write_text("raise RuntimeError('imported')")
+    found = _info_search.find_package(package)
+    assert found["path"] == str(tmp_path / "a_package_of_ours")
+    assert (found["version"], found["source"]) == (None, "Python path")
+
+
+def test_a_library_is_found_where_the_system_loads_it_from() -> None:
+    found = _info_search.find_shared_library(_info_search.Wanted("libc.so.6", "", "", "C"))
+    assert (found["found"], found["source"]) == (True, "system")
+    assert Path(found["path"]).name.startswith("libc.so")
+    assert not _info_search.find_shared_library(_info_search.Wanted("libours.so.1", "", "", "Ours"))["found"]
+
+
+def test_nccl_is_the_copy_that_the_library_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} was opened, perhaps as a second copy of NCCL")
+
+    monkeypatch.setattr("ctypes.CDLL", refuse)
+    monkeypatch.setattr(_info_search, "installed_nccl", lambda: "/pip/libnccl.so.2")
+    monkeypatch.setenv("PACELINE_NCCL_LIBRARY", "/mine/libnccl.so.2")
+    for path, source in {
+        "/mine/libnccl.so.2": "PACELINE_NCCL_LIBRARY",
+        "/pip/libnccl.so.2": "pip",
+        "/usr/lib/libnccl.so.2": "system",
+    }.items():
+        found = _info_search.find_nccl({"version": "2.30.7", "path": path, "why_none": ""})
+        assert found == {"found": True, "version": "2.30.7", "path": path, "source": source}
+    # The named file is used or fails, and the one of pip is not taken instead.
+    assert not _info_search.find_nccl({"version": "", "path": "", "why_none": "cannot be loaded"})["found"]
+
+
+def test_a_build_without_gpus_looks_for_the_file_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_info_search, "installed_nccl", lambda: "/pip/libnccl.so.2")
+    found = _info_search.find_nccl(None)
+    assert found == {"found": True, "version": None, "path": "/pip/libnccl.so.2", "source": "pip"}
+    monkeypatch.setattr(_info_search, "installed_nccl", lambda: None)
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    assert not _info_search.find_nccl(None)["found"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import paceline
+from paceline import _cli, info
 
 PACKAGE = Path(paceline.__file__).parent
 TORCH = "paceline.torch"
@@ -23,11 +26,6 @@ def run_fresh(program: str) -> str:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-@pytest.mark.parametrize("heavy", ["torch", "numpy"])
-def test_import_leaves_heavy_packages_alone(heavy: str) -> None:
-    assert run_fresh(f"import sys, paceline; print({heavy!r} in sys.modules)") == "False"
 
 
 def test_import_loads_no_other_module_than_its_own() -> None:
@@ -45,24 +43,22 @@ def test_import_loads_no_other_module_than_its_own() -> None:
     assert done.stdout in ("[]\n", "['atexit']\n"), done.stderr
 
 
+def test_import_starts_no_thread_prints_nothing_and_loads_neither_torch_nor_numpy() -> None:
+    program = """if True:
+        import logging, pathlib, sys
+        threads = lambda: len(list(pathlib.Path('/proc/self/task').iterdir()))
+        before = threads()
+        import paceline
+        assert threads() == before
+        assert not logging.getLogger().handlers
+        assert not logging.root.manager.loggerDict
+        assert not {"torch", "numpy"} & set(sys.modules)
+    """
+    assert run_fresh(program) == ""
+
+
 def test_names_that_are_imported_on_first_use_are_listed() -> None:
     assert set(paceline.__all__) <= set(run_fresh("import paceline; print(*dir(paceline))").split())
-
-
-def test_import_starts_no_thread() -> None:
-    count = "len(list(pathlib.Path('/proc/self/task').iterdir()))"
-    assert run_fresh(f"import pathlib; a = {count}; import paceline; print({count} - a)") == "0"
-
-
-def test_import_prints_nothing() -> None:
-    assert run_fresh("import paceline") == ""
-
-
-def test_import_configures_no_logging() -> None:
-    program = (
-        "import logging; import paceline; print(logging.getLogger().handlers, sorted(logging.root.manager.loggerDict))"
-    )
-    assert run_fresh(program) == "[] []"
 
 
 def test_everything_in_all_can_be_imported() -> None:
@@ -71,16 +67,7 @@ def test_everything_in_all_can_be_imported() -> None:
     assert missing == []
 
 
-def test_version_is_the_one_of_the_metadata() -> None:
-    assert paceline.__version__ == metadata.version("paceline")
-
-
-def test_package_is_typed() -> None:
-    assert (PACKAGE / "py.typed").is_file()
-    assert (PACKAGE / "_core" / "__init__.pyi").is_file()
-
-
-def test_wheel_holds_one_library() -> None:
+def test_wheel_holds_one_library_types_and_no_sources() -> None:
     files = metadata.files("paceline")
     assert files is not None
     libraries = [str(file) for file in files if "libpaceline" in file.name]
@@ -88,12 +75,10 @@ def test_wheel_holds_one_library() -> None:
     binaries = [file.name for file in files if ".so" in file.suffixes and file.name != "libpaceline.so"]
     assert len(binaries) == 1
     assert binaries[0].startswith("_core.")
-
-
-def test_wheel_keeps_headers_and_sources_out() -> None:
-    files = metadata.files("paceline")
-    assert files is not None
     assert [str(file) for file in files if file.suffix in {".hpp", ".cpp", ".cmake", ".a"}] == []
+    assert (PACKAGE / "py.typed").is_file()
+    assert (PACKAGE / "_core" / "__init__.pyi").is_file()
+    assert paceline.__version__ == metadata.version("paceline")
 
 
 def test_binding_finds_the_library_beside_it() -> None:
@@ -143,3 +128,86 @@ def test_modules_of_torch_import_each_other_in_no_circle() -> None:
         for module in free:
             del imports[module]
     assert sorted(imports) == []
+
+
+# The command `paceline`: its output and its exit status.
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline._cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+def test_info_prints_text_for_people_with_aligned_columns() -> None:
+    done = run("info")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    start = lines.index("Devices") + 1
+    rows = lines[start : start + len(paceline.devices())]
+    assert [row.split()[0] for row in rows] == [device.name for device in paceline.devices()]
+    columns = {row.index("pinned") for row in rows if "pinned" in row}
+    assert len(columns) == 1
+    assert "cuda" in done.stdout
+    assert info.collect()["backends"]["cuda"]["detail"] in done.stdout
+
+
+def test_info_prints_one_json_object() -> None:
+    done = run("info", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["devices"]
+    assert facts["libraries"]
+    assert facts["missing"]
+
+
+def test_version_is_printed() -> None:
+    for module in ("paceline", "paceline._cli"):
+        command = [sys.executable, "-m", module, "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.strip() == f"paceline {info.collect()['version']}"
+
+
+def test_without_a_command_it_says_which_there_are() -> None:
+    done = run()
+    assert done.returncode == 2
+    assert "info" in done.stderr + done.stdout or "command" in done.stderr
+
+
+def test_a_mistake_is_one_line_and_not_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*, links: bool) -> None:
+        raise paceline.InvalidArgument("host:7 does not exist")
+
+    monkeypatch.setattr(info, "collect", refuse)
+    assert _cli.main(["info"]) == 2
+    assert capsys.readouterr().err == "paceline info: error: host:7 does not exist\n"
+
+
+def test_an_interrupt_ends_it_quietly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*, links: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "collect", interrupt)
+    assert _cli.main(["info"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m paceline._cli info --json | true"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_submodules_are_there_without_a_further_import() -> None:
+    program = (
+        "import sys, paceline; paceline.balance.replay, paceline.plan.split_batch, paceline.sim\n"
+        "assert 'torch' not in sys.modules\n"
+        "try: paceline.DataParallel\n"
+        "except AttributeError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "DataParallel is in paceline.torch: from paceline.torch import DataParallel"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from paceline import InvalidArgument
+from paceline._cli import main
+from paceline._cli_replay import read, stretches
 from paceline.balance import Balancer, LedgerMismatch, replay
 from paceline.sim import SimulationResult, simulate
 
@@ -184,3 +187,178 @@ def test_a_ledger_that_was_cut_off_names_its_last_line(tmp_path: Path) -> None:
         replay(path)
     with pytest.raises(InvalidArgument, match=r"line 1 of the ledger: .* empty"):
         replay([])
+
+
+# The command `paceline replay`, and parsing of ledgers.
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    """A ledger of four devices: one is twice as slow for a while, and another one stops."""
+    result = simulate(
+        [1, 1, 1, 0.5], noise=0.03, throttles=[(0, 2.0, 100, 300)], failures=[(2, 350)], seed=1, ledger=True
+    )
+    path = tmp_path / "run.jsonl"
+    path.write_text(result.ledger)
+    return path
+
+
+def changed(ledger: Path, number: int, **plan: Any) -> Path:
+    """The same ledger with a changed plan on line `number`."""
+    lines = ledger.read_text().splitlines()
+    entry = json.loads(lines[number - 1])
+    entry["plan"].update(plan)
+    lines[number - 1] = json.dumps(entry)
+    path = ledger.with_name("changed.jsonl")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_table_tells_every_split_and_why(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(ledger)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{ledger}: balance auto on sim:0, sim:1, sim:2, sim:3"
+    assert lines[1] == "401 decisions, 400 recorded steps, 4 moves. All of them came out the same."
+    assert lines[3].split() == ["step", "steps", "batch", "shares", "promised", "measured", "why"]
+    rows = lines[4:]
+    assert [int(row.split()[0]) for row in rows][-3:] == [102, 302, 350]
+    assert sum(int(row.split()[1]) for row in rows) == 400
+    assert sum("moved: promises" in row for row in rows) == 3
+    assert "sim:2 left; " in rows[-1]
+
+
+def test_json_tells_the_same(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(ledger), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["reproduced"] is True
+    assert (summary["plans"], summary["records"], summary["moves"]) == (401, 400, 4)
+    assert (summary["policy"], summary["devices"]) == ("auto", ["sim:0", "sim:1", "sim:2", "sim:3"])
+    decisions = summary["decisions"]
+    assert sum(entry["moved"] for entry in decisions) == 4
+    assert all(sum(entry["shares"]) == entry["batch_size"] == 512 for entry in decisions)
+    assert decisions[-1]["retired"] == ["sim:2"]
+    assert decisions[-1]["shares"][2] == 0
+    assert sum("calibration" in entry["reason"] for entry in decisions) == 2
+    for entry in decisions[2:]:
+        assert entry["measured_seconds"] == pytest.approx(entry["promised_seconds"], rel=0.1)
+
+
+def test_a_decision_that_differs_is_shown_and_ends_with_1(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = changed(ledger, 40, shares=[512, 0, 0, 0])
+    assert main(["replay", str(path)]) == 1
+    output = capsys.readouterr().out
+    assert "1 of them came out DIFFERENTLY" in output
+    assert re.search(
+        r"  line 40, step 19: shares: the ledger says \[512, 0, 0, 0\], replayed \[1\d\d, 1\d\d, 1\d\d, 5\d\]", output
+    )
+    assert main(["replay", str(path), "--json"]) == 1
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["reproduced"] is False
+    assert [(entry["line"], entry["step"]) for entry in summary["mismatches"]] == [(40, 19)]
+
+
+def test_many_differences_are_cut_short(ledger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [json.loads(line) for line in ledger.read_text().splitlines()]
+    for entry in entries:
+        if "plan" in entry:
+            entry["plan"]["predicted_seconds"] = 1.0
+    ledger.write_text("\n".join(json.dumps(entry) for entry in entries))
+    assert main(["replay", str(ledger)]) == 1
+    output = capsys.readouterr().out
+    assert "401 of them came out DIFFERENTLY" in output
+    assert output.count("predicted_seconds") == 10
+    assert "and 391 more" in output
+
+
+def dealt_by_cost(path: Path) -> Path:
+    """A ledger as that of a step with costs."""
+    balancer = Balancer(["a", "b"], "even", proportional=True, ledger=True)
+    plan = balancer.next_plan(1_000_000)
+    balancer.record([[(share, 1e-8 * share)] for share in plan.shares])
+    claims: dict[str, Any] = {"step": 0, "batch_size": 3, "ran": [[0, 0, 1, 0, 1], [1, 1, 3, 0, 1]], "order": [2, 0, 1]}
+    path.write_text(balancer.ledger() + json.dumps({"claims": claims}) + "\n")
+    return path
+
+
+def test_work_is_not_taken_for_items(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = dealt_by_cost(tmp_path / "run.jsonl")
+    assert main(["replay", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith(
+        "Items are dealt by cost: batch and shares below are work, of which the first batch had 1000000"
+    )
+    assert lines[4].split() == ["step", "steps", "batch", "work", "promised", "measured", "why"]
+    assert lines[5].split()[2:5] == ["1000000", "500000", "500000"]
+    assert main(["replay", str(path), "--json"]) == 0
+    assert [entry["unit"] for entry in json.loads(capsys.readouterr().out)["decisions"]] == ["work"]
+
+
+def test_decisions_about_items_and_about_work_are_replayed_and_told_apart(
+    ledger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_work = [json.loads(line) for line in dealt_by_cost(tmp_path / "work.jsonl").read_text().splitlines()]
+    lines = ledger.read_text().splitlines()
+    # The second balancer's calls lie among those of the first.
+    for place, entry in zip((7, 9, 20, 30), of_work, strict=True):
+        lines.insert(place, json.dumps({"balancer": 1, **entry}))
+    both = tmp_path / "both.jsonl"
+    both.write_text("\n".join(lines) + "\n")
+    assert main(["replay", str(both)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[1] == "402 decisions, 401 recorded steps, 4 moves. All of them came out the same."
+    heads = [number for number, line in enumerate(told) if line.split()[:1] == ["step"]]
+    assert [told[number].split()[3] for number in heads] == ["shares", "work"]
+    assert told[heads[1] + 1].split()[2:5] == ["1000000", "500000", "500000"]
+    assert main(["replay", str(both), "--json"]) == 0
+    units = [entry["unit"] for entry in json.loads(capsys.readouterr().out)["decisions"]]
+    assert units[-1] == "work"
+    assert set(units[:-1]) == {"items"}
+
+
+@pytest.mark.parametrize("balancer", [-1, 1, 2])
+def test_a_line_of_a_balancer_without_a_header_is_refused(
+    ledger: Path, balancer: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger.write_text(ledger.read_text() + json.dumps({"balancer": balancer, "retire": {"device": 0}}) + "\n")
+    with pytest.raises(SystemExit):
+        main(["replay", str(ledger)])
+    assert f"balancer {balancer} has written no header" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"\x89PNG\xff", "no text"),
+        (b"", "line 1 of the ledger"),
+        (b"[project]\n", "line 1 of the ledger"),
+    ],
+    ids=["absent", "binary", "empty", "something else"],
+)
+def test_other_files_are_refused(
+    content: bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_bytes(content)
+    try:
+        status: Any = main(["replay", str(path)])
+    except SystemExit as exit:
+        status = exit.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert message in captured.err
+
+
+def test_stretches_follow_each_batch_size_by_itself() -> None:
+    balancer = Balancer(["a", "b"], "even", ledger=True)
+    for size in (8, 8, 4, 8, 8, 4):
+        plan = balancer.next_plan(size)
+        balancer.record([[(share, 0.01 * share)] for share in plan.shares])
+    found = stretches(read(balancer.ledger().splitlines())[0])
+    assert [(entry.first.step, entry.last_step, entry.steps, entry.first.batch_size) for entry in found] == [
+        (0, 4, 4, 8),
+        (2, 5, 2, 4),
+    ]
+    assert [entry.measured_seconds for entry in found] == pytest.approx([0.04, 0.02])

@@ -15,6 +15,7 @@ from torch import nn
 from paceline import DeviceLost, InvalidArgument
 from paceline.testing import faults
 from paceline.torch import DataParallel, Pipeline
+from pipeline_models import chain, squares, two_stages
 from torch_support import (
     TWO,
     assert_same_gradients,
@@ -190,14 +191,9 @@ def test_runs_of_a_batch_and_losses_are_steps_and_predictions_are_not() -> None:
         assert [entry.step for entry in injection.log] == [1, 2]
 
 
-def in_stages(**options: Any) -> tuple[Any, Any, Pipeline]:
-    module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-    batch = torch.randn(8, 4)
-    return module, batch, Pipeline(module, TWO, cuts=[0, 2], micro_batches=4, **options)
-
-
-def squares(module: Any, part: Any) -> Any:
-    return module(part).square().mean()
+def in_stages() -> tuple[Any, Any, Pipeline]:
+    module = chain()
+    return module, torch.randn(8, 4), two_stages(module, schedule="auto")
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -256,24 +252,6 @@ def test_a_module_has_faults_in_its_backward() -> None:
     nn.functional.cross_entropy(module(batch[0]), batch[1]).backward()
     assert_same_gradients(inner, plain(inner, classify, batch)[1])
     module.close()
-
-
-def test_nothing_surrounds_micro_batches_outside_of_the_block() -> None:
-    module, batch = classifier(12)
-    seen: list[int] = []
-    with DataParallel(module, TWO, balance="even") as trainer:
-
-        def loss_fn(replica: Any, part: Any) -> Any:
-            running = trainer._execution.running
-            assert running is not None
-            seen.append(len(running.recipe.micro_batch))
-            return classify(replica, part)
-
-        trainer.step(loss_fn, batch)
-        with faults.inject(trainer, faults.Slow("host:1", factor=1)):
-            trainer.step(loss_fn, batch)
-        trainer.step(loss_fn, batch)
-    assert seen == [0, 0, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from torch import nn
 
 from paceline import InvalidArgument, OutOfMemory
 from paceline.torch import DataParallel
-from paceline.torch._run.memory import metered
-from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, noting, plain
+from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, held, hosts, noting, plain
 
 DEVICES = pytest.mark.parametrize("devices", [1, 2])
 
@@ -36,6 +35,19 @@ def wide(items: int) -> tuple[nn.Module, torch.Tensor]:
     return Wide(), torch.randn(items, 1000, dtype=torch.double, generator=torch.Generator().manual_seed(0))
 
 
+def ran_with(memory: Any) -> tuple[dict[int, list[int]], dict[str, Any]]:
+    """The sizes that each worker ran in the second step with this much memory for micro-batches, and the report."""
+    module, batch = wide(64)
+    sizes: dict[int, list[int]] = {}
+    limits = memory if isinstance(memory, dict) else {} if memory is None else dict.fromkeys(TWO, memory)
+    limits = {name: limit + held(module, 2) for name, limit in limits.items()}
+    with DataParallel(module, TWO, balance="even", memory=limits or None) as trainer:
+        trainer.step(noted(sizes), batch)
+        sizes.clear()
+        trainer.step(noted(sizes), batch)
+        return sizes, dict(trainer.report())
+
+
 def loss_of(module: Any, x: torch.Tensor) -> Any:
     return module(x).mean()
 
@@ -51,22 +63,13 @@ def noted(sizes: dict[int, list[int]]) -> Any:
     return loss_fn
 
 
-def test_the_meter_counts_what_autograd_saves_once_and_no_parameters() -> None:
-    module, x = wide(5)
-    with metered(torch.device("cpu"), 10**9, "host:0") as meter:
-        module(x).mean().backward()
-    assert meter.used == pytest.approx(5 * PER_ITEM + FIXED, abs=1000)
-    with pytest.raises(OutOfMemory, match="host:0"), metered(torch.device("cpu"), 3 * PER_ITEM, "host:0"):
-        module(x)
-
-
 @DEVICES
 def test_after_two_sizes_everything_runs_in_as_few_pieces_as_fit(devices: int) -> None:
     module, batch = wide(64)
     _, wanted = plain(module, loss_of, batch)
     sizes: dict[int, list[int]] = {}
     limit = 10 * PER_ITEM + FIXED + 100
-    with DataParallel(module, hosts(devices), balance="even", memory=limit) as trainer:
+    with DataParallel(module, hosts(devices), balance="even", memory=limit + held(module, devices)) as trainer:
         trainer.step(noted(sizes), batch)
         assert_same_gradients(module, wanted)
         share = 64 // devices
@@ -93,25 +96,15 @@ def test_after_two_sizes_everything_runs_in_as_few_pieces_as_fit(devices: int) -
 
 
 def test_a_large_fixed_part_is_not_taken_for_the_items() -> None:
-    module, batch = wide(64)
-    sizes: dict[int, list[int]] = {}
     # Two items take 2.5 times what one adds: by the first size alone a third one would not fit.
-    with DataParallel(module, TWO, balance="even", memory=3 * PER_ITEM + FIXED + 100) as trainer:
-        for _ in range(2):
-            sizes.clear()
-            trainer.step(noted(sizes), batch)
-        assert {max(ran) for ran in sizes.values()} == {3}
+    sizes, _ = ran_with(3 * PER_ITEM + FIXED + 100)
+    assert {max(ran) for ran in sizes.values()} == {3}
 
 
 def test_a_limit_of_one_device_is_no_other_device_s() -> None:
-    module, batch = wide(64)
-    sizes: dict[int, list[int]] = {}
-    with DataParallel(module, TWO, balance="even", memory={"host:1": 5 * PER_ITEM + FIXED + 100}) as trainer:
-        for _ in range(2):
-            sizes.clear()
-            trainer.step(noted(sizes), batch)
-        assert sorted(max(ran) for ran in sizes.values()) == [5, 32]
-        assert list(trainer.report()["memory"]) == ["host:1"]
+    sizes, report = ran_with({"host:1": 5 * PER_ITEM + FIXED + 100})
+    assert sorted(max(ran) for ran in sizes.values()) == [5, 32]
+    assert list(report["memory"]) == ["host:1"]
 
 
 def test_what_exceeds_the_limit_while_it_is_measured_is_run_again_smaller_and_nothing_is_lost() -> None:
@@ -119,7 +112,9 @@ def test_what_exceeds_the_limit_while_it_is_measured_is_run_again_smaller_and_no
     _, wanted = plain(module, loss_of, batch)
     sizes: dict[int, list[int]] = {}
     # A first part of 2 items is too much already.
-    with DataParallel(module, TWO, balance="even", memory={"host:0": PER_ITEM + FIXED + 100}) as trainer:
+    with DataParallel(
+        module, TWO, balance="even", memory={"host:0": PER_ITEM + FIXED + 100 + held(module, 2)}
+    ) as trainer:
         trainer.step(noted(sizes), batch)
         assert_same_gradients(module, wanted)
         assert "host:0: at most 1 item at once, since it reached its limit with 2." in trainer.explain()
@@ -131,7 +126,7 @@ def test_what_exceeds_the_limit_while_it_is_measured_is_run_again_smaller_and_no
 def test_one_item_that_does_not_fit_is_an_error_that_leaves_everything_as_it_was(items: int) -> None:
     module, batch = wide(64)
     batch = batch[:items]
-    with DataParallel(module, TWO, memory=1000) as trainer:
+    with DataParallel(module, TWO, memory=1000 + held(module, 2)) as trainer:
         with pytest.raises(OutOfMemory, match="memory= allows"):
             trainer.step(loss_of, batch)
     assert gradients(module) == [None]
@@ -149,7 +144,7 @@ def test_a_failed_allocation_counts_whatever_was_predicted() -> None:
             raise torch.OutOfMemoryError("as planned")
         return loss
 
-    with DataParallel(module, TWO, balance="even", memory=10 * PER_ITEM + FIXED + 100) as trainer:
+    with DataParallel(module, TWO, balance="even", memory=10 * PER_ITEM + FIXED + 100 + held(module, 2)) as trainer:
         trainer.step(loss_fn, batch)
         assert_same_gradients(module, wanted)
         assert trainer.report()["memory"]["host:0"]["largest_micro_batch"] <= 10
@@ -157,17 +152,12 @@ def test_a_failed_allocation_counts_whatever_was_predicted() -> None:
 
 
 def test_items_of_another_shape_have_a_model_of_their_own() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    module, found = Scaled(), []
     with DataParallel(module, ["host:0"], memory=10**6) as trainer:
-
-        def measured(length: int) -> float:
-            x = torch.randn(64, length, 4, dtype=torch.double)
-            trainer.step(lambda m, b: m(b).square().mean((1, 2)), x)
-            return float(trainer.report()["memory"]["host:0"]["bytes_per_item"])  # of the items that take most
-
-        few, many = measured(10), measured(100)
-        assert many == pytest.approx(10 * few, rel=0.01)
+        for length in (10, 100):
+            trainer.step(loss_of, torch.randn(64, length, 4, dtype=torch.double))
+            found.append(trainer.report()["memory"]["host:0"]["bytes_per_item"])  # of the items that take most
+    assert found[1] == pytest.approx(10 * found[0], rel=0.1)
 
 
 class Scaled(nn.Module):
@@ -230,12 +220,8 @@ def test_a_cap_of_small_items_is_not_told_of_large_ones() -> None:
 
 
 def test_without_a_limit_nothing_is_measured_and_nothing_split() -> None:
-    module, batch = wide(64)
-    sizes: dict[int, list[int]] = {}
-    with DataParallel(module, TWO, balance="even") as trainer:
-        trainer.step(noted(sizes), batch)
-        assert trainer.report()["memory"] == {}
-    assert list(sizes.values()) == [[32], [32]]
+    sizes, report = ran_with(None)
+    assert (list(sizes.values()), report["memory"]) == ([[32], [32]], {})
 
 
 def test_saved_tensor_hooks_of_the_caller_stay_in_force() -> None:
@@ -277,8 +263,19 @@ def test_a_fraction_is_of_the_memory_that_devices_share() -> None:
         DataParallel(module, ["host:0"], memory={"host:0": 0.5}) as alone,
     ):
         a, b = half.report()["memory"]["host:1"]["limit_bytes"], alone.report()["memory"]["host:0"]["limit_bytes"]
-        assert b == pytest.approx(2 * a, abs=2)
+        assert b + held(module) == pytest.approx(2 * (a + held(module, 2)), abs=2)
         assert a > 10**8
+
+
+def test_parameters_buffers_and_gradients_count_and_leave_the_rest_for_micro_batches() -> None:
+    module = nn.Sequential(nn.Linear(10, 10, bias=False), nn.BatchNorm1d(10, affine=False)).double()
+    module[0].weight.requires_grad_(False)
+    module.append(nn.Linear(10, 5, bias=False).double())
+    taken = 800 // 2 + 400 // 2 + 400 + 2 * 80 + 8  # two devices share the weights; a frozen one has no gradient
+    with DataParallel(module, TWO, memory={"host:1": taken + 1234}) as trainer:
+        assert trainer._works.limits == [None, 1234]
+    with pytest.raises(OutOfMemory, match=f"allows host:1 {taken} bytes, and the module's .* take {taken} there"):
+        DataParallel(module, TWO, memory={"host:1": taken})
 
 
 @pytest.mark.parametrize(
@@ -295,7 +292,7 @@ def test_fixed_micro_batches_stay_exact_under_a_limit(devices: int) -> None:
     module, batch = classifier(40)
     _, wanted = plain(module, classify, batch)
     ran: list[int] = []
-    with DataParallel(module, hosts(devices), memory=1000, micro_batch=16) as trainer:
+    with DataParallel(module, hosts(devices), memory=1000 + held(module, devices), micro_batch=16) as trainer:
         for _ in range(3):
             module.zero_grad()
             trainer.step(noting(lambda _, part: ran.append(len(part[0]))), batch)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from norm_cases import Images, case, rows, same_buffers
+from norm_cases import Images, assert_same, case, rows, same_buffers
 from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, gradients, hosts
 
@@ -39,8 +39,7 @@ def test_two_forwards_and_a_loss_over_both_are_those_of_one_device(balance: list
             loss = contrast(parallel(x), parallel(x.flip(1)))
             loss.backward()
             assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
-            assert_same_gradients(module, gradients(reference))
-            assert same_buffers(module, reference)
+            assert_same(module, reference)
             for optimizer in (ours, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -107,8 +106,7 @@ def test_a_loop_over_two_networks_stays_as_it_is() -> None:
             adversarial(ours, theirs, x, noise)
             adversarial(twins[0], twins[1], x, noise)
     for module, twin in zip((generator, critic), twins, strict=True):
-        assert_same_gradients(module, gradients(twin))
-        assert same_buffers(module, twin)
+        assert_same(module, twin)
 
 
 class Raising(torch.autograd.Function):

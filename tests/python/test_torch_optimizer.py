@@ -158,8 +158,10 @@ def test_groups_that_come_later_count(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(new, old if new.grad is None else old - 0.5 * new.grad)
 
 
-@pytest.mark.parametrize("when", ["closed", "dropped", "observed", "one device"])
+@pytest.mark.parametrize("when", ["closed", "dropped", "observed", "one device", "little to do"])
 def test_where_the_workers_are_not_to_be_had_the_caller_does_it(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if when == "little to do":
+        monkeypatch.undo()
     threads = threads_of_steps(monkeypatch, torch.optim.SGD)
     module = network()
     trainer = DataParallel(module, hosts(1) if when == "one device" else TWO)
@@ -235,15 +237,6 @@ def test_an_error_of_a_part_is_the_callers() -> None:
         set_gradients(module, 1)
         optimizer.step()
         trainer.step(lambda one, part: one(part).sum(), torch.randn(4, 16))
-
-
-def test_little_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    small = [torch.empty(1 << 14, device="meta") for _ in range(200)]
-    assert _optimizer._parts_of(small, 4, loop=True) == []
-    assert len(_optimizer._parts_of(small, 4, loop=False)) == 4
-    assert _optimizer._parts_of(small[:20], 4, loop=False) == []
-    assert _optimizer._parts_of([torch.empty(1 << 24, device="meta"), *small[:4]], 4, loop=False) == []
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from paceline.torch import DataParallel
 from torch_support import TWO, classifier, classify, hosts, linear
 
 DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
+BEFORE = pytest.mark.parametrize("before", [None, torch.ones(3, 3, dtype=torch.double)], ids=["none", "some"])
 
 
 def outside(head: Any) -> Callable[[Any, Any], Any]:
@@ -40,7 +41,7 @@ def test_parameters_outside_of_the_module_get_the_gradient_of_the_batch(devices:
 
 @DEVICES
 @pytest.mark.parametrize("steps", [0, 3], ids=["at once", "after steps that worked"])
-@pytest.mark.parametrize("before", [None, torch.ones(3, 3, dtype=torch.double)], ids=["none", "some"])
+@BEFORE
 def test_a_failed_step_leaves_no_gradient_outside_of_the_module(
     devices: int, steps: int, before: torch.Tensor | None
 ) -> None:
@@ -68,7 +69,7 @@ def test_a_failed_step_leaves_no_gradient_outside_of_the_module(
     assert head.bias.grad is None
 
 
-@pytest.mark.parametrize("before", [None, torch.ones(3, 3, dtype=torch.double)], ids=["none", "some"])
+@BEFORE
 def test_a_failed_run_leaves_no_gradient_of_backward_by_hand_outside_of_the_module(before: torch.Tensor | None) -> None:
     module, batch = classifier()
     head = linear(3, 3)

@@ -18,7 +18,8 @@ from torch import nn
 
 from paceline import Cancelled, Unavailable
 from paceline.torch import Pipeline
-from torch_support import TWO, gradients
+from pipeline_models import accumulate, same, squares, two_stages
+from torch_support import TWO, Gradients, gradients, output_of, run_script
 
 
 class Unlucky(RuntimeError):
@@ -84,18 +85,10 @@ class Chain(nn.Module):
         return pair[0]
 
 
-def squares(module: Any, batch: Any) -> Any:
-    return module(batch).pow(2).mean()
-
-
 def marked(item: int, items: int = 8) -> torch.Tensor:
     x = torch.linspace(-1, 1, 4 * items).view(items, 4)
     x[item, 0] = 100
     return x
-
-
-def two_stages(module: nn.Module, **options: Any) -> Pipeline:
-    return Pipeline(module, TWO, **{"cuts": [0, 2], "micro_batches": 4, "schedule": "1f1b", **options})
 
 
 def trained(module: Any, trainer: Pipeline, batch: torch.Tensor, steps: int = 4) -> None:
@@ -106,21 +99,16 @@ def trained(module: Any, trainer: Pipeline, batch: torch.Tensor, steps: int = 4)
     assert trainer.report()["pipeline"]["predicted_seconds"] is not None
 
 
-def plain_gradients(module: nn.Module, batch: torch.Tensor, sizes: list[int]) -> list[torch.Tensor | None]:
+def plain_gradients(module: nn.Module, batch: torch.Tensor, trainer: Pipeline) -> Gradients:
     plain = copy.deepcopy(module)
     plain.zero_grad()
-    for part in batch.split(sizes):
-        (squares(plain, part) * (len(part) / len(batch))).backward()
-    return gradients(plain)
+    return accumulate(plain, squares, batch, trainer)
 
 
 def assert_next_step_is_exact(module: Any, trainer: Pipeline, batch: torch.Tensor) -> None:
     module.zero_grad()
     trainer.step(squares, batch)
-    wanted = plain_gradients(module, batch, trainer.report()["micro_batches"])
-    assert all(one is not None for one in wanted)
-    for one, other in zip(gradients(module), wanted, strict=True):
-        assert torch.equal(one, other)  # type: ignore[arg-type]
+    assert same(gradients(module), plain_gradients(module, batch, trainer))
 
 
 @pytest.mark.parametrize("measuring", [True, False])
@@ -137,8 +125,7 @@ def test_an_error_has_its_place_and_the_step_leaves_nothing(block: int, way: str
         with pytest.raises(Unlucky, match="as planned") as caught:
             trainer.step(squares, batch)
         module.layers[block].fails = ""
-        for one, other in zip(before, gradients(module), strict=True):
-            assert other is None if one is None else torch.equal(one, other)  # type: ignore[arg-type]
+        assert gradients(module) == before if measuring else same(gradients(module), before)
         assert all(map(torch.equal, buffers, module.buffers()))
         assert traceback.extract_tb(caught.value.__traceback__)[-1].name == way
         note = caught.value.__notes__[0] if sys.version_info >= (3, 11) else str(caught.value.__cause__)
@@ -196,8 +183,7 @@ def test_out_of_memory_runs_the_same_step_with_less_in_flight(error: BaseExcepti
         assert report["out_of_memory"] == 1
         assert report["pipeline"]["stages"][0]["in_flight"] < in_flight
         assert report["recent_moves"][-1]["kind"] == "memory"
-        for one, other in zip(gradients(module), plain_gradients(module, batch, report["micro_batches"]), strict=True):
-            assert torch.equal(one, other)  # type: ignore[arg-type]
+        assert same(gradients(module), plain_gradients(module, batch, trainer))
         assert_next_step_is_exact(module, trainer, batch)
 
 
@@ -253,3 +239,148 @@ def test_a_step_inside_of_a_step_and_a_close_are_refused() -> None:
             with pytest.raises(Unavailable):
                 trainer.step(loss_fn, batch)
         assert_next_step_is_exact(module, trainer, batch)
+
+
+# Programs with a pipeline: Ctrl-C, an end without close(), and forked children.
+
+
+SETUP = """
+from paceline.torch import Pipeline
+torch.manual_seed(0)
+module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+batch = torch.linspace(-1, 1, 64).view(16, 4)
+plain = __import__("copy").deepcopy(module)
+trainer = Pipeline(module, ["host:0", "host:1"], cuts=[0, 2], micro_batches=16, schedule="1f1b")
+for _ in range(4):
+    module.zero_grad()
+    trainer.step(mean_of_squares, batch)
+module.zero_grad()
+for part in batch.split(1):
+    (mean_of_squares(plain, part) * (1 / 16)).backward()
+
+def same_gradients():
+    return all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters()))
+
+def slow(replica, part):
+    loss = mean_of_squares(replica, part)
+    time.sleep(0.2)
+    return loss
+"""
+
+
+def said(program: str, **options: Any) -> str:
+    return output_of(SETUP + program, **options)
+
+
+def test_ctrl_c_raises_promptly_and_the_next_step_works() -> None:
+    program = """
+ran = 0
+def interrupted(replica, part):
+    global ran
+    ran += 1
+    if ran == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+    return slow(replica, part)
+
+for _ in range(2):
+    ran = 0
+    try:
+        trainer.step(interrupted, batch)
+    except KeyboardInterrupt:
+        assert ran < 16, "the step ran to its end"
+    else:
+        raise SystemExit("no KeyboardInterrupt")
+    assert all(parameter.grad is None for parameter in module.parameters())
+trainer.step(mean_of_squares, batch)
+print(same_gradients())
+"""
+    assert said(program) == "True"
+
+
+def test_a_second_ctrl_c_leaves_a_lane_behind_that_does_not_return() -> None:
+    program = """
+import paceline
+leave = threading.Event()
+def stuck(replica, part):
+    loss = mean_of_squares(replica, part)
+    leave.wait(30)
+    return loss
+
+for seconds in (0.3, 0.8):
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+begin = time.monotonic()
+try:
+    trainer.step(stuck, batch)
+except KeyboardInterrupt:
+    assert 0.7 < time.monotonic() - begin < 8
+try:
+    trainer.step(mean_of_squares, batch)
+except paceline.Unavailable as error:
+    assert "has not ended" in str(error), error
+else:
+    raise SystemExit("not refused")
+leave.set()
+for _ in range(500):
+    if not trainer.group.busy:
+        break
+    time.sleep(0.01)
+time.sleep(0.1)
+assert all(parameter.grad is None for parameter in module.parameters())
+trainer.step(mean_of_squares, batch)
+print(same_gradients())
+"""
+    assert said(program) == "True"
+
+
+def test_a_program_may_end_without_closing_and_in_the_middle_of_a_step() -> None:
+    assert output_of(SETUP + "print('end')") == "end"
+    program = """
+inside = threading.Event()
+def endless(replica, part):
+    loss = mean_of_squares(replica, part)
+    inside.set()
+    time.sleep(0.3)
+    return loss
+def loop():
+    while True:
+        trainer.step(endless, batch)
+threading.Thread(target=loop, daemon=True).start()
+inside.wait()
+print("end")
+"""
+    done = run_script(SETUP + program, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "end"), done.stderr
+    assert "Fatal" not in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_cannot_step_but_may_leave_in_every_way() -> None:
+    program = """
+import paceline, warnings
+warnings.simplefilter("ignore")
+faulthandler.cancel_dump_traceback_later()  # a child that ends would wait for its thread, which the fork did not copy
+def child(what):
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        if what == "step":
+            try:
+                trainer.step(mean_of_squares, batch)
+            except paceline.Unavailable as error:
+                os._exit(3 if "fork" in str(error) else 4)
+        if what == "close":
+            trainer.close()
+        if what == "drop":
+            globals().pop("trainer")
+            gc.collect()
+        if what == "exit":
+            sys.exit(0)
+    except Exception:
+        os._exit(5)
+    os._exit(0)
+print([child(what) for what in ("step", "close", "drop", "exit", "nothing")], flush=True)
+trainer.step(mean_of_squares, batch)
+assert same_gradients()
+"""
+    assert said(program, timeout=60) == "[3, 0, 0, 0, 0]"

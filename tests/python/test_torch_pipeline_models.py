@@ -12,18 +12,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from pipeline_cases import differences_with
-from pipeline_models import (
-    WIDTH,
-    Batch,
-    NanoGpt,
-    assert_equal,
-    loss_inside,
-    sequential,
-    slices,
-    text,
-    two_stages,
-    vectors,
-)
+from pipeline_models import WIDTH, Batch, NanoGpt, loss_inside, sequential, text, two_stages, vectors
 from torch_support import classify
 
 
@@ -128,29 +117,6 @@ def test_a_model_trains_unmodified_and_bit_for_bit(model: str) -> None:
     make, loss_fn, batch = MODELS[model]
     torch.manual_seed(0)
     assert differences_with(make(), loss_fn, batch) == []
-
-
-def test_a_model_without_memory_is_filled_part_by_part() -> None:
-    torch.manual_seed(0)
-    wanted = NanoGpt()
-    state = wanted.state_dict()
-    with torch.device("meta"):
-        model = NanoGpt()
-    filled = []
-
-    def init(name: str, part: nn.Module) -> None:
-        filled.append(name)
-        part.load_state_dict({key: state[f"{name}.{key}"] for key in part.state_dict()})
-
-    with two_stages(model, init=init) as trainer:
-        for _ in range(4):
-            model.zero_grad()
-            trainer.step(loss_inside, text())
-        for part in slices(text(), trainer.report()["micro_batches"]):
-            (loss_inside(wanted, part) * (len(part[0]) / 9)).backward()
-    assert len(filled) == len(set(filled))
-    assert model.lm_head.weight is model.transformer["wte"].weight
-    assert_equal(model, wanted)
 
 
 def test_a_model_without_memory_is_filled_from_a_file(tmp_path: Path) -> None:

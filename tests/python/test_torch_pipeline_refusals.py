@@ -12,21 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline import InvalidArgument
 from paceline.torch import Pipeline
+from pipeline_models import chain, squares
 from torch_support import TWO, gradients
-
-
-def block() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-
-def chain(blocks: int = 4) -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(*(block() for _ in range(blocks)))
-
-
-def squares(module: Any, batch: Any) -> Any:
-    return module(batch).pow(2).mean()
-
 
 BATCH = torch.linspace(-1, 1, 32).view(8, 4)
 TWO_STAGES: dict[str, Any] = {"cuts": [0, 2], "micro_batches": 4, "schedule": "1f1b"}
@@ -105,8 +92,7 @@ TRANSFORMS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", TRANSFORMS)
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize(("steps", "on_meta"), [(0, False), (3, False), (0, True)])
 def test_transforms_of_torch_func(what: str, steps: int, on_meta: bool) -> None:
     module, options = chain(), TWO_STAGES
     if on_meta:
@@ -171,7 +157,7 @@ ARGUMENTS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (lambda: nn.Linear(4, 4), {}, "Name its blocks: blocks="),
     (chain, {"blocks": "layers"}, "no part of this name"),
     (chain, {"blocks": []}, "Name its blocks"),
-    (chain, {"blocks": [block(), block()]}, r"blocks\[0\] is Sequential, and no part of the module"),
+    (chain, {"blocks": list(chain(2))}, r"blocks\[0\] is Sequential, and no part of the module"),
     (chain, {"blocks": 3}, "blocks"),
     (chain, {"cuts": [1, 2]}, "beginning with 0"),
     (chain, {"cuts": [0, 2, 1]}, "each greater than the one before"),
@@ -214,18 +200,20 @@ def test_a_batch_smaller_than_micro_batches_runs_in_as_many_as_it_has_items() ->
             assert len(trainer.report()["micro_batches"]) == min(items, 4)
 
 
+def normalised() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)))
+
+
 def test_batch_normalisation_gets_two_items_in_each_micro_batch() -> None:
     for micro_batches in (None, 8):
-        module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)))
-        with Pipeline(module, TWO, micro_batches=micro_batches) as trainer:
+        with Pipeline(normalised(), TWO, micro_batches=micro_batches) as trainer:
             for _ in range(6):
                 trainer.step(squares, BATCH)
                 assert min(trainer.report()["micro_batches"]) > 1
 
 
 def test_check_names_cures_that_a_pipeline_has() -> None:
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)))
-    with Pipeline(module, TWO) as trainer:
+    with Pipeline(normalised(), TWO) as trainer:
         text = " ".join(str(trainer.check(squares, BATCH)).split())
     assert "Fix it with micro_batches=" in text
     assert "DataParallel" not in text
@@ -241,22 +229,11 @@ def test_a_module_that_was_changed_since(change: str, steps: int) -> None:
         if change == "tied":
             module[3][0].weight = module[0][0].weight
         elif change == "replaced":
-            module[2] = block()
+            module[2] = chain(1)
         else:
             module[3].append(nn.Linear(4, 4))
         with pytest.raises(InvalidArgument, match="make a new Pipeline"):
             trainer.step(squares, batch)
-
-
-def test_parameters_that_take_the_place_of_others_are_followed() -> None:
-    module, batch = chain(), torch.randn(8, 4)
-    with Pipeline(module, TWO) as trainer:
-        for _ in range(5):
-            trainer.step(squares, batch)
-            module.load_state_dict({name: one.clone() for name, one in module.state_dict().items()}, assign=True)
-        assert all(parameter.grad is None for parameter in module.parameters())
-        trainer.step(squares, batch)
-        assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,14 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from paceline.torch import Pipeline  # noqa: E402
-from torch_support import TWO  # noqa: E402
+from paceline.torch import Pipeline
+from pipeline_models import accumulate, chain, same, squares
+from torch_support import TWO, gradients
 
 WIDTH, ITEMS = 16, 4
-
-
-def squares(module: Any, batch: Any) -> Any:
-    return module(batch).square().mean()
 
 
 def assert_exact(
@@ -46,7 +41,7 @@ def assert_exact(
             for item in batch.split(1):
                 ((reference or loss_fn)(plain, item) * (1 / ITEMS)).backward()
             wanted = [one.grad for one in (*plain.parameters(), *outside)]
-            assert all(map(torch.equal, got, wanted))
+            assert same(got, wanted)
 
 
 class AddsView(nn.Module):
@@ -62,11 +57,6 @@ class AddsView(nn.Module):
         return x + self.linear(x).tanh()
 
 
-def test_a_gradient_that_flows_on_is_not_added_to() -> None:
-    torch.manual_seed(0)
-    assert_exact(nn.Sequential(*(AddsView() for _ in range(4))), torch.randn(ITEMS, WIDTH))
-
-
 OUTSIDE = torch.linspace(-1, 1, WIDTH).requires_grad_()
 
 
@@ -77,15 +67,15 @@ class AddsOutside(AddsView):
         return super().forward(x + OUTSIDE[None])
 
 
-def test_nor_is_that_of_a_tensor_outside_of_the_module() -> None:
+@pytest.mark.parametrize(("kind", "outside"), [(AddsView, []), (AddsOutside, [OUTSIDE])])
+def test_a_gradient_that_flows_on_is_not_added_to(kind: Any, outside: list[torch.Tensor]) -> None:
     torch.manual_seed(0)
-    assert_exact(nn.Sequential(*(AddsOutside() for _ in range(4))), torch.randn(ITEMS, WIDTH), outside=[OUTSIDE])
+    assert_exact(nn.Sequential(*(kind() for _ in range(4))), torch.randn(ITEMS, WIDTH), outside=outside)
 
 
 def test_compiled_blocks_run_alone_where_something_new_is_compiled() -> None:
     torch.compiler.reset()
-    torch.manual_seed(0)
-    module: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+    module: Any = chain(4, WIDTH)
     plain = copy.deepcopy(module)
     for block in module:
         block.compile(backend="eager")
@@ -98,11 +88,8 @@ def test_compiled_blocks_run_alone_where_something_new_is_compiled() -> None:
                 one.train(training).zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 trainer.step(squares, batch)
-                for part in batch.split(2):
-                    (squares(plain, part) * 0.25).backward()
-            assert all(
-                torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True)
-            )
+                wanted = accumulate(plain, squares, batch, trainer)
+            assert same(gradients(module), wanted)
     torch.compiler.reset()
 
 
@@ -164,8 +151,7 @@ def test_lanes_share_no_casts() -> None:
 
 def test_a_profiler_sees_more_micro_batches_than_devices() -> None:
     batch = torch.randn(8, WIDTH)
-    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    with Pipeline(module, TWO, cuts=[0, 2], micro_batches=8, schedule="gpipe") as trainer:
+    with Pipeline(chain(4, WIDTH), TWO, cuts=[0, 2], micro_batches=8, schedule="gpipe") as trainer:
         for _ in range(3):
             trainer.step(squares, batch)
         with torch.profiler.profile():
@@ -213,8 +199,7 @@ def test_draws_from_a_generator_of_the_user_are_warned_of() -> None:
     def noisy(module: Any, batch: Any) -> Any:
         return squares(module, batch + torch.randn(batch.shape, generator=generator))
 
-    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    with Pipeline(module, TWO, cuts=[0, 2], micro_batches=4) as trainer:
+    with Pipeline(chain(4, WIDTH), TWO, cuts=[0, 2], micro_batches=4) as trainer:
         for _ in range(2):  # they measure, on one lane
             trainer.step(noisy, torch.randn(8, WIDTH))
         with pytest.warns(UserWarning, match="generator="):
@@ -281,7 +266,7 @@ def test_what_a_forward_leaves_for_the_next_is_warned_of_once(kind: str) -> None
     ):
         warnings.simplefilter("always")
         for _ in range(4):
-            trainer.step(lambda module, part: module(part).square().mean(), torch.randn(16, 4))
+            trainer.step(squares, torch.randn(16, 4))
     ours = [str(one.message) for one in seen if "leaves something for the next" in str(one.message)]
     assert len(ours) == (wanted is not None)
     if wanted is not None:

@@ -163,20 +163,6 @@ def test_an_exception_in_predict_names_the_device_and_the_next_call_works() -> N
     assert gradients(module) == [None] * 4
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_predicting_in_training_mode_updates_running_statistics_as_plain_pytorch_does(devices: int) -> None:
-    norm = nn.BatchNorm1d(6).double()
-    x = torch.randn(12, 6, dtype=torch.double) + 3
-    with DataParallel(norm, hosts(devices), balance="even") as trainer:
-        norm.eval()
-        trainer.predict(x)
-        assert int(norm.get_buffer("num_batches_tracked")) == 0
-        norm.train()
-        trainer.predict(x)
-    assert int(norm.get_buffer("num_batches_tracked")) == 1
-    assert float(norm.get_buffer("running_mean").mean()) == pytest.approx(0.3, rel=0.3)
-
-
 def test_outputs_that_are_dataclass_and_mapping_are_whole_either_way() -> None:
     module, (x, _) = classifier(9)
     with DataParallel(module, TWO, balance=[2, 1]) as trainer:
@@ -213,9 +199,6 @@ def test_a_nest_for_a_module_that_takes_its_entries_fails_with_advice_that_works
             assert re.search(advice, notes)
             assert "raised on host:" in notes
         assert torch.equal(trainer.predict(fn, batch), x * scale)
-
-
-def test_an_error_over_a_single_tensor_comes_without_advice() -> None:
-    with DataParallel(nn.Embedding(4, 2), TWO) as trainer, pytest.raises(RuntimeError) as raised:
-        trainer.predict(torch.rand(6))
-    assert "predict called" not in " ".join(getattr(raised.value, "__notes__", []))
+    with DataParallel(nn.Embedding(4, 2), TWO[:devices]) as trainer, pytest.raises(RuntimeError) as caught:
+        trainer.predict(torch.rand(6))  # a single tensor
+    assert "predict called" not in " ".join(getattr(caught.value, "__notes__", []))

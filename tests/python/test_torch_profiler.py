@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.testing import faults
 from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, classifier, classify, plain
 
@@ -53,7 +54,8 @@ def test_predictions_have_spans_too() -> None:
     assert {f"paceline.micro_batch {name}" for name in TWO} <= {event.key for event in profile.key_averages()}
 
 
-def test_without_a_profiler_there_are_none() -> None:
+@pytest.mark.parametrize("around", ["a profiler", "faults"])
+def test_nothing_surrounds_micro_batches_without_a_profiler_and_faults(around: str) -> None:
     module, batch = classifier(12)
     seen: list[int] = []
     with DataParallel(module, TWO, balance="even") as trainer:
@@ -65,7 +67,7 @@ def test_without_a_profiler_there_are_none() -> None:
             return classify(replica, part)
 
         trainer.step(loss_fn, batch)
-        with profiled():
+        with profiled() if around == "a profiler" else faults.inject(trainer, faults.Slow("host:1", factor=1)):
             trainer.step(loss_fn, batch)
         trainer.step(loss_fn, batch)
     assert seen == [0, 0, 1, 1, 0, 0]

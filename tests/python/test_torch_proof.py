@@ -152,19 +152,6 @@ def test_a_limited_micro_batch_limits_the_whole_run(options: dict[str, Any]) -> 
     assert same(plain, module)
 
 
-def test_where_memory_runs_out_slices_do() -> None:
-    seen = Seen()
-
-    def loss_fn(module: Any, slice: torch.Tensor) -> Any:
-        seen.items.append(len(slice))
-        if len(slice) > 8:
-            raise torch.OutOfMemoryError("too many")
-        return squares(module, slice)
-
-    assert said_by(net(), loss_fn, rows(), balance="even") == ""
-    assert seen.items[:3] == [16, 8, 8]
-
-
 def test_what_is_not_finite_is_proved_by_a_later_step() -> None:
     factor = [float("inf")]
     with made(net()) as trainer:
@@ -188,34 +175,21 @@ def test_the_environment_says_what_the_caller_does_not(monkeypatch: pytest.Monke
         assert "Proof" not in trainer.explain()
 
 
-def test_hooks_of_tensors_outside_run_once_for_a_loss() -> None:
-    head, seen = nn.Parameter(torch.ones(3, dtype=torch.float64)), []
-    head.register_hook(lambda gradient: seen.append(gradient.clone()))
+@pytest.mark.parametrize("outside", [False, True])
+def test_hooks_rest_in_a_proof_and_run_once_for_its_loss(outside: bool) -> None:
+    module, batch, head = net(), rows(), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    hooked = head if outside else next(module.parameters())
+    seen: list[torch.Tensor] = []
     late: list[torch.Tensor] = []
-    head.register_post_accumulate_grad_hook(lambda one: late.append(one.grad.clone()))
-    module, batch = net(), rows()
+    hooked.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)  # type: ignore[func-returns-value]
+    hooked.register_post_accumulate_grad_hook(lambda one: late.append(one.grad.clone()))
     with made(module) as trainer:
         for number in (1, 2):
-            head.grad = None
+            hooked.grad = None
             trainer.loss(lambda module, rows: (module(rows) * head).square().mean(), batch).backward()
             assert len(seen) == len(late) == number
-    assert torch.equal(seen[1], gradients(head)[0])
-    assert torch.equal(seen[1], late[1])
-
-
-def test_hooks_of_parameters_rest_in_a_proof_and_run_once_for_its_loss() -> None:
-    module, batch = net(), rows()
-    seen: list[torch.Tensor] = []
-    weight = next(module.parameters())
-    weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)  # type: ignore[func-returns-value]
-    late: list[torch.Tensor] = []
-    weight.register_post_accumulate_grad_hook(lambda one: late.append(one.grad.clone()))
-    with made(module) as trainer:
-        for number in (1, 2):
-            weight.grad = None
-            trainer.loss(squares, batch).backward()
-            assert len(seen) == len(late) == number
             torch.testing.assert_close(late[-1], 2 * seen[-1])
+            assert torch.equal(late[-1], gradients(hooked)[0])
         assert "equal to one device" in trainer.explain()
     torch.testing.assert_close(seen[0], seen[1])
 
@@ -249,22 +223,6 @@ def test_rounding_inside_of_the_function_is_no_difference() -> None:
 
     module = nn.Sequential(*[part for _ in range(6) for part in (nn.Linear(4, 4), nn.Tanh())])
     assert said_by(module, loss_fn, rows(64).float()) == ""
-
-
-def test_an_interrupted_first_step_is_proved_again() -> None:
-    interrupts = Seen()
-
-    def loss_fn(module: Any, rows: torch.Tensor) -> Any:
-        if not interrupts.items:
-            interrupts.items.append(1)
-            raise KeyboardInterrupt
-        return module(rows).square().sum()
-
-    with made(net()) as trainer:
-        with pytest.raises(KeyboardInterrupt):
-            trainer.step(loss_fn, rows())
-        with pytest.warns(ProofWarning, match="another result than on one device"):
-            trainer.step(loss_fn, rows())
 
 
 def test_near_an_optimum_rounding_is_no_difference() -> None:
@@ -310,15 +268,6 @@ def test_a_resumed_run_is_proved_and_goes_on_in_the_same_bits() -> None:
         trainer.load_training_state(state)
         assert [trainer.step(squares, batch).item() for batch in batches[2:]] == losses[2:]
         assert sum(line.startswith("Proof") for line in trainer.explain().splitlines()) == 1
-
-
-def test_a_trainer_says_whether_a_proof_has_found_a_difference() -> None:
-    trainer = made(net())
-    trainer.step(squares, rows())
-    assert not trainer.differs
-    with pytest.warns(ProofWarning):
-        trainer.step(lambda module, rows: module(rows).square().sum() / 16, rows())
-    assert trainer.differs
 
 
 def test_pairs_of_items_are_named_where_their_order_is_all_that_counts() -> None:
@@ -384,7 +333,11 @@ def test_each_function_that_differs_is_warned_of_by_name() -> None:
         return module(part).square().mean().sqrt()
 
     with made(net()) as trainer:
+        trainer.step(squares, rows())
+        differs = [trainer.differs]
         for function in (other, another):
             with pytest.warns(ProofWarning, match=f"The function is .*{function.__name__}"):
                 trainer.step(function, rows())
+        differs.append(trainer.differs)
+        assert differs == [False, True]
         assert trainer.explain().count("differs from one device") == 2

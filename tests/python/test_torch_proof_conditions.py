@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import random
+import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.torch import DataParallel
+from paceline.torch._replicas.compiled import eagerly
+from paceline.torch._replicas.written import Written
 from proof_cases import made, net, rows, same, squares
+from torch_support import output_of
 
 pytestmark = pytest.mark.usefixtures("proved")
 
@@ -190,3 +199,119 @@ def test_memory_that_runs_out_in_any_phase_of_a_proof_costs_nothing_but_slices(p
         assert "equal to one device" in trainer.explain()
     squares(plain, batch).backward()
     assert same(module, plain)
+
+
+# What a proof does with objects outside of the module that the function reaches: it puts them back, or names them.
+
+
+def test_generators_are_where_one_device_leaves_them() -> None:
+    module, batch = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)).double(), rows()
+    states = []
+    for proved in (False, True):
+        own = torch.Generator().manual_seed(3)
+        python, numpys, old = random.Random(3), np.random.default_rng(3), np.random.RandomState(3)
+
+        def loss_fn(
+            module: Any, part: Any, own: Any = own, python: Any = python, numpys: Any = numpys, old: Any = old
+        ) -> Any:
+            noise = torch.randn(part.shape, generator=own, dtype=part.dtype)
+            return squares(module, part + noise) * (1 + python.random() + numpys.random() + old.random())
+
+        torch.manual_seed(1)
+        random.seed(1)
+        if proved:
+            with made(copy.deepcopy(module)) as trainer:
+                loss = trainer.step(loss_fn, batch)
+                said = trainer.explain()
+            assert all(f"a {name} of loss_fn" in said for name in ("Random", "Generator", "RandomState"))
+        else:
+            loss = loss_fn(copy.deepcopy(module), batch)
+        found = [loss.item(), torch.get_rng_state().tolist(), own.get_state().tolist(), random.getstate()]
+        states.append([*found, python.random(), numpys.random(), old.random()])
+    assert states[0] == states[1]
+
+
+def test_what_is_left_alone_is_named() -> None:
+    lock, loader = threading.Lock(), DataLoader(TensorDataset(rows(4)))
+    options = types.SimpleNamespace(scale=2.0, calls=0)
+
+    def loss_fn(module: Any, part: Any) -> Any:
+        with lock:
+            options.calls += 1
+        return squares(module, part) * options.scale * len(loader)
+
+    with made(net()) as trainer:
+        trainer.step(loss_fn, rows())
+        assert "; not put back: DataLoader, lock; " in trainer.explain()
+        assert options.calls == 1
+        trainer.step(squares, rows())
+        assert trainer.explain().count("not put back") == 1
+
+
+# What proofs do to the process: threads, and compiled code.
+
+
+def test_a_proof_leaves_the_number_of_threads_that_new_threads_get() -> None:
+    program = """
+    import os, threading
+    os.environ.pop("PACELINE_PROVE", None)
+    torch.set_num_threads(3)
+    with DataParallel(module, ["host:0", "host:1"], prove="raise") as trainer:
+        trainer.step(mean_of_squares, batch)
+        trainer.predict(batch)
+    found = [torch.get_num_threads()]
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start(); thread.join()
+    print(found)
+    """
+    assert output_of(program) == "[3, 3]"
+
+
+def test_compiled_code_runs_compiled_again_when_the_last_thread_leaves() -> None:
+    def stance() -> str:
+        state: Any = torch._dynamo.eval_frame
+        return str(state._stance.stance)
+
+    import torch._dynamo.eval_frame
+
+    before = stance()
+    inside, leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with eagerly():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(60)
+    with eagerly():
+        leave.set()
+        thread.join()
+        assert stance() == "force_eager"
+    assert stance() == before
+
+
+def test_an_interrupted_commit_counts_a_forward_once(monkeypatch: Any) -> None:
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = net(), 0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.calls += 2
+            return self.inner(x)
+
+    push, interrupts = Written.push, [KeyboardInterrupt]
+
+    def interrupted(written: Written, home: torch.device) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        push(written, home)
+
+    module = Counts()
+    trainer = made(module, micro_batch=3, prove=False)
+    monkeypatch.setattr(Written, "push", interrupted)
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.step(squares, rows())
+    assert module.calls == 2

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy.random
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import InvalidArgument
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, UnseededDrawsWarning
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, plain, worst_difference
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
@@ -90,21 +95,13 @@ def test_checkpoints_inside_of_checkpoints_draw_the_same_again(reentrant: bool) 
 
 
 @REENTRANT
-def test_dropout_with_checkpointing_works_on_one_device(reentrant: bool) -> None:
-    module, (_, batch) = Checkpointed(0.5, reentrant), classifier()
+@pytest.mark.parametrize(("dropout", "devices"), [(0.5, 1), (0.0, 2)])
+def test_checkpointing_is_exact_on_one_device_and_without_draws(reentrant: bool, dropout: float, devices: int) -> None:
+    module, (_, batch) = Checkpointed(dropout, reentrant), classifier()
     torch.manual_seed(5)
     _, wanted = plain(module, classify, batch)
-    with DataParallel(module, ["host:0"]) as trainer:
+    with DataParallel(module, hosts(devices), balance=[2, 1][:devices]) as trainer:
         torch.manual_seed(5)
-        trainer.step(classify, batch)
-    assert_same_gradients(module, wanted)
-
-
-@REENTRANT
-def test_checkpointing_without_draws_is_exact_on_several_devices(reentrant: bool) -> None:
-    module, (_, batch) = Checkpointed(0.0, reentrant), classifier()
-    _, wanted = plain(module, classify, batch)
-    with DataParallel(module, TWO, balance=[2, 1]) as trainer:
         trainer.step(classify, batch)
     assert_same_gradients(module, wanted)
 
@@ -144,48 +141,22 @@ class Scaled(torch.autograd.Function):
 SCALED: Any = Scaled.apply
 
 
-def test_a_custom_function_with_dropout_is_no_recomputation() -> None:
-    module, batch = classifier()
-    drop = nn.Dropout(0.5)
-    with DataParallel(module, TWO) as trainer:
-        trainer.step(lambda m, b: classify(m, (SCALED(drop(b[0].clone().requires_grad_())), b[1])), batch)
-    assert all(gradient is not None for gradient in gradients(module))
-
-
-def test_hooks_on_saved_tensors_with_dropout_are_no_recomputation() -> None:
-    module, batch = classifier()
-    module = nn.Sequential(nn.Dropout(0.5), module)
-    with DataParallel(module, TWO) as trainer, torch.autograd.graph.save_on_cpu():
-        trainer.step(classify, batch)
-    assert all(gradient is not None for gradient in gradients(module))
-
-
-def test_tensor_hooks_with_dropout_are_no_recomputation() -> None:
+@pytest.mark.parametrize("what", ["a custom function", "hooks on saved tensors", "hooks on tensors"])
+def test_what_is_no_recomputation_may_stand_beside_dropout(what: str) -> None:
     module, batch = classifier()
     module = nn.Sequential(nn.Dropout(0.5), module)
 
     def loss_fn(replica: Any, part: Any) -> Any:
-        output = replica(part[0])
-        output.register_hook(lambda gradient: gradient * 2)
+        custom = what == "a custom function"
+        output = replica(SCALED(part[0].clone().requires_grad_()) if custom else part[0])
+        if what == "hooks on tensors":
+            output.register_hook(lambda gradient: gradient * 2)
         return nn.functional.cross_entropy(output, part[1])
 
-    with DataParallel(module, TWO) as trainer:
+    saved = torch.autograd.graph.save_on_cpu() if what == "hooks on saved tensors" else contextlib.nullcontext()
+    with DataParallel(module, TWO) as trainer, saved:
         trainer.step(loss_fn, batch)
     assert all(gradient is not None for gradient in gradients(module))
-
-
-def test_the_callers_generator_goes_on() -> None:
-    module, batch = classifier()
-    module = nn.Sequential(nn.Dropout(0.5), module)
-    with DataParallel(module, TWO) as trainer:
-        torch.manual_seed(1)
-        before = torch.get_rng_state()
-        trainer.step(classify, batch)
-        assert not torch.equal(torch.get_rng_state(), before)
-        module.eval()
-        before = torch.get_rng_state()
-        trainer.step(classify, batch)
-        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_dropout_with_checkpointing_raises_also_where_another_part_is_compiled() -> None:
@@ -204,3 +175,70 @@ def test_dropout_with_checkpointing_raises_also_where_another_part_is_compiled()
         for _ in range(10):
             with pytest.raises(InvalidArgument, match=r"random draws.*activation checkpointing"):
                 trainer.step(classify, batch)
+
+
+# Random numbers that no seed reaches are named once, and what a seed reaches is not.
+
+
+class Recurrent(nn.Module):
+    def __init__(self, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.body = nn.LSTM(6, 5, 2, batch_first=True, dropout=dropout).double()
+        self.head = nn.Linear(5, 3).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.body(x[:, None].expand(-1, 4, -1))[0][:, -1])
+
+
+def test_what_no_seed_reaches_is_said_once_and_by_name() -> None:
+    module, (_, batch) = Recurrent(), classifier(32)
+    with DataParallel(module, TWO, balance="even") as trainer:
+        with pytest.warns(UnseededDrawsWarning, match=r"the dropout of nn\.LSTM"):
+            trainer.step(classify, batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnseededDrawsWarning)
+            trainer.step(classify, batch)
+            trainer.predict(batch[0])
+
+
+OWN = torch.Generator()
+DRAWN_BY: dict[str, Callable[[], float]] = {
+    "calls with generator=": lambda: torch.rand((), generator=OWN).item(),
+    "numpy.random": numpy.random.random,
+    "Python's random": random.random,
+}
+
+
+@pytest.mark.parametrize("name", DRAWN_BY)
+def test_generators_of_a_loss_that_all_devices_share_are_named_where_the_caller_is(name: str) -> None:
+    module, batch = classifier(32)
+
+    def loss_fn(replica: Any, part: Any) -> Any:
+        return classify(replica, part) * DRAWN_BY[name]()
+
+    with DataParallel(module, TWO, balance="even") as trainer:
+        with pytest.warns(UnseededDrawsWarning, match=f"drawn by {name} come") as told:
+            trainer.step(loss_fn, batch)
+        assert [one.filename for one in told] == [__file__]
+
+
+def own_for_each(module: Any, part: Any) -> Any:
+    """A generator that a loss makes for each micro-batch."""
+    return classify(module, part) * torch.rand((), generator=torch.Generator().manual_seed(3)).item()
+
+
+@pytest.mark.parametrize(
+    ("module", "loss_fn"),
+    [
+        (nn.Sequential(nn.Dropout(), classifier(32)[0]), classify),
+        (Recurrent(0.0), classify),
+        (classifier(32)[0], own_for_each),
+    ],
+    ids=["dropout", "no dropout in nn.LSTM", "a generator of its own"],
+)
+def test_what_a_seed_reaches_is_not_warned_of(module: nn.Module, loss_fn: Any) -> None:
+    _, batch = classifier(32)
+    with DataParallel(module, TWO, balance="even") as trainer, warnings.catch_warnings():
+        warnings.simplefilter("error", UnseededDrawsWarning)
+        for _ in range(3):
+            trainer.step(loss_fn, batch)

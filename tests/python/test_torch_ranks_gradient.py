@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -104,56 +104,63 @@ def per_item(module: Any, batch: Any) -> Any:
     return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
 
 
-def weighted_step(rank: int, weights: torch.Tensor) -> Any:
-    module, batch = classifier(20)
-    part = part_of((*batch, weights), rank, [14, 6])
-    with trainer_of(module, rank) as trainer:
-        loss = trainer.step(per_item, part, weight=lambda b: b[2])
-    return loss, gradients(module)
+def weighted_mean(module: Any, batch: Any) -> Any:
+    return (per_item(module, batch) * batch[2]).sum() / batch[2].sum()
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_weights_count_over_all_ranks(on_ranks: Run, kind: str) -> None:
-    weights = WEIGHTS[kind]
-    module, batch = classifier(20)
-    loss, wanted = plain(module, lambda m, b: (per_item(m, b) * weights).sum() / weights.sum(), batch)
-    for found, theirs in on_ranks(2, weighted_step, weights):
+def a_fifth_of_the_sum(module: Any, batch: Any) -> Any:
+    return per_item(module, batch).sum() / 5
+
+
+class Case(NamedTuple):
+    """A step on ranks, and its objective on one device."""
+
+    sizes: list[int]
+    batch: Any
+    loss_fn: Any
+    objective: Any
+    step: dict[str, Any]  # its options
+    trainer: dict[str, Any] = {}  # noqa: RUF012
+    module: Callable[[], nn.Module] = lambda: classifier(1)[0]
+
+
+CASES = {
+    f"weights: {kind}": Case(
+        [14, 6], (*classifier(20)[1], weights), per_item, weighted_mean, {"weight": lambda b: b[2]}
+    )
+    for kind, weights in WEIGHTS.items()
+}
+CASES["costs"] = Case(
+    [17, 7],
+    words(24, 0)[1],
+    loss_of_words,
+    loss_of_words,
+    {"cost": lambda b: b["length"]},
+    {"more": 1},
+    lambda: words(24, 0)[0],
+)
+CASES["total"] = Case([9, 0, 8], classifier(17)[1], per_item, a_fifth_of_the_sum, {"total": 5}, {"reduction": "sum"})
+CASES["scaler"] = Case(
+    [20, 0], classifier(20)[1], classify, classify, {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}
+)
+
+
+def step_of(rank: int, kind: str) -> Any:
+    case = CASES[kind]
+    module = case.module()
+    with trainer_of(module, rank, **case.trainer) as trainer:
+        loss = trainer.step(case.loss_fn, part_of(case.batch, rank, case.sizes), **case.step)
+    scale = case.step["scaler"].get_scale() if kind == "scaler" else 1.0
+    return loss, [None if one is None else one / scale for one in gradients(module)]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_weights_totals_costs_and_scalers_are_those_of_all_ranks(on_ranks: Run, kind: str) -> None:
+    case = CASES[kind]
+    loss, wanted = plain(case.module(), case.objective, case.batch)
+    for found, theirs in on_ranks(len(case.sizes), step_of, kind):
         assert worst_difference(theirs, wanted) < 1e-12
         assert found.item() == pytest.approx(loss.item(), rel=1e-12)
-
-
-def tokens_with_costs(rank: int) -> Any:
-    module, batch = words(24, 0)
-    part = part_of(batch, rank, [17, 7])
-    with trainer_of(module, rank, more=1) as trainer:
-        trainer.step(loss_of_words, part, cost=lambda b: b["length"])
-    return gradients(module)
-
-
-def test_costs_balance_the_devices_of_each_rank(on_ranks: Run) -> None:
-    module, batch = words(24, 0)
-    wanted = plain(module, loss_of_words, batch)[1]
-    for found in on_ranks(2, tokens_with_costs):
-        assert worst_difference(found, wanted) < 1e-12
-
-
-def summed(module: Any, batch: Any) -> Any:
-    return per_item(module, batch).sum()
-
-
-def with_total(rank: int, sizes: list[int]) -> Any:
-    module, batch = classifier(sum(sizes))
-    with trainer_of(module, rank, reduction="sum") as trainer:
-        loss = trainer.step(summed, part_of(batch, rank, sizes), total=5)
-    return loss, gradients(module)
-
-
-def test_total_is_the_denominator_over_all_ranks(on_ranks: Run) -> None:
-    module, batch = classifier(17)
-    loss, wanted = plain(module, lambda m, b: summed(m, b) / 5, batch)
-    for found, theirs in on_ranks(3, with_total, [9, 0, 8]):
-        assert worst_difference(theirs, wanted) < 1e-12
-        assert found.item() == pytest.approx(loss.item(), rel=1e-13)
 
 
 def two_groups(rank: int, sizes: list[int]) -> Any:
@@ -292,21 +299,6 @@ def test_types_may_be_mixed_and_gradients_may_exist_on_some_ranks_only(on_ranks:
         [torch.view_as_real(g) if g is not None and g.is_complex() else g for g in gs] for gs in (found, wanted)
     )
     assert worst_difference(found, wanted) < 1e-5  # the forward computes in float32 at its end
-
-
-def scaled_step(rank: int) -> Any:
-    module, batch = classifier(20, dtype=torch.float32)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with trainer_of(module, rank) as trainer:
-        trainer.step(classify, part_of(batch, rank, [20, 0]), scaler=scaler)
-    return [gradient / scaler.get_scale() for gradient in gradients(module) if gradient is not None]
-
-
-def test_gradients_of_a_scaler_are_scaled_on_a_rank_without_items_too(on_ranks: Run) -> None:
-    module, batch = classifier(20, dtype=torch.float32)
-    wanted = plain(module, classify, batch)[1]
-    for found in on_ranks(2, scaled_step):
-        assert worst_difference(found, wanted) < 1e-5
 
 
 class Lonely(nn.Module):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline.torch import DataParallel
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, linear, plain
@@ -41,29 +40,6 @@ def tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_training_accuracy(count: int) -> None:
-    module, (x, y) = classifier(50)
-    reference = copy.deepcopy(module)
-
-    def loss_fn(replica: Any, batch: Any) -> Any:
-        logits = replica(batch[0])
-        return F.cross_entropy(logits, batch[1]), {"right": logits.argmax(1) == batch[1]}
-
-    with DataParallel(module, hosts(count)) as trainer:
-        optimizer = trainer.optimizer(torch.optim.SGD, lr=0.5)
-        plain_optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
-        for _ in range(STEPS):
-            trainer.step(loss_fn, (x, y))
-            right = reference(x).argmax(1) == y
-            assert torch.equal(trainer.extras["right"], right)
-            assert trainer.extras["right"].float().mean() == right.float().mean()
-            classify(reference, (x, y)).backward()
-            for one in (optimizer, plain_optimizer):
-                one.step()
-                one.zero_grad()
-
-
 def test_class_weights_in_the_loss() -> None:
     module, (x, y) = classifier(23)
     class_weights = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
@@ -77,93 +53,6 @@ def test_class_weights_in_the_loss() -> None:
         assert "weight=lambda batch: class_weights[batch[1]]" in str(trainer.check(loss_fn, (x, y)))
     assert got.item() == pytest.approx(loss.item(), rel=1e-12)
     assert_same_gradients(module, expected)
-
-
-def test_learnable_loss_weights_outside_of_the_module() -> None:
-    torch.manual_seed(0)
-    module: nn.Module = linear(6, 5)
-    reference = copy.deepcopy(module)
-    _, (x, y) = classifier(20)
-    target = torch.randn(20, 2, dtype=torch.float64)
-    weights = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    weights_there = copy.deepcopy(weights)
-
-    def loss_with(weights: torch.Tensor) -> Any:
-        def loss_fn(replica: Any, batch: Any) -> Any:
-            output = replica(batch[0])
-            losses = torch.stack([F.cross_entropy(output[:, :3], batch[1]), F.mse_loss(output[:, 3:], batch[2])])
-            return (torch.exp(-weights) * losses + weights).sum()
-
-        return loss_fn
-
-    def one_device(_: int) -> Any:
-        loss = loss_with(weights_there)(reference, (x, y, target))
-        loss.backward()
-        return loss
-
-    there = torch.optim.Adam([*reference.parameters(), weights_there], lr=0.1)
-    wanted = trained(reference, there, one_device)
-    with DataParallel(module, TWO) as trainer:
-        optimizer = trainer.optimizer(torch.optim.Adam, [*module.parameters(), weights], lr=0.1)
-        loss_fn = loss_with(weights)
-        losses = trained(module, optimizer, lambda _: trainer.step(loss_fn, (x, y, target)))
-    assert_same_training([*tensors(module), weights], [*tensors(reference), weights_there], losses, wanted)
-    assert bool((weights != 0).all())
-
-
-def test_a_gan_in_two_runs() -> None:
-    torch.manual_seed(0)
-    generator = nn.Sequential(linear(3, 8), nn.Tanh(), linear(8, 4))
-    critic = nn.Sequential(linear(4, 8), nn.LeakyReLU(), linear(8, 1))
-    networks = nn.ModuleDict({"generator": generator, "critic": critic})
-    reference = copy.deepcopy(networks)
-    batches = [(torch.randn(12, 4).double(), torch.randn(12, 3).double()) for _ in range(STEPS)]
-
-    def critic_loss(networks: Any, real: torch.Tensor, noise: torch.Tensor) -> Any:
-        fake = networks["generator"](noise).detach()
-        real, fake = networks["critic"](real), networks["critic"](fake)
-        return F.binary_cross_entropy_with_logits(real, torch.ones_like(real)) + F.binary_cross_entropy_with_logits(
-            fake, torch.zeros_like(fake)
-        )
-
-    def generator_loss(networks: Any, noise: torch.Tensor) -> Any:
-        fake = networks["critic"](networks["generator"](noise))
-        return F.binary_cross_entropy_with_logits(fake, torch.ones_like(fake))
-
-    def optimizers(networks: Any) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(networks[name].parameters(), lr=0.01) for name in ("critic", "generator")]
-
-    wanted = []
-    of_critic, of_generator = optimizers(reference)
-    for real, noise in batches:
-        for optimizer, loss_of in (
-            (of_critic, lambda real=real, noise=noise: critic_loss(reference, real, noise)),
-            (of_generator, lambda noise=noise: generator_loss(reference, noise)),
-        ):
-            reference.zero_grad()
-            loss = loss_of()
-            loss.backward()
-            optimizer.step()
-            wanted.append(loss.item())
-
-    def criticise(networks: Any, micro_batch: Any) -> None:
-        micro_batch.backward(critic_loss(networks, *micro_batch.data))
-
-    def generate(networks: Any, micro_batch: Any) -> None:
-        micro_batch.backward(generator_loss(networks, micro_batch.data[1]))
-
-    losses = []
-    of_critic, of_generator = optimizers(networks)
-    with DataParallel(networks, TWO) as trainer:
-        for batch in batches:
-            with trainer.batch(batch) as global_batch:
-                losses.append(global_batch.run(criticise, parameters=critic).item())
-                of_critic.step()
-                of_critic.zero_grad()
-                losses.append(global_batch.run(generate, parameters=generator).item())
-                of_generator.step()
-                of_generator.zero_grad()
-    assert_same_training(tensors(networks), tensors(reference), losses, wanted)
 
 
 class Language(nn.Module):
@@ -222,51 +111,6 @@ def test_a_hidden_state_that_is_carried_over(count: int) -> None:
 
         losses = trained(module, optimizer, step)
     assert_same_training([*tensors(module), *state], [*tensors(reference), *state_there], losses, wanted)
-
-
-def test_an_exponential_moving_average_of_weights() -> None:
-    module, batch = classifier(16)
-    reference = copy.deepcopy(module)
-
-    def averaged(module: nn.Module, step: Callable[[int], Any]) -> tuple[nn.Module, list[float]]:
-        average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        optimizer.register_step_post_hook(lambda *_: average.update_parameters(module))
-        return average, trained(module, optimizer, step)
-
-    def one_device(_: int) -> Any:
-        loss = classify(reference, batch)
-        loss.backward()
-        return loss
-
-    there, wanted = averaged(reference, one_device)
-    with DataParallel(module, TWO) as trainer:
-        ours, losses = averaged(module, lambda _: trainer.step(classify, batch))
-    assert_same_training(tensors(ours), tensors(there), losses, wanted)
-
-
-def test_the_number_of_tokens_of_all_accumulated_batches() -> None:
-    torch.manual_seed(0)
-    module: nn.Module = linear(4, 5)
-    batches = [
-        (
-            torch.randn(items, 6, 4).double(),
-            torch.where(torch.rand(items, 6) < 0.3, -100, torch.randint(0, 5, (items, 6))),
-        )
-        for items in (9, 4, 7)
-    ]
-    total = sum((labels != -100).sum() for _, labels in batches)
-
-    def sum_of(replica: Any, batch: Any) -> Any:
-        return F.cross_entropy(replica(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
-
-    reference = copy.deepcopy(module)
-    for batch in batches:
-        (sum_of(reference, batch) / total).backward()
-    with DataParallel(module, TWO, reduction="sum") as trainer:
-        for batch in batches:
-            trainer.step(sum_of, batch, total=total)
-    assert_same_gradients(module, gradients(reference))
 
 
 def test_lbfgs_with_a_closure() -> None:
@@ -331,16 +175,6 @@ def evidence_bound(module: Any, batch: Any) -> Any:
     output, mean, log_variance = module(*batch)
     divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum()
     return F.mse_loss(output, batch[0], reduction="sum") + divergence
-
-
-def test_a_vae_is_trained_on_a_sum() -> None:
-    torch.manual_seed(0)
-    module = Autoencoder().double()
-    batch = (torch.randn(10, 6).double(), torch.randn(10, 2).double())
-    loss, expected = plain(module, evidence_bound, batch)
-    with DataParallel(module, TWO, reduction="sum") as trainer:
-        assert trainer.step(evidence_bound, batch, total=1).item() == pytest.approx(loss.item(), rel=1e-12)
-        assert_same_gradients(module, expected)
 
 
 def test_check_names_total_to_whoever_trains_on_a_sum() -> None:

@@ -278,28 +278,6 @@ def test_what_ranks_do_not_agree_on_is_an_error_on_all(how: str, message: str) -
     assert on_threads(Quorum(2).members, rank) == [[None] * 4, [None] * 4]
 
 
-def test_gradients_may_exist_on_some_ranks_only() -> None:
-    module = nn.ModuleDict({"a": nn.Linear(6, 3), "b": nn.Linear(6, 3), "c": nn.Linear(2, 2)}).double()
-    batch = classifier(16)[1]
-
-    def half(name: str) -> Callable[[Any, Any], Any]:
-        return lambda m, b: nn.functional.cross_entropy(m[name](b[0]), b[1])
-
-    def reference(m: Any, b: Any) -> Any:
-        return (half("a")(m, part_of(b, 0, 8)) + half("b")(m, part_of(b, 8, 16))) / 2
-
-    wanted = plain(module, reference, batch)[1]
-
-    def rank(member: Member) -> Any:
-        own = copy.deepcopy(module)
-        with DataParallel(own, hosts(2), reducer=member) as trainer:
-            trainer.step(half("ab"[member.rank]), part_of(batch, 8 * member.rank, 8 * member.rank + 8))
-        return gradients(own)
-
-    for found in on_threads(Quorum(2).members, rank):
-        assert worst_difference(found, wanted) < 1e-12
-
-
 def test_a_reducer_without_its_methods_or_beside_a_group_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="without a method all_reduce"):
         DataParallel(nn.Linear(2, 2), hosts(1), reducer=object())  # type: ignore[arg-type]

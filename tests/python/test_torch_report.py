@@ -108,18 +108,6 @@ def test_the_report_is_a_copy() -> None:
         assert list(trainer.report()["devices"]) == TWO
 
 
-@pytest.mark.parametrize("balance", ["auto", "even", [1, 2]], ids=str)
-def test_the_explanation_names_every_device_before_and_after_the_first_step(balance: Any) -> None:
-    module, batch = classifier(64)
-    with DataParallel(module, TWO, balance=balance) as trainer:
-        before = trainer.explain()
-        for _ in range(12):
-            trainer.step(classify, batch)
-        after = trainer.explain()
-    assert all(name in text for name in TWO for text in (before, after))
-    assert before != after
-
-
 def test_events_tell_what_ran_where_and_when() -> None:
     module, batch = classifier(12)
     with DataParallel(module, TWO, balance=[2, 1], micro_batch=4) as trainer:
@@ -157,6 +145,7 @@ def test_devices_are_given_in_several_ways() -> None:
             with DataParallel(module, devices) as trainer:  # type: ignore[arg-type]
                 trainer.step(classify, batch)
                 assert sum(trainer.shares.values()) == 16
+                assert all(device.name in trainer.explain() for device in trainer.group.devices)
                 assert repr(trainer).endswith("auto, open>")
                 assert list(trainer.shares) == [device.name for device in trainer.group.devices]
             assert repr(trainer).endswith("auto, closed>")
@@ -241,10 +230,6 @@ def test_what_if_answers_without_a_trace() -> None:
         assert len(more.shares) == 3
         assert more.seconds <= alone.seconds
         assert (trainer.shares, trainer.report()["steps"]) == (shares, steps)
-        with pytest.raises(InvalidArgument, match=r"what_if: speeds is 2\.0; give a dictionary"):
-            trainer.what_if(speeds=2.0)  # type: ignore[arg-type]
-        with pytest.raises(InvalidArgument, match="what_if: remove is 'host:1'; give a list of names"):
-            trainer.what_if(remove=TWO[1])
         with pytest.raises(
             InvalidArgument, match=r"no device to run the batch; the devices are host:0, host:1\. Leave one"
         ):

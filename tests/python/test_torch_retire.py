@@ -7,34 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from paceline import InvalidArgument
 from paceline.balance import replay
 from paceline.torch import DataParallel
+from torch_support import assert_same_gradients, classifier, classify, hosts, plain
 
-THREE = ["host:0", "host:1", "host:2"]
-
-
-def classifier() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-    return module, (torch.randn(48, 6, dtype=torch.double), torch.randint(3, (48,)))
-
-
-def classify(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(module(batch[0]), batch[1])
-
-
-def gradients(module: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+THREE = hosts(3)
 
 
 @pytest.mark.parametrize("balance", ["auto", "even", [1.0, 2.0, 3.0]])
 def test_a_retired_device_runs_nothing_and_no_item_is_lost(balance: object) -> None:
-    module, batch = classifier()
-    classify(module, batch).backward()
-    expected = gradients(module)
+    module, batch = classifier(48)
+    _, expected = plain(module, classify, batch)
     lengths = torch.arange(1, 49)
     with DataParallel(module, THREE, balance=balance) as trainer:  # type: ignore[arg-type]
         for retired in [], ["host:1"], ["host:1", "host:2"], ["host:2"], []:
@@ -43,8 +28,7 @@ def test_a_retired_device_runs_nothing_and_no_item_is_lost(balance: object) -> N
             for cost in None, lengths, None:
                 module.zero_grad()
                 trainer.step(classify, batch, cost=cost)
-                for got, wanted in zip(gradients(module), expected, strict=True):
-                    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+                assert_same_gradients(module, expected)
                 assert sum(trainer.shares.values()) == 48
                 assert all(trainer.shares[name] == 0 for name in retired), retired
             assert len(trainer.predict(batch[0])) == 48
@@ -53,7 +37,7 @@ def test_a_retired_device_runs_nothing_and_no_item_is_lost(balance: object) -> N
 
 
 def test_runs_of_a_batch_and_optimizers_go_without_it_too() -> None:
-    module, batch = classifier()
+    module, batch = classifier(48)
     with DataParallel(module, THREE, balance="even") as trainer:
         trainer.retire(trainer.group.devices[1])
         optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1)
@@ -77,7 +61,7 @@ def test_runs_of_a_batch_and_optimizers_go_without_it_too() -> None:
 
 
 def test_what_cannot_leave_is_refused_and_nothing_changes() -> None:
-    module, batch = classifier()
+    module, batch = classifier(48)
     with DataParallel(module, THREE[:2]) as trainer:
         with pytest.raises(InvalidArgument, match="there is no device host:7 in this trainer; it has host:0, host:1"):
             trainer.retire("host:7")
@@ -89,7 +73,7 @@ def test_what_cannot_leave_is_refused_and_nothing_changes() -> None:
 
 
 def test_a_ledger_has_it_and_replays(tmp_path: Path) -> None:
-    module, batch = classifier()
+    module, batch = classifier(48)
     path = tmp_path / "ledger.jsonl"
     with DataParallel(module, THREE) as trainer:
         trainer.write_ledger(path)
@@ -109,7 +93,7 @@ def test_a_ledger_has_it_and_replays(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_begins_later_has_it_too(tmp_path: Path) -> None:
-    module, batch = classifier()
+    module, batch = classifier(48)
     path = tmp_path / "ledger.jsonl"
     with DataParallel(module, THREE) as trainer:
         trainer.retire("host:1")

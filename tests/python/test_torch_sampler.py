@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import doctest
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import InvalidArgument
 from paceline.torch import BalancedBatchSampler
 from paceline.torch._batch import sampler as _sampler
+from rank_processes import Run
 
 
 def lengths_of(items: int, seed: int = 0) -> torch.Tensor:
@@ -195,55 +193,33 @@ def test_padded_items_that_are_longer_must_not_cost_less() -> None:
         BalancedBatchSampler([1, 2, 3], ranks=2, rank=0, batch_size=2, cost=lambda length: 10 - length, padded=True)
 
 
-RANK = """
-import os, sys, torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from paceline.torch import BalancedBatchSampler
-
-rank, store, padded = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-torch.manual_seed(0)
-x, y = torch.randn(19, 4, dtype=torch.float64), torch.randint(0, 3, (19,))
-model = nn.Linear(4, 3).double()
-parallel = nn.parallel.DistributedDataParallel(model)
-lengths = (torch.arange(19) % 7 + 1) ** 3
-sampler = BalancedBatchSampler(lengths, batch_size=8, padded=padded)
-others = [BalancedBatchSampler(lengths, batch_size=8, padded=padded, ranks=2, rank=r) for r in range(2)]
-counts = []
-for indices, *parts in zip(DataLoader(TensorDataset(torch.arange(19)), batch_sampler=sampler), *others):
-    mine = indices[0].tolist()
-    assert mine == parts[rank]
-    whole = parts[0] + parts[1]
-    expected = torch.autograd.grad(nn.functional.cross_entropy(model(x[whole]), y[whole]), list(model.parameters()))
-    parallel.zero_grad()
-    (nn.functional.cross_entropy(parallel(x[mine]), y[mine]) * sampler.weight).backward()
-    for parameter, gradient in zip(model.parameters(), expected):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
-    counts.append(len(mine))
-print(counts, flush=True)
-dist.barrier()
-# Nothing here is about the end of an interpreter, in which a thread of the process group that still wants Python's
-# lock can end the process by SIGABRT.
-os._exit(0)
-"""
+def under_ddp(rank: int, padded: bool) -> list[int]:
+    """How many items a rank has in each step."""
+    torch.manual_seed(0)
+    x, y = torch.randn(19, 4, dtype=torch.float64), torch.randint(0, 3, (19,))
+    model: Any = nn.Linear(4, 3).double()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    lengths = (torch.arange(19) % 7 + 1) ** 3
+    sampler = BalancedBatchSampler(lengths, batch_size=8, padded=padded)
+    loader = DataLoader(TensorDataset(torch.arange(19)), batch_sampler=sampler)
+    counts = []
+    for (indices,), *parts in zip(loader, *samplers(lengths, 2, batch_size=8, padded=padded), strict=True):
+        mine, whole = indices.tolist(), [*parts[0], *parts[1]]
+        assert mine == parts[rank]
+        loss = nn.functional.cross_entropy(model(x[whole]), y[whole])
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        parallel.zero_grad()
+        (nn.functional.cross_entropy(parallel(x[mine]), y[mine]) * sampler.weight).backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+        counts.append(len(mine))
+    return counts
 
 
 @both_ways
-def test_under_ddp_gradients_are_those_of_the_whole_batch(tmp_path: Path, padded: bool) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-c", RANK, str(rank), str(tmp_path / "store"), str(padded)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    counts, errors = zip(*(process.communicate(timeout=120) for process in ranks), strict=True)
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
-    assert counts[0] != counts[1], "with equal counts this test would show nothing"
+def test_under_ddp_gradients_are_those_of_the_whole_batch(on_ranks: Run, padded: bool) -> None:
+    first, second = on_ranks(2, under_ddp, padded)
+    assert first != second, "with equal counts this test would show nothing"
 
 
 @both_ways

@@ -296,16 +296,6 @@ def test_fixed_shares_that_draw_are_not_cut_by_times_on_one_device(late: bool) -
         assert sizes[-1] == 512
 
 
-def test_one_device_draws_as_pytorch_does() -> None:
-    module, (_, batch) = dropping(), classifier(32)
-    torch.manual_seed(5)
-    _, wanted = plain(module, classify, batch)
-    with DataParallel(module, hosts(1), micro_batch=32) as trainer:
-        torch.manual_seed(5)
-        trainer.step(classify, batch)
-    assert_same_gradients(module, wanted)
-
-
 def test_modes_of_the_caller_see_the_calls_that_draw() -> None:
     class Watching(TorchFunctionMode):
         def __init__(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from norm_cases import ITEMS, Synchronised, case, rows, same_buffers
+from norm_cases import ITEMS, Synchronised, assert_same, case, rows, same_buffers
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._devices.meeting import Meeting
@@ -40,8 +40,7 @@ def assert_steps_like_one_device(
             if call == "loss":
                 loss.backward()
             assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
-            assert_same_gradients(module, gradients(reference))
-            assert same_buffers(module, reference)
+            assert_same(module, reference)
             for optimizer in (ours, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -125,8 +124,7 @@ def test_a_norm_that_the_user_exchanges_or_freezes_is_followed() -> None:
                 one.zero_grad()
             classify(reference, batch).backward()
             trainer.step(classify, batch)
-            assert_same_gradients(module, gradients(reference))
-            assert same_buffers(module, reference)
+            assert_same(module, reference)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -214,8 +212,7 @@ def test_items_without_weight_count_in_the_statistics_as_on_one_device() -> None
     loss.backward()
     with DataParallel(module, TWO, balance="even", **Synchronised) as trainer:
         assert trainer.step(single, (x, y), weight=weight).item() == pytest.approx(loss.item(), rel=1e-12)
-        assert_same_gradients(module, gradients(reference))
-        assert same_buffers(module, reference)
+        assert_same(module, reference)
 
         def over_nothing(replica: Any, part: Any) -> Any:
             return (single(replica, part[:2]) * part[2]).sum() / part[2].sum()
@@ -236,8 +233,7 @@ def test_runs_of_a_batch_are_synchronised() -> None:
 
     with DataParallel(module, TWO, **Synchronised) as trainer, trainer.batch(batch) as global_batch:
         global_batch.run(fn)
-    assert_same_gradients(module, gradients(reference))
-    assert same_buffers(module, reference)
+    assert_same(module, reference)
 
 
 def test_prediction_in_training_mode_is_synchronised() -> None:
@@ -377,8 +373,7 @@ def test_a_slice_may_bring_no_values_to_a_norm() -> None:
     (sum_of_squares(reference, batch) / 8).backward()
     with DataParallel(module, TWO, balance="even", reduction="sum", **Synchronised) as trainer:
         trainer.step(sum_of_squares, batch, total=8)
-        assert_same_gradients(module, gradients(reference))
-        assert same_buffers(module, reference)
+        assert_same(module, reference)
         with pytest.raises(
             ValueError, match="more than 1 value per channel is needed, and all devices together have 1"
         ):

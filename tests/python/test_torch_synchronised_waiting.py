@@ -15,7 +15,6 @@ from torch import nn
 from norm_cases import Synchronised, case
 from paceline import Cancelled, InvalidArgument
 from paceline.torch import DataParallel
-from paceline.torch._devices.meeting import Meeting, MeetingOffError
 from torch_support import TWO, assert_same_gradients, classify, gradients, hosts, output_of
 
 pytestmark = pytest.mark.filterwarnings("error:DataParallel. .*each micro-batch is normalised")
@@ -99,20 +98,23 @@ def test_out_of_memory_is_not_answered_with_smaller_pieces() -> None:
     assert_same_gradients(module, gradients(reference))
 
 
-@pytest.mark.parametrize("kind", ["more", "other"])
+@pytest.mark.parametrize("kind", ["more", "other", "none"])
 def test_slices_that_run_other_norms_are_an_error_that_names_both_devices(kind: str) -> None:
     module: Any
     module, batch = case("rows", 12)
 
     def loss_fn(replica: Any, part: Any) -> Any:
         first = part[0].data_ptr() == batch[0].data_ptr()
+        if kind == "none" and first:
+            return replica[0](part[0]).square().mean()
         if kind == "more":
             hidden = replica[:3](part[0])
             return replica[3:](replica[1](hidden) if first else hidden).square().mean()
         return replica[4 if first else 1](replica[0](part[0])).square().mean()
 
     with DataParallel(module, TWO, balance="even", **Synchronised) as trainer:
-        with pytest.raises(InvalidArgument, match=r"host:\d runs the forward of \d, and host:\d"):
+        other = "has ended its slice" if kind == "none" else "runs the forward of"
+        with pytest.raises(InvalidArgument, match=rf"host:\d runs the forward of \d, and host:\d {other}"):
             trainer.step(loss_fn, batch)
         trainer.step(classify, batch)
 
@@ -167,18 +169,19 @@ trainer = DataParallel(module, ["host:0", "host:1"], balance="even", batch_norm=
 """
 
 
+def said(program: str, **options: Any) -> str:
+    return output_of(SETUP + program, **options)
+
+
 def test_ctrl_c_while_devices_wait_for_each_other_ends_the_step() -> None:
-    program = (
-        SETUP
-        + """
+    program = """
 threading.Timer(0.8, leave.set).start()
 interrupt_after(0.3)
 print(interrupted(lambda: trainer.step(one_is_late, batch)), all(p.grad is None for p in module.parameters()))
 trainer.step(mean_of_squares, batch)
 print(same_gradients())
 """
-    )
-    assert output_of(program) == "True True\nTrue"
+    assert said(program) == "True True\nTrue"
 
 
 def test_a_step_that_is_cancelled_at_any_moment_ends() -> None:
@@ -205,34 +208,8 @@ def test_a_step_that_is_cancelled_at_any_moment_ends() -> None:
     assert ended["cancelled"] > 0
 
 
-@pytest.mark.parametrize("began", [False, True])
-def test_a_device_that_never_comes_is_not_waited_for(began: bool) -> None:
-    """A device that has begun ends without having met. One that has not begun got no items, since the run was cancelled."""
-    meeting = Meeting(TWO, [0, 1])
-    outcome: list[BaseException] = []
-
-    def first() -> None:
-        meeting.begin(0)
-        try:
-            meeting.meet("the forward of norm", 1, sum)
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    if began:
-        meeting.begin(1)
-    meeting.end(1)
-    thread.join(10)
-    (error,) = outcome
-    assert isinstance(error, InvalidArgument if began else MeetingOffError)
-    assert not began or "host:0 runs the forward of norm, and host:1 has ended its slice" in str(error)
-
-
 def test_a_second_ctrl_c_leaves_the_step_and_the_program_ends() -> None:
-    program = (
-        SETUP
-        + """
+    program = """
 threading.Thread(target=lambda: (inside.wait(), interrupt_after(0.3), interrupt_after(0.8))).start()
 print(interrupted(lambda: trainer.step(one_is_late, batch)))
 leave.set()
@@ -241,27 +218,21 @@ while trainer.group.busy:
 trainer.step(mean_of_squares, batch)
 print(same_gradients())
 """
-    )
-    assert output_of(program) == "True\nTrue"
+    assert said(program) == "True\nTrue"
 
 
 def test_closing_in_another_thread_ends_the_step() -> None:
-    program = (
-        SETUP
-        + """
+    program = """
 import paceline
 threading.Timer(0.6, leave.set).start()
 threading.Timer(0.3, trainer.close).start()
 print(interrupted(lambda: trainer.step(one_is_late, batch), paceline.Cancelled))
 """
-    )
-    assert output_of(program) == "True"
+    assert said(program) == "True"
 
 
 def test_a_program_that_ends_in_a_daemon_thread_ends_while_devices_wait() -> None:
-    program = (
-        SETUP
-        + """
+    program = """
 def forever(replica, part):
     if part.data_ptr() == first:
         inside.set()
@@ -275,5 +246,4 @@ inside.wait(10)
 time.sleep(0.3)
 print("end")
 """
-    )
-    assert output_of(program) == "end"
+    assert said(program) == "end"

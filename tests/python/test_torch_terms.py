@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, hosts, plain
+from torch_support import TWO, assert_same_gradients, classifier, classify, hosts, plain
 
 pytestmark = pytest.mark.usefixtures("proved")
 
@@ -211,3 +211,47 @@ def test_batch_norm_over_the_batch_meets_also_for_terms_without_weight() -> None
         assert_same_gradients(module, wanted)
         with pytest.raises(InvalidArgument, match="no item of a slice has weight"):
             trainer.step(lambda m, b: {**fn(m, b), "label": losses_of(m, b)["label"]}, batch, weight=weight)
+
+
+# ``total=``: a denominator that the caller gives, for `step`, `loss` and runs of a batch.
+
+
+@pytest.mark.parametrize("total", [1, 37, 37.0, torch.tensor(37)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_total_takes_the_place_of_the_weight(reduction: Any, weighted: bool, total: Any) -> None:
+    module, batch = classifier(16)
+    weight = torch.arange(1, 17) if weighted else None
+    counts = weight if weight is not None and reduction == "mean" else torch.ones(16)
+
+    def items(module: Any, batch: Any) -> Any:
+        return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
+
+    loss, wanted = plain(module, lambda m, b: (items(m, b) * counts).sum() / total, batch)
+    with DataParallel(module, TWO, reduction=reduction) as trainer:
+        assert trainer.step(items, batch, weight=weight, total=total).item() == pytest.approx(loss.item(), rel=1e-12)
+    assert_same_gradients(module, wanted)
+
+
+def test_accumulation_over_unequal_batches_is_the_mean_over_all_their_items() -> None:
+    module, batch = classifier(20)
+    expected = plain(module, classify, batch)[1]
+    with DataParallel(module, TWO) as trainer:
+        for part in (slice(0, 7), slice(7, 20)):
+            trainer.loss(classify, (batch[0][part], batch[1][part]), total=20).backward()
+    assert_same_gradients(module, expected)
+
+
+def test_runs_of_a_batch_take_a_total_too() -> None:
+    module, batch = classifier(16)
+    expected = [one * 16 / 5 for one in plain(module, classify, batch)[1] if one is not None]
+    with DataParallel(module, TWO) as trainer, trainer.batch(batch, total=5) as whole:
+        whole.run(lambda m, part: part.backward(classify(m, part.data)))
+    assert_same_gradients(module, expected)
+
+
+@pytest.mark.parametrize("total", [0, -1, float("nan"), float("inf"), "4", True, torch.ones(2)])
+def test_totals_that_cannot_be_used_are_refused(total: Any) -> None:
+    module, batch = classifier(16)
+    with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match=r"total: .*positive finite number"):
+        trainer.step(classify, batch, total=total)

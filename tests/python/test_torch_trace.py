@@ -9,17 +9,14 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from paceline import InvalidArgument, Unavailable
-from paceline._chrome_trace import ChromeTrace
-from paceline._core.engine import StepOutcome
 from paceline.testing import faults
 from paceline.torch import DataParallel
-from paceline.torch._trainer.recent_steps import RecentSteps
 from test_torch_reducer import Quorum, on_threads
 from torch_support import TWO, classifier, classify, hosts, noting
 
@@ -268,78 +265,24 @@ def test_before_the_first_step_there_is_nothing_to_trace(path: Path) -> None:
     assert not path.exists()
 
 
-class Outcome:
-    """A step of GPUs, on a device's clock that started late."""
-
-    def __init__(self, started: float, claims: list[Any]) -> None:
-        self.started, self._claims = started, claims
-        self.settled = False
-        self.reduce_seconds, self.move = 0.0, None
-
-    @property
-    def claims(self) -> list[Any]:
-        self.settled = True
-        return self._claims
-
-
-def test_steps_of_gpus_follow_each_other_and_are_read_when_they_are_done(path: Path) -> None:
-    module, batch = classifier(16)
-    with DataParallel(module, TWO) as trainer:
-        trainer.step(classify, batch)
-        recent = trainer._tracing._recent = RecentSteps(on_gpu=True)
-        # The host enqueues the second step a second after the first, which the device needs four seconds for.
-        outcomes = [
-            Outcome(100.0 + number, [(0, 0, 12, 0.5, 4.0, True, False), (0, 12, 16, 4.0, 4.5, False, True)])
-            for number in range(3)
-        ]
-        for number, outcome in enumerate(outcomes):
-            outcome.settled = number == 0
-            with recent.step("step", trainer._execution) as step:
-                step.outcome = cast(StepOutcome, outcome)
-        assert [step.times is not None for step in recent.steps] == [True, False, False]
-        assert [step.outcome is None for step in recent.steps] == [True, False, False]
-        trace = traced(trainer, path)
-    spans = trace.of("micro_batch", "host:0")
-    assert [(one["start"] - spans[0]["start"]) / 1e9 for one in spans] == [0, 3.5, 4, 7.5, 8, 11.5]
-    assert [(one["args"]["excluded"], one["args"]["correction"]) for one in spans] == 3 * [(True, False), (False, True)]
-    assert trace.of("wait", "host:0")[1:] == []
-    assert trace.of("reduction") == []
-
-
-def test_rows_spans_and_instants_are_written_in_order_and_in_microseconds(path: Path) -> None:
-    trace = ChromeTrace("training", rows=["host:1", "host:0"])
-    trace.span("host:0", "inner", 5.25, 5.5, kind="forward", micro_batch=3)
-    trace.span("host:0", "outer", 5.25, 6.0, kind="step")
-    trace.span("sends", "send", 5.0, 5.0000015, kind="send")
-    trace.instant("host:1", "moved", 5.125, kind="move")
-    trace.write(path)
-    read = Trace(path)
-    assert list(read.rows.values()) == ["host:1", "host:0", "sends"]
-    assert [(one["name"], one["ts"], one["dur"]) for one in read.spans] == [
-        ("send", 0, 1.5), ("outer", 250_000, 750_000), ("inner", 250_000, 250_000)
-    ]  # fmt: skip
-    assert [(one["row"], one["ts"], one["s"]) for one in read.instants] == [("host:1", 125_000, "t")]
-    assert read.spans[2]["args"] == {"micro_batch": 3}
-
-
 def test_a_file_is_written_whole_or_not_at_all(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text("the trace before")
-    trace = ChromeTrace("training")
-    trace.span("host:0", "forward", 0.0, 1.0, kind="forward")
 
     def full(self: Path, text: str, **options: Any) -> int:
         with self.open("w") as file:
             file.write(text[:20])
         raise OSError("no space left")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", full)
-        with pytest.raises(OSError, match="no space"):
-            trace.write(path)
-    assert path.read_text() == "the trace before"
-    assert list(path.parent.iterdir()) == [path]
-    trace.write(path)
-    assert len(Trace(path).spans) == 1
-    assert list(path.parent.iterdir()) == [path]
-    with pytest.raises(FileNotFoundError):
-        trace.write(path.parent / "missing" / "step.json")
+    module, batch = classifier(16)
+    with DataParallel(module, TWO) as trainer:
+        trainer.step(classify, batch)
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "write_text", full)
+            with pytest.raises(OSError, match="no space"):
+                trainer.trace(path)
+        assert path.read_text() == "the trace before"
+        assert list(path.parent.iterdir()) == [path]
+        assert traced(trainer, path).of("step")
+        assert list(path.parent.iterdir()) == [path]
+        with pytest.raises(FileNotFoundError):
+            trainer.trace(path.parent / "missing" / "step.json")

@@ -6,7 +6,9 @@ import copy
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,3 +226,8 @@ batch = torch.ones(8, 4, dtype=torch.double)
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs).double()
+
+
+def on_worker(name: str) -> bool:
+    """Whether the calling thread is the worker of this device."""
+    return Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip().endswith(name)
