@@ -227,16 +227,18 @@ void GroupWorkers::close(std::chrono::nanoseconds timeout, const std::function<b
     const std::lock_guard lock(order());
     if (closed_.exchange(true)) return;
   }
+  bool patient = true;  // also of the next share
+  const auto ask = [&] { return std::exchange(patient, false) && (patient = !between || between()); };
   std::exception_ptr first;
   any_of(state_->shares, [&](GroupWorkers& share) {
     try {
-      share.close(timeout, between);
+      share.close(timeout, ask);
     } catch (...) {
       if (first == nullptr) first = std::current_exception();
     }
     return false;
   });
-  close_own(timeout, between);
+  close_own(timeout, ask);
   if (first != nullptr) std::rethrow_exception(first);
 }
 

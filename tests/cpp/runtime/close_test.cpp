@@ -55,6 +55,28 @@ TEST(Close, CancelsWhatNobodyHasBegunInTime) {
   }
 }
 
+TEST(Close, DoesNotAskAgainOnceItWasToldToStop) {
+  DeviceGroup whole = host_group(2);
+  DeviceGroup shares[] = {whole.share(), whole.share()};
+  std::atomic<int> inside{0};
+  std::atomic<bool> go{false};
+  for (const DeviceId device : {0, 1}) {
+    const auto hold = task([&](DeviceId) {
+      ++inside;
+      while (!go) std::this_thread::yield();
+      --inside;
+    });
+    shares[device].open(hold, {.gang = true}, {&device, 1});
+  }
+  while (inside < 2) std::this_thread::yield();
+  int asked = 0;
+  EXPECT_NE(late(whole, seconds(60), [&] { return ++asked == 0; }), "");
+  EXPECT_EQ(asked, 1);
+  go = true;
+  while (inside > 0) std::this_thread::yield();
+  DeviceGroup::close_all();
+}
+
 TEST(Close, TellsOfWhatHasBegunAndWaitsForAnotherDevice) {
   DeviceGroup other = group_of({"host:1"});
   DeviceGroup closing = host_group(2);
