@@ -257,6 +257,7 @@ void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::functi
   std::vector<State::Place>& places = state_->places;
   any_of(state_->others, [](WorkSource& source) {
     source.cancel(why_cancelled());
+    source.wake_all();  // so that every worker lets go of it, whomever cancel() has woken
     return false;
   });
   using Clock = std::chrono::steady_clock;
