@@ -54,7 +54,7 @@ void check_signals(void* token) {
 void close(DeviceGroup& group, double timeout) {
   bool signalled = false;
   const auto no_signal = [&signalled] {
-    signalled = PyErr_CheckSignals() != 0;
+    signalled = signalled || PyErr_CheckSignals() != 0;
     return !signalled;
   };
   try {
