@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -42,6 +44,24 @@ struct Held {
     while (!go) std::this_thread::sleep_for(std::chrono::microseconds(100));
     --entered;
   });
+};
+
+/// Has no work, and is complete when it is cancelled.
+class Idle final : public WorkSource {
+ public:
+  NextWork next(DeviceId, Clock::time_point) noexcept override {
+    return cancelled ? NextWork::done() : NextWork::wait();
+  }
+  void perform(DeviceId, std::int64_t, Turn&) override {}
+  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override {}
+  void failed(DeviceId, std::int64_t, std::exception_ptr) noexcept override {}
+  void cancel(std::exception_ptr) noexcept override {
+    cancelled = true;
+    wake_all();
+    wake_caller();
+  }
+  [[nodiscard]] bool complete() const noexcept override { return cancelled; }
+  std::atomic<bool> cancelled{false};
 };
 
 }  // namespace paceline

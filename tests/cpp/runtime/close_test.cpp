@@ -122,24 +122,6 @@ TEST(Close, WaitsForWorkThatHasMovedToAnotherWorker) {
   }
 }
 
-/// Has no work, and is complete when it is cancelled.
-class Idle final : public WorkSource {
- public:
-  NextWork next(DeviceId, Clock::time_point) noexcept override {
-    return cancelled ? NextWork::done() : NextWork::wait();
-  }
-  void perform(DeviceId, std::int64_t, Turn&) override {}
-  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override {}
-  void failed(DeviceId, std::int64_t, std::exception_ptr) noexcept override {}
-  void cancel(std::exception_ptr) noexcept override {
-    cancelled = true;
-    wake_all();
-    wake_caller();
-  }
-  [[nodiscard]] bool complete() const noexcept override { return cancelled; }
-  std::atomic<bool> cancelled{false};
-};
-
 TEST(Close, DoesNotWaitForACancelledGangThatHasMoved) {
   DeviceGroup stuck = host_group(1);
   DeviceGroup third = host_group(1);

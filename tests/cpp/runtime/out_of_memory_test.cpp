@@ -43,23 +43,6 @@ class Count final : public GroupTask {
   std::atomic<bool> go;
 };
 
-/// Has no work, and ends when it is cancelled.
-class Idle final : public WorkSource {
- public:
-  NextWork next(DeviceId, Clock::time_point) noexcept override {
-    return cancelled ? NextWork::done() : NextWork::wait();
-  }
-  void perform(DeviceId, std::int64_t, Turn&) override {}
-  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override {}
-  void failed(DeviceId, std::int64_t, std::exception_ptr) noexcept override {}
-  void cancel(std::exception_ptr) noexcept override {
-    cancelled = true;
-    wake_all();
-  }
-  [[nodiscard]] bool complete() const noexcept override { return cancelled; }
-  std::atomic<bool> cancelled{false};
-};
-
 std::ptrdiff_t threads() {
   return std::distance(std::filesystem::directory_iterator("/proc/self/task"), std::filesystem::directory_iterator());
 }
