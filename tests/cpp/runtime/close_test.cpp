@@ -5,8 +5,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdint>
-#include <exception>
 #include <future>
 #include <memory>
 #include <string>

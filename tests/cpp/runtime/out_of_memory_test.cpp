@@ -7,8 +7,6 @@
 #include <barrier>
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
-#include <exception>
 #include <filesystem>
 #include <iterator>
 #include <memory>
