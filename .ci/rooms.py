@@ -60,7 +60,9 @@ def check(path: Path) -> list[str]:
     includes = re.findall(r'^#include [<"](?:paceline/)?(\w+)/', text, re.MULTILINE)
     found += [f"{name}: {room} may not use {one}" for one in includes if one in USES and one not in {room, *USES[room]}]
     private = re.findall(r'^#include "(\w+)/', text, re.MULTILINE)
-    found += [f"{name}: the private headers of {one} are its own" for one in private if one in {*USES} - {room, *INSIDE}]
+    found += [
+        f"{name}: the private headers of {one} are its own" for one in private if one in {*USES} - {room, *INSIDE}
+    ]
     return found
 
 

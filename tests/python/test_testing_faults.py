@@ -15,7 +15,7 @@ from torch import nn
 from paceline import DeviceLost, InvalidArgument
 from paceline.testing import faults
 from paceline.torch import DataParallel, Pipeline
-from pipeline_models import chain, squares, two_stages
+from pipeline_models import squares, two_stages
 from torch_support import (
     TWO,
     assert_same_gradients,
@@ -192,7 +192,7 @@ def test_runs_of_a_batch_and_losses_are_steps_and_predictions_are_not() -> None:
 
 
 def in_stages() -> tuple[Any, Any, Pipeline]:
-    module = chain()
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     return module, torch.randn(8, 4), two_stages(module, schedule="auto")
 
 

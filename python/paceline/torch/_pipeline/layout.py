@@ -105,8 +105,7 @@ class Layout:
         Returns
         -------
         DataParallel, Pipeline or PipelineReplicas
-            For ``"data parallel"`` with `memory`, each device's micro-batches get what the limit leaves beside parameters, gradients and the
-            optimizer's state.
+            ``"data parallel"`` gets of `memory` what the optimizer's state leaves.
 
         Raises
         ------
@@ -133,8 +132,9 @@ class Layout:
         limits = {name: limit for name, limit in named if limit is not None and name in chosen.bytes}
         options = {name: self._options[name] for name in ("reduction", "replicate")}
         if chosen.kind == "data parallel":
-            held = sum(cost.parameter_bytes for cost in self._costs)
-            memory = {name: max(1, limit - held) for name, limit in limits.items()} or None
+            state = sum(cost.parameter_bytes for cost in self._costs)
+            state -= sum(one.nbytes * (2 if one.requires_grad else 1) for one in self._module.parameters())
+            memory = {name: limit - state for name, limit in limits.items()} or None
             all_take_part = len(chosen.items) == len(devices)
             part = self._devices if all_take_part else [one for one in devices if one.name in chosen.items]
             return DataParallel(self._module, part, memory=memory, **options)
