@@ -255,9 +255,9 @@ def multiply(m: Any, x: torch.Tensor) -> Any:
     return m.linear((m.adjacency @ x.T).T)
 
 
-def neighbours(writes: bool = False) -> Any:
+def neighbours(writes: bool = False, layout: Any = torch.sparse_coo) -> Any:
     torch.manual_seed(0)
-    adjacency = torch.eye(4, dtype=torch.double)[:3].to_sparse()
+    adjacency = torch.eye(4, dtype=torch.double)[:3].to_sparse(layout=layout)
     return module_of(multiply, linear=nn.Linear(3, 2), writes=writes, adjacency=adjacency)
 
 
@@ -276,6 +276,17 @@ def test_a_sparse_buffer_is_shared_until_it_is_replaced(devices: int) -> None:
             with pytest.raises(ZeroDivisionError):
                 trainer.step(lambda m, b: b / (1 // 0), batch)
             assert module.adjacency is mine
+
+
+def test_one_device_leaves_a_buffer_that_is_no_plain_memory_where_it_is() -> None:
+    module, batch = neighbours(layout=torch.sparse_csr), torch.randn(12, 4, dtype=torch.double)
+    mine = module.adjacency
+    with DataParallel(module, ["host:0"]) as trainer:
+        for _ in range(2):
+            trainer.step(mean_of_squares, batch)
+        with pytest.raises(ZeroDivisionError):
+            trainer.step(lambda m, b: b / (1 // 0), batch)
+    assert module.adjacency is mine
 
 
 def test_a_forward_that_writes_to_a_sparse_buffer_in_place_is_told_so() -> None:

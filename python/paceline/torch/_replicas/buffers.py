@@ -88,11 +88,12 @@ class KeptBuffers:
         for own in [owner._buffers for owner in self._modules]:
             for name, buffer in own.items():
                 value = buffer
-                if buffer is not None and buffer.is_contiguous():
-                    groups.setdefault((buffer.device, buffer.dtype), []).append(len(self._kept))
-                    self._copied.append(buffer)
-                elif buffer is not None and buffer.layout is torch.strided:
-                    value, self._lasts = buffer.clone(), False
+                if buffer is not None and buffer.layout is torch.strided:
+                    if buffer.is_contiguous() and not buffer.is_nested:
+                        groups.setdefault((buffer.device, buffer.dtype), []).append(len(self._kept))
+                        self._copied.append(buffer)
+                    else:
+                        value, self._lasts = buffer.clone(), False
                 self._kept.append((own, name, buffer, value))
         for indices in groups.values():
             vectors = [self._kept[index][2].detach().view(-1) for index in indices]
