@@ -29,13 +29,13 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._trainer import exports
+from torch_support import held
 
 ROOT = Path(__file__).parents[2]
 
 
 def trained(registry: CollectorRegistry, **labels: str) -> Any:
-    module = nn.Linear(4, 2)
-    trainer = DataParallel(module, ["host:0", "host:1"], balance=[1, 3], memory={"host:0": 2**30})
+    trainer = DataParallel(nn.Linear(4, 2), ["host:0", "host:1"], balance=[1, 3], memory={"host:0": 2**30})
     registry.register(trainer.prometheus(**labels))
     for _ in range(3):
         trainer.step(lambda m, b: m(b).square().mean(), torch.randn(16, 4))
@@ -73,7 +73,7 @@ def test_samples_are_those_of_the_report() -> None:
         assert found["paceline_device_share_items", "host:1"] == 12
         assert found["paceline_device_items_total", "host:0"] == 12
         assert 0 < found["paceline_device_busy_ratio", "host:1"] <= 1
-        assert found["paceline_memory_byteslimit", "host:0"] == 2**30
+        assert found["paceline_memory_byteslimit", "host:0"] == 2**30 - held(nn.Linear(4, 2), 2)  # of micro-batches
         trainer.retire("host:0")
         assert samples(registry)["paceline_device_retired", "host:0"] == 1
         text = text_of(registry)

@@ -80,7 +80,7 @@ def test_a_step_of_another_trainer_inside_of_loss_fn_is_refused_and_both_go_on()
         def loss_fn(module: Any, batch: Any) -> Any:
             try:
                 inner.step(mean_of_squares, BATCH)
-            except InvalidArgument as error:
+            except (InvalidArgument, Unavailable) as error:  # the other worker may be inside of it just now
                 said.append(str(error))
             return mean_of_squares(module, batch)
 
