@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline.torch import DataParallel
-from torch_support import hosts, output_of, run_script
+from torch_support import CHILDREN, hosts, output_of, run_script
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 
@@ -185,34 +185,12 @@ for epoch in range(2):
     assert seen == list(range(16)), seen
 assert sum(trainer.shares.values()) == 4
 
-def child(what):
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    try:
-        if what == "step":
-            try:
-                trainer.step(mean_of_squares, batch)
-            except paceline.Unavailable as error:
-                os._exit(3 if "fork" in str(error) else 4)
-        if what == "close":
-            trainer.close()
-        if what == "drop":
-            globals().pop("trainer")
-            gc.collect()
-        if what == "exit":
-            sys.exit(0)
-    except Exception:
-        os._exit(5)
-    os._exit(0)
-print([child(what) for what in ("step", "close", "drop", "exit", "nothing")], flush=True)
-trainer.step(mean_of_squares, batch)
 """
 
 
 @LINUX
 def test_data_loaders_fork_while_a_trainer_is_open_and_a_child_cannot_step_but_may_leave_in_every_way() -> None:
-    assert output_of(FORK, timeout=90) == "[3, 0, 0, 0, 0]"
+    assert output_of(FORK + CHILDREN, timeout=90) == "[3, 0, 0, 0, 0]"
 
 
 class Cycle:

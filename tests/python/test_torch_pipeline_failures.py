@@ -19,7 +19,7 @@ from torch import nn
 from paceline import Cancelled, Unavailable
 from paceline.torch import Pipeline
 from pipeline_models import accumulate, same, squares, two_stages
-from torch_support import TWO, Gradients, gradients, output_of, run_script
+from torch_support import CHILDREN, TWO, Gradients, gradients, output_of, run_script
 
 
 class Unlucky(RuntimeError):
@@ -359,28 +359,5 @@ def test_a_forked_child_cannot_step_but_may_leave_in_every_way() -> None:
 import paceline, warnings
 warnings.simplefilter("ignore")
 faulthandler.cancel_dump_traceback_later()  # a child that ends would wait for its thread, which the fork did not copy
-def child(what):
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    try:
-        if what == "step":
-            try:
-                trainer.step(mean_of_squares, batch)
-            except paceline.Unavailable as error:
-                os._exit(3 if "fork" in str(error) else 4)
-        if what == "close":
-            trainer.close()
-        if what == "drop":
-            globals().pop("trainer")
-            gc.collect()
-        if what == "exit":
-            sys.exit(0)
-    except Exception:
-        os._exit(5)
-    os._exit(0)
-print([child(what) for what in ("step", "close", "drop", "exit", "nothing")], flush=True)
-trainer.step(mean_of_squares, batch)
-assert same_gradients()
 """
-    assert said(program, timeout=60) == "[3, 0, 0, 0, 0]"
+    assert said(program + CHILDREN + "assert same_gradients()", timeout=60) == "[3, 0, 0, 0, 0]"

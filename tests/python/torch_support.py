@@ -231,3 +231,30 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 def on_worker(name: str) -> bool:
     """Whether the calling thread is the worker of this device."""
     return Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip().endswith(name)
+
+
+# The rest of a program with a trainer: children that it forks step, or leave in one of the ways. Then it steps.
+CHILDREN = """
+def child(what):
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        if what == "step":
+            try:
+                trainer.step(mean_of_squares, batch)
+            except paceline.Unavailable as error:
+                os._exit(3 if "fork" in str(error) else 4)
+        if what == "close":
+            trainer.close()
+        if what == "drop":
+            globals().pop("trainer")
+            gc.collect()
+        if what == "exit":
+            sys.exit(0)
+    except Exception:
+        os._exit(5)
+    os._exit(0)
+print([child(what) for what in ("step", "close", "drop", "exit", "nothing")], flush=True)
+trainer.step(mean_of_squares, batch)
+"""
