@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from paceline._cli_replay import add_parser as add_replay
+    from paceline._cli_run import add_parser as add_run
     from paceline._cli_simulate import add_parser as add_simulate
     from paceline._cli_verify import add_parser as add_verify
     from paceline._core.runtime import build_facts
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="one JSON object instead of text")
     info.add_argument("--links", action="store_true", help="also measure the links between GPUs, for at most a second")
     info.set_defaults(run=_info)
+    add_run(commands)
     add_simulate(commands)
     add_replay(commands)
     add_verify(commands)

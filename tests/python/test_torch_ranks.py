@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -86,21 +85,6 @@ def test_modules_that_cannot_be_shared_are_refused() -> None:
 def test_a_batch_of_none_needs_a_group() -> None:
     with DataParallel(nn.Linear(2, 2), hosts(1)) as trainer, pytest.raises(InvalidArgument, match="no tensor with"):
         trainer.step(classify, None)
-
-
-def test_all_devices_for_one_of_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(InvalidArgument, match=r"one of 2 processes on this machine.*--nproc-per-node 1"):
-        DataParallel(nn.Linear(2, 2))
-    DataParallel(nn.Linear(2, 2), hosts(1)).close()
-    launchers = {1, 2, 3, 4}
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: launchers if process else {1, 2})
-    DataParallel(nn.Linear(2, 2)).close()  # the launcher has divided its cores
-    launchers = {1, 2}
-    with pytest.raises(InvalidArgument, match="one of 2 processes"):
-        DataParallel(nn.Linear(2, 2))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    DataParallel(nn.Linear(2, 2)).close()
 
 
 def test_devices_may_be_those_of_pytorch() -> None:

@@ -257,7 +257,7 @@ class Pipeline(StagesTrainer):
         if isinstance(devices, DeviceGroup):
             local = devices.share()
         else:
-            local = DeviceGroup(named_devices("Pipeline", devices, module))
+            local = DeviceGroup(named_devices("Pipeline", devices, module, brings=False))
         owned = local is not devices
         try:
             check_whole_gpus(local)

@@ -54,8 +54,12 @@ class Layout:
         names: list[str],
         order: Sequence[int] | None = None,
         most_bytes: int | None = None,
+        first_bytes: int | None = None,
     ) -> None:
-        """`order`: the parameters' indices, in which they fill the buckets. `most_bytes`: when a bucket is full; None: never."""
+        """`order`: the parameters' indices, in which they fill the buckets. `most_bytes`: when a bucket is full; None: never.
+
+        `first_bytes`: when the first one is full, if that is another number.
+        """
         self._names = names
         self.buckets: list[Bucket] = []
         filling: dict[torch.dtype, Bucket] = {}
@@ -77,7 +81,8 @@ class Layout:
             bucket.pieces.append(_Piece(index, bucket.count, shape, stride, parameter.is_complex()))
             unit = _ALIGNMENT // real.itemsize
             bucket.count += -(-elements // unit) * unit
-            if most_bytes is not None and bucket.nbytes >= most_bytes:
+            full = first_bytes if first_bytes is not None and not self.buckets else most_bytes
+            if full is not None and bucket.nbytes >= full:
                 self.buckets.append(filling.pop(real))
         self.buckets += filling.values()
 

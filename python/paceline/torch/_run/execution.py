@@ -33,6 +33,7 @@ from paceline.torch._run.journal import Done, Gradients, Journal
 from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.participants import of_forward, of_part, of_step, refuse_outside_of_ranks
 from paceline.torch._run.pushing import Pushing
+from paceline.torch._run.rank_sums import LastBackward, SentEarly
 from paceline.torch._run.ranks import Ranks
 from paceline.torch._run.recipe import Retry, RetryError
 from paceline.torch._run.train_run import TrainRun
@@ -69,6 +70,7 @@ class Execution:
         self.attempts = 0  # of the present call
         self.graphs: Graphs | None = None  # set if micro-batches are captured
         self.ranks: Ranks | None = None  # the other processes that train the module
+        self._early: LastBackward | None = None  # set if its gradients are sent to them while backward goes on
         self.sampler: GlobalBatchSampler | None = None  # the trainer's own; it is told what was trained on
         self.pushing, self.failing = Pushing(replicas, places), Failing(places.names)
         self.flat = FlatGradients(replicas, places) if places.queues is not None and len(places) > 1 else None
@@ -158,6 +160,8 @@ class Execution:
                         if retry.reason in retries:
                             raise
                     retries[retry.reason] = retries.get(retry.reason, 0) + 1
+                    if self.ranks is not None:
+                        self.ranks.run_again(memory=retry.out_of_memory)
                     self._go_back(retry)
         finally:
             self._edits.end()
@@ -191,6 +195,8 @@ class Execution:
         journal, done = self._journal, None
         try:
             journal.prepare(run)
+            if ranks is not None:
+                self._open(ranks, run)
             outcome = self._execute(run)
             journal.check()
             run.check()
@@ -201,10 +207,8 @@ class Execution:
                 extras = run.extras.whole(run.items, self.places.to_home)
                 done = Done(run, outcome, loss, run.sink.totals(), extras, carries=run.carries)
                 if ranks is not None:
-                    self._check_for_ranks(outcome)
-                    summed = ranks.sum(
-                        self.replicas, run.objective, loss, done.totals, scale=run.scale, steps=self.steps
-                    )
+                    self._check_for_ranks(ranks, run, outcome)
+                    summed = ranks.close(loss, done.totals)
                     done = done._replace(loss=summed[0], totals=summed[1])
                 if keep:
                     journal.commit(done)
@@ -222,6 +226,8 @@ class Execution:
             raise
         finally:
             journal.release()
+            if self._early is not None:
+                self._early.end()
             self.drop_gradients()
 
     def _forward(self, run: Any) -> Any:
@@ -345,13 +351,27 @@ class Execution:
         self.replicas.share()  # so that one device, too, refuses hooks on gradients of a part, and leaves .grad alone
         ranks.share(self.replicas)
         self.ranks = ranks
+        if ranks.early and self.places.devices == [self.places.home]:
+            self._early = LastBackward(self.replicas)
 
     def together(self, call: str) -> contextlib.AbstractContextManager[None]:
         """Around a call that all ranks make."""
         return NOTHING if self.ranks is None else self.ranks.together(call)
 
-    def _check_for_ranks(self, outcome: Any) -> None:
+    def _open(self, ranks: Ranks, run: TrainRun) -> None:
+        """Agree with the other ranks on what is summed. The only device of a rank sends its gradients in its last backward."""
+        sums = ranks.open(self.replicas, run.objective, scale=run.scale, steps=self.steps)
+        run.objective.divisor = sums.divisor
+        if self._early is not None and self.graphs is None:
+            run.sink = self._early.begin(sums, sends=run.call.work.sends_early is True)
+
+    def _check_for_ranks(self, ranks: Ranks, run: TrainRun, outcome: Any) -> None:
         """Raise for what only this rank knows: a device that has failed, and gradients that have no place in the sum."""
+        if isinstance(run.sink, SentEarly):
+            ranks.buckets.found(run.sink.order)
+            if run.sink.came_again:
+                run.call.work.sends_early = False
+                raise RetryError(Retry("a gradient changed after it had been sent to the other ranks"))
         if self.places.queues is not None:
             self.places.drain()
             _ = outcome.settled  # raises the error of a device that has failed
@@ -387,6 +407,8 @@ class Execution:
             self.graphs.clear()
         if self.flat is not None:
             self.flat.release()
+        if self._early is not None:
+            self._early.release()
 
     def explain(self) -> str:
         """Lines about gradients that are summed early, features, graphs and proofs; empty if there is nothing to say."""

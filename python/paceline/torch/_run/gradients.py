@@ -32,6 +32,11 @@ def are_none(values: Iterable[object]) -> bool:
     return set(map(type, values)) <= {type(None)}
 
 
+def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The ``.grad`` of each parameter."""
+    return list(map(_grad, parameters))
+
+
 def _are_strided(gradients: Iterable[torch.Tensor]) -> bool:
     return set(map(_layout, gradients)) <= {torch.strided}
 
@@ -153,7 +158,7 @@ class PerTensor(Sink):
         return torch.stack([term for _, term in entries]).sum()
 
 
-def _is_held_elsewhere(storage: torch.UntypedStorage) -> bool:
+def is_held_elsewhere(storage: torch.UntypedStorage) -> bool:
     """Whether there is a user beside one tensor and the Python object that is asked."""
     return torch._C._storage_Use_Count(storage._cdata) > 2
 
@@ -195,7 +200,7 @@ class OwnStorages:
             elif gradient.layout is torch.strided:
                 storage = gradient.untyped_storage()
                 address = storage.data_ptr()
-                if address in self._known or (self._midway and _is_held_elsewhere(storage)):
+                if address in self._known or (self._midway and is_held_elsewhere(storage)):
                     parameter.grad = gradient.clone()
                 else:
                     self._known.add(address)

@@ -21,7 +21,7 @@ from paceline.torch._devices.failures import noted
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import DTYPES
 from paceline.torch._run.rank_shares import RankShares
-from paceline.torch._run.ranks import Header, Ranks, Whole, error_of_lost
+from paceline.torch._run.ranks import AGAIN, FAILED, Header, Ranks, Whole, error_of_lost
 
 _PING = 7331  # the tag of messages that only ask whether a rank is there
 _PATIENCE = timedelta(
@@ -62,6 +62,8 @@ class GroupRanks(Ranks):
     InvalidArgument
         If `group` or `module` cannot be used.
     """
+
+    early = True
 
     def __init__(self, group: Any, module: nn.Module, home: torch.device) -> None:
         super().__init__(module, home)
@@ -135,9 +137,7 @@ class GroupRanks(Ranks):
 
     def _follow(self, dealt: RankShares, first: int) -> None:
         """Bring the shares that rank 0 has decided on to all ranks, for global batches from `first` on."""
-        numbers = torch.tensor([dealt.plan, *dealt.shares], device=self._place)
-        dist.broadcast(numbers, self._numbers[0], group=self._group)
-        plan, *shares = numbers.tolist()
+        plan, *shares = self._tell([dealt.plan, *dealt.shares])
         dealt.follow(first, plan, shares)
 
     def _exchange(self, header: Header, error: BaseException | None) -> Whole:
@@ -149,7 +149,7 @@ class GroupRanks(Ranks):
             dealt.decide()
             header = header._replace(batch=dealt.sampler.mark(), drawn=dealt.sampler.drawn, plan=dealt.plan)
             headers, whole = self._exchanged_headers(header, error)
-            if header.seconds and not header.failed:
+            if header.seconds and not header.failed and not whole.again:
                 dealt.measured(headers)
             if headers[0].plan != dealt.followed:
                 with self._talking():
@@ -161,7 +161,8 @@ class GroupRanks(Ranks):
             found = self._gather(torch.tensor(header, dtype=torch.float64))
             headers = [Header(*row) for row in found.tolist()]
             self.stop = any(one.stop for one in headers)
-            failed = [rank for rank, one in enumerate(headers) if one.failed]
+            failed = [rank for rank, one in enumerate(headers) if one.failed == FAILED]
+            again = any(one.failed == AGAIN for one in headers)
             texts = self._texts(error) if failed else []
         others = [rank for rank in failed if rank != self.rank]
         what = "; ".join(f"rank {self._numbers[rank]}: {texts[rank]}" for rank in others)
@@ -177,7 +178,7 @@ class GroupRanks(Ranks):
             )
         else:
             self._check(headers)
-            if header.seconds:
+            if header.seconds and not again:
                 self.last = [{"items": int(one.items), "seconds": one.seconds} for one in headers]
         number = max(one.loss_type for one in headers)
         return headers, Whole(
@@ -185,6 +186,8 @@ class GroupRanks(Ranks):
             loss=sum(one.loss for one in headers),
             loss_type=next((dtype for dtype, code in DTYPES.items() if code == number), torch.float32),
             same_gradients=all(one.present == headers[0].present for one in headers),
+            order=bool(headers[0].order),
+            again=again,
         )
 
     def _check(self, headers: list[Header]) -> None:
@@ -204,8 +207,14 @@ class GroupRanks(Ranks):
         found: list[bool] = self._gather(torch.tensor(present, dtype=torch.uint8)).any(0).tolist()
         return found
 
-    def _add(self, bucket: torch.Tensor) -> None:
-        dist.all_reduce(bucket, group=self._group)
+    def _start(self, bucket: torch.Tensor) -> Any:
+        return dist.all_reduce(bucket, group=self._group, async_op=True)
+
+    def _tell(self, numbers: list[int]) -> list[int]:
+        told = torch.tensor(numbers, device=self._place)
+        dist.broadcast(told, self._numbers[0], group=self._group)
+        found: list[int] = told.tolist()
+        return found
 
     def _gather(self, mine: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, one per row, on the host."""

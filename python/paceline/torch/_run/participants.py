@@ -171,6 +171,8 @@ class _Counters(Participant):
             execution.steps += 1
             work.step_loop.commit(outcome)
             work.launches.add(done.run.launches)
+            if work.sends_early is None:
+                work.sends_early = True
 
 
 class _PartCounters(Participant):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,16 +15,23 @@ from paceline import DeviceLost, Error, InvalidArgument
 from paceline._stop import stop_requested
 from paceline.torch._batch.objective import Objective
 from paceline.torch._replicas.replicas import Replicas
-from paceline.torch._run.buckets import Layout
 from paceline.torch._run.gradients import DTYPES
+from paceline.torch._run.rank_sums import Buckets, RankSums
+from paceline.torch._run.recipe import Retry, RetryError
 
 Gradients = list[torch.Tensor | None]
 
+FAILED, AGAIN = 1, 2  # what a rank may say in place of yes
+_AGAIN = Retry("the gradients of a rank did not count, after some had been sent", most=8)
+
 
 class Header(NamedTuple):
-    """What a rank tells all others once in a step. Everything is a number that float64 holds exactly, except for sums and seconds."""
+    """What a rank tells all others, before the first bucket of gradients is sent and after the last one.
 
-    failed: float  # 1 if the rank has nothing to commit
+    Everything is a number that float64 holds exactly, except for sums and seconds.
+    """
+
+    failed: float  # FAILED if the rank has nothing to commit, AGAIN if all ranks have to run once more
     stop: float  # 1 if a stop was asked for
     call: float  # a checksum of what was called
     layout: float = 0  # a checksum of names, shapes and types of the parameters
@@ -41,6 +48,7 @@ class Header(NamedTuple):
     batch: float = 0  # a checksum of the sampler and of the global batch
     drawn: float = 0  # how many global batches the rank has drawn
     plan: float = 0  # the number of the newest plan of shares; that of rank 0 counts
+    order: float = 0  # 1 if the rank has an order of the buckets to tell; that of rank 0 counts
 
 
 class Whole(NamedTuple):
@@ -50,16 +58,24 @@ class Whole(NamedTuple):
     loss: float  # the weighted sum of the items' losses
     loss_type: torch.dtype
     same_gradients: bool  # whether all ranks have gradients of the same parameters
+    order: bool = False  # whether rank 0 has an order of the buckets to tell
+    again: bool = False  # whether all ranks have to make another attempt
 
 
 class Ranks:
     """The ranks that train one module, of which this process is one. Subclasses say how they exchange what they know.
 
-    All ranks make the same calls. In each call a rank runs its own part of the batch, and then all exchange one `Header`. If every rank has
-    succeeded, the gradients are summed, bucket by bucket in a fixed order. Otherwise all ranks raise. What a rank computes is divided by a
-    number of its own, `Objective.divisor`. The header has the weight of every part, so each rank multiplies its buckets once by
-    ``divisor / weight of all parts``, and the rest are sums.
+    All ranks make the same calls. In a call that trains, all exchange a `Header` first: what they were called with, and the weight of every
+    part, which the parts' objectives are divided by. Then each rank runs its own part of the batch, and its gradients are summed with those of
+    the others, bucket by bucket in the order that rank 0 has told. A bucket is sent when its gradients are final, while backward goes on. In
+    the end all exchange a second header: whether they have succeeded, and which gradients there are. All ranks commit, or none.
+
+    A rank that has failed sends zeros in place of the buckets that are left, and says no. A rank whose memory was too short sends nothing
+    before its next attempt, which sends what the first one had not. If another attempt is needed for any other reason, and something was
+    sent, all ranks make another one.
     """
+
+    early = False  # whether buckets may be sent from a worker, while backward goes on
 
     def __init__(self, module: nn.Module, home: torch.device) -> None:
         _check_module(module)
@@ -70,16 +86,18 @@ class Ranks:
         self._gone: str | None = None  # the ranks that cannot be reached, if that is known
         self._call = ""
         self._exchanged = True  # whether the ranks have exchanged headers in this call
+        self._sums: RankSums | None = None  # of this call, from its first header to its second
+        self._count = 0  # of parameters
         self._alone = False  # whether an error of this rank would be news to the others, which go on
         self.agreed: tuple[torch.Tensor, Gradients] | None = None  # the objective and gradients that all ranks commit
         self.rank = 0
-        self._began = 0.0
+        self._began = 0.0  # when this call began; later by the time that it has waited for other ranks
         self._ended: float | None = None  # when the ranks had last exchanged gradients, unless a call has failed since
         self._checksum: tuple[int, int] = (
             -1,
             0,
         )  # of the parameters, after the generation of the replicas that it is for
-        self._laid_out: tuple[tuple[int, bytes], Layout] | None = None  # the last layout, after what it was made for
+        self.buckets = Buckets()
 
     def share(self, replicas: Replicas) -> None:
         """Before the first call: make sure that all ranks have the same parameters and buffers."""
@@ -90,21 +108,25 @@ class Ranks:
         if self._broken:
             raise error_of_lost(DeviceLost, f"{call}: {self._broken}", self._gone)
         self._call, self._exchanged, self._alone, self._began = call, False, False, time.perf_counter()
-        self.agreed = None
+        self.agreed = self._sums = None
         try:
             yield
             if not self._exchanged:  # a call without gradients
                 self._meet(Header(0, stop_requested(), self._code))
         except BaseException as error:
             self._ended = None
-            if not self._exchanged:
+            try:
                 with contextlib.suppress(Error):  # of a rank that is gone; the error at hand says more
-                    self._meet(Header(1, stop_requested(), self._code), error)
-            elif self._alone and not self._broken:
-                self._broken = (
-                    f"this rank has left {call} in the middle ({type(error).__name__}), and the other ranks have not. End all ranks and start them "
-                    "anew from what you saved last."
-                )
+                    if not self._exchanged:
+                        self._meet(Header(FAILED, stop_requested(), self._code), error)
+                    elif self._sums is not None and not self._alone:
+                        self._leave(self._sums, FAILED, error)
+            finally:
+                if self._alone and not self._broken:
+                    self._broken = (
+                        f"this rank has left {call} in the middle ({type(error).__name__}), and the other ranks have not. End all ranks and "
+                        "start them anew from what you saved last."
+                    )
             raise
 
     def weights(self, described: str, mine: list[float]) -> list[float]:
@@ -123,6 +145,118 @@ class Ranks:
         numbers: list[float] = found.tolist()
         return numbers
 
+    def open(
+        self, replicas: Replicas, objective: Objective, *, scale: torch.Tensor | None = None, steps: int = 0
+    ) -> RankSums:
+        """Exchange what ranks have to agree on, and how much weight there is. Later attempts of the call get the same sums.
+
+        Parameters
+        ----------
+        objective
+            That of this rank's part, whose magnitude is 0 if the part is empty.
+        scale
+            What the gradients are multiplied by, if they are.
+        steps
+            How many steps this rank has trained before.
+
+        Raises
+        ------
+        InvalidArgument
+            On all ranks, if they do not agree about the call, the parameters, `total`, `scale` or `steps`, or if no rank has weight.
+        DeviceLost, Timeout
+            If another rank cannot be reached. No further call is possible then.
+        Error
+            If another rank has failed.
+        """
+        if self._sums is not None:
+            return self._sums
+        runs = objective.size > 0 and objective.magnitude > 0
+        layout = self._layout_of(replicas)
+        news = self.buckets.news(layout) if self.rank == 0 else []
+        header = Header(
+            failed=0,
+            stop=stop_requested(),
+            call=zlib.crc32(f"{self._call} {objective.reduction}".encode()),
+            layout=layout,
+            total=objective.total or 0,
+            scale=0 if scale is None or not runs else float(scale),
+            steps=steps,
+            items=objective.size,
+            weight=objective.weight,
+            order=bool(news),
+        )
+        arrived = time.perf_counter()
+        whole = self._meet(header, goes_on=True)
+        divisor = objective.total or whole.weight
+        if not divisor > 0:
+            self._agree()
+            self._alone = False
+            raise InvalidArgument(
+                f"{self._call}: the weights of all ranks sum to {divisor}; the objective is divided by that sum, so it must be positive. Skip "
+                "batches without weight, on all ranks."
+            )
+        with self._talking():
+            order = self._tell(news or [0] * len(replicas.parameters)) if whole.order else []
+        self.buckets.begin(replicas, layout, order)
+        sums = RankSums(self.buckets.layout, self.buckets.memory(self._home), divisor, self._start)
+        sums.header = header._replace(call=zlib.crc32(f"{self._call} ends".encode()), order=0)
+        self._sums, self._count, self._alone = sums, len(replicas.parameters), False
+        now = time.perf_counter()
+        sums.between = -1 if self._ended is None else self._began - self._ended
+        self._began += now - arrived
+        return sums
+
+    def close(self, loss: torch.Tensor | None, gradients: Gradients) -> tuple[torch.Tensor, Gradients]:
+        """The objective over all ranks and its gradients, which are `agreed` from now on.
+
+        Parameters
+        ----------
+        loss
+            The sum over this rank's items, divided by the weight over all ranks. None if this rank's part is empty.
+        gradients
+            Those of `loss`. Those that were sent already are not looked at.
+
+        Raises
+        ------
+        RetryError
+            On all ranks, if one has to run again.
+        RuntimeError
+            On all ranks, if no rank has a gradient.
+        DeviceLost, Timeout, Error
+            As `open`.
+        """
+        sums, seconds = self._sums, time.perf_counter() - self._began
+        assert sums is not None
+        sums.fill_rest(gradients)
+        present = sums.present(len(gradients))
+        header = sums.header._replace(
+            stop=stop_requested(),
+            present=zlib.crc32(bytes(present)),
+            loss=0 if loss is None else float(loss),
+            loss_type=-1 if loss is None else DTYPES.get(loss.dtype, 0),
+            seconds=seconds,
+            between=sums.between,
+        )
+        with self._talking():
+            sums.wait()
+        whole = self._meet(header, goes_on=True)
+        self._sums = None
+        if not whole.same_gradients:
+            with self._talking():
+                present = self._union(present)
+        self._agree()
+        self._ended = time.perf_counter()
+        if not any(present):
+            self._alone = False
+            raise RuntimeError(  # the type that plain PyTorch raises
+                f"{self._call}: the loss does not require grad on any rank: no parameter that does reaches it (is it detached, or everything "
+                "frozen?)."
+            )
+        value = torch.tensor(whole.loss, dtype=whole.loss_type, device=self._home)
+        self.agreed = agreed = value, sums.totals(present)
+        self._alone = False
+        return agreed
+
     def sum(
         self,
         replicas: Replicas,
@@ -133,79 +267,39 @@ class Ranks:
         scale: torch.Tensor | None = None,
         steps: int = 0,
     ) -> tuple[torch.Tensor, Gradients]:
-        """The objective over all ranks and its gradients, from those of this rank's part of the batch. They are `agreed` from now on.
+        """`open` and `close` in one, for gradients that are there already, divided by `Objective.divisor`."""
+        while True:
+            divisor = self.open(replicas, objective, scale=scale, steps=steps).divisor
+            factor = objective.divisor / divisor
+            if factor != 1 and loss is not None:
+                loss = loss * factor
+                gradients = [None if one is None else one * factor for one in gradients]
+                objective.divisor = divisor
+            try:
+                return self.close(loss, gradients)
+            except RetryError:
+                continue
 
-        Parameters
-        ----------
-        loss
-            None if this rank's part is empty.
-        scale
-            What the gradients are multiplied by, if they are.
-        steps
-            How many steps this rank has trained before.
+    def run_again(self, *, memory: bool) -> None:
+        """Before another attempt of the call: let all ranks make one if gradients were sent that do not count.
 
-        Raises
-        ------
-        InvalidArgument
-            On all ranks, if they do not agree about the call, the parameters, `total`, `scale` or `steps`, or if no rank has weight.
-        RuntimeError
-            On all ranks, if no rank has a gradient.
-        DeviceLost, Timeout
-            If another rank cannot be reached. No further call is possible then.
-        Error
-            If another rank has failed.
+        `memory`: the attempt before has run out of memory, so what it has sent does count.
         """
-        present = [gradient is not None for gradient in gradients]
-        layout, buckets = self._filled(replicas, gradients, present)
-        whole = self._meet(
-            Header(
-                failed=0,
-                stop=stop_requested(),
-                call=zlib.crc32(f"{self._call} {objective.reduction}".encode()),
-                layout=self._layout_of(replicas),
-                present=zlib.crc32(bytes(present)),
-                total=objective.total or 0,
-                scale=0 if scale is None or loss is None else float(scale),
-                steps=steps,
-                items=objective.size,
-                weight=objective.weight,
-                loss=0 if loss is None else float(loss) * objective.divisor,
-                loss_type=-1 if loss is None else DTYPES.get(loss.dtype, 0),
-                seconds=time.perf_counter() - self._began,
-                between=-1 if self._ended is None else self._began - self._ended,
-            ),
-            goes_on=True,
-        )
-        divisor = objective.total or whole.weight
-        if not divisor > 0:
-            self._agree()
-            self._alone = False
-            raise InvalidArgument(
-                f"{self._call}: the weights of all ranks sum to {divisor}; the objective is divided by that sum, so it must be positive. Skip "
-                "batches without weight, on all ranks."
-            )
-        if not whole.same_gradients:
-            with self._talking():
-                present = self._union(present)
-            layout, buckets = self._filled(replicas, gradients, present)
-        for bucket in buckets:
-            if objective.divisor != divisor:
-                bucket.mul_(objective.divisor / divisor)
-            with self._talking():
-                self._add(bucket)
-        self._agree()
-        if not any(present):
-            self._alone = False
-            raise RuntimeError(  # the type that plain PyTorch raises
-                f"{self._call}: the loss does not require grad on any rank: no parameter that does reaches it (is it detached, or everything "
-                "frozen?)."
-            )
-        self._ended = time.perf_counter()
-        found = layout.gradients(buckets)
-        value = torch.tensor(whole.loss / divisor, dtype=whole.loss_type, device=self._home)
-        self.agreed = agreed = value, [found.get(index) for index in range(len(gradients))]
-        self._alone = False
-        return agreed
+        if self._sums is None or self._alone:
+            return
+        if memory or not self._sums.sent:
+            self._sums.forget()
+            return
+        with contextlib.suppress(RetryError):
+            self._leave(self._sums, AGAIN, None)
+
+    def _leave(self, sums: RankSums, vote: int, error: BaseException | None) -> None:
+        """Take part in the sums that are left without gradients, so that no rank waits, and say that they do not count."""
+        self._alone = True
+        sums.fill_rest([None] * self._count)
+        with self._talking():
+            sums.wait()
+        self._meet(sums.header._replace(failed=vote, stop=stop_requested()), error)
 
     def _meet(self, header: Header, error: BaseException | None = None, *, goes_on: bool = False) -> Whole:
         """Exchange the headers of all ranks.
@@ -217,8 +311,11 @@ class Ranks:
         try:
             whole = self._exchange(header, error)
         except Error:  # all ranks raise it, or cannot be reached
-            self._alone = False
+            self._sums, self._alone = None, False
             raise
+        if whole.again:
+            self._sums, self._alone = None, False
+            raise RetryError(_AGAIN)
         self._alone = goes_on
         return whole
 
@@ -230,26 +327,22 @@ class Ranks:
         """Which gradients there are on any rank."""
         raise TypeError("Ranks._union is for subclasses")
 
-    def _add(self, bucket: torch.Tensor) -> None:
-        """Sum a bucket over all ranks, in place."""
-        raise TypeError("Ranks._add is for subclasses")
+    def _tell(self, numbers: list[int]) -> list[int]:
+        """The numbers of rank 0."""
+        raise TypeError("Ranks._tell is for subclasses")
+
+    def _start(self, bucket: torch.Tensor) -> Any:
+        """Start to sum a bucket over all ranks, in place. The result is None, or has a method ``wait`` that returns when the sum is there."""
+        raise TypeError("Ranks._start is for subclasses")
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over all ranks, in place."""
+        work = self._start(tensor)
+        if work is not None and hasattr(work, "wait"):
+            work.wait()
 
     def _agree(self) -> None:
         """Raise, on all ranks, unless the sums were complete."""
-
-    def _filled(
-        self, replicas: Replicas, gradients: Gradients, present: Sequence[bool]
-    ) -> tuple[Layout, list[torch.Tensor]]:
-        """Buckets with the gradients that are present on some rank."""
-        key = replicas.generation, bytes(present)
-        if self._laid_out is None or self._laid_out[0] != key:
-            wanted = [one if there else _FROZEN for one, there in zip(replicas.parameters, present, strict=True)]
-            self._laid_out = key, Layout(wanted, replicas.names)
-        layout = self._laid_out[1]
-        buckets = layout.empty(self._home)
-        for k, bucket in enumerate(buckets):
-            layout.fill(k, bucket, gradients)
-        return layout, buckets
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
@@ -258,7 +351,7 @@ class Ranks:
             yield
         except Exception as error:
             lost = self._lost(error)
-            self._alone = False
+            self._sums, self._alone = None, False
             raise lost from error
 
     def _lost(self, error: Exception) -> Error:
@@ -283,9 +376,6 @@ def error_of_lost(kind: type[Error], message: str, ranks: str | None) -> Error:
     error = kind(message)
     error.device = ranks
     return error
-
-
-_FROZEN = torch.empty(0)  # takes the place of a parameter that no rank has a gradient of
 
 
 def _check_module(module: nn.Module) -> None:

@@ -84,10 +84,8 @@ class ReducerRanks(Ranks):
         self._add(counts)
         return [count > 0 for count in counts.tolist()]
 
-    def _add(self, bucket: torch.Tensor) -> None:
-        work = self._reducer.all_reduce(bucket)
-        if work is not None and hasattr(work, "wait"):
-            work.wait()
+    def _start(self, bucket: torch.Tensor) -> Any:
+        return self._reducer.all_reduce(bucket)
 
     def _agree(self) -> None:
         with self._talking():

@@ -44,6 +44,8 @@ class Workload:
             None  # the least items and the corrections that the StepLoop was given
         )
         self.normalises = False  # whether something other than the known modules normalises over a micro-batch
+        # Whether gradients may be sent to other ranks while backward goes on. None: not before a step was committed.
+        self.sends_early: bool | None = None
         self.recipe: Any = None  # the features of the last attempt
         self.alone: AloneTrials | None = None  # set where one device may be faster than all
         self._kinds: dict[Hashable, int] = {}  # least recently used first

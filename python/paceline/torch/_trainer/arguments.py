@@ -18,6 +18,7 @@ from paceline._core.runtime import gpu_facts
 from paceline._words import plural
 from paceline.comm import Transport
 from paceline.torch._devices import cuda
+from paceline.torch._trainer.launched import own_devices
 
 Memory = float | Mapping[str, float]  # bytes, or a fraction if at most 1
 _LEAST_FLOAT_BYTES = 10_000  # a float such as 8e9 means bytes; 2.0 and 80.0 are mistakes
@@ -112,35 +113,17 @@ def check_reduce_dtype(reduce_dtype: object, transport: Transport) -> None:
         )
 
 
-def _has_cores_of_its_own() -> bool:
-    """Whether the launcher has divided the cores: it may run on more of them than this process. In a container, `os.cpu_count` would not tell."""
-    try:
-        return os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())
-    except OSError:  # the launcher has ended
-        return False
-
-
 def named_devices(
-    call: str, devices: str | Sequence[str | Device | torch.device], module: nn.Module
-) -> str | list[str | Device]:
-    """What to make a group of. "auto" follows the module: if it is on a GPU, all GPUs, its own first; else all host devices."""
-    if devices != "auto":
-        if isinstance(devices, str):
-            return devices
-        return [str(device) if isinstance(device, torch.device) else device for device in devices]
-    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    parameter = next(module.parameters(), None)
-    on_gpu = parameter is not None and parameter.device.type == "cuda"
-    if processes.isdigit() and int(processes) > 1 and (on_gpu or not _has_cores_of_its_own()):
-        raise InvalidArgument(
-            f"{call}: devices='auto' in one of {processes} processes on this machine (LOCAL_WORLD_SIZE), and each would take all of its "
-            "devices. Start one process for each machine (torchrun --nproc-per-node 1), or name the devices of this process: devices=['cuda:0'] or "
-            "devices=ray.train.torch.get_devices()."
-        )
-    if parameter is None or not on_gpu:
-        return "auto"
-    gpus = [device for device in all_devices() if device.kind == "cuda"]
-    return sorted(gpus, key=lambda gpu: gpu.index != parameter.device.index)
+    call: str, devices: str | Sequence[str | Device | torch.device], module: nn.Module, *, brings: bool = True
+) -> str | Sequence[str | Device]:
+    """What to make a group of. `brings`: whether ``"auto"`` brings a module in host memory to the first GPU."""
+    if devices == "auto":
+        return own_devices(call, module, brings=brings)
+    if devices == "host":
+        return [device.name for device in all_devices() if device.kind == "host"]
+    if isinstance(devices, str):
+        return devices
+    return [str(device) if isinstance(device, torch.device) else device for device in devices]
 
 
 def policy_of(

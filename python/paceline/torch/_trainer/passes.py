@@ -78,8 +78,9 @@ class Passes:
         replicas = self._execution.replicas
         if self._execution.ranks is not None:
             raise InvalidArgument(
-                "forward: a call of a DataParallel with group= or reducer=. Its backward would have the gradients of this rank only. Use step or loss, "
-                "whose gradients are those of all ranks; under torch.no_grad() a call is a prediction."
+                "forward: a call of a DataParallel that trains together with other processes. Its backward would have the gradients of this rank only. "
+                "Use step or loss, whose gradients are those of all ranks; under torch.no_grad() a call is a prediction. With group='alone' the "
+                "trainer does not join the others."
             )
         with self._lifetime.between_steps("forward"), self.clock("forward"):
             replicas.share()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,10 +22,8 @@ from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.graphs import Graphs
-from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._run.pushing import Pushing
-from paceline.torch._run.ranks import Ranks
-from paceline.torch._run.reducer import Reducer, ReducerRanks
+from paceline.torch._run.reducer import Reducer
 from paceline.torch._trainer.arguments import (
     Balance,
     BatchNorm,
@@ -51,6 +49,7 @@ from paceline.torch._trainer.arguments import (
 )
 from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.data import Data
+from paceline.torch._trainer.launched import Group, ranks_of
 from paceline.torch._trainer.module import AsModule
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.passes import Passes
@@ -60,9 +59,6 @@ from paceline.torch._trainer.training import Training
 from paceline.torch._trainer.trials import Trials
 from paceline.torch._trainer.verification import Verification
 from paceline.torch._trainer.works import Works
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class DataParallel(Trainer, AsModule):
@@ -87,10 +83,11 @@ class DataParallel(Trainer, AsModule):
         a graph. Parameters and modules in plain lists, dictionaries or objects get their gradients, too, but `optimizer` and ``state_dict``
         only know registered ones. With GPUs among the devices the module has to be on the first GPU.
     devices
-        ``"auto"`` (every GPU if the module is on one, else every host device), names such as ``["host:0", "host:1"]`` or
+        ``"auto"`` (every GPU, without GPUs every host device), ``"host"`` (every host device), names such as ``["host:0", "host:1"]`` or
         ``["cuda:0", "cuda:1"]``, what `paceline.partition` returns, GPUs as ``torch.device``, or a `paceline.DeviceGroup`, which then stays
-        open on `close`. Numbers, as in ``[0, 1]``, are GPUs; without GPUs host devices. A module in host memory is then brought to the first GPU. None: ``"auto"``. ``"auto"`` is refused if several processes run on this machine (``LOCAL_WORLD_SIZE``), unless their launcher gave
-        each of them cores of its own.
+        open on `close`. Numbers, as in ``[0, 1]``, are GPUs; without GPUs host devices. With ``"auto"`` and numbers a module in host memory is
+        brought to the first GPU, which ``"auto"`` warns of. If a launcher has started several processes on this machine (``LOCAL_WORLD_SIZE``),
+        ``"auto"`` is the part of the GPUs, or of the cores, of this one (``LOCAL_RANK``). None: ``"auto"``.
     output_device
         Where the outputs of a call go. None: to the device of the module. A number is a GPU; without GPUs the host.
     dim
@@ -157,11 +154,12 @@ class DataParallel(Trainer, AsModule):
         Every so many steps `step` and `loss` first do what `verify_replicas` does, with their own batch, and raise an `Error` if devices
         differ. Nothing is committed then. None: never.
     group
-        The processes that train the module together, such as ``torch.distributed.group.WORLD``: one process for each machine, which is one
-        rank and owns all `devices`. Each rank passes its own part of the batch, of any size, or None if it has none left; `batch_sampler` makes
-        parts by how fast ranks are. The objective and
-        its gradients are those of the whole batch, on every rank. All ranks call `step`, `loss` and `batch` in the same order. At the start
-        all ranks get the parameters and buffers of rank 0. ``"alone"``: there are no other processes.
+        The processes that train the module together, such as ``torch.distributed.group.WORLD``: one for each GPU or one for each machine. A
+        process is one rank and owns its `devices`. Each rank passes its own part of the batch, of any size, or None if it has none left;
+        `batch_sampler` makes parts by how fast ranks are. The objective and its gradients are those of the whole batch, on every rank. All ranks
+        call `step`, `loss` and `batch` in the same order. At the start all ranks get the parameters and buffers of rank 0. ``"auto"``: all
+        processes that a launcher has started together (``torchrun``, ``paceline run``), or that are in a process group; the group is made if
+        the script has not made it. ``"alone"``: no other processes.
     reducer
         In place of `group`, for ranks that come and go: an object with ``all_reduce(tensor)``, which sums a tensor over the ranks in place, and
         ``should_commit()``, which says after all sums of a step whether they were complete. If it says no, the step raises `Cancelled`, and
@@ -243,7 +241,7 @@ class DataParallel(Trainer, AsModule):
         watchdog: float | None = None,
         watchdog_path: str | os.PathLike[str] | None = None,
         verify_every: int | None = None,
-        group: ProcessGroup | Literal["alone"] | None = "alone",
+        group: Group = "auto",
         reducer: Reducer | None = None,
         batch_norm: BatchNorm = "apart",
         graphs: bool = False,
@@ -286,7 +284,7 @@ class DataParallel(Trainer, AsModule):
             places = Places(local, module, timeout, transport, reduce_dtype)
             if graphs:
                 check_graphs(places.names, places.on_gpu)
-            ranks = _ranks_of(group, reducer, module, places.home)
+            ranks = ranks_of(group, reducer, module, places.home)
             if ranks is not None and batch_norm == "synchronised":
                 raise InvalidArgument(
                     "DataParallel: batch_norm='synchronised' together with group= or reducer=: devices meet within one process only, so each rank "
@@ -346,16 +344,3 @@ class DataParallel(Trainer, AsModule):
     find_batch_size = carried_out_by("_trials", Trials.find_batch_size)
     what_if = carried_out_by("_reports", Reports.what_if)
     write_ledger = carried_out_by("_reports", Reports.write_ledger)
-
-
-def _ranks_of(
-    group: ProcessGroup | Literal["alone"] | None, reducer: Reducer | None, module: nn.Module, home: torch.device
-) -> Ranks | None:
-    """The processes that train together, or None if there is one."""
-    if reducer is None:
-        return None if group == "alone" else GroupRanks(group, module, home)
-    if group != "alone":
-        raise InvalidArgument(
-            "DataParallel: group= and reducer= are two ways to sum over the same ranks. Leave one of them out."
-        )
-    return ReducerRanks(reducer, module, home)

@@ -1,0 +1,218 @@
+"""The gradients of one step on their way to the other ranks: buckets of flat memory, in an order that all ranks have."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.torch._replicas.replicas import Replicas
+from paceline.torch._run.buckets import Layout
+from paceline.torch._run.gradients import PerTensor, grads_of, is_held_elsewhere
+
+# As in DistributedDataParallel: large enough to keep a link busy, and the first one, which nothing precedes, is sent early.
+MOST_BYTES, FIRST_BYTES = 25 << 20, 1 << 20
+
+
+class Buckets:
+    """Which gradients lie in which bucket, and the memory of the buckets.
+
+    Parameters fill the buckets in reverse order, until rank 0 has told in which order a backward came to them, as in
+    DistributedDataParallel (Li et al., PyTorch Distributed, VLDB 2020).
+    """
+
+    def __init__(self) -> None:
+        self.layout = Layout([], [])
+        self._order: list[int] = []
+        self._found: list[int] = []  # the order that a backward has shown, in this process
+        self._told = False
+        self._checksum, self._generation = -1, -1
+        self._flats: list[torch.Tensor] = []  # of the last step
+
+    def news(self, checksum: int) -> list[int]:
+        """The order that this process has found out and not told, for parameters of this `checksum`. Empty: nothing new."""
+        return self._found if checksum == self._checksum and not self._told else []
+
+    def found(self, indices: Sequence[int]) -> None:
+        """Note the order in which a backward came to parameters. The first one counts."""
+        if indices and not self._found:
+            known = set(indices)
+            self._found = [*indices, *(index for index in self._order if index not in known)]
+
+    def begin(self, replicas: Replicas, checksum: int, order: list[int]) -> None:
+        """Lay the parameters out, if they have changed, or if rank 0 has told their order. `checksum` is equal on all ranks."""
+        if checksum != self._checksum:
+            self._order, self._found, self._told = list(range(len(replicas.parameters)))[::-1], [], False
+        if order:
+            self._order, self._told = order, True
+        if order or (checksum, replicas.generation) != (self._checksum, self._generation):
+            self._checksum, self._generation, self._flats = checksum, replicas.generation, []
+            self.layout = Layout(replicas.parameters, replicas.names, self._order, MOST_BYTES, FIRST_BYTES)
+
+    def memory(self, home: torch.device) -> list[torch.Tensor]:
+        """Memory for each bucket: that of the last step on the host, unless somebody still has its gradients."""
+        if (
+            home.type != "cpu"
+            or not self._flats
+            or any(is_held_elsewhere(one.untyped_storage()) for one in self._flats)
+        ):
+            self._flats = self.layout.empty(home)
+        return self._flats
+
+
+class RankSums:
+    """The sums of one step over all ranks, bucket by bucket.
+
+    Every rank sends all buckets in their order: a bucket is sent when it and all before it are final.
+
+    Parameters
+    ----------
+    flats
+        The memory of the buckets.
+    divisor
+        What the objective is divided by, on all ranks.
+    start
+        Starts to sum a tensor over all ranks in place. It returns what has a method ``wait``, or None.
+    """
+
+    header: Any = None  # what this rank has said of itself
+    between = -1.0  # seconds of its own work since the step before; negative if unknown
+
+    def __init__(
+        self, layout: Layout, flats: list[torch.Tensor], divisor: float, start: Callable[[torch.Tensor], Any]
+    ) -> None:
+        self.layout, self.divisor, self._flats, self._start = layout, divisor, flats, start
+        self._final = [False] * len(flats)
+        self._present: list[list[int]] = [[] for _ in flats]  # by bucket, parameters that have a gradient on this rank
+        self._works: list[Any] = []
+        self._error: Exception | None = None  # why nothing more can be sent
+        self._sending = False  # stays if an interrupt comes meanwhile
+
+    @property
+    def sent(self) -> int:
+        """How many buckets were sent."""
+        return len(self._works)
+
+    def fill(self, k: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Bucket `k` is final on this rank. Sends what can be sent by now."""
+        self.layout.fill(k, self._flats[k], gradients)
+        self._present[k] = [one.index for one in self.layout.buckets[k].pieces if gradients[one.index] is not None]
+        self._final[k] = True
+        while self.sent < len(self._flats) and self._final[self.sent] and not self._sending and self._error is None:
+            self._sending = True
+            try:
+                self._works.append(self._start(self._flats[self.sent]))
+            except Exception as error:  # told on the caller's thread
+                self._error = error
+            self._sending = False
+
+    def fill_rest(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """All other buckets are final."""
+        for k, final in enumerate(self._final):
+            if not final:
+                self.fill(k, gradients)
+
+    def forget(self) -> None:
+        """Another attempt fills again what was not sent."""
+        self._final[self.sent :] = [False] * (len(self._final) - self.sent)
+
+    def wait(self) -> None:
+        """Wait until all ranks have sent everything. Raises what sending has raised."""
+        if self._error is not None or self._sending:
+            raise self._error or RuntimeError("interrupted while gradients were sent")
+        for work in self._works:
+            if work is not None and hasattr(work, "wait"):
+                work.wait()
+
+    def present(self, count: int) -> list[bool]:
+        """Which of `count` parameters have a gradient on this rank."""
+        found = set().union(*self._present)
+        return [index in found for index in range(count)]
+
+    def totals(self, present: Sequence[bool]) -> list[torch.Tensor | None]:
+        """The gradients of the batch of all ranks. None for those that are `present` on no rank."""
+        found = self.layout.gradients(self._flats)
+        return [found.get(index) if there else None for index, there in enumerate(present)]
+
+
+class SentEarly(PerTensor):
+    """The gradients of the only device of a rank, which are sent bucket by bucket in its last backward of a step."""
+
+    def __init__(self, replicas: Replicas, sums: RankSums, bucket_of: dict[int, int], *, sends: bool) -> None:
+        super().__init__(replicas.list, replicas.names)
+        self._parameters, self._sums, self._bucket_of = replicas.list[0].parameters, sums, bucket_of
+        self._sends = sends  # whether buckets are sent; otherwise only their order is noted
+        self._begin = sums.sent  # buckets before this one were sent by an earlier attempt
+        self._waiting: list[set[int]] | None = (
+            None  # per bucket, the parameters that it waits for; None: it is not the last backward
+        )
+        self.order: list[int] = []  # in which the last backward came to parameters
+        self.came_again = False  # whether it came to one again, after its bucket had been sent
+
+    def last(self, device: int) -> None:
+        self._waiting = [{piece.index for piece in bucket.pieces} for bucket in self._sums.layout.buckets]
+
+    def came(self, index: int) -> None:
+        """The backward has added to the gradient of a parameter."""
+        k = self._bucket_of[index]
+        if self._waiting is None or k < self._begin:
+            return
+        left = self._waiting[k]
+        if index in left:
+            left.discard(index)
+            self.order.append(index)
+            if not left and self._sends:
+                self._sums.fill(k, grads_of(self._parameters))
+        elif not left:
+            self.came_again |= self._sends
+
+
+class LastBackward:
+    """Hooks on the parameters of the only device's replica, which tell a sink where its last backward is."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._handles: list[Any] = []
+        self._bucket_of: dict[int, int] = {}
+        self._key: Any = None
+        self._sink: SentEarly | None = None
+
+    def begin(self, sums: RankSums, *, sends: bool) -> SentEarly:
+        """The sink of an attempt, which `sends` buckets or only finds out their order."""
+        replicas = self._replicas
+        key = replicas.generation, sums.layout
+        if key != self._key:
+            self.release()
+            self._key = key
+            self._bucket_of = {piece.index: k for k, one in enumerate(sums.layout.buckets) for piece in one.pieces}
+            came = weakref.WeakMethod(self._came)  # PyTorch keeps hooks where the garbage collector does not look
+            for index in self._bucket_of:
+                parameter = replicas.list[0].parameters[index]
+                self._handles.append(
+                    parameter.register_post_accumulate_grad_hook(functools.partial(_call, came, index))
+                )
+        self._sink = SentEarly(replicas, sums, self._bucket_of, sends=sends)
+        return self._sink
+
+    def end(self) -> None:
+        """The attempt is over."""
+        self._sink = None
+
+    def release(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._key = [], None
+
+    def _came(self, index: int) -> None:
+        if self._sink is not None:
+            self._sink.came(index)
+
+
+def _call(method: weakref.WeakMethod[Any], index: int, parameter: torch.Tensor) -> None:
+    alive = method()
+    if alive is not None:
+        alive(index)
