@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,8 @@ with open(f"{os.environ['TOLD']}.{os.environ.get('RANK', 'alone')}", "w") as fil
 """
 
 
-class Found(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Found:
     kind: str
     index: int
 

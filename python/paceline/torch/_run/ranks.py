@@ -107,8 +107,7 @@ class Ranks:
         """One call that all ranks make. If it fails here, the other ranks are told; if it fails elsewhere, it raises here."""
         if self._broken:
             raise error_of_lost(DeviceLost, f"{call}: {self._broken}", self._gone)
-        self._call, self._exchanged, self._alone, self._began = call, False, False, time.perf_counter()
-        self.agreed = self._sums = None
+        self._begin(call)
         try:
             yield
             if not self._exchanged:  # a call without gradients
@@ -128,6 +127,10 @@ class Ranks:
                         "start them anew from what you saved last."
                     )
             raise
+
+    def _begin(self, call: str) -> None:
+        self._call, self._exchanged, self._alone, self._began = call, False, False, time.perf_counter()
+        self.agreed = self._sums = None
 
     def weights(self, described: str, mine: list[float]) -> list[float]:
         """The weights of several terms over all ranks. One rescaling afterwards cannot do, so they are exchanged before the step.
