@@ -26,7 +26,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from torch import nn
 
-from paceline import InvalidArgument
+from paceline import DeviceGroup, InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._trainer import exports
 from torch_support import held
@@ -61,6 +61,20 @@ def buckets(registry: CollectorRegistry) -> list[tuple[str, float]]:
     families = {family.name: family for family in parse(text_of(registry))}
     found = families["paceline_step_seconds"].samples
     return [(one.labels["le"], one.value) for one in found if one.name.endswith("_bucket")]
+
+
+def test_rank_0_has_samples_of_all_ranks() -> None:
+    with trained(CollectorRegistry()) as trainer:
+        rows = [{"name": f"rank {rank}", "share": 10 + rank, "per_item_seconds": 0.5} for rank in (0, 1)]
+        ranks = [{"items": 10 + rank, "seconds": 2.0 + rank} for rank in (0, 1)]
+        report = {**trainer.report(), "rank_shares": {"devices": rows}, "ranks": ranks}
+        collector = exports.Collector(lambda: report, DeviceGroup(["host:0", "host:1"]), {})
+        found = {
+            (family.name, one.labels.get("rank")): one.value for family in collector.collect() for one in family.samples
+        }
+    assert found["paceline_rank_share_items", "1"] == 11
+    assert found["paceline_rank_items_per_second", "0"] == 2
+    assert found["paceline_rank_step_seconds", "1"] == 3
 
 
 def test_samples_are_those_of_the_report() -> None:

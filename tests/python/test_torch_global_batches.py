@@ -20,6 +20,7 @@ from paceline.balance import replay
 from paceline.torch import DataParallel, GlobalBatchSampler
 from paceline.torch._batch.global_sampler import scaled
 from paceline.torch._run.rank_shares import RankShares
+from rank_processes import error_of
 from torch_support import classifier, classify, hosts, noting, worst_difference
 
 ITEMS, BATCH = 100, 12  # eight full batches in an epoch, and one of four items
@@ -135,12 +136,32 @@ def uneven(rank: int) -> Any:
                 trainer.step(slow, batch)
                 module.zero_grad()
         ledger = trainer.rank_ledger() if rank == 0 else ""
-        return sampler.shares, trainer.report(), trainer.explain(), ledger
+        answer = trainer.what_if(of="ranks", remove=["rank 1"]).shares if rank == 0 else []
+        return sampler.shares, trainer.report(), trainer.explain(), ledger, answer
+
+
+def logged(rank: int) -> Any:
+    with trainer_of(classifier(1)[0]) as trainer:
+        sampler = trainer.batch_sampler(ITEMS, 25, balance=[2, 3])
+        for batch in sampler.batches(loader_of(sampler, 0)):
+            trainer.step(loss_of, batch)
+            break
+        refused = None if rank == 0 else error_of(lambda: trainer.what_if(of="ranks"))
+        return trainer.scalars(""), refused
+
+
+def test_what_rank_0_logs_has_the_shares_of_all_ranks(on_ranks: Run) -> None:
+    (found, _), (theirs, (kind, text)) = on_ranks(2, logged)
+    assert [found["share/rank_0"], found["share/rank_1"]] == [10, 15]
+    assert found["seconds/rank_1"] > 0
+    assert not any("rank_" in name for name in theirs)
+    assert kind is InvalidArgument
+    assert "of='ranks' is for rank 0" in text
 
 
 @pytest.mark.alone
 def test_a_slow_rank_gets_fewer_items_and_rank_0_can_say_why(on_ranks: Run) -> None:
-    (shares, report, text, ledger), (theirs, other, _, _) = on_ranks(2, uneven)
+    (shares, report, text, ledger, alone), (theirs, other, *_) = on_ranks(2, uneven)
     assert shares == theirs
     assert sum(shares) == 25
     assert shares[1] < shares[0] - 6  # on a busy machine it may get none
@@ -150,6 +171,7 @@ def test_a_slow_rank_gets_fewer_items_and_rank_0_can_say_why(on_ranks: Run) -> N
     assert report["rank_shares"]["moves"] > 0
     assert "rank_shares" not in other
     assert "ranks: auto balance" in text
+    assert alone == [25, 0]
     found = replay(ledger.splitlines())
     assert found.plans > 10
     assert not found.mismatches

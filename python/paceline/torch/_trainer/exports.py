@@ -12,6 +12,7 @@ from paceline.torch._devices import cuda
 Report = Callable[[], Mapping[str, Any]]
 
 _OF_DEVICES = ("device", "pci_bus_id", "uuid")
+_RESERVED = {"kind", "le", "rank", "version", *_OF_DEVICES}
 
 
 class Scalars:
@@ -37,7 +38,24 @@ class Scalars:
             found[f"items_per_second/{plain}"] = device["items_per_second"]
             found[f"busy_ratio/{plain}"] = _busy(device, before.get("devices", {}).get(name, {}))
             found[f"retired/{plain}"] = device["retired"]
+        for rank in ranks_of(report):
+            plain = rank["name"].replace(" ", "_")
+            found |= {f"{key}/{plain}": rank[key] for key in ("share", "items_per_second", "seconds")}
         return {f"{prefix}{name}": float(value) for name, value in found.items()}
+
+
+def ranks_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """By rank: ``name``, ``seconds`` of its own work in the last step, and on the rank that deals out global batches ``share``, ``items_per_second``."""
+    dealt = report["rank_shares"]["devices"] if "rank_shares" in report else []
+    return [
+        {
+            "name": one["name"],
+            "share": one["share"],
+            "items_per_second": 1 / one["per_item_seconds"] if one["per_item_seconds"] else 0.0,
+            "seconds": last["seconds"],
+        }
+        for one, last in zip(dealt, report.get("ranks", []), strict=False)
+    ]
 
 
 def _since(now: Mapping[str, Any], before: Mapping[str, Any], name: str) -> float:
@@ -64,7 +82,7 @@ class Collector:
     """
 
     def __init__(self, report: Report, group: DeviceGroup, labels: dict[str, str]) -> None:
-        if taken := sorted({"kind", "le", "version", *_OF_DEVICES} & set(labels)):
+        if taken := sorted(_RESERVED & set(labels)):
             raise InvalidArgument(
                 f"prometheus: the samples have labels {', '.join(taken)} already. Give yours another name."
             )
@@ -113,6 +131,17 @@ class Collector:
             family.add_metric(values, value)
             yield family
         yield from self._of_devices(report, [*common, *_OF_DEVICES], values)
+        ranks = ranks_of(report)
+        for key, name, help_text in (
+            ("share", "paceline_rank_share_items", "Items of the last global batch that were dealt out to a rank."),
+            ("items_per_second", "paceline_rank_items_per_second", "Recent speed of a rank while it works."),
+            ("seconds", "paceline_rank_step_seconds", "Time of a rank's own work in the last step."),
+        ):
+            family = GaugeMetricFamily(name, help_text, labels=[*common, "rank"])
+            for rank in ranks:
+                family.add_metric([*values, rank["name"].removeprefix("rank ")], rank[key])
+            if ranks:
+                yield family
 
     def _of_devices(self, report: Mapping[str, Any], labels: list[str], values: list[str]) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

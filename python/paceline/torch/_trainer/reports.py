@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 
 import torch
 from torch import nn
 
+from paceline import InvalidArgument
 from paceline.balance import Balancer, WhatIfAnswer
 from paceline.torch._batch.extras import explain_large
 from paceline.torch._run.alone import Measured
@@ -137,7 +138,8 @@ class Reports:
         """Some figures of `report` by flat names, for TensorBoard, W&B, MLflow or ``self.log_dict``.
 
         ``step_seconds`` and ``compute_seconds`` are means over the steps since the last call. By device, as in ``share/host_0``: ``share``, ``items_per_second``
-        and ``busy_ratio``, the part of the devices' common time in which it computed.
+        and ``busy_ratio``, the part of the devices' common time in which it computed. By rank, as in ``share/rank_0``, on rank 0 after
+        `batch_sampler`: ``share``, ``items_per_second``, and ``seconds`` of its own work in the last step.
 
         Examples
         --------
@@ -156,7 +158,7 @@ class Reports:
         Raises
         ------
         InvalidArgument
-            For labels that the samples have already: ``device``, ``pci_bus_id``, ``uuid``, ``kind``, ``le``, ``version``.
+            For labels that the samples have already: ``device``, ``pci_bus_id``, ``uuid``, ``rank``, ``kind``, ``le``, ``version``.
 
         Examples
         --------
@@ -303,6 +305,7 @@ class Reports:
         add: Sequence[tuple[str, float]] = (),
         remove: Sequence[str] = (),
         batch_size: int | None = None,
+        of: Literal["devices", "ranks"] = "devices",
     ) -> WhatIfAnswer:
         """What the best split of `step` and the time of a step would be if devices had other speeds, came or left. Changes nothing.
 
@@ -320,17 +323,23 @@ class Reports:
             The names of devices that would get no work.
         batch_size
             Default: the size of the last step. After a step with `cost` batches and shares are work, as in `explain`.
+        of
+            ``"ranks"``, on rank 0 after `batch_sampler`: how global batches would be dealt out to the ranks, whose names are ``"rank 0"``, ``"rank 1"``, ...
 
         Raises
         ------
         InvalidArgument
-            Before the first timing, for wrong arguments, a name that is not there, or a speed that is not above zero.
+            Before the first timing, for wrong arguments, a name that is not there, or a speed that is not above zero. For ranks where none are dealt out to.
         """
         given: dict[str, Any] = {"speeds": speeds, "add": add, "remove": remove, "batch_size": batch_size}
         # what_if is called twice, so iterators have to be kept.
         asked: dict[str, Any] = {
             name: tuple(value) if isinstance(value, Iterator) else value for name, value in given.items()
         }
+        if of == "ranks":
+            if self._dealt is None:
+                raise InvalidArgument("what_if: of='ranks' is for rank 0 of several, after batch_sampler.")
+            return self._dealt.what_if(**{name: value or None for name, value in asked.items()})
         answer = self._works.steps.step_loop.what_if(**asked)
         measured = None if self._works.steps.alone is None else self._works.steps.alone.measured
         # After steps with costs the estimates may be of work instead of items.
