@@ -18,7 +18,7 @@ _WAYS = {
     "buckets": "paceline: buckets summed in slices during backward, parameters in buckets",
     "ranges": "paceline, sharded optimizer: ranges pulled from the first GPU, updated, and pulled back",
     "sharded": "as that could be: each GPU updates the slices that it has summed",
-    "ring": "PyTorch's DDP: a ring all-reduce of each bucket during backward",
+    "ring": "PyTorch's DDP: a ring all-reduce of each bucket during backward; a process for each GPU",
 }
 
 
@@ -31,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     latency = "microseconds from the launch of a copy to its first byte (that of --link)"
     dtypes, dtype = sorted(_BYTES), "of parameters and gradients (bfloat16)"
     group.add_argument("--tokens", type=int, default=8192, metavar="N", help=tokens)
+    operators = "that a step starts on each GPU; all ways but ring start those of all GPUs in one process. 0: as with CUDA graphs (2000)"
+    group.add_argument("--operators", type=int, default=2000, metavar="N", help=operators)
     group.add_argument("--dtype", choices=dtypes, default="bfloat16", help=dtype)
     for option, default, metavar, text in (
         ("--tflops", 400.0, "T", "what a GPU reaches, in 1e12 operations a second (400)"),
@@ -63,9 +65,11 @@ def run(args: argparse.Namespace) -> int:
         bandwidth=None if args.bandwidth is None else args.bandwidth * 1e9,
         latency_seconds=None if args.latency is None else args.latency * 1e-6,
         bucket_bytes=args.bucket_mb * (1 << 20),
+        operators=args.operators,
     )
     config = {
-        name: getattr(args, name) for name in ("gpus", "tokens", "tflops", "dtype", "bandwidth", "latency", "bucket_mb")
+        name: getattr(args, name)
+        for name in ("gpus", "tokens", "tflops", "dtype", "bandwidth", "latency", "bucket_mb", "operators")
     }
     config |= {"parameters": parameters, "link": link}
     if args.json:
@@ -76,12 +80,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(args: argparse.Namespace, config: dict[str, Any], forward: float, ways: dict[str, dict[str, float]]) -> str:
+    from paceline.sim import launch_rate
+
     computing = 3.0 * forward + config["parameters"] * _UPDATE_SECONDS
     lines = [
         f"{plural(args.gpus, 'GPU')}, {config['link']}, {config['parameters']:.3g} parameters of type {args.dtype}, "
         f"{args.tokens} tokens each: forward {1e3 * forward:.1f} ms, backward {2e3 * forward:.1f} ms, "
         f"update {1e3 * config['parameters'] * _UPDATE_SECONDS:.1f} ms.",
         "A model with assumed links, not a measurement. Exposed: what a step takes beyond these three; negative where GPUs share the update.",
+        f"To start {plural(args.operators, 'operator')} takes a process for each GPU {1e3 * args.operators / launch_rate(1):.1f} ms, and threads of one process "
+        f"{1e3 * args.operators * args.gpus / launch_rate(args.gpus):.1f} ms; a step takes at least as long.",
         "",
         f"{'':10}{'step ms':>10}{'exposed ms':>12}{'of DDP':>8}",
     ]

@@ -18,10 +18,13 @@ using namespace sim;
 
 void bind_sim_data_path(py::module_& module) {
   module.def(
+      "launch_rate", &launch_rate, py::arg("threads"),
+      R"(How many operators of forward and backward a second so many threads of one process start together, as measured on one host.)");
+  module.def(
       "simulate_data_path",
       [](std::size_t gpus, double parameters, double bytes_each, double forward_seconds, double backward_seconds,
          double update_seconds, const std::string& link, std::optional<double> bandwidth,
-         std::optional<double> latency_seconds, double bucket_bytes) {
+         std::optional<double> latency_seconds, double bucket_bytes, double operators) {
         DataPathOptions options{.gpus = gpus,
                                 .parameters = parameters,
                                 .bytes_each = bytes_each,
@@ -29,6 +32,7 @@ void bind_sim_data_path(py::module_& module) {
                                 .backward_seconds = backward_seconds,
                                 .update_seconds = update_seconds,
                                 .bucket_bytes = bucket_bytes,
+                                .operators = operators,
                                 .links = link_speeds(link)};
         if (bandwidth) options.links.pair_bytes_per_second = options.links.port_bytes_per_second = *bandwidth;
         if (latency_seconds) options.links.latency_seconds = *latency_seconds;
@@ -42,7 +46,7 @@ void bind_sim_data_path(py::module_& module) {
       py::kw_only(), py::arg("gpus"), py::arg("parameters"), py::arg("bytes_each") = 2.0, py::arg("forward_seconds"),
       py::arg("backward_seconds"), py::arg("update_seconds") = 0.0, py::arg("link") = "nvlink4",
       py::arg("bandwidth") = py::none(), py::arg("latency_seconds") = py::none(),
-      py::arg("bucket_bytes") = 25.0 * (1 << 20),
+      py::arg("bucket_bytes") = 25.0 * (1 << 20), py::arg("operators") = 0.0,
       R"(A data parallel step on equal GPUs, on a virtual clock: what gradients and parameters cost beyond the computing.
 
 Deterministic. A model with assumed links (`paceline/sim/data_path.hpp`), not a measurement.
@@ -63,6 +67,9 @@ bandwidth, latency_seconds
     Bytes per second of a pair and of a port, in one direction, and the start of a copy. Default: those of `link`.
 bucket_bytes
     The size of a bucket.
+operators
+    How many a step starts on each GPU. A step takes at least as long as that: a thread of one process for each GPU, and a process for each GPU
+    with ``ring``. 0: starting them takes no time, as with CUDA graphs.
 
 Returns
 -------

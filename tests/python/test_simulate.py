@@ -10,7 +10,7 @@ import pytest
 
 from paceline import InvalidArgument, OutOfMemory
 from paceline._cli import main
-from paceline.sim import run_suite, scenarios, simulate, simulate_data_path, simulate_pipeline
+from paceline.sim import launch_rate, run_suite, scenarios, simulate, simulate_data_path, simulate_pipeline
 
 
 def run_command(*words: str) -> int:
@@ -183,16 +183,20 @@ def test_the_table_has_all_ways(capsys: pytest.CaptureFixture[str]) -> None:
         in text
     )
     assert "not a measurement" in text
-    assert [line.split()[0] for line in text.splitlines()[4:]] == ["serial", "buckets", "ranges", "sharded", "ring"]
+    assert "2000 operators takes a process for each GPU 36.4 ms, and threads of one process 219.2 ms" in text
+    assert [line.split()[0] for line in text.splitlines()[5:]] == ["serial", "buckets", "ranges", "sharded", "ring"]
 
 
 def test_json_says_what_a_step_takes_beyond_computing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*CASE, "--link", "pcie4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     computing = 3 * found["forward_seconds"] + 28e9 / 2.7e12
+    assert found["ways"]["buckets"]["step_seconds"] == pytest.approx(8 * 2000 / launch_rate(8))  # one process
     for figures in found["ways"].values():
         assert figures["step_seconds"] - figures["exposed_seconds"] == pytest.approx(computing)
     assert found["config"]["link"] == "pcie4"
+    assert main([*CASE, "--link", "pcie4", "--json", "--operators", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
     steps = {way: figures["step_seconds"] for way, figures in found["ways"].items()}
     assert sorted(steps, key=steps.__getitem__) == ["sharded", "buckets", "ring", "ranges", "serial"]
 

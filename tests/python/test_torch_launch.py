@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from paceline.sim import launch_rate
 from paceline.torch._run.launch import Launch, LaunchClock
 
 BOUND = "Launch-bound: a micro-batch takes a GPU 10.00 ms and Python 4.00 ms to enqueue"
@@ -31,6 +32,17 @@ def test_what_holds_two_gpus_up_is_said(launches: list[tuple[float, bool | None]
     assert text.startswith(said)
     assert bool(text) == bool(said)
     assert ("less than 24.00 ms" in text) == (said == BOUND)
+
+
+def test_where_launching_sets_the_pace_processes_are_named_with_what_they_would_take() -> None:
+    clock = LaunchClock([True] * 8)
+    clock.add(Launch(device, 0.012, True) for device in range(8))
+    alone = 0.012 * launch_rate(8) / (8 * launch_rate(1))
+    assert f"8 processes (paceline run) would take about {1e3 * alone:.2f} ms" in clock.explain([0.001] * 8)
+    assert "processes" not in clock.explain([0.0119] * 8)  # the GPUs are hardly faster
+    alone_clock = LaunchClock([True])
+    alone_clock.add([Launch(0, 0.012, True)])
+    assert "processes" not in alone_clock.explain([0.001])
 
 
 def test_host_devices_have_no_launches() -> None:

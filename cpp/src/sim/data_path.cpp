@@ -2,6 +2,7 @@
 #include <paceline/sim/data_path.hpp>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <map>
 
@@ -32,7 +33,8 @@ class Way {
   Way(const Way&) = delete;
   Way& operator=(const Way&) = delete;
 
-  [[nodiscard]] DataPathOutcome run(std::string name) {
+  /// `threads`: of one process, which start the operators of so many GPUs.
+  [[nodiscard]] DataPathOutcome run(std::string name, std::size_t threads) {
     std::vector<Event> begins;
     std::vector<Events> arrived;  // per GPU and bucket, of this step's parameters; empty: they are there
     for (int step = 0; step < kPathSteps; ++step) {
@@ -43,7 +45,9 @@ class Way {
     }
     machine_.run();
     DataPathOutcome outcome{.way = std::move(name)};
-    outcome.step_seconds = machine_.time_of(begins[kPathSteps - 1]) - machine_.time_of(begins[kPathSteps - 2]);
+    // Threads start operators ahead of the GPUs, so the slower of the two sets the pace.
+    outcome.step_seconds = std::max(machine_.time_of(begins[kPathSteps - 1]) - machine_.time_of(begins[kPathSteps - 2]),
+                                    o_.operators * static_cast<double>(threads) / launch_rate(threads));
     outcome.exposed_seconds = outcome.step_seconds - o_.forward_seconds - o_.backward_seconds - o_.update_seconds;
     return outcome;
   }
@@ -272,8 +276,9 @@ void check(const DataPathOptions& options) {
       refuse("simulate: {} is {}; it must be positive and finite.", name, value);
   }
   if (!(options.update_seconds >= 0.0) || !(options.links.latency_seconds >= 0.0) || !(options.launch_seconds >= 0.0) ||
-      !(options.links.host_bytes_per_second >= 0.0) || options.pieces == 0) {
-    refuse("simulate: times, latencies and the host's bandwidth must not be negative, and pieces not 0.");
+      !(options.links.host_bytes_per_second >= 0.0) || options.pieces == 0 || !(options.operators >= 0.0) ||
+      !std::isfinite(options.operators)) {
+    refuse("simulate: times, latencies, operators and the host's bandwidth must not be negative, and pieces not 0.");
   }
   constexpr double kMostBuckets = 1000.0;
   if (options.parameters * options.bytes_each / options.bucket_bytes > kMostBuckets) {
@@ -300,10 +305,21 @@ LinkSpeeds link_speeds(const std::string& name) {
   return found->second;
 }
 
+double launch_rate(std::size_t threads) {
+  if (threads == 0) refuse("simulate: operators that no thread starts; give at least one thread.");
+  // The host of one H200, PyTorch 2.11, small operators (benchmarks/python/launch_scaling.py).
+  constexpr std::array<double, 4> kMeasured{55e3, 63e3, 92e3, 73e3};  // by 1, 2, 4 and 8 threads
+  const double place = std::log2(static_cast<double>(threads));
+  if (place >= static_cast<double>(kMeasured.size() - 1)) return kMeasured.back();
+  const auto before = static_cast<std::size_t>(place);
+  return std::lerp(kMeasured[before], kMeasured[before + 1], place - static_cast<double>(before));
+}
+
 std::vector<DataPathOutcome> simulate_data_path(const DataPathOptions& options) {
   check(options);
-  return {Serial(options).run("serial"), Buckets(options).run("buckets"), Ranges(options).run("ranges"),
-          Sharded(options).run("sharded"), Ring(options).run("ring")};
+  const std::size_t n = options.gpus;
+  return {Serial(options).run("serial", n), Buckets(options).run("buckets", n), Ranges(options).run("ranges", n),
+          Sharded(options).run("sharded", n), Ring(options).run("ring", 1)};
 }
 
 }  // namespace paceline::sim

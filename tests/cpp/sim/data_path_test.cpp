@@ -108,6 +108,22 @@ TEST(DataPath, IsNeverSlowerOnAFasterLink) {
   }
 }
 
+TEST(DataPath, TakesAtLeastAsLongAsTheThreadsNeedToStartItsOperators) {
+  DataPathOptions options = plain(8);
+  options.links = links(1e12, 1e12);
+  const std::vector<DataPathOutcome> before = simulate_data_path(options);
+  options.operators = 3.5 * launch_rate(1);  // a thread alone is as fast as the GPU, eight together are not
+  const std::vector<DataPathOutcome> after = simulate_data_path(options);
+  for (std::size_t way = 0; way < 4; ++way) {
+    EXPECT_NEAR(after[way].step_seconds, 8.0 * options.operators / launch_rate(8), 1e-9) << way;
+  }
+  EXPECT_NEAR(after[4].step_seconds, before[4].step_seconds, 1e-9) << "a process for each GPU";
+  EXPECT_EQ(launch_rate(16), launch_rate(8));
+  EXPECT_GT(launch_rate(3), launch_rate(2));
+  EXPECT_LT(launch_rate(3), launch_rate(4));
+  EXPECT_THROW(static_cast<void>(launch_rate(0)), InvalidArgument);
+}
+
 TEST(DataPath, RefusesWhatCannotBe) {
   DataPathOptions options = plain(1);
   EXPECT_THROW(static_cast<void>(simulate_data_path(options)), InvalidArgument);
@@ -116,6 +132,9 @@ TEST(DataPath, RefusesWhatCannotBe) {
   EXPECT_THROW(static_cast<void>(simulate_data_path(options)), InvalidArgument);
   options = plain(2);
   options.bucket_bytes = 1.0;
+  EXPECT_THROW(static_cast<void>(simulate_data_path(options)), InvalidArgument);
+  options = plain(2);
+  options.operators = -1.0;
   EXPECT_THROW(static_cast<void>(simulate_data_path(options)), InvalidArgument);
   EXPECT_THROW(static_cast<void>(link_speeds("token ring")), InvalidArgument);
 }

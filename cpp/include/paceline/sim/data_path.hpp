@@ -21,6 +21,10 @@ struct LinkSpeeds {
 /// source. @throws InvalidArgument for another name, with the names that there are.
 [[nodiscard]] PACELINE_API LinkSpeeds link_speeds(const std::string& name);
 
+/// How many operators of forward and backward a second so many threads of one Python process start together. Measured
+/// on one host with 1, 2, 4 and 8 threads, in between by the logarithm of their number, beyond as with 8.
+[[nodiscard]] PACELINE_API double launch_rate(std::size_t threads);
+
 /// A data parallel step on equal GPUs, without the balancer: all shares are equal and nothing varies.
 struct DataPathOptions {
   std::size_t gpus = 8;
@@ -33,6 +37,7 @@ struct DataPathOptions {
   std::size_t pieces = 120;  ///< in which the serial way sends the parameters to a GPU
   double memory_bytes_per_second = 2.7e12;
   double launch_seconds = 4e-6;  ///< a kernel, however small
+  double operators = 0.0;  ///< that a step starts on each GPU; 0: starting them takes no time, as with CUDA graphs
   LinkSpeeds links{};
 };
 
@@ -57,6 +62,9 @@ struct DataPathOutcome {
 ///               the first GPU and updates it. The first GPU pulls the results.
 ///   sharded     Each GPU updates the slices that it has summed, and the others pull them bucket by bucket.
 ///   ring        PyTorch's DDP: a ring all-reduce of each bucket while backward goes on; every GPU updates everything.
+///
+/// A thread for each GPU starts its operators and never waits for a GPU, so a step takes at least as long as that. The
+/// threads are those of one process, but for the ring, which has a process for each GPU.
 ///
 /// @throws InvalidArgument for options that are not positive, or a single GPU.
 [[nodiscard]] PACELINE_API std::vector<DataPathOutcome> simulate_data_path(const DataPathOptions& options);

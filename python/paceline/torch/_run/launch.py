@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from paceline.sim import launch_rate
+
 _RECENT = 32  # steps of each device; so the first ones, which compile and allocate, are soon forgotten
 # Devices take turns under Python's lock while they enqueue. To stay busy, a device needs a micro-batch that lasts longer than all devices
 # take to enqueue theirs. Three times as long leaves room for uneven times.
@@ -59,8 +61,18 @@ class LaunchClock:
         return (
             f"Launch-bound: a micro-batch takes a GPU {1e3 * mean:.2f} ms and Python {1e3 * launch:.2f} ms to enqueue (and what loss_fn waits "
             f"for), and {len(self._gpus)} devices share Python's lock: with less than {1e3 * needed:.2f} ms the GPUs wait for it, and a split "
-            "shows that more than their speeds. Use larger micro-batches; captured CUDA graphs launch without Python.\n"
+            "shows that more than their speeds. Use larger micro-batches; captured CUDA graphs launch without Python."
+            f"{_in_processes(mean, launch, sum(self._gpus))}\n"
         )
+
+
+def _in_processes(mean: float, launch: float, gpus: int) -> str:
+    """What a process for each GPU would gain, by how many operators threads of one process start together on a host where that was measured."""
+    alone = launch * launch_rate(gpus) / (gpus * launch_rate(1))
+    pace = max(mean, alone)
+    if gpus < 2 or pace > 0.9 * max(mean, launch):
+        return ""
+    return f" Launching sets the pace: {gpus} processes (paceline run) would take about {1e3 * pace:.2f} ms."
 
 
 def _held_up(free: float, held: float) -> str:
