@@ -49,7 +49,7 @@ class ExchangeTask final : public GroupTask {
         second_(reinterpret_cast<Line*>(second)),
         lines_(count * sizeof(float) / sizeof(Line)) {}
 
-  void run(std::size_t) noexcept override {
+  void run(DeviceId) noexcept override {
     constexpr std::size_t part = 1024;  // lines
     for (std::size_t begin = next_.fetch_add(part); begin < lines_; begin = next_.fetch_add(part)) {
       exchange(first_ + begin, second_ + begin, std::min(part, lines_ - begin));

@@ -53,7 +53,7 @@ void measure(benchmark::State& state, Step step) {
 
 class EmptyTask final : public GroupTask {
  public:
-  void run(std::size_t) noexcept override {}
+  void run(DeviceId) noexcept override {}
 };
 
 /// The minimum for any step: wake every worker, then the caller.

@@ -38,17 +38,16 @@ constexpr float kMomentum = 0.9F;
 /// Prints how many items each device has run since the last row.
 class Table {
  public:
-  explicit Table(const paceline::DeviceGroup& group)
-      : group_(group), items_(group.size()), busy_seconds_(group.size()) {
+  explicit Table(const paceline::DeviceGroup& group) : group_(group), devices_(group.ids()) {
     std::printf("%6s  %7s  %7s   %-8s %6s  %9s  %5s\n", "epoch", "loss", "ms/step", "device", "share", "items/s",
                 "busy");
   }
 
   void add(const paceline::StepRecord& step, double loss) {
     for (const paceline::ClaimRecord& claim : step.claims) {
-      const std::size_t d = claim.micro_batch.device;
-      items_[d] += static_cast<double>(claim.micro_batch.size());
-      busy_seconds_[d] += claim.finish_seconds - claim.start_seconds;
+      Totals& device = devices_[claim.micro_batch.device];
+      device.items += static_cast<double>(claim.micro_batch.size());
+      device.busy_seconds += claim.finish_seconds - claim.start_seconds;
     }
     seconds_ += step.step_seconds;
     loss_ = loss;
@@ -56,26 +55,29 @@ class Table {
   }
 
   void row(int epoch) {
-    for (std::size_t d = 0; d < group_.size(); ++d) {
-      if (d == 0) {
+    for (auto& [id, device] : devices_) {
+      if (id == 0) {
         std::printf("%6d  %7.4f  %7.2f   ", epoch, loss_, 1e3 * seconds_ / steps_);
       } else {
         std::printf("%27s", "");
       }
-      const double rate = busy_seconds_[d] > 0.0 ? items_[d] / busy_seconds_[d] : 0.0;
-      std::printf("%-8s %6.0f  %9.0f  %4.0f%%\n", group_.devices()[d].name.c_str(), items_[d] / steps_, rate,
-                  100.0 * busy_seconds_[d] / seconds_);
+      const double rate = device.busy_seconds > 0.0 ? device.items / device.busy_seconds : 0.0;
+      std::printf("%-8s %6.0f  %9.0f  %4.0f%%\n", group_.device(id).name.c_str(), device.items / steps_, rate,
+                  100.0 * device.busy_seconds / seconds_);
+      device = {};
     }
-    std::fill(items_.begin(), items_.end(), 0.0);
-    std::fill(busy_seconds_.begin(), busy_seconds_.end(), 0.0);
     seconds_ = 0.0;
     steps_ = 0;
   }
 
  private:
+  struct Totals {
+    double items = 0.0;
+    double busy_seconds = 0.0;
+  };
+
   paceline::DeviceGroup group_;
-  std::vector<double> items_;
-  std::vector<double> busy_seconds_;
+  paceline::PerDevice<Totals> devices_;
   double seconds_ = 0.0;
   double loss_ = 0.0;
   int steps_ = 0;

@@ -192,9 +192,9 @@ int train(const paceline::DeviceGroup& group) {
   order.resize(order.size() - kTestImages);
 
   std::map<paceline::DeviceId, std::unique_ptr<Data>> data;
-  for (paceline::DeviceId id = 0; id < group.size(); ++id) {
-    if (group.devices()[id].kind != paceline::DeviceKind::cuda) continue;
-    check(cudaSetDevice(group.devices()[id].index), "cudaSetDevice");
+  for (const paceline::DeviceId id : group.ids()) {
+    if (group.device(id).kind != paceline::DeviceKind::cuda) continue;
+    check(cudaSetDevice(group.device(id).index), "cudaSetDevice");
     data[id] = std::make_unique<Data>(digits, order);
   }
   if (data.empty()) throw std::runtime_error("name a GPU at least; host devices alone are for the example digits");

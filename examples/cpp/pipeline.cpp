@@ -149,8 +149,9 @@ class Network {
 class Paced {
  public:
   Paced(const BlockRun& run, std::chrono::microseconds item)
-      : end_(std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                                    item * static_cast<double>(run.size()) / kSpeeds[run.device])) {}
+      : end_(std::chrono::steady_clock::now() +
+             std::chrono::duration_cast<std::chrono::nanoseconds>(item * static_cast<double>(run.size()) /
+                                                                  kSpeeds[run.device.number()])) {}
   ~Paced() { std::this_thread::sleep_until(end_); }
   Paced(const Paced&) = delete;
   Paced& operator=(const Paced&) = delete;

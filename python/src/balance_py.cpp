@@ -16,7 +16,7 @@
 #include <paceline/error.hpp>
 
 #include "bindings.hpp"
-#include "per_device.hpp"
+#include "device_arguments.hpp"
 #include "step_loop_reports.hpp"
 #include "what_if_arguments.hpp"
 
@@ -37,11 +37,12 @@ struct RecordedBalancer : Balancer {
 };
 
 std::unique_ptr<RecordedBalancer> make_balancer(
-    const std::vector<std::string>& devices, const std::string& policy, const PerDevice<std::string>& device_classes,
-    const std::optional<std::vector<double>>& weights, std::int64_t granularity,
-    const PerDevice<std::optional<std::int64_t>>& minimum, const PerDevice<std::optional<std::int64_t>>& maximum,
-    const PerDevice<bool>& may_be_zero, const PerDevice<double>& startup_seconds,
-    const std::optional<std::vector<double>>& reduction_seconds, bool calibrate, bool proportional, bool ledger) {
+    const std::vector<std::string>& devices, const std::string& policy,
+    const DeviceArgument<std::string>& device_classes, const std::optional<std::vector<double>>& weights,
+    std::int64_t granularity, const DeviceArgument<std::optional<std::int64_t>>& minimum,
+    const DeviceArgument<std::optional<std::int64_t>>& maximum, const DeviceArgument<bool>& may_be_zero,
+    const DeviceArgument<double>& startup_seconds, const std::optional<std::vector<double>>& reduction_seconds,
+    bool calibrate, bool proportional, bool ledger) {
   BalancerOptions options;
   options.policy = balance_named(policy);
   options.weights = weights.value_or(std::vector<double>{});

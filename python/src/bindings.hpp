@@ -7,6 +7,7 @@
 #include <string>
 
 #include <paceline/comm/communicator.hpp>
+#include <paceline/device_id.hpp>
 #include <paceline/plan/stages.hpp>
 
 namespace paceline::python {
@@ -56,3 +57,18 @@ std::chrono::nanoseconds nanoseconds_of(double seconds);
 std::chrono::nanoseconds timeout_of(const char* call, double seconds);
 
 }  // namespace paceline::python
+
+/// In Python a device of a group is a plain int.
+template <>
+struct pybind11::detail::type_caster<paceline::DeviceId> {
+  PYBIND11_TYPE_CASTER(paceline::DeviceId, make_caster<std::size_t>::name);
+  bool load(handle source, bool convert) {
+    make_caster<std::size_t> number;
+    if (!number.load(source, convert)) return false;
+    value = paceline::DeviceId(cast_op<std::size_t>(number));
+    return true;
+  }
+  static handle cast(paceline::DeviceId id, return_value_policy policy, handle parent) {
+    return make_caster<std::size_t>::cast(id.number(), policy, parent);
+  }
+};

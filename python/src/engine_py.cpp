@@ -32,7 +32,7 @@ namespace py = pybind11;
 namespace paceline::python {
 namespace {
 
-using Claim = std::tuple<std::size_t, std::int64_t, std::int64_t, double, double, bool, bool>;
+using Claim = std::tuple<DeviceId, std::int64_t, std::int64_t, double, double, bool, bool>;
 
 using Span = std::pair<std::int64_t, std::int64_t>;
 using Script = std::vector<std::vector<Span>>;
@@ -105,7 +105,7 @@ std::shared_ptr<Step> run_plan(StepLoop& step_loop, const std::shared_ptr<BatchP
   if (queues != nullptr) {
     program = std::make_shared<QueuedProgram>(std::move(body), std::move(finish), outputs, queues);
   } else {
-    program = std::make_shared<PythonProgram>(std::move(body), std::move(finish), step_loop.group().size());
+    program = std::make_shared<PythonProgram>(std::move(body), std::move(finish), step_loop.group().ids());
   }
   std::shared_ptr<Step> step = step_loop.prepare(plan, program, {micro_batches_of(claims), micro_batches_of(pieces)});
   const auto abandon = [&] {

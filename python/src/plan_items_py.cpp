@@ -67,7 +67,7 @@ ItemCostFit fit_item_cost(const std::vector<double>& tokens, const std::vector<d
 
 std::vector<std::pair<double, double>> fitted_models(const ItemCostFit& fit) {
   std::vector<std::pair<double, double>> models;
-  for (DeviceId device = 0; device < fit.scales.size(); ++device) {
+  for (std::size_t device = 0; device < fit.scales.size(); ++device) {
     const LoadModel model = fit.load_model(device);
     models.emplace_back(model.fixed_seconds, model.seconds_per_cost);
   }

@@ -15,7 +15,7 @@
 #include <paceline/plan/split.hpp>
 
 #include "bindings.hpp"
-#include "per_device.hpp"
+#include "device_arguments.hpp"
 
 namespace py = pybind11;
 
@@ -37,9 +37,9 @@ std::vector<CostModel> models_of(const std::vector<Model>& given) {
 }
 
 Split split_batch(std::int64_t batch_size, const std::vector<Model>& given,
-                  const PerDevice<std::optional<std::int64_t>>& minimum,
-                  const PerDevice<std::optional<std::int64_t>>& maximum, std::int64_t granularity,
-                  const PerDevice<bool>& may_be_zero, const PerDevice<double>& startup_seconds,
+                  const DeviceArgument<std::optional<std::int64_t>>& minimum,
+                  const DeviceArgument<std::optional<std::int64_t>>& maximum, std::int64_t granularity,
+                  const DeviceArgument<bool>& may_be_zero, const DeviceArgument<double>& startup_seconds,
                   const std::optional<std::vector<double>>& reduction_seconds,
                   const std::optional<std::vector<std::int64_t>>& previous) {
   const std::vector<CostModel> models = models_of(given);

@@ -72,8 +72,8 @@ py::object take_cause(const std::exception_ptr& error) {
   }
 }
 
-PythonProgram::PythonProgram(py::object run, py::object finish, std::size_t device_count)
-    : devices_(device_count), run_(std::move(run)), finish_(std::move(finish)) {}
+PythonProgram::PythonProgram(py::object run, py::object finish, std::span<const DeviceId> devices)
+    : devices_(devices), run_(std::move(run)), finish_(std::move(finish)) {}
 
 PythonProgram::~PythonProgram() {
   // Only an abandoned step still has its callables here, on any thread.
@@ -91,7 +91,7 @@ bool PythonProgram::run(const MicroBatch& micro_batch) {
     // Plain pointers, because the interpreter may end inside the call, and the unwinding must not touch reference
     // counts.
     PyObject* arguments[] = {
-        PyLong_FromSize_t(micro_batch.device), PyLong_FromLongLong(micro_batch.begin),
+        PyLong_FromSize_t(micro_batch.device.number()), PyLong_FromLongLong(micro_batch.begin),
         PyLong_FromLongLong(micro_batch.end),
         PyLong_FromLong((micro_batch.continues ? 1 : 0) | (micro_batch.measure ? 2 : 0) | (micro_batch.last ? 4 : 0))};
     PyObject* result = nullptr;
@@ -126,7 +126,7 @@ std::optional<std::int64_t> PythonProgram::memory_bytes(DeviceId device) {
 
 void PythonProgram::finish(DeviceId device) {
   with_interpreter([&] {
-    PyObject* result = PyObject_CallFunction(finish_.ptr(), "n", static_cast<Py_ssize_t>(device));
+    PyObject* result = PyObject_CallFunction(finish_.ptr(), "n", static_cast<Py_ssize_t>(device.number()));
     devices_[device].gradients = views_of(result);
     return 0;
   });
@@ -139,10 +139,10 @@ void PythonProgram::stamp(std::vector<ClaimRecord>& claims) const {
 std::vector<ReductionSegment> PythonProgram::reduction() {
   std::vector<ReductionSegment> segments;
   std::size_t parameter_count = 0;
-  for (const DeviceState& one : devices_) parameter_count = std::max(parameter_count, one.gradients.size());
+  for (const auto& [id, one] : devices_) parameter_count = std::max(parameter_count, one.gradients.size());
   for (std::size_t p = 0; p < parameter_count; ++p) {
     ReductionSegment segment;
-    for (const DeviceState& one : devices_) {
+    for (const auto& [id, one] : devices_) {
       const std::vector<BufferView>& views = one.gradients;
       if (p >= views.size() || views[p].data == nullptr) continue;
       segment.count = views[p].count;
@@ -158,7 +158,7 @@ std::vector<ReductionSegment> PythonProgram::reduction() {
 
 QueuedProgram::QueuedProgram(py::object run, py::object finish, const py::object& outputs,
                              std::shared_ptr<TrainerQueues> queues)
-    : PythonProgram(std::move(run), std::move(finish), queues->device_count()),
+    : PythonProgram(std::move(run), std::move(finish), queues->devices()),
       outputs_(outputs.is_none() ? std::vector<BufferView>() : views_of(outputs.inc_ref().ptr())),
       queues_(std::move(queues)) {}
 

@@ -8,12 +8,14 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include <paceline/comm/buffer_view.hpp>
 #include <paceline/device_id.hpp>
 #include <paceline/engine/device_queues.hpp>
 #include <paceline/engine/step.hpp>
+#include <paceline/per_device.hpp>
 
 namespace paceline::python {
 
@@ -49,7 +51,7 @@ pybind11::object take_cause(const std::exception_ptr& error);
 /// devices, into the gradient of the first device that has one.
 class PythonProgram : public StepProgram {
  public:
-  PythonProgram(pybind11::object run, pybind11::object finish, std::size_t device_count);
+  PythonProgram(pybind11::object run, pybind11::object finish, std::span<const DeviceId> devices);
   ~PythonProgram() override;
 
   /// On the caller's thread, before the workers start.
@@ -70,7 +72,7 @@ class PythonProgram : public StepProgram {
     double waited_seconds = 0.0;          // for other devices
     bool ran = false;
   };
-  std::vector<DeviceState> devices_;  // each worker writes only its own entry
+  PerDevice<DeviceState> devices_;  // each worker writes only its own entry
 
  private:
   pybind11::object run_;

@@ -56,7 +56,7 @@ template <class Of>
 auto of_each_device(Of of) {
   return [of](const TrainerQueues& queues) {
     std::vector<std::decay_t<std::invoke_result_t<Of, const TrainerQueues&, DeviceId>>> values;
-    for (DeviceId d = 0; d < queues.device_count(); ++d) values.push_back(std::invoke(of, queues, d));
+    for (const DeviceId id : queues.devices()) values.push_back(std::invoke(of, queues, id));
     return values;
   };
 }

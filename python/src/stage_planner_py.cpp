@@ -31,7 +31,7 @@ namespace {
 using BlockBytes = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 using Bytes = std::optional<std::vector<std::int64_t>>;
 /// Block, device, whether it is the backward, items, seconds.
-using Sample = std::tuple<std::size_t, DeviceId, bool, std::int64_t, double>;
+using Sample = std::tuple<std::size_t, std::size_t, bool, std::int64_t, double>;
 using SharedPlan = std::shared_ptr<plan::StagePlan>;
 
 SharedPlan read_only(std::shared_ptr<const plan::StagePlan> plan) {  // Python cannot write to it either
@@ -153,7 +153,8 @@ void bind_log(py::module_& module) {
           "metrics", [](const StageLog& log) { return metrics_dict(log.metrics(), false); },
           "One snapshot, as StepLoop.metrics.")
       .def_property_readonly(
-          "events", [](const StageLog& log) { return events_list(log.events(), log.metrics().devices); },
+          "events",
+          [](const StageLog& log) { return events_list(log.events(), {log.devices(), log.metrics().devices}); },
           "The last events, oldest first.")
       .def_property_readonly(
           "history", [](const StageLog& log) { return history_list(log.history(), log.metrics().devices); },

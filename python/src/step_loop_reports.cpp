@@ -110,7 +110,7 @@ py::object items_dict(StepLoop& step_loop) {
   return result;
 }
 
-py::list events_list(const observe::EventRing& ring, const std::vector<observe::DeviceMetrics>& devices) {
+py::list events_list(const observe::EventRing& ring, const PerDevice<observe::DeviceMetrics>& devices) {
   py::list events;
   for (const observe::TraceEvent& event : ring.snapshot()) {
     std::optional<std::string> device;
@@ -124,7 +124,7 @@ py::list events_list(const observe::EventRing& ring, const std::vector<observe::
 
 py::list events_list(StepLoop& step_loop) {
   step_loop.settle();
-  return events_list(step_loop.events(), step_loop.metrics().devices);
+  return events_list(step_loop.events(), {step_loop.group().ids(), step_loop.metrics().devices});
 }
 
 py::list history_list(StepLoop& step_loop) {

@@ -9,6 +9,7 @@
 
 #include <paceline/balance/report.hpp>
 #include <paceline/engine/step_loop.hpp>
+#include <paceline/per_device.hpp>
 
 namespace paceline::python {
 
@@ -21,7 +22,7 @@ pybind11::list events_list(StepLoop& step_loop);
 pybind11::list history_list(StepLoop& step_loop);
 // The same of any trainer. `devices`: those of the snapshot, for their names.
 pybind11::dict metrics_dict(const observe::Metrics& metrics, bool any_costs);
-pybind11::list events_list(const observe::EventRing& events, const std::vector<observe::DeviceMetrics>& devices);
+pybind11::list events_list(const observe::EventRing& events, const PerDevice<observe::DeviceMetrics>& devices);
 pybind11::list history_list(const observe::History& history, const std::vector<observe::DeviceMetrics>& devices);
 /// By the name of the device. Devices without a limit are left out.
 pybind11::dict memory_dict(const StepLoop& step_loop);

@@ -49,7 +49,7 @@ void round(std::vector<float>& values, std::optional<DType> type) {
 class Buckets {
  public:
   Buckets(const DeviceGroup& group, const DeviceQueueOptions& options) : group_(group), queues(group, options) {
-    for (DeviceId d = 0; d < group.size(); ++d) {
+    for (const DeviceId d : group.ids()) {
       auto& mine = buckets_.emplace_back();
       AsyncDevice& maker = queues.maker(queues.space_of(d));
       for (const std::size_t count : kCounts) {
@@ -66,8 +66,8 @@ class Buckets {
   }
   ~Buckets() {
     queues.drain();
-    for (DeviceId d = 0; d < group_.size(); ++d) {
-      if (queues.stream(d) == nullptr) buckets_[d].clear();
+    for (const DeviceId d : group_.ids()) {
+      if (queues.stream(d) == nullptr) buckets_[d.number()].clear();
     }
     for (cudaEvent_t event : marks_) cudaEventDestroy(event);
   }
@@ -80,13 +80,13 @@ class Buckets {
   }
 
   [[nodiscard]] BufferView view(DeviceId d, std::size_t k) const {
-    return {buckets_[d][k]->data(), kCounts[k], DType::float32};
+    return {buckets_[d.number()][k]->data(), kCounts[k], DType::float32};
   }
 
   void fill(DeviceId d, std::size_t k, std::uint32_t seed) {
-    const Write one{static_cast<float*>(buckets_[d][k]->data()), kCounts[k], seed};
+    const Write one{static_cast<float*>(buckets_[d.number()][k]->data()), kCounts[k], seed};
     if (queues.stream(d) == nullptr) return write(one);
-    ASSERT_EQ(cudaSetDevice(group_.devices()[d].index), cudaSuccess);
+    ASSERT_EQ(cudaSetDevice(group_.device(d).index), cudaSuccess);
     launch(&write_kernel, *queues.stream(d), one);
   }
 
@@ -94,7 +94,7 @@ class Buckets {
   NativeEvent mark(DeviceId d) {
     if (queues.stream(d) == nullptr) return nullptr;
     cudaEvent_t& event = marks_.emplace_back();
-    EXPECT_EQ(cudaSetDevice(group_.devices()[d].index), cudaSuccess);
+    EXPECT_EQ(cudaSetDevice(group_.device(d).index), cudaSuccess);
     EXPECT_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
     EXPECT_EQ(cudaEventRecord(event, queues.stream(d)->native()), cudaSuccess);
     return event;
@@ -166,8 +166,8 @@ TEST_P(BucketSums, AreThoseOfTheHostWhoeverSealsWhenAndHow) {
       if (step == 1 && group.size() > 2 && !nccl) takes_part[random() % group.size()] = false;
       buckets.begin(takes_part);
       std::vector<DeviceId> devices;
-      for (DeviceId d = 0; d < group.size(); ++d) {
-        if (takes_part[d]) devices.push_back(d);
+      for (const DeviceId d : group.ids()) {
+        if (takes_part[d.number()]) devices.push_back(d);
       }
       std::shuffle(devices.begin(), devices.end(), random);
       std::vector<std::vector<bool>> sealed(group.size(), std::vector<bool>(std::size(kCounts), false));
@@ -175,11 +175,11 @@ TEST_P(BucketSums, AreThoseOfTheHostWhoeverSealsWhenAndHow) {
       for (const DeviceId d : devices) {
         buckets.queues.enter(d);
         for (std::size_t k = 0; k < std::size(kCounts); ++k) {
-          seeds[d].push_back(static_cast<std::uint32_t>(random()));
-          ASSERT_NO_FATAL_FAILURE(buckets.fill(d, k, seeds[d][k]));
+          seeds[d.number()].push_back(static_cast<std::uint32_t>(random()));
+          ASSERT_NO_FATAL_FAILURE(buckets.fill(d, k, seeds[d.number()][k]));
           const auto how = random() % 4;
           if (how == 0) continue;
-          sealed[d][k] = true;
+          sealed[d.number()][k] = true;
           if (how == 1) {
             marked.push_back({d, k, buckets.mark(d)});
           } else {
@@ -191,8 +191,8 @@ TEST_P(BucketSums, AreThoseOfTheHostWhoeverSealsWhenAndHow) {
       std::shuffle(devices.begin(), devices.end(), random);
       for (const DeviceId d : devices) {
         const std::size_t k = random() % std::size(kCounts);
-        if (random() % 2 == 0) sealed[d][k] = false;  // sealed again
-        buckets.deliver(d, sealed[d]);
+        if (random() % 2 == 0) sealed[d.number()][k] = false;  // sealed again
+        buckets.deliver(d, sealed[d.number()]);
       }
       buckets.end();
       ASSERT_NO_FATAL_FAILURE(buckets.expect_sums(seeds, travels)) << "seed " << seed << ", step " << step;
@@ -210,16 +210,16 @@ TEST_P(BucketSums, BeginWhileTheDevicesStillCompute) {
     std::vector<std::vector<std::uint32_t>> seeds(group.size(), {11, 12, 13});
     std::vector<NativeEvent> marks(group.size(), nullptr);
     const bool by_event = seed % 2 == 1;  // of the caller, and sealed when more work is enqueued already
-    for (DeviceId d = 0; d < group.size(); ++d) {
+    for (const DeviceId d : group.ids()) {
       queues.enter(d);
       ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 0, 11));
       if (by_event) {
-        marks[d] = buckets.mark(d);
+        marks[d.number()] = buckets.mark(d);
       } else {
         queues.seal(d, 0, buckets.view(d, 0));
       }
     }
-    for (DeviceId d = 0; d < group.size(); ++d) {
+    for (const DeviceId d : group.ids()) {
       ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 1, 12));  // more work, which nobody may wait for
       if (queues.stream(d) != nullptr) {
         const std::unique_ptr<Event> written = queues.maker(queues.space_of(d)).make_event(false);
@@ -229,12 +229,14 @@ TEST_P(BucketSums, BeginWhileTheDevicesStillCompute) {
       }
       ASSERT_NO_FATAL_FAILURE(buckets.fill(d, 2, 13));
     }
-    for (DeviceId d = 0; by_event && d < group.size(); ++d) queues.seal(d, 0, buckets.view(d, 0), marks[d]);
+    for (const DeviceId d : group.ids()) {
+      if (by_event) queues.seal(d, 0, buckets.view(d, 0), marks[d.number()]);
+    }
     AsyncDevice& home = queues.maker(queues.home_space());
     const std::unique_ptr<Event> summed = home.make_event(false);
     queues.home_stream().record(*summed);
     ASSERT_NO_THROW(wait_for(*summed, std::chrono::seconds(30)));
-    for (DeviceId d = 0; d < group.size(); ++d) {
+    for (const DeviceId d : group.ids()) {
       if (queues.stream(d) != nullptr) fake::go_on(queues.stream(d)->native());
       buckets.deliver(d, {true, false, false});
     }
@@ -256,7 +258,7 @@ TEST(BucketSumsOfGpus, AreMadeInSlicesByTheOthers) {
   Buckets buckets(group, {.collectives = {.transport = Transport::copies}});
   const std::size_t before = buckets.queues.maker(0).peak_bytes();
   buckets.begin();
-  for (DeviceId d = 0; d < group.size(); ++d) {
+  for (const DeviceId d : group.ids()) {
     buckets.queues.enter(d);
     for (std::size_t k = 0; k < std::size(kCounts); ++k) ASSERT_NO_FATAL_FAILURE(buckets.fill(d, k, 7));
     buckets.deliver(d, {false, false, false});
@@ -276,10 +278,10 @@ TEST(BucketSumsOfGpus, InAHalfTypeDoNotDependOnWhoSumsWhat) {
     const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "host:0"});
     Buckets buckets(group, {.chunk_bytes = chunk_bytes, .reduce_dtype = DType::bfloat16});
     buckets.begin();
-    for (DeviceId d = 0; d < group.size(); ++d) {
+    for (const DeviceId d : group.ids()) {
       buckets.queues.enter(d);
       for (std::size_t k = 0; k < std::size(kCounts); ++k)
-        ASSERT_NO_FATAL_FAILURE(buckets.fill(d, k, static_cast<std::uint32_t>(7 + d)));
+        ASSERT_NO_FATAL_FAILURE(buckets.fill(d, k, static_cast<std::uint32_t>(7 + d.number())));
       buckets.deliver(d, {false, false, false});
     }
     buckets.end();
@@ -293,7 +295,7 @@ TEST(BucketSumsOfGpus, AHalfTypeHalvesWhatLinksCarry) {
     const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3"});
     Buckets buckets(group, {.reduce_dtype = travels});
     buckets.begin();
-    for (DeviceId d = 0; d < group.size(); ++d) {
+    for (const DeviceId d : group.ids()) {
       buckets.queues.enter(d);
       EXPECT_NO_FATAL_FAILURE(buckets.fill(d, 0, 7));
       buckets.queues.seal(d, 0, buckets.view(d, 0));

@@ -205,7 +205,7 @@ TEST(DeviceQueues, AHangIsATimeoutThatNamesTheDeviceAndEndsTheTraining) {
     DeviceQueues queues(group, {.timeout = std::chrono::milliseconds(20)});
     fake::hang(queues.stream(1)->native());
     const std::shared_ptr<const StepTimes> times = queues.begin_step({});
-    for (std::size_t d = 0; d < 2; ++d) {
+    for (const DeviceId d : group.ids()) {
       queues.enter(d);
       queues.begin_run(d);
       queues.end_run(d);

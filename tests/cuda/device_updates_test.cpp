@@ -44,7 +44,7 @@ TEST_P(DeviceUpdates, RunBetweenWhatTheCallerDoesBeforeAndAfter) {
       std::vector<DeviceCopy> pulls[kRounds];
       std::vector<DeviceCopy> results[kRounds];
       for (std::size_t i = 0; i < updated.size(); ++i) {
-        const DeviceId d = i % group.size();
+        const DeviceId d = group.ids()[i % group.size()];
         const std::size_t round = i / group.size();
         if (queues.stream(d) == nullptr) continue;
         if (round == 0) devices.push_back(d);
@@ -74,9 +74,9 @@ TEST_P(DeviceUpdates, RunBetweenWhatTheCallerDoesBeforeAndAfter) {
         for (std::size_t round = 0; round < kRounds; ++round) {
           queues.begin_update(round == 0 ? devices : std::vector<DeviceId>{}, pulls[round]);
           for (const DeviceId d : devices) {
-            const Updated& one = updated[round * group.size() + d];
+            const Updated& one = updated[round * group.size() + d.number()];
             const bool at_home = one.its_parameter == nullptr;
-            ASSERT_EQ(cudaSetDevice(group.devices()[d].index), cudaSuccess);
+            ASSERT_EQ(cudaSetDevice(group.device(d).index), cudaSuccess);
             launch(&add_kernel, *queues.stream(d),
                    Add{static_cast<const double*>((at_home ? one.gradient : one.its_gradient)->data()), 0, kBatch,
                        static_cast<double*>((at_home ? one.parameter : one.its_parameter)->data())});

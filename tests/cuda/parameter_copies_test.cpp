@@ -52,7 +52,7 @@ void expect_staged(Transport transport, std::uint64_t seed) {
       }
     }
     std::vector<std::unique_ptr<Buffer>> sums;
-    for (std::size_t d = 0; d < group.size(); ++d) {
+    for (const DeviceId d : group.ids()) {
       AsyncDevice& maker = queues.maker(queues.space_of(d));
       sums.push_back(queues.stream(d) == nullptr ? maker.allocate_pinned(kBytes)
                                                  : maker.allocate(kBytes, *queues.stream(d)));
@@ -71,17 +71,17 @@ void expect_staged(Transport transport, std::uint64_t seed) {
       const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
       const BufferView outputs[] = {{output->data(), count, DType::float64}};
       queues.expect(outputs, 0.5);
-      for (std::size_t d = 0; d < group.size(); ++d) {
-        if (step == 2 && d + 1 == group.size()) continue;  // had no work
+      for (const DeviceId d : group.ids()) {
+        if (step == 2 && d == group.ids().back()) continue;  // had no work
         queues.enter(d);
         queues.begin_run(d);
-        auto* const sum = static_cast<double*>(sums[d]->data());
+        auto* const sum = static_cast<double*>(sums[d.number()]->data());
         if (queues.stream(d) == nullptr) std::fill(sum, sum + kBatch, 0.0);
         if (queues.stream(d) != nullptr) queues.stream(d)->zero(sum, kBytes);
         for (const std::unique_ptr<Buffer>& piece : parameters[queues.space_of(d)]) {
           const Add add{static_cast<const double*>(piece->data()), 0, kBatch, sum};
           if (queues.stream(d) != nullptr) {
-            ASSERT_EQ(cudaSetDevice(group.devices()[d].index), cudaSuccess);
+            ASSERT_EQ(cudaSetDevice(group.device(d).index), cudaSuccess);
             launch(&add_kernel, *queues.stream(d), add);
           } else {
             for (std::int64_t i = 0; i < kBatch; ++i) *sum += add.batch[i];
@@ -107,8 +107,8 @@ void expect_staged(Transport transport, std::uint64_t seed) {
       }
     }
     ASSERT_EQ(fake::the_nccl().calls("ncclBroadcast") > 0, transport == Transport::nccl);
-    for (std::size_t d = 0; d < group.size(); ++d) {
-      if (queues.stream(d) == nullptr) sums[d].reset();
+    for (const DeviceId d : group.ids()) {
+      if (queues.stream(d) == nullptr) sums[d.number()].reset();
     }
   }
   ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
@@ -160,7 +160,7 @@ TEST(DeviceQueues, ByCopiesNobodyWaitsForAGpuThatStaysOutOfTheStep) {
     const auto step = [&](double value, bool both) {
       launch(&fill_kernel, queues.home_stream(), static_cast<double*>(from->data()), value);
       const std::shared_ptr<const StepTimes> times = queues.begin_step(copies, {true, both});
-      for (std::size_t d = 0; d < (both ? 2U : 1U); ++d) {
+      for (const DeviceId d : std::span(group.ids()).first(both ? 2 : 1)) {
         queues.enter(d);
         if (d == 1) queues.stream(d)->copy(seen->data(), to->data(), kBytes);
         queues.deliver(d, {});

@@ -256,7 +256,7 @@ TEST_F(Partition, LeavesNothingBehindWhenItFails) {
 TEST_F(Partition, WorkersHaveTheirGpuCurrent) {
   class AskTask final : public GroupTask {
    public:
-    void run(std::size_t device) noexcept override { EXPECT_EQ(cudaGetDevice(&current[device]), cudaSuccess); }
+    void run(DeviceId device) noexcept override { EXPECT_EQ(cudaGetDevice(&current[device.number()]), cudaSuccess); }
     int current[2] = {-1, -1};
   };
   boot({.device_count = 2});

@@ -86,9 +86,9 @@ struct Bodies {
   const DeviceGroup& group;
   std::vector<double> speeds{};
 
-  [[nodiscard]] int gpu(DeviceId device) const { return group.devices()[device].index; }
+  [[nodiscard]] int gpu(DeviceId device) const { return group.device(device).index; }
   [[nodiscard]] double seconds(const Piece& run) const {
-    return 1e-3 * static_cast<double>(run.size()) / (speeds.empty() ? 1.0 : speeds[run.device]);
+    return 1e-3 * static_cast<double>(run.size()) / (speeds.empty() ? 1.0 : speeds[run.device.number()]);
   }
   double operator()(const Piece& run) const {
     if (run.stream == nullptr) return kModel.forward(run);
@@ -106,7 +106,7 @@ using Parameters = std::vector<std::vector<double>>;
 Parameters initialise(PipelineTrainer& trainer) {
   trainer.update([&](const PieceUpdate& one) {
     if (one.stream == nullptr) return kModel.initialise(one.block, one.parameters);
-    launch(&initialise_kernel, trainer.group().devices()[one.device].index, one.stream, one);
+    launch(&initialise_kernel, trainer.group().device(one.device).index, one.stream, one);
   });
   Parameters all;
   for (std::size_t b = 0; b < kModel.size(); ++b) {
@@ -119,7 +119,7 @@ Parameters initialise(PipelineTrainer& trainer) {
 void descend(PipelineTrainer& trainer) {
   trainer.update([&](const PieceUpdate& one) {
     if (one.stream != nullptr) {
-      return launch(&descend_kernel, trainer.group().devices()[one.device].index, one.stream, one);
+      return launch(&descend_kernel, trainer.group().device(one.device).index, one.stream, one);
     }
     for (std::size_t k = 0; k < one.parameters.size(); ++k) one.parameters[k] -= 0.1 * one.gradients[k];
   });
@@ -133,7 +133,7 @@ std::vector<double> fetched(PipelineTrainer& trainer, std::size_t block) {
       values.assign(one.gradients.begin(), one.gradients.end());
       return;
     }
-    launch(&fetch_kernel, trainer.group().devices()[one.device].index, one.stream, one.gradients.data(), values.data(),
+    launch(&fetch_kernel, trainer.group().device(one.device).index, one.stream, one.gradients.data(), values.data(),
            values.size());
   });
   if (const auto stream = trainer.stream(block)) {

@@ -104,12 +104,11 @@ class Summing final : public StepProgram {
  public:
   explicit Summing(const DeviceGroup& group, std::int64_t run_ahead = 1, Transport transport = Transport::nccl)
       : queues(group, {.run_ahead = run_ahead, .collectives = {.transport = transport, .warm_up_bytes = 64}}) {
-    for (std::size_t d = group.size(); d-- > 0;) {
-      if (queues.space_of(d) == queues.home_space()) home_index_ = group.devices()[d].index;
-    }
+    const auto at_home = [&](DeviceId d) { return queues.space_of(d) == queues.home_space(); };
+    home_index_ = group.device(*std::ranges::find_if(group.ids(), at_home)).index;
     AsyncDevice& home = queues.maker(queues.home_space());
     batch_ = home.allocate(kBatch * sizeof(double), queues.home_stream());
-    for (std::size_t d = 0; d < queues.device_count(); ++d) {
+    for (const DeviceId d : queues.devices()) {
       Part& part = parts_.emplace_back();
       const std::size_t space = queues.space_of(d);
       AsyncDevice& maker = queues.maker(space);
@@ -128,8 +127,8 @@ class Summing final : public StepProgram {
   }
   ~Summing() override {
     queues.drain();
-    for (std::size_t d = 0; d < parts_.size(); ++d) {
-      if (queues.stream(d) == nullptr) parts_[d] = {};
+    for (const DeviceId d : queues.devices()) {
+      if (queues.stream(d) == nullptr) parts_[d.number()] = {};
     }
   }
 
@@ -143,12 +142,12 @@ class Summing final : public StepProgram {
     for (Part& part : parts_) part.ran = false;
   }
 
-  const Event* slot(std::size_t d) override { return queues.slot(d); }
+  const Event* slot(DeviceId d) override { return queues.slot(d); }
   [[nodiscard]] std::chrono::nanoseconds patience() const override { return queues.patience(); }
   void give_up(const Event& event) override { queues.give_up(event); }
 
   bool run(const MicroBatch& mb) override {
-    Part& part = parts_[mb.device];
+    Part& part = parts_[mb.device.number()];
     Stream* const stream = queues.stream(mb.device);
     const bool entered = queues.enter(mb.device, at_once);
     if (entered && stream != nullptr) stream->zero(part.sum->data(), sizeof(double));
@@ -169,8 +168,8 @@ class Summing final : public StepProgram {
     return false;
   }
 
-  void finish(std::size_t d) override {
-    if (parts_[d].ran) queues.deliver(d, {{parts_[d].sum->data(), 1, DType::float64}});
+  void finish(DeviceId d) override {
+    if (parts_[d.number()].ran) queues.deliver(d, {{parts_[d.number()].sum->data(), 1, DType::float64}});
   }
 
   std::vector<ReductionSegment> reduction() override {
@@ -197,7 +196,7 @@ class Summing final : public StepProgram {
     bool ran = false;
   };
 
-  void bring(Part& part, std::size_t device, Stream* stream) {
+  void bring(Part& part, DeviceId device, Stream* stream) {
     Stream& source = *queues.source_stream(device);
     if (bring_seconds > 0.0) {
       int own = 0;

@@ -55,13 +55,13 @@ TEST(ParametersOfGpus, LeaveHomeOnceAndAreRelayed) {
       for (std::size_t k = 0; k < std::size(kSizes); ++k) launch(&write_kernel, queues.home_stream(), value(k));
       const std::vector<bool> takes_part{true, true, step != 1, true};
       const std::shared_ptr<const StepTimes> times = queues.begin_step(copies, takes_part);
-      for (DeviceId d = 1; d < 4; ++d) {
-        if (!takes_part[d]) continue;
+      for (const DeviceId d : std::span(group.ids()).subspan(1)) {
+        if (!takes_part[d.number()]) continue;
         queues.enter(d, false);
         std::size_t offset = 0;
         for (std::size_t k = 0; k < std::size(kSizes); ++k) {
           queues.need(d, kBucketOf[k]);
-          queues.stream(d)->copy(static_cast<float*>(seen[d]->data()) + offset, memory[d][k]->data(),
+          queues.stream(d)->copy(static_cast<float*>(seen[d.number()]->data()) + offset, memory[d.number()][k]->data(),
                                  kSizes[k] * sizeof(float));
           offset += kSizes[k];
         }
@@ -70,14 +70,15 @@ TEST(ParametersOfGpus, LeaveHomeOnceAndAreRelayed) {
       queues.reduce();
       queues.end_step();
       times->wait();
-      for (DeviceId d = 1; d < 4; ++d) {
+      for (const DeviceId d : std::span(group.ids()).subspan(1)) {
         std::size_t offset = 0;
-        for (std::size_t k = 0; takes_part[d] && k < std::size(kSizes); ++k) {
+        for (std::size_t k = 0; takes_part[d.number()] && k < std::size(kSizes); ++k) {
           std::vector<float> wanted(kSizes[k]);
           write({wanted.data(), kSizes[k], value(k).seed});
-          ASSERT_EQ(
-              std::memcmp(wanted.data(), static_cast<float*>(seen[d]->data()) + offset, kSizes[k] * sizeof(float)), 0)
-              << "seed " << seed << ", step " << step << ", device " << d << ", parameter " << k;
+          ASSERT_EQ(std::memcmp(wanted.data(), static_cast<float*>(seen[d.number()]->data()) + offset,
+                                kSizes[k] * sizeof(float)),
+                    0)
+              << "seed " << seed << ", step " << step << ", device " << d.number() << ", parameter " << k;
           offset += kSizes[k];
         }
       }
@@ -116,10 +117,10 @@ TEST(BuffersOfGpus, AreNotRelayed) {
       };
       for (std::size_t k = 0; k < 2; ++k) ASSERT_NO_FATAL_FAILURE(write(0, k, queues.home_stream()));
       const std::shared_ptr<const StepTimes> times = queues.begin_step(copies);
-      for (DeviceId d = 1; d < 4; ++d) {
+      for (const DeviceId d : std::span(group.ids()).subspan(1)) {
         queues.enter(d, false);
         queues.need(d, 0);
-        ASSERT_NO_FATAL_FAILURE(write(d, 0, *queues.stream(d)));
+        ASSERT_NO_FATAL_FAILURE(write(d.number(), 0, *queues.stream(d)));
         queues.deliver(d, {});
       }
       queues.reduce();

@@ -72,7 +72,7 @@ struct Delays {
 Trainer::Body body_with(const Delays& delays) {
   return [delays](const MicroBatch& mb, Trainer::Replica& replica) {
     const auto late = [&](int device) {
-      if (device != static_cast<int>(replica.device)) return;
+      if (device != static_cast<int>(replica.device.number())) return;
       if (replica.stream == nullptr) std::this_thread::sleep_for(std::chrono::nanoseconds(kDelayNanoseconds));
       if (replica.stream != nullptr) delay(replica.stream);
     };

@@ -18,6 +18,7 @@
 #include <paceline/observe/event_ring.hpp>
 #include <paceline/observe/history.hpp>
 #include <paceline/observe/metrics.hpp>
+#include <paceline/per_device.hpp>
 #include <paceline/plan/corrections.hpp>
 #include <paceline/plan/cost_model.hpp>
 #include <paceline/plan/hold_back.hpp>

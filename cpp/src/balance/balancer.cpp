@@ -224,7 +224,7 @@ void Balancer::record(const StepTimings& timings) {
   ++state.step;
 }
 
-void Balancer::retire(DeviceId device) {
+void Balancer::retire(std::size_t device) {
   State& state = *state_;
   if (retired(device)) return;
   if (std::count(state.retired.begin(), state.retired.end(), false) == 1) {
@@ -237,7 +237,7 @@ void Balancer::retire(DeviceId device) {
   state.devices_changed();
 }
 
-void Balancer::restore(DeviceId device) {
+void Balancer::restore(std::size_t device) {
   State& state = *state_;
   if (!retired(device)) return;
   if (state.ledger) state.ledger->restore(device);
@@ -247,7 +247,7 @@ void Balancer::restore(DeviceId device) {
   state.devices_changed();
 }
 
-bool Balancer::retired(DeviceId device) const {
+bool Balancer::retired(std::size_t device) const {
   const State& state = *state_;
   if (device >= state.limits.size()) refuse("there is no device {}: there are {}", device, state.limits.size());
   return state.retired[device];
@@ -301,7 +301,7 @@ void Balancer::write_to(std::shared_ptr<LedgerWriter> ledger) {
 bool Balancer::called() const noexcept { return state_->called; }
 
 /// DeviceReport::slowdown of a device that was measured.
-double Balancer::State::slowdown_of(DeviceId device) const {
+double Balancer::State::slowdown_of(std::size_t device) const {
   const std::vector<DeviceEstimate>& estimates = estimator.devices();
   const auto change = [](const DeviceEstimate& estimate) {
     return estimate.scale_before > 0.0 ? estimate.own_scale / estimate.scale_before : 0.0;

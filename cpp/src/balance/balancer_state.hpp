@@ -11,7 +11,6 @@
 
 #include <paceline/balance/balancer.hpp>
 #include <paceline/balance/ledger.hpp>
-#include <paceline/device_id.hpp>
 #include <paceline/plan/cost_model.hpp>
 
 #include "balance/auto_policy.hpp"
@@ -41,7 +40,7 @@ struct Balancer::State {
   [[nodiscard]] StepPlan make_plan(std::int64_t batch_size);
   void devices_changed();
   [[nodiscard]] double possible_gain() const;
-  [[nodiscard]] double slowdown_of(DeviceId device) const;
+  [[nodiscard]] double slowdown_of(std::size_t device) const;
 
   BalancerOptions options;
   std::vector<plan::ShareLimits> limits;  // the options' own with the measured start-up, maximum 0 once retired

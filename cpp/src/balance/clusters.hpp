@@ -5,15 +5,13 @@
 #include <optional>
 #include <vector>
 
-#include <paceline/device_id.hpp>
-
 #include "balance/shape.hpp"
 
 namespace paceline::balance {
 
 /// One device's scale as measured.
 struct Measured {
-  DeviceId device = 0;
+  std::size_t device = 0;
   double scale = 0.0;
   double error = 0.0;                   ///< relative standard error
   double centre_items = 0.0;            ///< where it was measured: comparing two sizes needs the shape

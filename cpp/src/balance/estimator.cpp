@@ -56,7 +56,7 @@ Estimator::Estimator(const std::vector<DeviceProfile>& profiles, bool proportion
   }
 }
 
-void Estimator::hint(DeviceId device, const plan::CostModel& model) {
+void Estimator::hint(std::size_t device, const plan::CostModel& model) {
   shapes_[devices_[device].device_class].hint(model.fixed_seconds() / model.per_item_seconds());
 }
 
@@ -106,7 +106,7 @@ void Estimator::record(std::int64_t step, const StepTimings& timings) {
   pool_equals();
 }
 
-double Estimator::ratio(DeviceId device, const Sample& sample) const {
+double Estimator::ratio(std::size_t device, const Sample& sample) const {
   return sample.seconds / shape_of(device).shape().sum(sample.count, sample.items);
 }
 
@@ -156,7 +156,7 @@ void Estimator::separate_common_noise(std::vector<Evidence>& evidence) {
   keep_last(log_factors_, log_factor, kFactors);
 }
 
-void Estimator::accept(DeviceId device, const Evidence& evidence) {
+void Estimator::accept(std::size_t device, const Evidence& evidence) {
   devices_[device].last_step = evidence.step;
   for (const MicroBatchTiming& part : evidence.parts) {
     shapes_[devices_[device].device_class].add(devices_[device].member, evidence.step, part.items, part.seconds);
@@ -288,7 +288,7 @@ void Estimator::pool_equals() {
   }
 }
 
-plan::CostModel Estimator::model(DeviceId device) const {
+plan::CostModel Estimator::model(std::size_t device) const {
   const auto affine = [&](std::size_t like) {
     const Shape& shape = shape_of(like).shape();
     const double scale = estimates_[like].scale;
@@ -312,7 +312,7 @@ plan::CostModel Estimator::model(DeviceId device) const {
   return affine(best);
 }
 
-double Estimator::error_at(DeviceId device, double items) const {
+double Estimator::error_at(std::size_t device, double items) const {
   const DeviceEstimate& estimate = estimates_[device];
   if (estimate.scale <= 0.0) return kUnmeasuredError;
   return std::hypot(estimate.error, shape_of(device).ratio_error(estimate.pooled_centre_items, items));

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
-#include <paceline/device_id.hpp>
 #include <paceline/plan/cost_model.hpp>
 
 #include "balance/noise_memory.hpp"
@@ -60,22 +59,24 @@ class Estimator {
   explicit Estimator(const std::vector<DeviceProfile>& profiles, bool proportional = false);
 
   /// What an earlier run measured of the device. Says how the times of its class depend on the size, as a weak prior.
-  void hint(DeviceId device, const plan::CostModel& model);
+  void hint(std::size_t device, const plan::CostModel& model);
   /// Takes the evidence of one step. Excluded timings and devices without work leave everything as it is.
   void record(std::int64_t step, const StepTimings& timings);
 
   [[nodiscard]] bool has_evidence() const { return has_evidence_; }
   [[nodiscard]] const std::vector<DeviceEstimate>& devices() const { return estimates_; }
-  [[nodiscard]] const ShapeEstimator& shape_of(DeviceId device) const { return shapes_[devices_[device].device_class]; }
-  [[nodiscard]] std::size_t class_of(DeviceId device) const { return devices_[device].device_class; }
+  [[nodiscard]] const ShapeEstimator& shape_of(std::size_t device) const {
+    return shapes_[devices_[device].device_class];
+  }
+  [[nodiscard]] std::size_t class_of(std::size_t device) const { return devices_[device].device_class; }
   [[nodiscard]] std::size_t class_count() const { return shapes_.size(); }
 
   /// Seconds for n items. Requires has_evidence().
-  [[nodiscard]] plan::CostModel model(DeviceId device) const;
+  [[nodiscard]] plan::CostModel model(std::size_t device) const;
   /// Relative standard error of model(device) at `items` items.
-  [[nodiscard]] double error_at(DeviceId device, double items) const;
+  [[nodiscard]] double error_at(std::size_t device, double items) const;
   /// Whether the device's last time was an outlier. It becomes a change point if the next times agree with it.
-  [[nodiscard]] bool doubtful(DeviceId device) const { return !devices_[device].outliers.empty(); }
+  [[nodiscard]] bool doubtful(std::size_t device) const { return !devices_[device].outliers.empty(); }
   /// Whether the conditions of the last step may not last: some time was an outlier.
   [[nodiscard]] bool unsettled() const;
   /// Relative standard deviation of one step's time, over all devices.
@@ -119,18 +120,18 @@ class Estimator {
   [[nodiscard]] static Evidence evidence_of(std::int64_t step, const std::vector<MicroBatchTiming>& timings);
   void set_references(const std::vector<Evidence>& evidence);
   void separate_common_noise(std::vector<Evidence>& evidence);
-  [[nodiscard]] double shape_error(DeviceId device, const Sample& sample) const;
-  [[nodiscard]] double tolerance(DeviceId device, const Sample& sample) const;
-  [[nodiscard]] double deviation(DeviceId device, const Sample& sample) const;
-  void take(DeviceId device, Evidence evidence);
-  [[nodiscard]] bool is_back(DeviceId device, double allowed) const;
-  void change(DeviceId device, double allowed);
+  [[nodiscard]] double shape_error(std::size_t device, const Sample& sample) const;
+  [[nodiscard]] double tolerance(std::size_t device, const Sample& sample) const;
+  [[nodiscard]] double deviation(std::size_t device, const Sample& sample) const;
+  void take(std::size_t device, Evidence evidence);
+  [[nodiscard]] bool is_back(std::size_t device, double allowed) const;
+  void change(std::size_t device, double allowed);
   void undone(double size, std::int64_t steps);
-  [[nodiscard]] double run_size(DeviceId device) const;
+  [[nodiscard]] double run_size(std::size_t device) const;
   [[nodiscard]] std::int64_t steps_to_believe(double size) const;
-  void follow_drift(DeviceId device, std::int64_t step);
-  void accept(DeviceId device, const Evidence& evidence);
-  [[nodiscard]] double ratio(DeviceId device, const Sample& sample) const;
+  void follow_drift(std::size_t device, std::int64_t step);
+  void accept(std::size_t device, const Evidence& evidence);
+  [[nodiscard]] double ratio(std::size_t device, const Sample& sample) const;
   [[nodiscard]] double error_of(double noise, std::size_t samples) const;
   void measure_common_noise();
   void measure_scales();

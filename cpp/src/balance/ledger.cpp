@@ -111,7 +111,7 @@ void LedgerWriter::hint(std::span<const std::optional<plan::CostModel>> models) 
   line(fmt::format(R"("hint": [{}])", fmt::join(devices, ", ")));
 }
 
-void LedgerWriter::retire(DeviceId device) { line(fmt::format(R"("retire": {{"device": {}}})", device)); }
-void LedgerWriter::restore(DeviceId device) { line(fmt::format(R"("restore": {{"device": {}}})", device)); }
+void LedgerWriter::retire(std::size_t device) { line(fmt::format(R"("retire": {{"device": {}}})", device)); }
+void LedgerWriter::restore(std::size_t device) { line(fmt::format(R"("restore": {{"device": {}}})", device)); }
 
 }  // namespace paceline::balance

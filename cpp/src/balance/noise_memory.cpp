@@ -18,7 +18,7 @@ constexpr double kMemory = 4096.0;  // differences of each lag, all devices toge
 
 }  // namespace
 
-void NoiseMemory::add(DeviceId device, double residual) {
+void NoiseMemory::add(std::size_t device, double residual) {
   std::vector<double>& recent = recent_[device];
   for (std::size_t j = 0; j < recent.size(); ++j) {
     const double difference = residual - recent[recent.size() - 1 - j];

@@ -5,8 +5,6 @@
 #include <cstddef>
 #include <vector>
 
-#include <paceline/device_id.hpp>
-
 namespace paceline::balance {
 
 /// Measures how long the noise of devices lasts.
@@ -24,9 +22,9 @@ class NoiseMemory {
   explicit NoiseMemory(std::size_t devices) : recent_(devices) {}
 
   /// Takes a device's next residual, in units of a log time.
-  void add(DeviceId device, double residual);
+  void add(std::size_t device, double residual);
   /// The device's speed has changed, so later residuals do not compare with earlier ones.
-  void restart(DeviceId device) { recent_[device].clear(); }
+  void restart(std::size_t device) { recent_[device].clear(); }
 
   /// The variance of a mean of `samples` successive values over that of as many independent ones; at least 1.
   [[nodiscard]] double variance_factor(std::size_t samples) const;

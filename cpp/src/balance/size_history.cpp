@@ -54,7 +54,7 @@ bool SizeHistory::is_new(const std::vector<std::int64_t>& shares) const {
   return false;
 }
 
-bool SizeHistory::has_run(DeviceId device, std::int64_t share) const {
+bool SizeHistory::has_run(std::size_t device, std::int64_t share) const {
   return std::ranges::find(ran_[device], share) != ran_[device].end();
 }
 

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
-#include <paceline/device_id.hpp>
 
 namespace paceline::balance {
 
@@ -30,10 +29,10 @@ class SizeHistory {
   [[nodiscard]] double first_run_seconds(
       const std::function<double(const std::vector<std::int64_t>& shares)>& makespan) const;
   /// The largest share that the device or another one of its class ever ran; 0: none.
-  [[nodiscard]] std::int64_t largest(DeviceId device) const { return largest_[class_of_[device]]; }
+  [[nodiscard]] std::int64_t largest(std::size_t device) const { return largest_[class_of_[device]]; }
 
  private:
-  [[nodiscard]] bool has_run(DeviceId device, std::int64_t share) const;
+  [[nodiscard]] bool has_run(std::size_t device, std::int64_t share) const;
 
   struct FirstRun {
     std::vector<std::int64_t> shares;

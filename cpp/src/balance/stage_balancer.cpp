@@ -37,7 +37,7 @@ plan::StageProblem checked(plan::StageProblem problem) {
 
 }  // namespace
 
-std::size_t ActiveProblem::local(DeviceId device) const {
+std::size_t ActiveProblem::local(std::size_t device) const {
   return static_cast<std::size_t>(std::ranges::find(devices, device) - devices.begin());
 }
 
@@ -66,7 +66,7 @@ ActiveProblem StageBalancer::State::active(std::int64_t items) const {
   ActiveProblem out{.problem = knowledge.problem(step), .devices = {}};
   out.problem.batch_size = items;
   std::vector<plan::StageDevice> devices;
-  for (DeviceId id = 0; id < caps.size(); ++id) {
+  for (std::size_t id = 0; id < caps.size(); ++id) {
     if (retired[id]) continue;
     devices.push_back(out.problem.devices[id]);
     devices.back().memory_bytes = caps[id];
@@ -309,12 +309,12 @@ void StageBalancer::record(std::span<const MeasuredStage> stages) {
   ++state.step;
 }
 
-bool StageBalancer::retired(DeviceId device) const {
+bool StageBalancer::retired(std::size_t device) const {
   require(device < state_->retired.size(), "there is no device {}: there are {}", device, state_->retired.size());
   return state_->retired[device];
 }
 
-void StageBalancer::retire(DeviceId device) {
+void StageBalancer::retire(std::size_t device) {
   State& state = *state_;
   if (retired(device)) return;
   if (std::ranges::count(state.retired, false) == 1) {
@@ -329,7 +329,7 @@ void StageBalancer::retire(DeviceId device) {
   state.next_look = state.step;
 }
 
-void StageBalancer::restore(DeviceId device) {
+void StageBalancer::restore(std::size_t device) {
   State& state = *state_;
   if (!retired(device)) return;
   state.retired[device] = false;
@@ -342,7 +342,7 @@ void StageBalancer::restore(DeviceId device) {
 plan::StageProblem StageBalancer::problem() const {
   plan::StageProblem out = state_->knowledge.problem(state_->step);
   if (state_->batch_size > 0) out.batch_size = state_->batch_size;
-  for (DeviceId id = 0; id < state_->caps.size(); ++id) out.devices[id].memory_bytes = state_->caps[id];
+  for (std::size_t id = 0; id < state_->caps.size(); ++id) out.devices[id].memory_bytes = state_->caps[id];
   return out;
 }
 

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include <paceline/balance/stage_balancer.hpp>
-#include <paceline/device_id.hpp>
 #include <paceline/plan/stages.hpp>
 
 #include "balance/stage_knowledge.hpp"
@@ -20,10 +19,10 @@ namespace paceline::balance {
 /// A problem of the devices that are not retired, and their numbers among all.
 struct ActiveProblem {
   plan::StageProblem problem;
-  std::vector<DeviceId> devices;  ///< the number among all of each device of `problem`
+  std::vector<std::size_t> devices;  ///< the number among all of each device of `problem`
 
   /// The number in `problem` of a device; one beyond the last if it is retired.
-  [[nodiscard]] std::size_t local(DeviceId device) const;
+  [[nodiscard]] std::size_t local(std::size_t device) const;
   [[nodiscard]] std::vector<std::size_t> local(std::span<const std::size_t> order) const;
 };
 

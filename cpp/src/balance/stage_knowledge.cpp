@@ -54,7 +54,7 @@ StageKnowledge::StageKnowledge(plan::StageProblem problem)
   for (Device& device : devices_) device.try_after = kTryDeviceAfter;
 }
 
-StageKnowledge::Sample StageKnowledge::predict(DeviceId device, Range blocks, const plan::StagePlan& plan) const {
+StageKnowledge::Sample StageKnowledge::predict(std::size_t device, Range blocks, const plan::StagePlan& plan) const {
   Sample out;
   const auto count = static_cast<double>(plan.sizes.size());
   double items = 0.0;
@@ -71,9 +71,9 @@ StageKnowledge::Sample StageKnowledge::predict(DeviceId device, Range blocks, co
 void StageKnowledge::record(std::int64_t step, const plan::StagePlan& plan, std::span<const MeasuredStage> stages) {
   StepTimings timings;
   timings.devices.resize(devices_.size());
-  std::vector<DeviceId> settled;
+  std::vector<std::size_t> settled;
   for (std::size_t i = 0; i < stages.size(); ++i) {
-    const DeviceId id = plan.order[i];
+    const std::size_t id = plan.order[i];
     Device& device = devices_[id];
     const Range blocks{plan.cuts[i], i + 1 < plan.cuts.size() ? plan.cuts[i + 1] : problem_.blocks.size()};
     const bool others = !(device.blocks == blocks);
@@ -105,7 +105,7 @@ void StageKnowledge::record(std::int64_t step, const plan::StagePlan& plan, std:
         {std::max<std::int64_t>(1, std::llround(sample.predicted() * kWorkUnit)), sample.forward + sample.backward});
   }
   estimator_.record(step, timings);
-  for (const DeviceId id : settled) settle(id, plan);
+  for (const std::size_t id : settled) settle(id, plan);
 }
 
 void StageKnowledge::measure_noise(Device& device, const plan::StagePlan& plan, const MeasuredStage& timings) {
@@ -127,7 +127,7 @@ void StageKnowledge::measure_noise(Device& device, const plan::StagePlan& plan, 
 }
 
 /// The present blocks have run for some steps.
-void StageKnowledge::settle(DeviceId id, const plan::StagePlan& plan) {
+void StageKnowledge::settle(std::size_t id, const plan::StagePlan& plan) {
   Device& device = devices_[id];
   std::vector<Sample> samples = std::exchange(device.waiting, {});
   device.settling = false;
@@ -153,7 +153,7 @@ void StageKnowledge::settle(DeviceId id, const plan::StagePlan& plan) {
 }
 
 /// Makes the costs of the present blocks agree with their time, if it was no chance.
-void StageKnowledge::correct_blocks(DeviceId id, const plan::StagePlan& plan, const Sample& middle) {
+void StageKnowledge::correct_blocks(std::size_t id, const plan::StagePlan& plan, const Sample& middle) {
   const Device& device = devices_[id];
   const DeviceEstimate& estimate = estimator_.devices()[id];
   const double chance =
@@ -208,7 +208,7 @@ bool StageKnowledge::unsettled() const {
 /// slower than it is would never be measured.
 double StageKnowledge::best_scale() const {
   double best = 0.0;
-  for (DeviceId id = 0; id < devices_.size(); ++id) {
+  for (std::size_t id = 0; id < devices_.size(); ++id) {
     if (estimator_.devices()[id].scale <= 0.0) continue;
     const double scale = estimator_.model(id).per_item_seconds() * kWorkUnit;
     best = best > 0.0 ? std::min(best, scale) : scale;
@@ -217,12 +217,12 @@ double StageKnowledge::best_scale() const {
 }
 
 /// Measured over predicted time.
-double StageKnowledge::scale(DeviceId id) const {
+double StageKnowledge::scale(std::size_t id) const {
   if (estimator_.devices()[id].scale <= 0.0) return best_scale();
   return estimator_.model(id).per_item_seconds() * kWorkUnit;
 }
 
-bool StageKnowledge::trying_again(DeviceId id, std::int64_t step) const {
+bool StageKnowledge::trying_again(std::size_t id, std::int64_t step) const {
   const Device& device = devices_[id];
   if (device.tried_again) return true;
   const double slowdown = scale(id) / best_scale();
@@ -234,7 +234,7 @@ bool StageKnowledge::trying_again(DeviceId id, std::int64_t step) const {
 
 plan::StageProblem StageKnowledge::problem(std::int64_t step) const {
   plan::StageProblem out = problem_;
-  for (DeviceId id = 0; id < devices_.size(); ++id) {
+  for (std::size_t id = 0; id < devices_.size(); ++id) {
     plan::StageDevice& device = out.devices[id];
     device.speed /= trying_again(id, step) ? best_scale() : scale(id);
     if (devices_[id].action_noise.size() >= kSettled) device.noise = median(devices_[id].action_noise);

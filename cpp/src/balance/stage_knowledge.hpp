@@ -8,7 +8,6 @@
 #include <vector>
 
 #include <paceline/balance/stage_balancer.hpp>
-#include <paceline/device_id.hpp>
 #include <paceline/plan/stages.hpp>
 
 #include "balance/estimator.hpp"
@@ -26,7 +25,7 @@ class StageKnowledge {
   /// The problem by present knowledge, as of a step that is still to come.
   [[nodiscard]] plan::StageProblem problem(std::int64_t step) const;
   /// Relative standard error of the speed of a device.
-  [[nodiscard]] double error(DeviceId device) const { return estimator_.devices()[device].error; }
+  [[nodiscard]] double error(std::size_t device) const { return estimator_.devices()[device].error; }
   /// Whether the times of the last step may not last, or new blocks are still being measured.
   [[nodiscard]] bool unsettled() const;
 
@@ -58,13 +57,13 @@ class StageKnowledge {
     std::int64_t try_after = 0;        // steps without a stage
   };
 
-  [[nodiscard]] Sample predict(DeviceId device, Range blocks, const plan::StagePlan& plan) const;
+  [[nodiscard]] Sample predict(std::size_t device, Range blocks, const plan::StagePlan& plan) const;
   void measure_noise(Device& device, const plan::StagePlan& plan, const MeasuredStage& timings);
-  void settle(DeviceId device, const plan::StagePlan& plan);
-  void correct_blocks(DeviceId device, const plan::StagePlan& plan, const Sample& middle);
+  void settle(std::size_t device, const plan::StagePlan& plan);
+  void correct_blocks(std::size_t device, const plan::StagePlan& plan, const Sample& middle);
   [[nodiscard]] double best_scale() const;
-  [[nodiscard]] double scale(DeviceId device) const;
-  [[nodiscard]] bool trying_again(DeviceId device, std::int64_t step) const;
+  [[nodiscard]] double scale(std::size_t device) const;
+  [[nodiscard]] bool trying_again(std::size_t device, std::int64_t step) const;
 
   plan::StageProblem problem_;  // devices as given, blocks corrected
   Estimator estimator_;

@@ -16,7 +16,7 @@ namespace {
 constexpr std::int64_t kLongestTryMemoryAfter = 4096;
 
 /// What a plan needs on a device.
-std::int64_t bytes_on(const plan::StagePlan& plan, DeviceId device) {
+std::int64_t bytes_on(const plan::StagePlan& plan, std::size_t device) {
   const auto at = std::ranges::find(plan.order, device) - plan.order.begin();
   return at < std::ssize(plan.order) ? plan.bytes[static_cast<std::size_t>(at)] : 0;
 }
@@ -30,7 +30,7 @@ void StageBalancer::State::limit(const MemoryLimits& to) {
 
 bool StageBalancer::State::out_of_memory(std::size_t stage) {
   const plan::StagePlan now = current();
-  const DeviceId device = now.order[stage];
+  const std::size_t device = now.order[stage];
   const auto attempt = [&](plan::StageOptions with, const ActiveProblem& problem) {
     try {
       const plan::StagePlan next = search(problem, std::move(with));
@@ -80,7 +80,7 @@ void StageBalancer::State::try_memory_again() {
     return;
   }
   proven = limits();
-  for (DeviceId id = 0; id < caps.size(); ++id) caps[id] = given.devices[id].memory_bytes;
+  for (std::size_t id = 0; id < caps.size(); ++id) caps[id] = given.devices[id].memory_bytes;
   options.most_in_flight = most_in_flight;
   try_at = step + try_after;
   next_look = step;

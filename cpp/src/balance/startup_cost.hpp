@@ -5,8 +5,6 @@
 #include <optional>
 #include <vector>
 
-#include <paceline/device_id.hpp>
-
 namespace paceline::balance {
 
 /// How much later than the first device each device starts a step. A core that other programs keep busy lets its worker
@@ -25,14 +23,14 @@ class StartupCost {
   /// One step: per device the seconds from the first start to its own, or none without work.
   void record(const std::vector<std::optional<double>>& seconds, double compute_seconds);
 
-  [[nodiscard]] double seconds(DeviceId device) const { return devices_[device].seconds; }
+  [[nodiscard]] double seconds(std::size_t device) const { return devices_[device].seconds; }
   /// Starts that `seconds` rests on.
-  [[nodiscard]] std::size_t samples(DeviceId device) const { return devices_[device].samples.size(); }
+  [[nodiscard]] std::size_t samples(std::size_t device) const { return devices_[device].samples.size(); }
   /// What the options say.
-  [[nodiscard]] double given(DeviceId device) const { return devices_[device].given; }
+  [[nodiscard]] double given(std::size_t device) const { return devices_[device].given; }
   /// Whether the device's last start was much earlier than usual. If the next one is, too, the device is no longer
   /// late.
-  [[nodiscard]] bool doubtful(DeviceId device) const { return devices_[device].early; }
+  [[nodiscard]] bool doubtful(std::size_t device) const { return devices_[device].early; }
 
  private:
   struct Device {

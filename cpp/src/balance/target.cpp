@@ -16,7 +16,7 @@ constexpr double kUnknownShape = 0.1;  // with a larger error, twice the size ta
 constexpr double kLeastSlope = 0.02;   // as the shape's own
 constexpr double kGainErrors = 2.0;
 
-double error_with(const PolicyContext& context, DeviceId device, std::int64_t items) {
+double error_with(const PolicyContext& context, std::size_t device, std::int64_t items) {
   return context.estimator.error_at(device, static_cast<double>(std::max<std::int64_t>(items, 1)));
 }
 
@@ -70,11 +70,11 @@ std::vector<std::int64_t> best_split(const PolicyContext& context, const std::ve
   return plan::split_batch(context.batch_size, careful, options).shares;
 }
 
-bool is_little_known(const Estimator& estimator, DeviceId device) {
+bool is_little_known(const Estimator& estimator, std::size_t device) {
   return estimator.shape_of(device).error() >= kUnknownShape && estimator.devices()[device].pooled_centre_items > 0.0;
 }
 
-plan::CostModel with_fixed_part(const Estimator& estimator, DeviceId device, double errors) {
+plan::CostModel with_fixed_part(const Estimator& estimator, std::size_t device, double errors) {
   const plan::CostModel model = estimator.model(device);
   const double centre = estimator.devices()[device].pooled_centre_items;
   const double seconds = model.fixed_seconds() + model.per_item_seconds() * centre;

@@ -4,8 +4,6 @@
 #include <cstdint>
 #include <vector>
 
-#include <paceline/device_id.hpp>
-
 #include "balance/policy.hpp"
 
 namespace paceline::balance {
@@ -34,9 +32,9 @@ struct Growth {
 [[nodiscard]] Growth growth(const PolicyContext& context, const std::vector<plan::CostModel>& models);
 
 /// Whether next to nothing is known about the time of sizes that were not run.
-[[nodiscard]] bool is_little_known(const Estimator& estimator, DeviceId device);
+[[nodiscard]] bool is_little_known(const Estimator& estimator, std::size_t device);
 /// The device's model with a fixed part that is larger by so many standard errors. The time at the measured size stays.
-[[nodiscard]] plan::CostModel with_fixed_part(const Estimator& estimator, DeviceId device, double errors);
+[[nodiscard]] plan::CostModel with_fixed_part(const Estimator& estimator, std::size_t device, double errors);
 
 /// The standard error of the gain of going from `present` to `target`. It compares the device that finishes last now
 /// with the average of all devices that have work in either split.

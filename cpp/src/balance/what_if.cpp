@@ -23,7 +23,7 @@ void require_speed(double speed, const std::string& name) {
   throw InvalidArgument(fmt::format("what_if: the speed of {} is {}; it is a factor above zero", name, speed), name);
 }
 
-void require_device(DeviceId device, std::size_t count, const char* what) {
+void require_device(std::size_t device, std::size_t count, const char* what) {
   if (device < count) return;
   refuse("what_if: {} names device {}: there are {}", what, device, count);
 }
@@ -78,7 +78,7 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
     require_speed(asked.speeds[i], answer.names[i]);
     models[i] = models[i].scaled(1.0 / asked.speeds[i]);
   }
-  for (const DeviceId device : asked.remove) {
+  for (const std::size_t device : asked.remove) {
     require_device(device, count, "remove");
     split.limits[device] = {.minimum = 0, .maximum = 0};
   }

@@ -122,7 +122,7 @@ class AsyncCollectives final : public Collectives {
       }
     });
     finish_on_host();
-    for (const DeviceId d : memory_.host_devices()) host_.give(whole, d * outputs[d].count, outputs[d]);
+    for (const std::size_t d : memory_.host_devices()) host_.give(whole, d * outputs[d].count, outputs[d]);
   }
 
   void all_gather(std::span<const BufferView> inputs, std::span<const BufferView> outputs) override {
@@ -260,7 +260,7 @@ class AsyncCollectives final : public Collectives {
   void reduce(const Space& space, const Stages& stages, std::span<const BufferView> inputs, const HostPart& hosts,
               const BufferView& result) {
     std::vector<const void*> sources;
-    for (const DeviceId d : space.members) sources.push_back(inputs[d].data);
+    for (const std::size_t d : space.members) sources.push_back(inputs[d].data);
     if (&space == &memory_.home() && hosts.data != nullptr) sources.insert(sources.end(), hosts.times, hosts.data);
     if (sources.size() == 1 && stages.first != ReduceOp::mean) {
       return copy(space, result.data, sources.front(), bytes_of(result));
@@ -276,7 +276,7 @@ class AsyncCollectives final : public Collectives {
   }
 
   /// The index of the space where a device's data is. Host devices are at home.
-  [[nodiscard]] std::size_t endpoint_of(DeviceId device) const {
+  [[nodiscard]] std::size_t endpoint_of(std::size_t device) const {
     return memory_.on_host(device) ? 0 : memory_.index_of_space(device);
   }
 
@@ -294,7 +294,7 @@ class AsyncCollectives final : public Collectives {
   void spread(const std::vector<void*>& from, std::span<const BufferView> buffers) {
     for (std::size_t s = 0; s < from.size(); ++s) {
       const Space& space = memory_.spaces()[s];
-      for (const DeviceId d : space.members) copy(space, buffers[d].data, from[s], bytes_of(buffers[d]));
+      for (const std::size_t d : space.members) copy(space, buffers[d].data, from[s], bytes_of(buffers[d]));
     }
   }
 

@@ -21,7 +21,7 @@ constexpr std::size_t kInlineTraffic = 256 * 1024;
 class BlockTask final : public GroupTask {
  public:
   explicit BlockTask(std::vector<BlockJob> jobs) : blocks_(std::move(jobs)) {}
-  void run(std::size_t) noexcept override {
+  void run(DeviceId) noexcept override {
     if (blocks_.work()) wake_caller();
   }
   [[nodiscard]] bool complete() const noexcept override { return blocks_.done(); }

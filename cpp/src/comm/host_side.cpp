@@ -18,7 +18,7 @@ HostPart HostSide::bring_in(std::span<const BufferView> inputs, ReduceOp op) {
   const BufferView& like = inputs.front();
   const std::size_t bytes = like.count * size_of(like.dtype);
   std::vector<BufferView> views;
-  for (const DeviceId d : memory_.host_devices()) views.push_back(inputs[d]);
+  for (const std::size_t d : memory_.host_devices()) views.push_back(inputs[d]);
   const BufferView staged{memory_.staging(kIn, bytes), like.count, like.dtype};
   const bool half = like.dtype == DType::float16 || like.dtype == DType::bfloat16;
   const bool as_mean = op == ReduceOp::mean && half && views.size() <= kMostRepeats;
@@ -54,7 +54,7 @@ void HostSide::give(const BufferView& whole, std::size_t begin, const BufferView
 void HostSide::give_all(const BufferView& whole, std::span<const BufferView> buffers, std::size_t except) {
   if (empty()) return;
   std::vector<BufferView> targets;
-  for (const DeviceId d : memory_.host_devices()) {
+  for (const std::size_t d : memory_.host_devices()) {
     if (d != except) targets.push_back(buffers[d]);
   }
   void* const result = memory_.staging(kOut, whole.count * size_of(whole.dtype));

@@ -106,7 +106,7 @@ void MemorySpaces::enter(std::span<const BufferView> buffers) {
   for (std::size_t d = 0; d < devices_.size(); ++d) enter(d, buffers[d], spaces_[devices_[d].space]);
 }
 
-void MemorySpaces::enter(DeviceId device, const BufferView& buffer, const Space& space) {
+void MemorySpaces::enter(std::size_t device, const BufferView& buffer, const Space& space) {
   Entry& entry = devices_[device];
   if (entry.device == nullptr) return;
   if (entry.ready == nullptr) entry.ready = entry.device->make_event(false);
@@ -128,7 +128,7 @@ void MemorySpaces::record_done(Space& space) {
   space.endpoint.stream->record(*space.done);
 }
 
-void MemorySpaces::leave(DeviceId device, const BufferView& buffer, Space& space) {
+void MemorySpaces::leave(std::size_t device, const BufferView& buffer, Space& space) {
   record_done(space);
   const Entry& entry = devices_[device];
   if (entry.device != nullptr) entry.device->adopt_stream(buffer.stream)->wait(*space.done);

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include <paceline/comm/buffer_view.hpp>
-#include <paceline/device_id.hpp>
 #include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device_group.hpp>
 
@@ -19,7 +18,7 @@ namespace paceline::internal {
 
 /// Devices that share memory, and the stream that data enters and leaves it on.
 struct Space {
-  std::vector<std::size_t> members;  ///< indices in the group
+  std::vector<std::size_t> members;  ///< places in the group
   Endpoint endpoint;
   std::unique_ptr<Event> done;  ///< behind all work enqueued so far; null before the first work
   std::unique_ptr<Buffer> scratch;
@@ -28,8 +27,8 @@ struct Space {
 };
 
 /// The asynchronous devices of a group by memory space. Communicators and trainers are built on it. Host devices have
-/// no space here; they are only listed. For communicators the class orders the spaces' streams with the streams of the
-/// buffers' owners.
+/// no space here; they are only listed. A device is its place in the group, as its buffer has in a collective's list.
+/// For communicators the class orders the spaces' streams with the streams of the buffers' owners.
 class MemorySpaces {
  public:
   explicit MemorySpaces(const DeviceGroup& group);
@@ -38,14 +37,14 @@ class MemorySpaces {
   /// The first GPU's space. Data of host devices enters here.
   [[nodiscard]] Space& home() noexcept { return spaces_.front(); }
   [[nodiscard]] const std::vector<std::size_t>& host_devices() const noexcept { return host_; }
-  [[nodiscard]] bool on_host(DeviceId device) const { return devices_[device].device == nullptr; }
+  [[nodiscard]] bool on_host(std::size_t device) const { return devices_[device].device == nullptr; }
   /// Null for host devices.
-  [[nodiscard]] AsyncDevice* device(DeviceId device) const { return devices_[device].device.get(); }
+  [[nodiscard]] AsyncDevice* device(std::size_t device) const { return devices_[device].device.get(); }
   /// The index of a device's space. For host devices it is the number of spaces.
-  [[nodiscard]] std::size_t index_of_space(DeviceId device) const {
+  [[nodiscard]] std::size_t index_of_space(std::size_t device) const {
     return on_host(device) ? spaces_.size() : devices_[device].space;
   }
-  [[nodiscard]] Space& space_of(DeviceId device) { return spaces_[devices_[device].space]; }
+  [[nodiscard]] Space& space_of(std::size_t device) { return spaces_[devices_[device].space]; }
   [[nodiscard]] std::vector<Endpoint> endpoints() const;
   /// How copies between the spaces go: "by PCIe peer access", "by NVLink", "through the host", or which pairs how.
   [[nodiscard]] std::string routes() const;
@@ -53,11 +52,11 @@ class MemorySpaces {
   /// Work enqueued on the spaces' streams from now on runs after the work that the buffers' streams already have.
   void enter(std::span<const BufferView> buffers);
   /// The same for a buffer of one device and the stream of any space.
-  void enter(DeviceId device, const BufferView& buffer, const Space& space);
+  void enter(std::size_t device, const BufferView& buffer, const Space& space);
   /// Work enqueued on the buffers' streams from now on runs after the work of every space's stream.
   void leave(std::span<const BufferView> buffers);
   /// Work enqueued on the buffer's stream from now on runs after the work of the space's stream.
-  void leave(DeviceId device, const BufferView& buffer, Space& space);
+  void leave(std::size_t device, const BufferView& buffer, Space& space);
 
   /// Pinned memory, by number. It grows, and is kept until the end, because releasing it waits for all work of the GPU.
   [[nodiscard]] void* staging(std::size_t which, std::size_t bytes);

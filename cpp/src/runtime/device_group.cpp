@@ -12,6 +12,7 @@
 #include <utility>
 
 #include <paceline/error.hpp>
+#include <paceline/per_device.hpp>
 #include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/blocking.hpp>
 
@@ -101,6 +102,11 @@ std::shared_ptr<GroupWorkers> start(std::vector<Device> devices, std::shared_ptr
 
 }  // namespace
 
+void internal::throw_no_device(DeviceId id) {
+  throw InvalidArgument(
+      fmt::format("there is no device {} here; DeviceGroup::ids() has those of the group.", id.number()));
+}
+
 DeviceGroup DeviceGroup::all() {
   // GPUs first. Host devices beside GPUs would get next to nothing to do, and would take a core from a GPU's worker.
   for (const Backend* backend : backends()) {
@@ -126,6 +132,14 @@ DeviceGroup& DeviceGroup::operator=(const DeviceGroup&) = default;
 
 std::size_t DeviceGroup::size() const noexcept { return workers_->devices().size(); }
 const std::vector<Device>& DeviceGroup::devices() const noexcept { return workers_->devices(); }
+const std::vector<DeviceId>& DeviceGroup::ids() const noexcept { return workers_->ids(); }
+const Device& DeviceGroup::device(DeviceId id) const { return devices()[place(id)]; }
+
+std::size_t DeviceGroup::place(DeviceId id) const {
+  const std::size_t place = internal::place_of(ids(), id);
+  if (place == size()) internal::throw_no_device(id);
+  return place;
+}
 
 bool DeviceGroup::asynchronous() const {
   return std::any_of(devices().begin(), devices().end(),

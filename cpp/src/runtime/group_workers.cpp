@@ -21,6 +21,7 @@
 #include <utility>
 
 #include <paceline/error.hpp>
+#include <paceline/per_device.hpp>
 #include <paceline/runtime/blocking.hpp>
 
 #include "runtime/deadline.hpp"
@@ -44,7 +45,7 @@ struct GroupWorkers::State {
     bool late = false;                         // not done in time with what this group gave it
   };
   std::uint64_t number = next_number();  // by which workers know what is this group's
-  std::vector<Place> places;             // by DeviceId
+  PerDevice<Place> places;
   // Guarded by the registry's lock. Their workers own the sources: one that is gone is complete.
   std::vector<std::weak_ptr<WorkSource>> gangs;
   std::vector<std::weak_ptr<WorkSource>> others;
@@ -64,6 +65,13 @@ std::exception_ptr why_cancelled() noexcept {
   } catch (...) {
     return std::current_exception();
   }
+}
+
+/// Those of a new group.
+std::vector<DeviceId> first_ids(std::size_t count) {
+  std::vector<DeviceId> ids;
+  while (ids.size() < count) ids.emplace_back(ids.size());
+  return ids;
 }
 
 bool runs_on(const Device& device, int core) {
@@ -95,15 +103,20 @@ bool any_of(const std::vector<std::weak_ptr<T>>& list, Condition condition) {
 }  // namespace
 
 GroupWorkers::GroupWorkers(std::vector<Device> devices, std::shared_ptr<GroupWorkers> whole, pid_t owner)
-    : devices_(std::move(devices)), whole_(std::move(whole)), owner_(owner), state_(new State) {}
+    : devices_(std::move(devices)),
+      ids_(whole != nullptr ? whole->ids() : first_ids(devices_.size())),
+      whole_(std::move(whole)),
+      owner_(owner),
+      state_(new State) {}
 
 // The other constructor has made the object, so the destructor leaves what it has joined if this one throws.
 GroupWorkers::GroupWorkers(std::vector<Device> devices, std::shared_ptr<GroupWorkers> whole)
     : GroupWorkers(std::move(devices), std::move(whole), getpid()) {
-  state_->places.reserve(devices_.size());
-  for (const Device& device : devices_) {
+  state_->places.reserve(ids_.size());
+  for (const DeviceId id : ids_) {
+    const Device& device = devices_[state_->places.size()];
     try {
-      state_->places.push_back({WorkerRegistry::of_process().join(device)});
+      state_->places.add(id, {WorkerRegistry::of_process().join(device)});
     } catch (const std::system_error& error) {
       throw Unavailable(fmt::format("DeviceGroup: no worker thread could be started for {} ({}). Raise the limit on "
                                     "threads (ulimit -u, or pids.max of the cgroup).",
@@ -117,7 +130,7 @@ GroupWorkers::GroupWorkers(std::vector<Device> devices, std::shared_ptr<GroupWor
 // A worker that does not start within the timeout means a machine in trouble.
 void GroupWorkers::await_ready() {
   const auto deadline = std::chrono::steady_clock::now() + kStartTimeout;
-  for (const State::Place& one : state_->places) {
+  for (const auto& [id, one] : state_->places) {
     while (!one.first->ready()) {
       if (std::chrono::steady_clock::now() > deadline) {
         const Device& device = one.first->device();
@@ -176,12 +189,12 @@ void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, const OpenOpt
   if (forked()) check_usable("open");  // before any lock
   std::vector<DeviceId> ids;
   for (const DeviceId id : devices) {
-    if (id >= devices_.size()) {
-      throw InvalidArgument(fmt::format("open: there is no device {} in a group of {}.", id, devices_.size()));
+    if (state_->places.find(id) == nullptr) {
+      throw InvalidArgument(fmt::format("open: there is no device {} in a group of {}.", id.number(), devices_.size()));
     }
     if (std::ranges::find(ids, id) == ids.end()) ids.push_back(id);
   }
-  for (DeviceId id = 0; devices.empty() && id < devices_.size(); ++id) ids.push_back(id);
+  if (devices.empty()) ids = ids_;
   const std::lock_guard lock(order());
   check_usable("open");
   // What may throw comes first: a source that only some of the workers have would never be complete.
@@ -203,7 +216,8 @@ void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, const OpenOpt
   const int core = sched_getcpu();
   for (const bool here : {false, true}) {
     for (std::size_t i = 0; i < ids.size(); ++i) {
-      if (runs_on(devices_[ids[i]], core) == here) given[i].first->open(std::move(given[i].second), core);
+      if (runs_on(state_->places[ids[i]].first->device(), core) == here)
+        given[i].first->open(std::move(given[i].second), core);
     }
   }
 }
@@ -254,7 +268,7 @@ bool GroupWorkers::needs(Worker& first) const noexcept {
 
 void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::function<bool()>& between) {
   WorkerRegistry& registry = WorkerRegistry::of_process();
-  std::vector<State::Place>& places = state_->places;
+  PerDevice<State::Place>& places = state_->places;
   any_of(state_->others, [](WorkSource& source) {
     source.cancel(why_cancelled());
     source.wake_all();  // so that every worker lets go of it, whomever cancel() has woken
@@ -283,11 +297,11 @@ void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::functi
     return true;
   };
   const Clock::time_point begin = Clock::now();
-  const auto needed = [&](const State::Place& one) { return needs(*one.first); };
+  const auto needed = [&](const auto& entry) { return needs(*entry.value.first); };
   wait_until([&] { return std::ranges::none_of(places, needed); });
   const std::chrono::duration<double> waited = Clock::now() - begin;
   bool late = false;
-  for (State::Place& one : places) late |= one.late = needed(one);
+  for (auto& entry : places) late |= entry.value.late = needed(entry);
   for (const auto* list : {&state_->gangs, &state_->others}) {
     if (!late) break;
     any_of(*list, [](WorkSource& source) {
@@ -296,8 +310,8 @@ void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::functi
     });
   }
   // It was a user until here, so that nobody else ends the workers and waits for what this group gave them.
-  for (State::Place& one : places) one.ending = registry.leave(one.first, state_->number);
-  for (State::Place& one : places) {
+  for (auto& [id, one] : places) one.ending = registry.leave(one.first, state_->number);
+  for (auto& [id, one] : places) {
     if (one.ending == nullptr) continue;
     if (one.ending->is_this_thread()) {
       one.ending->thread().detach();
@@ -312,7 +326,7 @@ void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::functi
   if (thrown != nullptr) std::rethrow_exception(thrown);
   if (!late) return;
   std::vector<std::string> names;
-  for (const State::Place& one : places) {
+  for (const auto& [id, one] : places) {
     if (one.late) names.push_back(one.first->device().name);
   }
   throw Timeout(fmt::format("close: what this group gave to {} was not done within {:.1f} s. What no worker had begun "

@@ -32,6 +32,7 @@ class GroupWorkers {
   GroupWorkers& operator=(const GroupWorkers&) = delete;
 
   [[nodiscard]] const std::vector<Device>& devices() const noexcept { return devices_; }
+  [[nodiscard]] const std::vector<DeviceId>& ids() const noexcept { return ids_; }
   /// @throws Unavailable once closed or after fork().
   void check_usable(const char* call) const;
   /// See DeviceGroup::share().
@@ -58,6 +59,7 @@ class GroupWorkers {
   [[nodiscard]] bool needs(internal::Worker& first) const noexcept;
 
   std::vector<Device> devices_;
+  std::vector<DeviceId> ids_;  // of each; they ascend
   std::shared_ptr<GroupWorkers> whole_;
   pid_t owner_;
   std::atomic<bool> closed_{false};

@@ -47,7 +47,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   struct Open {
     std::shared_ptr<WorkSource> source;
     std::uint64_t group = 0;  // the number of the group that has opened it
-    DeviceId device = 0;      // what the source calls the worker's device
+    DeviceId device{};        // what the source calls the worker's device
     int priority = 0;
     bool gang = false;
     std::fenv_t rounding{};          // of the thread that has opened it

@@ -21,7 +21,7 @@ bool not_negative(double value) { return std::isfinite(value) && value >= 0.0; }
 void check(const BoxOptions& options) {
   const std::size_t count = options.devices.size();
   require(count > 0, "a box needs at least one device");
-  const auto require_device = [&](const char* event, DeviceId device) {
+  const auto require_device = [&](const char* event, std::size_t device) {
     require(device < count, "{} names device {}: there are {}", event, device, count);
   };
   const auto require_steps = [](const char* event, std::int64_t from, std::int64_t to) {
@@ -76,7 +76,7 @@ void check(const BoxOptions& options) {
 
 Box::Box(BoxOptions options) : options_(std::move(options)), sizes_run_(options_.devices.size()) { check(options_); }
 
-double Box::slowdown(DeviceId device, std::int64_t step) const {
+double Box::slowdown(std::size_t device, std::int64_t step) const {
   double factor = 1.0 / options_.devices[device].speed;
   for (const Throttle& throttle : options_.throttles) {
     if (throttle.device == device && step >= throttle.from && step < throttle.to) factor *= throttle.factor;
@@ -90,7 +90,7 @@ double Box::slowdown(DeviceId device, std::int64_t step) const {
   return factor;
 }
 
-double Box::pause(DeviceId device, std::int64_t step) const {
+double Box::pause(std::size_t device, std::int64_t step) const {
   double seconds = 0.0;
   for (const Pause& pause : options_.pauses) {
     if (pause.device != device || step < pause.first) continue;
@@ -106,7 +106,7 @@ double Box::reduction(const std::vector<std::int64_t>& shares) const {
   return options_.reduction_seconds[static_cast<std::size_t>(working)];
 }
 
-bool Box::alive(DeviceId device, std::int64_t step) const {
+bool Box::alive(std::size_t device, std::int64_t step) const {
   return std::none_of(options_.failures.begin(), options_.failures.end(),
                       [&](const Failure& failure) { return failure.device == device && failure.step <= step; });
 }
@@ -157,7 +157,7 @@ std::vector<std::int64_t> Box::best_split(std::int64_t step, std::int64_t batch_
 }
 
 /// Each value follows from that of the step before, so all steps up to this one are computed.
-double Box::lasting_noise(DeviceId device, std::int64_t step) {
+double Box::lasting_noise(std::size_t device, std::int64_t step) {
   const std::vector<LastingNoise>& terms = options_.lasting_noise;
   if (terms.empty()) return 0.0;
   const std::size_t count = options_.devices.size();

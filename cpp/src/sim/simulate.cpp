@@ -73,10 +73,10 @@ SimulationResult simulate(const SimulationOptions& options) {
     const balance::StepPlan plan = balancer.next_plan(options.batch_size);
     const StepOutcome outcome = box.run(step, plan.shares);
     if (outcome.failed_device) {
-      const DeviceId device = *outcome.failed_device;
+      const std::size_t device = *outcome.failed_device;
       const std::string& name = options.box.devices[device].name;
-      const auto alive = [&](DeviceId i) { return box.alive(i, step); };
-      if (std::ranges::none_of(std::views::iota(DeviceId{0}, plan.shares.size()), alive)) {
+      const auto alive = [&](std::size_t i) { return box.alive(i, step); };
+      if (std::ranges::none_of(std::views::iota(std::size_t{0}, plan.shares.size()), alive)) {
         throw Error(fmt::format("step {}: {} failed and no device is left", step, name), name);
       }
       balancer.retire(device);

@@ -63,7 +63,7 @@ class DeviceModules {
     // The devices are the parallelism. libtorch's other threads would compete with the workers for the same cores, and
     // those of the calling thread spin for a while after each operator.
     at::set_num_threads(1);
-    for (std::size_t d = 0; d < group.size(); ++d) devices_.push_back({.module = make()});
+    for (const paceline::DeviceId id : group.ids()) devices_.add(id, {.module = make()});
   }
 
   /// The module for a micro-batch of this replica. Call it on the worker that runs the micro-batch.
@@ -84,5 +84,5 @@ class DeviceModules {
     std::shared_ptr<Module> module;
     const T* gradients = nullptr;  ///< where the module's gradients lie
   };
-  std::vector<Device> devices_;
+  paceline::PerDevice<Device> devices_;
 };

@@ -238,7 +238,7 @@ TEST(Communicator, OfDifferentGroupsWorkAtTheSameTime) {
 // Complete once the first worker has left. The second worker stays until release().
 class HoldSecondWorker final : public GroupTask {
  public:
-  void run(std::size_t device) noexcept override {
+  void run(DeviceId device) noexcept override {
     if (device == 0) {
       first_done_ = true;
       wake_caller();

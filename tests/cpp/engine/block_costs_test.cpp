@@ -12,7 +12,7 @@ namespace paceline::internal {
 namespace {
 
 /// What a device of this speed takes, for blocks whose backward takes twice as long as their forward.
-BlockSample sample(const std::vector<plan::BlockCost>& blocks, std::size_t block, DeviceId device, double speed,
+BlockSample sample(const std::vector<plan::BlockCost>& blocks, std::size_t block, std::size_t device, double speed,
                    bool backward, std::int64_t items) {
   const plan::BlockCost& cost = blocks[block];
   const double seconds = cost.forward_fixed + cost.forward_per_item * static_cast<double>(items);
@@ -33,7 +33,7 @@ TEST(BlockCosts, FindCostsAndSpeedsWhateverRanWhereAsLongAsDevicesAreLinked) {
     for (const double speed : speeds) mean += speed / static_cast<double>(devices);
     std::vector<BlockSample> samples;
     for (std::size_t b = 0; b < blocks.size(); ++b) {
-      for (const DeviceId device :
+      for (const std::size_t device :
            {b % devices, (b + 1) % devices}) {  // a chain: each device shares a block with the next
         for (const bool backward : {false, true}) {
           for (const std::int64_t items : {4, 8}) {

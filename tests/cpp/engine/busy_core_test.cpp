@@ -39,7 +39,7 @@ class ShareProgram final : public StepProgram {
   }
 
   /// Blocks, like a worker on a busy core.
-  const Event* slot(std::size_t device) override {
+  const Event* slot(DeviceId device) override {
     if (device != kBusy) {
       if (waited_for_) came_.wait(false);
       return nullptr;
@@ -50,7 +50,7 @@ class ShareProgram final : public StepProgram {
     return nullptr;
   }
 
-  void finish(std::size_t device) override {
+  void finish(DeviceId device) override {
     if (device == kBusy) return;
     over_ = true;
     over_.notify_all();

@@ -26,11 +26,11 @@ class CountingProgram final : public StepProgram {
     if (rng() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(rng() % 60));
     if (throws_ && rng() % 5 == 0) throw std::runtime_error("thrown by the body");
     for (std::int64_t i = mb.begin; i < mb.end; ++i) times_[static_cast<std::size_t>(i)].fetch_add(1);
-    sums_[mb.device] += static_cast<double>(mb.size());
+    sums_[mb.device.number()] += static_cast<double>(mb.size());
     return false;
   }
 
-  void finish(std::size_t d) override { finished_[d].fetch_add(1); }
+  void finish(DeviceId d) override { finished_[d.number()].fetch_add(1); }
 
   std::vector<ReductionSegment> reduction() override {
     ReductionSegment segment{.output = &total_, .count = 1, .dtype = DType::float64};

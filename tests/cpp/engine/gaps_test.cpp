@@ -42,16 +42,16 @@ struct Span {
 class Queue final : public WorkSource {
  public:
   Queue(int jobs, std::size_t devices) : left_(jobs), unfinished_(jobs), ran(devices) {}
-  NextWork next(std::size_t, Clock::time_point) noexcept override {
+  NextWork next(DeviceId, Clock::time_point) noexcept override {
     return left_.fetch_sub(1) > 0 ? NextWork::take(0) : NextWork::done();
   }
-  void perform(std::size_t, std::int64_t, Turn&) override { spin(std::chrono::microseconds(50)); }
-  void done(std::size_t device, std::int64_t, const WorkTiming& timing) noexcept override {
-    ran[device].push_back({timing.start, timing.finish});
+  void perform(DeviceId, std::int64_t, Turn&) override { spin(std::chrono::microseconds(50)); }
+  void done(DeviceId device, std::int64_t, const WorkTiming& timing) noexcept override {
+    ran[device.number()].push_back({timing.start, timing.finish});
     --unfinished_;
     wake_caller();
   }
-  void failed(std::size_t, std::int64_t, std::exception_ptr) noexcept override {}
+  void failed(DeviceId, std::int64_t, std::exception_ptr) noexcept override {}
   void cancel(std::exception_ptr) noexcept override { left_ = 0; }
   [[nodiscard]] bool complete() const noexcept override { return unfinished_ == 0; }
 
@@ -69,9 +69,9 @@ class Sums final : public StepProgram {
   explicit Sums(std::size_t devices) : ran(devices), sums_(devices) {}
   bool run(const MicroBatch& mb) override {
     const auto begin = Clock::now();
-    for (std::int64_t k = mb.begin; k < mb.end; ++k) sums_[mb.device] += std::sin(static_cast<double>(k));
+    for (std::int64_t k = mb.begin; k < mb.end; ++k) sums_[mb.device.number()] += std::sin(static_cast<double>(k));
     spin(std::chrono::microseconds(20) * mb.size());
-    ran[mb.device].push_back({begin, Clock::now()});
+    ran[mb.device.number()].push_back({begin, Clock::now()});
     return false;
   }
   std::vector<ReductionSegment> reduction() override {

@@ -66,6 +66,7 @@ Played play(const std::shared_ptr<const BatchPlan>& plan, const std::vector<doub
     now[d] += plan->work(d, mb->begin, mb->end) * truth[d];
     played.finish[d] = now[d];
     played.claimed.push_back(*mb);
+    played.claimed.back().device = DeviceId(d);
   }
   return played;
 }
@@ -78,7 +79,7 @@ TEST(ItemQueue, AScriptHandsOutItemsToo) {
        .script = {{{.begin = 12, .end = 20}, {.begin = 0, .end = 5}}, {{.begin = 5, .end = 12}}},
        .plan = plan});
   std::vector<std::int64_t> ran;
-  for (const DeviceId d : {0, 0, 1}) {
+  for (const std::size_t d : {0, 0, 1}) {
     const auto claim = queue->claim(d, 0.0);
     ASSERT_TRUE(claim);
     ASSERT_EQ(std::ssize(claim->items), claim->size());
@@ -110,7 +111,7 @@ TEST(ItemQueue, HandsOutEveryItemOnceInMicroBatchesThatAreLargeEnough) {
     for (const MicroBatch& mb : played.claimed) {
       EXPECT_GE(mb.size(), std::min(least, items)) << round;
       EXPECT_TRUE(stealing || !mb.correction) << round;
-      ran[mb.device] += mb.size();
+      ran[mb.device.number()] += mb.size();
     }
     EXPECT_TRUE(stealing || ran == plan->shares) << round;
   }
@@ -132,7 +133,9 @@ TEST(ItemQueue, AFastDeviceTakesOverFromOneThatBecameSlow) {
   EXPECT_LT(parts, 0.6 * stays);  // 0.5 would be even
 }
 
-internal::ItemTiming timing_of(std::mt19937_64& rng, std::size_t device) {
+constexpr DeviceId kTwo[] = {0, 5};
+
+internal::ItemTiming timing_of(std::mt19937_64& rng, DeviceId device) {
   std::uniform_int_distribution<int> count(1, 40);
   std::lognormal_distribution<double> length(3.0, 0.6);
   internal::ItemTiming timing{.device = device, .count = static_cast<double>(count(rng))};
@@ -153,11 +156,11 @@ TEST(ItemShapes, TellsWhatTimesFollow) {
     const plan::ItemShape truth{.cost = {1e-3, 2e-5, measure == plan::ItemMeasure::count ? 0.0 : 1e-7},
                                 .measure = measure};
     for (int k = 0; k < 200; ++k) {
-      internal::ItemTiming timing = timing_of(rng, static_cast<std::size_t>(k % 2));
+      internal::ItemTiming timing = timing_of(rng, kTwo[k % 2]);
       timing.seconds = internal::work_of(truth, timing) * noise(rng) * (k % 2 == 0 ? 1.0 : 2.5);
       shapes.add(timing);
     }
-    ASSERT_TRUE(shapes.fit({0, 0}));
+    ASSERT_TRUE(shapes.fit({kTwo, {0, 0}}));
     EXPECT_EQ(shapes.shape().measure, measure);
     EXPECT_NEAR(shapes.shape().cost.per_token_seconds, 2e-5, 0.2 * 2e-5);
     EXPECT_LT(shapes.error(), 0.03);
@@ -174,10 +177,10 @@ TEST(ItemShapes, ADeviceThatChangedItsSpeedIsNoOtherShape) {
     timing.seconds = internal::work_of(truth, timing) * (k < 50 ? 1.0 : 3.0);
     shapes.add(timing);
   }
-  ASSERT_TRUE(shapes.fit({50}));
+  ASSERT_TRUE(shapes.fit({{kTwo, 1}, {50}}));
   EXPECT_LT(shapes.error(), 1e-6);
   internal::ItemShapes unaware = shapes;
-  ASSERT_TRUE(unaware.fit({0}));
+  ASSERT_TRUE(unaware.fit({{kTwo, 1}, {0}}));
   EXPECT_GT(unaware.error(), 0.1);
 }
 
@@ -189,7 +192,7 @@ TEST(ItemShapes, SaysNothingOfItemsWhereTimesDoNot) {
     timing.seconds = 1e-3;
     shapes.add(timing);
   }
-  EXPECT_FALSE(shapes.fit({0}));
+  EXPECT_FALSE(shapes.fit({{kTwo, 1}, {0}}));
   EXPECT_FALSE(shapes.fitted());
 }
 

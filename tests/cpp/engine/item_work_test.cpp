@@ -34,10 +34,12 @@ struct Loop {
 Loop loop_of(const std::vector<std::string>& classes) {
   balance::BalancerOptions options;
   options.proportional = true;
+  PerDevice<std::string> by_id;  // of a group that others have left
   for (std::size_t i = 0; i < classes.size(); ++i) {
     options.devices.push_back({classes[i] + ":" + std::to_string(i), classes[i], {}});
+    by_id.add(DeviceId(3 * i + 2), classes[i]);
   }
-  return {balance::Balancer(options), ItemWork(classes, 0, false)};
+  return {balance::Balancer(options), ItemWork(by_id, 0, false)};
 }
 
 /// What the balancer is asked for, for a batch that costs `cost` in all.
@@ -52,7 +54,7 @@ TEST(ItemWork, TellsTheBalancerOneTimeForOneShareAndThatNothingOfItIsFixed) {
     StepRecord record;
     for (std::size_t d = 0; d < 2; ++d) {
       const std::int64_t begin = d == 0 ? 0 : plan->shares[0];
-      record.claims.push_back({{.begin = begin, .end = begin + plan->shares[d], .device = d}, 0.0, 1.0});
+      record.claims.push_back({{.begin = begin, .end = begin + plan->shares[d], .device = plan->devices[d]}, 0.0, 1.0});
     }
     record.compute_seconds = 1.0;
     for (const auto& device : plan->timings(record).devices) EXPECT_EQ(device.size(), 1U);
@@ -117,7 +119,7 @@ TEST(ItemWork, TellsEachDeviceClassByItsName) {
         const double longest = plan->ordered_costs[static_cast<std::size_t>(bounds[k])];
         const auto count = static_cast<double>(bounds[k + 1] - bounds[k]);
         ClaimRecord claim;
-        claim.micro_batch = {.begin = bounds[k], .end = bounds[k + 1], .device = device};
+        claim.micro_batch = {.begin = bounds[k], .end = bounds[k + 1], .device = plan->devices[device]};
         claim.finish_seconds = 1e-3 * static_cast<double>(device + 1) * longest * count;
         record.claims.push_back(claim);
       }

@@ -33,13 +33,16 @@ namespace {
 
 using Kind = plan::Action::Kind;
 
+std::vector<DeviceId> first_of(const DeviceGroup& group, std::size_t count) {
+  return {group.ids().begin(), group.ids().begin() + static_cast<std::ptrdiff_t>(count)};
+}
+
 /// A step of two or more stages on lanes. `body` gets the lanes, its lane and its micro-batch.
 struct LaneStep {
   using Body = std::function<void(Lanes&, std::size_t, std::int64_t)>;
 
   LaneStep(const DeviceGroup& group, LaneThreads& threads, plan::Schedule schedule, Body call)
-      : body(std::move(call)), devices(schedule.stages.size()) {
-    for (std::size_t s = 0; s < devices.size(); ++s) devices[s] = s;
+      : body(std::move(call)), devices(first_of(group, schedule.stages.size())) {
     lanes = std::make_shared<Lanes>(
         threads, schedule, [this](std::size_t lane, std::int64_t micro_batch) { body(*lanes, lane, micro_batch); });
     step.emplace(group, lanes, std::move(schedule), devices);
@@ -68,9 +71,7 @@ LaneStep::Body visiting(ActionChecker& checker) {
 }
 
 void expect_works(const DeviceGroup& group, LaneThreads& threads, const plan::Schedule& schedule) {
-  std::vector<DeviceId> devices(schedule.stages.size());
-  for (std::size_t s = 0; s < devices.size(); ++s) devices[s] = s;
-  ActionChecker checker(schedule, devices);
+  ActionChecker checker(schedule, first_of(group, schedule.stages.size()));
   LaneStep step(group, threads, schedule, visiting(checker));
   step.run();
   EXPECT_EQ(step.step->failure(), nullptr);
@@ -110,7 +111,7 @@ TEST(Lanes, RunOnTheCoresOfTheDeviceWhoseTurnTheyHave) {
   std::atomic<int> elsewhere{0};
   LaneStep step(group, threads, plan::one_f_one_b(2, 4), [&](Lanes& lanes, std::size_t, std::int64_t micro_batch) {
     for (auto action = lanes.current(micro_batch); action; action = lanes.advance(micro_batch)) {
-      const std::vector<int>& cores = group.devices()[action->device].cores;
+      const std::vector<int>& cores = group.device(action->device).cores;
       if (!cores.empty() && std::find(cores.begin(), cores.end(), sched_getcpu()) == cores.end()) ++elsewhere;
     }
   });

@@ -24,7 +24,7 @@ namespace {
 /// Counts how often each item runs. The devices are slow in turn, so that work changes hands.
 class Counted final : public StepProgram {
  public:
-  Counted(std::int64_t batch_size, std::size_t slow) : slow_(slow), times_(static_cast<std::size_t>(batch_size)) {}
+  Counted(std::int64_t batch_size, DeviceId slow) : slow_(slow), times_(static_cast<std::size_t>(batch_size)) {}
   bool run(const MicroBatch& mb) override {
     for (std::int64_t k = mb.begin; k < mb.end; ++k) ++times_[static_cast<std::size_t>(k)];
     const int spins = mb.device == slow_ ? 20000 : 1000;
@@ -37,13 +37,13 @@ class Counted final : public StepProgram {
   }
 
  private:
-  std::size_t slow_;
+  DeviceId slow_;
   std::vector<std::atomic<int>> times_;
 };
 
 void step(StepLoop& step_loop, std::int64_t batch_size, bool costs, std::int64_t least) {
-  const auto program =
-      std::make_shared<Counted>(batch_size, static_cast<std::size_t>(batch_size) % step_loop.group().size());
+  const auto program = std::make_shared<Counted>(
+      batch_size, step_loop.group().ids()[static_cast<std::size_t>(batch_size) % step_loop.group().size()]);
   std::shared_ptr<Step> step;
   if (costs) {
     std::vector<double> lengths(static_cast<std::size_t>(batch_size));

@@ -27,9 +27,7 @@ namespace {
 
 using Kind = plan::Action::Kind;
 
-std::vector<DeviceId> shuffled_devices(std::mt19937_64& rng, std::size_t stages, std::size_t devices) {
-  std::vector<DeviceId> order(devices);
-  for (std::size_t d = 0; d < devices; ++d) order[d] = d;
+std::vector<DeviceId> shuffled_devices(std::mt19937_64& rng, std::size_t stages, std::vector<DeviceId> order) {
   std::shuffle(order.begin(), order.end(), rng);
   order.resize(stages);
   return order;
@@ -55,7 +53,7 @@ TEST(PipelineStep, RunsEachActionOnceAfterItsInputsAndHoldsNoMoreInFlightThanThe
   for (int round = 0; round < 300; ++round) {
     const std::size_t stages = 1 + rng() % 4;
     const plan::Schedule schedule = random_schedule(rng, stages);
-    const std::vector<DeviceId> devices = shuffled_devices(rng, stages, group.size());
+    const std::vector<DeviceId> devices = shuffled_devices(rng, stages, group.ids());
     const auto program = std::make_shared<CheckingProgram>(schedule, devices);
     PipelineStep step(group, program, schedule, devices);
     step.start();

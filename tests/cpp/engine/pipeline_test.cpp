@@ -201,7 +201,7 @@ TEST(Pipeline, RunsAStepAgainWithFewerInFlightAndThenWithOtherCutsWhenMemoryRuns
   expect_equals_one_device(trainer, parameters, loss);
 
   const auto cuts = trainer.plan().cuts;
-  const DeviceId small = trainer.plan().order[0];
+  const DeviceId small = group.ids()[trainer.plan().order[0]];
   loss =
       trainer.step(12, counted([&](const Piece& run) { return run.device == small && run.block > 1; }), leave).value();
   EXPECT_NE(trainer.plan().cuts, cuts) << "other cuts";
@@ -246,7 +246,7 @@ TEST(Pipeline, ARetiredDeviceHasNoStage) {
   const DeviceGroup group = host_group(3);
   PipelineTrainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 12, .costs = equal_costs(kModel.size())});
   const Parameters parameters = initialise(trainer);
-  const auto runs = [&](DeviceId device) {
+  const auto runs = [&](std::size_t device) {
     const auto& order = trainer.plan().order;
     return std::find(order.begin(), order.end(), device) != order.end();
   };

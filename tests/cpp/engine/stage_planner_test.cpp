@@ -30,7 +30,7 @@ struct Box {
     for (std::size_t d = 0; d < speeds.size(); ++d) guess.devices.push_back({.name = "host:" + std::to_string(d)});
     return guess;
   }
-  [[nodiscard]] double seconds(std::size_t block, DeviceId device, bool backward, std::int64_t items) const {
+  [[nodiscard]] double seconds(std::size_t block, std::size_t device, bool backward, std::int64_t items) const {
     const plan::BlockCost& cost = costs[block];
     const double n = static_cast<double>(items);
     return (backward ? cost.backward_fixed + cost.backward_per_item * n
@@ -181,7 +181,7 @@ TEST(StagePlanner, GivesARestoredDeviceAStageAgain) {
   problem.blocks = kBox.costs;
   problem.devices[1].speed = 0.3;
   StagePlanner planner(problem, {}, {}, false);
-  const auto runs_on = [&](DeviceId device) {
+  const auto runs_on = [&](std::size_t device) {
     const auto plan = planner.plan(32);
     planner.record(*plan, kBox.timings(*plan));
     return blocks_of_devices(*plan, kBox)[device] > 0;

@@ -39,16 +39,16 @@ class PieceProgram final : public StepProgram {
       const double busy = static_cast<double>(mb.size()) * seconds_per_item(mb.size());
       std::this_thread::sleep_for(std::chrono::duration<double>(busy));
     }
-    ran[mb.device].push_back(mb);
+    ran[mb.device.number()].push_back(mb);
     for (const std::int64_t item : mb.items) {
       const std::lock_guard lock(mutex_);
       ++items[item];
     }
     return false;
   }
-  std::optional<std::int64_t> memory_bytes(std::size_t device) override {
+  std::optional<std::int64_t> memory_bytes(DeviceId device) override {
     if (nothing_to_do) return std::nullopt;
-    return kFixed + kPerItem * ran[device].back().size();
+    return kFixed + kPerItem * ran[device.number()].back().size();
   }
 
   [[nodiscard]] std::vector<std::int64_t> sizes(std::size_t device) const {
@@ -186,14 +186,15 @@ TEST(OutOfMemory, OfADevicesOwnLimitIsNoOtherDevices) {
   const auto program = std::make_shared<PieceProgram>(2, 16);
   const auto step = step_loop.begin(step_loop.plan(64), program);
   step->wait();
-  const std::size_t failed = step->failure()->micro_batch->device;
+  const DeviceId failed = step->failure()->micro_batch->device;
   EXPECT_TRUE(step_loop.shrink(*step, true));
   const auto again = step_loop.begin(step_loop.plan(64), std::make_shared<PieceProgram>(2));
   again->wait();
   EXPECT_EQ(again->pieces() != nullptr, true);
   EXPECT_EQ(again->micro_batches(), 3) << "two on the device that has reached its limit";
   EXPECT_FALSE(again->divided()) << "memory asked for it";
-  EXPECT_NE(step_loop.explain().find("host:" + std::to_string(failed) + ": at most 16 items at once, since it reached"),
+  EXPECT_NE(step_loop.explain().find("host:" + std::to_string(failed.number()) +
+                                     ": at most 16 items at once, since it reached"),
             std::string::npos);
 }
 

@@ -60,10 +60,10 @@ TEST(Step, RunsEveryItemOnceUnderStealingDelaysAndExceptions) {
         EXPECT_GE(program->finished_[d].load(), ran ? 1 : 0);
       }
       std::int64_t items = 0;
-      for (const std::int64_t n : record.items(3)) items += n;
+      for (const std::int64_t n : record.items(group.ids())) items += n;
       EXPECT_EQ(items, batch);
       EXPECT_GT(record.reduce_seconds, 0.0);
-      EXPECT_EQ(record.timings(3).reduction_seconds, record.reduce_seconds) << "the balancer's";
+      EXPECT_EQ(record.timings(group.ids()).reduction_seconds, record.reduce_seconds) << "the balancer's";
     } catch (const Error& error) {
       ++failed;
       ASSERT_TRUE(throws);
@@ -76,12 +76,24 @@ TEST(Step, RunsEveryItemOnceUnderStealingDelaysAndExceptions) {
   EXPECT_GT(failed, 50);
 }
 
+TEST(StepRecord, CountsTheDevicesThatItIsAskedForByTheirIds) {
+  const DeviceId ids[] = {1, 4};  // the other devices have left
+  StepRecord record;
+  record.claims = {{{.begin = 0, .end = 3, .device = 4}, 0.0, 2.0}, {{.begin = 3, .end = 4, .device = 1}, 0.0, 1.0}};
+  EXPECT_EQ(record.items(ids), (std::vector<std::int64_t>{1, 3}));
+  const balance::StepTimings timings = record.timings(ids);
+  ASSERT_EQ(timings.devices.size(), 2U);
+  EXPECT_EQ(timings.devices[0].front().seconds, 1.0);
+  EXPECT_EQ(timings.devices[1].front().seconds, 2.0);
+  EXPECT_THROW((void)record.items(std::span(ids).first(1)), InvalidArgument);
+}
+
 TEST(Step, PlacesItsTimesOnTheSteadyClock) {
   const DeviceGroup group = host_group(2);
   class Noting final : public StepProgram {
    public:
     bool run(const MicroBatch& mb) override {
-      inside[mb.device] = std::chrono::steady_clock::now();
+      inside[mb.device.number()] = std::chrono::steady_clock::now();
       return false;
     }
     std::array<std::chrono::steady_clock::time_point, 2> inside;
@@ -95,7 +107,7 @@ TEST(Step, PlacesItsTimesOnTheSteadyClock) {
   const StepRecord record = step.record();
   ASSERT_EQ(record.claims.size(), 2u);
   for (const ClaimRecord& claim : record.claims) {
-    const std::chrono::duration<double> inside = program->inside.at(claim.micro_batch.device) - step.started();
+    const std::chrono::duration<double> inside = program->inside.at(claim.micro_batch.device.number()) - step.started();
     EXPECT_LE(claim.start_seconds, inside.count());
     EXPECT_LE(inside.count(), claim.finish_seconds);
   }
@@ -105,8 +117,8 @@ TEST(Step, PlacesItsTimesOnTheSteadyClock) {
 /// programs.
 class HoldingUp final : public GroupTask {
  public:
-  explicit HoldingUp(std::size_t device) : device_(device) {}
-  void run(std::size_t d) noexcept override {
+  explicit HoldingUp(DeviceId device) : device_(device) {}
+  void run(DeviceId d) noexcept override {
     if (d == device_) {
       held_ = true;
       wake_caller();
@@ -121,7 +133,7 @@ class HoldingUp final : public GroupTask {
   }
 
  private:
-  std::size_t device_;
+  DeviceId device_;
   std::atomic<bool> held_{false};
   std::atomic<bool> go_{false};
 };
@@ -129,7 +141,7 @@ class HoldingUp final : public GroupTask {
 TEST(Step, DoesNotWaitForAWorkerThatHasNothingToDoAnyMore) {
   DeviceGroup group = host_group(3);
   for (const bool left_out : {false, true}) {
-    const auto holding = std::make_shared<HoldingUp>(1);
+    const auto holding = std::make_shared<HoldingUp>(DeviceId(1));
     group.submit(holding);
     ASSERT_TRUE(group.wait(*holding));
     for (int repeat = 0; repeat < 20; ++repeat) {
@@ -138,7 +150,7 @@ TEST(Step, DoesNotWaitForAWorkerThatHasNothingToDoAnyMore) {
       if (left_out) options = {.shares = {30, 0, 30}, .stealing = false};
       const StepRecord record = run_step(group, program, options);
       for (const auto& times : program->times_) ASSERT_EQ(times.load(), 1);
-      EXPECT_EQ(record.items(3)[1], 0);
+      EXPECT_EQ(record.items(group.ids())[1], 0);
       EXPECT_EQ(program->total_, 60.0);
       EXPECT_EQ(program->finished_[1].load(), 0);
     }
@@ -151,7 +163,7 @@ TEST(Step, DoesNotWaitForAWorkerThatHasNothingToDoAnyMore) {
 
 TEST(Step, WaitsForAWorkerThatHasItsOwnPart) {
   DeviceGroup group = host_group(2);
-  const auto holding = std::make_shared<HoldingUp>(1);
+  const auto holding = std::make_shared<HoldingUp>(DeviceId(1));
   group.submit(holding);
   ASSERT_TRUE(group.wait(*holding));
   const auto program = std::make_shared<CountingProgram>(4, 1, false);
@@ -235,10 +247,10 @@ TEST(Step, OfTwoDevicesThatFailAtOnceNamesOneWithItsOwnError) {
       step.rethrow_failure();
       FAIL();
     } catch (const OutOfMemory& error) {
-      EXPECT_EQ(device, 0U);
+      EXPECT_EQ(device, DeviceId(0));
       EXPECT_EQ(error.device(), "host:0");
     } catch (const Timeout& error) {
-      EXPECT_EQ(device, 1U);
+      EXPECT_EQ(device, DeviceId(1));
       EXPECT_EQ(error.device(), "host:1");
     }
     run_step(group, std::make_shared<CountingProgram>(8, 1, false), {.shares = {4, 4}});  // the next step works

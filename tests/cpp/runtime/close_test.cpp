@@ -58,13 +58,13 @@ TEST(Close, DoesNotAskAgainOnceItWasToldToStop) {
   DeviceGroup shares[] = {whole.share(), whole.share()};
   std::atomic<int> inside{0};
   std::atomic<bool> go{false};
-  for (const DeviceId device : {0, 1}) {
+  for (const DeviceId device : whole.ids()) {
     const auto hold = task([&](DeviceId) {
       ++inside;
       while (!go) std::this_thread::yield();
       --inside;
     });
-    shares[device].open(hold, {.gang = true}, {&device, 1});
+    shares[device.number()].open(hold, {.gang = true}, {&device, 1});
   }
   while (inside < 2) std::this_thread::yield();
   int asked = 0;

@@ -22,14 +22,14 @@ namespace {
 class CountTask final : public GroupTask {
  public:
   explicit CountTask(std::size_t count) : seen(count) {}
-  void run(std::size_t device) noexcept override { seen[device].fetch_add(1); }
+  void run(DeviceId device) noexcept override { seen[device.number()].fetch_add(1); }
   std::vector<std::atomic<int>> seen;
 };
 
 /// Holds the workers until release().
 class HoldTask final : public GroupTask {
  public:
-  void run(std::size_t) noexcept override {
+  void run(DeviceId) noexcept override {
     entered.fetch_add(1);
     while (!go.load()) std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
@@ -165,7 +165,7 @@ TEST(DeviceGroup, CanBeDroppedByItsOwnWorker) {
   class DropTask final : public GroupTask {
    public:
     explicit DropTask(DeviceGroup group) : group_(std::make_unique<DeviceGroup>(std::move(group))) {}
-    void run(std::size_t device) noexcept override {
+    void run(DeviceId device) noexcept override {
       if (device == 0) group_.reset();
       done.fetch_add(1);
     }

@@ -29,7 +29,7 @@ class Count final : public GroupTask {
  public:
   explicit Count(std::size_t devices, bool go_at_once = true) : seen(devices), go(go_at_once) {}
   void run(DeviceId device) noexcept override {
-    seen[device].fetch_add(1);
+    seen[device.number()].fetch_add(1);
     while (!go) std::this_thread::yield();
   }
   [[nodiscard]] int total() const {

@@ -32,12 +32,12 @@ using std::chrono::milliseconds;
 TEST(SharedWorkers, AreOneThreadForEachDevice) {
   DeviceGroup one = host_group(2);
   std::array<std::thread::id, 2> threads;
-  one.run(task([&](DeviceId device) { threads[device] = std::this_thread::get_id(); }));
+  one.run(task([&](DeviceId device) { threads[device.number()] = std::this_thread::get_id(); }));
   {
     DeviceGroup other = group_of({"host:1", "host:0"});
-    other.run(task([&](DeviceId device) { EXPECT_EQ(threads[1 - device], std::this_thread::get_id()); }));
+    other.run(task([&](DeviceId device) { EXPECT_EQ(threads[1 - device.number()], std::this_thread::get_id()); }));
   }
-  one.run(task([&](DeviceId device) { EXPECT_EQ(threads[device], std::this_thread::get_id()); }));
+  one.run(task([&](DeviceId device) { EXPECT_EQ(threads[device.number()], std::this_thread::get_id()); }));
 }
 
 TEST(SharedWorkers, LetGangsTakeTurnsInTheOrderInWhichTheyWereOpened) {
@@ -49,7 +49,7 @@ TEST(SharedWorkers, LetGangsTakeTurnsInTheOrderInWhichTheyWereOpened) {
   std::vector<std::shared_ptr<Task>> waiting;
   for (int k = 0; k < 9; ++k) {
     DeviceGroup& group = k % 3 == 0 ? first : (k % 3 == 1 ? second : third);
-    waiting.push_back(task([&, k, one = group.size() - 1](DeviceId device) {
+    waiting.push_back(task([&, k, one = group.ids().back()](DeviceId device) {
       if (device == one) order.push_back(k);
     }));
     group.open(waiting.back(), {.priority = k % 2, .gang = true});
@@ -76,7 +76,7 @@ TEST(SharedWorkers, NeverWaitForEachOtherInACircle) {
       for (int round = 0; round < 100; ++round) {
         std::barrier together(static_cast<std::ptrdiff_t>(own.size()));  // as a step, which has its devices together
         const auto step = task([&](DeviceId device) {
-          const auto d = static_cast<std::size_t>(own[device].back() - '0');
+          const auto d = static_cast<std::size_t>(own[device.number()].back() - '0');
           EXPECT_EQ(++users[d], 1) << "two gangs on one device";
           together.arrive_and_wait();
           --users[d];

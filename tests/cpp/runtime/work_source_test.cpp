@@ -35,22 +35,22 @@ class Jobs final : public WorkSource {
     for (const auto& list : jobs_) left_ += static_cast<int>(list.size());
   }
 
-  NextWork next(std::size_t device, Clock::time_point) noexcept override {
-    if (cancelled_ || next_[device] == jobs_[device].size()) return NextWork::done();
-    return NextWork::take(static_cast<std::int64_t>(next_[device]++));
+  NextWork next(DeviceId device, Clock::time_point) noexcept override {
+    if (cancelled_ || next_[device.number()] == jobs_[device.number()].size()) return NextWork::done();
+    return NextWork::take(static_cast<std::int64_t>(next_[device.number()]++));
   }
-  void perform(std::size_t device, std::int64_t work, Turn& turn) override {
-    jobs_[device][static_cast<std::size_t>(work)](turn);
+  void perform(DeviceId device, std::int64_t work, Turn& turn) override {
+    jobs_[device.number()][static_cast<std::size_t>(work)](turn);
   }
-  void done(std::size_t, std::int64_t, const WorkTiming& timing) noexcept override {
+  void done(DeviceId, std::int64_t, const WorkTiming& timing) noexcept override {
     EXPECT_LE(timing.start, timing.finish);
     end_one();
   }
-  void failed(std::size_t device, std::int64_t work, std::exception_ptr error) noexcept override {
+  void failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept override {
     try {
       std::rethrow_exception(error);
     } catch (const std::exception& thrown) {
-      failures.push_back(std::to_string(device) + "/" + std::to_string(work) + ": " + thrown.what());
+      failures.push_back(std::to_string(device.number()) + "/" + std::to_string(work) + ": " + thrown.what());
     }
     end_one();
   }
@@ -80,7 +80,7 @@ class Waiting final : public WorkSource {
  public:
   explicit Waiting(NextWork wait) : wait_(wait) {}
 
-  NextWork next(std::size_t, Clock::time_point now) noexcept override {
+  NextWork next(DeviceId, Clock::time_point now) noexcept override {
     ++asked;
     const bool due = now >= wait_.until || (wait_.event != nullptr && wait_.event->done()) || called_;
     if (!due) return wait_;
@@ -88,9 +88,9 @@ class Waiting final : public WorkSource {
     wake_caller();
     return NextWork::done();
   }
-  void perform(std::size_t, std::int64_t, Turn&) override {}
-  void done(std::size_t, std::int64_t, const WorkTiming&) noexcept override {}
-  void failed(std::size_t, std::int64_t, std::exception_ptr) noexcept override {}
+  void perform(DeviceId, std::int64_t, Turn&) override {}
+  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override {}
+  void failed(DeviceId, std::int64_t, std::exception_ptr) noexcept override {}
   void cancel(std::exception_ptr) noexcept override { call(); }
   [[nodiscard]] bool complete() const noexcept override { return over_; }
   void call() {
@@ -198,13 +198,13 @@ TEST(WorkSource, IsOpenOnSomeDevicesOnly) {
     ++ran;
   };
   const auto jobs = std::make_shared<Jobs>(std::vector<std::vector<Jobs::Job>>{{}, {job, job}, {}});
-  const std::size_t second[] = {1};
+  const DeviceId second[] = {1};
   group.open(jobs, {}, second);
   EXPECT_FALSE(group.busy()) << "a step may begin";
   EXPECT_TRUE(group.wait(*jobs));
   EXPECT_EQ(ran, 2);
   EXPECT_THROW(group.open(jobs, {}), InvalidArgument) << "it was opened before";
-  const std::size_t fourth[] = {3};
+  const DeviceId fourth[] = {3};
   EXPECT_THROW(group.open(std::make_shared<Jobs>(std::vector<std::vector<Jobs::Job>>(3)), {}, fourth), InvalidArgument);
 }
 

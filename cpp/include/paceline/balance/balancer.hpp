@@ -12,7 +12,6 @@
 #include <paceline/balance/balance.hpp>
 #include <paceline/balance/report.hpp>
 #include <paceline/balance/what_if.hpp>
-#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
 #include <paceline/plan/split.hpp>
@@ -111,11 +110,11 @@ class PACELINE_API Balancer {
 
   /// The device gets no further work: it failed or left. The plans that follow share its part among the others.
   /// @throws InvalidArgument if there is no such device or it is the last one.
-  void retire(DeviceId device);
+  void retire(std::size_t device);
   /// A device that was retired gets work again, from the next plan on, by what is known of it from before.
   /// @throws InvalidArgument if there is no such device.
-  void restore(DeviceId device);
-  [[nodiscard]] bool retired(DeviceId device) const;
+  void restore(std::size_t device);
+  [[nodiscard]] bool retired(std::size_t device) const;
 
   /// What an earlier run measured of each device (DeviceReport), or none. Policy "auto" then begins with the best split
   /// by these models, in place of the even split and the calibration. Without a model, a device counts as fast as the

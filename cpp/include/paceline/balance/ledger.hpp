@@ -11,7 +11,6 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
-#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
 
@@ -23,7 +22,7 @@ constexpr std::int64_t kLedgerVersion = 7;
 /// What a device ran: items [begin, end) of the batch, or positions in the step's order, with its times on the step's
 /// clock.
 struct LedgerClaim {
-  DeviceId device = 0;
+  std::size_t device = 0;
   std::int64_t begin = 0;
   std::int64_t end = 0;
   double start_seconds = 0.0;
@@ -67,8 +66,8 @@ class PACELINE_API LedgerWriter {
   void header(const BalancerOptions& options);
   void plan(const StepPlan& plan);
   void record(std::int64_t step, const StepTimings& timings);
-  void retire(DeviceId device);
-  void restore(DeviceId device);
+  void retire(std::size_t device);
+  void restore(std::size_t device);
   void least_items(std::int64_t items);
   void hint(std::span<const std::optional<plan::CostModel>> models);
   void claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/stages.hpp>
 
@@ -109,11 +108,11 @@ class PACELINE_API StageBalancer {
   /// The device gets no stage from the next plan on. Cuts that were given are planned anew, and an order that was given
   /// goes on without the device.
   /// @throws InvalidArgument if there is no such device, or it is the last one.
-  void retire(DeviceId device);
+  void retire(std::size_t device);
   /// A device that was retired may get a stage again, with all of its memory, by what is known of it from before.
   /// @throws InvalidArgument if there is no such device.
-  void restore(DeviceId device);
-  [[nodiscard]] bool retired(DeviceId device) const;
+  void restore(std::size_t device);
+  [[nodiscard]] bool retired(std::size_t device) const;
 
   /// The problem as it is known now: with corrected blocks, speeds, noise and memory.
   [[nodiscard]] plan::StageProblem problem() const;

@@ -35,6 +35,7 @@ struct BatchKind {
 /// a device descend in cost, so the first item of a micro-batch is its longest.
 struct PACELINE_API BatchPlan {
   std::int64_t size = 0;             ///< items
+  std::vector<DeviceId> devices;     ///< those of the group; "per device" below is in this order
   std::vector<std::int64_t> shares;  ///< items per device
   BatchKind kind{};                  ///< without costs only: costs tell what items are like
   balance::StepPlan balance;         ///< the balancer's plan, in items; with costs in millionths of the first batch
@@ -52,8 +53,8 @@ struct PACELINE_API BatchPlan {
   [[nodiscard]] std::span<const std::int64_t> items(std::int64_t begin, std::int64_t end) const noexcept {
     return std::span(arrangement.order).subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin));
   }
-  /// The work of the micro-batch [begin, end) on this device, by the device's shape. With costs only.
-  [[nodiscard]] double work(DeviceId device, std::int64_t begin, std::int64_t end) const noexcept;
+  /// The work of the micro-batch [begin, end) on the device at this place of `devices`, by its shape. With costs only.
+  [[nodiscard]] double work(std::size_t place, std::int64_t begin, std::int64_t end) const noexcept;
   /// The size that the memory for the micro-batch [begin, end) grows with: the number of its items; with costs this
   /// number times the longest item's cost.
   [[nodiscard]] double memory_size(std::int64_t begin, std::int64_t end) const noexcept;

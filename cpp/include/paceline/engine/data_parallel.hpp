@@ -32,7 +32,7 @@ namespace paceline {
 /// its own. For a GPU both lie in the GPU's memory.
 template <class T>
 struct BasicReplica {
-  DeviceId device = 0;
+  DeviceId device{};
   std::span<const T> parameters;
   std::span<T> gradients;         ///< zero when the device's first micro-batch of a step begins; the body adds to it
   NativeStream stream = nullptr;  ///< on a GPU the cudaStream_t to enqueue everything on; null on the host

@@ -49,7 +49,7 @@ struct DeviceQueueOptions {
 
 /// A copy between home's memory and that of a device, which updates a part of the parameters.
 struct DeviceCopy {
-  DeviceId device = 0;
+  DeviceId device{};
   void* to = nullptr;
   const void* from = nullptr;
   std::size_t bytes = 0;
@@ -127,7 +127,8 @@ class PACELINE_API DeviceQueues {
   DeviceQueues(const DeviceQueues&) = delete;
   DeviceQueues& operator=(const DeviceQueues&) = delete;
 
-  [[nodiscard]] std::size_t device_count() const noexcept;
+  /// DeviceGroup::ids().
+  [[nodiscard]] std::vector<DeviceId> devices() const;
   [[nodiscard]] std::size_t space_count() const noexcept;
   [[nodiscard]] std::size_t home_space() const noexcept;
   [[nodiscard]] std::size_t space_of(DeviceId device) const noexcept;

@@ -13,7 +13,7 @@ namespace paceline {
 struct MicroBatch {
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  DeviceId device = 0;
+  DeviceId device{};
   /// True only if this device gets no further micro-batch in this step. False does not promise another one: the device
   /// may ask for a correction and find none.
   bool last = false;

@@ -36,7 +36,7 @@ struct PipelineBlock {
 template <class T>
 struct BasicBlockRun {
   std::size_t block = 0;
-  DeviceId device = 0;
+  DeviceId device{};
   std::int64_t micro_batch = 0;
   std::int64_t begin = 0;  ///< its items of the batch are [begin, end)
   std::int64_t end = 0;
@@ -60,7 +60,7 @@ struct BasicBlockRun {
 template <class T>
 struct BasicBlockUpdate {
   std::size_t block = 0;
-  DeviceId device = 0;
+  DeviceId device{};
   std::span<T> parameters;
   std::span<const T> gradients;
   std::span<T> state;

@@ -22,7 +22,7 @@ class PipelineSource;
 /// One action of a pipeline's step, with where it runs.
 struct StageAction {
   std::size_t stage = 0;
-  DeviceId device = 0;
+  DeviceId device{};
   plan::Action::Kind kind = plan::Action::Kind::forward;
   std::int64_t micro_batch = 0;
 };

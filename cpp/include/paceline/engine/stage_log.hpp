@@ -21,7 +21,7 @@ namespace paceline {
 
 /// One stage of a step that ran.
 struct StageRun {
-  DeviceId device = 0;
+  DeviceId device{};
   std::int64_t blocks = 0;
   std::int64_t items = 0;
 };
@@ -40,12 +40,14 @@ class PACELINE_API StageLog {
   void add(const plan::StagePlan& plan, std::size_t block_count, std::span<const std::vector<ActionRecord>> actions,
            std::chrono::steady_clock::time_point started, bool moved);
 
+  /// DeviceGroup::ids(), the order of the figures.
+  [[nodiscard]] const std::vector<DeviceId>& devices() const noexcept { return devices_; }
   [[nodiscard]] observe::Metrics metrics() const { return metrics_.snapshot(); }
   [[nodiscard]] const observe::EventRing& events() const noexcept { return events_; }
   [[nodiscard]] const observe::History& history() const noexcept { return history_; }
 
  private:
-  std::size_t devices_;
+  std::vector<DeviceId> devices_;
   std::int64_t steps_ = 0;
   std::chrono::steady_clock::time_point origin_;
   observe::MetricsRecorder metrics_;

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include <paceline/balance/stage_balancer.hpp>
-#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/stages.hpp>
 
@@ -20,7 +19,7 @@ namespace paceline {
 /// How long a block took on a device with one micro-batch.
 struct BlockSample {
   std::size_t block = 0;
-  DeviceId device = 0;
+  std::size_t device = 0;  ///< its place in the problem's devices
   bool backward = false;
   std::int64_t items = 0;
   double seconds = 0.0;
@@ -80,8 +79,9 @@ class PACELINE_API StagePlanner {
   [[nodiscard]] bool out_of_memory(std::size_t stage);
   /// A prediction with this largest micro-batch ran out of memory. @return whether predict() now has smaller ones.
   [[nodiscard]] bool out_of_memory_predicting(std::int64_t items) noexcept;
-  void retire(DeviceId device);
-  void restore(DeviceId device);
+  /// By its place in the problem's devices.
+  void retire(std::size_t device);
+  void restore(std::size_t device);
 
   /// Of the last plan; while blocks are measured it is not the one that counts.
   [[nodiscard]] const balance::StageBalancer& balancer() const noexcept { return *balancer_; }

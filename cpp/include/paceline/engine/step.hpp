@@ -7,6 +7,7 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
@@ -104,9 +105,10 @@ struct PACELINE_API StepRecord {
   /// See balance::StepTimings::startup_seconds. Empty (not measured) with asynchronous devices and scripts.
   std::vector<std::optional<double>> startup_seconds{};
 
-  [[nodiscard]] balance::StepTimings timings(std::size_t device_count) const;
-  /// Items that each device really ran.
-  [[nodiscard]] std::vector<std::int64_t> items(std::size_t device_count) const;
+  /// For these devices (DeviceGroup::ids()), in their order.
+  [[nodiscard]] balance::StepTimings timings(std::span<const DeviceId> devices) const;
+  /// Items that each of these devices really ran.
+  [[nodiscard]] std::vector<std::int64_t> items(std::span<const DeviceId> devices) const;
 };
 
 /// The first error of a step, and where it happened.

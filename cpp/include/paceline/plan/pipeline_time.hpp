@@ -50,8 +50,4 @@ struct PipelineTimes {
                                                    std::span<const double> noise, std::size_t samples = 32,
                                                    std::span<const double> scale = {});
 
-/// A time that no schedule beats: max over stages i of (m * (forward_i + backward_i) + what the first micro-batch takes
-/// to get there from stage 0, and the last one to get back).
-[[nodiscard]] PACELINE_API double pipeline_bound(std::span<const StageTimes> stages, std::int64_t micro_batches);
-
 }  // namespace paceline::plan

@@ -88,8 +88,10 @@ struct StagePlan {
   std::vector<std::int64_t> bytes;  ///< per stage, what its device needs
   double seconds = 0.0;             ///< of a step, expected with noise
   double ideal_seconds = 0.0;       ///< the work of the step over the sum of the speeds of all devices
-  double bound_seconds = 0.0;       ///< pipeline_bound() of these stages
-  std::int64_t moved_bytes = 0;     ///< parameter_bytes that are in another memory space than in `previous`
+  /// A time that no schedule of these stages beats: max over stages of (their work in all micro-batches, + what the
+  /// first micro-batch takes to get there from stage 0, and the last one to get back).
+  double bound_seconds = 0.0;
+  std::int64_t moved_bytes = 0;  ///< parameter_bytes that are in another memory space than in `previous`
 };
 
 /// Cuts a model into stages of neighbouring blocks and gives each to a device, in any order of the devices, so that a

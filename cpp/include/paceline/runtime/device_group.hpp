@@ -71,6 +71,12 @@ class PACELINE_API DeviceGroup {
 
   [[nodiscard]] std::size_t size() const noexcept;
   [[nodiscard]] const std::vector<Device>& devices() const noexcept;
+  /// The ids of devices(), in the same order. A group gives them to its devices; a share has those of its group.
+  [[nodiscard]] const std::vector<DeviceId>& ids() const noexcept;
+  /// @throws InvalidArgument for an id of no device of the group, as place().
+  [[nodiscard]] const Device& device(DeviceId id) const;
+  /// The device's place in devices(), and in every list that has a value per device of the group.
+  [[nodiscard]] std::size_t place(DeviceId id) const;
   /// Whether any of the devices is asynchronous, as GPUs are.
   [[nodiscard]] bool asynchronous() const;
 

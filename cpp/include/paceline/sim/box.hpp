@@ -9,7 +9,6 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
-#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
 
@@ -30,7 +29,7 @@ struct SimDevice {
 
 /// The device takes `factor` times as long in steps [from, to).
 struct Throttle {
-  DeviceId device = 0;
+  std::size_t device = 0;
   double factor = 2.0;
   std::int64_t from = 0;
   std::int64_t to = 0;
@@ -39,7 +38,7 @@ struct Throttle {
 /// The device takes `first_factor` times as long up to step `from`, and `last_factor` times as long from step `to` on.
 /// In between the factor changes linearly. Examples: warming up, heating up.
 struct Drift {
-  DeviceId device = 0;
+  std::size_t device = 0;
   double first_factor = 1.0;
   double last_factor = 1.5;
   std::int64_t from = 0;
@@ -49,7 +48,7 @@ struct Drift {
 /// The device stands still for `seconds` in step `first`, and again every `every` steps (0: only once). Examples:
 /// compilation in the first step, garbage collection, one bad sample. No split avoids it, so the oracle ignores it.
 struct Pause {
-  DeviceId device = 0;
+  std::size_t device = 0;
   double seconds = 0.0;
   std::int64_t first = 0;
   std::int64_t every = 0;
@@ -57,7 +56,7 @@ struct Pause {
 
 /// The device begins steps [from, to) `seconds` later than the others. Example: other programs hold its core.
 struct LateStart {
-  DeviceId device = 0;
+  std::size_t device = 0;
   double seconds = 0.0;
   std::int64_t from = 0;
   std::int64_t to = 0;
@@ -72,7 +71,7 @@ struct LastingNoise {
 
 /// The device stops for good in step `step`.
 struct Failure {
-  DeviceId device = 0;
+  std::size_t device = 0;
   std::int64_t step = 0;
 };
 
@@ -97,7 +96,7 @@ struct StepOutcome {
   balance::StepTimings timings;
   double seconds = 0.0;
   double first_run_seconds = 0.0;  ///< the longest first run of a size in this step; `seconds` contains it
-  std::optional<DeviceId> failed_device;
+  std::optional<std::size_t> failed_device;
 };
 
 /// The devices of one machine on a virtual clock. A step advances the clock by the time that the options say, and takes
@@ -121,7 +120,7 @@ class PACELINE_API Box {
   [[nodiscard]] std::vector<plan::CostModel> models(std::int64_t step) const;
   /// Per device: how much later than the others it begins this step.
   [[nodiscard]] std::vector<double> late(std::int64_t step) const;
-  [[nodiscard]] bool alive(DeviceId device, std::int64_t step) const;
+  [[nodiscard]] bool alive(std::size_t device, std::int64_t step) const;
   /// The seconds of a step with `shares`, with start-up and reduction, without noise, pauses and first runs.
   [[nodiscard]] double makespan(std::int64_t step, const std::vector<std::int64_t>& shares) const;
   /// The split with the least makespan at a step, by the true models over the devices alive.
@@ -132,10 +131,10 @@ class PACELINE_API Box {
   [[nodiscard]] const BoxOptions& options() const noexcept { return options_; }
 
  private:
-  [[nodiscard]] double slowdown(DeviceId device, std::int64_t step) const;
-  [[nodiscard]] double pause(DeviceId device, std::int64_t step) const;
+  [[nodiscard]] double slowdown(std::size_t device, std::int64_t step) const;
+  [[nodiscard]] double pause(std::size_t device, std::int64_t step) const;
   [[nodiscard]] double reduction(const std::vector<std::int64_t>& shares) const;
-  [[nodiscard]] double lasting_noise(DeviceId device, std::int64_t step);
+  [[nodiscard]] double lasting_noise(std::size_t device, std::int64_t step);
   BoxOptions options_;
   std::vector<std::vector<double>> lasting_;        // the present value of each term, per device
   std::vector<std::vector<double>> lasting_noise_;  // their sums, per step that was asked for or before it, and device

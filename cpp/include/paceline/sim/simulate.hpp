@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -8,7 +9,6 @@
 #include <vector>
 
 #include <paceline/balance/balance.hpp>
-#include <paceline/device_id.hpp>
 #include <paceline/export.hpp>
 #include <paceline/sim/box.hpp>
 
@@ -31,7 +31,7 @@ struct SimulationOptions {
 /// A change of the box to which the split should adapt.
 struct BoxEvent {
   std::int64_t step = 0;
-  DeviceId device = 0;
+  std::size_t device = 0;
   std::string kind;  ///< "throttle", "release", "late start", "on time", "failure"
 };
 

@@ -43,8 +43,8 @@ class AsyncMemory final : public TrainerMemory<T> {
     losses_.push_back(home().allocate_pinned(sizeof(double)));
     stream.zero(this->parameters.data(), bytes);
     stream.zero(this->gradients.data(), bytes);
-    for (std::size_t d = 0; d < group.size(); ++d) {
-      this->sums.push_back({.gradients = {allocate<T>(d, count), count}, .loss = allocate<double>(d, 1)});
+    for (const DeviceId id : group.ids()) {
+      this->sums.add(id, {.gradients = {allocate<T>(id, count), count}, .loss = allocate<double>(id, 1)});
     }
     for (std::size_t s = 1; s < queues.space_count(); ++s) {
       add_parameters(s, queues.copy_stream(s));

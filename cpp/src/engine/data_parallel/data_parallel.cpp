@@ -24,7 +24,7 @@ namespace {
 template <class T>
 std::shared_ptr<TrainerMemory<T>> make_memory(const DeviceGroup& group, const DataParallelOptions& options) {
   if (group.asynchronous()) return make_async_memory<T>(group, options);
-  return std::make_shared<TrainerMemory<T>>(group.size(), options.parameter_count);
+  return std::make_shared<TrainerMemory<T>>(group.ids(), options.parameter_count);
 }
 
 StepLoopOptions step_loop_options(const DataParallelOptions& options) {
@@ -39,11 +39,11 @@ StepLoopOptions step_loop_options(const DataParallelOptions& options) {
                                                         options.corrections.value_or(true))};
 }
 
-std::size_t index_of(const DeviceGroup& group, std::string_view name) {
+DeviceId id_of(const DeviceGroup& group, std::string_view name) {
   std::vector<std::string> names;
-  for (std::size_t d = 0; d < group.size(); ++d) {
-    if (group.devices()[d].name == name) return d;
-    names.push_back(group.devices()[d].name);
+  for (const DeviceId id : group.ids()) {
+    if (group.device(id).name == name) return id;
+    names.push_back(group.device(id).name);
   }
   throw InvalidArgument(fmt::format("the group has no device {}; it has {}", name, fmt::join(names, ", ")));
 }
@@ -183,7 +183,7 @@ void BasicDataParallel<T>::update(const Update& body) {
   state_->step_loop.require_idle();
   const std::size_t count = parameters().size();
   std::vector<double> works;
-  for (std::size_t d = 0; d < group.size(); ++d) works.push_back(state_->step_loop.retired(d) ? 0.0 : 1.0);
+  for (const DeviceId id : group.ids()) works.push_back(state_->step_loop.retired(id) ? 0.0 : 1.0);
   const auto devices = std::count(works.begin(), works.end(), 1.0);
   const auto blocks = static_cast<std::int64_t>((count + kUpdateBlock - 1) / kUpdateBlock);
   if (devices == 1 || group.asynchronous() || blocks < devices * kLeastUpdateBlocksPerDevice) return body(0, count);
@@ -197,11 +197,11 @@ void BasicDataParallel<T>::update(const Update& body) {
 
 template <class T>
 void BasicDataParallel<T>::retire(std::string_view device) {
-  state_->step_loop.retire(index_of(group(), device));
+  state_->step_loop.retire(id_of(group(), device));
 }
 template <class T>
 void BasicDataParallel<T>::restore(std::string_view device) {
-  state_->step_loop.restore(index_of(group(), device));
+  state_->step_loop.restore(id_of(group(), device));
 }
 template <class T>
 std::vector<std::optional<plan::CostModel>> BasicDataParallel<T>::speeds(bool by_cost) {

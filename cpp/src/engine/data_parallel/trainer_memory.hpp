@@ -16,6 +16,7 @@
 #include <paceline/engine/data_parallel.hpp>
 #include <paceline/engine/objective.hpp>
 #include <paceline/engine/step.hpp>
+#include <paceline/per_device.hpp>
 #include <paceline/runtime/device_group.hpp>
 #include <paceline/runtime/dtype.hpp>
 
@@ -40,11 +41,11 @@ class TrainerMemory : public std::enable_shared_from_this<TrainerMemory<T>> {
   };
 
   TrainerMemory() = default;
-  TrainerMemory(std::size_t device_count, std::size_t parameter_count)
-      : storage_(device_count + 2, std::vector<T>(parameter_count)) {
+  TrainerMemory(std::span<const DeviceId> devices, std::size_t parameter_count)
+      : storage_(devices.size() + 2, std::vector<T>(parameter_count)) {
     parameters = storage_[0];
     gradients = storage_[1];
-    for (std::size_t d = 0; d < device_count; ++d) sums.push_back({.gradients = storage_[d + 2]});
+    for (const DeviceId id : devices) sums.add(id, {.gradients = storage_[sums.size() + 2]});
   }
   virtual ~TrainerMemory() = default;
 
@@ -63,7 +64,7 @@ class TrainerMemory : public std::enable_shared_from_this<TrainerMemory<T>> {
 
   std::span<T> parameters;
   std::span<T> gradients;  ///< written only when every device has succeeded
-  std::vector<Sums> sums;  ///< of each device
+  PerDevice<Sums> sums;
 
  private:
   std::vector<std::vector<T>> storage_;
@@ -80,7 +81,7 @@ class TrainerStep : public StepProgram {
   using Body = typename TrainerMemory<T>::Body;
 
   TrainerStep(std::shared_ptr<TrainerMemory<T>> memory, const Body& body, double total_weight)
-      : memory_(std::move(memory)), body_(body), total_weight_(total_weight), devices_(memory_->sums.size()) {}
+      : memory_(std::move(memory)), body_(body), total_weight_(total_weight), devices_(memory_->sums.ids()) {}
 
   virtual void begin(const Step& /*step*/) {}
   /// Returns the objective. From now on the trainer's gradients() are this step's.
@@ -105,8 +106,8 @@ class TrainerStep : public StepProgram {
                              .count = memory_->gradients.size(),
                              .dtype = kDTypeOf<T>,
                              .scale = 1.0 / total_weight_};
-    for (std::size_t d = 0; d < devices_.size(); ++d) {
-      if (ran(d)) segment.inputs.push_back(memory_->sums[d].gradients.data());
+    for (const auto& [id, sums] : memory_->sums) {
+      if (ran(id)) segment.inputs.push_back(sums.gradients.data());
     }
     return {std::move(segment)};
   }
@@ -125,7 +126,7 @@ class TrainerStep : public StepProgram {
   /// The sum of the losses that the body has returned, in the order of the devices.
   [[nodiscard]] double loss() const {
     double sum = 0.0;
-    for (const DeviceState& device : devices_) sum += device.loss;
+    for (const auto& [id, device] : devices_) sum += device.loss;
     return sum;
   }
 
@@ -139,7 +140,7 @@ class TrainerStep : public StepProgram {
     double loss = 0.0;
     std::int64_t memory_bytes = 0;
   };
-  std::vector<DeviceState> devices_;
+  PerDevice<DeviceState> devices_;
 };
 
 template <class T>

@@ -84,7 +84,7 @@ void ItemShapes::add(const ItemTiming& timing) {
   timings_.push_back(timing);
 }
 
-bool ItemShapes::fit(const std::vector<std::int64_t>& since_step) {
+bool ItemShapes::fit(const PerDevice<std::int64_t>& since_step) {
   if (timings_.size() < kLeastTimings) return false;
   struct Candidate {
     plan::ItemShape shape;
@@ -97,7 +97,8 @@ bool ItemShapes::fit(const std::vector<std::int64_t>& since_step) {
     samples.reserve(timings_.size());
     for (const ItemTiming& timing : timings_) {
       const bool before = timing.step < since_step[timing.device];
-      samples.push_back(sample_of(timing, measure, static_cast<std::int64_t>(2 * timing.device + (before ? 1 : 0))));
+      samples.push_back(
+          sample_of(timing, measure, static_cast<std::int64_t>(2 * timing.device.number() + (before ? 1 : 0))));
     }
     const plan::ItemCostFit fit = plan::fit_item_cost(samples);
     Candidate candidate{{fit.shape, measure}, fit.relative_rms};
@@ -131,11 +132,11 @@ void check_costs(std::span<const double> costs) {
   }
 }
 
-ItemWork::ItemWork(const std::vector<std::string>& device_classes, std::int64_t micro_batch, bool plain_costs)
+ItemWork::ItemWork(const PerDevice<std::string>& device_classes, std::int64_t micro_batch, bool plain_costs)
     : micro_batch_(micro_batch), plain_costs_(plain_costs) {
-  for (const std::string& name : device_classes) {
+  for (const auto& [id, name] : device_classes) {
     const auto known = std::ranges::find(classes_, name, &Class::name);
-    devices_.push_back({static_cast<std::size_t>(known - classes_.begin())});
+    devices_.add(id, {static_cast<std::size_t>(known - classes_.begin())});
     if (known == classes_.end()) classes_.push_back({name, {}});
   }
 }
@@ -157,7 +158,7 @@ std::int64_t ItemWork::begin(std::span<const double> costs) {
   if (batch_size_ == 0) {
     unit_ = kUnits / total_of(costs);
     const double fixed = kFixedAtFirst * kUnits / static_cast<double>(devices_.size());
-    for (DeviceState& device : devices_) device.shape = {.cost = {fixed, unit_, 0.0}};
+    for (auto& [id, device] : devices_) device.shape = {.cost = {fixed, unit_, 0.0}};
   }
   batch_size_ = units;
   batch_sizes_.insert(units);
@@ -175,7 +176,10 @@ std::shared_ptr<BatchPlan> ItemWork::arrange(std::span<const double> costs, bala
   for (const double cost : made->costs) {
     if (cost > 0.0) made->least_cost = std::min(made->least_cost, cost);
   }
-  for (const DeviceState& device : devices_) made->shapes.push_back(device.shape);
+  for (const auto& [id, device] : devices_) {
+    made->devices.push_back(id);
+    made->shapes.push_back(device.shape);
+  }
   const std::vector<double> targets(made->balance.shares.begin(), made->balance.shares.end());
   const std::int64_t most = micro_batch_ > 0 ? micro_batch_ : std::numeric_limits<std::int64_t>::max();
   made->arrangement = plan::arrange_items(made->costs, targets, made->shapes,
@@ -218,9 +222,11 @@ void ItemWork::record(const BatchPlan& plan, const StepRecord& record, const bal
 }
 
 void ItemWork::refit(const balance::Balancer& balancer) {
-  std::vector<std::int64_t> since;
-  for (const balance::DeviceReport& device : balancer.report().devices) {
-    since.push_back(device.change_points + device.drifts > 0 ? device.since_step : 0);
+  PerDevice<std::int64_t> since;
+  const balance::BalanceReport report = balancer.report();
+  for (std::size_t place = 0; const auto& [id, unused] : devices_) {
+    const balance::DeviceReport& device = report.devices[place++];
+    since.add(id, device.change_points + device.drifts > 0 ? device.since_step : 0);
   }
   double all = 0.0;  // the total work in all windows by the present shapes, which must stay the same
   for (const Class& one : classes_) {
@@ -228,7 +234,7 @@ void ItemWork::refit(const balance::Balancer& balancer) {
   }
   std::vector<bool> fitted;
   for (Class& one : classes_) fitted.push_back(one.shapes.fit(since));
-  for (DeviceState& device : devices_) {
+  for (auto& [id, device] : devices_) {
     if (!fitted[device.device_class]) continue;
     plan::ItemShape shape = classes_[device.device_class].shapes.shape();
     double seconds = 0.0;

@@ -11,16 +11,16 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
-#include <paceline/device_id.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/step.hpp>
+#include <paceline/per_device.hpp>
 #include <paceline/plan/item_packing.hpp>
 
 namespace paceline::internal {
 
 /// One timed micro-batch of items with costs.
 struct ItemTiming {
-  DeviceId device = 0;
+  DeviceId device{};
   std::int64_t step = 0;
   double count = 0.0;
   double longest = 0.0;
@@ -40,7 +40,7 @@ class ItemShapes {
   void add(const ItemTiming& timing);
   /// Fits the micro-batches in the window. `since_step`: per device, the first step at its present speed. Returns
   /// false, and changes nothing, if there are too few micro-batches or their times do not depend on the items.
-  bool fit(const std::vector<std::int64_t>& since_step);
+  bool fit(const PerDevice<std::int64_t>& since_step);
 
   [[nodiscard]] bool fitted() const { return fitted_; }
   [[nodiscard]] const plan::ItemShape& shape() const { return shape_; }  ///< in seconds on the fastest device
@@ -74,9 +74,9 @@ void check_costs(std::span<const double> costs);
 /// that, and there are at most two sizes for each doubling of the cost.
 class ItemWork {
  public:
-  /// `device_classes`: one per device; devices of one class share a shape. `micro_batch`: the most items of a
+  /// `device_classes`: devices of one class share a shape. `micro_batch`: the most items of a
   /// micro-batch; 0: no limit. `plain_costs`: see plan::ArrangementOptions.
-  ItemWork(const std::vector<std::string>& device_classes, std::int64_t micro_batch, bool plain_costs);
+  ItemWork(const PerDevice<std::string>& device_classes, std::int64_t micro_batch, bool plain_costs);
 
   /// The batch size that the balancer is asked for, in units of work.
   /// Requires: check_costs().
@@ -107,7 +107,7 @@ class ItemWork {
   };
 
   std::vector<Class> classes_;
-  std::vector<DeviceState> devices_;
+  PerDevice<DeviceState> devices_;
   std::int64_t micro_batch_;
   bool plain_costs_;
   double unit_ = 0.0;            // units of work per unit of cost, before the first measurement

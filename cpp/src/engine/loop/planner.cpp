@@ -3,6 +3,8 @@
 
 #include <vector>
 
+#include <paceline/per_device.hpp>
+
 namespace paceline::internal {
 
 balance::StepPlan Planner::decide(std::int64_t batch_size, const std::shared_ptr<balance::LedgerWriter>& whole_ledger) {
@@ -31,13 +33,14 @@ void Planner::record(const BatchPlan& plan, const StepRecord& record, std::span<
     awaits_record = false;
   }
   if (ledger == nullptr) return;
+  const auto place = [&](DeviceId id) { return internal::place_of(plan.devices, id); };
   std::vector<balance::LedgerClaim> claims;
   for (const ClaimRecord& claim : record.claims) {
     const MicroBatch& mb = claim.micro_batch;
-    claims.push_back({mb.device, mb.begin, mb.end, claim.start_seconds, claim.finish_seconds});
+    claims.push_back({place(mb.device), mb.begin, mb.end, claim.start_seconds, claim.finish_seconds});
   }
   std::vector<balance::LedgerClaim> cut;
-  for (const MicroBatch& piece : pieces) cut.push_back({piece.device, piece.begin, piece.end});
+  for (const MicroBatch& piece : pieces) cut.push_back({place(piece.device), piece.begin, piece.end});
   ledger->claims(plan.balance.step, plan.size, claims, cut, plan.arrangement.order);
 }
 

@@ -129,17 +129,19 @@ void StepLoop::set_least_items(std::int64_t items) { state_->set(&StepLoopOption
 
 void StepLoop::retire(DeviceId device) {
   require_idle();
-  state_->change_devices([device](balance::Balancer& balancer) { balancer.retire(device); });
-  state_->metrics.set_retired(device, true);
+  const std::size_t place = group().place(device);
+  state_->change_devices([place](balance::Balancer& balancer) { balancer.retire(place); });
+  state_->metrics.set_retired(place, true);
 }
 
 void StepLoop::restore(DeviceId device) {
   require_idle();
-  state_->change_devices([device](balance::Balancer& balancer) { balancer.restore(device); });
-  state_->metrics.set_retired(device, false);
+  const std::size_t place = group().place(device);
+  state_->change_devices([place](balance::Balancer& balancer) { balancer.restore(place); });
+  state_->metrics.set_retired(place, false);
 }
 
-bool StepLoop::retired(DeviceId device) const { return balancer().retired(device); }
+bool StepLoop::retired(DeviceId device) const { return balancer().retired(group().place(device)); }
 
 std::vector<std::optional<plan::CostModel>> StepLoop::speeds(bool by_cost) const {
   std::vector<std::optional<plan::CostModel>> models;

@@ -8,6 +8,7 @@
 #include <string>
 
 #include <paceline/error.hpp>
+#include <paceline/per_device.hpp>
 #include <paceline/runtime/backend.hpp>
 
 #include "engine/step/step_pieces.hpp"
@@ -69,7 +70,8 @@ StepLoop::State::State(const DeviceGroup& the_group, StepLoopOptions the_options
       run_ahead(run_ahead_of(group, options)),
       alike(make_balancer(group, options, false)),
       by_cost(make_balancer(group, options, true)),
-      work(of_each(group, &Device::device_class), options.micro_batch, options.balance != Balance::automatic),
+      work({group.ids(), of_each(group, &Device::device_class)}, options.micro_batch,
+           options.balance != Balance::automatic),
       caps(std::make_shared<internal::MemoryCaps>(group, options.memory_limits)),
       metrics(of_each(group, &Device::name)),
       health(group.devices()),
@@ -95,6 +97,7 @@ std::shared_ptr<const BatchPlan> StepLoop::State::next_plan(std::int64_t batch_s
   auto made = std::make_shared<BatchPlan>();
   made->size = batch_size;
   made->kind = kind;
+  made->devices = group.ids();
   made->balance = alike.decide(batch_size, ledger);
   made->shares = made->balance.shares;
   last = &alike;
@@ -139,16 +142,17 @@ void StepLoop::State::note(const Step& done) {
   planner.record(ran_by, record, done.pieces()->ran());
   if (ran_by.by_cost()) work.record(ran_by, record, planner.balancer);
   observe::StepSample sample;
-  sample.items = record.items(group.size());
+  sample.items = record.items(group.ids());
   sample.costs = ran_by.costs_of(record);
   if (!ran_by.by_cost()) sample.planned = ran_by.shares;
   sample.compute_seconds = record.compute_seconds;
   sample.step_seconds = record.step_seconds;
   sample.moved = ran_by.balance.moved;
-  sample.busy_seconds.assign(group.size(), 0.0);
+  PerDevice<double> busy(group.ids());
   for (const ClaimRecord& claim : record.claims) {
-    sample.busy_seconds[claim.micro_batch.device] += claim.finish_seconds - claim.start_seconds;
+    busy[claim.micro_batch.device] += claim.finish_seconds - claim.start_seconds;
   }
+  sample.busy_seconds = busy.values();
   metrics.add(sample);
   history.add(sample);
   note_events(ran_by, record);

@@ -128,6 +128,12 @@ PipelineCore::PipelineCore(DeviceGroup group, const PipelineOptions& options, DT
       plan_(planner_.plan(options.batch_size)),
       memory_(devices_, bytes_of(options, size_of(dtype)), options.memory_limits, *plan_) {}
 
+std::vector<DeviceId> PipelineCore::devices_of(const plan::StagePlan& plan) const {
+  std::vector<DeviceId> devices;
+  for (const std::size_t place : plan.order) devices.push_back(devices_.at(place));
+  return devices;
+}
+
 std::shared_ptr<StepMarks> PipelineCore::take_marks(const plan::StagePlan& plan) {
   const auto count = static_cast<std::size_t>(plan.schedule.micro_batches);
   for (const auto& one : marks_) {
@@ -136,7 +142,8 @@ std::shared_ptr<StepMarks> PipelineCore::take_marks(const plan::StagePlan& plan)
   std::erase_if(marks_, [](const auto& one) { return one.use_count() == 1; });
   auto marks = std::make_shared<StepMarks>(plan.order.size(), plan.schedule.micro_batches);
   for (std::size_t s = 0; s < plan.order.size(); ++s) {
-    if (AsyncDevice* const device = devices_.opened(plan.order[s])) marks->over[s] = device->make_event(false);
+    if (AsyncDevice* const device = devices_.opened(devices_.at(plan.order[s])))
+      marks->over[s] = device->make_event(false);
   }
   if (marks->over.back() != nullptr) marks->loss = devices_.allocate_pinned(sizeof(double));
   return marks_.emplace_back(std::move(marks));
@@ -159,7 +166,7 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
     try {
       first = memory_.arrange(*plan);
     } catch (const OutOfMemory& error) {
-      const auto is_there = [&](std::size_t device) { return devices_.name(device) == error.device(); };
+      const auto is_there = [&](std::size_t place) { return group_.devices()[place].name == error.device(); };
       const auto at = std::ranges::find_if(plan->order, is_there);
       if (at == plan->order.end()) throw;
       if (!planner_.out_of_memory(static_cast<std::size_t>(at - plan->order.begin()))) throw;
@@ -169,7 +176,7 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
     std::shared_ptr<StepMarks> marks = take_marks(*plan);
     const bool measures = planner_.measures();
     const auto run = std::make_shared<PipelineRun>(memory_, plan, calls, marks, measures);
-    PipelineStep step(group_, run, plan->schedule, plan->order);
+    PipelineStep step(group_, run, plan->schedule, devices_of(*plan));
     const auto started = std::chrono::steady_clock::now();
     step.start();
     step.wait();
@@ -337,11 +344,11 @@ NativeStream PipelineCore::stream(DeviceId device) const {
   return work == nullptr ? nullptr : work->native();
 }
 
-DeviceId PipelineCore::device(std::string_view name) const {
+std::size_t PipelineCore::place_of(std::string_view name) const {
   std::vector<std::string> names;
-  for (DeviceId d = 0; d < devices_.size(); ++d) {
-    if (devices_.name(d) == name) return d;
-    names.push_back(devices_.name(d));
+  for (const Device& device : group_.devices()) {
+    if (device.name == name) return names.size();
+    names.push_back(device.name);
   }
   throw InvalidArgument(fmt::format("the group has no device {}; it has {}", name, fmt::join(names, ", ")));
 }

@@ -35,7 +35,8 @@ class PipelineCore {
     return block == 0 ? 0 : blocks_[block - 1].output_count;
   }
   [[nodiscard]] NativeStream stream(DeviceId device) const;
-  [[nodiscard]] DeviceId device(std::string_view name) const;
+  /// The place in the group of the device with this name.
+  [[nodiscard]] std::size_t place_of(std::string_view name) const;
   [[nodiscard]] StagePlanner& planner() noexcept { return planner_; }
   [[nodiscard]] const plan::StagePlan& plan() const noexcept { return *plan_; }
   [[nodiscard]] const PipelineRecord& last_step() const noexcept { return last_step_; }
@@ -54,6 +55,8 @@ class PipelineCore {
     bool moved = false;
   };
 
+  /// The device of each stage of a plan.
+  [[nodiscard]] std::vector<DeviceId> devices_of(const plan::StagePlan& plan) const;
   [[nodiscard]] std::shared_ptr<StepMarks> take_marks(const plan::StagePlan& plan);
   /// Hands on the times of the steps that are done, and of as many others as must be known before the next one.
   void collect();

@@ -35,13 +35,15 @@ class Dealer {
 
 PipelineMemory::PipelineMemory(StageDevices& devices, std::vector<BlockBytes> blocks, std::vector<std::int64_t> limits,
                                const plan::StagePlan& plan)
-    : devices_(devices), blocks_(std::move(blocks)), limits_(std::move(limits)) {
-  limits_.resize(devices_.size(), 0);
+    : devices_(devices), blocks_(std::move(blocks)) {
+  limits.resize(devices_.ids().size(), 0);
+  limits_ = {devices_.ids(), std::move(limits)};
   for (std::size_t s = 0; s < plan.cuts.size(); ++s) {
     const std::size_t end = s + 1 < plan.cuts.size() ? plan.cuts[s + 1] : blocks_.size();
+    const DeviceId device = devices_.at(plan.order[s]);
     for (std::size_t b = plan.cuts[s]; b < end; ++b) {
-      owned_.push_back(make(b, plan.order[s]));
-      devices_.zero(plan.order[s], owned_.back().buffer->data(), owned_.back().buffer->bytes());
+      owned_.push_back(make(b, device));
+      devices_.zero(device, owned_.back().buffer->data(), owned_.back().buffer->bytes());
     }
   }
 }
@@ -79,7 +81,7 @@ void PipelineMemory::move(std::size_t block, DeviceId to) {
 bool PipelineMemory::fits(const plan::StagePlan& plan, const std::vector<Slots>& slots) const {
   if (stages_.size() != plan.cuts.size() || plan.sizes.front() > items_) return false;
   for (std::size_t s = 0; s < stages_.size(); ++s) {
-    const bool same = stages_[s].begin == plan.cuts[s] && stages_[s].device == plan.order[s];
+    const bool same = stages_[s].begin == plan.cuts[s] && stages_[s].device == devices_.at(plan.order[s]);
     if (!same || slots[s].count > stages_[s].places.size()) return false;
   }
   return true;
@@ -95,7 +97,7 @@ bool PipelineMemory::arrange(const plan::StagePlan& plan) {
     stages_.clear();
     std::vector<Stage> stages(plan.cuts.size());
     for (std::size_t s = 0; s < stages.size(); ++s) {
-      stages[s].device = plan.order[s];
+      stages[s].device = devices_.at(plan.order[s]);
       stages[s].begin = plan.cuts[s];
       stages[s].end = s + 1 < stages.size() ? plan.cuts[s + 1] : blocks_.size();
       stages[s].places.resize(slots[s].count);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <paceline/device_id.hpp>
+#include <paceline/per_device.hpp>
 #include <paceline/plan/stages.hpp>
 #include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/dtype.hpp>
@@ -27,7 +28,7 @@ struct BlockBytes {
 
 /// What the library owns of a block, in the memory of its stage's device.
 struct BlockMemory {
-  DeviceId device = 0;
+  DeviceId device{};
   std::byte* parameters = nullptr;
   std::byte* gradients = nullptr;  ///< of the last successful step
   std::byte* sums = nullptr;       ///< of the step that runs
@@ -66,7 +67,7 @@ struct StageBoundary {
 };
 
 struct Stage {
-  DeviceId device = 0;
+  DeviceId device{};
   std::size_t begin = 0;  ///< its blocks are [begin, end)
   std::size_t end = 0;
   Slots slots;
@@ -117,7 +118,7 @@ class PipelineMemory {
 
   StageDevices& devices_;
   std::vector<BlockBytes> blocks_;
-  std::vector<std::int64_t> limits_;
+  PerDevice<std::int64_t> limits_;
   std::vector<BlockMemory> owned_;
   std::vector<Stage> stages_;
   std::vector<StageBoundary> boundaries_;

@@ -21,7 +21,7 @@ namespace paceline::internal {
 /// BasicBlockRun without the type of its elements. Its sizes follow from the block's.
 struct BlockCall {
   std::size_t block = 0;
-  DeviceId device = 0;
+  DeviceId device{};
   std::int64_t micro_batch = 0;
   std::int64_t begin = 0;
   std::int64_t end = 0;

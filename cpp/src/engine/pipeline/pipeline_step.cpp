@@ -6,6 +6,7 @@
 #include <utility>
 
 #include <paceline/error.hpp>
+#include <paceline/per_device.hpp>
 
 #include "engine/pipeline/pipeline_source.hpp"
 #include "engine/rethrow.hpp"
@@ -23,16 +24,16 @@ void check(const DeviceGroup& group, const plan::Schedule& schedule, const std::
     throw InvalidArgument(fmt::format("pipeline: {} for {}; one device per stage is needed.",
                                       plural(devices.size(), "device"), plural(schedule.stages.size(), "stage")));
   }
-  std::vector<bool> taken(group.size(), false);
+  PerDevice<bool> taken(group.ids());
   for (const DeviceId device : devices) {
-    if (device >= group.size()) {
-      throw InvalidArgument(fmt::format("pipeline: a stage is on device {} of a group of {}.", device, group.size()));
-    }
-    if (taken[device]) {
+    if (taken.find(device) == nullptr) {
       throw InvalidArgument(
-          fmt::format("pipeline: {} has two stages. Merge them into one.", group.devices()[device].name));
+          fmt::format("pipeline: a stage is on device {} of a group of {}.", device.number(), group.size()));
     }
-    taken[device] = true;
+    if (std::exchange(taken[device], true)) {
+      throw InvalidArgument(
+          fmt::format("pipeline: {} has two stages. Merge them into one.", group.device(device).name));
+    }
   }
 }
 
@@ -67,7 +68,7 @@ void PipelineStep::rethrow_failure() const {
   const PipelineFailure* failure = source_->failure();
   if (failure == nullptr) return;
   const StageAction& at = failure->action;
-  const std::string device = group_.devices()[at.device].name;
+  const std::string device = group_.device(at.device).name;
   const char* kind = at.kind == plan::Action::Kind::forward ? "forward" : "backward";
   internal::rethrow(failure->error, "pipeline", device, true, [&](const std::string& what) {
     return fmt::format("pipeline: stage {} on {} failed in the {} of micro-batch {}: {}. Nothing was committed.",

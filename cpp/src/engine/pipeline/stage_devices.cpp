@@ -33,8 +33,9 @@ class HostBuffer final : public Buffer {
 
 StageDevices::StageDevices(const DeviceGroup& group, std::chrono::nanoseconds timeout) : timeout_(timeout) {
   std::map<std::string, std::size_t> spaces;
-  for (const Device& device : group.devices()) {
-    Entry& entry = devices_.emplace_back();
+  for (const DeviceId id : group.ids()) {
+    const Device& device = group.device(id);
+    Entry& entry = devices_.add(id);
     entry.name = device.name;
     entry.space = spaces.emplace(device.memory_space, spaces.size()).first->second;
     entry.opened = backend_of(device).open(device);
@@ -96,7 +97,7 @@ void StageDevices::drain(AsyncDevice* device, Stream* stream) noexcept {
 }
 
 void StageDevices::drain() noexcept {
-  for (const Entry& entry : devices_) drain(entry.opened.get(), entry.work.get());
+  for (const auto& [id, entry] : devices_) drain(entry.opened.get(), entry.work.get());
 }
 
 }  // namespace paceline::internal

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <paceline/device_id.hpp>
+#include <paceline/per_device.hpp>
 #include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device_group.hpp>
 
@@ -19,7 +20,9 @@ class StageDevices {
  public:
   StageDevices(const DeviceGroup& group, std::chrono::nanoseconds timeout);
 
-  [[nodiscard]] std::size_t size() const noexcept { return devices_.size(); }
+  [[nodiscard]] std::vector<DeviceId> ids() const { return devices_.ids(); }
+  /// The device that plans know by its place in the group.
+  [[nodiscard]] DeviceId at(std::size_t place) const { return devices_.id(place); }
   [[nodiscard]] const std::string& name(DeviceId device) const { return devices_[device].name; }
   /// Whether any device works after the call.
   [[nodiscard]] bool asynchronous() const noexcept { return pinning_ != nullptr; }
@@ -56,7 +59,7 @@ class StageDevices {
     std::unique_ptr<AsyncDevice> opened;
     std::unique_ptr<Stream> work;
   };
-  std::vector<Entry> devices_;
+  PerDevice<Entry> devices_;
   AsyncDevice* pinning_ = nullptr;  // the first GPU, or null
   std::chrono::nanoseconds timeout_;
   std::shared_ptr<std::atomic<bool>> hung_ = std::make_shared<std::atomic<bool>>(false);

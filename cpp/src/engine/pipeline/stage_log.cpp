@@ -5,6 +5,8 @@
 #include <limits>
 #include <string>
 
+#include <paceline/per_device.hpp>
+
 namespace paceline {
 namespace {
 
@@ -17,28 +19,28 @@ std::vector<std::string> names_of(const DeviceGroup& group) {
 }  // namespace
 
 StageLog::StageLog(const DeviceGroup& group)
-    : devices_(group.size()), origin_(std::chrono::steady_clock::now()), metrics_(names_of(group)) {}
+    : devices_(group.ids()), origin_(std::chrono::steady_clock::now()), metrics_(names_of(group)) {}
 
 void StageLog::add(std::span<const StageRun> stages, std::span<const std::pair<std::int64_t, std::int64_t>> bounds,
                    std::span<const std::vector<ActionRecord>> actions, std::chrono::steady_clock::time_point started,
                    bool moved) {
   observe::StepSample sample;
-  sample.items.assign(devices_, 0);
-  sample.blocks.assign(devices_, 0);
-  sample.busy_seconds.assign(devices_, 0.0);
+  PerDevice<std::int64_t> items(devices_);
+  PerDevice<std::int64_t> blocks(devices_);
+  PerDevice<double> busy_seconds(devices_);
   sample.moved = moved;
   const double origin = std::chrono::duration<double>(started - origin_).count();
   double begin = std::numeric_limits<double>::infinity();
   double end = 0.0;
   for (std::size_t s = 0; s < stages.size(); ++s) {
     const StageRun& stage = stages[s];
-    sample.items[stage.device] = stage.items;
-    sample.blocks[stage.device] = stage.blocks;
+    items[stage.device] = stage.items;
+    blocks[stage.device] = stage.blocks;
     for (const ActionRecord& one : actions[s]) {
       const bool forward = one.action.kind == plan::Action::Kind::forward;
       const auto& [first, last] = bounds[static_cast<std::size_t>(one.action.micro_batch)];
       const double seconds = one.finish_seconds - one.start_seconds;
-      sample.busy_seconds[stage.device] += seconds;
+      busy_seconds[stage.device] += seconds;
       begin = std::min(begin, one.start_seconds);
       end = std::max(end, one.finish_seconds);
       events_.push({.kind = forward ? observe::EventKind::forward : observe::EventKind::backward,
@@ -51,6 +53,9 @@ void StageLog::add(std::span<const StageRun> stages, std::span<const std::pair<s
     }
   }
   begin = std::min(begin, end);  // of a step without actions
+  sample.items = items.values();
+  sample.blocks = blocks.values();
+  sample.busy_seconds = busy_seconds.values();
   sample.compute_seconds = sample.step_seconds = end - begin;
   events_.push({.kind = observe::EventKind::step,
                 .step = steps_++,
@@ -70,7 +75,7 @@ void StageLog::add(const plan::StagePlan& plan, std::size_t block_count,
   std::vector<StageRun> stages;
   for (std::size_t s = 0; s < plan.cuts.size(); ++s) {
     const std::size_t end = s + 1 < plan.cuts.size() ? plan.cuts[s + 1] : block_count;
-    stages.push_back({plan.order[s], static_cast<std::int64_t>(end - plan.cuts[s]), items});
+    stages.push_back({devices_[plan.order[s]], static_cast<std::int64_t>(end - plan.cuts[s]), items});
   }
   add(stages, bounds, actions, started, moved);
 }

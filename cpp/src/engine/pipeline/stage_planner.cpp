@@ -201,12 +201,12 @@ bool StagePlanner::out_of_memory_predicting(std::int64_t items) noexcept {
   return true;
 }
 
-void StagePlanner::retire(DeviceId device) {
+void StagePlanner::retire(std::size_t device) {
   balancer_->retire(device);
   retired_[device] = true;
 }
 
-void StagePlanner::restore(DeviceId device) {
+void StagePlanner::restore(std::size_t device) {
   balancer_->restore(device);
   retired_[device] = false;
 }

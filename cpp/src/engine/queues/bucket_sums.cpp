@@ -58,9 +58,9 @@ void BucketSums::begin(const std::vector<bool>& takes_part, std::span<const Buff
   again_.assign(outputs.size(), false);
 }
 
-void BucketSums::seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written) {
+void BucketSums::seal(std::size_t index, std::size_t k, const BufferView& bucket, NativeEvent written) {
   const std::lock_guard lock(mutex_);
-  Source& source = sources_[device];
+  Source& source = sources_[index];
   if (source.buckets.size() <= k) source.buckets.resize(k + 1);
   Bucket& here = source.buckets[k];
   here.data = bucket.data;

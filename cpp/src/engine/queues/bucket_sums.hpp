@@ -9,7 +9,6 @@
 #include <vector>
 
 #include <paceline/comm/buffer_view.hpp>
-#include <paceline/device_id.hpp>
 #include <paceline/runtime/async_device.hpp>
 
 namespace paceline::internal {
@@ -61,11 +60,11 @@ class BucketSums {
 
   /// Home's stream from now on. Memory for the old one returns in its order.
   void use(Stream& home);
-  /// Begins a step. `takes_part`: per device; empty: all. outputs[k] = scale * the sum of all k-th buckets, at home.
+  /// Begins a step. `takes_part`: per source; empty: all. outputs[k] = scale * the sum of all k-th buckets, at home.
   void begin(const std::vector<bool>& takes_part, std::span<const BufferView> outputs, double scale);
-  /// The device's k-th bucket is final; work on its stream so far has written it, or what this event of the caller
+  /// The source's k-th bucket is final; work on its stream so far has written it, or what this event of the caller
   /// follows. Sealed again: it is summed again, in the end. Any thread.
-  void seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written = nullptr);
+  void seal(std::size_t source, std::size_t k, const BufferView& bucket, NativeEvent written = nullptr);
   /// Sums what is left. Devices that have sealed nothing give nothing.
   void finish();
 

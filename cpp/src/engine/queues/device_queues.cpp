@@ -30,7 +30,7 @@ DeviceQueues::State::State(const DeviceGroup& group, const DeviceQueueOptions& t
   find_spaces(group);
   use(options.stream);
   ready = home_device().make_event(false);
-  for (Queue& queue : queues) open(queue);
+  for (auto& [id, queue] : queues) open(queue);
   for (std::size_t s = 1; s < spaces.size(); ++s) {
     open(spaces[s], on_host(s) ? home_device().make_stream() : memory.spaces()[s].endpoint.stream);
   }
@@ -50,7 +50,7 @@ void DeviceQueues::State::find_spaces(const DeviceGroup& group) {
                       "one device.",
                       why));
     }
-    queues.push_back({.space = memory.index_of_space(d), .device = memory.device(d)});
+    queues.add(group.ids()[d], {.space = memory.index_of_space(d), .device = memory.device(d)});
     one_whole_gpu = group.size() == 1 && device.name == device.memory_space;
   }
   for (const internal::Space& space : memory.spaces()) spaces.push_back({.maker = space.endpoint.opened.get()});
@@ -67,7 +67,7 @@ void DeviceQueues::State::use(NativeStream native) {
     before->record(*moved);
     home_stream->wait(*moved);
   }
-  if (one_whole_gpu) queues.front().stream = home_stream.get();
+  if (one_whole_gpu) queues.begin()->value.stream = home_stream.get();
   if (sums.has_value()) sums->use(*home_stream);
 }
 
@@ -124,7 +124,7 @@ void DeviceQueues::State::prepare_sums() {
     where.push_back({spaces[s].maker, on_host(s) ? nullptr : s == kHome ? home_stream.get() : spaces[s].copies.get()});
   }
   std::vector<internal::SumSource> from;
-  for (const Queue& queue : queues) {
+  for (const auto& [id, queue] : queues) {
     from.push_back({queue.space, queue.device, queue.own_stream.get()});
   }
   if (collectives != nullptr) from.push_back({.space = kHome});
@@ -135,10 +135,10 @@ void DeviceQueues::State::prepare_sums() {
 void DeviceQueues::State::begin(std::vector<bool> takes_part) {
   for (std::size_t s = 0; s < spaces.size(); ++s) spaces[s].takes_part = collectives != nullptr && !on_host(s);
   takes_part.resize(queues.size(), takes_part.empty());
-  for (std::size_t d = 0; d < queues.size(); ++d) {
-    queues[d].entered = queues[d].has_delivered = false;
-    queues[d].parts.clear();
-    if (takes_part[d]) spaces[queues[d].space].takes_part = true;
+  for (std::size_t place = 0; auto& [id, queue] : queues) {
+    queue.entered = queue.has_delivered = false;
+    queue.parts.clear();
+    if (takes_part[place++]) spaces[queue.space].takes_part = true;
   }
   expected = std::move(takes_part);
   expect({}, 1.0);
@@ -148,7 +148,10 @@ void DeviceQueues::State::expect(std::span<const BufferView> the_outputs, double
   outputs.assign(the_outputs.begin(), the_outputs.end());
   std::vector<bool> sources = expected;
   if (collectives != nullptr) {
-    for (std::size_t d = 0; d < queues.size(); ++d) sources[d] = sources[d] && on_host(queues[d].space);
+    for (std::size_t place = 0; const auto& [id, queue] : queues) {
+      sources[place] = sources[place] && on_host(queue.space);
+      ++place;
+    }
     sources.push_back(true);
   }
   sums->begin(sources, outputs, scale);
@@ -156,14 +159,14 @@ void DeviceQueues::State::expect(std::span<const BufferView> the_outputs, double
 
 void DeviceQueues::State::seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written) {
   Queue& queue = queues[device];
-  if (collectives == nullptr || queue.device == nullptr) return sums->seal(device, k, bucket, written);
+  if (collectives == nullptr || queue.device == nullptr) return sums->seal(queues.place(device), k, bucket, written);
   if (queue.parts.size() <= k) queue.parts.resize(k + 1);
   queue.parts[k] = bucket;
 }
 
 std::vector<const void*> DeviceQueues::State::parts_in(std::size_t space, std::size_t k) const {
   std::vector<const void*> parts;
-  for (const Queue& queue : queues) {
+  for (const auto& [id, queue] : queues) {
     if (queue.space == space && k < queue.parts.size()) parts.push_back(queue.parts[k].data);
   }
   return parts;
@@ -174,7 +177,7 @@ void DeviceQueues::State::collect() {
   std::vector<std::size_t> sizes;
   for (const BufferView& output : outputs) sizes.push_back(bytes_of(output));
   collectives->reserve(sizes);
-  for (const Queue& queue : queues) {
+  for (const auto& [id, queue] : queues) {
     if (queue.has_delivered && queue.stream != nullptr) spaces[queue.space].copies->wait(*queue.delivered);
   }
   for (std::size_t s = 0; s < gpu_space_count(); ++s) {
@@ -234,7 +237,7 @@ DeviceQueues::~DeviceQueues() {
   }
 }
 
-std::size_t DeviceQueues::device_count() const noexcept { return state_->queues.size(); }
+std::vector<DeviceId> DeviceQueues::devices() const { return state_->queues.ids(); }
 std::size_t DeviceQueues::space_count() const noexcept { return state_->spaces.size(); }
 std::size_t DeviceQueues::home_space() const noexcept { return State::kHome; }
 std::size_t DeviceQueues::space_of(DeviceId device) const noexcept { return state_->queues[device].space; }
@@ -311,7 +314,7 @@ void DeviceQueues::reduce() {
   for (const State::Space& space : state.spaces) {
     if (space.copies != nullptr && space.takes_part) state.home_stream->wait(*space.arrived);
   }
-  for (const State::Queue& queue : state.queues) {
+  for (const auto& [id, queue] : state.queues) {
     if (queue.has_delivered && queue.own_stream != nullptr) state.home_stream->wait(*queue.delivered);
   }
   state.sums->finish();
@@ -344,8 +347,8 @@ void DeviceQueues::drain() {
   State& state = *state_;
   state.left = true;
   if (state.collectives != nullptr && state.collectives->lost()) *state.hung = true;
-  for (State::Queue& queue : state.queues) state.drain(queue.device, queue.stream);
-  for (State::Queue& queue : state.queues) state.drain(&state.home_device(), queue.source.get());
+  for (auto& [id, queue] : state.queues) state.drain(queue.device, queue.stream);
+  for (auto& [id, queue] : state.queues) state.drain(&state.home_device(), queue.source.get());
   for (State::Space& space : state.spaces) state.drain(space.maker, space.copies.get());
   state.drain(&state.home_device(), state.home_stream.get());
   state.left = false;

@@ -11,6 +11,7 @@
 
 #include <paceline/engine/device_queues.hpp>
 #include <paceline/error.hpp>
+#include <paceline/per_device.hpp>
 
 #include "comm/memory_spaces.hpp"
 #include "comm/space_collectives.hpp"
@@ -51,9 +52,9 @@ struct DeviceQueues::State {
 
   [[nodiscard]] std::size_t gpu_space_count() { return memory.spaces().size(); }
   [[nodiscard]] bool on_host(std::size_t space) { return space == gpu_space_count(); }
-  [[nodiscard]] std::vector<std::size_t> space_of_device() const {
-    std::vector<std::size_t> spaces_of;
-    for (const Queue& queue : queues) spaces_of.push_back(queue.space);
+  [[nodiscard]] PerDevice<std::size_t> space_of_device() const {
+    PerDevice<std::size_t> spaces_of;
+    for (const auto& [id, queue] : queues) spaces_of.add(id, queue.space);
     return spaces_of;
   }
   [[nodiscard]] AsyncDevice& home_device() const { return *spaces[kHome].maker; }
@@ -87,14 +88,14 @@ struct DeviceQueues::State {
   DeviceQueueOptions options;
   internal::MemorySpaces memory;
   bool one_whole_gpu = false;  // the only device, which computes on the home stream
-  std::vector<Queue> queues;
+  PerDevice<Queue> queues;
   std::vector<Space> spaces;  // home's first, the host's last
   std::string transport;
   GpuLinks links;
   bool relays = true;                                       // of parameters between GPUs
   std::shared_ptr<internal::SpaceCollectives> collectives;  // null: copies are used
   std::optional<internal::BucketSums> sums;
-  std::vector<bool> expected;  // the devices that take part in this step
+  std::vector<bool> expected;  // which of `queues` take part in this step
   std::vector<BufferView> outputs;
   std::unique_ptr<Stream> home_stream;
   bool owns_home_stream = false;

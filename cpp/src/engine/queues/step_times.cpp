@@ -23,16 +23,15 @@ constexpr int kPatience = 8;                      // steps that better evidence 
 
 }  // namespace
 
-void Evidence::classify(std::vector<char>& strict, const std::vector<char>& ran, const std::vector<char>& clean) {
+void Evidence::classify(PerDevice<char>& strict, const PerDevice<char>& ran, const PerDevice<char>& clean) {
   const std::lock_guard lock(mutex_);
-  if (!strict.empty()) return;
-  steps_without_.resize(clean.size(), kPatience);
-  strict.resize(clean.size());
-  for (std::size_t d = 0; d < clean.size(); ++d) {
-    int& without = steps_without_[d];
-    if (clean[d] != 0) without = 0;
-    if (clean[d] == 0 && ran[d] != 0) without = std::min(without + 1, kPatience + 1);
-    strict[d] = static_cast<char>(without <= kPatience);
+  if (strict.size() > 0) return;
+  for (const auto& [id, is_clean] : clean) {
+    if (steps_without_.find(id) == nullptr) steps_without_.add(id, kPatience);
+    int& without = steps_without_[id];
+    if (is_clean != 0) without = 0;
+    if (is_clean == 0 && ran[id] != 0) without = std::min(without + 1, kPatience + 1);
+    strict.add(id, static_cast<char>(without <= kPatience));
   }
 }
 
@@ -44,35 +43,39 @@ std::unique_ptr<Event> SpareEvents::take_end(AsyncDevice& home) {
   return end;
 }
 
-Span SpareEvents::take_span(DeviceId d, AsyncDevice& maker) {
+Span SpareEvents::take_span(AsyncDevice& maker) {
   const std::lock_guard lock(mutex_);
-  if (spans_.size() <= d || spans_[d].empty()) return {maker.make_event(true), maker.make_event(true), {}};
-  Span span = std::move(spans_[d].back());
-  spans_[d].pop_back();
+  std::vector<Span>& spans = spans_[&maker];
+  if (spans.empty()) return {&maker, maker.make_event(true), maker.make_event(true)};
+  Span span = std::move(spans.back());
+  spans.pop_back();
   return span;
 }
 
-void SpareEvents::put(std::unique_ptr<Event> end, std::vector<std::vector<Span>> spans) {
+void SpareEvents::put(std::unique_ptr<Event> end, std::span<std::vector<Span>* const> spans) {
   const std::lock_guard lock(mutex_);
   ends_.push_back(std::move(end));
-  spans_.resize(std::max(spans_.size(), spans.size()));
-  for (std::size_t d = 0; d < spans.size(); ++d) std::ranges::move(spans[d], std::back_inserter(spans_[d]));
+  for (std::vector<Span>* const list : spans) {
+    for (Span& span : *list) spans_[span.maker].push_back(std::move(span));
+  }
 }
 
 RecordedTimes::~RecordedTimes() {
   try {
-    for (std::size_t d = 0; d < waits_.size(); ++d) {
-      for (Wait& wait : waits_[d]) spans_[d].push_back(std::move(wait.span));
+    std::vector<std::vector<Span>*> all;
+    for (auto& [id, device] : devices_) {
+      for (Wait& wait : device.waits) device.spans.push_back(std::move(wait.span));
+      all.push_back(&device.spans);
     }
-    std::ranges::move(arrivals_, std::back_inserter(spans_));
-    spare_->put(std::move(over_), std::move(spans_));
+    for (std::vector<Span>& spans : arrivals_) all.push_back(&spans);
+    spare_->put(std::move(over_), all);
   } catch (const std::bad_alloc&) {  // no memory for the lists: the events are destroyed
   }
 }
 
 void RecordedTimes::begin_arrival(std::size_t space, AsyncDevice& maker, Stream& stream) {
   if (arrivals_.size() <= space) arrivals_.resize(space + 1);
-  arrivals_[space].push_back(spare_->take_span(spans_.size() + space, maker));
+  arrivals_[space].push_back(spare_->take_span(maker));
   stream.record(*arrivals_[space].back().start);
 }
 
@@ -80,20 +83,20 @@ void RecordedTimes::end_arrival(std::size_t space, Stream& stream) { stream.reco
 
 void RecordedTimes::note_first_arrival(std::size_t space, AsyncDevice& maker, Stream& stream) {
   if (arrivals_.size() <= space || arrivals_[space].size() != 1) return;
-  arrivals_[space].push_back(spare_->take_span(spans_.size() + space, maker));
+  arrivals_[space].push_back(spare_->take_span(maker));
   stream.record(*arrivals_[space].back().end);
 }
 
-double RecordedTimes::arrival_seconds(DeviceId d) const {
-  const std::size_t space = space_of_[d];
+double RecordedTimes::arrival_seconds(const DeviceTimes& device) const {
+  const std::size_t space = device.space;
   if (space >= arrivals_.size() || arrivals_[space].empty()) return 0.0;
-  const Span& awaited = needs_all_[d] != 0 ? arrivals_[space].front() : arrivals_[space].back();
+  const Span& awaited = device.needs_all ? arrivals_[space].front() : arrivals_[space].back();
   return awaited.end->seconds_since(*arrivals_[space].front().start);
 }
 
-double RecordedTimes::waited_seconds(DeviceId d, std::size_t run) const {
+double RecordedTimes::waited_seconds(const DeviceTimes& device, std::size_t run) {
   double seconds = 0.0;
-  for (const Wait& wait : waits_[d]) {
+  for (const Wait& wait : device.waits) {
     if (wait.run == run) seconds += wait.span.end->seconds_since(*wait.span.start);
   }
   return seconds;
@@ -115,22 +118,23 @@ void RecordedTimes::wait() const {
 }
 
 void RecordedTimes::stamp(std::vector<ClaimRecord>& claims) const {
-  const std::size_t device_count = spans_.size();
-  std::vector<std::size_t> next(device_count, 0);
-  std::vector<double> origin(device_count, 0.0);
+  const std::vector<DeviceId> ids = devices_.ids();
+  PerDevice<std::size_t> next(ids);
+  PerDevice<double> origin(ids);
   std::vector<char> held_up(claims.size(), 0);
-  std::vector<char> ran(device_count, 0);
-  std::vector<char> clean(device_count, 0);
+  PerDevice<char> ran(ids);
+  PerDevice<char> clean(ids);
   for (std::size_t i = 0; i < claims.size(); ++i) {
     ClaimRecord& claim = claims[i];
     const DeviceId d = claim.micro_batch.device;
-    const std::vector<Span>& spans = spans_[d];
+    const DeviceTimes& device = devices_[d];
+    const std::vector<Span>& spans = device.spans;
     const std::size_t k = next[d]++;
-    if (k == 0) claim.arrival_seconds = arrival_seconds(d);
+    if (k == 0) claim.arrival_seconds = arrival_seconds(device);
     if (spans.empty()) continue;
     ran[d] = 1;
     if (k == 0) origin[d] = claim.start_seconds + claim.arrival_seconds;
-    const double waited = waited_seconds(d, k);
+    const double waited = waited_seconds(device, k);
     if (k == 0) claim.arrival_seconds += waited;
     claim.start_seconds = origin[d] + spans[k].start->seconds_since(*spans[0].start) + waited;
     const double seconds = spans[k].end->seconds_since(*spans[k].start) - waited;
@@ -145,38 +149,40 @@ void RecordedTimes::stamp(std::vector<ClaimRecord>& claims) const {
 }
 
 bool RecordedTimes::begin_run(DeviceId d, AsyncDevice& maker, Stream& stream, bool continues) {
-  std::vector<Span>& spans = spans_[d];
+  std::vector<Span>& spans = devices_[d].spans;
   // A device that had nothing to do when it was given more has waited for the host. That time is no evidence.
   const bool dry = !spans.empty() && spans.back().end->done();
   if (continues) return dry;
-  spans.push_back(spare_->take_span(d, maker));
+  spans.push_back(spare_->take_span(maker));
   restart_run(d, stream);
   return dry;
 }
 
 void RecordedTimes::begin_wait(DeviceId d, AsyncDevice& maker, Stream& stream) {
-  waits_[d].push_back({spans_[d].size() - 1, spare_->take_span(d, maker)});
-  stream.record(*waits_[d].back().span.start);
+  DeviceTimes& device = devices_[d];
+  device.waits.push_back({device.spans.size() - 1, spare_->take_span(maker)});
+  stream.record(*device.waits.back().span.start);
 }
 
 void RecordedTimes::restart_run(DeviceId d, Stream& stream) {
-  for (Wait& wait : waits_[d]) {
-    if (wait.run + 1 == spans_[d].size()) wait.run = kBefore;
+  DeviceTimes& device = devices_[d];
+  for (Wait& wait : device.waits) {
+    if (wait.run + 1 == device.spans.size()) wait.run = kBefore;
   }
-  Span& span = spans_[d].back();
+  Span& span = device.spans.back();
   stream.record(*span.start);
   span.opened = std::chrono::steady_clock::now();
 }
 
 void RecordedTimes::end_run(DeviceId d, Stream& stream) {
-  Span& span = spans_[d].back();
+  Span& span = devices_[d].spans.back();
   stream.record(*span.end);
   span.launch_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - span.opened).count();
   span.overtaken = span.start->done();
 }
 
 const Event* RecordedTimes::end_of_run(DeviceId d, std::size_t back) const {
-  const std::vector<Span>& spans = spans_[d];
+  const std::vector<Span>& spans = devices_[d].spans;
   return spans.size() > back ? spans[spans.size() - 1 - back].end.get() : nullptr;
 }
 

@@ -6,12 +6,13 @@
 #include <numeric>
 
 #include <paceline/engine/step.hpp>
+#include <paceline/per_device.hpp>
 
 namespace paceline {
 
-double BatchPlan::work(DeviceId device, std::int64_t begin, std::int64_t end) const noexcept {
+double BatchPlan::work(std::size_t place, std::int64_t begin, std::int64_t end) const noexcept {
   if (begin >= end) return 0.0;
-  const plan::ItemShape& shape = shapes[device];
+  const plan::ItemShape& shape = shapes[place];
   if (shape.measure == plan::ItemMeasure::sum) {
     return shape.micro_batch({ordered_costs.begin() + begin, ordered_costs.begin() + end});
   }
@@ -28,28 +29,29 @@ double BatchPlan::memory_size(std::int64_t begin, std::int64_t end) const noexce
 
 std::vector<double> BatchPlan::costs_of(const StepRecord& record) const {
   if (!by_cost()) return {};
-  std::vector<double> sums(shares.size(), 0.0);
+  PerDevice<double> sums(devices);
   for (const ClaimRecord& claim : record.claims) {
     const MicroBatch& mb = claim.micro_batch;
     const double* const first = ordered_costs.data();
-    sums[mb.device] = std::accumulate(first + mb.begin, first + mb.end, sums[mb.device]);
+    double& sum = sums[mb.device];
+    sum = std::accumulate(first + mb.begin, first + mb.end, sum);
   }
-  return sums;
+  return sums.values();
 }
 
 balance::StepTimings BatchPlan::timings(const StepRecord& record) const {
-  if (!by_cost()) return record.timings(shares.size());
+  if (!by_cost()) return record.timings(devices);
   struct Sum {
     double work = 0.0;
     double seconds = 0.0;
     bool any_excluded = false;
   };
-  std::vector<Sum> sums(shapes.size());
+  PerDevice<Sum> sums(devices);
   double all = 0.0;
   for (const ClaimRecord& claim : record.claims) {
     const MicroBatch& mb = claim.micro_batch;
     // Work is counted by the shape of the device that ran it.
-    const double done = work(mb.device, mb.begin, mb.end);
+    const double done = work(sums.place(mb.device), mb.begin, mb.end);
     all += done;
     Sum& sum = sums[mb.device];
     sum.any_excluded = sum.any_excluded || claim.excluded;
@@ -57,15 +59,15 @@ balance::StepTimings BatchPlan::timings(const StepRecord& record) const {
     sum.work += done;
     sum.seconds += claim.finish_seconds - claim.start_seconds;
   }
-  balance::StepTimings timings{.devices = std::vector<std::vector<balance::MicroBatchTiming>>(shapes.size()),
-                               .reduction_seconds = record.reduce_seconds,
-                               .startup_seconds = record.startup_seconds};
+  balance::StepTimings timings{
+      .devices = {}, .reduction_seconds = record.reduce_seconds, .startup_seconds = record.startup_seconds};
   bool comparable = true;
-  for (std::size_t d = 0; d < sums.size(); ++d) {
-    const auto units = static_cast<std::int64_t>(std::llround(sums[d].work));
-    if (units > 0 && sums[d].seconds > 0.0) timings.devices[d].push_back({units, sums[d].seconds, false});
-    if (sums[d].any_excluded) timings.devices[d].push_back({0, 0.0, true});
-    comparable = comparable && !sums[d].any_excluded;
+  for (const auto& [id, sum] : sums) {
+    std::vector<balance::MicroBatchTiming>& own = timings.devices.emplace_back();
+    const auto units = static_cast<std::int64_t>(std::llround(sum.work));
+    if (units > 0 && sum.seconds > 0.0) own.push_back({units, sum.seconds, false});
+    if (sum.any_excluded) own.push_back({0, 0.0, true});
+    comparable = comparable && !sum.any_excluded;
   }
   if (comparable && all > 0.0) {
     timings.step_seconds = record.compute_seconds * static_cast<double>(balance.batch_size) / all;

@@ -34,20 +34,20 @@ class ItemQueue final : public WorkQueue {
     double free_at = 0.0;
   };
 
-  [[nodiscard]] bool has_own(DeviceId device) const override { return parts_[device].next < parts_[device].end; }
+  [[nodiscard]] bool has_own(std::size_t device) const override { return parts_[device].next < parts_[device].end; }
 
-  MicroBatch own(DeviceId device) override {
+  MicroBatch own(std::size_t device) override {
     Part& part = parts_[device];
     const std::size_t k = part.next++;
     return {.begin = bound(k), .end = end_of(part, k)};
   }
 
-  void hand_out(MicroBatch& next, double now) override {
+  void hand_out(std::size_t device, MicroBatch& next, double now) override {
     next.items = plan_->items(next.begin, next.end);
-    parts_[next.device].free_at = now + seconds(next.device, next.begin, next.end);
+    parts_[device].free_at = now + seconds(device, next.begin, next.end);
   }
 
-  [[nodiscard]] double finish_of(DeviceId device, double now) const override {
+  [[nodiscard]] double finish_of(std::size_t device, double now) const override {
     const Part& part = parts_[device];
     if (!measured_) return static_cast<double>(part.last_end - bound(part.next));
     double finish = free_at(part.free_at, now);
@@ -55,7 +55,7 @@ class ItemQueue final : public WorkQueue {
     return finish;
   }
 
-  std::optional<MicroBatch> take_over(DeviceId device, double now) override {
+  std::optional<MicroBatch> take_over(std::size_t device, double now) override {
     const std::optional<Victim> victim = find_victim(device, now);
     if (!victim) return std::nullopt;
     Part& part = parts_[victim->device];
@@ -78,7 +78,7 @@ class ItemQueue final : public WorkQueue {
   [[nodiscard]] std::int64_t end_of(const Part& part, std::size_t k) const {
     return k + 1 == part.end ? part.last_end : bound(k + 1);
   }
-  [[nodiscard]] double seconds(DeviceId device, std::int64_t begin, std::int64_t end) const {
+  [[nodiscard]] double seconds(std::size_t device, std::int64_t begin, std::int64_t end) const {
     return plan_->work(device, begin, end) * (measured_ ? plan_->seconds_per_work[device] : 0.0);
   }
 

@@ -52,16 +52,17 @@ MemoryCaps::MemoryCaps(const DeviceGroup& group, const std::vector<std::int64_t>
     throw InvalidArgument(fmt::format("memory limits: {} for {}; give one for each, 0 for none, or leave them out.",
                                       limits.size(), plural(group.size(), "device")));
   }
-  for (const Device& device : group.devices()) {
+  for (const DeviceId id : group.ids()) {
+    const Device& device = group.device(id);
     const std::int64_t limit = limits.empty() ? 0 : limits[devices_.size()];
     if (limit < 0) {
       throw InvalidArgument(
           fmt::format("memory limits: {} bytes for {}; give more than 0, or 0 for none.", limit, device.name),
           device.name);
     }
-    devices_.push_back({.name = device.name, .space = device.memory_space, .limit = limit, .models = {}});
+    devices_.add(id, {.name = device.name, .space = device.memory_space, .limit = limit, .models = {}});
   }
-  any_limit_ = std::any_of(devices_.begin(), devices_.end(), [](const DeviceState& one) { return one.limit > 0; });
+  any_limit_ = std::ranges::any_of(devices_, [](const auto& entry) { return entry.value.limit > 0; });
 }
 
 /// The largest size for batches of that kind since memory ran out.
@@ -165,7 +166,7 @@ bool MemoryCaps::shrink(DeviceId device, const BatchPlan& plan, std::int64_t beg
 std::vector<MemoryReport> MemoryCaps::report() const {
   const std::lock_guard lock(mutex_);
   std::vector<MemoryReport> reports;
-  for (const DeviceState& device : devices_) {
+  for (const auto& [id, device] : devices_) {
     if (device.limit == 0) continue;
     MemoryReport& report = reports.emplace_back(MemoryReport{.device = device.name, .limit_bytes = device.limit});
     for (const auto& [key, known] : device.models) {

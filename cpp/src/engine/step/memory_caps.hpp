@@ -15,6 +15,7 @@
 #include <paceline/device_id.hpp>
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/memory_report.hpp>
+#include <paceline/per_device.hpp>
 #include <paceline/runtime/device_group.hpp>
 
 namespace paceline::internal {
@@ -77,7 +78,7 @@ class MemoryCaps {
 
   [[nodiscard]] double cap(const DeviceState& device, Key key) const;
 
-  std::vector<DeviceState> devices_;
+  PerDevice<DeviceState> devices_;
   bool any_limit_;
   std::atomic<bool> any_cap_{false};
   mutable std::mutex mutex_;

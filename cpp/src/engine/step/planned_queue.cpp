@@ -41,27 +41,26 @@ class PlannedQueue final : public WorkQueue {
     [[nodiscard]] std::int64_t left() const { return end - begin; }
   };
 
-  [[nodiscard]] bool has_own(DeviceId device) const override { return parts_[device].left() > 0; }
+  [[nodiscard]] bool has_own(std::size_t device) const override { return parts_[device].left() > 0; }
   [[nodiscard]] bool any_common() const override { return pool_begin_ < pool_end_; }
-  void runs_dry(DeviceId device) override { parts_[device].held.clear(); }
-  [[nodiscard]] bool came_early(DeviceId device) const override {
+  void runs_dry(std::size_t device) override { parts_[device].held.clear(); }
+  [[nodiscard]] bool came_early(std::size_t device) const override {
     return !parts_[device].held.empty() && options_.micro_batch == 0 && any_common();
   }
 
-  MicroBatch own(DeviceId device) override {
+  MicroBatch own(std::size_t device) override {
     Part& part = parts_[device];
     const std::int64_t begin = part.begin;
     part.begin += own_piece(device);
     return {.begin = begin, .end = part.begin};
   }
 
-  std::optional<MicroBatch> take_over(DeviceId device, double now) override {
+  std::optional<MicroBatch> take_over(std::size_t device, double now) override {
     return any_common() ? take_correction(device, now) : steal(device, now);
   }
 
-  void hand_out(MicroBatch& next, double now) override {
+  void hand_out(std::size_t device, MicroBatch& next, double now) override {
     if (options_.models.empty()) return;
-    const DeviceId device = next.device;
     Part& part = parts_[device];
     const double seconds = options_.models[device].seconds(next.size());
     part.free_at = now + held_seconds(device) + seconds;
@@ -69,7 +68,7 @@ class PlannedQueue final : public WorkQueue {
     if (std::ssize(part.held) > run_ahead(device)) part.held.erase(part.held.begin());
   }
 
-  [[nodiscard]] double finish_of(DeviceId device, double now) const override {
+  [[nodiscard]] double finish_of(std::size_t device, double now) const override {
     const std::int64_t items = parts_[device].left();
     if (options_.models.empty()) return static_cast<double>(items);
     const plan::CostModel& model = options_.models[device];
@@ -81,16 +80,16 @@ class PlannedQueue final : public WorkQueue {
                    (rest > 0 ? model.seconds(rest) : 0.0));
   }
 
-  [[nodiscard]] std::int64_t run_ahead(DeviceId device) const {
+  [[nodiscard]] std::int64_t run_ahead(std::size_t device) const {
     return options_.run_ahead.empty() ? 0 : options_.run_ahead[device];
   }
 
-  [[nodiscard]] double held_seconds(DeviceId device) const {
+  [[nodiscard]] double held_seconds(std::size_t device) const {
     const std::vector<double>& held = parts_[device].held;
     return std::accumulate(held.begin(), held.end(), 0.0);
   }
 
-  [[nodiscard]] std::int64_t own_piece(DeviceId device) const {
+  [[nodiscard]] std::int64_t own_piece(std::size_t device) const {
     const std::int64_t left = parts_[device].left();
     if (options_.micro_batch > 0) return plan::fitting_piece(options_.micro_batch, left, options_.least_items);
     if (!any_common()) return left;
@@ -98,7 +97,7 @@ class PlannedQueue final : public WorkQueue {
     return left - std::max<std::int64_t>(later, 0) * floor_;
   }
 
-  std::optional<MicroBatch> take_correction(DeviceId device, double now) {
+  std::optional<MicroBatch> take_correction(std::size_t device, double now) {
     std::vector<plan::TailDevice> devices(parts_.size());
     bool alone = true;  // no other device will take from the rest
     for (std::size_t d = 0; d < parts_.size(); ++d) {
@@ -117,7 +116,7 @@ class PlannedQueue final : public WorkQueue {
     return MicroBatch{.begin = begin, .end = pool_begin_, .correction = true};
   }
 
-  std::optional<MicroBatch> steal(DeviceId device, double now) {
+  std::optional<MicroBatch> steal(std::size_t device, double now) {
     const std::optional<Victim> victim = find_victim(device, now);
     if (!victim) return std::nullopt;
     Part& part = parts_[victim->device];

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <paceline/error.hpp>
+#include <paceline/per_device.hpp>
 
 #include "engine/rethrow.hpp"
 #include "engine/step/step_pieces.hpp"
@@ -80,7 +81,7 @@ void check(const DeviceGroup& group, const StepOptions& options) {
 Step::Step(DeviceGroup group, std::shared_ptr<StepProgram> program, StepOptions options) : group_(std::move(group)) {
   check(group_, options);
   plan_ = options.plan;
-  if (options.pieces == nullptr) options.pieces = std::make_shared<internal::StepPieces>(group_.size());
+  if (options.pieces == nullptr) options.pieces = std::make_shared<internal::StepPieces>(group_.ids());
   pieces_ = options.pieces;
   source_ = std::make_shared<internal::StepSource>(group_, std::move(program), std::move(options));
 }
@@ -109,29 +110,29 @@ bool Step::settled() const { return source_->program().settled(); }
 void Step::settle() const { source_->program().settle(); }
 StepRecord Step::record() const { return source_->record(); }
 
-balance::StepTimings StepRecord::timings(std::size_t device_count) const {
-  balance::StepTimings timings{.devices = std::vector<std::vector<balance::MicroBatchTiming>>(device_count),
-                               .step_seconds = compute_seconds,
-                               .reduction_seconds = reduce_seconds,
-                               .startup_seconds = startup_seconds};
+balance::StepTimings StepRecord::timings(std::span<const DeviceId> devices) const {
+  PerDevice<std::vector<balance::MicroBatchTiming>> each(devices);
   for (const ClaimRecord& claim : claims) {
-    timings.devices[claim.micro_batch.device].push_back(
+    each[claim.micro_batch.device].push_back(
         {claim.micro_batch.size(), claim.finish_seconds - claim.start_seconds, claim.excluded});
   }
-  return timings;
+  return {.devices = each.values(),
+          .step_seconds = compute_seconds,
+          .reduction_seconds = reduce_seconds,
+          .startup_seconds = startup_seconds};
 }
 
-std::vector<std::int64_t> StepRecord::items(std::size_t device_count) const {
-  std::vector<std::int64_t> items(device_count, 0);
+std::vector<std::int64_t> StepRecord::items(std::span<const DeviceId> devices) const {
+  PerDevice<std::int64_t> items(devices);
   for (const ClaimRecord& claim : claims) items[claim.micro_batch.device] += claim.micro_batch.size();
-  return items;
+  return items.values();
 }
 
 void Step::rethrow_failure() const {
   const StepFailure* failure = source_->failure();
   if (failure == nullptr) return;
   const std::optional<MicroBatch>& at = failure->micro_batch;
-  const std::string device = at ? group_.devices()[at->device].name : "";
+  const std::string device = at ? group_.device(at->device).name : "";
   const bool at_items = at && at->size() > 0;
   const auto message = [&](const std::string& what) {
     const std::string where = at_items ? fmt::format("{} failed at items [{}, {})", device, at->begin, at->end)

@@ -14,12 +14,13 @@ StepPieces::StepPieces(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<Me
       caps_(std::move(caps)),
       search_(std::move(search)),
       least_items_(least_items),
-      script_(std::move(script)),
-      devices_(plan_->shares.size()) {}
+      devices_(plan_->devices) {
+  if (!script.empty()) script_ = {plan_->devices, std::move(script)};
+}
 
 std::vector<StepPieces::Span> StepPieces::spans(const MicroBatch& claim) const {
   std::vector<Span> spans;
-  if (!script_.empty()) {
+  if (scripted()) {
     for (const MicroBatch& piece : script_[claim.device]) {
       if (claim.begin <= piece.begin && piece.end <= claim.end) spans.emplace_back(piece.begin, piece.end);
     }
@@ -37,7 +38,7 @@ void StepPieces::begin(const MicroBatch& claim) {
   state.cuts.clear();
   state.rest = {claim.begin, claim.begin};
   state.spans_left.clear();
-  if (search_ == nullptr && script_.empty()) {  // the usual case allocates nothing after the first claim
+  if (search_ == nullptr && !scripted()) {  // the usual case allocates nothing after the first claim
     state.spans_left.emplace_back(claim.begin, claim.end);
   } else {
     for (const Span& span : spans(claim)) state.spans_left.push_back(span);
@@ -78,7 +79,7 @@ StepPieces::Span StepPieces::cut(DeviceState& state, bool& measured) {
   const DeviceId d = state.claim.device;
   auto& [begin, end] = state.rest;
   state.probing = false;
-  if (caps_ == nullptr || caps_->idle() || !script_.empty()) return std::exchange(state.rest, {end, end});
+  if (caps_ == nullptr || caps_->idle() || scripted()) return std::exchange(state.rest, {end, end});
   if (state.cuts.empty()) {
     if (state.learns) {
       if (const auto middle = caps_->end_to_measure(d, *plan_, begin, end, least_items_)) {
@@ -113,7 +114,7 @@ void StepPieces::ran(const MicroBatch& piece, double seconds) {
 std::vector<MicroBatch> StepPieces::ran() const {
   std::vector<MicroBatch> all;
   bool whole = true;
-  for (const DeviceState& state : devices_) {
+  for (const auto& [id, state] : devices_) {
     whole = whole && std::ssize(state.ran) == state.claims;
     all.insert(all.end(), state.ran.begin(), state.ran.end());
   }
@@ -122,18 +123,18 @@ std::vector<MicroBatch> StepPieces::ran() const {
 
 std::int64_t StepPieces::count() const {
   std::int64_t count = 0;
-  for (const DeviceState& state : devices_) count += std::ssize(state.ran);
+  for (const auto& [id, state] : devices_) count += std::ssize(state.ran);
   return count;
 }
 
 bool StepPieces::divided() const {
-  return std::ranges::any_of(devices_, [](const DeviceState& state) { return state.spans > 1; });
+  return std::ranges::any_of(devices_, [](const auto& entry) { return entry.value.spans > 1; });
 }
 
 void StepPieces::commit() const {
   if (search_ == nullptr) return;
   std::vector<balance::TimedClaims> timed;
-  for (const DeviceState& state : devices_) timed.push_back(state.timed);
+  for (const auto& [id, state] : devices_) timed.push_back(state.timed);
   search_->add(timed);
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include <paceline/engine/batch_plan.hpp>
 #include <paceline/engine/micro_batch.hpp>
 #include <paceline/engine/step.hpp>
+#include <paceline/per_device.hpp>
 
 #include "engine/step/memory_caps.hpp"
 
@@ -23,7 +25,7 @@ namespace paceline::internal {
 class StepPieces {
  public:
   /// Claims run whole.
-  explicit StepPieces(std::size_t device_count) : devices_(device_count) {}
+  explicit StepPieces(std::span<const DeviceId> devices) : devices_(devices) {}
   /// `search`: null if no size is searched for. `script`: exactly these pieces for each device; may be empty.
   StepPieces(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<MemoryCaps> caps,
              std::shared_ptr<balance::SizeSearch> search, std::int64_t least_items,
@@ -48,7 +50,7 @@ class StepPieces {
   [[nodiscard]] bool divided() const;
   /// Gives the times of a committed step to the search, if there is one.
   void commit() const;
-  [[nodiscard]] bool scripted() const { return !script_.empty(); }
+  [[nodiscard]] bool scripted() const { return script_.size() > 0; }
 
  private:
   using Span = std::pair<std::int64_t, std::int64_t>;
@@ -73,8 +75,8 @@ class StepPieces {
   std::shared_ptr<MemoryCaps> caps_;
   std::shared_ptr<balance::SizeSearch> search_;
   std::int64_t least_items_ = 1;
-  std::vector<std::vector<MicroBatch>> script_;
-  std::vector<DeviceState> devices_;
+  PerDevice<std::vector<MicroBatch>> script_;  // no device: there is no script
+  PerDevice<DeviceState> devices_;
 };
 
 }  // namespace paceline::internal

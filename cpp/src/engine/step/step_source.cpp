@@ -35,12 +35,13 @@ constexpr std::uint32_t kClosed = std::uint32_t{1} << 31;  // of inside_: nobody
 StepSource::StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> program, StepOptions options)
     : program_(std::move(program)),
       pieces_(options.pieces),
-      devices_(group.size()),
+      devices_(group.ids()),
       asynchronous_(group.asynchronous()),
       scripted_(!options.script.empty()),
       phase_(kComputing) {
-  for (std::size_t d = 0; d < devices_.size(); ++d) {
-    devices_[d].takes_part = options.script.empty() ? options.shares[d] > 0 : !options.script[d].empty();
+  for (std::size_t place = 0; auto& [id, state] : devices_) {
+    state.takes_part = options.script.empty() ? options.shares[place] > 0 : !options.script[place].empty();
+    state.place = place++;
   }
   queue_ = WorkQueue::of(std::move(options));
 }
@@ -48,7 +49,7 @@ StepSource::StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> pr
 NextWork StepSource::next(DeviceId device, Clock::time_point now) noexcept {
   DeviceState& state = devices_[device];
   if (state.stage == Stage::outside) state.stage = state.takes_part && enter() ? Stage::computing : Stage::waiting;
-  if (state.stage == Stage::computing) return next_micro_batch(device, now);
+  if (state.stage == Stage::computing) return next_micro_batch(state, device, now);
   if (state.stage == Stage::over) return NextWork::done();
   const int phase = phase_.load(std::memory_order_acquire);
   if (phase == kComputing) return NextWork::wait();
@@ -94,7 +95,7 @@ StepRecord StepSource::record() const {
   StepRecord record;
   double first = reduced_at_;
   double last = 0.0;
-  for (const DeviceState& state : devices_)
+  for (const auto& [id, state] : devices_)
     record.claims.insert(record.claims.end(), state.claims.begin(), state.claims.end());
   program_->stamp(record.claims);
   for (const ClaimRecord& claim : record.claims) {
@@ -113,20 +114,20 @@ StepRecord StepSource::record() const {
 
 std::vector<bool> StepSource::takes_part() const {
   std::vector<bool> takes_part;
-  for (const DeviceState& state : devices_) takes_part.push_back(state.takes_part);
+  for (const auto& [id, state] : devices_) takes_part.push_back(state.takes_part);
   return takes_part;
 }
 
 std::vector<std::int64_t> StepSource::items() const {
-  std::vector<std::int64_t> items(devices_.size(), 0);
-  for (std::size_t d = 0; d < devices_.size(); ++d) {
-    for (const ClaimRecord& claim : devices_[d].claims) items[d] += claim.micro_batch.size();
+  std::vector<std::int64_t> items;
+  for (const auto& [id, state] : devices_) {
+    items.push_back(0);
+    for (const ClaimRecord& claim : state.claims) items.back() += claim.micro_batch.size();
   }
   return items;
 }
 
-NextWork StepSource::next_micro_batch(DeviceId device, Clock::time_point now) noexcept {
-  DeviceState& state = devices_[device];
+NextWork StepSource::next_micro_batch(DeviceState& state, DeviceId device, Clock::time_point now) noexcept {
   state.current = MicroBatch{.device = device};
   try {
     if (state.claim && next_piece(state, device)) {
@@ -138,14 +139,15 @@ NextWork StepSource::next_micro_batch(DeviceId device, Clock::time_point now) no
       if (event != nullptr && !queue_->cancelled() && !event->done()) return wait_for(state, *event, now);
       state.waits_since.reset();
       state.asks_again = false;
-      if (const auto claimed = queue_->claim(device, seconds_at(Clock::now()))) {
+      if (auto claimed = queue_->claim(state.place, seconds_at(Clock::now()))) {
+        claimed->device = device;
         state.claim = ClaimRecord{.micro_batch = *claimed, .excluded = pieces_->on_trial()};
         state.claim->micro_batch.items = {};  // they end with the step, the record does not
         state.seconds = 0.0;
         pieces_->begin(*claimed);
         if (next_piece(state, device)) return NextWork::take(kMicroBatch);
       }
-      if (!queue_->asks_again(device)) return NextWork::take(kFinish);
+      if (!queue_->asks_again(state.place)) return NextWork::take(kFinish);
       state.asks_again = true;
     }
   } catch (...) {
@@ -242,7 +244,7 @@ double StepSource::seconds_at(Clock::time_point time) const {
 
 std::vector<std::optional<double>> StepSource::startups(double first, double compute_seconds) const {
   std::vector<std::optional<double>> seconds;
-  for (const DeviceState& state : devices_) {
+  for (const auto& [id, state] : devices_) {
     if (!state.claims.empty()) {
       seconds.emplace_back(state.claims.front().start_seconds - first);
     } else {
@@ -255,10 +257,10 @@ std::vector<std::optional<double>> StepSource::startups(double first, double com
 /// By how much later than the first device each device had its parameters. The times at which workers claimed say
 /// nothing of when asynchronous devices began.
 std::vector<std::optional<double>> StepSource::arrivals(const std::vector<ClaimRecord>& claims) const {
-  std::vector<std::optional<double>> seconds(devices_.size());
+  std::vector<std::optional<double>> seconds(devices_.size());  // in their order
   double first = std::numeric_limits<double>::max();
   for (auto claim = claims.rbegin(); claim != claims.rend(); ++claim) {
-    seconds[claim->micro_batch.device] = claim->arrival_seconds;
+    seconds[devices_.place(claim->micro_batch.device)] = claim->arrival_seconds;
   }
   for (const auto& each : seconds) first = std::min(first, each.value_or(first));
   for (auto& each : seconds) {

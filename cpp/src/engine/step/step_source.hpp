@@ -12,6 +12,7 @@
 
 #include <paceline/device_id.hpp>
 #include <paceline/engine/step.hpp>
+#include <paceline/per_device.hpp>
 #include <paceline/runtime/device_group.hpp>
 #include <paceline/runtime/work_source.hpp>
 
@@ -56,6 +57,7 @@ class StepSource final : public WorkSource {
   // A worker writes only the state of its own device; the reduction's opening publishes it. Padded, so that neighbours
   // do not share a cache line.
   struct alignas(64) DeviceState {
+    std::size_t place = 0;  // in the lists of the options and the queue
     std::vector<ClaimRecord> claims;
     std::optional<ClaimRecord> claim;  // whose pieces it runs
     double seconds = 0.0;              // that they took
@@ -67,7 +69,7 @@ class StepSource final : public WorkSource {
   };
 
   [[nodiscard]] bool next_piece(DeviceState& state, DeviceId device);
-  [[nodiscard]] NextWork next_micro_batch(DeviceId device, Clock::time_point now) noexcept;
+  [[nodiscard]] NextWork next_micro_batch(DeviceState& state, DeviceId device, Clock::time_point now) noexcept;
   [[nodiscard]] NextWork wait_for(DeviceState& state, const Event& event, Clock::time_point now);
   [[nodiscard]] bool enter() noexcept;
   void leave(DeviceId device) noexcept;
@@ -82,7 +84,7 @@ class StepSource final : public WorkSource {
   std::unique_ptr<internal::BlockReduction> reduction_;
   std::shared_ptr<StepPieces> pieces_;
   std::unique_ptr<WorkQueue> queue_;
-  std::vector<DeviceState> devices_;
+  PerDevice<DeviceState> devices_;
   bool asynchronous_;
   bool scripted_;
   Clock::time_point start_{};

@@ -16,13 +16,13 @@ class ScriptedQueue final : public WorkQueue {
         plan_(std::move(options.plan)) {}
 
  private:
-  MicroBatch own(DeviceId device) override { return script_[device][next_[device]++]; }
-  std::optional<MicroBatch> take_over(DeviceId, double) override { return std::nullopt; }
-  void hand_out(MicroBatch& next, double) override {
+  MicroBatch own(std::size_t device) override { return script_[device][next_[device]++]; }
+  std::optional<MicroBatch> take_over(std::size_t, double) override { return std::nullopt; }
+  void hand_out(std::size_t, MicroBatch& next, double) override {
     if (plan_ != nullptr && plan_->by_cost()) next.items = plan_->items(next.begin, next.end);
   }
-  [[nodiscard]] bool has_own(DeviceId device) const override { return next_[device] < script_[device].size(); }
-  [[nodiscard]] double finish_of(DeviceId, double) const override { return 0.0; }
+  [[nodiscard]] bool has_own(std::size_t device) const override { return next_[device] < script_[device].size(); }
+  [[nodiscard]] double finish_of(std::size_t, double) const override { return 0.0; }
 
   std::vector<std::vector<MicroBatch>> script_;
   std::vector<std::size_t> next_;
@@ -41,7 +41,7 @@ WorkQueue::WorkQueue(const std::vector<std::int64_t>& shares, bool stealing) {
   for (const std::int64_t share : shares) devices_.push_back({.takes_over = stealing && share > 0});
 }
 
-std::optional<MicroBatch> WorkQueue::claim(DeviceId device, double now_seconds) {
+std::optional<MicroBatch> WorkQueue::claim(std::size_t device, double now_seconds) {
   const std::lock_guard lock(mutex_);
   DeviceState& here = devices_[device];
   if (cancelled_ || here.left) return std::nullopt;
@@ -55,13 +55,12 @@ std::optional<MicroBatch> WorkQueue::claim(DeviceId device, double now_seconds) 
     here.left = !here.takes_over || !came_early(device);
     return std::nullopt;
   }
-  next->device = device;
-  hand_out(*next, now_seconds);
+  hand_out(device, *next, now_seconds);
   next->last = !has_own(device) && (!here.takes_over || nothing_left());
   return next;
 }
 
-bool WorkQueue::asks_again(DeviceId device) {
+bool WorkQueue::asks_again(std::size_t device) {
   const std::lock_guard lock(mutex_);
   runs_dry(device);
   return !cancelled_ && !devices_[device].left;
@@ -78,15 +77,15 @@ void WorkQueue::cancel() {
 }
 
 bool WorkQueue::nothing_left() const {
-  for (DeviceId d = 0; d < devices_.size(); ++d) {
+  for (std::size_t d = 0; d < devices_.size(); ++d) {
     if (has_own(d)) return false;
   }
   return !any_common();
 }
 
-std::optional<WorkQueue::Victim> WorkQueue::find_victim(DeviceId thief, double now) const {
+std::optional<WorkQueue::Victim> WorkQueue::find_victim(std::size_t thief, double now) const {
   std::optional<Victim> victim;
-  for (DeviceId d = 0; d < devices_.size(); ++d) {
+  for (std::size_t d = 0; d < devices_.size(); ++d) {
     if (d == thief || !has_own(d)) continue;
     const double finish = finish_of(d, now);
     if (!victim || finish > victim->finish) victim = Victim{d, finish};

@@ -102,18 +102,4 @@ double noisy_mean(const std::vector<FlowAction>& flow, const FlowTimes& times, s
   return sum / static_cast<double>(samples);
 }
 
-double pipeline_bound(std::span<const StageTimes> stages, std::int64_t micro_batches) {
-  if (stages.empty()) refuse("a pipeline needs at least one stage");
-  if (micro_batches < 1) refuse("micro_batches is {}; there is at least one micro-batch", micro_batches);
-  check_times(stages);
-  double bound = 0.0;
-  double around = 0.0;  // from stage 0 to this one and back
-  for (std::size_t i = 0; i < stages.size(); ++i) {
-    if (i > 0) around += stages[i].send_backward;
-    bound = std::max(bound, static_cast<double>(micro_batches) * (stages[i].forward + stages[i].backward) + around);
-    around += stages[i].forward + stages[i].backward + stages[i].send_forward;
-  }
-  return bound;
-}
-
 }  // namespace paceline::plan

@@ -16,11 +16,11 @@ namespace paceline::python {
 
 /// None, one value for all devices, or one per device.
 template <class Value>
-using PerDevice = std::optional<std::variant<Value, std::vector<Value>>>;
+using DeviceArgument = std::optional<std::variant<Value, std::vector<Value>>>;
 
 /// Calls set(device, value) for every device, or not at all for None.
 template <class Value, class Set>
-void for_each_device(const PerDevice<Value>& given, std::size_t device_count, const char* name, const Set& set) {
+void for_each_device(const DeviceArgument<Value>& given, std::size_t device_count, const char* name, const Set& set) {
   if (!given) return;
   if (const auto* all = std::get_if<0>(&*given)) {
     for (std::size_t i = 0; i < device_count; ++i) set(i, *all);
@@ -37,10 +37,10 @@ void for_each_device(const PerDevice<Value>& given, std::size_t device_count, co
 
 /// Combines these arguments into the limits of each device's share.
 inline std::vector<plan::ShareLimits> share_limits(std::size_t device_count,
-                                                   const PerDevice<std::optional<std::int64_t>>& minimum,
-                                                   const PerDevice<std::optional<std::int64_t>>& maximum,
-                                                   const PerDevice<bool>& may_be_zero,
-                                                   const PerDevice<double>& startup_seconds) {
+                                                   const DeviceArgument<std::optional<std::int64_t>>& minimum,
+                                                   const DeviceArgument<std::optional<std::int64_t>>& maximum,
+                                                   const DeviceArgument<bool>& may_be_zero,
+                                                   const DeviceArgument<double>& startup_seconds) {
   using plan::ShareLimits;
   std::vector<ShareLimits> limits(device_count);
   for_each_device(minimum, device_count, "minimum",
