@@ -23,7 +23,7 @@ def needing_a_whole_gpu(modules: Sequence[tuple[str, nn.Module]], tensors: Itera
     """
     if not torch.backends.cudnn.enabled:
         return []
-    channels_last = any(map(_is_channels_last, tensors))
+    channels_last = any(map(is_channels_last, tensors))
     norms = (nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     return [
         f"{name or 'the module'} ({type(part).__name__})"
@@ -43,6 +43,7 @@ def warn_of_whole_gpu_kernels(named: Sequence[str]) -> None:
     )
 
 
-def _is_channels_last(tensor: torch.Tensor) -> bool:
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether this is its memory format, and no other."""
     wanted = _CHANNELS_LAST.get(tensor.dim())
     return wanted is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=wanted)

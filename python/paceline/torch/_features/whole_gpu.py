@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from paceline.torch._devices.whole_gpu_kernels import needing_a_whole_gpu, warn_of_whole_gpu_kernels
+from collections.abc import Hashable
+
+import torch
+
+from paceline.torch._devices.whole_gpu_kernels import is_channels_last, needing_a_whole_gpu, warn_of_whole_gpu_kernels
 from paceline.torch._run.call import Call
 from paceline.torch._run.feature import Bound, Feature
 
@@ -13,8 +17,10 @@ class WholeGpuKernels(Feature):
     def __init__(self) -> None:
         self._warned = False
 
-    def key(self, call: Call) -> int:
-        return 0 if self._warned or not call.all_places.any_part else call.number
+    def key(self, call: Call) -> Hashable:
+        if self._warned or not call.all_places.any_part:
+            return None
+        return torch.backends.cudnn.enabled, any(is_channels_last(tensor) for _, tensor in call.whole.tensors())
 
     def bind(self, call: Call) -> Bound | None:
         if not self._warned and call.all_places.any_part:
