@@ -18,6 +18,7 @@ __all__: list[str] = [
     "StagePlanner",
     "StepLoop",
     "StepOutcome",
+    "TensorMemory",
     "collect_garbage_if_due",
     "forward_only",
     "in_flight",
@@ -718,6 +719,24 @@ class ModuleContents:
     def same(self, modules: list[typing.Any]) -> bool:
         """
         Whether dictionaries, keys and, with objects, the objects are those that were noted.
+        """
+
+class TensorMemory:
+    """
+    What a step asks of hundreds of small tensors of one type.
+    """
+    def __init__(self, type: type) -> None: ...
+    def apart(self, parameters: list[typing.Any]) -> bool:
+        """
+        Whether each parameter has a gradient, and these are dense and share no memory.
+        """
+    def copy(self, entries: list[typing.Any]) -> tuple[typing.Any, ...]:
+        """
+        Copy buffers, each given by (dictionary, other dictionary, name in both). Returns what was written and the entries that are left to PyTorch: what does not lie alike in plain memory of the host, or is large.
+        """
+    def without_gradients(self, parameters: list[typing.Any]) -> bool:
+        """
+        Whether no parameter has a gradient.
         """
 
 def collect_garbage_if_due() -> None:
