@@ -23,6 +23,7 @@
 #include "garbage_collection.hpp"
 #include "interruptible.hpp"
 #include "module_contents.hpp"
+#include "nothing.hpp"
 #include "python_program.hpp"
 #include "step_loop_reports.hpp"
 #include "tensor_memory.hpp"
@@ -321,6 +322,7 @@ void bind_engine(py::module_& module) {
            "Whether no parameter has a gradient.")
       .def("apart", &TensorMemory::apart, py::arg("parameters"),
            "Whether each parameter has a gradient, and these are dense and share no memory.");
+  module.attr("Nothing") = nothing_type();
   module.def(
       "collect_garbage_if_due", &collect_if_due,
       "On a worker between two pieces of work: what Python's collector, which waits meanwhile, would have collected.");

@@ -13,6 +13,7 @@ __all__: list[str] = [
     "LaneThreads",
     "Lanes",
     "ModuleContents",
+    "Nothing",
     "PipelineOutcome",
     "StageLog",
     "StagePlanner",
@@ -738,6 +739,13 @@ class TensorMemory:
         """
         Whether no parameter has a gradient.
         """
+
+class Nothing:
+    """
+    A context manager that does nothing.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
 
 def collect_garbage_if_due() -> None:
     """
