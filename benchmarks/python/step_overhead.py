@@ -2,13 +2,16 @@
 
     python step_overhead.py             run it alone on the machine
 
-Three levels. `engine` is the lowest level that Python has: the compiled StepLoop plans, hands out work, waits and records, and calls empty
+Four levels. `engine` is the lowest level that Python has: the compiled StepLoop plans, hands out work, waits and records, and calls empty
 Python functions on the workers. All of its time is the library's. `trainer` is `paceline.torch.DataParallel.step` on a network of one
 parameter with one item per device. In turns with it, plain PyTorch runs the same forward and backward on the calling thread, once per
 device, because Python runs one thread at a time. Its time is subtracted. `pipeline` is `paceline.torch.Pipeline.step` with one stage per
 device, each of two blocks of one parameter, and eight micro-batches. In turns with it, plain PyTorch accumulates the same micro-batches.
 The difference is divided by the actions, which are a forward and a backward per stage and micro-batch: that is what an action costs beside
 its work. `hand-over` is the part of it in which a device's turn goes from one micro-batch to the next: 1F1B with lanes that do nothing else.
+
+`before the forward` is the time from the call of `DataParallel.step` on one device to the entry of the forward of a module with as many
+parameters and buffers as ResNet-50 has, beside the same time of plain PyTorch. What the library does per parameter and buffer is in it.
 
 Each level runs on one device and on two, in two states. Spinning: steps follow each other at once. Parked: a pause before each step, which
 is not counted, lets the workers go to sleep. Shares are even, because balanced shares would leave a device without work out. Figures are
@@ -35,6 +38,7 @@ from paceline._core.engine import Lanes, LaneThreads, StepLoop, run_pipeline
 from paceline.torch import DataParallel, Pipeline
 from race import host
 
+NORMS = 53  # of ResNet-50: with a convolution each and one linear layer these are 161 parameters and 159 buffers
 PAUSE_SECONDS = 0.002  # long enough for every worker to go to sleep
 BLOCK = 20  # steps of one variant before the next one's turn
 WARM_UP_STEPS = 200
@@ -56,6 +60,7 @@ def main() -> int:
         for state, pause in (("spinning", 0.0), ("parked", PAUSE_SECONDS)):
             rows.append({"devices": count, "state": state, **engine(names, pause, args.steps)})
             rows[-1] |= trainer(names, pause, args.steps)
+            rows[-1] |= before_the_forward(names, pause, args.steps) if count == 1 else {}
             rows[-1] |= pipeline(names, pause, args.steps)
     print(table(rows))
     if args.json:
@@ -105,6 +110,48 @@ def trainer(names: list[str], pause: float, steps: int) -> dict[str, float]:
     return {"trainer_us": round(whole, 1), "plain_us": round(work, 1), "trainer_own_us": round(whole - work, 1)}
 
 
+def before_the_forward(names: list[str], pause: float, steps: int) -> dict[str, float]:
+    """From the call of `DataParallel.step` to the entry of the module's forward, and the same of plain PyTorch."""
+    entered = 0.0
+
+    class Counts(nn.Module):
+        """As many parameters, buffers and modules as ResNet-50 has, of which the forward uses two."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            pairs = [(nn.Conv2d(1, 1, 1, bias=False), nn.BatchNorm2d(1)) for _ in range(NORMS)]
+            self.layers = nn.Sequential(*(layer for pair in pairs for layer in pair))
+            self.last = nn.Linear(1, 1)
+
+        def forward(self, items: torch.Tensor) -> torch.Tensor:
+            nonlocal entered
+            entered = time.perf_counter()
+            found: torch.Tensor = self.last(items)
+            return found
+
+    def loss_fn(module: nn.Module, items: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = module(items).mean()
+        return loss
+
+    batch = torch.ones(2, 1)  # batch normalisation takes two items at least
+    ours, plain = Counts(), Counts()
+
+    def step() -> float:
+        parallel.step(loss_fn, batch)
+        ours.zero_grad()
+        return entered
+
+    def plain_step() -> float:
+        loss_fn(plain, batch).backward()
+        plain.zero_grad()
+        return entered
+
+    with DataParallel(ours, names, balance="even") as parallel:
+        seconds = in_turns([step, plain_step], pause, steps)
+    until, work = (1e6 * statistics.median(each) for each in seconds)
+    return {"before_forward_us": round(until, 1), "plain_before_forward_us": round(work, 1)}
+
+
 def pipeline(names: list[str], pause: float, steps: int) -> dict[str, float]:
     """`Pipeline.step`, and plain PyTorch that accumulates the same micro-batches."""
 
@@ -152,7 +199,10 @@ def pipeline(names: list[str], pause: float, steps: int) -> dict[str, float]:
 
 
 def in_turns(variants: list[Step], pause: float, steps: int) -> list[list[float]]:
-    """The seconds of each variant's steps, in blocks A B, B A, ..., so that slow changes affect both alike."""
+    """The seconds of each variant's steps, in blocks A B, B A, ..., so that slow changes affect both alike.
+
+    The time of a variant that returns a moment ends then.
+    """
     seconds: list[list[float]] = [[] for _ in variants]
     for variant in variants:
         for _ in range(WARM_UP_STEPS):
@@ -164,21 +214,22 @@ def in_turns(variants: list[Step], pause: float, steps: int) -> list[list[float]
                 if pause:
                     time.sleep(pause)
                 start = time.perf_counter()
-                variants[index]()
-                seconds[index].append(time.perf_counter() - start)
+                moment = variants[index]()
+                seconds[index].append((moment if isinstance(moment, float) else time.perf_counter()) - start)
         order.reverse()
     return seconds
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        f"{'us per device and step':<24}{'engine':>8}{'trainer':>9}{'plain':>8}{'trainer - plain':>17}{'per action: hand-over':>24}{'pipeline':>10}{'plain':>8}{'difference':>12}"
+        f"{'us per device and step':<24}{'engine':>8}{'trainer':>9}{'plain':>8}{'trainer - plain':>17}{'before forward':>16}{'plain':>8}{'per action: hand-over':>24}{'pipeline':>10}{'plain':>8}{'difference':>12}"
     ]
     for row in rows:
         name = f"{row['devices']} device{'s' if row['devices'] > 1 else ''}, {row['state']}"
+        before, plain = (row.get(f"{kind}before_forward_us", "") for kind in ("", "plain_"))
         lines.append(
             f"{name:<24}{row['engine_us']:>8.1f}{row['trainer_us']:>9.1f}{row['plain_us']:>8.1f}{row['trainer_own_us']:>17.1f}"
-            f"{row['hand_over_us']:>24.1f}{row['pipeline_us']:>10.1f}{row['accumulation_us']:>8.1f}{row['pipeline_own_us']:>12.1f}"
+            f"{before:>16}{plain:>8}{row['hand_over_us']:>24.1f}{row['pipeline_us']:>10.1f}{row['accumulation_us']:>8.1f}{row['pipeline_own_us']:>12.1f}"
         )
     return "\n".join(lines)
 

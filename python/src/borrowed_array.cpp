@@ -83,16 +83,6 @@ std::optional<DType> known_type(std::string_view format, Py_ssize_t item_bytes) 
   return known_type(dlpack::DataType{floating ? dlpack::kFloat : dlpack::kInt, bits, 1});
 }
 
-bool is_contiguous(const dlpack::Tensor& tensor, std::int64_t count) {
-  if (tensor.strides == nullptr || count <= 1) return true;
-  std::int64_t expected = 1;
-  for (std::int32_t d = tensor.dimension_count - 1; d >= 0; --d) {
-    if (tensor.shape[d] != 1 && tensor.strides[d] != expected) return false;
-    expected *= tensor.shape[d];
-  }
-  return true;
-}
-
 // Asks for memory that is not a copy, and for the read-only flag, which only versioned capsules carry. Older producers
 // know neither keyword. On a GPU, asks the producer to order its work before the legacy default stream.
 py::object call_dlpack(py::handle object, const Device& device) {
@@ -106,25 +96,6 @@ py::object call_dlpack(py::handle object, const Device& device) {
     if (!error.matches(PyExc_TypeError)) throw;
   }
   return method(**stream);
-}
-
-// The exchange table of the object's type, in the version that this build knows, or null.
-const dlpack::ExchangeApi* exchange_api_of(py::handle object) {
-  const py::handle type = py::type::handle_of(object);
-  for (const char* const name : dlpack::kExchangeApiAttributes) {
-    const py::object attribute = py::getattr(type, name, py::none());
-    const void* found = nullptr;
-    if (PyCapsule_IsValid(attribute.ptr(), dlpack::kExchangeApiCapsule) != 0) {
-      found = PyCapsule_GetPointer(attribute.ptr(), dlpack::kExchangeApiCapsule);
-    } else if (PyLong_Check(attribute.ptr()) != 0) {
-      found = PyLong_AsVoidPtr(attribute.ptr());
-      if (PyErr_Occurred() != nullptr) PyErr_Clear();  // the attribute is not an address
-    }
-    const auto* header = static_cast<const dlpack::ExchangeApiHeader*>(found);
-    while (header != nullptr && header->version.major != dlpack::kMajorVersion) header = header->previous;
-    if (header != nullptr) return reinterpret_cast<const dlpack::ExchangeApi*>(header);
-  }
-  return nullptr;
 }
 
 void check_place(py::handle object, const std::string& label, const dlpack::Device& place, const Device& device) {
@@ -167,7 +138,7 @@ BorrowedArray::BorrowedArray(py::handle object, const std::string& label, Access
 
 /// Returns null, and takes nothing, if the type has no such table.
 const dlpack::ExchangeApi* BorrowedArray::take_from_exchange_api(py::handle object, const std::string& label) {
-  const dlpack::ExchangeApi* const api = exchange_api_of(object);
+  const dlpack::ExchangeApi* const api = dlpack::exchange_api_of(py::type::handle_of(object));
   if (api == nullptr) return nullptr;
   translated(label, object, "cannot be used through DLPack", [&] {
     dlpack::ManagedTensorVersioned* taken = nullptr;
@@ -234,12 +205,10 @@ void BorrowedArray::take_dlpack(py::handle object, const std::string& label, Acc
   if (!dtype) {
     refuse(label, object, "has elements of type {}; supported are {}", describe(tensor->dtype), kSupported);
   }
-  std::int64_t count = 1;
-  for (std::int32_t d = 0; d < tensor->dimension_count; ++d) count *= tensor->shape[d];
-  if (!is_contiguous(*tensor, count)) refuse_strided(label, object);
+  if (!dlpack::is_contiguous(*tensor)) refuse_strided(label, object);
   char* data = static_cast<char*>(tensor->data);
-  view_ = {data == nullptr ? nullptr : data + tensor->byte_offset, static_cast<std::size_t>(count), *dtype,
-           static_cast<NativeStream>(stream)};
+  view_ = {data == nullptr ? nullptr : data + tensor->byte_offset, static_cast<std::size_t>(dlpack::count_of(*tensor)),
+           *dtype, static_cast<NativeStream>(stream)};
 }
 
 void BorrowedArray::take_buffer(py::handle object, const std::string& label, Access access) {

@@ -93,7 +93,7 @@ struct ExchangeApi {
   int (*managed_tensor_from_object)(void* object,
                                     ManagedTensorVersioned** tensor);  // nonzero: a Python exception is set
   void* managed_tensor_to_object;
-  void* tensor_from_object;
+  int (*tensor_from_object)(void* object, Tensor* tensor);  // lends what the object keeps; may be null; result as above
   int (*current_work_stream)(std::int32_t device_type, std::int32_t device_id, void** stream);  // result as above
 };
 
@@ -102,6 +102,13 @@ static_assert(sizeof(void*) != 8 || (sizeof(ExchangeApi) == 56 && offsetof(Excha
 // The type's attribute, today's name and PyTorch's first one. It holds a capsule or, in early versions, an address.
 inline constexpr const char* kExchangeApiAttributes[] = {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"};
 inline constexpr const char* kExchangeApiCapsule = "dlpack_exchange_api";
+
+/// The exchange table of an array type, in the version that this build knows, or null.
+const ExchangeApi* exchange_api_of(pybind11::handle type);
+
+[[nodiscard]] std::int64_t count_of(const Tensor& tensor);
+/// Whether the elements lie one after the other, in C order.
+[[nodiscard]] bool is_contiguous(const Tensor& tensor);
 
 // Capsule names. A consumer renames the capsule that it takes, so that the capsule's destructor does nothing.
 inline constexpr const char* kCapsule = "dltensor";

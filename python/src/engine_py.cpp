@@ -23,8 +23,10 @@
 #include "garbage_collection.hpp"
 #include "interruptible.hpp"
 #include "module_contents.hpp"
+#include "nothing.hpp"
 #include "python_program.hpp"
 #include "step_loop_reports.hpp"
+#include "tensor_memory.hpp"
 #include "what_if_arguments.hpp"
 
 namespace py = pybind11;
@@ -311,6 +313,16 @@ void bind_engine(py::module_& module) {
       .def("note", &ModuleContents::note, py::arg("modules"), "Remember the present contents.")
       .def("same", &ModuleContents::same, py::arg("modules"),
            "Whether dictionaries, keys and, with objects, the objects are those that were noted.");
+  py::class_<TensorMemory>(module, "TensorMemory", "What a step asks of hundreds of small tensors of one type.")
+      .def(py::init<py::type>(), py::arg("type"))
+      .def("copy", &TensorMemory::copy, py::arg("entries"),
+           "Copy buffers, each given by (dictionary, other dictionary, name in both). Returns what was written and the "
+           "entries that are left to PyTorch: what does not lie alike in plain memory of the host, or is large.")
+      .def("without_gradients", &TensorMemory::without_gradients, py::arg("parameters"),
+           "Whether no parameter has a gradient.")
+      .def("apart", &TensorMemory::apart, py::arg("parameters"),
+           "Whether each parameter has a gradient, and these are dense and share no memory.");
+  module.attr("Nothing") = nothing_type();
   module.def(
       "collect_garbage_if_due", &collect_if_due,
       "On a worker between two pieces of work: what Python's collector, which waits meanwhile, would have collected.");

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from paceline import Error, InvalidArgument
 from paceline.torch import DataParallel, ProofWarning, proving
-from paceline.torch._replicas import buffers
+from paceline.torch._replicas import kept_parameters
 from proof_cases import HOSTS, Seen, gradients, made, net, rows, said_by, same, squares
 
 
@@ -294,7 +294,7 @@ def test_a_mask_of_floating_point_numbers_hides_no_difference() -> None:
 
 
 def test_parameters_are_where_they_were_if_their_values_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "_MOST_PARAMETERS", 8)
+    monkeypatch.setattr(kept_parameters, "_MOST_BYTES", 8)
     module = net()
     before = copy.deepcopy(module)
     assert said_by(module, lambda m, x: m(x).square().sum() / 16, rows())

@@ -13,11 +13,13 @@ __all__: list[str] = [
     "LaneThreads",
     "Lanes",
     "ModuleContents",
+    "Nothing",
     "PipelineOutcome",
     "StageLog",
     "StagePlanner",
     "StepLoop",
     "StepOutcome",
+    "TensorMemory",
     "collect_garbage_if_due",
     "forward_only",
     "in_flight",
@@ -719,6 +721,31 @@ class ModuleContents:
         """
         Whether dictionaries, keys and, with objects, the objects are those that were noted.
         """
+
+class TensorMemory:
+    """
+    What a step asks of hundreds of small tensors of one type.
+    """
+    def __init__(self, type: type) -> None: ...
+    def apart(self, parameters: list[typing.Any]) -> bool:
+        """
+        Whether each parameter has a gradient, and these are dense and share no memory.
+        """
+    def copy(self, entries: list[typing.Any]) -> tuple[typing.Any, ...]:
+        """
+        Copy buffers, each given by (dictionary, other dictionary, name in both). Returns what was written and the entries that are left to PyTorch: what does not lie alike in plain memory of the host, or is large.
+        """
+    def without_gradients(self, parameters: list[typing.Any]) -> bool:
+        """
+        Whether no parameter has a gradient.
+        """
+
+class Nothing:
+    """
+    A context manager that does nothing.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
 
 def collect_garbage_if_due() -> None:
     """

@@ -31,9 +31,9 @@ def objective_over(
     InvalidArgument
         As `Objective`, and if `total` names what `weight` does not.
     """
-    if isinstance(weight, Mapping):
+    if weight is not None and isinstance(weight, Mapping):
         return Terms(batch, size, reduction, weight, pin, check, total, part)
-    if isinstance(total, Mapping):
+    if total is not None and isinstance(total, Mapping):
         raise InvalidArgument(
             "total: a mapping, and weight= is none. Name the terms of the loss in weight=, with None for those in which every item counts 1."
         )

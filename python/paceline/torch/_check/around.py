@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from paceline.torch._devices.noise import states_of
-from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers, KeptParameters
+from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers
+from paceline.torch._replicas.kept_parameters import KeptParameters
 from paceline.torch._replicas.reach import LIBRARIES, SIMPLE
 
 _DEEPEST = 3  # functions that call functions, and objects in objects

@@ -34,8 +34,9 @@ from paceline.torch._devices.noise import Noise
 from paceline.torch._devices.places import RandomStates
 from paceline.torch._devices.run_draws import replayed_draws
 from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
-from paceline.torch._replicas.buffers import KeptAttributes, KeptParameters
+from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
+from paceline.torch._replicas.kept_parameters import KeptParameters
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.gradients import UserGradients

@@ -17,7 +17,8 @@ from paceline.torch._check.around import KeptAround
 from paceline.torch._devices.noise import OtherGenerators
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.attributes import HOOKS
-from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers, KeptParameters, as_tensor
+from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers, as_tensor
+from paceline.torch._replicas.kept_parameters import KeptParameters
 from paceline.torch._replicas.reach import BARE, LONGEST, SIMPLE
 from paceline.torch._replicas.replicas import Replicas
 

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+from paceline._core.engine import Nothing
 
 # Of a new thread: whether it casts, and to what.
 _PLAIN_AUTOCAST = {("cpu", False, torch.bfloat16), ("cuda", False, torch.float16)}
@@ -29,11 +31,11 @@ class CallerState:
     """
 
     def __init__(self, device_types: list[str], device_count: int, *, caches_casts: bool = True) -> None:
-        autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types]
-        self.autocast = tuple(autocast)
-        casts = not _PLAIN_AUTOCAST.issuperset(autocast)
+        kinds = map(torch.is_autocast_enabled, device_types), map(torch.get_autocast_dtype, device_types)
+        self.autocast = tuple(zip(device_types, *kinds, strict=True))
+        casts = not _PLAIN_AUTOCAST.issuperset(self.autocast)
         self.on_gpu = "cuda" in device_types
-        self._autocast_cache = caches_casts and torch.is_autocast_cache_enabled()
+        self._autocast_cache = casts and caches_casts and torch.is_autocast_cache_enabled()
         self._function_modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
         self._dispatch_modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
         self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -69,7 +71,7 @@ class CallerState:
         return NOTHING if self.is_plain else self._replayed()
 
 
-NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+NOTHING: contextlib.AbstractContextManager[Any] = Nothing()
 
 
 def outside_autocast() -> contextlib.AbstractContextManager[Any]:
@@ -121,7 +123,7 @@ class RecomputeWatch(TorchFunctionMode):
 
 def backward_watched(
     roots: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
+    gradients: Iterable[torch.Tensor],
     retain_graph: bool = False,
     inputs: Sequence[torch.Tensor] | None = None,
 ) -> None:
@@ -199,9 +201,10 @@ class CallerThreads:
     @classmethod
     def here(cls) -> CallerThreads:
         """Those of the calling thread."""
-        if not hasattr(cls._here, "threads"):
-            cls._here.threads = cls()
-        found: CallerThreads = cls._here.threads
+        try:
+            found: CallerThreads = cls._here.threads
+        except AttributeError:
+            found = cls._here.threads = cls()
         return found
 
     def hold(self) -> None:
@@ -210,6 +213,11 @@ class CallerThreads:
             self._before = torch.get_num_threads()
             set_own_threads(1)
         self._uses.append(None)
+
+    def leave(self) -> None:
+        """End one `hold`, on the thread whose own these are."""
+        self._uses.pop()
+        self.settle()
 
     def release(self) -> None:
         """End one `hold`. Called on any thread, which gets its own number back if nothing holds that one any more."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from paceline.torch._devices.caller_state import NOTHING
 from paceline.torch._devices.places import Places
 from paceline.torch._devices.worker_draws import WorkerGenerator
 
@@ -27,7 +28,7 @@ class LanePlaces(Places):
     def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
         # Autocast keeps casts of parameters by tensor, for all threads: a lane would use the nodes of another lane's graph. The thread is ours.
         torch.set_autocast_cache_enabled(False)
-        return contextlib.nullcontext()
+        return NOTHING
 
 
 class SharedPlaces(Places):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from paceline.torch._devices.worker_draws import WorkerGenerator, mixed_seed
 
 _HOST = torch.device("cpu")
 _worker = threading.local()
+_state = torch.Generator.get_state
 # The lock of Python stays held: a comparison of 5 kB takes less than to get it back.
 _differ = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ("memcmp", ctypes.PyDLL(None))
@@ -83,6 +85,8 @@ class Places:
 
     def _derive(self) -> None:
         """What every step asks, from what the constructor has set."""
+        for cached in ("generators", "device_generators"):
+            vars(self).pop(cached, None)
         gpus = [gpu for gpu in self._gpu if gpu is not None]
         self.on_gpu = [gpu is not None for gpu in self._gpu]  # or a part of a GPU
         self.on_host = [gpu is None for gpu in self._gpu]
@@ -228,7 +232,12 @@ class Places:
         gpu = self._gpu[device]
         return torch.default_generator if gpu is None else cuda.generator(gpu)
 
-    @property
+    @functools.cached_property
+    def device_generators(self) -> list[torch.Generator]:
+        """What `generator` returns for each device."""
+        return list(map(self.generator, range(len(self.devices))))
+
+    @functools.cached_property
     def generators(self) -> list[torch.Generator]:
         """All generators that the devices draw from, and the host's, each once."""
         gpus = [cuda.generator(gpu) for gpu in self._gpu if gpu is not None]
@@ -359,7 +368,8 @@ class RandomStates:
     """The present state of the random generators of a trainer's devices, to go back to."""
 
     def __init__(self, places: Places) -> None:
-        self._kept = {generator: generator.get_state() for generator in places.generators}
+        generators = places.generators
+        self._kept = dict(zip(generators, map(_state, generators), strict=True))
 
     @property
     def moved(self) -> bool:

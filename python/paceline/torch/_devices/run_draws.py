@@ -46,7 +46,7 @@ class RunDraws:
         self._others = OtherGenerators() if seeds and self._first else None
         self._expects_none = places.any_host and not compiled and drawing.draws is False
         looks = places.any_host or places.share_generators
-        self._generators = list(map(places.generator, range(len(places.devices)))) if looks else []
+        self._generators = places.device_generators if looks else []
         # `look` compares the generator after every forward. Recomputation sets the generator back for a while, so its state may be the
         # same before and after the whole step. No recomputation has disturbed the first device that reaches its backward.
         self._before = before

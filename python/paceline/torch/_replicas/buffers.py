@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline._core.engine import ModuleContents
+from paceline._core.engine import ModuleContents, TensorMemory
 from paceline.torch._devices.caller_state import NoGrad
 
 Slots = dict[str, Any]  # a module's own buffers, by name; an entry may be None
@@ -22,10 +21,10 @@ _Copy = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources of 
 
 _MOST_BYTES = 1 << 29  # of tensors in attributes that are kept by value
 _LONGEST, _DEEPEST = 10_000, 8  # of containers: entries, and how far they are followed into each other
-_MOST_PARAMETERS = 1 << 30  # bytes of parameters that are kept by value
 
 _shape = operator.attrgetter("shape")
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_host = TensorMemory(torch.Tensor)
 
 
 class Buffers:
@@ -38,6 +37,7 @@ class Buffers:
     def __init__(self, pairs: list[Pair]) -> None:
         """Take triples: the user's dictionary, the replica's, the name in both."""
         self.pairs = pairs
+        self._back = [(theirs, ours, name) for ours, theirs, name in pairs]
 
     def pull(self, *, anew: bool = False) -> None:
         """Copy the user's values into the replica, or `anew` into new tensors, so that graphs of earlier forwards keep the old ones."""
@@ -47,7 +47,7 @@ class Buffers:
     def push(self) -> None:
         """Copy the replica's values into the user's module."""
         if self.pairs:
-            copy_slots((theirs, ours, name) for ours, theirs, name in self.pairs)
+            copy_slots(self._back)
 
     @property
     def differ(self) -> bool:
@@ -56,12 +56,13 @@ class Buffers:
 
 
 class KeptBuffers:
-    """The buffers of modules at one moment, to go back to. Their values are kept in one tensor for each type, which is allocated once."""
+    """The buffers of modules at one moment, to go back to. Tensors for their values are allocated once: on a GPU one for each type."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._contents = ModuleContents(["_buffers"], objects=True)
-        self._kept: list[tuple[Slots, str, Any, Any]] = []
+        self._kept: list[tuple[Slots, str, Any, Slots]] = []  # the last one has the values, by the same names
+        self._on_host: list[Pair] = []  # those that are copied one by one
         self._flat: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # buffers as vectors, and the copy of them all
         self._copied: list[torch.Tensor] = []  # these buffers
         self._form: list[Any] = []  # of these
@@ -77,30 +78,36 @@ class KeptBuffers:
             # A step asks this about hundreds of buffers. The loops are not Python's.
             if not (self._lasts and self._contents.same(self._modules) and _form(self._copied) == self._form):
                 return self._lay_out()
+            _, left = _host.copy(self._on_host)
+            copy_slots(left)
             for vectors, flat in self._flat:
                 torch.cat(vectors, out=flat)
             return None
 
     def _lay_out(self) -> None:
         self._contents.note(self._modules)
-        self._kept, self._copied, self._flat, self._lasts = [], [], [], True
+        self._kept, self._on_host, self._copied, self._flat, self._lasts = [], [], [], [], True
         groups: dict[Any, list[int]] = {}
         for own in [owner._buffers for owner in self._modules]:
+            values: Slots = dict(own)
             for name, buffer in own.items():
-                value = buffer
-                if buffer is not None and buffer.layout is torch.strided:
-                    if buffer.is_contiguous() and not buffer.is_nested:
-                        groups.setdefault((buffer.device, buffer.dtype), []).append(len(self._kept))
-                        self._copied.append(buffer)
-                    else:
-                        value, self._lasts = buffer.clone(), False
-                self._kept.append((own, name, buffer, value))
+                if buffer is None or buffer.layout is not torch.strided:
+                    pass
+                elif buffer.is_nested or not buffer.is_contiguous():
+                    values[name], self._lasts = buffer.clone(), False
+                elif buffer.is_cpu:
+                    values[name] = buffer.clone()
+                    self._on_host.append((own, values, name))
+                else:
+                    groups.setdefault((buffer.device, buffer.dtype), []).append(len(self._kept))
+                    self._copied.append(buffer)
+                self._kept.append((own, name, buffer, values))
         for indices in groups.values():
             vectors = [self._kept[index][2].detach().view(-1) for index in indices]
             flat = torch.cat(vectors)
             for index, value in zip(indices, flat.split(list(map(len, vectors))), strict=True):
-                own, name, buffer, _ = self._kept[index]
-                self._kept[index] = own, name, buffer, value.view(buffer.shape)
+                _, name, buffer, values = self._kept[index]
+                values[name] = value.view(buffer.shape)
             self._flat.append((vectors, flat))
         self._form = _form(self._copied)
 
@@ -109,21 +116,21 @@ class KeptBuffers:
         """Whether a buffer was set or written to, by whatever means. NaN counts as changed."""
         if any(slots.get(name) is not buffer for slots, name, buffer, _ in self._kept):
             return True
-        pairs = [(buffer, value) for *_, buffer, value in self._kept if buffer is not None]
+        pairs = [(buffer, values[name]) for _, name, buffer, values in self._kept if buffer is not None]
         return any(buffer.layout is torch.strided and not torch.equal(buffer, value) for buffer, value in pairs)
 
     def has_changed(self, buffer: Any) -> bool:
         """Whether a buffer has other values now."""
-        return any(one is buffer and not torch.equal(one, value) for _, _, one, value in self._kept)
+        return any(one is buffer and not torch.equal(one, values[name]) for _, name, one, values in self._kept)
 
     def restore(self) -> None:
         """Put the same tensors back, with the same values."""
         targets, sources = [], []
-        for slots, name, buffer, value in self._kept:
+        for slots, name, buffer, values in self._kept:
             slots[name] = buffer
             if buffer is not None and not _overlaps(buffer):
                 targets.append(buffer)
-                sources.append(value)
+                sources.append(values[name])
         copy_all(targets, sources)
 
 
@@ -232,48 +239,20 @@ def refill(container: Any, before: Any) -> None:
     (base.extend if base in (list, deque) else base.update)(container, before)
 
 
-class KeptParameters:
-    """The values of parameters, to go back to. Of very large modules only the memory is known, which a forward may replace by ``.data``."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.keeps_values = keeps = sum(one.nbytes for one in parameters) <= _MOST_PARAMETERS
-        self._kept = [(one, one.data, one.detach().clone() if keeps else None) for one in parameters]
-
-    def written(self) -> dict[int, torch.Tensor]:
-        """The present values of those that were written since then, by index."""
-        return {index: one[0].detach().clone() for index, one in enumerate(self._kept) if _is_written(*one)}
-
-    def distance(self, index: int, values: torch.Tensor | None) -> float:
-        """How far these values are from the kept ones."""
-        then = self._kept[index][2]
-        if values is None or then is None or values.shape != then.shape:
-            return 0.0 if values is None else math.inf
-        return float(torch.linalg.vector_norm((values - then).double()))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for one, memory, values in self._kept:
-            if _is_written(one, memory, values):
-                one.data = memory
-                if values is not None:
-                    memory.copy_(values)
-
-
-def _is_written(parameter: torch.Tensor, memory: torch.Tensor, values: torch.Tensor | None) -> bool:
-    moved = parameter.data_ptr() != memory.data_ptr() or parameter.shape != memory.shape
-    return moved or (values is not None and not same_bits(parameter, values))
-
-
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same bits, so that NaN equals itself, and 0.0 differs from -0.0."""
     here, there = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(here, there.to(here.device))
 
 
-def copy_slots(pairs: Iterable[Pair], place: torch.device | None = None, *, anew: bool = False) -> None:
+def copy_slots(pairs: list[Pair], place: torch.device | None = None, *, anew: bool = False) -> None:
     """Copy buffers from the first dictionary to the second. `place`: the memory of buffers that the second one does not have yet."""
     sources: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
+    if not anew:
+        written, pairs = _host.copy(pairs)
+        if written:  # graphs that have saved them have to notice
+            torch.autograd.graph.increment_version(written)
     for source, target, name in pairs:
         value, old = source.get(name), target.get(name)
         if value is old and not anew:

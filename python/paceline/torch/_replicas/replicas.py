@@ -111,6 +111,7 @@ class Replicas:
         self._attributes = _watched(reach, made[0].counterparts) if self.shared else None
         self._watch_forwards()
         self.named_modules, self.modules = reach.modules, modules  # also those in plain lists
+        self.any_buffers = any(owner._buffers for owner in modules)
         self.sparse = sparse_slots(modules)
         self.norms = [entry for entry in reach.modules if isinstance(entry[1], nn.modules.batchnorm._BatchNorm)]
         for contents in (self._registered, self._buffer_names):
@@ -175,11 +176,6 @@ class Replicas:
     def copies_of(self, parameter: torch.Tensor) -> dict[int, torch.Tensor]:
         """The copies that other memory spaces have of a parameter, by space."""
         return self._sent.of(parameter)
-
-    @property
-    def any_buffers(self) -> bool:
-        """Whether the module has buffers."""
-        return any(owner._buffers for owner in self.modules)
 
     @property
     def all_modules(self) -> list[nn.Module]:

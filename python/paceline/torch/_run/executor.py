@@ -192,7 +192,8 @@ class Executor:
         """A slice of the batch, where the device computes."""
         take = self.batch.slice_apart if len(self.replicas) > 1 else self.batch.slice
         part = take(begin, end, self.places.mover(device))
-        self.brought(device)
+        if self.places.queues is not None:
+            self.brought(device)
         return part
 
     def brought(self, device: int) -> None:
@@ -208,7 +209,7 @@ class Executor:
         sizes = self.seen.sizes[device]
         size = self.seen.size_of(self.batch, begin, end)
         first = not sizes or (self.seen.tunes and size not in sizes and len(sizes) < MOST_SIZES)
-        first |= self.captures(device, size)
+        first |= self.seen.captures and self.captures(device, size)
         waited = False
         if self.gate is not None:
             with self.gate.enter(first, self) as waited, self.draws.micro_batch(device, begin), self.state.replayed():

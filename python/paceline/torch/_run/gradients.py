@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from paceline import InvalidArgument
+from paceline._core.engine import TensorMemory
 from paceline.torch._replicas.replica import Replica
 from paceline.torch._replicas.replicas import Replicas
 
@@ -25,20 +26,12 @@ _dtype = operator.attrgetter("dtype")
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
 _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
-
-
-def are_none(values: Iterable[object]) -> bool:
-    """Whether each of these is None. The loop is not Python's."""
-    return set(map(type, values)) <= {type(None)}
+_memory = TensorMemory(torch.Tensor)
 
 
 def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """The ``.grad`` of each parameter."""
     return list(map(_grad, parameters))
-
-
-def _are_strided(gradients: Iterable[torch.Tensor]) -> bool:
-    return set(map(_layout, gradients)) <= {torch.strided}
 
 
 class Sink:
@@ -87,7 +80,7 @@ class PerTensor(Sink):
         self._left_out: dict[int, set[int]] = {}  # by device, gradients whose layout or type the reduction cannot take
 
     def any(self, device: int) -> bool:
-        return not are_none(map(_grad, self._replicas[device].parameters))
+        return not _memory.without_gradients(self._replicas[device].parameters)
 
     def separate(self, device: int) -> None:
         self._storages[device].separate()
@@ -106,7 +99,11 @@ class PerTensor(Sink):
         """
         parameters = self._replicas[device].parameters
         gradients = [gradient for gradient in map(_grad, parameters) if gradient is not None]
-        if len(gradients) == len(parameters) and _are_strided(gradients) and all(map(_is_contiguous, gradients)):
+        if (
+            len(gradients) == len(parameters)
+            and set(map(_layout, gradients)) <= {torch.strided}
+            and all(map(_is_contiguous, gradients))
+        ):
             codes = [DTYPES.get(dtype, -1) for dtype in map(_dtype, gradients)]
             if -1 not in codes:
                 return list(zip(map(_data_ptr, gradients), map(_numel, gradients), codes, strict=True))
@@ -173,7 +170,7 @@ class OwnStorages:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, midway: bool = False) -> None:
-        self._waiting: Sequence[torch.Tensor] = parameters  # parameters that have no gradient yet
+        self._waiting = list(parameters)  # parameters that have no gradient yet
         self._known: set[int] = set()
         self._midway = midway
 
@@ -185,13 +182,9 @@ class OwnStorages:
         """Copy new gradients that share memory with others. To be called after each backward, or `midway` in one."""
         if not self._waiting:
             return
-        gradients = [gradient for gradient in map(_grad, self._waiting) if gradient is not None]
-        if not self._midway and len(gradients) == len(self._waiting) and _are_strided(gradients):
-            addresses = {gradient.untyped_storage().data_ptr() for gradient in gradients}
-            if len(addresses) == len(gradients) and addresses.isdisjoint(self._known):
-                self._known |= addresses
-                self._waiting = []
-                return
+        if not (self._midway or self._known) and _memory.apart(self._waiting):
+            self._waiting = []
+            return
         waiting = []
         for parameter in self._waiting:
             gradient = parameter.grad
@@ -213,11 +206,13 @@ class UserGradients:
     def __init__(self, replicas: Replicas, *, adds: bool = True) -> None:
         """`adds`: whether `commit` will add to the gradients."""
         self._replicas = replicas
-        self._before: list[torch.Tensor | None] = list(map(_grad, replicas.parameters))
+        self._any = not _memory.without_gradients(replicas.parameters)
+        self._before: list[torch.Tensor | None] = (
+            list(map(_grad, replicas.parameters)) if self._any else [None] * len(replicas.parameters)
+        )
         self._versions = list(map(_version, replicas.parameters)) if replicas.shared else []
         self._added_to: list[tuple[torch.Tensor, int]] = []
         self._is_added = False  # whether `commit` has come beyond adding
-        self._any = not are_none(self._before)
         if self._any:
             self._set_aside(replicas, adds=adds)
 
@@ -240,7 +235,7 @@ class UserGradients:
         if not self._replicas.shared:
             return  # the user's module itself ran, and may write what it likes, as in plain PyTorch
         names, parameters = self._replicas.names, self._replicas.parameters
-        if are_none(map(_grad, parameters)) and list(map(_version, parameters)) == self._versions:
+        if _memory.without_gradients(parameters) and list(map(_version, parameters)) == self._versions:
             return
         for index, parameter in enumerate(parameters):
             if parameter._version != self._versions[index]:

@@ -44,13 +44,12 @@ def of_step(execution: Committing) -> list[Participant]:
         _Outside(execution),
         _Pushed(execution),
         _Counters(execution),
-        _Sampler(execution),
     ]
 
 
 def of_part(execution: Committing) -> list[Participant]:
     """What a step changes on a rank without items."""
-    return [_Gradients(execution), _PartCounters(execution), _Sampler(execution)]
+    return [_Gradients(execution), _PartCounters(execution)]
 
 
 def of_forward(execution: Committing) -> list[Participant]:
@@ -173,6 +172,8 @@ class _Counters(Participant):
             work.launches.add(done.run.launches)
             if work.sends_early is None:
                 work.sends_early = True
+        if execution.sampler is not None:
+            execution.sampler.trained()
 
 
 class _PartCounters(Participant):
@@ -185,6 +186,8 @@ class _PartCounters(Participant):
             items = [0] * len(execution.items)
             execution.took_part, execution.items, execution.extras = execution.calls, items, None
             execution.steps += 1
+        if execution.sampler is not None:
+            execution.sampler.trained()
 
 
 class _Times(Participant):
@@ -198,15 +201,6 @@ class _Times(Participant):
         if self._told is not outcome:
             self._told = outcome
             step_loop.commit(outcome)
-
-
-class _Sampler(Participant):
-    def __init__(self, execution: Committing) -> None:
-        self._execution = execution
-
-    def commit(self, done: Done) -> None:
-        if self._execution.sampler is not None:
-            self._execution.sampler.trained()
 
 
 def refuse_outside_of_ranks(shape: torch.Size | None) -> None:

@@ -124,12 +124,12 @@ class Seen:
             self._generation = replicas.generation
             self._compiled_module = is_compiled(module)
             self._module_captures = self._compiled_module and any(map(captures_graphs, module.modules()))
+            # Compiled code reads parameters behind the back of what waits for them, and anything may call it.
+            self.waits = any(replica.arrivals is not None for replica in replicas.list)
             for sizes in self.sizes:
                 sizes.clear()
         self.compiled = self._compiled_module or compiled_fn
         self.compiler_captures = self._module_captures or (compiled_fn and captures_graphs(fn))
-        # Compiled code reads parameters behind the back of what waits for them, and anything may call it.
-        self.waits = any(replica.arrivals is not None for replica in replicas.list)
         self.waits_at_once = self.waits and (self.compiled or has_compiled())
         # cuDNN searches the fastest algorithm for each new size. Like compilation and capture, this takes long once.
         self.captures = captures

@@ -122,14 +122,15 @@ class TrainRun(Executor):
             self.outside.look(root)
         self.batch.count_edits()
         roots = [root] if self.passage is None else [root, *self.passage.turn_back()]
+        ones = map(torch.ones_like, roots)
         with outside_autocast():
             if self.draws.watches:
                 with self.draws.watches[device]:
-                    backward_watched(roots, [torch.ones_like(one) for one in roots], retain_graph, inputs)
+                    backward_watched(roots, ones, retain_graph, inputs)
             elif self.state.is_plain and not (root.is_complex() or torch._C._are_functorch_transforms_active()):
-                backward_watched(roots, [torch.ones_like(one) for one in roots], retain_graph, inputs)
+                backward_watched(roots, ones, retain_graph, inputs)
             elif len(roots) > 1:
-                torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
+                torch.autograd.backward(roots, list(ones))
             else:
                 root.backward(retain_graph=retain_graph, inputs=inputs)
         if parametrize._cache and not retain_graph:  # PyTorch empties it only when no thread is inside cached()

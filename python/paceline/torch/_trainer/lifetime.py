@@ -141,7 +141,7 @@ class Lifetime:
 
         The limit is for a thread that the present call has started, and waits for.
         """
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             self._wait(call, patience)
         self._caller, self._call, self.entered = threading.current_thread(), call, True
 
@@ -252,8 +252,8 @@ class _Exclusive:
         try:
             self._lifetime._leave()
         finally:
-            if self._threads is not None:
-                self._threads.release()
+            if self._threads is not None:  # this thread's own
+                self._threads.leave()
 
 
 _open: weakref.WeakSet[Lifetime] = weakref.WeakSet()

@@ -88,6 +88,8 @@ class Training:
 
     def costs(self, cost: Cost | None, batch: Any, whole: Batch) -> list[float] | None:
         """What each item of the `whole` batch costs, if `cost` says it."""
+        if cost is None:
+            return None
         costs = costs_of(cost, batch, whole.size, self._places.check_values)
         if costs is not None and whole.in_order:
             raise InvalidArgument(
