@@ -179,7 +179,8 @@ class PacelineMixin:
         if self.data_parallel is None:
             module = trainer.accelerator.unwrap_model(trainer.model)
             _warn_of_router_losses(getattr(module, "config", None))
-            self.data_parallel = DataParallel(module, **self.data_parallel_options)
+            # Of several processes the Trainer averages the gradients.
+            self.data_parallel = DataParallel(module, **{"group": "alone"} | self.data_parallel_options)
         return self.data_parallel
 
     def _save_rng_state(self, output_dir: str) -> None:

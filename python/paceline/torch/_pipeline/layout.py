@@ -137,7 +137,7 @@ class Layout:
             memory = {name: limit - state for name, limit in limits.items()} or None
             all_take_part = len(chosen.items) == len(devices)
             part = self._devices if all_take_part else [one for one in devices if one.name in chosen.items]
-            return DataParallel(self._module, part, memory=memory, **options)
+            return DataParallel(self._module, part, memory=memory, group="alone", **options)
         orders = [plan.order for plan in self._plans[chosen.kind]]
         return PipelineReplicas(
             self._module,

@@ -88,7 +88,11 @@ class Layout:
 
     def empty(self, device: torch.device) -> list[torch.Tensor]:
         """Memory for each bucket."""
-        return [torch.empty(one.count, dtype=one.dtype, device=device) for one in self.buckets]
+        return [self.empty_bucket(k, device) for k in range(len(self.buckets))]
+
+    def empty_bucket(self, k: int, device: torch.device) -> torch.Tensor:
+        """Memory for the k-th bucket."""
+        return torch.empty(self.buckets[k].count, dtype=self.buckets[k].dtype, device=device)
 
     def fill(self, k: int, flat: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
         """Copy gradients into the k-th bucket, and zeros where there is none.

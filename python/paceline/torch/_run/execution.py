@@ -18,7 +18,6 @@ from paceline.torch._batch.edits import Edits
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._batch.items import Items
 from paceline.torch._batch.joining import concatenate
-from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import NOTHING, NoGrad
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.batch_norm import CURE
@@ -29,9 +28,9 @@ from paceline.torch._run.failing import Failing
 from paceline.torch._run.feature import Feature, Features
 from paceline.torch._run.flat_gradients import FlatGradients
 from paceline.torch._run.graphs import Graphs
-from paceline.torch._run.journal import Done, Gradients, Journal
+from paceline.torch._run.journal import Done, Journal
 from paceline.torch._run.outside import OutsideGradients
-from paceline.torch._run.participants import of_forward, of_part, of_step, refuse_outside_of_ranks
+from paceline.torch._run.participants import of_forward, of_step, refuse_outside_of_ranks
 from paceline.torch._run.pushing import Pushing
 from paceline.torch._run.rank_sums import LastBackward, SentEarly
 from paceline.torch._run.ranks import Ranks
@@ -110,29 +109,6 @@ class Execution:
     def rehearse(self, asked: Asked) -> None:
         """Prepare a call as often as it takes, and run nothing."""
         self._repeated(asked, lambda call: None)
-
-    def take_part(
-        self, function: Callable[..., Any], objective: Objective, *, carries: bool
-    ) -> tuple[torch.Tensor, Gradients]:
-        """What `train` gives on a rank without items: the objective of all ranks, and its gradients."""
-        assert self.ranks is not None
-        self.replicas.refresh(hooks=carries)
-        journal = Journal(of_part(self))
-        journal.prepare(None)
-        self.calls += 1
-        self.failed_on = None
-        none: Gradients = [None] * len(self.replicas.parameters)
-        with NoGrad(), self.features.around_call(self.calls, lambda: self.running):
-            try:
-                loss, totals = self.ranks.sum(self.replicas, objective, None, none, steps=self.steps)
-                journal.commit(Done(None, None, loss, totals, carries=carries))
-            except BaseException:
-                if self.ranks.agreed is None:
-                    journal.rollback()
-                else:  # interrupted in the middle of writing
-                    journal.commit(Done(None, None, *self.ranks.agreed, carries=carries))
-                raise
-        return loss, totals
 
     # The order of a step.
 
@@ -371,7 +347,7 @@ class Execution:
             ranks.buckets.found(run.sink.order)
             if run.sink.came_again:
                 run.call.work.sends_early = False
-                raise RetryError(Retry("a gradient changed after it had been sent to the other ranks"))
+                raise RetryError(Retry("a gradient changed after it had been sent to the other ranks", complete=True))
         if self.places.queues is not None:
             self.places.drain()
             _ = outcome.settled  # raises the error of a device that has failed

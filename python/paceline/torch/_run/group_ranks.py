@@ -20,8 +20,9 @@ from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._devices.failures import noted
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import DTYPES
+from paceline.torch._run.rank_header import AGAIN, FAILED, Header, Whole
 from paceline.torch._run.rank_shares import RankShares
-from paceline.torch._run.ranks import AGAIN, FAILED, Header, Ranks, Whole, error_of_lost
+from paceline.torch._run.ranks import Ranks, error_of_lost
 
 _PING = 7331  # the tag of messages that only ask whether a rank is there
 _PATIENCE = timedelta(
@@ -33,8 +34,8 @@ _TEXT_BYTES = 400  # of an error's text that the other ranks get to know
 _EQUAL = {
     "call": "called something else than {other}. All ranks of a group make the same calls of the trainer in the same order, with the same "
     "terms in weight= and total=, and the same reduction=, also where a rank has no items left: batch=None.",
-    "layout": "other parameters than {other}: names, shapes, types and requires_grad have to be equal. Make the same module on all ranks, and "
-    "freeze the same parameters.",
+    "layout": "other parameters than {other}: names, shapes, strides, types and requires_grad have to be equal. Make the same module on all ranks, "
+    "and freeze the same parameters.",
     "batch": "another sampler than {other}, or is at another global batch. All ranks make the same sampler, of the same size, seed and state, "
     "and take all of its batches in the same order.",
     "steps": "trained {mine:g} steps before, {other} {theirs:g}. Load the same save on all ranks: load() warns if it takes an older one than "
@@ -151,7 +152,7 @@ class GroupRanks(Ranks):
             headers, whole = self._exchanged_headers(header, error)
             if header.seconds and not header.failed and not whole.again:
                 dealt.measured(headers)
-            if headers[0].plan != dealt.followed:
+            if error is None and headers[0].plan != dealt.followed:
                 with self._talking():
                     self._follow(dealt, int(max(one.drawn for one in headers)))
         return whole
@@ -162,7 +163,7 @@ class GroupRanks(Ranks):
             headers = [Header(*row) for row in found.tolist()]
             self.stop = any(one.stop for one in headers)
             failed = [rank for rank, one in enumerate(headers) if one.failed == FAILED]
-            again = any(one.failed == AGAIN for one in headers)
+            again = not failed and any(one.failed == AGAIN for one in headers)
             texts = self._texts(error) if failed else []
         others = [rank for rank in failed if rank != self.rank]
         what = "; ".join(f"rank {self._numbers[rank]}: {texts[rank]}" for rank in others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ MOST_BYTES, FIRST_BYTES = 25 << 20, 1 << 20
 
 
 class Buckets:
-    """Which gradients lie in which bucket, and the memory of the buckets.
+    """Which gradients lie in which bucket. Which parameters require a gradient may change from step to step.
 
     Parameters fill the buckets in reverse order, until rank 0 has told in which order a backward came to them, as in
     DistributedDataParallel (Li et al., PyTorch Distributed, VLDB 2020).
@@ -29,12 +30,13 @@ class Buckets:
         self._order: list[int] = []
         self._found: list[int] = []  # the order that a backward has shown, in this process
         self._told = False
-        self._checksum, self._generation = -1, -1
-        self._flats: list[torch.Tensor] = []  # of the last step
+        self._generation = -1
+        self.kept: list[torch.Tensor | None] = []  # memory of a step, for the next one
 
-    def news(self, checksum: int) -> list[int]:
-        """The order that this process has found out and not told, for parameters of this `checksum`. Empty: nothing new."""
-        return self._found if checksum == self._checksum and not self._told else []
+    @property
+    def news(self) -> list[int]:
+        """The order that this process has found out and not told. Empty: nothing new."""
+        return [] if self._told else self._found
 
     def found(self, indices: Sequence[int]) -> None:
         """Note the order in which a backward came to parameters. The first one counts."""
@@ -42,25 +44,31 @@ class Buckets:
             known = set(indices)
             self._found = [*indices, *(index for index in self._order if index not in known)]
 
-    def begin(self, replicas: Replicas, checksum: int, order: list[int]) -> None:
-        """Lay the parameters out, if they have changed, or if rank 0 has told their order. `checksum` is equal on all ranks."""
-        if checksum != self._checksum:
-            self._order, self._found, self._told = list(range(len(replicas.parameters)))[::-1], [], False
-        if order:
-            self._order, self._told = order, True
-        if order or (checksum, replicas.generation) != (self._checksum, self._generation):
-            self._checksum, self._generation, self._flats = checksum, replicas.generation, []
+    def begin(self, replicas: Replicas) -> None:
+        """Lay the parameters out, if they are other objects than before."""
+        if not self._order:
+            self._order = list(range(len(replicas.parameters)))[::-1]
+        if replicas.generation != self._generation:
+            self._generation, self.kept = replicas.generation, []
             self.layout = Layout(replicas.parameters, replicas.names, self._order, MOST_BYTES, FIRST_BYTES)
 
-    def memory(self, home: torch.device) -> list[torch.Tensor]:
-        """Memory for each bucket: that of the last step on the host, unless somebody still has its gradients."""
-        if (
-            home.type != "cpu"
-            or not self._flats
-            or any(is_held_elsewhere(one.untyped_storage()) for one in self._flats)
-        ):
-            self._flats = self.layout.empty(home)
-        return self._flats
+    def follow(self, replicas: Replicas, order: list[int]) -> None:
+        """Lay the parameters out in the order that rank 0 has told."""
+        self._order, self._told, self._generation = order, True, -1
+        self.begin(replicas)
+
+    def memory(self, home: torch.device) -> Callable[[int], torch.Tensor]:
+        """Makes memory for a bucket, when its gradients are there. On the host that of an earlier step, if nobody has its gradients any more."""
+        kept, self.kept, layout = self.kept, [], self.layout
+        stream = torch.cuda.current_stream(home) if home.type == "cuda" else None
+
+        def make(k: int) -> torch.Tensor:
+            if kept and (flat := kept[k]) is not None and not is_held_elsewhere(flat.untyped_storage()):
+                return flat
+            with torch.cuda.stream(stream):
+                return layout.empty_bucket(k, home)
+
+        return make
 
 
 class RankSums:
@@ -70,8 +78,8 @@ class RankSums:
 
     Parameters
     ----------
-    flats
-        The memory of the buckets.
+    memory
+        Makes the memory of a bucket.
     divisor
         What the objective is divided by, on all ranks.
     start
@@ -82,14 +90,22 @@ class RankSums:
     between = -1.0  # seconds of its own work since the step before; negative if unknown
 
     def __init__(
-        self, layout: Layout, flats: list[torch.Tensor], divisor: float, start: Callable[[torch.Tensor], Any]
+        self,
+        layout: Layout,
+        memory: Callable[[int], torch.Tensor],
+        divisor: float,
+        start: Callable[[torch.Tensor], Any],
     ) -> None:
-        self.layout, self.divisor, self._flats, self._start = layout, divisor, flats, start
-        self._final = [False] * len(flats)
-        self._present: list[list[int]] = [[] for _ in flats]  # by bucket, parameters that have a gradient on this rank
+        self.layout, self.divisor, self._memory, self._start = layout, divisor, memory, start
+        count = len(layout.buckets)
+        self.flats: list[torch.Tensor | None] = [None] * count
+        self._final = [False] * count
+        self._present: list[list[int]] = [[] for _ in layout.buckets]  # parameters that have a gradient on this rank
         self._works: list[Any] = []
         self._error: Exception | None = None  # why nothing more can be sent
         self._sending = False  # stays if an interrupt comes meanwhile
+        self._lock = threading.Lock()  # a worker may still be in its backward when the caller's thread gives up
+        self._closed = False
 
     @property
     def sent(self) -> int:
@@ -98,34 +114,54 @@ class RankSums:
 
     def fill(self, k: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Bucket `k` is final on this rank. Sends what can be sent by now."""
-        self.layout.fill(k, self._flats[k], gradients)
-        self._present[k] = [one.index for one in self.layout.buckets[k].pieces if gradients[one.index] is not None]
-        self._final[k] = True
-        while self.sent < len(self._flats) and self._final[self.sent] and not self._sending and self._error is None:
-            self._sending = True
-            try:
-                self._works.append(self._start(self._flats[self.sent]))
-            except Exception as error:  # told on the caller's thread
-                self._error = error
-            self._sending = False
+        with self._lock:
+            if not self._closed:
+                self._fill(k, gradients)
+                self._send()
 
     def fill_rest(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """All other buckets are final."""
-        for k, final in enumerate(self._final):
-            if not final:
-                self.fill(k, gradients)
+        with self._lock:
+            self._closed = True
+            for k, final in enumerate(self._final):
+                if not final:
+                    self._fill(k, gradients)
+                self._send()
+
+    def _fill(self, k: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        flat = self.flats[k]
+        if flat is None:
+            flat = self.flats[k] = self._memory(k)
+        self.layout.fill(k, flat, gradients)
+        self._present[k] = [one.index for one in self.layout.buckets[k].pieces if gradients[one.index] is not None]
+        self._final[k] = True
+
+    def _send(self) -> None:
+        while self.sent < len(self.flats) and self._final[self.sent] and not self._sending and self._error is None:
+            self._sending = True
+            try:
+                self._works.append(self._start(self.flats[self.sent]))  # type: ignore[arg-type]
+            except Exception as error:  # told on the caller's thread
+                self._error = error
+            self._sending = False
 
     def forget(self) -> None:
         """Another attempt fills again what was not sent."""
         self._final[self.sent :] = [False] * (len(self._final) - self.sent)
 
     def wait(self) -> None:
-        """Wait until all ranks have sent everything. Raises what sending has raised."""
-        if self._error is not None or self._sending:
-            raise self._error or RuntimeError("interrupted while gradients were sent")
+        """Wait until all ranks have sent everything. Raises what sending has raised, when nothing is under way any more."""
+        error = self._error
+        if error is None and self._sending:
+            error = RuntimeError("interrupted while gradients were sent")
         for work in self._works:
-            if work is not None and hasattr(work, "wait"):
-                work.wait()
+            try:
+                if work is not None and hasattr(work, "wait"):
+                    work.wait()
+            except Exception as caught:
+                error = error or caught
+        if error is not None:
+            raise error
 
     def present(self, count: int) -> list[bool]:
         """Which of `count` parameters have a gradient on this rank."""
@@ -134,7 +170,7 @@ class RankSums:
 
     def totals(self, present: Sequence[bool]) -> list[torch.Tensor | None]:
         """The gradients of the batch of all ranks. None for those that are `present` on no rank."""
-        found = self.layout.gradients(self._flats)
+        found = self.layout.gradients([flat for flat in self.flats if flat is not None])
         return [found.get(index) if there else None for index, there in enumerate(present)]
 
 
@@ -208,8 +244,9 @@ class LastBackward:
         self._handles, self._key = [], None
 
     def _came(self, index: int) -> None:
-        if self._sink is not None:
-            self._sink.came(index)
+        sink = self._sink
+        if sink is not None:
+            sink.came(index)
 
 
 def _call(method: weakref.WeakMethod[Any], index: int, parameter: torch.Tensor) -> None:

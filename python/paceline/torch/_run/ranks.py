@@ -6,7 +6,7 @@ import contextlib
 import time
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,50 +16,14 @@ from paceline._stop import stop_requested
 from paceline.torch._batch.objective import Objective
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import DTYPES
+from paceline.torch._run.rank_header import AGAIN, FAILED, Header, Whole
 from paceline.torch._run.rank_sums import Buckets, RankSums
 from paceline.torch._run.recipe import Retry, RetryError
 
 Gradients = list[torch.Tensor | None]
 
-FAILED, AGAIN = 1, 2  # what a rank may say in place of yes
-_AGAIN = Retry("the gradients of a rank did not count, after some had been sent", most=8)
-
-
-class Header(NamedTuple):
-    """What a rank tells all others, before the first bucket of gradients is sent and after the last one.
-
-    Everything is a number that float64 holds exactly, except for sums and seconds.
-    """
-
-    failed: float  # FAILED if the rank has nothing to commit, AGAIN if all ranks have to run once more
-    stop: float  # 1 if a stop was asked for
-    call: float  # a checksum of what was called
-    layout: float = 0  # a checksum of names, shapes and types of the parameters
-    present: float = 0  # a checksum of which gradients there are
-    total: float = 0  # the caller's own denominator, or 0
-    scale: float = 0  # of a scaler; 0 without one, and on a rank without items
-    steps: float = 0  # that were trained before
-    items: float = 0
-    weight: float = 0
-    loss: float = 0  # the weighted sum of the items' losses
-    loss_type: float = -1  # its number in DTYPES
-    seconds: float = 0  # of the rank's own work
-    between: float = -1  # seconds of its own from the last exchange of gradients to this call; negative if unknown
-    batch: float = 0  # a checksum of the sampler and of the global batch
-    drawn: float = 0  # how many global batches the rank has drawn
-    plan: float = 0  # the number of the newest plan of shares; that of rank 0 counts
-    order: float = 0  # 1 if the rank has an order of the buckets to tell; that of rank 0 counts
-
-
-class Whole(NamedTuple):
-    """What is known of all parts of a batch together."""
-
-    weight: float
-    loss: float  # the weighted sum of the items' losses
-    loss_type: torch.dtype
-    same_gradients: bool  # whether all ranks have gradients of the same parameters
-    order: bool = False  # whether rank 0 has an order of the buckets to tell
-    again: bool = False  # whether all ranks have to make another attempt
+_AGAIN = Retry("the gradients of a rank did not count, after some had been sent", most=8, complete=True)
+_MOST_LAYOUTS = 16  # networks that are frozen in turns have some; each holds memory for its gradients
 
 
 class Ranks:
@@ -97,7 +61,7 @@ class Ranks:
             -1,
             0,
         )  # of the parameters, after the generation of the replicas that it is for
-        self.buckets = Buckets()
+        self._buckets: dict[int, Buckets] = {}  # by the checksum of the parameters, least recently used first
 
     def share(self, replicas: Replicas) -> None:
         """Before the first call: make sure that all ranks have the same parameters and buffers."""
@@ -140,11 +104,13 @@ class Ranks:
         InvalidArgument
             On all ranks, if they do not agree about the terms, which are `described`.
         """
+        arrived = time.perf_counter()
         self._meet(Header(0, stop_requested(), zlib.crc32(f"{self._call} {described}".encode())), goes_on=True)
         found = torch.tensor(mine, dtype=torch.float64, device=self._home)
         with self._talking():
             self._add(found)
         self._exchanged = self._alone = False
+        self._began += time.perf_counter() - arrived
         numbers: list[float] = found.tolist()
         return numbers
 
@@ -175,7 +141,12 @@ class Ranks:
             return self._sums
         runs = objective.size > 0 and objective.magnitude > 0
         layout = self._layout_of(replicas)
-        news = self.buckets.news(layout) if self.rank == 0 else []
+        buckets = self.buckets = self._buckets.pop(layout, None) or Buckets()
+        if len(self._buckets) >= _MOST_LAYOUTS:
+            del self._buckets[next(iter(self._buckets))]
+        self._buckets[layout] = buckets
+        buckets.begin(replicas)
+        news = buckets.news if self.rank == 0 else []
         header = Header(
             failed=0,
             stop=stop_requested(),
@@ -200,8 +171,9 @@ class Ranks:
             )
         with self._talking():
             order = self._tell(news or [0] * len(replicas.parameters)) if whole.order else []
-        self.buckets.begin(replicas, layout, order)
-        sums = RankSums(self.buckets.layout, self.buckets.memory(self._home), divisor, self._start)
+        if order:
+            buckets.follow(replicas, order)
+        sums = RankSums(buckets.layout, buckets.memory(self._home), divisor, self._start)
         sums.header = header._replace(call=zlib.crc32(f"{self._call} ends".encode()), order=0)
         self._sums, self._count, self._alone = sums, len(replicas.parameters), False
         now = time.perf_counter()
@@ -258,6 +230,8 @@ class Ranks:
         value = torch.tensor(whole.loss, dtype=whole.loss_type, device=self._home)
         self.agreed = agreed = value, sums.totals(present)
         self._alone = False
+        if self._home.type == "cpu":
+            self.buckets.kept = sums.flats
         return agreed
 
     def sum(
@@ -317,7 +291,7 @@ class Ranks:
             self._sums, self._alone = None, False
             raise
         if whole.again:
-            self._sums, self._alone = None, False
+            self._sums, self._alone, self._exchanged, self._began = None, False, False, time.perf_counter()
             raise RetryError(_AGAIN)
         self._alone = goes_on
         return whole
@@ -369,7 +343,7 @@ class Ranks:
         """A checksum of the parameters' names, shapes and types, and of which are frozen."""
         if self._checksum[0] != replicas.generation:
             named = zip(replicas.names, replicas.parameters, strict=True)
-            text = repr([(name, tuple(one.shape), str(one.dtype)) for name, one in named])
+            text = repr([(name, tuple(one.shape), one.stride(), str(one.dtype)) for name, one in named])
             self._checksum = replicas.generation, zlib.crc32(text.encode())
         return zlib.crc32(bytes(one.requires_grad for one in replicas.parameters), self._checksum[1])
 

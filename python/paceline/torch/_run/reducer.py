@@ -11,7 +11,8 @@ from torch import nn
 from paceline import Cancelled, Error, InvalidArgument
 from paceline.torch._devices.failures import noted
 from paceline.torch._run.gradients import DTYPES
-from paceline.torch._run.ranks import Header, Ranks, Whole
+from paceline.torch._run.rank_header import Header, Whole
+from paceline.torch._run.ranks import Ranks
 
 _BITS = 0xFFFF  # of a checksum. The squares of so many bits are exact in float64, also summed over many ranks.
 

@@ -87,11 +87,19 @@ def own_devices(call: str, module: nn.Module, *, brings: bool) -> list[str]:
         found = [device for device in found if device.kind == "host"]
         own = found if processes == 1 or _has_cores_of_its_own() else _part(found, rank, processes)
         return [device.name for device in own]
+    if 1 < len(gpus) < processes:
+        raise InvalidArgument(
+            f"{call}: devices='auto' with {processes} processes on this machine and {len(gpus)} GPUs, which they would share. Start one for each GPU, or name "
+            "the devices of this process."
+        )
     own = gpus if processes == 1 or len(gpus) == 1 else _part(gpus, rank, processes)
     if parameter is not None and parameter.device.type == "cuda":
         first = parameter.device.index
         if not any(gpu.index == first for gpu in own):
-            own = [gpu for gpu in gpus if gpu.index == first]
+            raise InvalidArgument(
+                f"{call}: the module is on cuda:{first}, and this process (LOCAL_RANK {rank}) has {', '.join(gpu.name for gpu in own)}. Call "
+                f"torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the module is moved, leave it in host memory, or name the devices."
+            )
         own = sorted(own, key=lambda gpu: gpu.index != first)
     elif brings:
         _bring(call, module, own)

@@ -23,6 +23,7 @@ from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.carried import Carried
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.graph_run import GraphRun
+from paceline.torch._run.taking_part import take_part
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import check_scaler, check_trains
 from paceline.torch._trainer.claims import ClaimScript
@@ -128,7 +129,7 @@ class Training:
         outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         if whole is None:
             with self._recent.step(kind_of(None), self._execution):
-                loss, gradients = self._execution.take_part(loss_fn, objective, carries=carries)
+                loss, gradients = take_part(self._execution, objective, carries=carries)
         elif (proved := self._proved(loss_fn, whole, objective, scale, costs, carries=carries)) is not None:
             loss, gradients, outside = proved
         else:
@@ -228,7 +229,7 @@ class Training:
                 if whole is None:
                     self._scale_of(scaler)
                     with self._recent.step(kind_of(name), self._execution):
-                        loss, _ = self._execution.take_part(fn, objective, carries=False)
+                        loss, _ = take_part(self._execution, objective, carries=False)
                 else:
                     scale = self._scale_of(scaler)
                     proved = self._proved(
