@@ -87,12 +87,13 @@ class RankShares:
         )
         self._decide(self.balancer)
 
-    def measured(self, ranks: Sequence[Measured]) -> None:
-        """After an exchange in which all ranks had succeeded."""
-        if self.balancer is None or self.sampler.current is None:
+    def measured(self, ranks: Sequence[Measured], batch: Stamp | None = None) -> None:
+        """After an exchange in which all ranks had succeeded. `batch`: what they say it of, if not of the sampler's current batch."""
+        batch = batch or self.sampler.current
+        if self.balancer is None or batch is None:
             return
-        if self._batch != self.sampler.current:
-            self._batch, self._calls = self.sampler.current, []
+        if self._batch != batch:
+            self._batch, self._calls = batch, []
         self._calls.append(ranks)
 
     def follow(self, first: int, plan: int, shares: Sequence[int]) -> None:

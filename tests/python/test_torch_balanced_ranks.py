@@ -1,0 +1,159 @@
+"""`BalancedRanks`: unequal batches under DistributedDataParallel and FSDP2, with the gradient of the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.torch import BalancedRanks
+from rank_processes import Run
+from torch_support import worst_difference
+
+BATCH = 12
+SPLITS = [(9, 3), (2, 10), (11, 1), (5, 7), (1, 11), (6, 6)]
+WRAPPED = ["ddp", "fsdp"]
+
+
+class Numbered(Dataset[Any]):
+    """Items that know their numbers, and have tokens of which some do not count."""
+
+    def __init__(self, items: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(items, 5, 6, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(0, 3, (items, 5), generator=generator)
+        self.y[torch.rand(items, 5, generator=generator) < 0.4] = -100
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.x[index], self.y[index]
+
+
+class Script:
+    """A balancer whose decisions are known before."""
+
+    def __init__(self, splits: Sequence[tuple[int, ...]] = SPLITS) -> None:
+        self.splits = itertools.cycle(splits)
+
+    def record(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def next_plan(self, batch_size: int) -> Any:
+        return SimpleNamespace(shares=list(next(self.splits)))
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def wrapped(module: Any, how: str) -> Any:
+    if how == "ddp":
+        return nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.0001)  # several buckets
+    for part in module:
+        if isinstance(part, nn.Linear):
+            fully_shard(part)
+    return fully_shard(module)
+
+
+def gradients_of(model: Any) -> list[torch.Tensor]:
+    found = [parameter.grad for parameter in model.parameters()]
+    return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone() for grad in found]
+
+
+@contextlib.contextmanager
+def synchronised(model: Any, sync: bool) -> Iterator[None]:
+    """As the guide has it for gradients that are summed over several batches."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(sync)
+        yield
+    else:
+        with contextlib.nullcontext() if sync else model.no_sync():
+            yield
+
+
+def tokens(batch: Any) -> int:
+    return int((batch[2] != -100).sum())
+
+
+def loss_of(model: Any, batch: Any, weighted: bool) -> torch.Tensor:
+    output = model(batch[1])
+    if weighted:  # the mean over tokens that count, and NaN if there are none
+        return nn.functional.cross_entropy(output.flatten(0, 1), batch[2].flatten())
+    return output.square().mean()  # the mean over items
+
+
+def steps_of(rank: int, how: str, items: int, weigh: str, accumulate: int, poison: bool, epochs: int) -> Any:
+    """In each step of an optimizer: the numbers of this rank's items, the loss and the gradients."""
+    model = wrapped(network(), how)
+    data = Numbered(items)
+    ranks = BalancedRanks(len(data), BATCH)
+    if rank == 0:
+        ranks._dealt.balancer = Script()  # type: ignore[assignment]
+    loader = DataLoader(data, batch_sampler=ranks.sampler, num_workers=rank)
+    found, numbers, losses = [], list[int](), 0.0
+    while ranks.sampler.epoch < epochs:
+        given = tokens if weigh == "batches" else None
+        for batch in ranks.batches(loader, accumulate=accumulate, weight=given):
+            index, x, y = batch
+            with ranks.step(), synchronised(model, ranks.sync_gradients):
+                assert ranks._now is not None
+                repeated = not ranks._now.stamp.shares[rank]
+                if repeated and poison:
+                    x = x * float("nan")
+                loss = loss_of(model, (index, x, y), weigh != "items")
+                loss = ranks.weigh(loss, weight=tokens(batch)) if weigh == "weigh" else ranks.weigh(loss)
+                loss.backward()
+                numbers += [] if repeated else index.tolist()
+                losses += float(loss.detach())
+                complete = ranks.sync_gradients
+            if complete:
+                found.append((numbers, losses, gradients_of(model)))
+                model.zero_grad()
+                numbers, losses = [], 0.0
+    return found
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+@pytest.mark.parametrize(
+    ("size", "items", "weigh", "accumulate", "poison"),
+    [
+        (2, 100, "items", 1, False),  # the last batch has four items
+        (2, 100, "weigh", 1, False),
+        (2, 100, "items", 4, False),  # the last step is for one batch
+        (2, 100, "batches", 4, False),
+        (2, 73, "batches", 1, True),  # the last batch has one item
+        (2, 73, "items", 1, True),
+        (2, 73, "weigh", 1, True),
+        (2, 25, "items", 2, True),
+    ],
+)
+def test_the_gradient_is_that_of_the_whole_batch(
+    on_ranks: Run, how: str, size: int, items: int, weigh: str, accumulate: int, poison: bool
+) -> None:
+    results = on_ranks(size, steps_of, how, items, weigh, accumulate, poison, 2)
+    data, model = Numbered(items), network()
+    seen = list[int]()
+    splits = set()
+    for parts in zip(*results, strict=True):
+        numbers = [index for part in parts for index in part[0]]
+        splits.add(tuple(len(part[0]) for part in parts))
+        seen += numbers
+        loss = loss_of(model, (None, data.x[numbers], data.y[numbers]), weigh != "items")
+        wanted = list(torch.autograd.grad(loss, list(model.parameters())))
+        assert abs(sum(part[1] for part in parts) / size - float(loss.detach())) < 1e-12
+        for part in parts:
+            assert worst_difference(part[2], wanted) < 1e-14
+    assert len(splits) > (2 if items > 50 else 0), "shares did not change"
+    assert sorted(seen) == sorted([*range(items)] * 2)
+    assert poison == any(0 in split for split in splits)
