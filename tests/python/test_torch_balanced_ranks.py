@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.balance import replay
 from paceline.torch import BalancedRanks
 from rank_processes import Run
 from torch_support import worst_difference
@@ -117,6 +119,7 @@ def steps_of(rank: int, how: str, items: int, weigh: str, accumulate: int, poiso
                 numbers += [] if repeated else index.tolist()
                 losses += float(loss.detach())
                 complete = ranks.sync_gradients
+            assert complete == ranks.sync_gradients
             if complete:
                 found.append((numbers, losses, gradients_of(model)))
                 model.zero_grad()
@@ -157,3 +160,64 @@ def test_the_gradient_is_that_of_the_whole_batch(
     assert len(splits) > (2 if items > 50 else 0), "shares did not change"
     assert sorted(seen) == sorted([*range(items)] * 2)
     assert poison == any(0 in split for split in splits)
+
+
+class Slow(nn.Module):
+    """A network whose forward takes so many seconds for an item."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.BatchNorm1d(8)  # which has buffers
+        self.third = nn.Linear(8, 3)
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.second(self.first(x))
+        time.sleep(len(x) * self.seconds)
+        return self.third(hidden) + 0  # not a view, which FSDP warns of
+
+
+def slowly(rank: int, how: str, seconds: list[float], batch: int) -> Any:
+    """Shares after some epochs, of a rank that sleeps so many seconds for an item in the forward and as many in the backward."""
+    torch.manual_seed(0)
+    module = Slow(seconds[rank])
+    module.third.register_full_backward_hook(lambda *_: time.sleep(module.items * seconds[rank]))
+    if how == "ddp":
+        model: Any = nn.parallel.DistributedDataParallel(module)
+    else:
+        for part in (module.first, module.second, module.third):
+            fully_shard(part)
+        model = fully_shard(module)
+    data = torch.randn(10 * batch, 6)
+    ranks = BalancedRanks(len(data), batch, ledger=True)
+    loader = DataLoader(data, batch_sampler=ranks.sampler)
+    while ranks.sampler.epoch < 4:
+        for x in ranks.batches(loader):
+            module.items = len(x)
+            with ranks.step():
+                ranks.weigh(model(x).square().mean()).backward()
+            model.zero_grad()
+    return ranks.shares, ranks.report(), ranks.explain(), ranks.ledger() if rank == 0 else ""
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("how", WRAPPED)
+def test_a_slow_rank_gets_fewer_items_although_the_others_wait_for_it(on_ranks: Run, how: str) -> None:
+    (shares, report, text, ledger), (theirs, other, said, _) = on_ranks(2, slowly, how, [0.0002, 0.0006], 100)
+    assert shares == theirs == report["shares"] == other["shares"]
+    assert abs(shares[0] - 75) <= 3, text
+    assert [row["share"] for row in report["rank_shares"]["devices"]] == list(shares)
+    assert report["ranks"] == other["ranks"]
+    assert "rank_shares" not in other
+    assert "ranks: auto balance" in text
+    assert "Rank 0 decides" in said
+    found = replay(ledger.splitlines())
+    assert found.plans > 10
+    assert not found.mismatches
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("how", WRAPPED)
+def test_a_quiet_pair_keeps_equal_shares(on_ranks: Run, how: str) -> None:
+    shares, _, text, _ = on_ranks(2, slowly, how, [0.0003, 0.0003], 100)[0]
+    assert abs(shares[0] - 50) <= 1, text

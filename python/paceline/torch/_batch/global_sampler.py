@@ -13,6 +13,7 @@ from torch.utils.data import Sampler
 
 from paceline import InvalidArgument
 from paceline._words import plural
+from paceline.torch._batch.by_cost import ByCost
 
 _VERSION = 1
 
@@ -26,6 +27,7 @@ class Stamp(NamedTuple):
     size: int  # items on all ranks
     plan: int  # the number of the plan that dealt it out
     shares: tuple[int, ...]  # items of each rank
+    work: tuple[int, ...]  # of each rank: its items, or what they cost
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
@@ -66,6 +68,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         rank: int = 0,
         ranks: int = 1,
         every_rank: bool = False,
+        by_cost: ByCost | None = None,
         call: str = "batch_sampler",
     ) -> None:
         super().__init__()
@@ -78,6 +81,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._asked = batch_size
         self._rank = rank
         self._every_rank = every_rank  # whether `batches` has a batch for ranks without items, too
+        self._by_cost = by_cost  # how to deal out items that cost differently
         self._position = 0  # the index in the epoch of the batch handed out last, or of the next one
         self._trained = False  # whether that batch was handed out and trained on
         self._serial = 0  # of that batch
@@ -94,7 +98,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise InvalidArgument(
                 f"{call}: {plural(items, 'item')} for a data set; one batch needs {least}{' with drop_last' if drop_last else ''}."
             )
-        whole, rest = divmod(self.batch_size, ranks)
+        self.units = (
+            self.batch_size if by_cost is None else by_cost.UNITS
+        )  # of work in a full batch, of which plans are made
+        whole, rest = divmod(self.units, ranks)
         even = tuple(whole + (rank < rest) for rank in range(ranks))
         self._plans: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, even)]  # the first serial, the number, the shares
 
@@ -115,14 +122,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
             with self.lock:
                 if mine != self._iteration:
                     return
-                shares = self._shares(self._drawn, self.size_of(index))
-                plan = self._plan(self._drawn)[1]
-                self._stamps.append(Stamp(self._drawn, epoch, index, sum(shares), plan, shares))
+                found, shares, work = self._deal(order[begin : begin + self.size_of(index)])
+                self._stamps.append(
+                    Stamp(self._drawn, epoch, index, sum(shares), self._plan(self._drawn)[1], shares, work)
+                )
                 self._drawn += 1
-            own = begin + (sum(shares[: self._rank]) if shares[self._rank] else 0)
-            # Collate functions do not take empty lists, so a rank without items loads one of another rank, and `batches` drops it unless every
-            # rank has to have a batch.
-            found: list[int] = order[own : own + max(1, shares[self._rank])].tolist()
             yield found
 
     def size_of(self, index: int) -> int:
@@ -181,6 +185,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 self.epoch, self._position = epoch, 0
                 self._iteration += 1
 
+    def begin_epoch(self) -> None:
+        """If all batches of the epoch were trained on, go to the next one: for loops that do not ask whether there is another batch."""
+        if self._position + self._trained >= len(self):
+            self.set_epoch(self.epoch + 1)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the training is in the data: numbers only. It does not depend on the number of ranks, their devices, or what was drawn ahead.
 
@@ -229,7 +238,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Items of each rank, in a full batch that is drawn now."""
+        """Items of each rank, in a full batch that is drawn now. With costs, units of work."""
         return self._plan(self._drawn)[2]
 
     def follow(self, first: int, plan: int, shares: Sequence[int]) -> None:
@@ -265,6 +274,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             "seed": self.seed,
             "shuffle": int(self.shuffle),
             "drop_last": int(self.drop_last),
+            **({} if self._by_cost is None else {"costs": self._by_cost.mark()}),
         }
 
     def _order(self, epoch: int) -> torch.Tensor:
@@ -276,8 +286,21 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def _plan(self, serial: int) -> tuple[int, int, tuple[int, ...]]:
         return next(plan for plan in reversed(self._plans) if plan[0] <= serial)
 
-    def _shares(self, serial: int, size: int) -> tuple[int, ...]:
-        return scaled(self._plan(serial)[2], size, least=int(self._every_rank))
+    def _deal(self, batch: torch.Tensor) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+        """Of the next global batch, the items of this rank, and how many each rank has and how much work they are.
+
+        Collate functions do not take empty lists, so a rank without items loads one of another rank, and `batches` drops it unless every rank has
+        to have a batch.
+        """
+        plan = self._plan(self._drawn)[2]
+        if self._by_cost is None:
+            shares = scaled(plan, len(batch), least=int(self._every_rank))
+            begin = sum(shares[: self._rank]) if shares[self._rank] else 0
+            return batch[begin : begin + max(1, shares[self._rank])].tolist(), shares, shares
+        items = sorted(batch.tolist())
+        parts = self._by_cost.parts(items, plan, self._drawn)
+        found = parts[self._rank] or items[:1]
+        return found, tuple(map(len, parts)), self._by_cost.units(parts, self.batch_size)
 
     def _hand_out(self, iteration: int, ahead: bool = False) -> Stamp:
         with self.lock:

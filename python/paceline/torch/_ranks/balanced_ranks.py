@@ -5,46 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline import InvalidArgument
 from paceline.balance import Balancer
-from paceline.torch._batch.global_sampler import GlobalBatchSampler, Stamp
+from paceline.torch._batch.by_cost import Cost
+from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._devices import cuda
-from paceline.torch._ranks.clock import Clock, Reading
+from paceline.torch._ranks.arguments import policy_options, sampler_of
+from paceline.torch._ranks.clock import Clock
 from paceline.torch._ranks.leaving_out import LeftOut
-from paceline.torch._ranks.meeting import Meeting, Row
+from paceline.torch._ranks.loop import Loop, RanksLoader, Taken, Weight
+from paceline.torch._ranks.meeting import Meeting
+from paceline.torch._ranks.times import Times
 from paceline.torch._ranks.waits import Waits
-from paceline.torch._run.rank_shares import RankShares
-from paceline.torch._trainer.arguments import Balance, check_count, is_number, is_whole, policy_of
-
-# The host may be some steps ahead of a GPU. What is not there after so many steps is given up.
-_MOST_WAITING = 8
-
-
-class _Taken(NamedTuple):
-    """A batch that the loop has, and what its loss counts."""
-
-    stamp: Stamp
-    mine: float  # the weight of this rank's items in it
-    whole: float  # the weight of all items of the optimizer's step, on all ranks
-    complete: bool  # whether the optimizer's step comes after it
-    alone: bool  # whether the optimizer's step is for this batch alone
-    weighed: bool = False  # whether the weights are the caller's
-
-
-class _Timed(NamedTuple):
-    """What the clock has read for the batches of an optimizer's step."""
-
-    batch: Stamp  # the last of them
-    readings: list[Reading]
-    between: float
+from paceline.torch._trainer.arguments import Balance
 
 
 class BalancedRanks:
@@ -67,9 +47,14 @@ class BalancedRanks:
     Parameters
     ----------
     items
-        How many the data set has: ``len(dataset)``.
+        How many the data set has: ``len(dataset)``. For items of unequal length: the length of each of them.
     batch_size
         Items of a global batch, over all ranks; at least one for each rank.
+    cost
+        With lengths: what an item costs. None: its length. A function of the length, or one number per item. Items of each batch are dealt out so that
+        the costs of the ranks fit their speeds.
+    padded
+        With lengths: whether the collate function pads a rank's items to the longest of them, so that each costs as much as this one.
     seed
         Seed of the permutations. Each epoch has another one.
     shuffle
@@ -108,9 +93,11 @@ class BalancedRanks:
 
     def __init__(
         self,
-        items: int,
+        items: int | Sequence[float] | torch.Tensor,
         batch_size: int,
         *,
+        cost: Cost = None,
+        padded: bool = False,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -122,30 +109,26 @@ class BalancedRanks:
         settings: dict[str, object] = {}
         names = [f"rank {number}" for number in range(self._meeting.size)]
         try:
-            options = {**_policy(balance, len(names)), "ledger": ledger, "may_be_zero": False}
+            options = {**policy_options(balance, len(names)), "ledger": ledger, "may_be_zero": False}
             Balancer(names, **options)  # raises on every rank if it cannot be made
-            self._sampler = self._sampler_of(items, batch_size, seed, shuffle, drop_last)
+            self._sampler = sampler_of(self._meeting, items, batch_size, cost, padded, seed, shuffle, drop_last)
             settings = {**self._sampler.data(), "balance": (options["policy"], options["weights"])}
         except Exception as caught:
             error = caught
         kinds = self._meeting.agree("BalancedRanks", error, settings, cuda.name_of_present() or "host")
         classes = [f"kind {kinds.index(kind) + 1}" for kind in kinds]
         balancer = None if self._meeting.rank else Balancer(names, device_classes=classes, **options)
-        self._dealt = RankShares(self._sampler, balancer)
+        self._times = Times(self._sampler, self._meeting, balancer)
+        self._loop = Loop(self._sampler, self._meeting)
         self._clock = Clock()
         self._waits = Waits(self._clock)
         self._left_out = LeftOut()
-        self._taken: deque[_Taken] = deque()  # batches that the loop has, and that no step was for
-        self._now: _Taken | None = None  # the batch of the present step
+        self._now: Taken | None = None  # the batch of the present step
+        self._last: Taken | None = None  # that of the last step
         self._weighed = self._returned = 0  # losses in this step, and those of them that had their backward
         self._on_gpu = False  # whether these losses are on a GPU
-        self._part: list[tuple[Stamp, Reading]] = []  # since the optimizer's last step
-        self._timed: deque[_Timed] = deque()  # what not all ranks know yet
         self._began = 0.0
         self._ended: float | None = None  # when the last step had ended, unless it has failed
-        self._last: list[dict[str, float]] = []
-        with self._sampler.lock:
-            self._follow(0)
 
     @property
     def sampler(self) -> GlobalBatchSampler:
@@ -154,18 +137,16 @@ class BalancedRanks:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Items of each rank, in a full batch that is drawn now."""
+        """Items of each rank, in a full batch that is drawn now. With lengths it is their work, of which an average batch has 1,000,000."""
         return self._sampler.shares
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the optimizer's step comes after the present batch. False for those before it with ``batches(loader, accumulate=k)``."""
-        taken = self._now or (self._taken[0] if self._taken else None)
+        taken = self._now or self._loop.next or self._last
         return taken is None or taken.complete
 
-    def batches(
-        self, loader: Iterable[Any], *, accumulate: int = 1, weight: Callable[[Any], Any] | None = None
-    ) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any], *, accumulate: int = 1, weight: Weight = None) -> Iterator[Any]:
         """The batches of a loader, to the end of the epoch: this rank's part of each global batch.
 
         All ranks loop over it in the same way. A loop that ends early is continued by the next one: with the batch after the last one that was
@@ -187,11 +168,14 @@ class BalancedRanks:
         InvalidArgument
             If the loader has another sampler, or does not keep the order. On all ranks, if weights are negative, not finite, or zero on all.
         """
-        for batch, taken in self._prepared(loader, accumulate, weight):
-            self._taken.append(taken)
-            yield batch
-            with contextlib.suppress(ValueError):  # a step was for it
-                self._taken.remove(taken)
+        return self._loop.batches(loader, accumulate, weight)
+
+    def loader(self, loader: Any, *, accumulate: int = 1, weight: Weight = None) -> RanksLoader:
+        """A loader for frameworks that loop over it themselves. They may take batches ahead: each `step` is for the next one.
+
+        It has ``len()`` and ``set_epoch``, and all else of the loader. The parameters are those of `batches`, and every batch needs its `step`.
+        """
+        return RanksLoader(self._loop, loader, accumulate, weight)
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """For the forward and the backward of one batch, once for each batch. Takes the time of this rank's own work.
@@ -247,8 +231,8 @@ class BalancedRanks:
                     "backward. Give batches(loader, weight=) a function of a batch instead."
                 )
             was = self._clock.pause()
-            mine = self._weight_of(weight) if now.mine else 0.0
-            (whole,) = self._totals("weigh", [mine])
+            mine = self._loop.weight_of(weight) if now.mine else 0.0
+            whole = self._loop.whole("weigh", [mine])
             if was:
                 self._clock.resume()
         self._weighed += 1
@@ -277,15 +261,14 @@ class BalancedRanks:
             If it is no such state, or of a data set or batches of another size. Nothing is changed then.
         """
         self._sampler.load_state_dict(state_dict)
-        self._taken.clear()
-        self._part.clear()
+        self._loop.taken.clear()
 
     def explain(self) -> str:
         """Text: on rank 0 what was measured, what was decided and why. On the others the shares and the last step."""
-        balancer = self._dealt.balancer
+        balancer = self._times.balancer
         if balancer is not None:
             return f"ranks: {balancer.explain()}"
-        rows = [f"rank {rank} {row['items']:g} in {row['seconds']:.4f} s" for rank, row in enumerate(self._last)]
+        rows = [f"rank {rank} {row['items']:g} in {row['seconds']:.4f} s" for rank, row in enumerate(self._times.last)]
         return f"shares of ranks: {self.shares}. Last step: {', '.join(rows) or 'none'}. Rank 0 decides: its explain() has the reasons."
 
     def report(self) -> dict[str, Any]:
@@ -297,8 +280,8 @@ class BalancedRanks:
             ``shares``; ``ranks``: for each rank ``items`` and ``seconds`` of its own work in the last step that all ranks know; on rank 0
             ``rank_shares``: what `paceline.balance.Balancer.report` returns, with ranks for devices.
         """
-        balancer = self._dealt.balancer
-        found: dict[str, Any] = {"shares": self.shares, "ranks": [dict(row) for row in self._last]}
+        balancer = self._times.balancer
+        found: dict[str, Any] = {"shares": self.shares, "ranks": [dict(row) for row in self._times.last]}
         return found if balancer is None else found | {"rank_shares": balancer.report()}
 
     def ledger(self) -> str:
@@ -309,84 +292,13 @@ class BalancedRanks:
         InvalidArgument
             If this is not rank 0, or without ``ledger=True``.
         """
-        if self._dealt.balancer is None:
+        if self._times.balancer is None:
             raise InvalidArgument("ledger: only rank 0 decides on shares, so only rank 0 has one.")
-        return self._dealt.balancer.ledger()
+        return self._times.balancer.ledger()
 
     def write_ledger(self, path: str | os.PathLike[str]) -> None:
         """Write `ledger` to a file, which takes the place of an existing one. For rank 0."""
         Path(path).write_text(self.ledger(), encoding="utf-8")
-
-    def _sampler_of(self, items: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool) -> GlobalBatchSampler:
-        check_count("BalancedRanks", "items", items)
-        check_count("BalancedRanks", "batch_size", batch_size)
-        if not is_whole(seed):
-            raise InvalidArgument(f"BalancedRanks: seed is {seed!r}; it must be an integer.")
-        return GlobalBatchSampler(
-            items,
-            batch_size,
-            seed=int(seed),
-            shuffle=shuffle,
-            drop_last=drop_last,
-            rank=self._meeting.rank,
-            ranks=self._meeting.size,
-            every_rank=True,
-            call="BalancedRanks",
-        )
-
-    def _prepared(
-        self, loader: Iterable[Any], accumulate: int, weight: Callable[[Any], Any] | None
-    ) -> Iterator[tuple[Any, _Taken]]:
-        """The batches of a loader, with what their losses count."""
-        check_count("batches", "accumulate", accumulate)
-        sampler = self._sampler
-        self._taken.clear()
-        self._part.clear()
-        ahead: list[tuple[Any, _Taken]] = []
-        for batch in sampler.batches(loader, ahead=True):
-            stamp = sampler.current
-            assert stamp is not None
-            begin = stamp.position // accumulate * accumulate
-            together = range(begin, min(begin + accumulate, len(sampler)))
-            taken = _Taken(
-                stamp,
-                mine=stamp.shares[self._meeting.rank],
-                whole=sum(map(sampler.size_of, together)),
-                complete=stamp.position == together[-1],
-                alone=len(together) == 1,
-            )
-            if weight is None:
-                yield batch, taken
-                continue
-            ahead.append((batch, taken))
-            if taken.complete:
-                mine = [self._weight_of(weight(batch)) if taken.mine else 0.0 for batch, taken in ahead]
-                whole = sum(self._totals("batches", mine))
-                for (each, taken), own in zip(ahead, mine, strict=True):
-                    yield each, taken._replace(mine=own, whole=whole, weighed=True)
-                ahead.clear()
-
-    def _weight_of(self, weight: Any) -> float:
-        """A weight as a number: negative if it is not one, which all ranks then hear of."""
-        if isinstance(weight, torch.Tensor) and weight.numel() == 1:
-            return float(weight)
-        return float(weight) if is_number(weight) else -1.0
-
-    def _totals(self, call: str, mine: list[float]) -> list[float]:
-        """The sums over all ranks, which are positive together."""
-        rows = self._meeting.gather(mine)
-        for rank, row in enumerate(rows):
-            if not all(0 <= one < float("inf") for one in row):
-                raise InvalidArgument(
-                    f"{call}: rank {rank} has a weight that is no number of at least 0: {row}. A weight is how much the rank's mean counts, such as the "
-                    "number of its tokens."
-                )
-        totals = [sum(column) for column in zip(*rows, strict=True)]
-        if not sum(totals) > 0:
-            raise InvalidArgument(
-                f"{call}: the weights of all ranks are 0. The loss is divided by their sum, so skip such batches, on all ranks."
-            )
-        return totals
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         # Callbacks run in their order when all gradients are there. This one comes before that of DDP, which waits for its sums.
@@ -397,18 +309,19 @@ class BalancedRanks:
     def _begin(self) -> None:
         if self._now is not None:
             raise InvalidArgument("step: it is called inside of another step. Put one step around each batch.")
-        if not self._taken:
+        if not self._loop.taken:
             raise InvalidArgument(
                 "step: there is no batch that it is for. Loop over ranks.batches(loader), with one step for each batch."
             )
-        self._now = self._taken.popleft()
+        self._now = self._loop.taken.popleft()
         self._weighed, self._returned, self._on_gpu = 0, 0, False
         self._began = time.perf_counter()
         self._waits.begin()
         self._clock.begin()
 
     def _end(self, failed: bool) -> None:
-        now, self._now = self._now, None
+        now = self._last = self._now
+        self._now = None
         assert now is not None
         reading = self._clock.end(self._on_gpu)
         self._waits.end()
@@ -421,55 +334,11 @@ class BalancedRanks:
                 f"step: it ended without a backward: {self._weighed} losses went through weigh(), and {self._returned} had their backward. DDP and "
                 "FSDP make the other ranks wait for this rank's gradients. Call weigh(loss).backward() inside of step()."
             )
-        self._part.append((now.stamp, reading))
         self._sampler.trained(now.stamp)
+        self._times.add(now.stamp, reading, -1.0 if ended is None or self._on_gpu else self._began - ended)
         if now.complete:
-            between = -1.0 if ended is None or self._on_gpu or not now.alone else self._began - ended
-            stamps, readings = zip(*self._part, strict=True)
-            alike = len({(stamp.plan, stamp.size) for stamp in stamps}) == 1
-            batch = now.stamp if alike else now.stamp._replace(plan=-1)  # evidence for no plan
-            self._timed.append(_Timed(batch, list(readings), between))
-            self._part.clear()
-            self._exchange(now.stamp)
+            self._times.exchange()
         self._ended = time.perf_counter()
-
-    def _exchange(self, stamp: Stamp) -> None:
-        """Exchange the times of all ranks, and let them follow what rank 0 decides."""
-        dealt, sampler = self._dealt, self._sampler
-        # No batch is drawn meanwhile: each rank says how many it has drawn, and new shares hold after these.
-        with sampler.lock:
-            dealt.decide()
-            timed = self._timed[0]
-            ready = all(reading.ready() for reading in timed.readings)
-            seconds = sum(reading.seconds() for reading in timed.readings) / len(timed.readings) if ready else -1.0
-            row = Row(
-                sampler.mark(stamp),
-                timed.batch.shares[self._meeting.rank],
-                seconds,
-                timed.between,
-                sampler.drawn,
-                dealt.plan,
-            )
-            rows = [Row(*numbers) for numbers in self._meeting.gather(row)]
-            for rank, other in enumerate(rows):
-                if other.batch != rows[0].batch:
-                    raise InvalidArgument(
-                        f"step: rank {rank} is at another global batch than rank 0, or was dealt it in another way. All ranks take all batches of "
-                        "batches(loader) in the same order, and load the same states."
-                    )
-            if all(one.seconds >= 0 for one in rows):
-                self._timed.popleft()
-                self._last = [{"items": one.items, "seconds": one.seconds} for one in rows]
-                dealt.measured(rows, timed.batch)
-            elif len(self._timed) > _MOST_WAITING:
-                self._timed.popleft()
-            if rows[0].plan != dealt.followed:
-                self._follow(int(max(one.drawn for one in rows)))
-
-    def _follow(self, first: int) -> None:
-        """Bring the shares that rank 0 has decided on to all ranks, for global batches from `first` on."""
-        plan, *shares = self._meeting.from_first([self._dealt.plan, *self._dealt.shares])
-        self._dealt.follow(first, plan, shares)
 
 
 class _Step(contextlib.AbstractContextManager[None]):
@@ -481,12 +350,3 @@ class _Step(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._ranks._end(kind is not None)
-
-
-def _policy(balance: Balance, ranks: int) -> dict[str, Any]:
-    policy, ratios = policy_of(balance, "BalancedRanks", "rank", None if isinstance(balance, str) else ranks)
-    if ratios and not min(ratios) > 0:
-        raise InvalidArgument(
-            f"BalancedRanks: balance is {balance!r}. Every rank needs a number above 0: the others wait for its backward."
-        )
-    return {"policy": policy, "weights": ratios or None}

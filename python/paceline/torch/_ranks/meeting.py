@@ -15,7 +15,8 @@ class Row(NamedTuple):
     """What a rank tells all others at the end of a step. Everything is a number that float64 holds exactly, except for seconds."""
 
     batch: float  # a checksum of the sampler and of the global batch
-    items: float  # of the batch that the seconds are about
+    items: float  # of the batch that the seconds are about, or their work
+    count: float  # of items in it
     seconds: float  # of the rank's own work; negative if a GPU has not come to the end of it yet
     between: float  # seconds of its own since the step before; negative if unknown
     drawn: float  # how many global batches the rank has drawn
@@ -63,7 +64,7 @@ class Meeting:
     def gather(self, mine: Sequence[float]) -> list[list[float]]:
         """The numbers of all ranks."""
         found = torch.empty(self.size, len(mine), dtype=torch.float64)
-        dist.all_gather_into_tensor(found, torch.tensor([mine], dtype=torch.float64), group=self._group)
+        dist.all_gather(list(found), torch.tensor(mine, dtype=torch.float64), group=self._group)
         rows: list[list[float]] = found.tolist()
         return rows
 
