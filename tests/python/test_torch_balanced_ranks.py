@@ -101,7 +101,7 @@ def steps_of(rank: int, how: str, items: int, weigh: str, accumulate: int, poiso
     data = Numbered(items)
     ranks = BalancedRanks(len(data), BATCH)
     if rank == 0:
-        ranks._dealt.balancer = Script()  # type: ignore[assignment]
+        ranks._times.dealt.balancer = Script()  # type: ignore[assignment]
     loader = DataLoader(data, batch_sampler=ranks.sampler, num_workers=rank)
     found, numbers, losses = [], list[int](), 0.0
     while ranks.sampler.epoch < epochs:

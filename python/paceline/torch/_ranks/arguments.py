@@ -34,7 +34,7 @@ def sampler_of(
     shuffle: bool,
     drop_last: bool,
 ) -> GlobalBatchSampler:
-    """This rank's sampler."""
+    """Make the sampler of this rank."""
     by_cost = None
     if isinstance(items, (Sequence, torch.Tensor)):
         by_cost = ByCost(items, cost, padded)

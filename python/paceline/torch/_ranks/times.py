@@ -32,7 +32,7 @@ class Times:
         self.balancer = balancer
         self._sampler = sampler
         self._meeting = meeting
-        self._dealt = RankShares(sampler, balancer)
+        self.dealt = RankShares(sampler, balancer)
         self._part: list[tuple[Stamp, Reading]] = []  # since the optimizer's last step
         self._between = -1.0  # seconds of own work before the batch that was added last
         self._timed: deque[_Timed] = deque()  # what not all ranks know yet
@@ -48,7 +48,7 @@ class Times:
 
     def exchange(self) -> None:
         """After the last batch of an optimizer's step: exchange the times of all ranks, and let them follow what rank 0 decides."""
-        dealt, sampler, rank = self._dealt, self._sampler, self._meeting.rank
+        dealt, sampler, rank = self.dealt, self._sampler, self._meeting.rank
         stamp = self._part[-1][0]
         between = self._between if len(self._part) == 1 else -1.0
         self._timed.append(_Timed(_average([each for each, _ in self._part]), [one for _, one in self._part], between))
@@ -80,8 +80,8 @@ class Times:
 
     def _follow(self, first: int) -> None:
         """Bring the shares that rank 0 has decided on to all ranks, for global batches from `first` on."""
-        plan, *shares = self._meeting.from_first([self._dealt.plan, *self._dealt.shares])
-        self._dealt.follow(first, plan, shares)
+        plan, *shares = self._meeting.from_first([self.dealt.plan, *self.dealt.shares])
+        self.dealt.follow(first, plan, shares)
 
 
 def _average(stamps: list[Stamp]) -> Stamp:
