@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline.balance import replay
 from paceline.torch import BalancedRanks
@@ -88,7 +88,7 @@ def tokens(batch: Any) -> int:
     return int((batch[2] != -100).sum())
 
 
-def loss_of(model: Any, batch: Any, weighted: bool) -> torch.Tensor:
+def loss_of(model: Any, batch: Any, weighted: bool) -> Any:
     output = model(batch[1])
     if weighted:  # the mean over tokens that count, and NaN if there are none
         return nn.functional.cross_entropy(output.flatten(0, 1), batch[2].flatten())
@@ -180,7 +180,7 @@ class Slow(nn.Module):
 def slowly(rank: int, how: str, seconds: list[float], batch: int) -> Any:
     """Shares after some epochs, of a rank that sleeps so many seconds for an item in the forward and as many in the backward."""
     torch.manual_seed(0)
-    module = Slow(seconds[rank])
+    module: Any = Slow(seconds[rank])
     module.third.register_full_backward_hook(lambda *_: time.sleep(module.items * seconds[rank]))
     if how == "ddp":
         model: Any = nn.parallel.DistributedDataParallel(module)
@@ -190,9 +190,9 @@ def slowly(rank: int, how: str, seconds: list[float], batch: int) -> Any:
         model = fully_shard(module)
     data = torch.randn(10 * batch, 6)
     ranks = BalancedRanks(len(data), batch, ledger=True)
-    loader = DataLoader(data, batch_sampler=ranks.sampler)
+    loader: Any = DataLoader(TensorDataset(data), batch_sampler=ranks.sampler)
     while ranks.sampler.epoch < 4:
-        for x in ranks.batches(loader):
+        for (x,) in ranks.batches(loader):
             module.items = len(x)
             with ranks.step():
                 ranks.weigh(model(x).square().mean()).backward()

@@ -344,7 +344,7 @@ def sending_buffers(rank: int) -> Any:
     ranks = BalancedRanks(ITEMS, BATCH)
     calls = []
     for batch in ranks.batches(loader_of(ranks)):
-        counted = []
+        counted = list[bool]()
         inner = model._sync_buffers
         if isinstance(inner, waits.Waiting):
             inner._method = noting(counted, ranks._clock, type(model)._sync_buffers.__get__(model))

@@ -88,6 +88,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._drawn = 0  # the serial of the next batch to draw
         self._stamps: deque[Stamp] = deque()  # drawn, but not handed out
         self._iteration = 0  # which iteration draws
+        self._mark = zlib.crc32(repr(self.data()).encode())
         if batch_size < ranks:
             raise InvalidArgument(
                 f"{call}: batch_size is {batch_size} for {plural(ranks, 'rank')}. It counts the items of the global batch, over all ranks: give "
@@ -216,6 +217,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             self._settle()
             self._iteration += 1
             self.seed, self.epoch, self._position = (int(state_dict[name]) for name in ("seed", "epoch", "position"))
+            self._mark = zlib.crc32(repr(self.data()).encode())
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Raise if `load_state_dict` would."""
@@ -256,7 +258,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def mark(self, stamp: Stamp | None = None) -> int:
         """A checksum of what all ranks have to agree on: the data, and the batch that is being trained on."""
         batch = stamp or self.current or (self.epoch, self._position)
-        return zlib.crc32(repr((*self.data().values(), batch)).encode())
+        return zlib.crc32(repr(tuple(batch)).encode(), self._mark)
 
     def check_handed_out(self) -> None:
         """Raise if batches were drawn, but not through `batches`: who has them is unknown then."""

@@ -304,7 +304,7 @@ class BalancedRanks:
         # Callbacks run in their order when all gradients are there. This one comes before that of DDP, which waits for its sums.
         self._returned += 1
         self._clock.resume()
-        torch.autograd.Variable._execution_engine.queue_callback(self._clock.pause)
+        torch.autograd.Variable._execution_engine.queue_callback(self._clock.stop)
 
     def _begin(self) -> None:
         if self._now is not None:

@@ -44,6 +44,10 @@ class Clock:
         self._gpu, self._pieces, self._in_step = cuda.present(), [], True
         self._since = self._mark()
 
+    def stop(self) -> None:
+        """Stand still."""
+        self.pause()
+
     def pause(self) -> bool:
         """Stand still. Returns whether it was counting."""
         if self._since is None:

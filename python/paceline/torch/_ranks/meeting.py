@@ -16,7 +16,7 @@ class Row(NamedTuple):
 
     batch: float  # a checksum of the sampler and of the global batch
     items: float  # of the batch that the seconds are about, or their work
-    count: float  # of items in it
+    item_count: float  # of that batch
     seconds: float  # of the rank's own work; negative if a GPU has not come to the end of it yet
     between: float  # seconds of its own since the step before; negative if unknown
     drawn: float  # how many global batches the rank has drawn

@@ -71,7 +71,7 @@ class Times:
                     )
             if all(row.seconds >= 0 for row in rows):
                 self._timed.popleft()
-                self.last = [{"items": row.count, "seconds": row.seconds} for row in rows]
+                self.last = [{"items": row.item_count, "seconds": row.seconds} for row in rows]
                 dealt.measured(rows, batch)
             elif len(self._timed) > _MOST_WAITING:
                 self._timed.popleft()
