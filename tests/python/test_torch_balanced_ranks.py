@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -21,7 +22,10 @@ from rank_processes import Run
 from torch_support import worst_difference
 
 BATCH = 12
-SPLITS = [(9, 3), (2, 10), (11, 1), (5, 7), (1, 11), (6, 6)]
+SPLITS: dict[int, list[tuple[int, ...]]] = {
+    2: [(9, 3), (2, 10), (11, 1), (5, 7), (1, 11), (6, 6)],
+    3: [(8, 3, 1), (2, 4, 6), (1, 10, 1), (4, 4, 4)],
+}
 WRAPPED = ["ddp", "fsdp"]
 
 
@@ -44,7 +48,7 @@ class Numbered(Dataset[Any]):
 class Script:
     """A balancer whose decisions are known before."""
 
-    def __init__(self, splits: Sequence[tuple[int, ...]] = SPLITS) -> None:
+    def __init__(self, splits: Sequence[tuple[int, ...]]) -> None:
         self.splits = itertools.cycle(splits)
 
     def record(self, *_: Any, **__: Any) -> None:
@@ -101,7 +105,7 @@ def steps_of(rank: int, how: str, items: int, weigh: str, accumulate: int, poiso
     data = Numbered(items)
     ranks = BalancedRanks(len(data), BATCH)
     if rank == 0:
-        ranks._times.dealt.balancer = Script()  # type: ignore[assignment]
+        ranks._times.dealt.balancer = Script(SPLITS[dist.get_world_size()])  # type: ignore[assignment]
     loader = DataLoader(data, batch_sampler=ranks.sampler, num_workers=rank)
     found, numbers, losses = [], list[int](), 0.0
     while ranks.sampler.epoch < epochs:
@@ -139,6 +143,7 @@ def steps_of(rank: int, how: str, items: int, weigh: str, accumulate: int, poiso
         (2, 73, "items", 1, True),
         (2, 73, "weigh", 1, True),
         (2, 25, "items", 2, True),
+        (3, 74, "weigh", 1, True),  # the last batch has two items
     ],
 )
 def test_the_gradient_is_that_of_the_whole_batch(

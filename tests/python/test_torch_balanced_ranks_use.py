@@ -209,6 +209,26 @@ def test_items_are_dealt_out_by_cost_and_by_speed(on_ranks: Run, padded: bool, c
     assert len({len(part) for part in mine[-10:]}) > 1, "items were dealt by count"
 
 
+def accumulating(rank: int) -> Any:
+    """Two batches in each step of the optimizer. The second rank takes three times as long."""
+    ranks = BalancedRanks(400, 40)
+    now, model = [0.0], parallel()
+    ranks._clock._mark = lambda: (now[0], None)  # type: ignore[method-assign]
+    while ranks.sampler.epoch < 6:
+        for (numbers,) in ranks.batches(loader_of(ranks, 400), accumulate=2):
+            with ranks.step(), contextlib.nullcontext() if ranks.sync_gradients else model.no_sync():
+                now[0] += 1e-3 * len(numbers) * (3 if rank else 1)
+                ranks.weigh(model(numbers[:, None].float()).square().mean()).backward()
+    return ranks.shares, ranks.report()["ranks"]
+
+
+def test_batches_without_a_sum_of_gradients_are_timed_too(on_ranks: Run) -> None:
+    for shares, rows in on_ranks(2, accumulating):
+        assert abs(shares[0] - 30) <= 1
+        assert [row["items"] for row in rows] == list(shares)
+        assert [row["seconds"] for row in rows] == pytest.approx([1e-3 * shares[0], 3e-3 * shares[1]])
+
+
 def few_by_length(rank: int, padded: bool) -> Any:
     ranks = BalancedRanks([3.0, 1.0, 2.0, 5.0, 4.0], 4, padded=padded, shuffle=False)
     model = parallel()
