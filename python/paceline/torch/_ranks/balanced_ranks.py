@@ -201,7 +201,8 @@ class BalancedRanks:
             The mean over this rank's items: one number.
         weight
             What the mean is over, if not over items: for example the number of this rank's tokens. The ranks exchange it before the
-            backward, and all of them have to pass it. A tensor on a GPU makes the host wait for that GPU. A rank with weight 0 may have any loss, also NaN: it is left out.
+            backward, and all of them have to pass it. A tensor on a GPU makes the host wait for that GPU. A rank with weight 0 may have any
+            loss, also NaN: it is left out.
 
         Returns
         -------
