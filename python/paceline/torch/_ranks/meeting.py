@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +61,13 @@ class Meeting:
                     )
         return [own for _, _, own in said]
 
-    def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        """The numbers of all ranks."""
+    def gather(self, mine: Sequence[float], meanwhile: Callable[[], None] | None = None) -> list[list[float]]:
+        """The numbers of all ranks. `meanwhile` is called while they are on their way."""
         found = torch.empty(self.size, len(mine), dtype=torch.float64)
-        dist.all_gather(list(found), torch.tensor(mine, dtype=torch.float64), group=self._group)
+        work = dist.all_gather(list(found), torch.tensor(mine, dtype=torch.float64), group=self._group, async_op=True)
+        if meanwhile is not None:
+            meanwhile()
+        work.wait()
         rows: list[list[float]] = found.tolist()
         return rows
 

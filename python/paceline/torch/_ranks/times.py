@@ -53,16 +53,16 @@ class Times:
         between = self._between if len(self._part) == 1 else -1.0
         self._timed.append(_Timed(_average([each for each, _ in self._part]), [one for _, one in self._part], between))
         self._part.clear()
-        # No batch is drawn meanwhile: each rank says how many it has drawn, and new shares hold after these.
+        # No batch is drawn meanwhile: each rank says how many it has drawn, and new shares hold after these. Rank 0 decides while the numbers
+        # are on their way, which costs no time, and says so in the next step.
         with sampler.lock:
-            dealt.decide()
             batch, readings, between = self._timed[0]
             ready = all(reading.ready() for reading in readings)
             seconds = sum(reading.seconds() for reading in readings) / len(readings) if ready else -1.0
             mine = Row(
                 sampler.mark(stamp), batch.work[rank], batch.shares[rank], seconds, between, sampler.drawn, dealt.plan
             )
-            rows = [Row(*numbers) for numbers in self._meeting.gather(mine)]
+            rows = [Row(*numbers) for numbers in self._meeting.gather(mine, meanwhile=dealt.decide)]
             for other, row in enumerate(rows):
                 if row.batch != rows[0].batch:
                     raise InvalidArgument(
