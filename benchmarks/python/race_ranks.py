@@ -1,12 +1,12 @@
-"""Race two machines of unequal speed, each played by a process on a core: DistributedDataParallel beside paceline with `group=` and its sampler.
+"""Race two machines of unequal speed, each played by a process on a core: DDP with equal parts, DDP with `BalancedRanks`, and paceline's own trainer.
 
     python race_ranks.py --busy                           run it alone on the machine; a busy loop halves the last core
     python race_ranks.py                                  both cores free
 
 Each rank is one process, pinned to one core, with one thread or one host device. DDP over gloo gives the ranks equal parts of each batch.
-paceline's sampler lets rank 0 choose the parts by how long ranks take. Both train the same network from the same weights on the same global
-batches with the same optimizer, and after some steps both must have the same loss. In a round each rival runs in fresh processes while the
-others wait; each round begins with another rival.
+With `BalancedRanks` the same DDP gets parts by how long the ranks take, and so does paceline's trainer with `group=` and its sampler. All
+train the same network from the same weights on the same global batches with the same optimizer, and after some steps all must have the same
+loss. In a round each rival runs in fresh processes while the others wait; each round begins with another rival.
 
 The ideal is the sum of what each core does alone under the same load, with the whole batch at once. A second sum lets each core choose the
 fastest of several sizes of micro-batches, since a rank's part of the batch is smaller than the whole. Figures are medians over rounds, ± half
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import tempfile
@@ -31,7 +32,12 @@ from race.job import CHECKED_STEPS, Job, Network
 from race.pinned import Answers, Pinned
 
 WARM_UP_STEPS = 48  # paceline has found the shares and the size of micro-batches by then
-LABELS = {"ddp": "DDP, gloo, equal parts", "ranks": "paceline, group= and its sampler"}
+LABELS = {
+    "ddp": "DDP, gloo, equal parts",
+    "ddp-balanced": "DDP, gloo, BalancedRanks",
+    "ranks": "paceline, group= and its sampler",
+}
+OURS = {"ranks": "", "ddp-balanced": "balanced_"}  # before the names of their ratios
 GOALS = {"over_ddp": 1.4, "of_ideal": 0.93}  # with a busy core
 
 
@@ -55,13 +61,10 @@ class Race:
         self.alone: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def round(self, number: int) -> None:
-        command.in_turn([self._ddp, self._ranks, self._alone], number)
+        command.in_turn([*(functools.partial(self._race, rival) for rival in LABELS), self._alone], number)
 
-    def _ddp(self) -> None:
-        self._add(self._pinned.ranks([self._job])[0])
-
-    def _ranks(self) -> None:
-        self._add(self._pinned.ranks([dataclasses.replace(self._job, rival="ranks")])[0])
+    def _race(self, rival: Any) -> None:
+        self._add(self._pinned.ranks([dataclasses.replace(self._job, rival=rival)])[0])
 
     def _alone(self) -> None:
         job = dataclasses.replace(self._job, rival="alone", steps=-(-self._job.steps // 2), warm_up=CHECKED_STEPS)
@@ -92,14 +95,17 @@ class Race:
         }
         ideal = sum(ways["whole"] for ways in alone.values())
         in_micro_batches = sum(max(ways.values()) for ways in alone.values())
-        ratios = [ours / theirs for ours, theirs in zip(self.rates["ranks"], self.rates["ddp"], strict=True)]
+        ratios: dict[str, Any] = {}
+        for name, prefix in OURS.items():
+            rounds = [ours / theirs for ours, theirs in zip(self.rates[name], self.rates["ddp"], strict=True)]
+            ratios[f"{prefix}over_ddp"] = round(statistics.median(rounds), 4)
+            ratios[f"{prefix}over_ddp_by_round"] = [round(one, 4) for one in rounds]
+            ratios[f"{prefix}of_ideal"] = round(medians[name] / ideal, 4)
+            ratios[f"{prefix}of_ideal_in_micro_batches"] = round(medians[name] / in_micro_batches, 4)
         return {
             "rates": {name: round(value, 1) for name, value in medians.items()},
             "spread": {name: round(spread(self.rates[name]), 4) for name in LABELS},
-            "over_ddp": round(statistics.median(ratios), 4),
-            "over_ddp_by_round": [round(one, 4) for one in ratios],
-            "of_ideal": round(medians["ranks"] / ideal, 4),
-            "of_ideal_in_micro_batches": round(medians["ranks"] / in_micro_batches, 4),
+            **ratios,
             "ddp_of_ideal": round(medians["ddp"] / ideal, 4),
             "ideal": round(ideal, 1),
             "alone": {device: {name: round(one, 1) for name, one in ways.items()} for device, ways in alone.items()},
@@ -115,10 +121,13 @@ def text(found: dict[str, Any], batch: int, busy: bool) -> str:
     for device, ways in found["alone"].items():
         each = ", ".join(f"{speed:.0f} {'whole' if name == 'whole' else f'in {name}'}" for name, speed in ways.items())
         lines.append(f"{device} alone, samples/s: {each}")
-    lines.append(f"paceline / DDP: {found['over_ddp']:.3f} (rounds: {found['over_ddp_by_round']})")
-    lines.append(f"of the ideal in micro-batches: {found['of_ideal_in_micro_batches']:.3f}")
+    for rival, prefix in OURS.items():
+        rounds = found[f"{prefix}over_ddp_by_round"]
+        lines.append(f"{LABELS[rival]} / DDP: {found[f'{prefix}over_ddp']:.3f} (rounds: {rounds})")
+        lines.append(f"  of the ideal in micro-batches: {found[f'{prefix}of_ideal_in_micro_batches']:.3f}")
     if busy:
-        for name, goal in GOALS.items():
+        goals = {f"{prefix}{name}": goal for prefix in OURS.values() for name, goal in GOALS.items()}
+        for name, goal in goals.items():
             lines.append(f"{name}: {found[name]:.3f}, goal {goal}: {'met' if found[name] >= goal else 'missed'}")
     return "\n".join(lines)
 

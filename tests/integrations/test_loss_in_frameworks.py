@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from frameworks_support import TWO, adam, difference, loss_fn, setting, within
+from frameworks_support import TWO, difference, loss_fn, setting, within
 from paceline.torch import DataParallel
 
 

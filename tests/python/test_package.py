@@ -18,7 +18,18 @@ from paceline import _cli, info
 PACKAGE = Path(paceline.__file__).parent
 TORCH = "paceline.torch"
 # Each sub-package of paceline.torch may import those before it.
-TORCH_LAYERS = ["_batch", "_devices", "_replicas", "_run", "_features", "_check", "_save", "_trainer", "_pipeline"]
+TORCH_LAYERS = [
+    "_batch",
+    "_devices",
+    "_replicas",
+    "_run",
+    "_features",
+    "_check",
+    "_save",
+    "_trainer",
+    "_ranks",
+    "_pipeline",
+]
 
 
 def run_fresh(program: str) -> str:

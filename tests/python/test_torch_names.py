@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.utils import prune
 
 import paceline
@@ -125,6 +128,10 @@ def objects() -> dict[str, Any]:
         "jagged": torch.nested.as_nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
         "pruning": next(iter(pruned._forward_pre_hooks.values())),
         "compiled": torch.compile(is_private, backend="eager"),
+        "ddp": nn.parallel.DistributedDataParallel,
+        "fsdp": FSDPModule,
+        "fsdp state": FSDPState(),
+        "fsdp group": FSDPParamGroup,
     }
 
 

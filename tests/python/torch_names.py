@@ -36,6 +36,7 @@ NAMES = [
     "torch._foreach_zero_",
     "torch._functorch.eager_transforms",
     "torch._safe_softmax",
+    "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.forward_ad._current_level",
     "torch.autograd.graph._engine_run_backward",
     "torch.autograd.profiler._is_profiler_enabled",
@@ -71,6 +72,10 @@ ATTRIBUTES = {
     "operator": ("_schema",),
     "jagged": ("_ragged_idx",),
     "compiled": ("_torchdynamo_orig_callable",),
+    "ddp": ("_sync_buffers",),
+    "fsdp": ("_get_fsdp_state",),
+    "fsdp state": ("_fsdp_param_group", "_fsdp_param_groups"),
+    "fsdp group": ("unshard", "wait_for_unshard", "post_backward"),
 }
 
 # Private names that the package uses of others: Python, torchmetrics, transformers.

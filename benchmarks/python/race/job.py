@@ -14,6 +14,7 @@ Rival = Literal[
     "jax",
     "paceline",
     "ranks",
+    "ddp-balanced",
     "ratio",
     "alone",
     "together",

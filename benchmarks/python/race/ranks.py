@@ -8,6 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.utils.data import Dataset
 
+from race import model
 from race.job import Job
 
 _kept: list[nn.Module] = []
@@ -25,6 +26,12 @@ class InMemory(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
         chosen = torch.tensor(indices)
         return tuple(tensor[chosen] for tensor in self._data)
+
+
+def in_memory(job: Job) -> InMemory:
+    """The items of all batches of the job, in their order."""
+    pairs = model.batches(job.folder, job.batch)
+    return InMemory(torch.cat([inputs for inputs, _ in pairs]), torch.cat([labels for _, labels in pairs]))
 
 
 def meet(job: Job) -> None:

@@ -135,19 +135,47 @@ def in_ranks(job: Job) -> Answer:
 
     torch.set_num_threads(1)
     ranks.meet(job)
-    pairs = model.batches(job.folder, job.batch)
-    data = ranks.InMemory(torch.cat([inputs for inputs, _ in pairs]), torch.cat([labels for _, labels in pairs]))
+    data = ranks.in_memory(job)
     trainer = DataParallel(model.network(job.network), group=distributed.group.WORLD)
     sampler = trainer.batch_sampler(len(data), job.batch, shuffle=False)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=tuple)
 
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from sampler.batches(loader)
-
-    variant = Variant(paceline_step(trainer), job, batches=batches())
+    variant = Variant(paceline_step(trainer), job, batches=endless(lambda: sampler.batches(loader)))
     distributed.barrier()
     return {"ranks": [variant.run(job.steps)]}, [variant.checked_loss]
+
+
+def ddp_balanced(job: Job) -> Answer:
+    """DDP over gloo as above, with the parts of each batch that `BalancedRanks` measures out."""
+    from paceline.torch import BalancedRanks
+
+    torch.set_num_threads(1)
+    module = ranks.replicate(model.network(job.network), job)
+    optimizer = model.optimizer(module)
+    data = ranks.in_memory(job)
+    balanced = BalancedRanks(len(data), job.batch, shuffle=False)
+    loader = DataLoader(data, batch_sampler=balanced.sampler, collate_fn=tuple)
+
+    def step(batch: model.Pair) -> float:
+        with balanced.step():
+            loss = balanced.weigh(model.loss_fn(module, batch))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    variant = Variant(step, job, batches=endless(lambda: balanced.batches(loader)))
+    distributed.barrier()
+    seconds = variant.run(job.steps)
+    loss = torch.tensor(variant.checked_loss / job.parts)
+    distributed.all_reduce(loss)
+    return {"ddp-balanced": [seconds]}, [float(loss)]
+
+
+def endless(epoch: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """One epoch after the other."""
+    while True:
+        yield from epoch()
 
 
 def paceline_step(trainer: DataParallel) -> Step:
@@ -198,5 +226,6 @@ RIVALS: dict[str, Callable[[Job], Answer]] = {
     "together": together,
     "paceline": paceline,
     "ranks": in_ranks,
+    "ddp-balanced": ddp_balanced,
     "ratio": paceline,
 }

@@ -1,4 +1,4 @@
-"""PyTorch on all devices of one machine: `DataParallel`, also in place of `torch.nn.DataParallel`, `Pipeline` for modules larger than a device; for those who stay on DDP or FSDP, `BalancedBatchSampler`.
+"""PyTorch on all devices of one machine: `DataParallel`, also in place of `torch.nn.DataParallel`, `Pipeline` for modules larger than a device; for those who stay on DDP or FSDP, `BalancedRanks` and `BalancedBatchSampler`.
 
 Needs PyTorch, which this package does not install by itself: ``pip install "paceline[torch]"``.
 """
@@ -19,6 +19,7 @@ from paceline.torch._devices.whole_gpu_kernels import WholeGpuKernelsWarning
 from paceline.torch._pipeline.layout import Candidate, Layout, layout
 from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._pipeline.replicas_execution import PipelineReplicas
+from paceline.torch._ranks.balanced_ranks import BalancedRanks
 from paceline.torch._run.reducer import Reducer
 from paceline.torch._save.background import PendingSave
 from paceline.torch._trainer.alarms import Alarm
@@ -31,6 +32,7 @@ from paceline.torch._trainer.trainer import DataParallel
 __all__ = [
     "Alarm",
     "BalancedBatchSampler",
+    "BalancedRanks",
     "BatchSizeSearch",
     "Candidate",
     "Cause",

@@ -13,6 +13,7 @@ from torch.utils.data import Sampler
 
 from paceline import InvalidArgument
 from paceline._words import plural
+from paceline.torch._batch.by_cost import ByCost
 
 _VERSION = 1
 
@@ -26,6 +27,7 @@ class Stamp(NamedTuple):
     size: int  # items on all ranks
     plan: int  # the number of the plan that dealt it out
     shares: tuple[int, ...]  # items of each rank
+    work: tuple[int, ...]  # of each rank: its items, or what they cost
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
@@ -65,6 +67,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         rank: int = 0,
         ranks: int = 1,
+        every_rank: bool = False,
+        by_cost: ByCost | None = None,
+        call: str = "batch_sampler",
     ) -> None:
         super().__init__()
         self.items, self.seed, self.shuffle, self.drop_last = items, seed, shuffle, drop_last
@@ -75,23 +80,29 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.lock = threading.Lock()
         self._asked = batch_size
         self._rank = rank
+        self._every_rank = every_rank  # whether `batches` has a batch for ranks without items, too
+        self._by_cost = by_cost  # how to deal out items that cost differently
         self._position = 0  # the index in the epoch of the batch handed out last, or of the next one
         self._trained = False  # whether that batch was handed out and trained on
         self._serial = 0  # of that batch
         self._drawn = 0  # the serial of the next batch to draw
         self._stamps: deque[Stamp] = deque()  # drawn, but not handed out
         self._iteration = 0  # which iteration draws
+        self._mark = zlib.crc32(repr(self.data()).encode())
         if batch_size < ranks:
             raise InvalidArgument(
-                f"batch_sampler: batch_size is {batch_size} for {plural(ranks, 'rank')}. It counts the items of the global batch, over all ranks: give "
+                f"{call}: batch_size is {batch_size} for {plural(ranks, 'rank')}. It counts the items of the global batch, over all ranks: give "
                 f"at least {ranks}."
             )
         least = batch_size if drop_last else 1
         if items < least:
             raise InvalidArgument(
-                f"batch_sampler: {plural(items, 'item')} for a data set; one batch needs {least}{' with drop_last' if drop_last else ''}."
+                f"{call}: {plural(items, 'item')} for a data set; one batch needs {least}{' with drop_last' if drop_last else ''}."
             )
-        whole, rest = divmod(self.batch_size, ranks)
+        self.units = (
+            self.batch_size if by_cost is None else by_cost.UNITS
+        )  # of work in a full batch, of which plans are made
+        whole, rest = divmod(self.units, ranks)
         even = tuple(whole + (rank < rest) for rank in range(ranks))
         self._plans: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, even)]  # the first serial, the number, the shares
 
@@ -112,16 +123,18 @@ class GlobalBatchSampler(Sampler[list[int]]):
             with self.lock:
                 if mine != self._iteration:
                     return
-                shares = self._shares(self._drawn, min(self.batch_size, self.items - begin))
-                plan = self._plan(self._drawn)[1]
-                self._stamps.append(Stamp(self._drawn, epoch, index, sum(shares), plan, shares))
+                found, shares, work = self._deal(order[begin : begin + self.size_of(index)])
+                self._stamps.append(
+                    Stamp(self._drawn, epoch, index, sum(shares), self._plan(self._drawn)[1], shares, work)
+                )
                 self._drawn += 1
-            own = begin + (sum(shares[: self._rank]) if shares[self._rank] else 0)
-            # Collate functions do not take empty lists, so a rank without items loads one, and `batches` drops it.
-            found: list[int] = order[own : own + max(1, shares[self._rank])].tolist()
             yield found
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def size_of(self, index: int) -> int:
+        """Items of the global batch with this index in an epoch."""
+        return min(self.batch_size, self.items - index * self.batch_size)
+
+    def batches(self, loader: Iterable[Any], *, ahead: bool = False) -> Iterator[Any]:
         """The batches of a loader with this sampler, to the end of the epoch. None where this rank has no items.
 
         All ranks loop over it in the same way. A loop that ends early is continued by the next one: with the batch after the last one that
@@ -131,6 +144,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         ----------
         loader
             A ``DataLoader`` that was made with ``batch_sampler=`` this sampler. It may have workers, and prefetch as it likes.
+        ahead
+            Whether batches may be taken before the earlier ones were trained on. `trained` is then given the stamp of its batch.
 
         Raises
         ------
@@ -151,8 +166,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
             for batch in loader:
                 if mine is None:
                     mine = self._iteration
-                stamp = self._hand_out(mine)
-                yield batch if stamp.shares[self._rank] else None
+                stamp = self._hand_out(mine, ahead)
+                yield batch if stamp.shares[self._rank] or self._every_rank else None
             with self.lock:
                 self._check_goes_on(self._iteration if mine is None else mine)
                 self._settle()
@@ -171,6 +186,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 self.epoch, self._position = epoch, 0
                 self._iteration += 1
 
+    def begin_epoch(self) -> None:
+        """If all batches of the epoch were trained on, go to the next one: for loops that do not ask whether there is another batch."""
+        if self._position + self._trained >= len(self):
+            self.set_epoch(self.epoch + 1)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the training is in the data: numbers only. It does not depend on the number of ranks, their devices, or what was drawn ahead.
 
@@ -179,7 +199,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         with self.lock:
             return {
                 "version": _VERSION,
-                **self._data(),
+                **self.data(),
                 "epoch": self.epoch,
                 "position": self._position + self._trained,
             }
@@ -197,10 +217,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
             self._settle()
             self._iteration += 1
             self.seed, self.epoch, self._position = (int(state_dict[name]) for name in ("seed", "epoch", "position"))
+            self._mark = zlib.crc32(repr(self.data()).encode())
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Raise if `load_state_dict` would."""
-        wanted = {"version": _VERSION, **self._data(), "epoch": 0, "position": 0}
+        wanted = {"version": _VERSION, **self.data(), "epoch": 0, "position": 0}
         if not isinstance(state_dict, Mapping) or not all(isinstance(state_dict.get(name), int) for name in wanted):
             raise InvalidArgument(
                 "load_state_dict: this is not a state of a sampler. Give what state_dict() of a GlobalBatchSampler returned."
@@ -219,7 +240,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Items of each rank, in a full batch that is drawn now."""
+        """Items of each rank, in a full batch that is drawn now. With costs, units of work."""
         return self._plan(self._drawn)[2]
 
     def follow(self, first: int, plan: int, shares: Sequence[int]) -> None:
@@ -227,13 +248,17 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._plans = [one for one in self._plans if one[0] < first][-2:]  # batches in between may be drawn again
         self._plans.append((first, plan, tuple(shares)))
 
-    def trained(self) -> None:
-        """To be called when a batch was trained on: it does not come again."""
-        self._trained = self.current is not None
+    def trained(self, stamp: Stamp | None = None) -> None:
+        """To be called when a batch was trained on: it does not come again. `stamp` is for batches that were taken ahead."""
+        if stamp is None:
+            self._trained = self.current is not None
+        elif stamp.epoch == self.epoch:
+            self._position, self._serial, self._trained = stamp.position, stamp.serial, True
 
-    def mark(self) -> int:
+    def mark(self, stamp: Stamp | None = None) -> int:
         """A checksum of what all ranks have to agree on: the data, and the batch that is being trained on."""
-        return zlib.crc32(repr((*self._data().values(), self.current or (self.epoch, self._position))).encode())
+        batch = stamp or self.current or (self.epoch, self._position)
+        return zlib.crc32(repr(tuple(batch)).encode(), self._mark)
 
     def check_handed_out(self) -> None:
         """Raise if batches were drawn, but not through `batches`: who has them is unknown then."""
@@ -243,13 +268,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 "batch in sampler.batches(loader)."
             )
 
-    def _data(self) -> dict[str, int]:
+    def data(self) -> dict[str, int]:
+        """What makes the global batches, which is equal on all ranks."""
         return {
             "items": self.items,
             "batch_size": self._asked,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
             "drop_last": int(self.drop_last),
+            **({} if self._by_cost is None else {"costs": self._by_cost.mark()}),
         }
 
     def _order(self, epoch: int) -> torch.Tensor:
@@ -261,15 +288,29 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def _plan(self, serial: int) -> tuple[int, int, tuple[int, ...]]:
         return next(plan for plan in reversed(self._plans) if plan[0] <= serial)
 
-    def _shares(self, serial: int, size: int) -> tuple[int, ...]:
-        return scaled(self._plan(serial)[2], size)
+    def _deal(self, batch: torch.Tensor) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+        """Of the next global batch, the items of this rank, and how many each rank has and how much work they are.
 
-    def _hand_out(self, iteration: int) -> Stamp:
+        Collate functions do not take empty lists, so a rank without items loads one of another rank, and `batches` drops it unless every rank has
+        to have a batch.
+        """
+        plan = self._plan(self._drawn)[2]
+        if self._by_cost is None:
+            shares = scaled(plan, len(batch), least=int(self._every_rank))
+            begin = sum(shares[: self._rank]) if shares[self._rank] else 0
+            return batch[begin : begin + max(1, shares[self._rank])].tolist(), shares, shares
+        items = sorted(batch.tolist())
+        parts = self._by_cost.parts(items, plan, self._drawn)
+        found = parts[self._rank] or items[:1]
+        return found, tuple(map(len, parts)), self._by_cost.units(parts, self.batch_size)
+
+    def _hand_out(self, iteration: int, ahead: bool = False) -> Stamp:
         with self.lock:
             self._check_goes_on(iteration)
             stamp = self._stamps.popleft()
-            self.current, self._trained = stamp, False
-            self._position, self._serial = stamp.position, stamp.serial
+            self.current = stamp
+            if not ahead:
+                self._position, self._serial, self._trained = stamp.position, stamp.serial, False
             return stamp
 
     def _check_goes_on(self, iteration: int) -> None:
@@ -288,11 +329,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._drawn = self._serial
 
 
-def scaled(shares: Sequence[int], size: int) -> tuple[int, ...]:
-    """Shares of a batch of another size, in proportion. Only integers decide, so all machines get the same."""
+def scaled(shares: Sequence[int], size: int, *, least: int = 0) -> tuple[int, ...]:
+    """Shares of a batch of another size, in proportion, of `least` items or more if there are enough. Only integers decide, so all machines get the same."""
     total = sum(shares)
     found = [size * share // total for share in shares]
     by_rest = sorted(range(len(shares)), key=lambda rank: (-(size * shares[rank] % total), rank))
     for rank in by_rest[: size - sum(found)]:
         found[rank] += 1
+    while min(found) < least and size >= least * len(found):
+        found[found.index(max(found))] -= 1
+        found[found.index(min(found))] += 1
     return tuple(found)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed
@@ -11,9 +10,7 @@ from torch.utils.data import Sampler
 
 from paceline import InvalidArgument
 from paceline._words import plural
-from paceline.plan import split_items, split_padded
-
-Cost = Callable[[float], float] | Sequence[float] | torch.Tensor | None
+from paceline.torch._batch.by_cost import ByCost, Cost
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -113,13 +110,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self.padded = padded
         self.epoch = 0
-        self._costs = _costs(lengths, cost)
-        if padded:
-            _check_longest(_numbers(lengths), self._costs)
-        self._models = _models(speeds, self.ranks)
-        self._alike = [
-            [rank for rank in range(self.ranks) if self._models[rank] == model] for model in set(self._models)
-        ]
+        self._by_cost = ByCost(lengths, cost, padded)
+        self._speeds = _speeds(speeds, self.ranks)
         self._weights: list[float] = []
         if batch_size < self.ranks:
             raise InvalidArgument(
@@ -127,12 +119,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"needs one: pass at least {self.ranks}"
             )
         least = batch_size if drop_last else self.ranks
-        if len(self._costs) < least:
+        if len(self._by_cost.costs) < least:
             raise InvalidArgument(
-                f"the items are too few, {len(self._costs)}: {least} are needed for one batch of {plural(self.ranks, 'rank')}"
+                f"the items are too few, {len(self._by_cost.costs)}: {least} are needed for one batch of {plural(self.ranks, 'rank')}"
                 + (" with drop_last" if drop_last else "")
             )
-        self._sizes = _batch_sizes(len(self._costs), batch_size, self.ranks, drop_last)
+        self._sizes = _batch_sizes(len(self._by_cost.costs), batch_size, self.ranks, drop_last)
 
     def __len__(self) -> int:
         """Batches per epoch, the same on every rank."""
@@ -148,7 +140,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         for number, size in enumerate(self._sizes, first):
             batch = sorted(order[begin : begin + size])
             begin += size
-            mine = (self._padded_shares(batch, number) if self.padded else self._shares(batch))[self.rank]
+            mine = self._by_cost.parts(batch, self._speeds, number)[self.rank]
             weights.append(len(mine) * self.ranks / size)
             yield mine
 
@@ -175,35 +167,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def _order(self) -> list[int]:
         if not self.shuffle:
-            return list(range(len(self._costs)))
+            return list(range(len(self._by_cost.costs)))
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
-        order: list[int] = torch.randperm(len(self._costs), generator=generator).tolist()
+        order: list[int] = torch.randperm(len(self._by_cost.costs), generator=generator).tolist()
         return order
-
-    def _shares(self, batch: list[int]) -> list[list[int]]:
-        split = split_items([self._costs[index] for index in batch], self._models)
-        shares = [[batch[i] for i in items] for items in split.items]
-        # A rank without items would have no loss, and the others would wait for its gradient. So it gets the cheapest item of
-        # the rank that has most items. This happens with very unequal speeds, or costs of zero.
-        for share in shares:
-            if not share:
-                giver = max(shares, key=len)
-                cheapest = min(giver, key=lambda index: self._costs[index])
-                giver.remove(cheapest)
-                share.append(cheapest)
-        return shares
-
-    def _padded_shares(self, batch: list[int], number: int) -> list[list[int]]:
-        split = split_padded([self._costs[index] for index in batch], self._models)
-        shares = [[batch[i] for i in items] for items in split.items]
-        # split_padded gives the longest items to the first of equal ranks. Here equal ranks take turns: few long items need
-        # another amount of memory than many short ones, and may take another time than the costs say.
-        turned = list(shares)
-        for ranks in self._alike:
-            for k, rank in enumerate(ranks):
-                turned[rank] = shares[ranks[(k - number) % len(ranks)]]
-        return turned
 
 
 def _place(ranks: int | None, rank: int | None) -> tuple[int, int]:
@@ -220,46 +188,12 @@ def _place(ranks: int | None, rank: int | None) -> tuple[int, int]:
     return ranks, rank
 
 
-def _check_longest(lengths: list[float], costs: list[float]) -> None:
-    for (shorter, cost), (longer, less) in pairwise(sorted(zip(lengths, costs, strict=True))):
-        if less < cost and longer > shorter:
-            raise InvalidArgument(
-                f"cost: an item of length {longer:g} costs {less:g}, one of length {shorter:g} costs {cost:g}. With padded=True all of a rank's items "
-                "are padded to its longest, which must be the costliest."
-            )
-
-
-def _costs(lengths: Sequence[float] | torch.Tensor, cost: Cost) -> list[float]:
-    values = _numbers(lengths)
-    if callable(cost):
-        values = [float(cost(length)) for length in values]
-    elif cost is not None:
-        costs = _numbers(cost)
-        if len(costs) != len(values):
-            raise InvalidArgument(
-                f"cost has {plural(len(costs), 'entry', 'entries')} for {plural(len(values), 'length')}; pass one per item"
-            )
-        values = costs
-    for index, value in enumerate(values):
-        if not 0.0 <= value < float("inf"):
-            raise InvalidArgument(f"the cost of item {index} is {value}; it must be finite and not negative")
-    return values
-
-
-def _numbers(values: Sequence[float] | torch.Tensor) -> list[float]:
-    if isinstance(values, torch.Tensor):
-        if values.dim() != 1:
-            raise InvalidArgument(f"lengths and cost are one number per item, not of shape {tuple(values.shape)}")
-        values = values.tolist()
-    return [float(value) for value in values]
-
-
-def _models(speeds: Sequence[float] | None, ranks: int) -> list[tuple[float, float]]:
+def _speeds(speeds: Sequence[float] | None, ranks: int) -> list[float]:
     if speeds is None:
-        return [(0.0, 1.0)] * ranks
+        return [1.0] * ranks
     if len(speeds) != ranks or not all(0.0 < speed < float("inf") for speed in speeds):
         raise InvalidArgument(f"speeds is {list(speeds)}; pass one finite number above 0 for each of the {ranks} ranks")
-    return [(0.0, 1.0 / speed) for speed in speeds]
+    return [float(speed) for speed in speeds]
 
 
 def _batch_sizes(items: int, batch_size: int, ranks: int, drop_last: bool) -> list[int]:

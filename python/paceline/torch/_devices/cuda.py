@@ -197,6 +197,21 @@ def wait(event: Any) -> None:
     event.synchronize()
 
 
+def has_passed(event: Any) -> bool:
+    """Whether the GPU has come to the event."""
+    return bool(event.query())
+
+
+def present() -> int | None:
+    """The number of the calling thread's GPU, or None if the process does not use any."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def name_of_present() -> str:
+    """What the calling thread's GPU is called; empty without a GPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
 def seconds_between(first: Any, last: Any) -> float:
     """Seconds from one event of a GPU to a later one. Both have been waited for."""
     return 1e-3 * float(first.elapsed_time(last))

@@ -14,7 +14,7 @@ class Measured(Protocol):
 
     @property
     def items(self) -> float:
-        """How many it has."""
+        """How many it has, or their work."""
 
     @property
     def loss_type(self) -> float:
@@ -65,7 +65,7 @@ class RankShares:
         batch, calls, self._batch, self._calls = self._batch, self._calls, None, []
         if batch.plan != self.plan or batch.size != self.sampler.batch_size:
             return
-        if any(rank.items != items for call in calls for rank, items in zip(call, batch.shares, strict=True)):
+        if any(rank.items != items for call in calls for rank, items in zip(call, batch.work, strict=True)):
             return  # another batch than the sampler's
         if not self._warm:
             self._warm = True
@@ -75,24 +75,25 @@ class RankShares:
         first = [rank.between for rank in calls[0]]
         starts: list[float | None] = []
         if min(first) >= 0:
-            starts = [late - min(first) if items else None for late, items in zip(first, batch.shares, strict=True)]
+            starts = [late - min(first) if items else None for late, items in zip(first, batch.work, strict=True)]
         ends = [(late or 0.0) + own for late, own in zip(starts or [0.0] * len(seconds), seconds, strict=True)]
         self.balancer.record(
             [
                 [(items, own, not really)] if items else []
-                for items, own, really in zip(batch.shares, seconds, ran, strict=True)
+                for items, own, really in zip(batch.work, seconds, ran, strict=True)
             ],
-            max(end for end, items in zip(ends, batch.shares, strict=True) if items),
+            max(end for end, items in zip(ends, batch.work, strict=True) if items),
             startup_seconds=starts,
         )
         self._decide(self.balancer)
 
-    def measured(self, ranks: Sequence[Measured]) -> None:
-        """After an exchange in which all ranks had succeeded."""
-        if self.balancer is None or self.sampler.current is None:
+    def measured(self, ranks: Sequence[Measured], batch: Stamp | None = None) -> None:
+        """After an exchange in which all ranks had succeeded. `batch`: what they say it of, if not of the sampler's current batch."""
+        batch = batch or self.sampler.current
+        if self.balancer is None or batch is None:
             return
-        if self._batch != self.sampler.current:
-            self._batch, self._calls = self.sampler.current, []
+        if self._batch != batch:
+            self._batch, self._calls = batch, []
         self._calls.append(ranks)
 
     def follow(self, first: int, plan: int, shares: Sequence[int]) -> None:
@@ -101,6 +102,6 @@ class RankShares:
         self.sampler.follow(first, plan, shares)
 
     def _decide(self, balancer: Balancer) -> None:
-        shares = tuple(balancer.next_plan(self.sampler.batch_size).shares)
+        shares = tuple(balancer.next_plan(self.sampler.units).shares)
         if shares != self.shares:
             self.plan, self.shares = self.plan + 1, shares

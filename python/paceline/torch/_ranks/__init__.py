@@ -1,0 +1,1 @@
+"""Unequal batches for ranks that stay on DistributedDataParallel or FSDP."""

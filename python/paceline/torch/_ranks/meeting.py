@@ -1,0 +1,79 @@
+"""What ranks tell each other beside their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from paceline import Error, InvalidArgument
+
+
+class Row(NamedTuple):
+    """What a rank tells all others at the end of a step. Everything is a number that float64 holds exactly, except for seconds."""
+
+    batch: float  # a checksum of the sampler and of the global batch
+    items: float  # of the batch that the seconds are about, or their work
+    item_count: float  # of that batch
+    seconds: float  # of the rank's own work; negative if a GPU has not come to the end of it yet
+    between: float  # seconds of its own since the step before; negative if unknown
+    drawn: float  # how many global batches the rank has drawn
+    plan: float  # the number of the newest plan of shares; that of rank 0 counts
+    loss_type: float = 0  # of every part, some items ran
+
+
+class Meeting:
+    """A gloo group of its own with all ranks. It takes host memory, so nothing waits for a GPU on its behalf."""
+
+    def __init__(self) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise InvalidArgument(
+                "BalancedRanks: no process group is up, so the ranks are not known. Call torch.distributed.init_process_group() before, in a program "
+                "that torchrun has started."
+            )
+        self._group: Any = dist.new_group(backend="gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def agree(self, call: str, error: Exception | None, equal: Mapping[str, object], own: object) -> list[Any]:
+        """What `own` is on each rank.
+
+        Raises
+        ------
+        InvalidArgument
+            On all ranks, if `equal` is not.
+        Error
+            If another rank has an error. `error` itself is raised on this one.
+        """
+        said: list[Any] = [None] * self.size
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(said, (text, dict(equal), own), group=self._group)
+        if error is not None:
+            raise error
+        for rank, (theirs, settings, _) in enumerate(said):
+            if theirs is not None:
+                raise Error(f"{call}: rank {rank} failed, so no rank goes on. {theirs}")
+            for name, value in said[0][1].items():
+                if settings[name] != value:
+                    raise InvalidArgument(
+                        f"{call}: rank {rank} has {name}={settings[name]!r}, and rank 0 has {value!r}. Give it the same arguments on all ranks."
+                    )
+        return [own for _, _, own in said]
+
+    def gather(self, mine: Sequence[float], meanwhile: Callable[[], None] | None = None) -> list[list[float]]:
+        """The numbers of all ranks. `meanwhile` is called while they are on their way."""
+        found = torch.empty(self.size, len(mine), dtype=torch.float64)
+        work = dist.all_gather(list(found), torch.tensor(mine, dtype=torch.float64), group=self._group, async_op=True)
+        if meanwhile is not None:
+            meanwhile()
+        work.wait()
+        rows: list[list[float]] = found.tolist()
+        return rows
+
+    def from_first(self, mine: Sequence[int]) -> list[int]:
+        """The numbers of rank 0."""
+        numbers = torch.tensor(mine)
+        dist.broadcast(numbers, 0, group=self._group)
+        found: list[int] = numbers.tolist()
+        return found
