@@ -155,7 +155,7 @@ def test_a_rank_that_fails_first_leaves_new_shares_to_the_next_exchange(on_ranks
 
 def freezing(rank: int) -> Any:
     """Two networks that are trained in turns."""
-    module = nn.ModuleDict({"a": Twice(), "b": Twice()})
+    module: Any = nn.ModuleDict({"a": Twice(), "b": Twice()})
     for name in module:
         module[name].forward = lambda x, one=module[name]: one.shared(one.first(x).tanh()).tanh()
     layouts = 0
