@@ -291,11 +291,32 @@ TEST(BucketSumsOfGpus, InAHalfTypeDoNotDependOnWhoSumsWhat) {
   }
 }
 
+TEST(BucketSumsOfGpus, AskTheDriverOnceWhereTheirMemoryLies) {
+  boot_with_writes(1, 4);
+  const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "host:0"});
+  Buckets buckets(group, {});
+  for (int step = 0; step < 3; ++step) {
+    buckets.begin();
+    for (const DeviceId d : group.ids()) {
+      buckets.queues.enter(d);
+      for (std::size_t k = 0; k < std::size(kCounts); ++k) ASSERT_NO_FATAL_FAILURE(buckets.fill(d, k, 7));
+      const int before = fake::pointer_queries();
+      for (std::size_t k = 0; k < std::size(kCounts); ++k) buckets.queues.seal(d, k, buckets.view(d, k));
+      EXPECT_EQ(fake::pointer_queries() - before, step == 0 ? std::size(kCounts) : 0U) << "step " << step;
+      buckets.deliver(d, {true, true, true});
+    }
+    buckets.end();
+    const std::vector<std::uint32_t> same{7, 7, 7};
+    ASSERT_NO_FATAL_FAILURE(buckets.expect_sums({same, same, same, same}));
+  }
+}
+
 TEST(BucketSumsOfGpus, AHalfTypeHalvesWhatLinksCarry) {
   const auto bytes_between_gpus = [](std::optional<DType> travels) {
     boot_with_writes(1, 4);
     const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3"});
     Buckets buckets(group, {.reduce_dtype = travels});
+    const std::size_t checked = fake::bytes_between_gpus();
     buckets.begin();
     for (const DeviceId d : group.ids()) {
       buckets.queues.enter(d);
