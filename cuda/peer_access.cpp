@@ -65,6 +65,8 @@ void PeerAccess::add(int device, const std::shared_ptr<Pool>& pool) {
     if (wrong_.contains(pair)) continue;
     try {
       if (connect(device, *pool, other, *pool_of_other)) pairs_.insert(pair);
+    } catch (const OutOfMemory&) {  // whether copies arrive is unknown, and the caller needs more memory than this
+      throw;
     } catch (const Error&) {  // a GPU that has failed says so in its own calls; the others go on without it
     }
   }

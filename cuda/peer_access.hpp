@@ -18,6 +18,7 @@ class PeerAccess {
  public:
   /// Opens the GPU, and enables access between it and all GPUs that are open. `pool`: the GPU's. The result lives as
   /// long as it has owners.
+  /// @throws OutOfMemory if there is none to check a link with
   [[nodiscard]] static std::shared_ptr<PeerAccess> open(int device, const std::shared_ptr<Pool>& pool);
 
   /// Whether two GPUs access each other's memory. A GPU accesses its own.
