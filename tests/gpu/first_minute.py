@@ -209,7 +209,7 @@ def _idle(names: Sequence[str], step: Callable[[], None]) -> list[str]:
 
 def transformer(names: Sequence[str]) -> Found:
     """Items per second: DDP, paceline in one process (eager, and with graphs), and paceline with a process for each GPU."""
-    lines = []
+    lines: list[str] = []
     for count in dict.fromkeys((2, len(names))):
         some = list(names[:count])
         rates: dict[str, str] = {}
