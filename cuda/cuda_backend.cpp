@@ -6,9 +6,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <paceline/error.hpp>
@@ -27,6 +29,21 @@
 
 namespace paceline {
 namespace {
+
+constexpr const char* kOneSlice =
+    "CUDA shows a process one slice and no other GPU. To use several, start a process for each slice, with "
+    "CUDA_VISIBLE_DEVICES set to its MIG-... name, and join the processes as ranks: DataParallel(group=)";
+
+/// Whether the process sees a slice of a GPU in MIG mode. CUDA names it "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
+bool is_slice(std::string_view model) { return model.find(" MIG ") != std::string_view::npos; }
+
+/// Whether the environment shows slices: "MIG-..." names one.
+bool wants_slices() {
+  const char* const visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  return visible != nullptr && std::string_view(visible).find("MIG") != std::string_view::npos;
+}
+
+std::string slice_text(std::string_view model) { return is_slice(model) || wants_slices() ? kOneSlice : ""; }
 
 struct Count {
   int devices = 0;
@@ -49,6 +66,11 @@ Count count_devices() {
                     version % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
   } else if (error == cudaErrorNoDevice || error == cudaSuccess) {
     count.why_none = "the driver shows no GPU (is CUDA_VISIBLE_DEVICES set?)";
+    if (wants_slices()) {
+      count.why_none =
+          fmt::format("the driver shows no GPU, though CUDA_VISIBLE_DEVICES is {} (nvidia-smi -L lists slices). {}",
+                      std::getenv("CUDA_VISIBLE_DEVICES"), kOneSlice);
+    }
   } else {
     count.why_none = fmt::format("the driver answers: {}", cuda::text_of(error));
   }
@@ -147,6 +169,7 @@ GpuFacts facts_of(int ordinal, int gpu_count) {
   facts.memory_bytes = properties.totalGlobalMem;
   facts.copy_engine_count = properties.asyncEngineCount;
   facts.peers = peers_of(ordinal, gpu_count);
+  facts.mig = slice_text(properties.name);
   facts.driver = version_of(driver);
   facts.runtime = version_of(runtime);
   add_partitions(facts, ordinal);
@@ -183,9 +206,12 @@ Device CudaBackend::find(std::string_view name) const {
     throw InvalidArgument(fmt::format("'{}' is not the name of a device: GPUs are called cuda:0, cuda:1, ...", name));
   }
   if (*index >= count.devices) {
-    throw InvalidArgument(fmt::format(
-        "there is no device '{}': {}", name,
-        count.devices == 1 ? "the only GPU is cuda:0" : fmt::format("the last GPU is cuda:{}", count.devices - 1)));
+    std::string there =
+        count.devices == 1 ? "the only GPU is cuda:0" : fmt::format("the last GPU is cuda:{}", count.devices - 1);
+    if (const std::string mig = slice_text(describe(read_host_topology(), 0).device_class); !mig.empty()) {
+      there += ", a MIG slice. " + mig;
+    }
+    throw InvalidArgument(fmt::format("there is no device '{}': {}", name, there));
   }
   const Device gpu = describe(read_host_topology(), *index);
   return slash == std::string_view::npos ? gpu : find_part(gpu, name, after_prefix.substr(slash + 1));

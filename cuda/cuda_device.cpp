@@ -107,7 +107,7 @@ class DeviceBuffer final : public CudaBuffer {
     if (bytes > 0) data_ = pool_->allocate(bytes, stream_->get());
   }
   ~DeviceBuffer() override {
-    if (data_ != nullptr) destroy_on(device_, [this] { return cudaFreeAsync(data_, stream_->get()); });
+    if (data_ != nullptr) destroy_on(device_, [this] { return pool_->release(data_, bytes(), stream_->get()); });
   }
 
  private:
@@ -137,13 +137,6 @@ class PinnedBuffer final : public CudaBuffer {
     if (data_ != nullptr) destroy_on(device_, [this] { return cudaFreeHost(data_); });
   }
 };
-
-/// The GPU that has this memory; -1 for host memory.
-int gpu_of(const void* data, int device) {
-  cudaPointerAttributes attributes{};
-  check(cudaPointerGetAttributes(&attributes, data), "asking whose memory it is", device);
-  return attributes.type == cudaMemoryTypeDevice ? attributes.device : -1;
-}
 
 static_assert(DType::float32 == DType{0} && DType::float64 == DType{1} && DType::float16 == DType{2} &&
               DType::bfloat16 == DType{3} && DType::int32 == DType{4} && DType::int64 == DType{5});
@@ -196,9 +189,10 @@ class Kernels {
 /// How one open device's streams reach the memory of other GPUs. Shared with the streams. Any thread.
 class Routes {
  public:
-  explicit Routes(int device) : peers_(PeerAccess::open(device)) {}
+  Routes(int device, const std::shared_ptr<Pool>& pool) : peers_(PeerAccess::open(device, pool)) {}
 
   [[nodiscard]] bool direct(int one, int other) const { return peers_->between(one, other); }
+  [[nodiscard]] bool wrong(int one, int other) const { return peers_->wrong_between(one, other); }
   [[nodiscard]] HostPath& through_host(int source, int target) {
     const std::lock_guard lock(mutex_);
     std::shared_ptr<HostPath>& path = paths_[{source, target}];
@@ -236,11 +230,22 @@ class CudaStream final : public Stream {
     check(cudaMemsetAsync(data, 0, bytes, handle_->get()), "zeroing memory", device_);
   }
 
+  /// A place is the number of a GPU.
+  [[nodiscard]] MemoryPlace place_of(const void* data) const override {
+    cudaPointerAttributes attributes{};
+    const DeviceGuard guard(device_);
+    check(cudaPointerGetAttributes(&attributes, data), "asking whose memory it is", device_);
+    return attributes.type == cudaMemoryTypeDevice ? MemoryPlace{attributes.device} : MemoryPlace::host;
+  }
+
   void copy(void* to, const void* from, std::size_t bytes) override {
+    if (bytes > 0) copy(to, place_of(to), from, place_of(from), bytes);
+  }
+
+  void copy(void* to, MemoryPlace to_place, const void* from, MemoryPlace from_place, std::size_t bytes) override {
     if (bytes == 0) return;
     const DeviceGuard guard(device_);
-    const int target = gpu_of(to, device_);
-    const int source = gpu_of(from, device_);
+    const int target = static_cast<int>(to_place), source = static_cast<int>(from_place);
     if (target < 0 || source < 0 || target == source) {
       check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, handle_->get()), "copying", device_);
     } else if (routes_->direct(source, target)) {
@@ -312,7 +317,7 @@ class CudaDevice final : public AsyncDevice {
       : ordinal_(ordinal),
         part_(std::move(part)),
         pool_(Pool::of(ordinal)),
-        routes_(std::make_shared<Routes>(ordinal)),
+        routes_(std::make_shared<Routes>(ordinal, pool_)),
         kernels_(std::make_shared<Kernels>(
             ordinal, part_ != nullptr ? part_->sm_count() : attribute(cudaDevAttrMultiProcessorCount, ordinal, 1))) {}
 
@@ -331,6 +336,7 @@ class CudaDevice final : public AsyncDevice {
   std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) override {
     return std::make_unique<DeviceBuffer>(ordinal_, pool_, static_cast<CudaStream&>(stream).handle(), bytes);
   }
+  [[nodiscard]] MemoryPlace place() const noexcept override { return MemoryPlace{ordinal_}; }
   std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) override {
     return std::make_unique<PinnedBuffer>(ordinal_, bytes);
   }
@@ -340,9 +346,10 @@ class CudaDevice final : public AsyncDevice {
     return routes_->direct(ordinal_, static_cast<const CudaDevice&>(other).ordinal_);
   }
   [[nodiscard]] LinkKind link_to(const AsyncDevice& other) const override {
+    const int peer = static_cast<const CudaDevice&>(other).ordinal_;
+    if (routes_->wrong(ordinal_, peer)) return LinkKind::wrong_peer;
     if (!accesses(other)) return LinkKind::through_host;
     int native_atomics = 0;
-    const int peer = static_cast<const CudaDevice&>(other).ordinal_;
     if (cudaDeviceGetP2PAttribute(&native_atomics, cudaDevP2PAttrNativeAtomicSupported, ordinal_, peer) !=
         cudaSuccess) {
       static_cast<void>(cudaGetLastError());  // it only has no name then

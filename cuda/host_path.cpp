@@ -21,7 +21,11 @@ std::shared_ptr<HostPath> HostPath::of(int source, int target) {
 }
 
 HostPath::HostPath(int source, int target, std::size_t chunk_bytes)
-    : chunk_bytes_(chunk_bytes), source_(open_device(source)), down_(source_->make_stream()) {
+    : chunk_bytes_(chunk_bytes),
+      from_{source},
+      to_{target},
+      source_(open_device(source)),
+      down_(source_->make_stream()) {
   const std::unique_ptr<AsyncDevice> target_device = open_device(target);
   up_ = target_device->make_stream();
   for (Chunk& chunk : chunks_) {
@@ -44,10 +48,10 @@ void HostPath::copy(Stream& stream, Event& begun, void* to, const void* from, st
     }
     void* const host = chunk.memory.back()->data();
     if (chunk.used) down_->wait(*chunk.emptied);
-    down_->copy(host, static_cast<const char*>(from) + begin, size);
+    down_->copy(host, MemoryPlace::host, static_cast<const char*>(from) + begin, from_, size);
     down_->record(*chunk.filled);
     up_->wait(*chunk.filled);
-    up_->copy(static_cast<char*>(to) + begin, host, size);
+    up_->copy(static_cast<char*>(to) + begin, to_, host, MemoryPlace::host, size);
     up_->record(*chunk.emptied);
     chunk.used = true;
     begin += size;

@@ -38,6 +38,8 @@ class HostPath {
 
   std::mutex mutex_;
   std::size_t chunk_bytes_;
+  MemoryPlace from_;
+  MemoryPlace to_;
   std::unique_ptr<AsyncDevice> source_;
   std::unique_ptr<Stream> down_;  // source to host
   std::unique_ptr<Stream> up_;    // host to target

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -177,6 +179,26 @@ class NcclLink final : public internal::Link {
 }  // namespace paceline::nccl
 
 namespace paceline::internal {
+namespace {
+
+/// NCCL asks CUDA which GPUs access each other, and would take a path that delivers wrong bytes.
+std::string why_not_nccl(const std::vector<Endpoint>& endpoints) {
+  const char* const disabled = std::getenv("NCCL_P2P_DISABLE");
+  if (disabled != nullptr && std::string_view(disabled) == "1") return "";
+  for (const Endpoint& one : endpoints) {
+    for (const Endpoint& other : endpoints) {
+      if (&one == &other || one.opened->link_to(*other.opened) != LinkKind::wrong_peer) continue;
+      return fmt::format(
+          "NCCL would copy directly between {} and {}, which access each other's memory, but what they copied arrived "
+          "wrong. Set NCCL_P2P_DISABLE=1 in the environment, or use copies. An IOMMU or PCIe ACS often causes this: "
+          "see cuda/README.md.",
+          one.device.name, other.device.name);
+    }
+  }
+  return "";
+}
+
+}  // namespace
 
 std::unique_ptr<Link> make_native_link(const std::vector<Endpoint>& endpoints, const CommunicatorOptions& options,
                                        std::string& why_none) {
@@ -193,6 +215,7 @@ std::unique_ptr<Link> make_native_link(const std::vector<Endpoint>& endpoints, c
         "kernel waits for those of the other GPUs, which are never launched. Unset it, use one GPU, or choose "
         "Transport::copies.");
   }
+  if (why_none = why_not_nccl(endpoints); !why_none.empty()) return nullptr;
   return std::make_unique<nccl::NcclLink>(*found, endpoints, options);
 }
 

@@ -23,30 +23,9 @@ std::shared_ptr<Pool> Pool::of(int device) {
   return made;
 }
 
-namespace {
-
-/// Gives access to the GPUs that can access this one. Access to a GPU does not include its pools.
-cudaError_t let_peers_in(cudaMemPool_t pool, int device) {
-  int count = 0;
-  cudaError_t error = cudaGetDeviceCount(&count);
-  for (int peer = 0; peer < count && error == cudaSuccess; ++peer) {
-    int can = 0;
-    if (peer == device) continue;
-    error = cudaDeviceCanAccessPeer(&can, peer, device);
-    if (error != cudaSuccess || can == 0) continue;
-    cudaMemAccessDesc access{};
-    access.location.type = cudaMemLocationTypeDevice;
-    access.location.id = peer;
-    access.flags = cudaMemAccessFlagsProtReadWrite;
-    error = cudaMemPoolSetAccess(pool, &access, 1);
-  }
-  return error;
-}
-
-}  // namespace
-
 Pool::Pool(int device) : device_(device) {
   const DeviceGuard guard(device);
+  if (cuda::attribute(cudaDevAttrMemoryPoolsSupported, device, 1) == 0) return;
   cudaMemPoolProps properties{};
   properties.allocType = cudaMemAllocationTypePinned;
   properties.location.type = cudaMemLocationTypeDevice;
@@ -59,7 +38,6 @@ Pool::Pool(int device) : device_(device) {
   if (error == cudaSuccess) {
     error = cudaMemPoolSetAttribute(pool_, cudaMemPoolReuseAllowInternalDependencies, &internal_dependencies);
   }
-  if (error == cudaSuccess) error = let_peers_in(pool_, device);
   if (error != cudaSuccess) {
     static_cast<void>(cudaMemPoolDestroy(pool_));
     check(error, "setting up a memory pool", device);
@@ -67,17 +45,59 @@ Pool::Pool(int device) : device_(device) {
 }
 
 Pool::~Pool() {
-  destroy_on(device_, [this] { return cudaMemPoolDestroy(pool_); });
+  if (pool_ != nullptr) destroy_on(device_, [this] { return cudaMemPoolDestroy(pool_); });
 }
 
 void* Pool::allocate(std::size_t bytes, cudaStream_t stream) {
   const DeviceGuard guard(device_);
   void* data = nullptr;
-  check(cudaMallocFromPoolAsync(&data, bytes, pool_, stream), "allocating memory", device_);
+  if (pool_ == nullptr) {
+    check(cudaMalloc(&data, bytes), "allocating memory", device_);
+    const std::size_t now = used_ += bytes;
+    for (std::size_t peak = peak_; peak < now && !peak_.compare_exchange_weak(peak, now);) {
+    }
+  } else {
+    check(cudaMallocFromPoolAsync(&data, bytes, pool_, stream), "allocating memory", device_);
+  }
   return data;
 }
 
+cudaError_t Pool::release(void* data, std::size_t bytes, cudaStream_t stream) noexcept {
+  if (pool_ != nullptr) return cudaFreeAsync(data, stream);
+  used_ -= bytes;
+  return cudaFree(data);  // waits until the GPU has done all its work
+}
+
+cudaError_t Pool::set_access(int peer, cudaMemAccessFlags flags) {
+  cudaMemAccessDesc access{};
+  access.location.type = cudaMemLocationTypeDevice;
+  access.location.id = peer;
+  access.flags = flags;
+  const DeviceGuard guard(device_);
+  return cudaMemPoolSetAccess(pool_, &access, 1);
+}
+
+// Access to a GPU does not include its pools.
+bool Pool::let_in(int peer) {
+  const std::lock_guard lock(mutex_);
+  if (pool_ == nullptr || peers_.contains(peer)) return true;
+  if (set_access(peer, cudaMemAccessFlagsProtReadWrite) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return false;
+  }
+  peers_.insert(peer);
+  return true;
+}
+
+void Pool::shut_out(int peer) {
+  const std::lock_guard lock(mutex_);
+  if (peers_.erase(peer) == 0) return;
+  static_cast<void>(set_access(peer, cudaMemAccessFlagsProtNone));
+  static_cast<void>(cudaGetLastError());
+}
+
 void Pool::trim() {
+  if (pool_ == nullptr) return;
   const DeviceGuard guard(device_);
   check(cudaMemPoolTrimTo(pool_, 0), "giving memory back", device_);
 }
@@ -97,10 +117,12 @@ bool Pool::shares(const void* data) const {
   const CUresult result =
       driver().pointer_attributes(2, asked, answers, static_cast<CUdeviceptr>(reinterpret_cast<std::uintptr_t>(data)));
   check(result, "asking whose memory it is", device_);
-  return owner == pool_ || (owner == nullptr && from_malloc != 0);
+  return owner == nullptr ? from_malloc != 0 : owner == pool_;
 }
 
-std::size_t Pool::bytes_in_use() const { return attribute(cudaMemPoolAttrUsedMemCurrent); }
-std::size_t Pool::peak_bytes() const { return attribute(cudaMemPoolAttrUsedMemHigh); }
+std::size_t Pool::bytes_in_use() const {
+  return pool_ == nullptr ? used_.load() : attribute(cudaMemPoolAttrUsedMemCurrent);
+}
+std::size_t Pool::peak_bytes() const { return pool_ == nullptr ? peak_.load() : attribute(cudaMemPoolAttrUsedMemHigh); }
 
 }  // namespace paceline::cuda

@@ -146,7 +146,15 @@ def link_rows(links: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     for link in links:
         if names.index(link["from"]) < names.index(link["to"]):
             pairs.setdefault(link["kind"], []).append(f"{link['from']} and {link['to']}")
-    return table + [(kind, "all pairs" if len(pairs) == 1 else ", ".join(of_kind)) for kind, of_kind in pairs.items()]
+    table += [(kind, "all pairs" if len(pairs) == 1 else ", ".join(of_kind)) for kind, of_kind in pairs.items()]
+    # Paceline's copies are pulls. Where pushes are faster, that is worth knowing.
+    faster = [link for link in links if link["push_bytes_per_second"] > 1.2 * link["bytes_per_second"] > 0]
+    if faster:
+        pushes = ", ".join(
+            f"{link['from']} to {link['to']} {link['push_bytes_per_second'] / 1e9:.1f}" for link in faster
+        )
+        table.append(("if pushed", pushes))
+    return table
 
 
 def links_text(links: Sequence[Mapping[str, Any]]) -> str:

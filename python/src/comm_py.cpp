@@ -145,6 +145,7 @@ py::list list_of(const paceline::GpuLinks& links) {
     entry["to"] = link.to;
     entry["kind"] = name_of(link.kind);
     entry["bytes_per_second"] = link.bytes_per_second;
+    entry["push_bytes_per_second"] = link.push_bytes_per_second;
     list.append(entry);
   }
   return list;
@@ -177,7 +178,7 @@ void bind_comm(py::module_& module) {
       },
       py::arg("group"),
       "The links between the GPUs of a group, measured once in a process, within a second: ``from``, ``to``, ``kind``, "
-      "``bytes_per_second`` (0: unknown).");
+      "``bytes_per_second``, and ``push_bytes_per_second`` if the source copies (0: unknown).");
   module.def("reduce_isa", &reduce_isa, "The instruction set that the reduction kernels use on this processor.");
 }
 

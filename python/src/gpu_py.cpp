@@ -47,6 +47,7 @@ std::vector<Facts> all_gpu_facts() {
     facts["partition_sm_count"] = gpu.partition_sm_count;
     facts["most_partitions"] = gpu.most_partitions;
     facts["why_no_partitions"] = gpu.why_no_partitions;
+    facts["mig"] = gpu.mig;
     facts["driver"] = text_of(gpu.driver);
     facts["runtime"] = text_of(gpu.runtime);
     all.push_back(std::move(facts));
@@ -65,7 +66,7 @@ Returns
 list of dict
     ``device``, ``model``, ``pci_bus_id``, ``numa_node``, ``compute_capability``, ``sm_count``, ``peak_clock_mhz``, ``memory_bytes``,
     ``copy_engine_count``, ``peers`` (the GPUs whose memory it can access directly), ``partition_sm_count`` (SMs of the smallest part),
-    ``most_partitions``, ``why_no_partitions`` (empty if it can be partitioned), ``driver`` and ``runtime`` (CUDA versions).)");
+    ``most_partitions``, ``why_no_partitions`` (empty if it can be partitioned), ``mig`` (of a MIG slice, what that means; else empty), ``driver`` and ``runtime`` (CUDA versions).)");
   module.def(
       "partition",
       [](const Name& device, const std::vector<double>& fractions) {

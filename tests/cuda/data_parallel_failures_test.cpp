@@ -7,7 +7,9 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include <paceline/comm/communicator.hpp>
 #include <paceline/error.hpp>
 
 #include "fake_cuda.hpp"
@@ -98,6 +100,40 @@ INSTANTIATE_TEST_SUITE_P(
         Box{"TwoGpus", 2, {"cuda:0", "cuda:1"}}, Box{"Everything", 2, {"host:0", "cuda:0/0", "cuda:0/1", "cuda:1/0"}},
         Box{"EverythingByCopies", 2, {"host:0", "cuda:0/0", "cuda:0/1", "cuda:1/0"}, {}, Transport::copies}),
     [](const auto& param) { return param.param.name; });
+
+TEST(CudaDataParallel, TrainsThroughTheHostWhereDirectCopiesArriveWrong) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    for (const bool both : {false, true}) {
+      boot(seed, 2);
+      fake::lie(1, 0);
+      if (both) fake::lie(0, 1);
+      {
+        Reference reference;
+        const DataParallelOptions options{.parameter_count = kWidth, .collectives = {.transport = Transport::copies}};
+        Trainer trainer(group_of({"cuda:0", "cuda:1"}), options);
+        for (int step = 0; step < 3; ++step) {
+          const double expected = reference.step();
+          ASSERT_NEAR(trainer.step(kBatch, body).value(), expected, 1e-12 * expected) << "seed " << seed;
+          update(trainer);
+        }
+        const std::vector<double> parameters = fetched(trainer);
+        for (std::size_t j = 0; j < kWidth; ++j) ASSERT_NEAR(parameters[j], reference.parameters[j], 1e-12) << seed;
+      }
+      ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
+    }
+  }
+}
+
+TEST(CudaDataParallel, DoesNotLendNcclAPathThatDeliversWrongBytes) {
+  boot(0, 2);
+  fake::lie(0, 1);
+  const DataParallelOptions options{.parameter_count = kWidth, .collectives = {.transport = Transport::nccl}};
+  const auto refused = thrown_by<Unavailable>([&] { Trainer(group_of({"cuda:0", "cuda:1"}), options); });
+  EXPECT_TRUE(says(refused, "cuda:0 and cuda:1")) << refused.what();
+  EXPECT_TRUE(says(refused, "NCCL_P2P_DISABLE=1")) << refused.what();
+  const Communicator communicator(group_of({"cuda:0", "cuda:1"}), {});
+  EXPECT_TRUE(says(communicator.description(), "direct copies arrived wrong")) << communicator.description();
+}
 
 }  // namespace
 }  // namespace paceline

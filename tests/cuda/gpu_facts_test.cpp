@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -65,6 +66,26 @@ TEST(GpuFacts, TakeASliceOfAGpuForWhatItIs) {
   EXPECT_EQ(slice.sm_count, 16);
   EXPECT_EQ(slice.memory_bytes, std::uint64_t{10} << 30);
   EXPECT_EQ(slice.most_partitions, 2) << "of its own SMs, not of the whole GPU's";
+  EXPECT_TRUE(slice.mig.starts_with("CUDA shows a process one slice")) << slice.mig;
+  const auto none = thrown_by<InvalidArgument>([] { static_cast<void>(find_device("cuda:1")); });
+  EXPECT_TRUE(says(none, "the only GPU is cuda:0, a MIG slice.")) << none.what();
+  EXPECT_TRUE(says(none, "start a process for each slice")) << none.what();
+}
+
+TEST(GpuFacts, TellAWholeGpuFromASlice) {
+  fake::boot({.device_count = 2});
+  EXPECT_EQ(gpu_facts().front().mig, "");
+  const auto none = thrown_by<InvalidArgument>([] { static_cast<void>(find_device("cuda:2")); });
+  EXPECT_TRUE(says(none, "the last GPU is cuda:1")) << none.what();
+  EXPECT_FALSE(says(none, "MIG")) << none.what();
+}
+
+TEST(GpuFacts, SayThatTheNamedSliceIsNotThere) {
+  setenv("CUDA_VISIBLE_DEVICES", "MIG-4a5c", 1);
+  fake::boot({.device_count = 0});
+  const std::string why = CudaBackend().why_none();
+  unsetenv("CUDA_VISIBLE_DEVICES");
+  EXPECT_TRUE(why.starts_with("the driver shows no GPU, though CUDA_VISIBLE_DEVICES is MIG-4a5c")) << why;
 }
 
 TEST(GpuFacts, AreNoneWithoutAGpu) {

@@ -63,6 +63,20 @@ TEST(GpuLinks, HaveNamesAndTheSpeedOfEachDirection) {
   EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
 }
 
+TEST(GpuLinks, AreAlsoMeasuredWithTheSourceCopying) {
+  boot_machine({.device_count = 3, .switch_size = 2});
+  set_links(3, 10e9, 10e9);
+  fake::set_push(0, 1, 24e9);
+  for (const GpuLink& link : measured({"cuda:0", "cuda:1", "cuda:2"}).pairs) {
+    const bool through_host = link.from == "cuda:2" || link.to == "cuda:2";
+    const double push = through_host ? 0.0 : link.from == "cuda:0" ? 24e9 : 10e9;
+    EXPECT_NEAR(link.push_bytes_per_second, push, 1e8) << link.from << " to " << link.to;
+    if (!through_host) EXPECT_NEAR(link.bytes_per_second, 10e9, 1e8);
+  }
+  EXPECT_EQ(fake::problems(), std::vector<std::string>{});
+  EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
+}
+
 TEST(GpuLinks, GoByPcieOrThroughTheHost) {
   boot_machine({.device_count = 3, .switch_size = 2});
   const GpuLinks links = measured({"cuda:0", "cuda:1", "cuda:2"});

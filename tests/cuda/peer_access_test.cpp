@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -134,6 +135,106 @@ TEST(PeerAccess, LeavesALostGpuOut) {
   const auto device = open_device(1);
   EXPECT_FALSE(device->accesses(*lost));
   EXPECT_NO_THROW(static_cast<void>(device->make_stream()));
+}
+
+/// What cuda:1 gets of memory of cuda:0's pool.
+float copied(AsyncDevice& device, AsyncDevice& peer) {
+  const OrdinaryMemory here(0, 10.0F);
+  const OrdinaryMemory there(1, 0.0F);
+  const auto source = device.make_stream();
+  const auto stream = peer.make_stream();
+  const auto written = device.make_event(false);
+  const auto event = peer.make_event(false);
+  const auto pooled = device.allocate(kCount * sizeof(float), *source);
+  source->copy(pooled->data(), here.data, kCount * sizeof(float));
+  source->record(*written);
+  stream->wait(*written);
+  stream->copy(there.data, pooled->data(), kCount * sizeof(float));
+  stream->record(*event);
+  wait_for(*event);
+  return static_cast<const float*>(there.data)[kCount - 1];
+}
+
+TEST(PeerAccess, IsDroppedIfWhatArrivesIsWrongInEitherDirection) {
+  for (const bool both : {false, true}) {
+    for (const bool first : {false, true}) {
+      boot_machine({.device_count = 2});
+      fake::lie(first ? 0 : 1, first ? 1 : 0);
+      if (both) fake::lie(first ? 1 : 0, first ? 0 : 1);
+      {
+        const auto device = open_device(0);
+        const auto peer = open_device(1);
+        EXPECT_FALSE(device->accesses(*peer));
+        EXPECT_EQ(device->link_to(*peer), LinkKind::wrong_peer);
+        EXPECT_EQ(peer->link_to(*device), LinkKind::wrong_peer);
+        EXPECT_FALSE(fake::peer_access(0, 1)) << "the driver stages copies of others then";
+        EXPECT_FALSE(fake::peer_access(1, 0));
+        const auto again = open_device(1);
+        EXPECT_FALSE(fake::peer_access(0, 1)) << "what is known to be wrong is not tried again";
+        EXPECT_EQ(copied(*device, *peer), 14.0F);
+      }
+      EXPECT_EQ(fake::driver_staged_copies(), 0);
+      EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
+      EXPECT_EQ(fake::problems(), std::vector<std::string>{});
+    }
+  }
+}
+
+TEST(PeerAccess, IsDroppedForThePairAlone) {
+  boot_machine({.device_count = 3, .switch_size = 3});
+  fake::lie(0, 2);
+  const Communicator communicator(group_of({"cuda:0", "cuda:1", "cuda:2"}), {.transport = Transport::copies});
+  EXPECT_TRUE(
+      communicator.description().ends_with("by PCIe peer access; between cuda:0 and cuda:2 through the host, because "
+                                           "direct copies arrived wrong"))
+      << communicator.description();
+}
+
+TEST(PeerAccess, CanBeSwitchedOff) {
+  boot_machine({.device_count = 2});
+  setenv("PACELINE_PEER_ACCESS", "0", 1);
+  const auto device = open_device(0);
+  const auto peer = open_device(1);
+  unsetenv("PACELINE_PEER_ACCESS");
+  EXPECT_EQ(device->link_to(*peer), LinkKind::through_host);
+  EXPECT_EQ(copied(*device, *peer), 14.0F);
+  EXPECT_EQ(fake::driver_staged_copies(), 0);
+}
+
+TEST(PeerAccess, IsNotUsedWhereAPoolCannotBeShared) {
+  boot_machine({.device_count = 3, .switch_size = 3});
+  fake::refuse_pool_access(1);
+  {
+    const auto device = open_device(0);
+    const auto peer = open_device(1);
+    const auto third = open_device(2);
+    EXPECT_FALSE(device->accesses(*peer));
+    EXPECT_EQ(device->link_to(*peer), LinkKind::through_host);
+    EXPECT_TRUE(device->accesses(*third));
+    EXPECT_EQ(copied(*device, *peer), 14.0F);
+  }
+  EXPECT_EQ(fake::driver_staged_copies(), 0);
+  EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
+}
+
+TEST(PeerAccess, WorksOnGpusWithoutPools) {
+  boot_machine({.device_count = 2, .pools = false});
+  {
+    const auto device = open_device(0);
+    const auto peer = open_device(1);
+    EXPECT_TRUE(device->accesses(*peer));
+    EXPECT_EQ(copied(*device, *peer), 14.0F);
+    const auto stream = device->make_stream();
+    auto memory = device->allocate(std::size_t{1} << 20, *stream);
+    EXPECT_TRUE(device->shares(memory->data()));
+    EXPECT_EQ(device->peak_bytes(), std::size_t{1} << 20);
+    stream->zero(memory->data(), memory->bytes());
+    memory.reset();
+    device->release_memory();
+    EXPECT_EQ(device->peak_bytes(), std::size_t{1} << 20);
+  }
+  EXPECT_EQ(fake::problems(), std::vector<std::string>{});
+  EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
 }
 
 /// Two streams of either GPU copy at once, in both directions, in pieces that fill the chunks several times.

@@ -16,6 +16,8 @@
 
 #include <paceline/error.hpp>
 
+#include "errors.hpp"
+
 namespace paceline::cuda {
 namespace {
 

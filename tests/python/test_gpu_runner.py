@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner import goals, plan, sanitizer
+from runner import first_minute, goals, plan, sanitizer
 from runner.main import Run
 from runner.record import Record
 from runner.stage import Running, Stage
@@ -336,3 +336,57 @@ def test_wrong_arguments_say_what_to_do(arguments: tuple[str, ...], why: str, tm
     done = run_script(*(each.replace("{tmp}", str(tmp_path)) for each in arguments))
     assert done.returncode == 2
     assert why in " ".join(done.stderr.split())
+
+
+def test_the_page_of_the_first_minute_says_what_is_wrong_and_names_no_host() -> None:
+    copies = [
+        {"from": f"cuda:{one}", "to": f"cuda:{1 - one}", "link": "PCIe peer", "memory": "pool", "way": "pull"}
+        | {"gigabytes_per_second": 20.0 + one, "right": one == 0}
+        for one in (0, 1)
+    ]
+    stages = [
+        {"stage": "build", "status": "passed", "seconds": 60.0},
+        {"stage": "topology", "status": "passed", "seconds": 1.0, "result": {"available": True, "lines": ["two GPUs"]}},
+        {"stage": "truth", "status": "failed", "seconds": 2.0, "result": {"available": True, "copies": copies}},
+        {"stage": "cpp_exact", "status": "passed", "seconds": 2.0, "tests": {"passed": 2, "failed": 0, "skipped": 0}},
+        {"stage": "nccl", "status": "timed out", "seconds": 14.0, "tail": "initialising\nstill waiting"},
+    ]
+    page = first_minute.page({"rehearsal": False, "machine": {"gpus": 2, "driver": None}, "stages": stages})
+    assert page.splitlines() == [
+        "# paceline's first minute on several GPUs",
+        "gpus 2",
+        "",
+        "## topology: passed, 1.0 s",
+        "two GPUs",
+        "",
+        "## truth: failed, 2.0 s",
+        "pull, pool memory: 20.0 to 21.0 GB/s over 2 ordered pairs",
+        "PCIe peer: cuda:0 and cuda:1",
+        "WRONG BYTES from cuda:1 to cuda:0, pool memory, pull",
+        "",
+        "## cpp_exact: passed, 2.0 s",
+        "2 passed, 0 failed, 0 skipped",
+        "",
+        "## nccl: timed out, 14.0 s",
+        "    initialising",
+        "    still waiting",
+    ]
+
+
+def test_the_first_minute_is_a_minute_and_looks_at_links_before_it_trains(tmp_path: Path) -> None:
+    stages = first_minute.stages(plan.Setting(build=tmp_path, scratch=tmp_path))
+    assert sum(stage.limit for stage in stages) <= first_minute.SECONDS
+    names = [stage.name for stage in stages]
+    assert names[:2] == ["topology", "truth"]
+    assert names[-1] == "nccl", "what may hang for ever comes last"
+    assert stages[names.index("cpp_through_host")].environment["PACELINE_PEER_ACCESS"] == "0"
+
+
+def test_a_rehearsal_of_the_first_minute_prints_its_page(tmp_path: Path) -> None:
+    (tmp_path / "build" / "python_package").mkdir(parents=True)
+    build = ("--build", str(tmp_path / "build"))
+    done = run_script("--first-minute", "--rehearse", *build, "--only", "truth", str(tmp_path / "out"))
+    record = json.loads((tmp_path / "out" / "first-minute-rehearsal.json").read_text())
+    assert [stage["stage"] for stage in record["stages"]] == ["build", "programs", "truth", "truth_torch"], done.stdout
+    assert "# paceline's first minute on several GPUs (a rehearsal: it measured nothing)" in done.stdout
+    assert "## truth: skipped" in done.stdout

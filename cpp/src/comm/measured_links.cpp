@@ -40,6 +40,20 @@ struct Pull {
   std::size_t to = 0;
 };
 
+std::vector<Pull> all_pulls(std::size_t count) {
+  std::vector<Pull> pulls;
+  for (std::size_t from = 0; from < count; ++from) {
+    for (std::size_t to = 0; to < count; ++to) {
+      if (from != to) pulls.push_back({from, to});
+    }
+  }
+  return pulls;
+}
+
+LinkKind kind_of(std::span<const Endpoint> endpoints, const Pull& pull) {
+  return endpoints[pull.from].opened->link_to(*endpoints[pull.to].opened);
+}
+
 /// Times copies between GPUs. Everything is ordered on the endpoints' streams.
 class Meter {
  public:
@@ -62,26 +76,30 @@ class Meter {
     }
   }
 
-  /// The bytes per second of the slowest of these pulls, which go at once. No two of them have one target.
+  /// The bytes per second of the slowest of these pulls, which go at once. No two of them have one target. `push`: the
+  /// source copies; then no two of them have one source.
   /// @throws Timeout if the time is over
-  [[nodiscard]] double slowest(std::span<const Pull> pulls) {
+  [[nodiscard]] double slowest(std::span<const Pull> pulls, bool push = false) {
+    const auto copier = [&](const Pull& pull) -> Gpu& { return gpus_[push ? pull.from : pull.to]; };
     std::vector<double> best(pulls.size(), 0.0);
     for (int repetition = 0; repetition < kRepetitions; ++repetition) {
       if (std::chrono::steady_clock::now() >= deadline_) throw Timeout("measuring links: no time is left");
-      Gpu& first = gpus_[pulls.front().to];
+      Gpu& first = copier(pulls.front());
       first.stream->record(*first.ready);
-      for (const Pull& pull : pulls) gpus_[pull.to].stream->wait(*first.ready);
+      for (const Pull& pull : pulls) copier(pull).stream->wait(*first.ready);
       for (const Pull& pull : pulls) {
-        Gpu& to = gpus_[pull.to];
-        to.stream->record(*to.start);
-        to.stream->copy(to.taken->data(), gpus_[pull.from].given->data(), kBytes);
-        to.stream->record(*to.end);
+        Gpu& by = copier(pull);
+        by.stream->record(*by.start);
+        by.stream->copy(gpus_[pull.to].taken->data(), gpus_[pull.from].given->data(), kBytes);
+        by.stream->record(*by.end);
       }
-      for (const Pull& pull : pulls) gpus_[pull.from].stream->wait(*gpus_[pull.to].end);  // before the memory returns
+      for (const Pull& pull : pulls) {  // before the memory returns, or is written again
+        gpus_[push ? pull.to : pull.from].stream->wait(*copier(pull).end);
+      }
       for (std::size_t k = 0; k < pulls.size(); ++k) {
-        const Gpu& to = gpus_[pulls[k].to];
-        wait_for(*to.end, deadline_ - std::chrono::steady_clock::now());
-        if (const double seconds = to.end->seconds_since(*to.start); seconds > 0.0) {
+        const Gpu& by = copier(pulls[k]);
+        wait_for(*by.end, deadline_ - std::chrono::steady_clock::now());
+        if (const double seconds = by.end->seconds_since(*by.start); seconds > 0.0) {
           best[k] = std::max(best[k], static_cast<double>(kBytes) / seconds);
         }
       }
@@ -128,14 +146,9 @@ bool is_complete(const GpuLinks& links) {
 GpuLinks measure_links(std::span<const Endpoint> endpoints, std::chrono::nanoseconds budget,
                        std::chrono::nanoseconds patience) {
   GpuLinks links;
-  std::vector<Pull> pulls;
-  for (std::size_t from = 0; from < endpoints.size(); ++from) {
-    for (std::size_t to = 0; to < endpoints.size(); ++to) {
-      if (from == to) continue;
-      pulls.push_back({from, to});
-      links.pairs.push_back({endpoints[from].device.name, endpoints[to].device.name,
-                             endpoints[from].opened->link_to(*endpoints[to].opened)});
-    }
+  const std::vector<Pull> pulls = all_pulls(endpoints.size());
+  for (const auto& [from, to] : pulls) {
+    links.pairs.push_back({endpoints[from].device.name, endpoints[to].device.name, kind_of(endpoints, {from, to})});
   }
   if (pulls.empty()) return links;
   try {
@@ -151,6 +164,11 @@ GpuLinks measure_links(std::span<const Endpoint> endpoints, std::chrono::nanosec
       links.exchange_bytes_per_second = meter.slowest(exchange);
     }
     for (std::size_t k = 0; k < pulls.size(); ++k) links.pairs[k].bytes_per_second = meter.slowest({&pulls[k], 1});
+    for (std::size_t k = 0; k < pulls.size(); ++k) {
+      const LinkKind kind = links.pairs[k].kind;
+      if (kind != LinkKind::nvlink && kind != LinkKind::pcie_peer) continue;  // through the host it is the same
+      links.pairs[k].push_bytes_per_second = meter.slowest({&pulls[k], 1}, true);
+    }
   } catch (const Error&) {  // no memory, no time, or a lost GPU, which says so in its own calls
   }
   release_memory(endpoints, patience);
@@ -163,7 +181,12 @@ GpuLinks known_links(std::span<const Endpoint> endpoints, std::chrono::nanosecon
   std::vector<std::string> names;
   for (const Endpoint& endpoint : endpoints) names.push_back(endpoint.device.name);
   const std::lock_guard lock(mutex);
-  if (const auto found = known->find(names); found != known->end()) return found->second;
+  if (const auto found = known->find(names); found != known->end()) {
+    // GPUs that were opened again were also checked again.
+    const std::vector<Pull> pulls = all_pulls(endpoints.size());
+    for (std::size_t k = 0; k < pulls.size(); ++k) found->second.pairs[k].kind = kind_of(endpoints, pulls[k]);
+    return found->second;
+  }
   GpuLinks links = measure_links(endpoints, budget);
   if (is_complete(links)) known->emplace(std::move(names), links);
   return links;

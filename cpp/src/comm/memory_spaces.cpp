@@ -92,7 +92,7 @@ std::string MemorySpaces::routes() const {
     }
   }
   const auto words = [](LinkKind kind) {
-    if (kind == LinkKind::through_host) return std::string(name_of(kind));
+    if (kind == LinkKind::through_host || kind == LinkKind::wrong_peer) return std::string(name_of(kind));
     return fmt::format("by {}{}", name_of(kind), kind == LinkKind::pcie_peer ? " access" : "");
   };
   std::string text;  // the best kind, and then which pairs go otherwise

@@ -28,6 +28,8 @@ const char* name_of(LinkKind kind) noexcept {
       return "PCIe peer";
     case LinkKind::through_host:
       return "through the host";
+    case LinkKind::wrong_peer:
+      return "through the host, because direct copies arrived wrong";
   }
   return "unknown";
 }

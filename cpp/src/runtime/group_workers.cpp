@@ -25,6 +25,7 @@
 #include <paceline/runtime/blocking.hpp>
 
 #include "runtime/deadline.hpp"
+#include "runtime/start_timeout.hpp"
 #include "runtime/worker_registry.hpp"
 
 namespace paceline {
@@ -53,8 +54,6 @@ struct GroupWorkers::State {
 };
 
 namespace {
-
-constexpr std::chrono::seconds kStartTimeout{10};
 
 std::mutex& order() noexcept { return WorkerRegistry::of_process().mutex(); }
 
@@ -129,17 +128,13 @@ GroupWorkers::GroupWorkers(std::vector<Device> devices, std::shared_ptr<GroupWor
 
 // A worker that does not start within the timeout means a machine in trouble.
 void GroupWorkers::await_ready() {
-  const auto deadline = std::chrono::steady_clock::now() + kStartTimeout;
+  const std::chrono::seconds timeout = internal::start_timeout(devices_);
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   for (const auto& [id, one] : state_->places) {
     while (!one.first->ready()) {
       if (std::chrono::steady_clock::now() > deadline) {
         const Device& device = one.first->device();
-        throw Timeout(
-            fmt::format(
-                "DeviceGroup: the worker of {} did not start within {} s. Is another process holding its core {} "
-                "at a real-time priority?",
-                device.name, kStartTimeout.count(), fmt::join(device.cores, ", ")),
-            device.name);
+        throw Timeout(internal::late_start(device, timeout), device.name);
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }

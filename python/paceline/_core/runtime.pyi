@@ -181,7 +181,7 @@ def gpu_facts() -> list[dict[str, typing.Any]]:
     list of dict
         ``device``, ``model``, ``pci_bus_id``, ``numa_node``, ``compute_capability``, ``sm_count``, ``peak_clock_mhz``, ``memory_bytes``,
         ``copy_engine_count``, ``peers`` (the GPUs whose memory it can access directly), ``partition_sm_count`` (SMs of the smallest part),
-        ``most_partitions``, ``why_no_partitions`` (empty if it can be partitioned), ``driver`` and ``runtime`` (CUDA versions).
+        ``most_partitions``, ``why_no_partitions`` (empty if it can be partitioned), ``mig`` (of a MIG slice, what that means; else empty), ``driver`` and ``runtime`` (CUDA versions).
     """
 
 def host_facts() -> dict[str, typing.Any]:

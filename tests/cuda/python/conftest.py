@@ -48,12 +48,21 @@ class Fake:
             self.library.paceline_fake_make_event.restype = ctypes.c_void_p
         self.released = 0
         self.streams_ended = 0
+        self.met: list[list[int]] = []  # GPUs whose peers PyTorch has got to know
         self.broken = ""  # what PyTorch says of a GPU that has failed
         self._streams = threading.local()
 
     def boot(self, gpus: int) -> None:
         """A machine as after boot, with so many GPUs."""
         self.library.paceline_fake_boot(gpus)
+
+    def lie(self, source: int, target: int) -> None:
+        """Direct copies from one GPU's memory to the other's deliver zeros."""
+        self.library.paceline_fake_lie(source, target)
+
+    def set_memory(self, gpu: int, size: int) -> None:
+        """The GPU has so many bytes of memory."""
+        self.library.paceline_fake_set_memory(gpu, ctypes.c_size_t(size))
 
     def hang(self, stream: int) -> None:
         """The stream runs nothing any more."""
@@ -169,6 +178,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     Fake.boots += 1
     fake.boot(4)
     monkeypatch.setattr(cuda, "device", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(cuda, "meet_peers", fake.met.append)
     monkeypatch.setattr(cuda, "current_stream", lambda index: None)
     monkeypatch.setattr(cuda, "on_stream", fake.on_stream)
     monkeypatch.setattr(cuda, "CopyStream", CopyStream)

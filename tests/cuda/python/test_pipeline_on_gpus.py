@@ -100,6 +100,13 @@ def test_memory_that_runs_out_on_a_gpu_lets_less_be_in_flight(gpus: Any) -> None
         assert report["pipeline"]["stages"][0]["in_flight"] < first["in_flight"]
 
 
+def test_gpus_whose_direct_copies_arrive_wrong_are_named(fake: Any, gpus: Any) -> None:
+    fake.lie(1, 0)
+    with Pipeline(text(), BOXES["two"], cuts=[0, 2], micro_batches=3) as trainer:
+        assert fake.met == [[0, 1]]
+        assert "through the host, because direct copies arrived wrong" in trainer.explain()
+
+
 def test_times_are_those_of_the_gpus(gpus: Any) -> None:
     model, batch = text(), words()
     case = Case(model, batch, 2, {}, False)

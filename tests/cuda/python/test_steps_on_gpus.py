@@ -51,7 +51,9 @@ def test_figures_wait_for_the_steps_they_tell_of(fake: Any) -> None:
 
 
 def test_the_report_has_the_peak_of_each_gpus_own_pool(fake: Any) -> None:
-    module, batch = module_and_batch()
+    _, batch = module_and_batch()
+    # Larger than what the check of direct copies takes.
+    module = torch.nn.Sequential(torch.nn.Linear(6, 2000), torch.nn.Tanh(), torch.nn.Linear(2000, 3)).double()
     gradients = 8 * sum(parameter.numel() for parameter in module.parameters())
     with DataParallel(module, BOXES["mixed"], balance="even", transport="copies") as trainer:
         before = trainer.report()["memory"]

@@ -14,6 +14,7 @@ from gpu_cases import BOXES, expect_step, module_and_batch, plain
 from paceline import InvalidArgument, _cli, info
 from paceline._core.engine import DeviceQueues
 from paceline.torch import DataParallel
+from paceline.torch._devices import cuda
 from torch_support import classify
 
 
@@ -113,6 +114,91 @@ def test_explain_says_what_travels_and_how_fast_links_are(fake: Any) -> None:
     assert (name, first) == ("cuda:0", "-")
     assert second == "?" or float(second) > 0
     assert lines[begin + 4].split(maxsplit=2) == ["PCIe", "peer", "all pairs"]
+
+
+@pytest.mark.parametrize("wrong", [(0, 1), (1, 0)], ids=str)
+def test_explain_and_info_name_gpus_whose_direct_copies_arrive_wrong(
+    fake: Any, wrong: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.lie(*wrong)
+    module, batch = module_and_batch()
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        expect_step(trainer, batch)
+        said = trainer.explain()
+    assert "still compute, through the host, because direct copies arrived wrong." in said
+    assert _cli.main(["info", "--links"]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "through the host, because direct copies arrived wrong cuda:0 and cuda:1" in rows
+    assert "PCIe peer cuda:2 and cuda:3" in rows
+
+
+def test_pytorch_gets_to_know_peers_before_paceline_checks_them(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch enables access once. What paceline then disables stays disabled."""
+    order: list[Any] = []
+
+    class Recording(DeviceQueues):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            order.append("queues")
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(places, "DeviceQueues", Recording)
+    monkeypatch.setattr(cuda, "meet_peers", order.append)
+    for box in ("two", "four"):
+        DataParallel(module_and_batch()[0], BOXES[box]).close()
+    DataParallel(module_and_batch()[0], ["cuda:0", "host:0"]).close()
+    assert order == [[0, 1], "queues", [0, 1, 2, 3], "queues", "queues"]
+
+
+def test_peers_are_met_by_a_copy_for_each_ordered_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[tuple[int, int]] = []
+    links = {(0, 1), (1, 0), (2, 0)}
+
+    class Tensor:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def to(self, target: torch.device) -> None:
+            copies.append((self.index, target.index))
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda source, target: (source, target) in links)
+    monkeypatch.setattr(torch, "zeros", lambda count, device: Tensor(device.index))
+    cuda.meet_peers([0, 1, 2])
+    assert copies == [(0, 1), (1, 0), (2, 0)]
+
+
+def test_a_home_with_the_least_memory_is_named(fake: Any) -> None:
+    module, _ = module_and_batch()
+    with DataParallel(module, BOXES["two"]) as trainer:
+        assert "least memory" not in trainer.explain(), "all are alike"
+    fake.set_memory(0, 2**28)
+    with DataParallel(module, BOXES["two"]) as trainer:
+        said = trainer.explain()
+    assert "The module is on the GPU with the least memory (cuda:0: 0.25 GiB; cuda:1 has 1 GiB)." in said
+    fake.set_memory(0, 2**30)
+    fake.set_memory(1, 2**28)
+    with DataParallel(module, BOXES["two"]) as trainer:
+        assert "least memory" not in trainer.explain()
+
+
+def test_each_gpus_thread_has_one_thread_of_openmp(fake: Any) -> None:
+    module, batch = module_and_batch()
+    found: list[int] = []
+
+    def loss(model: Any, items: Any) -> Any:
+        found.append(torch.get_num_threads())
+        torch.set_num_threads(3)  # what a function leaves set is undone
+        return classify(model, items)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with DataParallel(module, BOXES["two"], balance="even") as trainer:
+            for _ in range(2):
+                trainer.step(loss, batch)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert found == [1] * 4
 
 
 def test_auto_measures_links_and_says_what_follows_for_parameters(fake: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -10,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner import goals, plan
+from runner import first_minute, goals, plan
 from runner.machine import Carried, describe
 from runner.record import Record
 from runner.stage import Running, Stage, skipped
@@ -25,7 +26,7 @@ class Run:
     def __init__(self, record: Record, environment: dict[str, str], deadline: float) -> None:
         self.record = record
         self._environment = environment
-        self._deadline = deadline
+        self.deadline = deadline
 
     def stages(self, stages: Sequence[Stage]) -> None:
         """One after the other. The limits of those to come are kept for them."""
@@ -34,7 +35,7 @@ class Run:
 
     def stage(self, stage: Stage, *, kept: float = 0.0) -> None:
         why = stage.why_not or self._lacks(stage)
-        left = self._deadline - time.monotonic() - kept
+        left = self.deadline - time.monotonic() - kept
         if not why and left < min(stage.limit, LEAST_SECONDS):
             why = "time is up"
         if why:
@@ -73,7 +74,7 @@ def main(text: str | None) -> int:
         parser.error(
             f"{built} is no build of paceline with its tests and its binding: run tests/run first, or name one with --build"
         )
-    record = Record(folder, rehearsal=args.rehearse)
+    record = Record(folder, rehearsal=args.rehearse, name="first-minute" if args.first_minute else "gpu")
     with tempfile.TemporaryDirectory(prefix="gpu") as scratch:
         carried = Carried.unpack(Path(args.carried), Path(scratch) / "carried")
         record.machine = describe(carried.environment) | {"carried_problems": carried.problems}
@@ -88,11 +89,13 @@ def main(text: str | None) -> int:
             given=built is not None,
         )
         build, after = plan.build(setting), plan.after_build(setting)
+        if args.first_minute:
+            after = [plan.programs(setting), *first_minute.stages(setting)]
         for stage in (build, *after):
             stage.limit *= slack
         chosen = _chosen(parser, [stage.name for stage in (build, *after)], args.only)
         run = Run(record, carried.environment, deadline)
-        if any(stage.name in chosen for stage in after):
+        if any(stage.name in chosen for stage in after if stage.name != "programs"):
             chosen.add("programs")  # they may be what a chosen stage runs
         later = [stage for stage in after if stage.name in chosen]
         kept = sum(stage.limit for stage in later if not stage.why_not)
@@ -100,9 +103,14 @@ def main(text: str | None) -> int:
             run.done({"stage": "build", "status": "passed", "seconds": 0.0, "why": f"given: {args.build}"})
         elif "build" in chosen or later:
             run.stage(build, kept=kept)
+        if args.first_minute:  # the build does not count
+            run.deadline = time.monotonic() + first_minute.SECONDS * slack
         run.stages(later)
     record.goals = goals.goals(record.stages, rehearsal=args.rehearse)
     record.write("complete")
+    if args.first_minute:
+        print("\n" + first_minute.page(json.loads(record.path.read_text())))
+        return 1 if record.failed else 0
     print("\n" + goals.table(record.goals, rehearsal=args.rehearse))
     print(f"{'failed: ' + ', '.join(record.failed) if record.failed else 'nothing failed'}; see {record.path}")
     return 1 if record.failed else 0
@@ -128,6 +136,11 @@ def _parser(text: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--carried", default=str(plan.GPU_TESTS / "carried"), metavar="FOLDER", help="what tests/gpu/pack has fetched"
+    )
+    parser.add_argument(
+        "--first-minute",
+        action="store_true",
+        help="for several GPUs: after the build one minute, whose page is for a report. Whether links deliver the right bytes comes first",
     )
     parser.add_argument(
         "--minutes", type=float, default=plan.MINUTES, help=f"for everything (default: {plan.MINUTES:g})"

@@ -74,14 +74,19 @@ def programs(setting: Setting) -> Stage:
     return Stage("programs", command, 15, ("build",), why_not)
 
 
+def python_environment(setting: Setting) -> dict[str, str]:
+    """For what runs in Python."""
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(setting.build / "python_package"), setting.python_path])),
+        "PACELINE_GPU_DELAY": str(setting.build / "tests" / "gpu" / "libpaceline_test_delay.so"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # what else is installed there must not change what runs
+    }
+
+
 def after_build(setting: Setting) -> list[Stage]:
     """Everything else. What asks for a new process, or may break the GPU for those beside it, comes last."""
     folder, gpu = setting.build, setting.gpu
-    python = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(folder / "python_package"), setting.python_path])),
-        "PACELINE_GPU_DELAY": str(folder / "tests" / "gpu" / "libpaceline_test_delay.so"),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # what else is installed there must not change what runs
-    }
+    python = python_environment(setting)
     digits = ROOT / "examples" / "python" / "digits.py"
     why_no_digits = "" if gpu else "no GPU; tests/python runs it on host devices"
     if gpu and not setting.has("sklearn"):
@@ -121,12 +126,9 @@ def after_build(setting: Setting) -> list[Stage]:
     return [
         programs(setting),
         paceline("info", "info", "--json", limit=3, on_fake=setting.rehearsal),
-        *(
-            _cpp(setting, name, limit)
-            for name, limit in (("reduction", 12), ("device", 3), ("trainer", 8), ("nccl", 7))
-        ),
-        _program(setting, "sum_bandwidth", "tests/gpu/gpu_sum_bandwidth", 3, json_result=True),
-        _program(setting, "digits_cuda", "examples/cpp/digits_cuda", 3, ["cuda:0"] if gpu else []),
+        *(cpp(setting, name, limit) for name, limit in (("reduction", 12), ("device", 3), ("trainer", 8), ("nccl", 7))),
+        program(setting, "sum_bandwidth", "tests/gpu/gpu_sum_bandwidth", 3, json_result=True),
+        program(setting, "digits_cuda", "examples/cpp/digits_cuda", 3, ["cuda:0"] if gpu else []),
         script("measure", GPU_TESTS / "measure.py", *setting.on_host, limit=25),
         race("race_gpu", *(["--parts", "d"] if setting.rehearsal else []), limit=120),
         paceline("verify", "verify", "--json", "--seconds", "1" if setting.rehearsal else "5", *verified, limit=20),
@@ -143,7 +145,7 @@ def after_build(setting: Setting) -> list[Stage]:
     ]
 
 
-def _program(
+def program(
     setting: Setting,
     name: str,
     path: str,
@@ -157,7 +159,7 @@ def _program(
     return Stage(name, [str(program), *(arguments or [])], limit, ("build",), why_not, json_result=json_result)
 
 
-def _cpp(setting: Setting, name: str, limit: float) -> Stage:
+def cpp(setting: Setting, name: str, limit: float, *arguments: str) -> Stage:
     """A C++ test that was not built is skipped: GoogleTest may be missing, and the rest goes on without it. `programs` says why."""
     path = setting.build / "tests" / "gpu" / f"test_gpu_{name}"
     on_fake = path.with_name(f"{path.name}_on_fake")
@@ -165,5 +167,5 @@ def _cpp(setting: Setting, name: str, limit: float) -> Stage:
     if setting.rehearsal and on_fake.exists():
         path = on_fake
     missing = f'[ -x "{path}" ] || {{ echo "not built: no GoogleTest, or as the stage programs says"; echo "[  PASSED  ] 0 tests."; exit 0; }}'
-    command = ["bash", "-c", f'{missing}; exec "{path}" --gtest_brief=1']
+    command = ["bash", "-c", f'{missing}; exec "{path}" --gtest_brief=1 "$@"', name, *arguments]
     return Stage(f"cpp_{name}", command, limit, ("build",), environment=environment)

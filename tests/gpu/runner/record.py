@@ -9,10 +9,12 @@ from typing import Any
 
 
 class Record:
-    def __init__(self, folder: Path, *, rehearsal: bool = False) -> None:
+    def __init__(self, folder: Path, *, rehearsal: bool = False, name: str = "gpu") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._rehearsal = rehearsal
-        self.path = folder / ("rehearsal.json" if rehearsal else "gpu.json")
+        if rehearsal:
+            name = "rehearsal" if name == "gpu" else f"{name}-rehearsal"
+        self.path = folder / f"{name}.json"
         self._log = self.path.with_suffix(".log")
         self._log.write_text("")
         self._begin = time.monotonic()

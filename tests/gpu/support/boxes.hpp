@@ -16,11 +16,12 @@
 
 namespace paceline::gpu_test {
 
-/// What a test trains on: the first GPU whole or in parts, perhaps with host devices beside it.
+/// What a test trains on: the first GPU whole or in parts, perhaps with host devices beside it; or several GPUs.
 struct Box {
   const char* name;
   std::vector<double> fractions;  ///< none: the whole GPU
   int hosts = 0;
+  int gpus = 1;  ///< 0: all, of which there are at least two
 };
 
 inline void PrintTo(const Box& box, std::ostream* out) { *out << box.name; }
@@ -30,12 +31,20 @@ inline const std::vector<Box>& boxes() {
                                        {"TwoEqualPartitions", {0.5, 0.5}},
                                        {"TwoUnequalPartitions", {0.75, 0.25}},
                                        {"FourPartitions", {0.25, 0.25, 0.25, 0.25}},
-                                       {"GpuAndHost", {}, 1}};
+                                       {"GpuAndHost", {}, 1},
+                                       {"TwoGpus", {}, 0, 2},
+                                       {"AllGpus", {}, 0, 0}};
   return all;
 }
 
-/// @throws Unavailable where the driver has no partitions.
+/// @throws Unavailable where the driver has no partitions, or the machine too few GPUs.
 inline std::vector<Device> devices_of(const Box& box) {
+  if (box.gpus != 1) {
+    std::vector<Device> gpus = CudaBackend().devices();
+    if (gpus.size() < 2) throw Unavailable("there is one GPU only");
+    if (box.gpus != 0) gpus.resize(static_cast<std::size_t>(box.gpus));
+    return gpus;
+  }
   std::vector<Device> devices = box.fractions.empty() ? std::vector<Device>{find_device("cuda:0")}
                                                       : partition("cuda:0", std::span<const double>(box.fractions));
   for (int i = 0; i < box.hosts; ++i) devices.push_back(find_device("host:" + std::to_string(i)));

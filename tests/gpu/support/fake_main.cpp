@@ -43,7 +43,7 @@ void set_test_twins() {
 
 class FreshMachine : public ::testing::EmptyTestEventListener {
   void OnTestStart(const ::testing::TestInfo&) override {
-    fake::boot({.seed = ++seed_});
+    fake::boot({.seed = ++seed_, .device_count = 4});
     fake::set_twins();
     set_test_twins();
     fake::boot_nccl();

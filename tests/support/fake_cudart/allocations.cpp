@@ -24,7 +24,7 @@ bool Machine::out_of_memory_is_due() {
 
 Allocation* Machine::allocate(int device, std::size_t bytes) {
   if (out_of_memory_is_due()) return nullptr;
-  if (device >= 0 && used_[device] + bytes > settings_.memory_bytes) return nullptr;
+  if (device >= 0 && used_[device] + bytes > memory_bytes(device)) return nullptr;
   if (device >= 0) used_[device] += bytes;
   auto allocation = std::make_unique<Allocation>();
   allocation->bytes = bytes;
@@ -61,6 +61,21 @@ bool Machine::reaches(int device, const Allocation& allocation) const {
   if (allocation.pool == nullptr) return peer_access.contains({device, allocation.device});
   // Access to a device does not include its pools. A pool of an earlier machine gave access to that one's devices.
   return !pools.contains(allocation.pool) || allocation.pool->peers.contains(device);
+}
+
+void Machine::move(void* to, const void* from, std::size_t bytes) {
+  const Allocation* const source = find(from);
+  const Allocation* const target = find(to);
+  if (source != nullptr && target != nullptr) {
+    const std::pair<int, int> pair{source->device, target->device};
+    // A copy is direct where either side accesses the other. Otherwise the driver stages it, which works.
+    const bool direct = reaches(pair.second, *source) || reaches(pair.first, *target);
+    if (direct && lies.contains(pair)) {
+      std::memset(to, 0, bytes);
+      return;
+    }
+  }
+  std::memcpy(to, from, bytes);
 }
 
 void Machine::access(const void* data, std::size_t bytes, bool write) {

@@ -21,6 +21,10 @@ PACELINE_FAKE_API void paceline_fake_boot(int device_count) {
   fake::boot_nccl();
 }
 
+PACELINE_FAKE_API void paceline_fake_lie(int source, int target) { fake::lie(source, target); }
+
+PACELINE_FAKE_API void paceline_fake_set_memory(int device, std::size_t bytes) { fake::set_memory(device, bytes); }
+
 /// Faults of the fake NCCL; rank -1 means any rank.
 PACELINE_FAKE_API void paceline_fake_nccl_fail(const char* function, int rank, int result) {
   fake::the_nccl().fail(function, rank, static_cast<paceline::nccl::Result>(result));

@@ -57,6 +57,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrMultiProcessorCount:
       *value = machine().settings().multiprocessors;
       break;
+    case cudaDevAttrMemoryPoolsSupported:
+      *value = machine().settings().pools ? 1 : 0;
+      break;
     case cudaDevAttrHostNumaId:
       *value = 0;
       break;
@@ -73,7 +76,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   const std::string& model = machine().settings().model;
   const std::string name = model.empty() ? "Fake GPU " + std::to_string(device) : model;
   std::snprintf(properties->name, sizeof(properties->name), "%s", name.c_str());
-  properties->totalGlobalMem = machine().settings().memory_bytes;
+  properties->totalGlobalMem = machine().memory_bytes(device);
   properties->multiProcessorCount = machine().settings().multiprocessors;
   properties->major = 9;
   properties->asyncEngineCount = 3;
@@ -125,6 +128,14 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned int flags) {
   return machine().peer_access.emplace(device, peer).second ? cudaSuccess : fail(cudaErrorPeerAccessAlreadyEnabled);
 }
 
+cudaError_t cudaDeviceDisablePeerAccess(int peer) {
+  const std::lock_guard lock(machine().mutex);
+  fake::use_context(__func__);
+  const int device = fake::current_device();
+  if (const cudaError_t error = machine().health(device); error != cudaSuccess) return fail(error);
+  return machine().peer_access.erase({device, peer}) == 1 ? cudaSuccess : fail(cudaErrorPeerAccessNotEnabled);
+}
+
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return last_error; }
 
@@ -164,7 +175,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
   const std::lock_guard lock(machine().mutex);
   fake::use_context(__func__);
-  *free = *total = machine().settings().memory_bytes;
+  *free = *total = machine().memory_bytes(fake::current_device());
   const cudaError_t error = machine().health(fake::current_device());
   return error == cudaSuccess ? error : fail(error);
 }

@@ -60,6 +60,11 @@ int made_events() {
   return machine().made_events;
 }
 
+int pointer_queries() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().pointer_queries;
+}
+
 int node_of_pinned_memory() {
   const std::lock_guard lock(machine().mutex);
   return machine().node_of_pinned_memory;
@@ -78,6 +83,31 @@ void set_peer_copy_seconds(double seconds) {
 void set_link(int source, int target, double bytes_per_second) {
   const std::lock_guard lock(machine().mutex);
   machine().links[{source, target}] = bytes_per_second;
+}
+
+void set_memory(int device, std::size_t bytes) {
+  const std::lock_guard lock(machine().mutex);
+  machine().memory_of[device] = bytes;
+}
+
+void lie(int source, int target) {
+  const std::lock_guard lock(machine().mutex);
+  machine().lies.emplace(source, target);
+}
+
+void refuse_pool_access(int peer) {
+  const std::lock_guard lock(machine().mutex);
+  machine().refused_by_pools.insert(peer);
+}
+
+bool peer_access(int device, int peer) {
+  const std::lock_guard lock(machine().mutex);
+  return machine().peer_access.contains({device, peer});
+}
+
+void set_push(int source, int target, double bytes_per_second) {
+  const std::lock_guard lock(machine().mutex);
+  machine().pushes[{source, target}] = bytes_per_second;
 }
 
 std::size_t bytes_between_gpus() {

@@ -41,6 +41,7 @@ struct Settings {
   int sm_granularity = 8;  ///< green contexts have a multiple of this number of SMs
   int switch_size = 2;     ///< the number of neighbours that can access each other's memory; 1: no GPU can
   bool nvlink = false;     ///< whether such neighbours are connected by NVLink
+  bool pools = true;       ///< whether the devices have memory pools
   int driver_version = 13000;
   bool driver_present = true;
   bool push_fails = false;      ///< also making a lost device current returns its error
@@ -85,6 +86,9 @@ struct Leftovers {
 /// The number of events that were made since the boot.
 [[nodiscard]] int made_events();
 
+/// The number of times that the program asked where memory lies, since the boot.
+[[nodiscard]] int pointer_queries();
+
 /// The preferred NUMA node of the thread at the last allocation of pinned memory; -1 if it had none.
 [[nodiscard]] int node_of_pinned_memory();
 
@@ -95,10 +99,20 @@ void fail_allocation(int count);
 void map_own(const void* data);
 /// From now on every call for `device` returns `error`, as after a kernel's illegal access.
 void poison(int device, cudaError_t error);
+/// The memory of one device from now on.
+void set_memory(int device, std::size_t bytes);
+/// From now on direct copies from one GPU's memory to another's deliver zeros, though access is granted.
+void lie(int source, int target);
+/// From now on no pool lets this GPU in.
+void refuse_pool_access(int peer);
+/// Whether this GPU's contexts access the memory of the peer.
+[[nodiscard]] bool peer_access(int device, int peer);
 /// What each access to another GPU's memory adds to the time of a copy, on the virtual clock.
 void set_peer_copy_seconds(double seconds);
 /// The speed of copies from one GPU's memory to another's, on the virtual clock. Until then they take no time.
 void set_link(int source, int target, double bytes_per_second);
+/// The same if a stream of the source copies. Until then it is as fast.
+void set_push(int source, int target, double bytes_per_second);
 /// The bytes that copies have moved from one GPU's memory to another's.
 [[nodiscard]] std::size_t bytes_between_gpus();
 /// Stops the stream until it is resumed.

@@ -67,9 +67,14 @@ void Machine::boot(const Settings& settings) {
   driver_staged_copies = 0;
   peer_copy_seconds = 0.0;
   links.clear();
+  pushes.clear();
+  lies.clear();
+  refused_by_pools.clear();
+  memory_of.clear();
   bytes_between_gpus = 0;
   synchronize_calls = 0;
   made_events = 0;
+  pointer_queries = 0;
   node_of_pinned_memory = -1;
   queries = 0;
   allocations_until_failure = -1;

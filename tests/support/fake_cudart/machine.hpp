@@ -143,6 +143,10 @@ class Machine {
   /// Lets some work run, as much as the seed wants.
   void run_a_few();
 
+  [[nodiscard]] std::size_t memory_bytes(int device) const {
+    const auto found = memory_of.find(device);
+    return found == memory_of.end() ? settings_.memory_bytes : found->second;
+  }
   /// Null if there is no memory left.
   Allocation* allocate(int device, std::size_t bytes);
   [[nodiscard]] Allocation* find(const void* data);
@@ -150,6 +154,8 @@ class Machine {
   /// Whether kernels of the device may access the memory.
   [[nodiscard]] bool reaches(int device, const Allocation& allocation) const;
   void access(const void* data, std::size_t bytes, bool write);
+  /// Moves the bytes of a copy, or what arrives of them.
+  void move(void* to, const void* from, std::size_t bytes);
   /// Adds a sentence to problems().
   void complain(std::string problem);
 
@@ -165,6 +171,7 @@ class Machine {
   int driver_staged_copies = 0;
   int synchronize_calls = 0;
   int made_events = 0;
+  int pointer_queries = 0;
   int node_of_pinned_memory = -1;
   std::uint64_t queries = 0;
   int allocations_until_failure = -1;
@@ -172,7 +179,11 @@ class Machine {
   Stream* current_stream = nullptr;
   double current_cost = 0.0;
   double peer_copy_seconds = 0.0;
-  std::map<std::pair<int, int>, double> links;  ///< bytes per second, by source and target
+  std::map<std::pair<int, int>, double> links;   ///< bytes per second, by source and target
+  std::map<std::pair<int, int>, double> pushes;  ///< where that differs if the source copies
+  std::set<std::pair<int, int>> lies;            ///< source and target of direct copies that deliver zeros
+  std::set<int> refused_by_pools;
+  std::map<int, std::size_t> memory_of;  ///< of devices that differ from the settings
   std::size_t bytes_between_gpus = 0;
 
  private:

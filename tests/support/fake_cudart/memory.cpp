@@ -33,6 +33,7 @@ extern "C" {
 
 cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps* properties) {
   const std::lock_guard lock(machine().mutex);
+  if (!machine().settings().pools) return fail(cudaErrorNotSupported);
   if (const cudaError_t error = machine().health(properties->location.id); error != cudaSuccess) return fail(error);
   auto made = std::make_unique<fake::Pool>();
   made->device = properties->location.id;
@@ -74,7 +75,13 @@ cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool, const cudaMemAccessDesc* ac
   for (const cudaMemAccessDesc* each = access; each != access + count; ++each) {
     const int peer = each->location.id;
     if (peer != target.device && !machine().can_access(peer, target.device)) return fail(cudaErrorInvalidDevice);
-    target.peers.insert(peer);
+    if (each->flags == cudaMemAccessFlagsProtNone) {
+      target.peers.erase(peer);
+    } else if (machine().refused_by_pools.contains(peer)) {
+      return fail(cudaErrorInvalidDevice);
+    } else {
+      target.peers.insert(peer);
+    }
   }
   return cudaSuccess;
 }
@@ -180,7 +187,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
     return enqueue(stream, fake::kCopy, [=] {
       fake::reads(from, bytes);
       fake::writes(to, bytes);
-      std::memcpy(to, from, bytes);
+      machine().move(to, from, bytes);
     });
   }
   // For pageable memory, CUDA has read the bytes when the call returns.
@@ -194,6 +201,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* data) {
   const std::lock_guard lock(machine().mutex);
   if (const cudaError_t error = machine().health(fake::current_device()); error != cudaSuccess) return fail(error);
+  ++machine().pointer_queries;
   *attributes = {};
   attributes->type = cudaMemoryTypeUnregistered;
   attributes->device = -1;
@@ -218,10 +226,13 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int target, const void* from, int sour
   return enqueue(stream, fake::kCopy, [=] {
     fake::reads(from, bytes);
     fake::writes(to, bytes);
-    std::memcpy(to, from, bytes);
+    machine().move(to, from, bytes);
     machine().bytes_between_gpus += bytes;
-    const auto link = machine().links.find({source, target});
-    if (link != machine().links.end()) fake::takes(static_cast<double>(bytes) / link->second);
+    const auto& pushes = machine().pushes;
+    const bool pushed = machine().current_stream->device == source && pushes.contains({source, target});
+    const auto& links = pushed ? pushes : machine().links;
+    const auto link = links.find({source, target});
+    if (link != links.end()) fake::takes(static_cast<double>(bytes) / link->second);
   });
 }
 

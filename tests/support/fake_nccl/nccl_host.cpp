@@ -75,7 +75,9 @@ bool shared(const void* data) {
   if (allocation == nullptr) return machine().settings().foreign_memory;
   if (allocation->pool == nullptr) return !allocation->mapped;
   for (int peer = 0; peer < machine().settings().device_count; ++peer) {
-    if (machine().can_access(peer, allocation->device) && !machine().reaches(peer, *allocation)) return false;
+    // A GPU that the program has not opened takes no part.
+    const bool takes_part = machine().peer_access.contains({peer, allocation->device});
+    if (takes_part && !machine().reaches(peer, *allocation)) return false;
   }
   return true;
 }

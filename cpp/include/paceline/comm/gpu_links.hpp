@@ -16,7 +16,9 @@ struct GpuLink {
   std::string from;
   std::string to;
   LinkKind kind = LinkKind::through_host;
-  double bytes_per_second = 0.0;  ///< 0: not measured
+  double bytes_per_second = 0.0;  ///< the target pulls, as all copies of this library do; 0: not measured
+  /// The source pushes, for comparison: over PCIe a pull is a read, which has to wait for its answers. 0: not measured.
+  double push_bytes_per_second = 0.0;
 };
 
 /// The ways between several GPUs.
@@ -29,8 +31,9 @@ struct GpuLinks {
 };
 
 /// Finds the links between the GPUs of the group, and measures them by timed copies of 32 MiB: at most one second, once
-/// in a process. Each GPU lends 64 MiB. What cannot be measured (no memory left, a GPU that is busy for a second) stays
-/// unknown until the next call; that is no error. Empty with fewer than two GPUs.
+/// in a process. The pushes come last, where time is left. Each GPU lends 64 MiB. What cannot be measured (no memory
+/// left, a GPU that is busy for a second) stays unknown until the next call; that is no error. Empty with fewer than
+/// two GPUs.
 [[nodiscard]] PACELINE_API GpuLinks measure_links(const DeviceGroup& group);
 
 /// Whether the first GPU's memory reaches `others` GPUs sooner along a chain than if each pulls all of it from the

@@ -52,6 +52,9 @@ struct DeviceReduction {
   std::size_t divisor = 0;  ///< for a mean: the number of values; 0 means the number of inputs
 };
 
+/// Where memory lies: a number that the backend gives each memory space of its devices.
+enum class MemoryPlace : std::int32_t { host = -1 };
+
 /// A queue of work that a device runs in order, after the calls have returned. The memory that the work uses must stay
 /// alive until the device has run it. For one thread at a time.
 ///
@@ -69,6 +72,11 @@ class PACELINE_API Stream {
   virtual void zero(void* data, std::size_t bytes) = 0;
   /// Copies between any two memories of the machine. Host memory must be pinned.
   virtual void copy(void* to, const void* from, std::size_t bytes) = 0;
+  /// The same, without asking the driver where the memory lies. For callers that copy from and to the same memory in
+  /// each step: the question takes about as long as enqueuing the copy.
+  virtual void copy(void* to, MemoryPlace to_place, const void* from, MemoryPlace from_place, std::size_t bytes) = 0;
+  /// Asks the driver where memory lies, which holds until it is given back.
+  [[nodiscard]] virtual MemoryPlace place_of(const void* data) const = 0;
   virtual void reduce(const DeviceReduction& reduction) = 0;
   /// Converts from float32 to float16 or bfloat16, rounded to nearest even (float16 becomes infinite beyond 65504), or
   /// back. The memory belongs to the stream's device, is aligned to its elements and does not overlap.
@@ -77,8 +85,13 @@ class PACELINE_API Stream {
 };
 
 /// How copies between the memories of two GPUs go.
-enum class LinkKind : std::uint8_t { nvlink, pcie_peer, through_host };
-/// "NVLink", "PCIe peer", "through the host"
+enum class LinkKind : std::uint8_t {
+  nvlink,
+  pcie_peer,
+  through_host,
+  wrong_peer,  ///< through the host, because CUDA grants access, but what the GPUs copied directly arrived wrong
+};
+/// "NVLink", "PCIe peer", "through the host", "through the host, because direct copies arrived wrong"
 [[nodiscard]] PACELINE_API const char* name_of(LinkKind kind) noexcept;
 
 /// A device whose work runs after the call that enqueued it, with its streams, events and memory. Every call throws
@@ -96,6 +109,8 @@ class PACELINE_API AsyncDevice {
   /// Uninitialised memory of the device, for use in the order of `stream`.
   /// @throws OutOfMemory naming the device and the size.
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) = 0;
+  /// Where allocate()'s memory lies.
+  [[nodiscard]] virtual MemoryPlace place() const noexcept = 0;
   /// Host memory that every device can copy from and to.
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) = 0;
   /// Gives memory back that allocate() has given out and nothing uses any more. Memory whose work is pending stays.

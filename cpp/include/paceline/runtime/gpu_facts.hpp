@@ -37,6 +37,8 @@ struct GpuFacts {
   int most_partitions = 0;     ///< how many parts of the smallest size fit
   std::string why_no_partitions;  ///< empty if the GPU can be partitioned
 
+  std::string mig;  ///< of a MIG slice: what that means for the process; empty for a whole GPU
+
   CudaVersion driver;   ///< the newest CUDA that the driver supports
   CudaVersion runtime;  ///< the CUDA runtime that this build contains
 };

@@ -52,6 +52,11 @@ void BucketSums::begin(const std::vector<bool>& takes_part, std::span<const Buff
     sources_[d].takes_part = takes_part.empty() || takes_part[d];
     for (Bucket& bucket : sources_[d].buckets) bucket.sealed = false;
   }
+  memory_of_outputs_.resize(outputs.size());
+  for (std::size_t k = 0; k < outputs.size(); ++k) {
+    if (k < outputs_.size() && outputs_[k].data == outputs[k].data) continue;
+    memory_of_outputs_[k] = spaces_[kHome].stream->place_of(outputs[k].data);
+  }
   outputs_.assign(outputs.begin(), outputs.end());
   scale_ = scale;
   next_ = 0;
@@ -63,6 +68,7 @@ void BucketSums::seal(std::size_t index, std::size_t k, const BufferView& bucket
   Source& source = sources_[index];
   if (source.buckets.size() <= k) source.buckets.resize(k + 1);
   Bucket& here = source.buckets[k];
+  if (here.data != bucket.data) here.memory = spaces_[kHome].stream->place_of(bucket.data);
   here.data = bucket.data;
   if (source.stream != nullptr) {
     if (written != nullptr) {
@@ -139,6 +145,7 @@ void BucketSums::sum_chunk(std::size_t k, std::span<const std::size_t> owners, s
     for (Source& source : sources_) {
       if (!has(source, k)) continue;
       source.chunk = at(source.buckets[k].data, begin * size);
+      source.memory = source.buckets[k].memory;
       source.place = source.space;
     }
   }
@@ -163,7 +170,8 @@ void BucketSums::sum_chunk(std::size_t k, std::span<const std::size_t> owners, s
   }
   for (const Slice& slice : elsewhere) {
     home.stream->wait(*spaces_[slice.space].summed);
-    home.stream->copy(at(total, slice.begin * size), slice.sum, (slice.end - slice.begin) * size);
+    home.stream->copy(at(total, slice.begin * size), rounding ? home.maker->place() : memory_of_outputs_[k], slice.sum,
+                      spaces_[slice.space].maker->place(), (slice.end - slice.begin) * size);
   }
   if (rounding) home.stream->convert(result, output.dtype, total, dtype, count);
   if (elsewhere.empty() && !rounding) return;
@@ -190,13 +198,14 @@ void BucketSums::round(std::size_t k, std::span<const std::size_t> owners, std::
       const void* from = at(source.buckets[k].data, begin * sizeof(float));
       if (source.space != s) {  // the host's
         void* const landing = reserve(space.landing, wide, *space.maker, *space.stream);
-        space.stream->copy(landing, from, wide);
+        space.stream->copy(landing, space.maker->place(), from, source.buckets[k].memory, wide);
         from = landing;
       } else if (source.stream != nullptr) {
         space.stream->wait(*source.buckets[k].written);
       }
       space.stream->convert(half, *travels_, from, DType::float32, count);
       source.chunk = half;
+      source.memory = space.maker->place();
       source.place = s;
       half = at(half, each);
     }
@@ -225,6 +234,7 @@ void BucketSums::sum_slice(std::size_t k, const Slice& slice, DType dtype) {
     std::size_t distance;
     void* to;
     const void* from;
+    MemoryPlace memory;
   };
   std::vector<const void*> inputs;
   std::vector<Pull> pulls;
@@ -233,11 +243,11 @@ void BucketSums::sum_slice(std::size_t k, const Slice& slice, DType dtype) {
     const void* const data = at(source.chunk, offset);
     inputs.push_back(comes(source) ? landed : data);
     if (!comes(source)) continue;
-    pulls.push_back({(source.place + spaces_.size() - slice.space) % spaces_.size(), landed, data});
+    pulls.push_back({(source.place + spaces_.size() - slice.space) % spaces_.size(), landed, data, source.memory});
     landed += rounded_up(bytes, kLoadBytes);
   }
   std::ranges::stable_sort(pulls, {}, &Pull::distance);
-  for (const Pull& pull : pulls) space.stream->copy(pull.to, pull.from, bytes);
+  for (const Pull& pull : pulls) space.stream->copy(pull.to, space.maker->place(), pull.from, pull.memory, bytes);
   if (!inputs.empty()) space.stream->reduce({inputs, slice.sum, bytes / size_of(dtype), dtype, scale_});
 }
 

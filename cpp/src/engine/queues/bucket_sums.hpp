@@ -71,6 +71,7 @@ class BucketSums {
  private:
   struct Bucket {
     const void* data = nullptr;
+    MemoryPlace memory{};              // of the data, which mostly stays from step to step
     std::unique_ptr<Event> own{};      // null without a stream
     std::unique_ptr<Event> adopted{};  // of the caller, in place of our own
     const Event* written = nullptr;    // one of the two
@@ -80,7 +81,8 @@ class BucketSums {
     bool takes_part = true;
     std::vector<Bucket> buckets{};
     const void* chunk = nullptr;  // of the bucket that is being summed, in the type that travels
-    std::size_t place = 0;        // the space where the chunk is
+    MemoryPlace memory{};
+    std::size_t place = 0;  // the space where the chunk is
   };
   struct Space : SumSpace {
     std::unique_ptr<Buffer> landing{};    // what was pulled from others
@@ -116,6 +118,7 @@ class BucketSums {
   std::unique_ptr<Event> pulled_[2];
   std::size_t parity_ = 0;
   std::vector<BufferView> outputs_;
+  std::vector<MemoryPlace> memory_of_outputs_;
   double scale_ = 1.0;
   std::size_t next_ = 0;     // the buckets before it are summed
   std::vector<bool> again_;  // sealed again after that

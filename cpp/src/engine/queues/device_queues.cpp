@@ -128,7 +128,9 @@ void DeviceQueues::State::prepare_sums() {
     from.push_back({queue.space, queue.device, queue.own_stream.get()});
   }
   if (collectives != nullptr) from.push_back({.space = kHome});
-  sums.emplace(std::move(where), from, options.chunk_bytes, options.reduce_dtype);
+  // Each chunk is cut into a slice for each GPU but home, and enqueuing takes as long for a small one.
+  const std::size_t chunk_bytes = gpu_space_count() < 4 ? options.chunk_bytes : 2 * options.chunk_bytes;
+  sums.emplace(std::move(where), from, chunk_bytes, options.reduce_dtype);
   sums->use(*home_stream);
 }
 

@@ -17,6 +17,19 @@ def device(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
+def meet_peers(indices: list[int]) -> None:
+    """Let PyTorch find out which of these GPUs access each other's memory, by one copy of an element for each of them.
+
+    PyTorch asks once in a process. Then it enables the access, and lets the peer into what its allocator maps itself (``expandable_segments``)
+    or has from CUDA's pool (``cudaMallocAsync``). Until then only PyTorch's own copies reach such memory. If paceline finds afterwards that
+    direct copies arrive wrong, it disables the access, and PyTorch does not enable it again: CUDA sends its copies through the host.
+    """
+    for source in indices:
+        for target in indices:
+            if source != target and torch.cuda.can_device_access_peer(source, target):
+                torch.zeros(1, device=device(source)).to(device(target))
+
+
 def current_stream(index: int) -> int:
     """CUDA's handle of the calling thread's stream on that GPU."""
     return torch.cuda.current_stream(index).cuda_stream or _LEGACY_STREAM

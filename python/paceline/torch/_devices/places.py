@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline import DeviceGroup, DeviceLost, Error, InvalidArgument
 from paceline._core.engine import DeviceQueues
+from paceline._core.runtime import gpu_facts
 from paceline._info_text import links_text
 from paceline._nccl import find_installed_nccl
 from paceline.comm import Transport
@@ -55,7 +56,8 @@ class Places:
         self._home_gpu = gpus[0].index if gpus else None
         self.home = _HOST if self._home_gpu is None else cuda.device(self._home_gpu)
         self.types = sorted({device.type for device in self.devices})
-        self._threads = [max(1, len(device.cores)) for device in group.devices]
+        # A GPU's thread launches. With a team of OpenMP threads for each GPU, operators on the host would crowd out the launches of others.
+        self._threads = [max(1, len(one.cores)) if one.kind == "host" else 1 for one in group.devices]
         _check_home(module, self.home, self._home_name)
         self.queues: DeviceQueues | None = None
         several_spaces = len({device.memory_space for device in gpus}) > 1
@@ -63,6 +65,7 @@ class Places:
         if self._home_gpu is not None:
             if several_spaces:
                 find_installed_nccl()
+                cuda.meet_peers(sorted({device.index for device in gpus}))
             stream = cuda.current_stream(self._home_gpu)
             half = None if self.reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
             self.queues = DeviceQueues(group, stream=stream, timeout=timeout, transport=transport, reduce_dtype=half)
@@ -145,12 +148,11 @@ class Places:
             torch._C._set_grad_enabled(True)
         gpu = self._gpu[device]
         if getattr(_worker, "prepared", False):
-            if gpu is None and torch.get_num_threads() != self._threads[device]:
+            if torch.get_num_threads() != self._threads[device]:
                 set_own_threads(self._threads[device])
             return
-        if gpu is None:
-            set_own_threads(self._threads[device])
-        else:
+        set_own_threads(self._threads[device])
+        if gpu is not None:
             cuda.prepare_worker(gpu)
             # Otherwise backward runs on a thread that all devices of one GPU share. This is set for the thread's whole life.
             torch.autograd.set_multithreading_enabled(False)
@@ -287,8 +289,23 @@ class Places:
         return tensor if self.queues is None else cuda.pin(tensor)
 
     def explain(self) -> str:
-        """How data gets from one GPU to another. Empty if there are no two GPUs."""
-        return f"Between GPUs: {self.transport}.\n{links_text(self.links)}" if self.transport else ""
+        """How data gets from one GPU to another, and whether the first one is the smallest. Empty if there are no two GPUs."""
+        if not self.transport:
+            return ""
+        return f"Between GPUs: {self.transport}.\n{links_text(self.links)}{self._small_home()}"
+
+    def _small_home(self) -> str:
+        """A sentence if the first GPU, which holds the module, the sums and the optimizer's state, has less memory than each of the others."""
+        sizes = {facts["device"]: facts["memory_bytes"] for facts in gpu_facts()}
+        here, *others = (sizes[name] for name in dict.fromkeys(self.space_names) if name in sizes)
+        if here >= 0.99 * min(others):  # the driver's own share differs a little
+            return ""
+        largest = max(sizes[name] for name in self.space_names if name in sizes)
+        better = next(name for name in self.space_names if sizes.get(name) == largest)
+        return (
+            f"The module is on the GPU with the least memory ({self.space_names[self.spaces.index(self.home_space)]}: {here / 2**30:.3g} GiB; {better} has "
+            f"{largest / 2**30:.3g} GiB). The sums of gradients and the optimizer's state lie there, too: name {better} first, and move the module to it.\n"
+        )
 
     def pool_peaks(self) -> dict[str, int]:
         """For each GPU, the most bytes that paceline's pool had given out at once. After `close`, or if the GPU is lost: as last known."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from paceline import DeviceGroup, InvalidArgument
+from paceline._core.comm import Communicator
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.moving import Move
 from paceline.torch._devices import cuda
@@ -49,6 +50,11 @@ class StagePlaces(Places):
         self._open = True
         self._links: dict[tuple[int, int], tuple[float, float]] = {}
         self._gpus = [gpu for gpu in self._gpu if gpu is not None]
+        self._peers: Communicator | None = None
+        if len(set(self._gpus)) > 1:
+            cuda.meet_peers(sorted(set(self._gpus)))
+            # Tensors go between stages by PyTorch's copies. While this is open, GPUs whose direct copies arrive wrong have no access.
+            self._peers = Communicator(group, "copies", 60.0)
         self._computes, self._sends, self._receives = (
             {cuda.device(gpu): cuda.Queue(gpu) for gpu in self._gpus} for _ in range(3)
         )
@@ -74,6 +80,9 @@ class StagePlaces(Places):
 
     def close(self) -> None:
         self._open = False
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
 
     def free_bytes(self, module: nn.Module) -> list[int | None]:
         """For each GPU the bytes that are free, also those that the module itself has there now. None for devices on the host."""
@@ -122,7 +131,8 @@ class StagePlaces(Places):
             f"{self.names[first]} to {self.names[last]} {rate / 1e9:.3g} GB/s and {1e6 * latency:.0f} us"
             for (first, last), (latency, rate) in self._links.items()
         ]
-        return f"Links, of which plans take the slowest: {', '.join(links)}.\n" if links else ""
+        peers = f"Between GPUs: {self._peers.description()}.\n" if self._peers is not None else ""
+        return peers + (f"Links, of which plans take the slowest: {', '.join(links)}.\n" if links else "")
 
     def marks(self) -> list[Any]:
         """For each device an event of its stream; None for those on the host."""

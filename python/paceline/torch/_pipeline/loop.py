@@ -253,7 +253,7 @@ class PipelineWork(Workload):
         self.writes_buffers = False
         self.mode = None
         self.given = None
-        self.alone = self.recipe = None
+        self.alone = self.recipe = self.sends_early = None
         self.resizes: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None  # micro-batches, for a trial
 
     def follow(self, whole: Batch, least: int) -> None:

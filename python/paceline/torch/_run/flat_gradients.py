@@ -22,6 +22,8 @@ from paceline.torch._run.gradients import DTYPES, Sink, View
 
 # Large enough that a bucket takes longer to pull than to launch, and small enough that the last one, which nothing hides, is short.
 MOST_BYTES = 25 << 20
+# From so many GPUs on, twice that. Each of them sums a slice, and each slice takes as many calls of the driver as there are GPUs.
+_MANY_GPUS = 4
 
 
 @dataclasses.dataclass
@@ -207,7 +209,9 @@ class FlatGradients(Sink):
         self.release()
         self.layouts += 1
         self._order = list(order)
-        self._layout = Layout(replicas.parameters, replicas.names, self._order, MOST_BYTES)
+        gpus = {space for space, on_gpu in zip(self._places.spaces, self._places.on_gpu, strict=True) if on_gpu}
+        most_bytes = MOST_BYTES if len(gpus) < _MANY_GPUS else 2 * MOST_BYTES
+        self._layout = Layout(replicas.parameters, replicas.names, self._order, most_bytes)
         self._bucket_of = {piece.index: k for k, one in enumerate(self._layout.buckets) for piece in one.pieces}
         came = weakref.WeakMethod(self._came)  # PyTorch keeps hooks where the garbage collector does not look
         for device, replica in enumerate(replicas.list):
