@@ -71,7 +71,9 @@ TEST(GpuLinks, AreAlsoMeasuredWithTheSourceCopying) {
     const bool through_host = link.from == "cuda:2" || link.to == "cuda:2";
     const double push = through_host ? 0.0 : link.from == "cuda:0" ? 24e9 : 10e9;
     EXPECT_NEAR(link.push_bytes_per_second, push, 1e8) << link.from << " to " << link.to;
-    if (!through_host) EXPECT_NEAR(link.bytes_per_second, 10e9, 1e8);
+    if (!through_host) {
+      EXPECT_NEAR(link.bytes_per_second, 10e9, 1e8);
+    }
   }
   EXPECT_EQ(fake::problems(), std::vector<std::string>{});
   EXPECT_EQ(fake::leftovers(), fake::Leftovers{});

@@ -153,6 +153,10 @@ def test_a_rank_that_fails_first_leaves_new_shares_to_the_next_exchange(on_ranks
     assert plans > 1
 
 
+def chained(module: Any, x: torch.Tensor) -> Any:
+    return module["b"](module["a"](x)).square().mean()
+
+
 def freezing(rank: int) -> Any:
     """Two networks that are trained in turns."""
     module: Any = nn.ModuleDict({"a": Twice(), "b": Twice()})
@@ -171,7 +175,7 @@ def freezing(rank: int) -> Any:
         for step in range(10):
             module["a"].requires_grad_(step % 2 == 0)
             module.zero_grad()
-            trainer.step(lambda m, x: m["b"](m["a"](x)).square().mean(), batch_of(rank, step))
+            trainer.step(chained, batch_of(rank, step))
     return layouts, gradients(module)
 
 

@@ -241,7 +241,14 @@ def test_methods_that_parts_carry_out_look_like_the_trainers_own() -> None:
         method = getattr(DataParallel, name)
         assert method.__qualname__ == f"DataParallel.{name}"
         assert inspect.getdoc(method)
-    assert list(inspect.signature(DataParallel.what_if).parameters) == ["self", "speeds", "add", "remove", "batch_size"]
+    assert list(inspect.signature(DataParallel.what_if).parameters) == [
+        "self",
+        "speeds",
+        "add",
+        "remove",
+        "batch_size",
+        "of",
+    ]
 
 
 def test_scalars_are_about_the_steps_since_the_last_call() -> None:

@@ -8,6 +8,7 @@ __all__: list[str] = [
     "Scenario",
     "ScenarioResult",
     "SimulationResult",
+    "launch_rate",
     "run_suite",
     "scenarios",
     "simulate",
@@ -194,6 +195,11 @@ class SimulationResult:
         The total time, noise and lost steps included, divided by the oracle's noise-free time.
         """
 
+def launch_rate(threads: typing.SupportsInt | typing.SupportsIndex) -> float:
+    """
+    How many operators of forward and backward a second so many threads of one process start together, as measured on one host.
+    """
+
 def run_suite(
     names: collections.abc.Sequence[str] = [], *, seeds: typing.SupportsInt | typing.SupportsIndex = 5
 ) -> list[ScenarioResult]:
@@ -346,6 +352,7 @@ def simulate_data_path(
     bandwidth: typing.SupportsFloat | typing.SupportsIndex | None = None,
     latency_seconds: typing.SupportsFloat | typing.SupportsIndex | None = None,
     bucket_bytes: typing.SupportsFloat | typing.SupportsIndex = 26214400.0,
+    operators: typing.SupportsFloat | typing.SupportsIndex = 0.0,
 ) -> dict[str, typing.Any]:
     """
     A data parallel step on equal GPUs, on a virtual clock: what gradients and parameters cost beyond the computing.
@@ -368,6 +375,9 @@ def simulate_data_path(
         Bytes per second of a pair and of a port, in one direction, and the start of a copy. Default: those of `link`.
     bucket_bytes
         The size of a bucket.
+    operators
+        How many a step starts on each GPU. A step takes at least as long as that: a thread of one process for each GPU, and a process for each GPU
+        with ``ring``. 0: starting them takes no time, as with CUDA graphs.
 
     Returns
     -------

@@ -75,10 +75,15 @@ def test_peaks_stand_beside_the_limits_of_devices(fake: Any) -> None:
         assert {"limit_bytes", "pool_peak_bytes"} <= set(trainer.report()["memory"]["cuda:0"])
 
 
-def test_auto_follows_the_module(fake: Any) -> None:
-    module, _ = module_and_batch()
-    with DataParallel(module) as trainer:  # it is on the host
-        assert all(device.kind == "host" for device in trainer.group.devices)
+def test_auto_takes_the_gpus_and_says_that_it_has_brought_the_module_there(fake: Any) -> None:
+    module, batch = module_and_batch()
+    with pytest.warns(UserWarning, match="the module was in host memory, and is on cuda:0 now"):
+        trainer = DataParallel(module)
+    with trainer:
+        assert {device.kind for device in trainer.group.devices} == {"cuda"}
+        trainer.step(classify, batch)
+    with DataParallel(module, "host") as trainer:
+        assert {device.kind for device in trainer.group.devices} == {"host"}
 
 
 def test_a_group_that_was_passed_in_stays_open(fake: Any) -> None:

@@ -50,8 +50,7 @@ class Places:
     ) -> None:
         gpus = [device for device in group.devices if device.kind == "cuda"]
         self._name(group)
-        # The streams of a part end with it; PyTorch keeps those of whole GPUs.
-        self.any_part = any(device.part is not None for device in gpus)
+        self.any_part = any(device.part is not None for device in gpus)  # whose streams end with it
         self._home_name = gpus[0].name if gpus else ""
         self._home_gpu = gpus[0].index if gpus else None
         self.home = _HOST if self._home_gpu is None else cuda.device(self._home_gpu)
@@ -90,14 +89,11 @@ class Places:
         """What every step asks, from what the constructor has set."""
         for cached in ("generators", "device_generators"):
             vars(self).pop(cached, None)
-        gpus = [gpu for gpu in self._gpu if gpu is not None]
         self.on_gpu = [gpu is not None for gpu in self._gpu]  # or a part of a GPU
         self.on_host = [gpu is None for gpu in self._gpu]
         self.any_host = None in self._gpu  # whether some device is a worker on the host's cores
-        self.share_gpu = len(set(gpus)) < len(gpus)  # whether two devices are parts of one GPU
-        # Whether two devices draw from one generator, as host devices and the parts of one GPU do.
-        self.share_generators = len(set(self._gpu)) < len(self._gpu)
-        # Whether there are several host devices, for which PyTorch has one generator.
+        self.share_gpu = len(set(self._gpu) - {None}) < sum(self.on_gpu)  # whether two devices are parts of one GPU
+        self.share_generators = len(set(self._gpu)) < len(self._gpu)  # as host devices and the parts of one GPU do
         self.hosts_share = any(generator is not None for generator in self.own_generators)
 
     def __len__(self) -> int:

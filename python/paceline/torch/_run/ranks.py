@@ -141,7 +141,8 @@ class Ranks:
             return self._sums
         runs = objective.size > 0 and objective.magnitude > 0
         layout = self._layout_of(replicas)
-        buckets = self.buckets = self._buckets.pop(layout, Buckets())
+        known = self._buckets.pop(layout, None)
+        buckets = self.buckets = Buckets() if known is None else known
         if len(self._buckets) >= _MOST_LAYOUTS:
             del self._buckets[next(iter(self._buckets))]
         self._buckets[layout] = buckets
