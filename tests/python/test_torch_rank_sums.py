@@ -241,7 +241,7 @@ def coming_again(rank: int) -> Any:
 def test_a_gradient_that_changes_after_it_was_sent_makes_all_ranks_run_once_more(on_ranks: Run) -> None:
     wanted = plain(Twice(), squares, items())[1]
     for attempts, found in on_ranks(2, coming_again):
-        assert max(attempts) == 2
+        assert 2 <= max(attempts) <= 3  # each rank may find out for itself
         assert attempts[-1] == 1
         assert worst_difference(found, wanted) < 1e-12
 

@@ -20,7 +20,7 @@ from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._devices.failures import noted
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import DTYPES
-from paceline.torch._run.rank_header import AGAIN, FAILED, Header, Whole
+from paceline.torch._run.rank_header import AGAIN, FAILED, Header, Opening, Whole
 from paceline.torch._run.rank_shares import RankShares
 from paceline.torch._run.ranks import Ranks, error_of_lost
 
@@ -157,10 +157,42 @@ class GroupRanks(Ranks):
                     self._follow(dealt, int(max(one.drawn for one in headers)))
         return whole
 
+    def _post(self, header: Header) -> Opening:
+        if self.dealt is not None:
+            with self.dealt.sampler.lock:
+                header = header._replace(batch=self.dealt.sampler.mark())
+        mine = torch.tensor(header, dtype=torch.float64).to(self._place)
+        found = [torch.empty_like(mine) for _ in range(self._size)]
+        with self._talking():
+            work: Any = dist.all_gather(found, mine, group=self._group, async_op=True)
+
+        def headers() -> list[Header]:
+            return [Header(*row) for row in torch.stack(found).tolist()]
+
+        def weight() -> float | None:
+            if self._place.type != "cpu" or not work.is_completed():
+                return None
+            told = headers()
+            agree = not any(one.failed for one in told) and self._difference(told) is None
+            return sum(one.weight for one in told) if agree else None
+
+        def whole() -> Whole:
+            with self._talking():
+                work.wait()
+                told = headers()
+            return self._judged(header, told, None)
+
+        return Opening(weight, whole)
+
     def _exchanged_headers(self, header: Header, error: BaseException | None) -> tuple[list[Header], Whole]:
         with self._talking():
             found = self._gather(torch.tensor(header, dtype=torch.float64))
             headers = [Header(*row) for row in found.tolist()]
+        return headers, self._judged(header, headers, error)
+
+    def _judged(self, header: Header, headers: list[Header], error: BaseException | None) -> Whole:
+        """What the headers of all ranks say together. Raises, on every rank, if they do not agree, or a rank has failed."""
+        with self._talking():
             self.stop = any(one.stop for one in headers)
             failed = [rank for rank, one in enumerate(headers) if one.failed == FAILED]
             again = not failed and any(one.failed == AGAIN for one in headers)
@@ -178,11 +210,12 @@ class GroupRanks(Ranks):
                 f"{what}. That process has the whole traceback."
             )
         else:
-            self._check(headers)
+            if (different := self._difference(headers)) is not None:
+                raise InvalidArgument(f"{self._call}: {different}")
             if header.seconds and not again:
                 self.last = [{"items": int(one.items), "seconds": one.seconds} for one in headers]
         number = max(one.loss_type for one in headers)
-        return headers, Whole(
+        return Whole(
             weight=sum(one.weight for one in headers),
             loss=sum(one.loss for one in headers),
             loss_type=next((dtype for dtype, code in DTYPES.items() if code == number), torch.float32),
@@ -191,8 +224,8 @@ class GroupRanks(Ranks):
             again=again,
         )
 
-    def _check(self, headers: list[Header]) -> None:
-        """Raise, on every rank, if ranks differ in what has to be equal."""
+    def _difference(self, headers: list[Header]) -> str | None:
+        """In which way ranks differ in what has to be equal. The same on every rank."""
         first = headers[0]
         for rank, one in enumerate(headers):
             for field, text in _EQUAL.items():
@@ -200,9 +233,8 @@ class GroupRanks(Ranks):
                 if mine == theirs or (field == "scale" and not (mine and theirs)):
                     continue
                 other = f"rank {self._numbers[0]}"
-                raise InvalidArgument(
-                    f"{self._call}: rank {self._numbers[rank]} has {text.format(mine=mine, theirs=theirs, other=other)}"
-                )
+                return f"rank {self._numbers[rank]} has {text.format(mine=mine, theirs=theirs, other=other)}"
+        return None
 
     def _union(self, present: list[bool]) -> list[bool]:
         found: list[bool] = self._gather(torch.tensor(present, dtype=torch.uint8)).any(0).tolist()

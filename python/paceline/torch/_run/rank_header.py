@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,3 +45,12 @@ class Whole(NamedTuple):
     same_gradients: bool  # whether all ranks have gradients of the same parameters
     order: bool = False  # whether rank 0 has an order of the buckets to tell
     again: bool = False  # whether all ranks have to make another attempt
+
+
+class Opening(NamedTuple):
+    """The first headers of a step, on their way."""
+
+    weight: Callable[
+        [], float | None
+    ]  # of the whole batch; None if they are not there yet, or do not agree. Waits for nothing
+    whole: Callable[[], Whole]  # waits for them, and raises if they do not agree

@@ -13,6 +13,7 @@ import torch
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.buckets import Layout
 from paceline.torch._run.gradients import PerTensor, grads_of, is_held_elsewhere
+from paceline.torch._run.rank_header import Opening
 
 # As in DistributedDataParallel: large enough to keep a link busy, and the first one, which nothing precedes, is sent early.
 MOST_BYTES, FIRST_BYTES = 25 << 20, 1 << 20
@@ -74,16 +75,18 @@ class Buckets:
 class RankSums:
     """The sums of one step over all ranks, bucket by bucket.
 
-    Every rank sends all buckets in their order: a bucket is sent when it and all before it are final.
+    Every rank sends all buckets in their order: a bucket is sent when it and all before it are final, and the ranks have agreed.
 
     Parameters
     ----------
     memory
         Makes the memory of a bucket.
     divisor
-        What the objective is divided by, on all ranks.
+        What the objective is divided by on this rank.
     start
         Starts to sum a tensor over all ranks in place. It returns what has a method ``wait``, or None.
+    opening
+        What the other ranks have told.
     """
 
     header: Any = None  # what this rank has said of itself
@@ -95,8 +98,12 @@ class RankSums:
         memory: Callable[[int], torch.Tensor],
         divisor: float,
         start: Callable[[torch.Tensor], Any],
+        opening: Opening,
     ) -> None:
         self.layout, self.divisor, self._memory, self._start = layout, divisor, memory, start
+        self.opening = opening
+        self.factor = 1.0  # from this rank's divisor to that of the whole batch
+        self._settled = False  # whether that is known
         count = len(layout.buckets)
         self.flats: list[torch.Tensor | None] = [None] * count
         self._final = [False] * count
@@ -136,11 +143,25 @@ class RankSums:
         self._present[k] = [one.index for one in self.layout.buckets[k].pieces if gradients[one.index] is not None]
         self._final[k] = True
 
+    def settle(self, divisor: float) -> None:
+        """All ranks agree, and this is what the objective is divided by."""
+        self.factor, self._settled = self.divisor / divisor, True
+
     def _send(self) -> None:
+        if not self._settled:
+            weight = self.opening.weight()
+            divisor = weight and (self.header.total or weight)
+            if not divisor or divisor < 0:
+                return
+            self.settle(divisor)
         while self.sent < len(self.flats) and self._final[self.sent] and not self._sending and self._error is None:
             self._sending = True
+            flat = self.flats[self.sent]
+            assert flat is not None
             try:
-                self._works.append(self._start(self.flats[self.sent]))  # type: ignore[arg-type]
+                if self.factor != 1:
+                    flat.mul_(self.factor)
+                self._works.append(self._start(flat))
             except Exception as error:  # told on the caller's thread
                 self._error = error
             self._sending = False

@@ -16,7 +16,7 @@ from paceline._stop import stop_requested
 from paceline.torch._batch.objective import Objective
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import DTYPES
-from paceline.torch._run.rank_header import AGAIN, FAILED, Header, Whole
+from paceline.torch._run.rank_header import AGAIN, FAILED, Header, Opening, Whole
 from paceline.torch._run.rank_sums import Buckets, RankSums
 from paceline.torch._run.recipe import Retry, RetryError
 
@@ -30,9 +30,12 @@ class Ranks:
     """The ranks that train one module, of which this process is one. Subclasses say how they exchange what they know.
 
     All ranks make the same calls. In a call that trains, all exchange a `Header` first: what they were called with, and the weight of every
-    part, which the parts' objectives are divided by. Then each rank runs its own part of the batch, and its gradients are summed with those of
-    the others, bucket by bucket in the order that rank 0 has told. A bucket is sent when its gradients are final, while backward goes on. In
-    the end all exchange a second header: whether they have succeeded, and which gradients there are. All ranks commit, or none.
+    part. No rank waits for it. Each runs its own part of the batch, and its gradients are summed with those of the others, bucket by bucket in
+    the order that rank 0 has told. A bucket is sent when its gradients are final, while backward goes on, and not before the first headers are
+    there and agree. In the end all exchange a second header: whether they have succeeded, and which gradients there are. All ranks commit, or none.
+
+    What a rank computes is divided by the weight that the last batch of all ranks had. If the headers tell another weight, each bucket is
+    rescaled before it is sent.
 
     A rank that has failed sends zeros in place of the buckets that are left, and says no. A rank whose memory was too short sends nothing
     before its next attempt, which sends what the first one had not. If another attempt is needed for any other reason, and something was
@@ -51,7 +54,8 @@ class Ranks:
         self._call = ""
         self._exchanged = True  # whether the ranks have exchanged headers in this call
         self._sums: RankSums | None = None  # of this call, from its first header to its second
-        self._count = 0  # of parameters
+        self._replicas: Any = None  # of this call
+        self._weight: float | None = None  # of the last batch of all ranks
         self._alone = False  # whether an error of this rank would be news to the others, which go on
         self.agreed: tuple[torch.Tensor, Gradients] | None = None  # the objective and gradients that all ranks commit
         self.rank = 0
@@ -115,9 +119,17 @@ class Ranks:
         return numbers
 
     def open(
-        self, replicas: Replicas, objective: Objective, *, scale: torch.Tensor | None = None, steps: int = 0
+        self,
+        replicas: Replicas,
+        objective: Objective,
+        *,
+        scale: torch.Tensor | None = None,
+        steps: int = 0,
+        divisor: float | None = None,
     ) -> RankSums:
-        """Exchange what ranks have to agree on, and how much weight there is. Later attempts of the call get the same sums.
+        """Tell the other ranks what they have to agree on, and the weight of this rank's part. Later attempts of the call get the same sums.
+
+        Nothing waits here: a rank that comes first begins with its work. What the others tell is looked at before the first bucket is sent.
 
         Parameters
         ----------
@@ -127,15 +139,8 @@ class Ranks:
             What the gradients are multiplied by, if they are.
         steps
             How many steps this rank has trained before.
-
-        Raises
-        ------
-        InvalidArgument
-            On all ranks, if they do not agree about the call, the parameters, `total`, `scale` or `steps`, or if no rank has weight.
-        DeviceLost, Timeout
-            If another rank cannot be reached. No further call is possible then.
-        Error
-            If another rank has failed.
+        divisor
+            What the objective is divided by on this rank. None: the weight of the whole batch, if it is that of the last one.
         """
         if self._sums is not None:
             return self._sums
@@ -147,7 +152,6 @@ class Ranks:
             del self._buckets[next(iter(self._buckets))]
         self._buckets[layout] = buckets
         buckets.begin(replicas)
-        news = buckets.news if self.rank == 0 else []
         header = Header(
             failed=0,
             stop=stop_requested(),
@@ -158,29 +162,34 @@ class Ranks:
             steps=steps,
             items=objective.size,
             weight=objective.weight,
-            order=bool(news),
         )
-        arrived = time.perf_counter()
-        whole = self._meet(header, goes_on=True)
-        divisor = objective.total or whole.weight
-        if not divisor > 0:
-            self._agree()
-            self._alone = False
-            raise InvalidArgument(
-                f"{self._call}: the weights of all ranks sum to {divisor}; the objective is divided by that sum, so it must be positive. Skip "
-                "batches without weight, on all ranks."
-            )
-        with self._talking():
-            order = self._tell(news or [0] * len(replicas.parameters)) if whole.order else []
-        if order:
-            buckets.follow(replicas, order)
-        sums = RankSums(buckets.layout, buckets.memory(self._home), divisor, self._start)
-        sums.header = header._replace(call=zlib.crc32(f"{self._call} ends".encode()), order=0)
-        self._sums, self._count, self._alone = sums, len(replicas.parameters), False
-        now = time.perf_counter()
+        self._exchanged = self._alone = True
+        opening = self._post(header)
+        if divisor is None:
+            divisor = objective.total or self._weight or objective.divisor
+        sums = RankSums(buckets.layout, buckets.memory(self._home), divisor, self._start, opening)
+        sums.header = header._replace(call=zlib.crc32(f"{self._call} ends".encode()))
         sums.between = -1 if self._ended is None else self._began - self._ended
-        self._began += now - arrived
+        self._sums, self._replicas, self._alone = sums, replicas, False
         return sums
+
+    def _settle(self, sums: RankSums) -> None:
+        """Wait for what the other ranks have opened the step with."""
+        self._alone = True
+        try:
+            whole = sums.opening.whole()
+            divisor = sums.header.total or whole.weight
+            if not divisor > 0:
+                self._agree()
+                raise InvalidArgument(
+                    f"{self._call}: the weights of all ranks sum to {divisor}; the objective is divided by that sum, so it must be positive. Skip "
+                    "batches without weight, on all ranks."
+                )
+        except Error:  # all ranks raise it, or cannot be reached
+            self._sums, self._alone = None, False
+            raise
+        sums.settle(divisor)
+        self._weight, self._alone = whole.weight, False
 
     def close(self, loss: torch.Tensor | None, gradients: Gradients) -> tuple[torch.Tensor, Gradients]:
         """The objective over all ranks and its gradients, which are `agreed` from now on.
@@ -188,7 +197,7 @@ class Ranks:
         Parameters
         ----------
         loss
-            The sum over this rank's items, divided by the weight over all ranks. None if this rank's part is empty.
+            The sum over this rank's items, divided by the sums' divisor. None if this rank's part is empty.
         gradients
             Those of `loss`. Those that were sent already are not looked at.
 
@@ -198,20 +207,26 @@ class Ranks:
             On all ranks, if one has to run again.
         RuntimeError
             On all ranks, if no rank has a gradient.
-        DeviceLost, Timeout, Error
-            As `open`.
+        InvalidArgument
+            On all ranks, if they do not agree about the call, the parameters, `total`, `scale` or `steps`, or if no rank has weight.
+        DeviceLost, Timeout
+            If another rank cannot be reached. No further call is possible then.
+        Error
+            If another rank has failed.
         """
         sums, seconds = self._sums, time.perf_counter() - self._began
         assert sums is not None
+        self._settle(sums)
         sums.fill_rest(gradients)
         present = sums.present(len(gradients))
         header = sums.header._replace(
             stop=stop_requested(),
             present=zlib.crc32(bytes(present)),
-            loss=0 if loss is None else float(loss),
+            loss=0 if loss is None else float(loss) * sums.factor,
             loss_type=-1 if loss is None else DTYPES.get(loss.dtype, 0),
             seconds=seconds,
             between=sums.between,
+            order=self.rank == 0 and bool(self.buckets.news),
         )
         with self._talking():
             sums.wait()
@@ -220,6 +235,10 @@ class Ranks:
         if not whole.same_gradients:
             with self._talking():
                 present = self._union(present)
+        if whole.order:
+            with self._talking():
+                order = self._tell(self.buckets.news or [0] * len(gradients))
+            self.buckets.follow(self._replicas, order)
         self._agree()
         self._ended = time.perf_counter()
         if not any(present):
@@ -231,7 +250,7 @@ class Ranks:
         value = torch.tensor(whole.loss, dtype=whole.loss_type, device=self._home)
         self.agreed = agreed = value, sums.totals(present)
         self._alone = False
-        if self._home.type == "cpu":
+        if self._home.type == "cpu" and sums.layout is self.buckets.layout:
             self.buckets.kept = sums.flats
         return agreed
 
@@ -247,12 +266,7 @@ class Ranks:
     ) -> tuple[torch.Tensor, Gradients]:
         """`open` and `close` in one, for gradients that are there already, divided by `Objective.divisor`."""
         while True:
-            divisor = self.open(replicas, objective, scale=scale, steps=steps).divisor
-            factor = objective.divisor / divisor
-            if factor != 1 and loss is not None:
-                loss = loss * factor
-                gradients = [None if one is None else one * factor for one in gradients]
-                objective.divisor = divisor
+            self.open(replicas, objective, scale=scale, steps=steps, divisor=objective.divisor)
             try:
                 return self.close(loss, gradients)
             except RetryError:
@@ -273,8 +287,12 @@ class Ranks:
 
     def _leave(self, sums: RankSums, vote: int, error: BaseException | None) -> None:
         """Take part in the sums that are left without gradients, so that no rank waits, and say that they do not count."""
+        try:
+            self._settle(sums)
+        except Error:  # no rank has sent anything
+            return
         self._alone = True
-        sums.fill_rest([None] * self._count)
+        sums.fill_rest([None] * len(self._replicas.parameters))
         with self._talking():
             sums.wait()
         self._meet(sums.header._replace(failed=vote, stop=stop_requested()), error)
@@ -296,6 +314,11 @@ class Ranks:
             raise RetryError(_AGAIN)
         self._alone = goes_on
         return whole
+
+    def _post(self, header: Header) -> Opening:
+        """Start to exchange the headers that open a step."""
+        whole = self._meet(header, goes_on=True)
+        return Opening(lambda: whole.weight, lambda: whole)
 
     def _exchange(self, header: Header, error: BaseException | None) -> Whole:
         """Raise on every rank unless all are in the same call and have succeeded."""
