@@ -38,7 +38,7 @@ class Data:
 
         Give it to a ``DataLoader`` as ``batch_sampler=``, and loop over ``sampler.batches(loader)``. All ranks make the same sampler. Rank 0
         decides on the shares, from the times of all ranks, and the others follow from the same global batch on. A rank without items
-        gets None as its batch, for `step`. Without `group` the sampler has whole batches. `training_state` of the trainer has its state. If a state
+        gets None as its batch, for `step`. A process alone has whole batches. `training_state` of the trainer has its state. If a state
         was loaded before, the sampler begins there, with the seed of that state.
 
         Parameters
