@@ -29,6 +29,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import paceline.torch
 from paceline.torch import BalancedRanks
+sys.path.insert(0, os.environ["TESTS"])
+import torchvision_operators
 
 EPOCHS, BATCH, ITEMS = 2, 16, 72
 torch.manual_seed(0)
@@ -116,7 +118,7 @@ def in_two_processes(program: str, folder: Path) -> list[Any]:
     """The states of the module after a program, by rank."""
     script = folder / "program.py"
     script.write_text(SETTING + program + END)
-    environment = {**os.environ, "OUT": str(folder / "out")}
+    environment = {**os.environ, "OUT": str(folder / "out"), "TESTS": str(Path(__file__).parent)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
