@@ -43,6 +43,7 @@ BalancedRanks.__init__ = lambda self, items, batch_size: uneven(self, items, bat
 """
 END = """
 torch.save(module.state_dict(), os.environ["OUT"] + os.environ["RANK"])
+dist.barrier()  # a rank that ends takes the store of the others with it
 """
 
 ACCELERATE = """
