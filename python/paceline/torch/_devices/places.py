@@ -50,7 +50,7 @@ class Places:
     ) -> None:
         gpus = [device for device in group.devices if device.kind == "cuda"]
         self._name(group)
-        self.any_part = any(device.part is not None for device in gpus)  # whose streams end with it
+        self.any_part = any(device.part is not None for device in gpus)  # a part's streams end with it
         self._home_name = gpus[0].name if gpus else ""
         self._home_gpu = gpus[0].index if gpus else None
         self.home = _HOST if self._home_gpu is None else cuda.device(self._home_gpu)

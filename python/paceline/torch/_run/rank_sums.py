@@ -110,9 +110,9 @@ class RankSums:
         self._present: list[list[int]] = [[] for _ in layout.buckets]  # parameters that have a gradient on this rank
         self._works: list[Any] = []
         self._error: Exception | None = None  # why nothing more can be sent
-        self._sending = False  # stays if an interrupt comes meanwhile
+        self._sending = False  # stays True if an interrupt comes while a bucket is sent
         self._lock = threading.Lock()  # a worker may still be in its backward when the caller's thread gives up
-        self._closed = False
+        self._closed = False  # whether workers fill nothing any more
 
     @property
     def sent(self) -> int:

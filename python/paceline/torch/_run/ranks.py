@@ -23,7 +23,7 @@ from paceline.torch._run.recipe import Retry, RetryError
 Gradients = list[torch.Tensor | None]
 
 _AGAIN = Retry("the gradients of a rank did not count, after some had been sent", most=8, complete=True)
-_MOST_LAYOUTS = 16  # networks that are frozen in turns have some; each holds memory for its gradients
+_MOST_LAYOUTS = 4  # two networks that are frozen in turns have two; each keeps memory for all gradients
 
 
 class Ranks:
@@ -140,7 +140,7 @@ class Ranks:
         steps
             How many steps this rank has trained before.
         divisor
-            What the objective is divided by on this rank. None: the weight of the whole batch, if it is that of the last one.
+            What the objective is divided by on this rank. None: the weight of the last whole batch, or that of this part if it is larger.
         """
         if self._sums is not None:
             return self._sums
@@ -166,7 +166,8 @@ class Ranks:
         self._exchanged = self._alone = True
         opening = self._post(header)
         if divisor is None:
-            divisor = objective.total or self._weight or objective.divisor
+            # The whole weighs at least what the part does. A divisor that is far too small could overflow half precision.
+            divisor = objective.total or max(self._weight or 0.0, objective.divisor)
         sums = RankSums(buckets.layout, buckets.memory(self._home), divisor, self._start, opening)
         sums.header = header._replace(call=zlib.crc32(f"{self._call} ends".encode()))
         sums.between = -1 if self._ended is None else self._began - self._ended
