@@ -41,12 +41,6 @@ from race.job import CHECKED_STEPS, Job, Network, steps_for
 from race.pinned import Answers, Pinned
 from race.results import HEAD, Blocks, Results
 
-# glibc accepts thresholds up to 32 MiB on 64-bit machines.
-MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
 SEARCHED_STEPS = 48  # paceline has chosen the size of micro-batches by then
 NO_JAX = "JAX is not installed (pip install 'jax[cpu]')"
 
@@ -148,10 +142,9 @@ class Race:
 def main() -> int:
     args = arguments()
     run = Command(args)
-    environment = MALLOC if args.malloc else {}
     with tempfile.TemporaryDirectory(prefix="race") as name:
         data.save(Path(name), args.network)
-        pinned = Pinned(run.devices, Path(name), busy=args.busy, environment=environment)
+        pinned = Pinned(run.devices, Path(name), busy=args.busy, malloc=args.malloc)
         race = Race(args, pinned, Path(name))
         ratio_seconds = 0.0 if args.busy else args.ratio_seconds
         run.rounds(race.round, reserved_seconds=ratio_seconds)
@@ -180,7 +173,7 @@ def main() -> int:
             "batches": summaries,
             "stolen": {rival: round(part, 4) for rival, part in pinned.stolen().items()},
             "skipped": race.skipped,
-            "environment": environment,
+            "malloc": args.malloc,
         }
         print(json.dumps(result | run.record(pinned.versions)))
     return 0

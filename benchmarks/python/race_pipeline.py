@@ -95,7 +95,7 @@ def main() -> int:
     args = arguments()
     run = Command(args)
     with tempfile.TemporaryDirectory(prefix="race_pipeline") as name:
-        pinned = Pinned(run.devices, Path(name), busy=args.busy, environment={})
+        pinned = Pinned(run.devices, Path(name), busy=args.busy)
         race = Race(args, pinned, Path(name))
         run.rounds(race.round)
     setting = {name: getattr(args, name) for name in ("micro_batches", "items", "blocks", "width", "rounds", "warm_up")}

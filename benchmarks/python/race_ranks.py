@@ -11,6 +11,9 @@ loss. In a round each rival runs in fresh processes while the others wait; each 
 The ideal is the sum of what each core does alone under the same load, with the whole batch at once. A second sum lets each core choose the
 fastest of several sizes of micro-batches, since a rank's part of the batch is smaller than the whole. Figures are medians over rounds, ± half
 of their range. The ratio is the median over the ratios of the rounds.
+
+--malloc sets MALLOC_* for all processes, so that glibc keeps freed memory. Otherwise some processes pay for page faults in each step and
+others do not, whoever the rival is.
 """
 
 from __future__ import annotations
@@ -137,7 +140,7 @@ def main() -> int:
     run = Command(args)
     with tempfile.TemporaryDirectory(prefix="race_ranks") as name:
         data.save(Path(name), args.network)
-        pinned = Pinned(run.devices, Path(name), busy=args.busy, environment={})
+        pinned = Pinned(run.devices, Path(name), busy=args.busy, malloc=args.malloc)
         race = Race(args, pinned, Path(name))
         run.rounds(race.round)
     found = race.summary()
@@ -146,7 +149,12 @@ def main() -> int:
         parts = ", ".join(f"{rival} {part:.1%}" for rival, part in stolen.items())
         print(f"time of these cores that the host gave to others: {parts}")
     if args.json:
-        setting = {"network": args.network, "batch": args.batch, "goals": GOALS if args.busy else {}}
+        setting = {
+            "network": args.network,
+            "batch": args.batch,
+            "malloc": args.malloc,
+            "goals": GOALS if args.busy else {},
+        }
         print(json.dumps(found | setting | run.record(pinned.versions)))
     return 0
 
@@ -158,6 +166,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--warm-up", type=int, default=WARM_UP_STEPS, help=f"steps before, of both rivals (default: {WARM_UP_STEPS})"
     )
+    parser.add_argument("--malloc", action="store_true", help="let glibc keep freed memory, see above")
     args = parser.parse_args()
     if min(args.steps, args.rounds, args.cores) < 1 or args.warm_up < CHECKED_STEPS or args.batch % args.cores:
         parser.error(

@@ -113,7 +113,7 @@ def main() -> int:
     args = arguments()
     run = Command(args)
     with tempfile.TemporaryDirectory(prefix="race") as name:
-        pinned = Pinned(run.devices, Path(name), busy=args.busy, environment={})
+        pinned = Pinned(run.devices, Path(name), busy=args.busy)
         race = TextRace(args, pinned, Path(name))
         run.rounds(race.round)
     print(f"\ntext, {args.batch} pieces a step, {run.place()}\n")

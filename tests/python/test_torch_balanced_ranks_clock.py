@@ -70,10 +70,10 @@ def late(rank: int, most: int) -> Any:
 def test_times_of_gpus_come_when_they_are_there_and_nothing_waits_for_them(on_ranks: Run) -> None:
     (found, _) = on_ranks(2, late, 3)
     assert found[2][0] == []
-    # Events of step 0 are there from the end of step 3 on, which the exchange after step 4 brings.
-    for step in range(4, 30):
-        assert [row["seconds"] for row in found[step][0]] == pytest.approx([step - 3, step - 3 + 0.1])
-        assert found[step][1] == 4
+    # Events of step 0 are there from the end of step 3 on. Step 4 tells it, and at the end of step 5 all ranks know.
+    for step in range(5, 30):
+        assert [row["seconds"] for row in found[step][0]] == pytest.approx([step - 4, step - 4 + 0.1])
+        assert found[step][1] == 5
 
 
 def test_times_that_do_not_come_are_given_up(on_ranks: Run) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -14,7 +16,7 @@ from paceline import Error, InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._run.buckets import Layout
 from rank_processes import Run, error_of
-from test_torch_rank_sums import Twice, small_buckets, squares, trainer_of
+from test_torch_rank_sums import Deep, Twice, small_buckets, squares, trainer_of
 from torch_support import gradients, hosts, plain, worst_difference
 
 
@@ -116,7 +118,7 @@ def seconds_of(rank: int, how: str) -> Any:
 @pytest.mark.parametrize("how", ["attempts", "weights"])
 def test_what_a_rank_waits_for_others_is_not_its_own_work(on_ranks: Run, how: str) -> None:
     for figures in on_ranks(2, seconds_of, how):
-        assert max(rank_0 for rank_0, _ in figures) < 0.2
+        assert max(rank_0 for rank_0, _ in figures) < 0.2, figures
 
 
 def failing_before(rank: int) -> Any:
@@ -133,7 +135,7 @@ def failing_before(rank: int) -> Any:
         time.sleep(len(x[0]) * (0.002 if rank else 0.0004))
         return one(x[0]).square().sum(1)  # type: ignore[no-any-return]
 
-    data = TensorDataset(torch.randn(64 * 12, 6, dtype=torch.float64))
+    data = TensorDataset(torch.randn(64 * 20, 6, dtype=torch.float64))
     with trainer_of(module) as trainer:
         sampler = trainer.batch_sampler(len(data), 64)
         plans = set()
@@ -148,8 +150,8 @@ def failing_before(rank: int) -> Any:
 @pytest.mark.alone
 def test_a_rank_that_fails_first_leaves_new_shares_to_the_next_exchange(on_ranks: Run) -> None:
     (first, plans), (second, _) = on_ranks(2, failing_before)
-    assert first == [Error, type(None)] * 12
-    assert second == [ValueError, type(None)] * 12
+    assert first == [Error, type(None)] * 20
+    assert second == [ValueError, type(None)] * 20
     assert plans > 1
 
 
@@ -249,3 +251,63 @@ def test_a_gpu_of_another_process_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(InvalidArgument, match="3 processes on this machine and 2 GPUs"):
         launched.own_devices("DataParallel", module, brings=True)
+
+
+def counted(rank: int, devices: list[int], fails: bool, several: bool) -> Any:
+    """What each step of a rank with so many devices exchanges. Rank by rank one of them fails, in its last bucket."""
+    module, said, who = Deep(), list[str](), -1
+    reduce, gather = dist.all_reduce, dist.all_gather
+
+    def between(left: int) -> None:
+        if rank == who and left == 0:
+            raise KeyError("bad gradient")
+
+    def noted(name: str, call: Any) -> Any:
+        def noting(*args: Any, **options: Any) -> Any:
+            said.append(name)
+            return call(*args, **options)
+
+        return noting
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch, small_buckets() if several else contextlib.nullcontext():
+        patch.setattr(dist, "all_reduce", noted("sum", reduce))
+        patch.setattr(dist, "all_gather", noted("header", gather))
+        with DataParallel(module, hosts(devices[rank]), group=dist.group.WORLD) as trainer:
+            for step in range(5):
+                who = step - 3 if fails else -1
+                said.clear()
+                module.zero_grad()
+                x = batch_of(rank, step)
+                error = error_of(lambda x=x: trainer.step(lambda m, x: m(x, between).square().mean(), x))  # type: ignore[misc]
+                found.append((*error, gradients(module), list(said)))
+    return found
+
+
+@pytest.mark.parametrize("devices", [[1, 1], [2, 2], [1, 2], [2, 1]], ids=str)
+@pytest.mark.parametrize("several", [False, True], ids=["one bucket", "several"])
+def test_ranks_that_send_early_and_ranks_that_do_not_exchange_the_same(
+    on_ranks: Run, devices: list[int], several: bool
+) -> None:
+    both = on_ranks(2, counted, devices, False, several)
+    for step, found in enumerate(zip(*both, strict=True)):
+        wanted = plain(Deep(), squares, torch.cat([batch_of(0, step), batch_of(1, step)]))[1]
+        for kind, text, gradient, _ in found:
+            assert kind is type(None), text
+            assert worst_difference(gradient, wanted) < 1e-12
+    early = several and 1 in devices
+    sums = ["sum"] * (4 if several else 1)
+    for found in both:
+        assert sorted(found[-1][-1]) == ["header"] * (1 + early) + sums
+    if not early:
+        assert both[0][-1][-1] == ["header", *sums]
+
+
+@pytest.mark.parametrize("devices", [[1, 1], [1, 2], [2, 1]], ids=str)
+@pytest.mark.parametrize("several", [False, True], ids=["one bucket", "several"])
+def test_a_rank_may_fail_whether_it_sends_early_or_not(on_ranks: Run, devices: list[int], several: bool) -> None:
+    both = on_ranks(2, counted, devices, True, several)
+    for step in (3, 4):
+        for rank, (kind, text, gradient, _) in enumerate(found[step] for found in both):
+            assert kind is (KeyError if rank == step - 3 else Error), text
+            assert gradient == [None] * 4

@@ -73,10 +73,11 @@ def small_buckets() -> Iterator[list[int]]:
     start, post = GroupRanks._start, GroupRanks._post
 
     def met(self: GroupRanks, header: Any) -> Any:
-        opening = post(self, header)
+        opening, arrived = post(self, header), time.perf_counter()
         deadline = time.monotonic() + 1.0  # if a rank has failed, the weight is never known
         while opening.weight() is None and time.monotonic() < deadline:
             time.sleep(0.001)
+        self._began += time.perf_counter() - arrived  # no work of this rank
         return opening
 
     def noted(self: GroupRanks, bucket: torch.Tensor) -> Any:

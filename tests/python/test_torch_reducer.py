@@ -175,7 +175,7 @@ def test_a_reducer_may_return_what_is_waited_for() -> None:
     assert worst_difference(gradients(module), wanted) < 1e-12
 
 
-@pytest.mark.parametrize("sums", [0, 1, 2], ids=["before the weights", "before the gradients", "before the votes"])
+@pytest.mark.parametrize("sums", [0, 1], ids=["before the votes", "before the gradients"])
 def test_if_a_rank_dies_the_other_repeats_the_step_with_all_items(sums: int) -> None:
     steps, dies_in = 12, 5
     reference, batch = classifier(64)
@@ -184,7 +184,7 @@ def test_if_a_rank_dies_the_other_repeats_the_step_with_all_items(sums: int) -> 
         classify(reference, batch).backward()
         update(reference)
     quorum = Quorum(2)
-    quorum.members[1].dies_at = 3 * dies_in + sums
+    quorum.members[1].dies_at = 2 * dies_in + sums
     refused: list[Any] = []
 
     def rank(member: Member) -> Any:

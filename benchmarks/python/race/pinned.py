@@ -15,6 +15,12 @@ from race.job import Job
 
 _PROCESS_SECONDS = 300.0  # longer means that a process hangs
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# glibc accepts thresholds up to 32 MiB on 64-bit machines.
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
 Answers = list[Any]  # of a process, one per job
 
 
@@ -22,14 +28,22 @@ class Pinned:
     """The devices of a race, the environment of its processes, and the time that the host gave to others."""
 
     def __init__(
-        self, devices: Sequence[paceline.Device], folder: Path, *, busy: bool, environment: Mapping[str, str]
+        self,
+        devices: Sequence[paceline.Device],
+        folder: Path,
+        *,
+        busy: bool,
+        malloc: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`malloc`: whether glibc keeps the memory that is freed. Otherwise steps pay for page faults, some processes more than others."""
         self.devices = list(devices)
         self.cores = [core for device in devices for core in device.cores]
         self.versions: dict[str, str] = {}
         self._folder = folder
         self._busy_cores = list(devices[-1].cores) if busy else []
-        self._environment = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"), **environment}
+        self._environment = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"), **(environment or {})}
+        self._environment |= _MALLOC if malloc else {}
         self._meetings = 0
         self._passed: dict[str, float] = defaultdict(float)
         self._stolen: dict[str, float] = defaultdict(float)

@@ -28,7 +28,7 @@ _GOOGLE = {
     "label",
 }
 # Left out of a script's result: what the head has already, and what is too long. The JSON has everything.
-_LEFT_OUT = {"hardware", "versions", "rates", "environment", "tables", "batches"}
+_LEFT_OUT = {"hardware", "versions", "rates", "malloc", "tables", "batches"}
 
 
 def markdown(record: Mapping[str, Any]) -> str:

@@ -67,7 +67,7 @@ class Loop:
 
     def whole(self, call: str, mine: list[float]) -> float:
         """The sum of the weights of all ranks, which is the same number on each."""
-        rows = self._meeting.gather(mine)
+        rows = self._meeting.gather(mine)()
         for rank, row in enumerate(rows):
             if not all(0 <= one < float("inf") for one in row):
                 raise InvalidArgument(

@@ -19,7 +19,6 @@ class Row(NamedTuple):
     item_count: float  # of that batch
     seconds: float  # of the rank's own work; negative if a GPU has not come to the end of it yet
     between: float  # seconds of its own since the step before; negative if unknown
-    drawn: float  # how many global batches the rank has drawn
     plan: float  # the number of the newest plan of shares; that of rank 0 counts
     loss_type: float = 0  # of every part, some items ran
 
@@ -61,15 +60,17 @@ class Meeting:
                     )
         return [own for _, _, own in said]
 
-    def gather(self, mine: Sequence[float], meanwhile: Callable[[], None] | None = None) -> list[list[float]]:
-        """The numbers of all ranks. `meanwhile` is called while they are on their way."""
+    def gather(self, mine: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Start to bring the numbers of all ranks to this one. The result waits for them."""
         found = torch.empty(self.size, len(mine), dtype=torch.float64)
         work = dist.all_gather(list(found), torch.tensor(mine, dtype=torch.float64), group=self._group, async_op=True)
-        if meanwhile is not None:
-            meanwhile()
-        work.wait()
-        rows: list[list[float]] = found.tolist()
-        return rows
+
+        def numbers() -> list[list[float]]:
+            work.wait()
+            rows: list[list[float]] = found.tolist()
+            return rows
+
+        return numbers
 
     def from_first(self, mine: Sequence[int]) -> list[int]:
         """The numbers of rank 0."""

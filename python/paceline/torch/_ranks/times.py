@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from paceline import InvalidArgument
@@ -36,6 +37,9 @@ class Times:
         self._part: list[tuple[Stamp, Reading]] = []  # since the optimizer's last step
         self._between = -1.0  # seconds of own work before the batch that was added last
         self._timed: deque[_Timed] = deque()  # what not all ranks know yet
+        self._told: Callable[[], list[list[float]]] | None = (
+            None  # what all ranks tell of the first of these, on its way
+        )
         with sampler.lock:
             self._follow(0)
 
@@ -47,36 +51,41 @@ class Times:
         self._between = between
 
     def exchange(self) -> None:
-        """After the last batch of an optimizer's step: exchange the times of all ranks, and let them follow what rank 0 decides."""
+        """After the last batch of an optimizer's step: look at what all ranks have told a step ago, and tell what there is to tell now.
+
+        A step hides how long that takes. So times are known, and a rank at another batch is found out, one step later.
+        """
         dealt, sampler, rank = self.dealt, self._sampler, self._meeting.rank
         stamp = self._part[-1][0]
         between = self._between if len(self._part) == 1 else -1.0
         self._timed.append(_Timed(_average([each for each, _ in self._part]), [one for _, one in self._part], between))
         self._part.clear()
-        # No batch is drawn meanwhile: each rank says how many it has drawn, and new shares hold after these. Rank 0 decides while the numbers
-        # are on their way, which costs no time, and says so in the next step.
+        # No batch is drawn meanwhile: new shares hold after those that each rank has drawn by now.
         with sampler.lock:
+            told, self._told = self._told, None
+            if told is not None:
+                self._take([Row(*numbers) for numbers in told()])
+            dealt.decide()
             batch, readings, between = self._timed[0]
             ready = all(reading.ready() for reading in readings)
             seconds = sum(reading.seconds() for reading in readings) / len(readings) if ready else -1.0
-            mine = Row(
-                sampler.mark(stamp), batch.work[rank], batch.shares[rank], seconds, between, sampler.drawn, dealt.plan
-            )
-            rows = [Row(*numbers) for numbers in self._meeting.gather(mine, meanwhile=dealt.decide)]
-            for other, row in enumerate(rows):
-                if row.batch != rows[0].batch:
-                    raise InvalidArgument(
-                        f"step: rank {other} is at another global batch than rank 0, or was dealt it in another way. All ranks take all batches of "
-                        "batches(loader) in the same order, and load the same states."
-                    )
-            if all(row.seconds >= 0 for row in rows):
-                self._timed.popleft()
-                self.last = [{"items": row.item_count, "seconds": row.seconds} for row in rows]
-                dealt.measured(rows, batch)
-            elif len(self._timed) > _MOST_WAITING:
-                self._timed.popleft()
-            if rows[0].plan != dealt.followed:
-                self._follow(int(max(row.drawn for row in rows)))
+            mine = Row(sampler.mark(stamp), batch.work[rank], batch.shares[rank], seconds, between, dealt.plan)
+            self._told = self._meeting.gather(mine)
+
+    def _take(self, rows: list[Row]) -> None:
+        for other, row in enumerate(rows):
+            if row.batch != rows[0].batch:
+                raise InvalidArgument(
+                    f"step: rank {other} is at another global batch than rank 0, or was dealt it in another way. All ranks take all batches of "
+                    "batches(loader) in the same order, and load the same states."
+                )
+        if all(row.seconds >= 0 for row in rows):
+            self.last = [{"items": row.item_count, "seconds": row.seconds} for row in rows]
+            self.dealt.measured(rows, self._timed.popleft().batch)
+        elif len(self._timed) > _MOST_WAITING:
+            self._timed.popleft()
+        if rows[0].plan != self.dealt.followed:
+            self._follow(int(max(drawn for (drawn,) in self._meeting.gather([self._sampler.drawn])())))
 
     def _follow(self, first: int) -> None:
         """Bring the shares that rank 0 has decided on to all ranks, for global batches from `first` on."""

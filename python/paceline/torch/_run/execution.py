@@ -184,7 +184,7 @@ class Execution:
                 done = Done(run, outcome, loss, run.sink.totals(), extras, carries=run.carries)
                 if ranks is not None:
                     self._check_for_ranks(ranks, run, outcome)
-                    summed = ranks.close(loss, done.totals)
+                    summed = ranks.close(run.objective, loss, done.totals, scale=run.scale, steps=self.steps)
                     done = done._replace(loss=summed[0], totals=summed[1])
                 if keep:
                     journal.commit(done)
@@ -336,10 +336,13 @@ class Execution:
 
     def _open(self, ranks: Ranks, run: TrainRun) -> None:
         """Agree with the other ranks on what is summed. The only device of a rank sends its gradients in its last backward."""
-        sums = ranks.open(self.replicas, run.objective, scale=run.scale, steps=self.steps)
+        several, sends = ranks.prepare(self.replicas), run.call.work.sends_early
+        if self._early is None or not (ranks.opened or (several and sends is not False and self.graphs is None)):
+            run.objective.divisor = ranks.divisor(run.objective)
+            return
+        sums = ranks.open(run.objective, scale=run.scale, steps=self.steps)
         run.objective.divisor = sums.divisor
-        if self._early is not None and self.graphs is None:
-            run.sink = self._early.begin(sums, sends=run.call.work.sends_early is True)
+        run.sink = self._early.begin(sums, sends=sends is True)
 
     def _check_for_ranks(self, ranks: Ranks, run: TrainRun, outcome: Any) -> None:
         """Raise for what only this rank knows: a device that has failed, and gradients that have no place in the sum."""

@@ -20,9 +20,10 @@ from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._devices.failures import noted
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import DTYPES
+from paceline.torch._run.rank_checks import check_group, error_of_lost
 from paceline.torch._run.rank_header import AGAIN, FAILED, Header, Opening, Whole
 from paceline.torch._run.rank_shares import RankShares
-from paceline.torch._run.ranks import Ranks, error_of_lost
+from paceline.torch._run.ranks import Ranks
 
 _PING = 7331  # the tag of messages that only ask whether a rank is there
 _PATIENCE = timedelta(
@@ -68,7 +69,7 @@ class GroupRanks(Ranks):
 
     def __init__(self, group: Any, module: nn.Module, home: torch.device) -> None:
         super().__init__(module, home)
-        _check_group(group, home)
+        check_group(group, home)
         self._group = group
         # Headers lie on the host if the backend takes host memory, so that nothing waits for a GPU on their behalf.
         self._place = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else home
@@ -86,7 +87,7 @@ class GroupRanks(Ranks):
         buffers = [buffer for part in replicas.modules for buffer in part._buffers.values() if buffer is not None]
         with self.together("DataParallel"):
             text = repr([(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers])
-            self._meet(Header(0, 0, self._code, zlib.crc32(text.encode(), self._layout_of(replicas))))
+            self._meet(Header(0, 0, self._code, zlib.crc32(text.encode(), self._laid_out.checksum(replicas))))
         with torch.no_grad():
             for tensor in [*replicas.parameters, *buffers]:
                 there = tensor.detach() if self._place.type == "cpu" else tensor.detach().to(self._home)
@@ -141,15 +142,22 @@ class GroupRanks(Ranks):
         plan, *shares = self._tell([dealt.plan, *dealt.shares])
         dealt.follow(first, plan, shares)
 
-    def _exchange(self, header: Header, error: BaseException | None) -> Whole:
+    def _exchange(self, header: Header, error: BaseException | None, meanwhile: Callable[[], None]) -> Whole:
         if self.dealt is None:
-            return self._exchanged_headers(header, error)[1]
+            return self._exchanged_headers(header, error, meanwhile)[1]
         dealt = self.dealt
-        # No batch is drawn meanwhile, also not by a thread of the caller's: each rank says how many it has drawn, and new shares hold after these.
-        with dealt.sampler.lock:
+
+        def both() -> None:
             dealt.decide()
+            meanwhile()
+
+        # No batch is drawn meanwhile, also not by a thread of the caller's: each rank says how many it has drawn, and new shares hold after these.
+        # Rank 0 decides while the headers are on their way, which costs no time, and says so in the next step.
+        with dealt.sampler.lock:
             header = header._replace(batch=dealt.sampler.mark(), drawn=dealt.sampler.drawn, plan=dealt.plan)
-            headers, whole = self._exchanged_headers(header, error)
+            headers, whole = self._exchanged_headers(header, error, both)
+            if whole.opens:  # another header of all ranks follows
+                return whole
             if header.seconds and not header.failed and not whole.again:
                 dealt.measured(headers)
             if error is None and headers[0].plan != dealt.followed:
@@ -161,10 +169,8 @@ class GroupRanks(Ranks):
         if self.dealt is not None:
             with self.dealt.sampler.lock:
                 header = header._replace(batch=self.dealt.sampler.mark())
-        mine = torch.tensor(header, dtype=torch.float64).to(self._place)
-        found = [torch.empty_like(mine) for _ in range(self._size)]
         with self._talking():
-            work: Any = dist.all_gather(found, mine, group=self._group, async_op=True)
+            work, found = self._gathering(torch.tensor(header, dtype=torch.float64))
 
         def headers() -> list[Header]:
             return [Header(*row) for row in torch.stack(found).tolist()]
@@ -184,10 +190,14 @@ class GroupRanks(Ranks):
 
         return Opening(weight, whole)
 
-    def _exchanged_headers(self, header: Header, error: BaseException | None) -> tuple[list[Header], Whole]:
+    def _exchanged_headers(
+        self, header: Header, error: BaseException | None, meanwhile: Callable[[], None]
+    ) -> tuple[list[Header], Whole]:
         with self._talking():
-            found = self._gather(torch.tensor(header, dtype=torch.float64))
-            headers = [Header(*row) for row in found.tolist()]
+            work, found = self._gathering(torch.tensor(header, dtype=torch.float64))
+            meanwhile()
+            work.wait()
+            headers = [Header(*row) for row in torch.stack(found).tolist()]
         return headers, self._judged(header, headers, error)
 
     def _judged(self, header: Header, headers: list[Header], error: BaseException | None) -> Whole:
@@ -212,7 +222,7 @@ class GroupRanks(Ranks):
         else:
             if (different := self._difference(headers)) is not None:
                 raise InvalidArgument(f"{self._call}: {different}")
-            if header.seconds and not again:
+            if header.seconds and not again and not any(one.opens for one in headers):
                 self.last = [{"items": int(one.items), "seconds": one.seconds} for one in headers]
         number = max(one.loss_type for one in headers)
         return Whole(
@@ -222,6 +232,7 @@ class GroupRanks(Ranks):
             same_gradients=all(one.present == headers[0].present for one in headers),
             order=bool(headers[0].order),
             again=again,
+            opens=any(one.opens for one in headers),
         )
 
     def _difference(self, headers: list[Header]) -> str | None:
@@ -251,10 +262,15 @@ class GroupRanks(Ranks):
 
     def _gather(self, mine: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, one per row, on the host."""
+        work, found = self._gathering(mine)
+        work.wait()
+        return torch.stack(found).cpu()
+
+    def _gathering(self, mine: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+        """Start to bring the tensors of all ranks to this one."""
         mine = mine.to(self._place)
         found = [torch.empty_like(mine) for _ in range(self._size)]
-        dist.all_gather(found, mine, group=self._group)
-        return torch.stack(found).cpu()
+        return dist.all_gather(found, mine, group=self._group, async_op=True), found
 
     def _texts(self, error: BaseException | None) -> list[str]:
         """What each rank says of its error."""
@@ -299,31 +315,3 @@ class GroupRanks(Ranks):
             except RuntimeError:
                 silent.append(number)
         return closed or silent
-
-
-def _check_group(group: Any, home: torch.device) -> None:
-    """Raise for what is no process group, and for one that cannot carry the gradients."""
-    if not dist.is_available():
-        raise InvalidArgument(
-            "DataParallel: group= needs torch.distributed, which this build of PyTorch does not have."
-        )
-    if group is None:
-        raise InvalidArgument(
-            "DataParallel: group is None, as dist.group.WORLD is before torch.distributed.init_process_group(). Call that first. To train "
-            "on this machine alone leave group= out."
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise InvalidArgument(
-            f"DataParallel: group is {group!r}; a torch.distributed.ProcessGroup is needed: dist.group.WORLD, or what new_group() returns on a member."
-        )
-    config = dist.get_backend_config(group)
-    if f"{home.type}:" not in config:
-        raise InvalidArgument(
-            f"DataParallel: the module is on {home}, and the group's backends are {config}, none for {home.type} memory. Use "
-            f"init_process_group('{'gloo' if home.type == 'cpu' else 'cpu:gloo,cuda:nccl'}')."
-        )
-    bound = getattr(group, "bound_device_id", None)
-    if home.type == "cuda" and bound is not None and bound != home:
-        raise InvalidArgument(
-            f"DataParallel: the group is bound to {bound}, and the module is on {home}. Give init_process_group the module's GPU: device_id={home}."
-        )

@@ -11,7 +11,7 @@ FAILED, AGAIN = 1, 2  # what a rank may say in place of yes
 
 
 class Header(NamedTuple):
-    """What a rank tells all others, before the first bucket of gradients is sent and after the last one.
+    """What a rank tells all others of a step, before or after its part.
 
     Everything is a number that float64 holds exactly, except for sums and seconds.
     """
@@ -34,6 +34,7 @@ class Header(NamedTuple):
     drawn: float = 0  # how many global batches the rank has drawn
     plan: float = 0  # the number of the newest plan of shares; that of rank 0 counts
     order: float = 0  # 1 if the rank has an order of the buckets to tell; that of rank 0 counts
+    opens: float = 0  # 1 if the rank says later whether it has succeeded
 
 
 class Whole(NamedTuple):
@@ -45,6 +46,7 @@ class Whole(NamedTuple):
     same_gradients: bool  # whether all ranks have gradients of the same parameters
     order: bool = False  # whether rank 0 has an order of the buckets to tell
     again: bool = False  # whether all ranks have to make another attempt
+    opens: bool = False  # whether a rank says later whether it has succeeded
 
 
 class Opening(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.buckets import Layout
 from paceline.torch._run.gradients import PerTensor, grads_of, is_held_elsewhere
-from paceline.torch._run.rank_header import Opening
+from paceline.torch._run.rank_header import Header, Opening, Whole
 
 # As in DistributedDataParallel: large enough to keep a link busy, and the first one, which nothing precedes, is sent early.
 MOST_BYTES, FIRST_BYTES = 25 << 20, 1 << 20
+_MOST_LAYOUTS = 4  # two networks that are frozen in turns have two; each keeps memory for all gradients
 
 
 class Buckets:
@@ -72,6 +74,32 @@ class Buckets:
         return make
 
 
+class Layouts:
+    """The buckets of a module's gradients, by which parameters are frozen."""
+
+    def __init__(self) -> None:
+        self._checksum = -1, 0  # the generation of the replicas, and a checksum of their parameters
+        self._buckets: dict[int, Buckets] = {}  # least recently used first
+
+    def checksum(self, replicas: Replicas) -> int:
+        """A checksum of the parameters' names, shapes and types, and of which are frozen."""
+        if self._checksum[0] != replicas.generation:
+            named = zip(replicas.names, replicas.parameters, strict=True)
+            text = repr([(name, tuple(one.shape), one.stride(), str(one.dtype)) for name, one in named])
+            self._checksum = replicas.generation, zlib.crc32(text.encode())
+        return zlib.crc32(bytes(one.requires_grad for one in replicas.parameters), self._checksum[1])
+
+    def of(self, replicas: Replicas) -> tuple[int, Buckets]:
+        """The checksum of the parameters, and their buckets."""
+        checksum = self.checksum(replicas)
+        buckets = self._buckets.pop(checksum, None) or Buckets()
+        if len(self._buckets) >= _MOST_LAYOUTS:
+            del self._buckets[next(iter(self._buckets))]
+        self._buckets[checksum] = buckets
+        buckets.begin(replicas)
+        return checksum, buckets
+
+
 class RankSums:
     """The sums of one step over all ranks, bucket by bucket.
 
@@ -85,11 +113,12 @@ class RankSums:
         What the objective is divided by on this rank.
     start
         Starts to sum a tensor over all ranks in place. It returns what has a method ``wait``, or None.
+    header
+        What this rank says of itself.
     opening
-        What the other ranks have told.
+        What the other ranks have told at the beginning. None: nothing is sent before `settle`.
     """
 
-    header: Any = None  # what this rank has said of itself
     between = -1.0  # seconds of its own work since the step before; negative if unknown
 
     def __init__(
@@ -98,10 +127,11 @@ class RankSums:
         memory: Callable[[int], torch.Tensor],
         divisor: float,
         start: Callable[[torch.Tensor], Any],
-        opening: Opening,
+        header: Header,
+        opening: Opening | None = None,
     ) -> None:
         self.layout, self.divisor, self._memory, self._start = layout, divisor, memory, start
-        self.opening = opening
+        self.header, self._opening = header, opening
         self.factor = 1.0  # from this rank's divisor to that of the whole batch
         self._settled = False  # whether that is known
         count = len(layout.buckets)
@@ -113,6 +143,11 @@ class RankSums:
         self._sending = False  # stays True if an interrupt comes while a bucket is sent
         self._lock = threading.Lock()  # a worker may still be in its backward when the caller's thread gives up
         self._closed = False  # whether workers fill nothing any more
+
+    def opening_headers(self) -> Whole:
+        """Wait for what all ranks have told at the beginning."""
+        assert self._opening is not None
+        return self._opening.whole()
 
     @property
     def sent(self) -> int:
@@ -135,6 +170,11 @@ class RankSums:
                     self._fill(k, gradients)
                 self._send()
 
+    def send(self) -> None:
+        """Send what is final."""
+        with self._lock:
+            self._send()
+
     def _fill(self, k: int, gradients: Sequence[torch.Tensor | None]) -> None:
         flat = self.flats[k]
         if flat is None:
@@ -149,7 +189,7 @@ class RankSums:
 
     def _send(self) -> None:
         if not self._settled:
-            weight = self.opening.weight()
+            weight = self._opening and self._opening.weight()
             divisor = weight and (self.header.total or weight)
             if not divisor or divisor < 0:
                 return
@@ -169,6 +209,11 @@ class RankSums:
     def forget(self) -> None:
         """Another attempt fills again what was not sent."""
         self._final[self.sent :] = [False] * (len(self._final) - self.sent)
+
+    def check(self) -> None:
+        """Raise what sending has raised, when nothing is under way any more."""
+        if self._error is not None or self._sending:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until all ranks have sent everything. Raises what sending has raised, when nothing is under way any more."""

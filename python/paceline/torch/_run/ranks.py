@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,23 +16,28 @@ from paceline._stop import stop_requested
 from paceline.torch._batch.objective import Objective
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import DTYPES
+from paceline.torch._run.rank_checks import check_module, error_of_lost
 from paceline.torch._run.rank_header import AGAIN, FAILED, Header, Opening, Whole
-from paceline.torch._run.rank_sums import Buckets, RankSums
+from paceline.torch._run.rank_sums import Layouts, RankSums
 from paceline.torch._run.recipe import Retry, RetryError
 
 Gradients = list[torch.Tensor | None]
 
 _AGAIN = Retry("the gradients of a rank did not count, after some had been sent", most=8, complete=True)
-_MOST_LAYOUTS = 4  # two networks that are frozen in turns have two; each keeps memory for all gradients
 
 
 class Ranks:
     """The ranks that train one module, of which this process is one. Subclasses say how they exchange what they know.
 
-    All ranks make the same calls. In a call that trains, all exchange a `Header` first: what they were called with, and the weight of every
-    part. No rank waits for it. Each runs its own part of the batch, and its gradients are summed with those of the others, bucket by bucket in
-    the order that rank 0 has told. A bucket is sent when its gradients are final, while backward goes on, and not before the first headers are
-    there and agree. In the end all exchange a second header: whether they have succeeded, and which gradients there are. All ranks commit, or none.
+    All ranks make the same calls. Each runs its own part of a batch, and its gradients are summed with those of the others, bucket by bucket in
+    the order that rank 0 has told. All ranks commit, or none. What they have to know of each other is in a `Header`.
+
+    A rank that can send buckets while backward goes on exchanges a header first, and waits for nothing: what it was called with, and the
+    weight of its part. It sends a bucket when its gradients are final, and not before the first headers are there and agree. Beside the last
+    sums it exchanges a second header: whether it has succeeded, and which gradients there are.
+
+    A rank that has nothing to send early (one bucket, several devices, no items) says all of this in one header, when its part has ended, and
+    sends its buckets then. If others send early, it exchanges their second header with them.
 
     What a rank computes is divided by the weight that the last batch of all ranks had. If the headers tell another weight, each bucket is
     rescaled before it is sent.
@@ -45,7 +50,7 @@ class Ranks:
     early = False  # whether buckets may be sent from a worker, while backward goes on
 
     def __init__(self, module: nn.Module, home: torch.device) -> None:
-        _check_module(module)
+        check_module(module)
         self.stop = False  # whether any rank was asked to stop, as all ranks know since the last call
         self.last: list[dict[str, float]] = []  # of each rank in the last step, where that is known
         self._home = home
@@ -53,7 +58,7 @@ class Ranks:
         self._gone: str | None = None  # the ranks that cannot be reached, if that is known
         self._call = ""
         self._exchanged = True  # whether the ranks have exchanged headers in this call
-        self._sums: RankSums | None = None  # of this call, from its first header to its second
+        self._sums: RankSums | None = None  # of this call, from `open` to its second header
         self._replicas: Any = None  # of this call
         self._weight: float | None = None  # of the last batch of all ranks
         self._alone = False  # whether an error of this rank would be news to the others, which go on
@@ -61,11 +66,7 @@ class Ranks:
         self.rank = 0
         self._began = 0.0  # when this call began; later by the time that it has waited for other ranks
         self._ended: float | None = None  # when the ranks had last exchanged gradients, unless a call has failed since
-        self._checksum: tuple[int, int] = (
-            -1,
-            0,
-        )  # of the parameters, after the generation of the replicas that it is for
-        self._buckets: dict[int, Buckets] = {}  # by the checksum of the parameters, least recently used first
+        self._laid_out = Layouts()
 
     def share(self, replicas: Replicas) -> None:
         """Before the first call: make sure that all ranks have the same parameters and buffers."""
@@ -118,67 +119,61 @@ class Ranks:
         numbers: list[float] = found.tolist()
         return numbers
 
-    def open(
-        self,
-        replicas: Replicas,
-        objective: Objective,
-        *,
-        scale: torch.Tensor | None = None,
-        steps: int = 0,
-        divisor: float | None = None,
-    ) -> RankSums:
+    def prepare(self, replicas: Replicas) -> bool:
+        """Lay the gradients out in buckets, before `open` and `close`. Whether there are several, so that some can be sent early."""
+        self._layout, self.buckets = self._laid_out.of(replicas)
+        self._replicas = replicas
+        return len(self.buckets.layout.buckets) > 1
+
+    def divisor(self, objective: Objective) -> float:
+        """What a part is divided by before all is known: the weight of the last whole batch, so that gradients need no rescaling."""
+        # The whole weighs at least what the part does. A divisor that is far too small could overflow half precision.
+        return objective.total or max(self._weight or 0.0, objective.divisor)
+
+    @property
+    def opened(self) -> bool:
+        """Whether this call was opened, by this attempt or an earlier one."""
+        return self._sums is not None
+
+    def open(self, objective: Objective, *, scale: torch.Tensor | None = None, steps: int = 0) -> RankSums:
         """Tell the other ranks what they have to agree on, and the weight of this rank's part. Later attempts of the call get the same sums.
 
         Nothing waits here: a rank that comes first begins with its work. What the others tell is looked at before the first bucket is sent.
-
-        Parameters
-        ----------
-        objective
-            That of this rank's part, whose magnitude is 0 if the part is empty.
-        scale
-            What the gradients are multiplied by, if they are.
-        steps
-            How many steps this rank has trained before.
-        divisor
-            What the objective is divided by on this rank. None: the weight of the last whole batch, or that of this part if it is larger.
+        The parameters are those of `close`.
         """
         if self._sums is not None:
             return self._sums
+        header = self._header(objective, scale, steps)
+        self._exchanged = self._alone = True
+        opening = self._post(header._replace(opens=1))
+        self._sums = sums = self._sums_of(header, self.divisor(objective), opening)
+        self._alone = False
+        return sums
+
+    def _header(self, objective: Objective, scale: torch.Tensor | None, steps: int) -> Header:
         runs = objective.size > 0 and objective.magnitude > 0
-        layout = self._layout_of(replicas)
-        known = self._buckets.pop(layout, None)
-        buckets = self.buckets = Buckets() if known is None else known
-        if len(self._buckets) >= _MOST_LAYOUTS:
-            del self._buckets[next(iter(self._buckets))]
-        self._buckets[layout] = buckets
-        buckets.begin(replicas)
-        header = Header(
+        return Header(
             failed=0,
             stop=stop_requested(),
             call=zlib.crc32(f"{self._call} {objective.reduction}".encode()),
-            layout=layout,
+            layout=self._layout,
             total=objective.total or 0,
             scale=0 if scale is None or not runs else float(scale),
             steps=steps,
             items=objective.size,
             weight=objective.weight,
         )
-        self._exchanged = self._alone = True
-        opening = self._post(header)
-        if divisor is None:
-            # The whole weighs at least what the part does. A divisor that is far too small could overflow half precision.
-            divisor = objective.total or max(self._weight or 0.0, objective.divisor)
-        sums = RankSums(buckets.layout, buckets.memory(self._home), divisor, self._start, opening)
-        sums.header = header._replace(call=zlib.crc32(f"{self._call} ends".encode()))
+
+    def _sums_of(self, header: Header, divisor: float, opening: Opening | None = None) -> RankSums:
+        sums = RankSums(self.buckets.layout, self.buckets.memory(self._home), divisor, self._start, header, opening)
         sums.between = -1 if self._ended is None else self._began - self._ended
-        self._sums, self._replicas, self._alone = sums, replicas, False
         return sums
 
-    def _settle(self, sums: RankSums) -> None:
-        """Wait for what the other ranks have opened the step with."""
+    def _settle(self, sums: RankSums, opening: Callable[[], Whole]) -> Whole:
+        """Wait for what the other ranks have told first. From here on an error of this rank would be news to them."""
         self._alone = True
         try:
-            whole = sums.opening.whole()
+            whole = opening()
             divisor = sums.header.total or whole.weight
             if not divisor > 0:
                 self._agree()
@@ -190,17 +185,32 @@ class Ranks:
             self._sums, self._alone = None, False
             raise
         sums.settle(divisor)
-        self._weight, self._alone = whole.weight, False
+        self._weight = whole.weight
+        return whole
 
-    def close(self, loss: torch.Tensor | None, gradients: Gradients) -> tuple[torch.Tensor, Gradients]:
-        """The objective over all ranks and its gradients, which are `agreed` from now on.
+    def close(
+        self,
+        objective: Objective,
+        loss: torch.Tensor | None,
+        gradients: Gradients,
+        *,
+        scale: torch.Tensor | None = None,
+        steps: int = 0,
+    ) -> tuple[torch.Tensor, Gradients]:
+        """The objective over all ranks and its gradients, which are `agreed` from now on. Without `open` it says yes in its first header.
 
         Parameters
         ----------
+        objective
+            That of this rank's part, whose magnitude is 0 if the part is empty.
         loss
-            The sum over this rank's items, divided by the sums' divisor. None if this rank's part is empty.
+            The sum over this rank's items, divided by the sums' divisor, without `open` by the objective's. None if this rank's part is empty.
         gradients
             Those of `loss`. Those that were sent already are not looked at.
+        scale
+            What the gradients are multiplied by, if they are.
+        steps
+            How many steps this rank has trained before.
 
         Raises
         ------
@@ -216,22 +226,33 @@ class Ranks:
             If another rank has failed.
         """
         sums, seconds = self._sums, time.perf_counter() - self._began
-        assert sums is not None
-        self._settle(sums)
+        opened = sums is not None
+        if sums is None:
+            sums = self._sums_of(self._header(objective, scale, steps), objective.divisor)
+        else:
+            self._settle(sums, sums.opening_headers)
+            self._alone = False
         sums.fill_rest(gradients)
         present = sums.present(len(gradients))
         header = sums.header._replace(
             stop=stop_requested(),
             present=zlib.crc32(bytes(present)),
-            loss=0 if loss is None else float(loss) * sums.factor,
+            loss=0 if loss is None else float(loss) * sums.divisor,
             loss_type=-1 if loss is None else DTYPES.get(loss.dtype, 0),
             seconds=seconds,
             between=sums.between,
             order=self.rank == 0 and bool(self.buckets.news),
         )
-        with self._talking():
-            sums.wait()
-        whole = self._meet(header, goes_on=True)
+        if opened:
+            whole = self._vote(sums, header, goes_on=True)
+        else:
+            whole = self._settle(sums, lambda: self._meet(header, goes_on=True))
+            sums.send()
+            if whole.opens:  # others have not
+                whole = self._vote(sums, header, goes_on=True)
+            else:
+                with self._talking():
+                    sums.wait()
         self._sums = None
         if not whole.same_gradients:
             with self._talking():
@@ -248,7 +269,8 @@ class Ranks:
                 f"{self._call}: the loss does not require grad on any rank: no parameter that does reaches it (is it detached, or everything "
                 "frozen?)."
             )
-        value = torch.tensor(whole.loss, dtype=whole.loss_type, device=self._home)
+        divisor = sums.header.total or whole.weight
+        value = torch.tensor(whole.loss / divisor, dtype=whole.loss_type, device=self._home)
         self.agreed = agreed = value, sums.totals(present)
         self._alone = False
         if self._home.type == "cpu" and sums.layout is self.buckets.layout:
@@ -265,11 +287,11 @@ class Ranks:
         scale: torch.Tensor | None = None,
         steps: int = 0,
     ) -> tuple[torch.Tensor, Gradients]:
-        """`open` and `close` in one, for gradients that are there already, divided by `Objective.divisor`."""
+        """`close` for gradients that are there already, divided by `Objective.divisor`. Again, if another rank has to run again."""
+        self.prepare(replicas)
         while True:
-            self.open(replicas, objective, scale=scale, steps=steps, divisor=objective.divisor)
             try:
-                return self.close(loss, gradients)
+                return self.close(objective, loss, gradients, scale=scale, steps=steps)
             except RetryError:
                 continue
 
@@ -289,24 +311,39 @@ class Ranks:
     def _leave(self, sums: RankSums, vote: int, error: BaseException | None) -> None:
         """Take part in the sums that are left without gradients, so that no rank waits, and say that they do not count."""
         try:
-            self._settle(sums)
+            self._settle(sums, sums.opening_headers)
         except Error:  # no rank has sent anything
             return
         self._alone = True
         sums.fill_rest([None] * len(self._replicas.parameters))
-        with self._talking():
-            sums.wait()
-        self._meet(sums.header._replace(failed=vote, stop=stop_requested()), error)
+        self._vote(sums, sums.header._replace(failed=vote, stop=stop_requested()), error)
 
-    def _meet(self, header: Header, error: BaseException | None = None, *, goes_on: bool = False) -> Whole:
+    def _vote(
+        self, sums: RankSums, header: Header, error: BaseException | None = None, *, goes_on: bool = False
+    ) -> Whole:
+        """Exchange the headers that end a step, while the last sums are under way: a rank that cannot finish its sums is gone for all."""
+        header = header._replace(call=zlib.crc32(f"{self._call} ends".encode()))
+        with self._talking():
+            sums.check()
+        return self._meet(header, error, goes_on=goes_on, meanwhile=sums.wait)
+
+    def _meet(
+        self,
+        header: Header,
+        error: BaseException | None = None,
+        *,
+        goes_on: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Whole:
         """Exchange the headers of all ranks.
 
-        `error`: why this rank has failed, which it raises itself. `goes_on`: whether other exchanges follow, if all have succeeded.
+        `error`: why this rank has failed, which it raises itself. `goes_on`: whether other exchanges follow, if all have succeeded. `meanwhile`:
+        another exchange, which is waited for together with this one.
         """
         self._alone = True
         self._exchanged = True
         try:
-            whole = self._exchange(header, error)
+            whole = self._exchange(header, error, meanwhile)
         except Error:  # all ranks raise it, or cannot be reached
             self._sums, self._alone = None, False
             raise
@@ -317,11 +354,10 @@ class Ranks:
         return whole
 
     def _post(self, header: Header) -> Opening:
-        """Start to exchange the headers that open a step."""
-        whole = self._meet(header, goes_on=True)
-        return Opening(lambda: whole.weight, lambda: whole)
+        """Start to exchange the headers that open a step. For those that send early."""
+        raise TypeError("Ranks._post is for subclasses")
 
-    def _exchange(self, header: Header, error: BaseException | None) -> Whole:
+    def _exchange(self, header: Header, error: BaseException | None, meanwhile: Callable[[], None]) -> Whole:
         """Raise on every rank unless all are in the same call and have succeeded."""
         raise TypeError("Ranks._exchange is for subclasses")
 
@@ -363,33 +399,3 @@ class Ranks:
     @property
     def _code(self) -> int:
         return zlib.crc32(self._call.encode())
-
-    def _layout_of(self, replicas: Replicas) -> int:
-        """A checksum of the parameters' names, shapes and types, and of which are frozen."""
-        if self._checksum[0] != replicas.generation:
-            named = zip(replicas.names, replicas.parameters, strict=True)
-            text = repr([(name, tuple(one.shape), one.stride(), str(one.dtype)) for name, one in named])
-            self._checksum = replicas.generation, zlib.crc32(text.encode())
-        return zlib.crc32(bytes(one.requires_grad for one in replicas.parameters), self._checksum[1])
-
-
-def error_of_lost(kind: type[Error], message: str, ranks: str | None) -> Error:
-    """An error that names the ranks in place of a device."""
-    error = kind(message)
-    error.device = ranks
-    return error
-
-
-def _check_module(module: nn.Module) -> None:
-    """Raise for a module that sums gradients by itself, or whose parameters have no shape yet."""
-    for name, part in module.named_modules():
-        if isinstance(part, nn.parallel.DistributedDataParallel):
-            raise InvalidArgument(
-                f"DataParallel: {name or 'the module'} is a DistributedDataParallel, which sums gradients over the ranks, and so does the trainer. Pass "
-                "its .module."
-            )
-        if any(isinstance(one, nn.parameter.UninitializedParameter) for one in part._parameters.values()):
-            raise InvalidArgument(
-                f"DataParallel: {name or 'the module'} has parameters without a shape, which cannot be brought to all ranks. Run its forward "
-                "once before."
-            )

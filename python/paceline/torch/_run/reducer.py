@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -47,13 +48,14 @@ class ReducerRanks(Ranks):
                 )
         self._reducer = reducer
 
-    def _exchange(self, header: Header, error: BaseException | None) -> Whole:
+    def _exchange(self, header: Header, error: BaseException | None, meanwhile: Callable[[], None]) -> Whole:
         total = zlib.crc32(repr(float(header.total)).encode())
         marks = [int(mark) & _BITS for mark in (header.call, header.layout, total, header.present)]
         has_loss = header.loss_type >= 0
         mine = [header.failed, header.stop, header.weight, header.loss, has_loss, has_loss * header.loss_type]
         sums = torch.tensor([1, *mine, *marks, *(mark**2 for mark in marks)], dtype=torch.float64)
         with self._talking():
+            meanwhile()
             self._add(sums)
         count, failed, stop, weight, loss, losses, types, *rest = sums.tolist()
         self.stop = stop > 0
