@@ -11,8 +11,10 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <paceline/error.hpp>
 
@@ -193,6 +195,7 @@ class Routes {
 
   [[nodiscard]] bool direct(int one, int other) const { return peers_->between(one, other); }
   [[nodiscard]] bool wrong(int one, int other) const { return peers_->wrong_between(one, other); }
+  /// HostPath::kAll as the target: to several GPUs at once.
   [[nodiscard]] HostPath& through_host(int source, int target) {
     const std::lock_guard lock(mutex_);
     std::shared_ptr<HostPath>& path = paths_[{source, target}];
@@ -252,9 +255,15 @@ class CudaStream final : public Stream {
       // This call works for all memory. Some that PyTorch allocates is not mapped on the peer; the driver copies that.
       check(cudaMemcpyPeerAsync(to, target, from, source, bytes, handle_->get()), "copying", device_);
     } else {
-      if (begun_ == nullptr) begun_ = std::make_unique<CudaEvent>(device_, false);
-      routes_->through_host(source, target).copy(*this, *begun_, to, from, bytes);
+      const HostPath::Receiver receiver = receiver_at(to, target);
+      routes_->through_host(source, target).copy({&receiver, 1}, from, bytes);
     }
+  }
+
+  /// A copy through the host to this memory, in the order of this stream.
+  [[nodiscard]] HostPath::Receiver receiver_at(void* to, int target) {
+    if (begun_ == nullptr) begun_ = std::make_unique<CudaEvent>(device_, false);
+    return {target, this, begun_.get(), to};
   }
 
   void reduce(const DeviceReduction& reduction) override;
@@ -337,6 +346,22 @@ class CudaDevice final : public AsyncDevice {
     return std::make_unique<DeviceBuffer>(ordinal_, pool_, static_cast<CudaStream&>(stream).handle(), bytes);
   }
   [[nodiscard]] MemoryPlace place() const noexcept override { return MemoryPlace{ordinal_}; }
+  void copy_to_all(std::span<const Receiver> receivers, const void* from, std::size_t bytes) override {
+    if (bytes == 0) return;
+    std::vector<HostPath::Receiver> through_host;
+    for (const Receiver& one : receivers) {
+      const MemoryPlace there = one.stream->place_of(one.to);
+      const int target = static_cast<int>(there);
+      if (target < 0 || routes_->direct(ordinal_, target)) {
+        one.stream->copy(one.to, there, from, place(), bytes);
+      } else {
+        through_host.push_back(static_cast<CudaStream*>(one.stream)->receiver_at(one.to, target));
+      }
+    }
+    if (through_host.empty()) return;
+    const int target = through_host.size() == 1 ? through_host.front().target : HostPath::kAll;
+    routes_->through_host(ordinal_, target).copy(through_host, from, bytes);
+  }
   std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) override {
     return std::make_unique<PinnedBuffer>(ordinal_, bytes);
   }
