@@ -25,6 +25,7 @@
 #include "host_path.hpp"
 #include "peer_access.hpp"
 #include "pool.hpp"
+#include "push_path.hpp"
 #include "reduce.hpp"
 #include "runtime/thread_place.hpp"
 #include "stream_handle.hpp"
@@ -195,6 +196,14 @@ class Routes {
 
   [[nodiscard]] bool direct(int one, int other) const { return peers_->between(one, other); }
   [[nodiscard]] bool wrong(int one, int other) const { return peers_->wrong_between(one, other); }
+  [[nodiscard]] bool pushed(int source, int target) const { return peers_->pushed(source, target); }
+  bool push(int source, int target, bool on) { return peers_->push(source, target, on); }
+  [[nodiscard]] PushPath& by_source(int source, int target) {
+    const std::lock_guard lock(mutex_);
+    std::unique_ptr<PushPath>& path = pushes_[{source, target}];
+    if (path == nullptr) path = std::make_unique<PushPath>(source, target);
+    return *path;
+  }
   /// HostPath::kAll as the target: to several GPUs at once.
   [[nodiscard]] HostPath& through_host(int source, int target) {
     const std::lock_guard lock(mutex_);
@@ -207,6 +216,7 @@ class Routes {
   std::shared_ptr<PeerAccess> peers_;
   std::mutex mutex_;
   std::map<std::pair<int, int>, std::shared_ptr<HostPath>> paths_;
+  std::map<std::pair<int, int>, std::unique_ptr<PushPath>> pushes_;
 };
 
 class CudaStream final : public Stream {
@@ -252,6 +262,9 @@ class CudaStream final : public Stream {
     if (target < 0 || source < 0 || target == source) {
       check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, handle_->get()), "copying", device_);
     } else if (routes_->direct(source, target)) {
+      if (source != device_ && routes_->pushed(source, target)) {
+        return routes_->by_source(source, target).copy(*this, begun(), to, from, bytes);
+      }
       // This call works for all memory. Some that PyTorch allocates is not mapped on the peer; the driver copies that.
       check(cudaMemcpyPeerAsync(to, target, from, source, bytes, handle_->get()), "copying", device_);
     } else {
@@ -262,8 +275,7 @@ class CudaStream final : public Stream {
 
   /// A copy through the host to this memory, in the order of this stream.
   [[nodiscard]] HostPath::Receiver receiver_at(void* to, int target) {
-    if (begun_ == nullptr) begun_ = std::make_unique<CudaEvent>(device_, false);
-    return {target, this, begun_.get(), to};
+    return {target, this, &begun(), to};
   }
 
   void reduce(const DeviceReduction& reduction) override;
@@ -271,12 +283,16 @@ class CudaStream final : public Stream {
 
  private:
   void launch(std::size_t kernel, std::size_t packs, void* arguments, const char* what);
+  [[nodiscard]] Event& begun() {
+    if (begun_ == nullptr) begun_ = std::make_unique<CudaEvent>(device_, false);
+    return *begun_;
+  }
 
   int device_;
   std::shared_ptr<StreamHandle> handle_;
   std::shared_ptr<Routes> routes_;
   std::shared_ptr<const Kernels> kernels_;
-  std::unique_ptr<CudaEvent> begun_;  // of a copy through the host
+  std::unique_ptr<CudaEvent> begun_;  // of a copy on other streams
 };
 
 void CudaStream::reduce(const DeviceReduction& reduction) {
@@ -369,6 +385,9 @@ class CudaDevice final : public AsyncDevice {
   [[nodiscard]] std::size_t peak_bytes() const override { return pool_->peak_bytes(); }
   [[nodiscard]] bool accesses(const AsyncDevice& other) const override {
     return routes_->direct(ordinal_, static_cast<const CudaDevice&>(other).ordinal_);
+  }
+  bool push_to(const AsyncDevice& other, bool on) override {
+    return routes_->push(ordinal_, static_cast<const CudaDevice&>(other).ordinal_, on);
   }
   [[nodiscard]] LinkKind link_to(const AsyncDevice& other) const override {
     const int peer = static_cast<const CudaDevice&>(other).ordinal_;

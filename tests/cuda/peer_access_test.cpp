@@ -342,6 +342,55 @@ TEST(HostPath, LeavesTheSourceOnceForSeveralGpus) {
   }
 }
 
+/// A stream of the target asks for copies, and one of a third GPU, in any order of the machine.
+TEST(PushPath, CopiesInTheOrderOfTheStreamsAndHoldsNoThread) {
+  constexpr std::size_t bytes = 100;
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot_machine({.seed = seed, .device_count = 3, .switch_size = 3});
+    {
+      const auto source = open_device(0);
+      const auto target = open_device(1);
+      const auto third = open_device(2);
+      EXPECT_FALSE(source->push_to(*target, true));
+      const auto writer = source->make_stream();
+      const auto from = source->allocate(bytes, *writer);
+      const auto written = source->make_event(false);
+      const auto made = target->make_event(false);
+      const auto reader = target->make_stream();
+      const auto to = target->allocate(bytes, *reader);
+      std::vector<unsigned char> values(bytes);
+      std::iota(values.begin(), values.end(), static_cast<unsigned char>(seed));
+      for (AsyncDevice* const caller : {target.get(), third.get()}) {
+        const auto stream = caller->make_stream();
+        const auto copied = caller->make_event(false);
+        const auto result = target->allocate_pinned(bytes);
+        reader->zero(to->data(), bytes);
+        reader->record(*made);
+        writer->copy(from->data(), values.data(), bytes);
+        writer->record(*written);
+        stream->wait(*written);
+        stream->wait(*made);
+        stream->copy(to->data(), from->data(), bytes);
+        stream->copy(to->data(), MemoryPlace{1}, from->data(), MemoryPlace{0}, bytes);
+        stream->record(*copied);
+        writer->wait(*copied);  // the memory's next use comes after the copies
+        reader->wait(*copied);
+        writer->zero(from->data(), bytes);
+        reader->copy(result->data(), to->data(), bytes);
+        reader->record(*made);
+        writer->record(*written);
+        wait_for(*made);
+        wait_for(*written);
+        ASSERT_EQ(std::memcmp(result->data(), values.data(), bytes), 0) << "seed " << seed;
+      }
+      EXPECT_TRUE(source->push_to(*target, false));
+      ASSERT_EQ(fake::synchronize_calls(), 0) << "seed " << seed;
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
 TEST(HostPath, IsWhatStreamsUseWithoutPeerAccess) {
   boot_machine({.device_count = 2, .switch_size = kNoPeers});
   {

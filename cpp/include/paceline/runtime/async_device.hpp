@@ -131,6 +131,11 @@ class PACELINE_API AsyncDevice {
   /// Whether this device and another one of its backend access each other's memory. If they do not, Stream::copy() goes
   /// through pinned host memory.
   [[nodiscard]] virtual bool accesses(const AsyncDevice& other) const = 0;
+  /// Who makes the copies from this GPU's memory to another one's, where they access each other's memory: normally the
+  /// device of the stream that is asked to copy, which mostly is the target; with `on` a stream of this GPU, which the
+  /// other stream waits for. For all copies in the process from now on, as long as it has a GPU open. Any thread.
+  /// @return what it was before
+  virtual bool push_to(const AsyncDevice& other, bool on) = 0;
   /// How copies between this GPU's memory and another one's go. Where they access each other's memory: NVLink if CUDA
   /// says that the link has native atomics, which PCIe lacks.
   [[nodiscard]] virtual LinkKind link_to(const AsyncDevice& other) const = 0;

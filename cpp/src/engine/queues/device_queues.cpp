@@ -103,7 +103,7 @@ void DeviceQueues::State::connect() {
       return;
     }
     if (!options.measure_links) return;
-    const double first_hop = links.pairs.front().bytes_per_second;
+    const double first_hop = links.pairs.front().used_bytes_per_second();
     relays = relays_pay(others, links.spread_bytes_per_second, std::min(first_hop, links.exchange_bytes_per_second));
     transport += relays ? ", parameters relayed from GPU to GPU" : ", all parameters from the first GPU";
     return;
