@@ -8,9 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <iterator>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
@@ -22,11 +20,9 @@
 #include "device_guard.hpp"
 #include "error.hpp"
 #include "green_context.hpp"
-#include "host_path.hpp"
-#include "peer_access.hpp"
 #include "pool.hpp"
-#include "push_path.hpp"
 #include "reduce.hpp"
+#include "routes.hpp"
 #include "runtime/thread_place.hpp"
 #include "stream_handle.hpp"
 
@@ -189,36 +185,6 @@ class Kernels {
   std::size_t most_blocks_[kKernelCount] = {};
 };
 
-/// How one open device's streams reach the memory of other GPUs. Shared with the streams. Any thread.
-class Routes {
- public:
-  Routes(int device, const std::shared_ptr<Pool>& pool) : peers_(PeerAccess::open(device, pool)) {}
-
-  [[nodiscard]] bool direct(int one, int other) const { return peers_->between(one, other); }
-  [[nodiscard]] bool wrong(int one, int other) const { return peers_->wrong_between(one, other); }
-  [[nodiscard]] bool pushed(int source, int target) const { return peers_->pushed(source, target); }
-  bool push(int source, int target, bool on) { return peers_->push(source, target, on); }
-  [[nodiscard]] PushPath& by_source(int source, int target) {
-    const std::lock_guard lock(mutex_);
-    std::unique_ptr<PushPath>& path = pushes_[{source, target}];
-    if (path == nullptr) path = std::make_unique<PushPath>(source, target);
-    return *path;
-  }
-  /// HostPath::kAll as the target: to several GPUs at once.
-  [[nodiscard]] HostPath& through_host(int source, int target) {
-    const std::lock_guard lock(mutex_);
-    std::shared_ptr<HostPath>& path = paths_[{source, target}];
-    if (path == nullptr) path = HostPath::of(source, target);
-    return *path;
-  }
-
- private:
-  std::shared_ptr<PeerAccess> peers_;
-  std::mutex mutex_;
-  std::map<std::pair<int, int>, std::shared_ptr<HostPath>> paths_;
-  std::map<std::pair<int, int>, std::unique_ptr<PushPath>> pushes_;
-};
-
 class CudaStream final : public Stream {
  public:
   CudaStream(int device, std::shared_ptr<StreamHandle> handle, std::shared_ptr<Routes> routes,
@@ -274,9 +240,7 @@ class CudaStream final : public Stream {
   }
 
   /// A copy through the host to this memory, in the order of this stream.
-  [[nodiscard]] HostPath::Receiver receiver_at(void* to, int target) {
-    return {target, this, &begun(), to};
-  }
+  [[nodiscard]] HostPath::Receiver receiver_at(void* to, int target) { return {target, this, &begun(), to}; }
 
   void reduce(const DeviceReduction& reduction) override;
   void convert(void* to, DType to_type, const void* from, DType from_type, std::size_t count) override;
@@ -363,13 +327,14 @@ class CudaDevice final : public AsyncDevice {
   }
   [[nodiscard]] MemoryPlace place() const noexcept override { return MemoryPlace{ordinal_}; }
   void copy_to_all(std::span<const Receiver> receivers, const void* from, std::size_t bytes) override {
-    if (bytes == 0) return;
+    if (bytes == 0 || receivers.empty()) return;
+    const MemoryPlace here = receivers.front().stream->place_of(from);
     std::vector<HostPath::Receiver> through_host;
     for (const Receiver& one : receivers) {
       const MemoryPlace there = one.stream->place_of(one.to);
       const int target = static_cast<int>(there);
-      if (target < 0 || routes_->direct(ordinal_, target)) {
-        one.stream->copy(one.to, there, from, place(), bytes);
+      if (here != place() || target < 0 || routes_->direct(ordinal_, target)) {
+        one.stream->copy(one.to, there, from, here, bytes);
       } else {
         through_host.push_back(static_cast<CudaStream*>(one.stream)->receiver_at(one.to, target));
       }

@@ -39,8 +39,8 @@ class PeerAccess {
   mutable std::mutex mutex_;
   std::map<int, std::weak_ptr<Pool>> open_;  // a GPU whose pool is gone is closed
   std::set<Pair> pairs_;
-  std::set<Pair> checked_;  // what they copied arrived
-  std::set<Pair> wrong_;    // it did not
+  std::set<Pair> checked_;                // what they copied arrived
+  std::set<Pair> wrong_;                  // it did not
   std::set<std::pair<int, int>> pushed_;  // source and target
 };
 
