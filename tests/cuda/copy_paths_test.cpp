@@ -8,6 +8,7 @@
 #include <memory>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <paceline/comm/communicator.hpp>
@@ -181,6 +182,45 @@ TEST(PushPath, CopiesInTheOrderOfTheStreamsAndHoldsNoThread) {
     }
     ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
     ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
+TEST(CopyPaths, ServeSeveralThreadsAtOnce) {
+  constexpr std::size_t bytes = 300;
+  for (const int switch_size : {kNoPeerAccess, 3}) {
+    boot_gpus({.device_count = 3, .switch_size = switch_size});
+    {
+      const auto source = open_device(0), first = open_device(1), second = open_device(2);
+      for (const auto* const target : {first.get(), second.get()}) source->push_to(*target, true);
+      const auto writer = source->make_stream();
+      const auto from = source->allocate(bytes, *writer);
+      const auto written = source->make_event(false);
+      const std::vector<unsigned char> values(bytes, 7);
+      writer->copy(from->data(), values.data(), bytes);
+      writer->record(*written);
+      std::vector<std::jthread> threads;
+      for (int t = 0; t < 4; ++t) {
+        threads.emplace_back([&] {
+          const auto one = first->make_stream(), other = second->make_stream();
+          const auto to_one = first->allocate(bytes, *one), to_other = second->allocate(bytes, *other);
+          const auto result = second->allocate_pinned(bytes);
+          const auto done = first->make_event(false), read = second->make_event(false);
+          for (Stream* const stream : {one.get(), other.get()}) stream->wait(*written);
+          for (int copy = 0; copy < 20; ++copy) {
+            const Receiver receivers[] = {{one.get(), to_one->data()}, {other.get(), to_other->data()}};
+            source->copy_to_all(receivers, from->data(), bytes);
+            one->copy(to_one->data(), from->data(), bytes);
+          }
+          other->copy(result->data(), to_other->data(), bytes);
+          other->record(*read);
+          one->record(*done);
+          wait_for(*read);
+          wait_for(*done);
+          EXPECT_EQ(std::memcmp(result->data(), values.data(), bytes), 0);
+        });
+      }
+    }
+    EXPECT_EQ(fake::problems(), std::vector<std::string>{});
   }
 }
 
