@@ -43,7 +43,8 @@ struct DeviceQueueOptions {
   /// two GPUs nothing changes.
   std::optional<DType> reduce_dtype{};
   /// By copies: measure the links between GPUs (measure_links), and relay parameters only if relays_pay(). Otherwise
-  /// nothing is measured, and from three GPUs on parameters are relayed.
+  /// nothing is measured, and from three GPUs on parameters are relayed. They never are if no GPU has access to home's
+  /// memory.
   bool measure_links = false;
 };
 

@@ -98,7 +98,7 @@ void DeviceQueues::State::connect() {
     if (others < 2) return;
     const auto by_host = [&](const internal::Space& space) { return !home_device().accesses(*space.endpoint.opened); };
     if (std::ranges::all_of(memory.spaces().subspan(1), by_host)) {
-      relays = false;  // no GPU would get a byte sooner from another one
+      relays = false;  // the first GPU sends each byte once even so
       transport += ", parameters copied to the host once for all GPUs";
       return;
     }
