@@ -8,11 +8,11 @@
 #include <atomic>
 #include <cstdint>
 #include <iterator>
-#include <map>
 #include <memory>
-#include <mutex>
+#include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <paceline/error.hpp>
 
@@ -20,10 +20,9 @@
 #include "device_guard.hpp"
 #include "error.hpp"
 #include "green_context.hpp"
-#include "host_path.hpp"
-#include "peer_access.hpp"
 #include "pool.hpp"
 #include "reduce.hpp"
+#include "routes.hpp"
 #include "runtime/thread_place.hpp"
 #include "stream_handle.hpp"
 
@@ -186,26 +185,6 @@ class Kernels {
   std::size_t most_blocks_[kKernelCount] = {};
 };
 
-/// How one open device's streams reach the memory of other GPUs. Shared with the streams. Any thread.
-class Routes {
- public:
-  Routes(int device, const std::shared_ptr<Pool>& pool) : peers_(PeerAccess::open(device, pool)) {}
-
-  [[nodiscard]] bool direct(int one, int other) const { return peers_->between(one, other); }
-  [[nodiscard]] bool wrong(int one, int other) const { return peers_->wrong_between(one, other); }
-  [[nodiscard]] HostPath& through_host(int source, int target) {
-    const std::lock_guard lock(mutex_);
-    std::shared_ptr<HostPath>& path = paths_[{source, target}];
-    if (path == nullptr) path = HostPath::of(source, target);
-    return *path;
-  }
-
- private:
-  std::shared_ptr<PeerAccess> peers_;
-  std::mutex mutex_;
-  std::map<std::pair<int, int>, std::shared_ptr<HostPath>> paths_;
-};
-
 class CudaStream final : public Stream {
  public:
   CudaStream(int device, std::shared_ptr<StreamHandle> handle, std::shared_ptr<Routes> routes,
@@ -249,25 +228,35 @@ class CudaStream final : public Stream {
     if (target < 0 || source < 0 || target == source) {
       check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, handle_->get()), "copying", device_);
     } else if (routes_->direct(source, target)) {
+      if (source != device_ && routes_->pushed(source, target)) {
+        return routes_->by_source(source, target).copy(*this, begun(), to, from, bytes);
+      }
       // This call works for all memory. Some that PyTorch allocates is not mapped on the peer; the driver copies that.
       check(cudaMemcpyPeerAsync(to, target, from, source, bytes, handle_->get()), "copying", device_);
     } else {
-      if (begun_ == nullptr) begun_ = std::make_unique<CudaEvent>(device_, false);
-      routes_->through_host(source, target).copy(*this, *begun_, to, from, bytes);
+      const HostPath::Receiver receiver = receiver_at(to, target);
+      routes_->through_host(source, target).copy({&receiver, 1}, from, bytes);
     }
   }
+
+  /// A copy through the host to this memory, in the order of this stream.
+  [[nodiscard]] HostPath::Receiver receiver_at(void* to, int target) { return {target, this, &begun(), to}; }
 
   void reduce(const DeviceReduction& reduction) override;
   void convert(void* to, DType to_type, const void* from, DType from_type, std::size_t count) override;
 
  private:
   void launch(std::size_t kernel, std::size_t packs, void* arguments, const char* what);
+  [[nodiscard]] Event& begun() {
+    if (begun_ == nullptr) begun_ = std::make_unique<CudaEvent>(device_, false);
+    return *begun_;
+  }
 
   int device_;
   std::shared_ptr<StreamHandle> handle_;
   std::shared_ptr<Routes> routes_;
   std::shared_ptr<const Kernels> kernels_;
-  std::unique_ptr<CudaEvent> begun_;  // of a copy through the host
+  std::unique_ptr<CudaEvent> begun_;  // of a copy on other streams
 };
 
 void CudaStream::reduce(const DeviceReduction& reduction) {
@@ -337,6 +326,23 @@ class CudaDevice final : public AsyncDevice {
     return std::make_unique<DeviceBuffer>(ordinal_, pool_, static_cast<CudaStream&>(stream).handle(), bytes);
   }
   [[nodiscard]] MemoryPlace place() const noexcept override { return MemoryPlace{ordinal_}; }
+  void copy_to_all(std::span<const Receiver> receivers, const void* from, std::size_t bytes) override {
+    if (bytes == 0 || receivers.empty()) return;
+    const MemoryPlace here = receivers.front().stream->place_of(from);
+    std::vector<HostPath::Receiver> through_host;
+    for (const Receiver& one : receivers) {
+      const MemoryPlace there = one.stream->place_of(one.to);
+      const int target = static_cast<int>(there);
+      if (here != place() || target < 0 || routes_->direct(ordinal_, target)) {
+        one.stream->copy(one.to, there, from, here, bytes);
+      } else {
+        through_host.push_back(static_cast<CudaStream*>(one.stream)->receiver_at(one.to, target));
+      }
+    }
+    if (through_host.empty()) return;
+    const int target = through_host.size() == 1 ? through_host.front().target : HostPath::kAll;
+    routes_->through_host(ordinal_, target).copy(through_host, from, bytes);
+  }
   std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) override {
     return std::make_unique<PinnedBuffer>(ordinal_, bytes);
   }
@@ -344,6 +350,9 @@ class CudaDevice final : public AsyncDevice {
   [[nodiscard]] std::size_t peak_bytes() const override { return pool_->peak_bytes(); }
   [[nodiscard]] bool accesses(const AsyncDevice& other) const override {
     return routes_->direct(ordinal_, static_cast<const CudaDevice&>(other).ordinal_);
+  }
+  bool push_to(const AsyncDevice& other, bool on) override {
+    return routes_->push(ordinal_, static_cast<const CudaDevice&>(other).ordinal_, on);
   }
   [[nodiscard]] LinkKind link_to(const AsyncDevice& other) const override {
     const int peer = static_cast<const CudaDevice&>(other).ordinal_;

@@ -97,6 +97,18 @@ bool PeerAccess::between(int one, int other) const {
   return pairs_.contains(std::minmax(one, other));
 }
 
+bool PeerAccess::pushed(int source, int target) const {
+  const std::lock_guard lock(mutex_);
+  return pushed_.contains({source, target});
+}
+
+bool PeerAccess::push(int source, int target, bool on) {
+  const std::lock_guard lock(mutex_);
+  const bool was = pushed_.erase({source, target}) > 0;
+  if (on) pushed_.emplace(source, target);
+  return was;
+}
+
 bool PeerAccess::wrong_between(int one, int other) const {
   const std::lock_guard lock(mutex_);
   return wrong_.contains(std::minmax(one, other));

@@ -25,6 +25,10 @@ class PeerAccess {
   [[nodiscard]] bool between(int one, int other) const;
   /// Whether CUDA grants the two GPUs access to each other, and what they copied arrived wrong.
   [[nodiscard]] bool wrong_between(int one, int other) const;
+  /// Whether the source's streams make the copies from its memory to the target's (AsyncDevice::push_to).
+  [[nodiscard]] bool pushed(int source, int target) const;
+  /// Sets that, and returns what it was.
+  bool push(int source, int target, bool on);
 
  private:
   using Pair = std::pair<int, int>;  // the smaller number first
@@ -35,8 +39,9 @@ class PeerAccess {
   mutable std::mutex mutex_;
   std::map<int, std::weak_ptr<Pool>> open_;  // a GPU whose pool is gone is closed
   std::set<Pair> pairs_;
-  std::set<Pair> checked_;  // what they copied arrived
-  std::set<Pair> wrong_;    // it did not
+  std::set<Pair> checked_;                // what they copied arrived
+  std::set<Pair> wrong_;                  // it did not
+  std::set<std::pair<int, int>> pushed_;  // source and target
 };
 
 }  // namespace paceline::cuda

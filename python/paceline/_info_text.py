@@ -131,7 +131,8 @@ def link_rows(links: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     if not links:
         return []
     names = list(dict.fromkeys(link["from"] for link in links))
-    speeds = {(link["from"], link["to"]): link["bytes_per_second"] / 1e9 for link in links}
+    of_way = {True: "push_bytes_per_second", False: "bytes_per_second"}
+    speeds = {(link["from"], link["to"]): link[of_way[link["pushed"]]] / 1e9 for link in links}
     width = max(map(len, names)) + 2
 
     def cell(source: str, target: str) -> str:
@@ -147,13 +148,10 @@ def link_rows(links: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         if names.index(link["from"]) < names.index(link["to"]):
             pairs.setdefault(link["kind"], []).append(f"{link['from']} and {link['to']}")
     table += [(kind, "all pairs" if len(pairs) == 1 else ", ".join(of_kind)) for kind, of_kind in pairs.items()]
-    # Paceline's copies are pulls. Where pushes are faster, that is worth knowing.
-    faster = [link for link in links if link["push_bytes_per_second"] > 1.2 * link["bytes_per_second"] > 0]
-    if faster:
-        pushes = ", ".join(
-            f"{link['from']} to {link['to']} {link['push_bytes_per_second'] / 1e9:.1f}" for link in faster
-        )
-        table.append(("if pushed", pushes))
+    pushed = [link for link in links if link["pushed"]]
+    if pushed:
+        pulls = ", ".join(f"{link['from']} to {link['to']} {link['bytes_per_second'] / 1e9:.1f}" for link in pushed)
+        table.append(("pushed, if pulled", pulls))
     return table
 
 

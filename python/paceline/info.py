@@ -42,8 +42,8 @@ def collect(*, links: bool = False) -> dict[str, Any]:
     -------
     dict
         ``version``, ``devices``, ``memory_spaces``, ``gpus`` (facts about each GPU and its present ``health``), ``gpu_links`` (for each two
-        GPUs, both ways: ``from``, ``to``, ``kind``, ``bytes_per_second``, and ``push_bytes_per_second`` if the source
-        copies, 0 if unknown; empty unless asked for), ``gpu_libraries``, ``cpu``, ``backends``, ``libraries``, ``missing``, ``build``, ``python``, ``platform``.
+        GPUs, both ways: ``from``, ``to``, ``kind``, ``bytes_per_second``, ``push_bytes_per_second`` if the source
+        copies, 0 if unknown, and ``pushed``, whether it does; empty unless asked for), ``gpu_libraries``, ``cpu``, ``backends``, ``libraries``, ``missing``, ``build``, ``python``, ``platform``.
     """
     build = build_facts()
     host = host_facts()

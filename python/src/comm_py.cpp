@@ -146,6 +146,7 @@ py::list list_of(const paceline::GpuLinks& links) {
     entry["kind"] = name_of(link.kind);
     entry["bytes_per_second"] = link.bytes_per_second;
     entry["push_bytes_per_second"] = link.push_bytes_per_second;
+    entry["pushed"] = link.pushed;
     list.append(entry);
   }
   return list;
@@ -178,7 +179,8 @@ void bind_comm(py::module_& module) {
       },
       py::arg("group"),
       "The links between the GPUs of a group, measured once in a process, within a second: ``from``, ``to``, ``kind``, "
-      "``bytes_per_second``, and ``push_bytes_per_second`` if the source copies (0: unknown).");
+      "``bytes_per_second``, ``push_bytes_per_second`` if the source copies (0: unknown), and ``pushed``, whether it "
+      "does so from now on.");
   module.def("reduce_isa", &reduce_isa, "The instruction set that the reduction kernels use on this processor.");
 }
 

@@ -96,8 +96,7 @@ void bind_queues(py::module_& module) {
                              "How data gets from one GPU to another, with the reason; empty with one GPU.")
       .def_property_readonly(
           "links", [](const TrainerQueues& queues) { return list_of(queues.links()); },
-          "The links between GPUs: ``from``, ``to``, ``kind``, ``bytes_per_second`` (0: unknown). Empty if not "
-          "measured.")
+          "The links between GPUs, as `measure_links` returns them. Empty if not measured.")
       .def_property_readonly("home_space", &TrainerQueues::home_space)
       .def_property_readonly("spaces", of_each_device(&TrainerQueues::space_of),
                              "Per device, the number of its memory space.")

@@ -9,13 +9,16 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
 #include <paceline/error.hpp>
 #include <paceline/runtime/blocking.hpp>
 #include <paceline/runtime/device_group.hpp>
+#include <paceline/runtime/host_topology.hpp>
 
 #include "bindings.hpp"
 
@@ -76,7 +79,15 @@ void leave(DeviceGroup& group, const py::object& kind, const py::args&) {
   }
 }
 
-DeviceGroup make_group(const std::variant<std::string, std::vector<std::variant<std::string, Device>>>& devices) {
+/// Whether threads of this interpreter take turns. An extension that does not support free threading brings the lock
+/// back, so the build alone does not say.
+bool has_gil() {
+  const py::module_ sys = py::module_::import("sys");
+  return !py::hasattr(sys, "_is_gil_enabled") || sys.attr("_is_gil_enabled")().cast<bool>();
+}
+
+DeviceGroup make_group(const std::variant<std::string, std::vector<std::variant<std::string, Device>>>& devices,
+                       std::optional<bool> one_socket) {
   if (const auto* name = std::get_if<std::string>(&devices)) {
     if (*name == "auto")
       return DeviceGroup::all(DeviceKind::host);  // the Python side computes on host devices by default
@@ -87,6 +98,7 @@ DeviceGroup make_group(const std::variant<std::string, std::vector<std::variant<
     found.push_back(std::holds_alternative<Device>(entry) ? std::get<Device>(entry)
                                                           : find_device(std::get<std::string>(entry)));
   }
+  if (one_socket.value_or(has_gil())) found = on_one_socket(std::move(found), read_host_topology());
   return DeviceGroup(std::move(found));
 }
 
@@ -133,12 +145,16 @@ Parameters
 ----------
 devices
     ``"auto"`` (all host devices), one name such as ``"host:0"``, or a list of names and `Device` objects. `paceline.devices()` lists them.
+one_socket
+    Where the workers of GPUs run if the GPUs lie on several processor sockets. True: all on the cores of one socket, that of most of the
+    GPUs, and of the first one among equals. Threads that take Python's lock in turn then do so within one socket. False: each on the cores
+    next to its GPU. None (default): True if the interpreter has a global lock. A GPU's worker that another group has started stays where it is.
 
 Raises
 ------
 InvalidArgument
     If a device does not exist or is named twice, or if the list is empty.)")
-      .def(py::init(&make_group), py::arg("devices") = "auto")
+      .def(py::init(&make_group), py::arg("devices") = "auto", py::kw_only(), py::arg("one_socket") = py::none())
       .def_property_readonly("devices", &DeviceGroup::devices, "The devices, in order.")
       .def_property_readonly("closed", &DeviceGroup::closed, "True once the group has left its workers.")
       .def_property_readonly("busy", &DeviceGroup::busy,

@@ -13,6 +13,8 @@
 #include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/backend.hpp>
 #include <paceline/runtime/device.hpp>
+#include <paceline/runtime/device_group.hpp>
+#include <paceline/runtime/host_topology.hpp>
 #include <paceline/runtime/partition.hpp>
 
 #include "../cpp/comm/reference.hpp"
@@ -263,6 +265,21 @@ TEST(CudaDevice, ReducesWithAsManyBlocksAsRunAtOnce) {
   reduce(*CudaBackend().open(parts[0]), 1 << 20);
   release_partitions("cuda:0");
   EXPECT_EQ(grids, (std::vector<unsigned int>{64, 5, 32}));
+}
+
+TEST(CudaDevice, HasOneWorkerWhateverCoresItsGroupsWant) {
+  boot_machine();
+  Device device = find_device("cuda:0");
+  const auto worker_of = [](DeviceGroup& group) {
+    return group.async([](const Device&) { return std::this_thread::get_id(); }).get();
+  };
+  DeviceGroup first({device});
+  device.cores = {affinity_mask().front()};
+  DeviceGroup second({device});
+  EXPECT_EQ(worker_of(first), worker_of(second)) << "steps of both would not take turns";
+  device.name = "cuda:0/1";
+  DeviceGroup part({device});
+  EXPECT_NE(worker_of(first), worker_of(part));
 }
 
 TEST(CudaDevice, ConvertsBetweenFloat32AndHalfTypes) {

@@ -79,6 +79,93 @@ TEST(GpuLinks, AreAlsoMeasuredWithTheSourceCopying) {
   EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
 }
 
+/// The speed at which a stream of the target copies 32 MiB to it, when all streams that it needs have the same time.
+double speed_of_a_copy(AsyncDevice& source, AsyncDevice& target) {
+  constexpr std::size_t kBytes = std::size_t{32} << 20;
+  const auto writer = source.make_stream(), stream = target.make_stream();
+  const auto written = source.make_event(false), start = target.make_event(true), end = target.make_event(true);
+  const auto from = source.allocate(kBytes, *writer), to = target.allocate(kBytes, *stream);
+  writer->zero(from->data(), kBytes);
+  writer->record(*written);
+  stream->wait(*written);
+  stream->copy(to->data(), from->data(), kBytes);
+  stream->record(*start);
+  stream->copy(to->data(), from->data(), kBytes);
+  stream->record(*end);
+  writer->wait(*end);
+  wait_for(*end);
+  return static_cast<double>(kBytes) / end->seconds_since(*start);
+}
+
+TEST(Pushes, PayWhereTheyAreFasterByMoreThanATenth) {
+  EXPECT_TRUE(pushes_pay(10e9, 24e9));
+  EXPECT_FALSE(pushes_pay(10e9, 10.9e9)) << "may be noise";
+  EXPECT_FALSE(pushes_pay(24e9, 10e9));
+  EXPECT_FALSE(pushes_pay(10e9, 0.0)) << "unknown";
+  EXPECT_FALSE(pushes_pay(0.0, 10e9));
+}
+
+TEST(Pushes, AreMadeForThePairsWhereTheyWereFaster) {
+  boot_machine({.device_count = 3, .switch_size = 3});
+  set_links(3, 10e9, 10e9);
+  fake::set_push(0, 1, 24e9);
+  fake::set_push(0, 2, 20e9);
+  fake::set_push(1, 2, 10.5e9);
+  fake::set_push(2, 1, 5e9);
+  {
+    const internal::MemorySpaces memory(group_of({"cuda:0", "cuda:1", "cuda:2"}));
+    const std::vector<internal::Endpoint> gpus = memory.endpoints();
+    EXPECT_NEAR(speed_of_a_copy(*gpus[0].opened, *gpus[1].opened), 10e9, 1e8) << "nothing is measured yet";
+    const GpuLinks links = internal::measure_links(gpus, kBudget, kBudget);
+    for (const GpuLink& link : links.pairs) {
+      EXPECT_EQ(link.pushed, link.from == "cuda:0") << link.from << " to " << link.to;
+      EXPECT_NEAR(link.bytes_per_second, 10e9, 1e8);
+    }
+    EXPECT_NEAR(links.spread_bytes_per_second, 40e9, 4e8)
+        << "as they are copied from now on, and the slower one counts";
+    EXPECT_NEAR(links.exchange_bytes_per_second, 10e9, 1e8);
+    EXPECT_NEAR(links.pairs.front().used_bytes_per_second(), 24e9, 1e8);
+    EXPECT_NEAR(speed_of_a_copy(*gpus[0].opened, *gpus[1].opened), 24e9, 1e8);
+    EXPECT_NEAR(speed_of_a_copy(*gpus[1].opened, *gpus[2].opened), 10e9, 1e8);
+    EXPECT_NEAR(speed_of_a_copy(*gpus[2].opened, *gpus[1].opened), 10e9, 1e8);
+    // Measured again, where pushes no longer pay; the pulls are those without pushes.
+    for (const int to : {1, 2}) fake::set_push(0, to, 8e9);
+    const GpuLinks again = internal::measure_links(gpus, kBudget, kBudget);
+    EXPECT_NEAR(again.pairs.front().bytes_per_second, 10e9, 1e8);
+    EXPECT_FALSE(again.pairs.front().pushed);
+    EXPECT_NEAR(speed_of_a_copy(*gpus[0].opened, *gpus[1].opened), 10e9, 1e8);
+  }
+  EXPECT_EQ(fake::problems(), std::vector<std::string>{});
+  EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
+}
+
+TEST(Pushes, StayAsTheyWereWhereNothingCouldBeMeasured) {
+  boot_machine({.device_count = 2});
+  set_links(2, 10e9, 10e9);
+  fake::set_push(0, 1, 24e9);
+  const internal::MemorySpaces memory(group_of({"cuda:0", "cuda:1"}));
+  const std::vector<internal::Endpoint> gpus = memory.endpoints();
+  EXPECT_TRUE(internal::measure_links(gpus, kBudget, kBudget).pairs.front().pushed);
+  const GpuLinks unknown = internal::measure_links(gpus, std::chrono::nanoseconds(0), kBudget);
+  EXPECT_EQ(unknown.pairs.front().bytes_per_second, 0.0);
+  EXPECT_TRUE(unknown.pairs.front().pushed);
+  EXPECT_FALSE(unknown.pairs.back().pushed);
+  EXPECT_NEAR(speed_of_a_copy(*gpus[0].opened, *gpus[1].opened), 24e9, 1e8);
+}
+
+TEST(Pushes, ComeBackForGpusThatWereOpenedAgain) {
+  boot_machine({.device_count = 6, .switch_size = 6});
+  fake::set_link(4, 5, 10e9);
+  fake::set_link(5, 4, 10e9);
+  fake::set_push(4, 5, 24e9);
+  for (int round = 0; round < 2; ++round) {
+    const internal::MemorySpaces memory(group_of({"cuda:4", "cuda:5"}));
+    const std::vector<internal::Endpoint> gpus = memory.endpoints();
+    EXPECT_TRUE(internal::known_links(gpus, kBudget).pairs.front().pushed);
+    EXPECT_NEAR(speed_of_a_copy(*gpus[0].opened, *gpus[1].opened), 24e9, 1e8) << "round " << round;
+  }
+}
+
 TEST(GpuLinks, GoByPcieOrThroughTheHost) {
   boot_machine({.device_count = 3, .switch_size = 2});
   const GpuLinks links = measured({"cuda:0", "cuda:1", "cuda:2"});

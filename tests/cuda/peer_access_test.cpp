@@ -3,9 +3,7 @@
 // GPUs that access each other's memory, and GPUs that cannot.
 #include <gtest/gtest.h>
 
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -18,8 +16,6 @@
 #include "cuda_device.hpp"
 #include "fake_cuda.hpp"
 #include "helpers.hpp"
-#include "host_path.hpp"
-#include "orders.hpp"
 #include "twins.hpp"
 
 namespace paceline::cuda {
@@ -235,55 +231,6 @@ TEST(PeerAccess, WorksOnGpusWithoutPools) {
   }
   EXPECT_EQ(fake::problems(), std::vector<std::string>{});
   EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
-}
-
-/// Two streams of either GPU copy at once, in both directions, in pieces that fill the chunks several times.
-TEST(HostPath, CopiesInTheOrderOfTheStreamsAndHoldsNoThread) {
-  constexpr std::size_t chunk = 64;
-  constexpr std::size_t bytes = 5 * chunk + 12;
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
-    boot_machine({.seed = seed, .device_count = 2, .switch_size = kNoPeers});
-    {
-      const auto device = open_device(0);
-      const auto peer = open_device(1);
-      HostPath path(0, 1, chunk);
-      for (AsyncDevice* const caller : {device.get(), peer.get()}) {
-        const auto stream = caller->make_stream();
-        const auto begun = caller->make_event(false);
-        const auto ready = device->make_event(false);
-        const auto made = peer->make_event(false);
-        const auto done = caller->make_event(false);
-        const auto source_stream = device->make_stream();
-        const auto target_stream = peer->make_stream();
-        const auto from = device->allocate(bytes, *source_stream);
-        const auto to = peer->allocate(bytes, *target_stream);
-        const auto result = caller->allocate_pinned(bytes);
-        std::vector<unsigned char> values(bytes);
-        std::iota(values.begin(), values.end(), static_cast<unsigned char>(seed));
-        source_stream->copy(from->data(), values.data(), bytes);
-        source_stream->record(*ready);
-        target_stream->record(*made);
-        stream->wait(*ready);
-        stream->wait(*made);
-        path.copy(*stream, *begun, to->data(), from->data(), bytes);
-        path.copy(*stream, *begun, to->data(), from->data(), bytes - 1);
-        stream->record(*done);
-        source_stream->wait(*done);  // the memory's next use comes after the copies
-        target_stream->wait(*done);
-        source_stream->zero(from->data(), bytes);
-        target_stream->copy(result->data(), to->data(), bytes);
-        target_stream->record(*made);
-        source_stream->record(*ready);
-        wait_for(*made);
-        wait_for(*ready);
-        ASSERT_EQ(std::memcmp(result->data(), values.data(), bytes), 0) << "seed " << seed;
-      }
-      ASSERT_EQ(fake::synchronize_calls(), 0) << "seed " << seed;
-    }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::driver_staged_copies(), 0) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
 }
 
 TEST(HostPath, IsWhatStreamsUseWithoutPeerAccess) {

@@ -88,6 +88,74 @@ TEST(ParametersOfGpus, LeaveHomeOnceAndAreRelayed) {
   });
 }
 
+/// A parameter and a buffer. Neither goes to the host more than once, and no GPU waits for another one's upload.
+TEST(ParametersOfGpus, GoToTheHostOnceForAllGpusWithoutPeerAccess) {
+  constexpr std::size_t kCount = 90'001;
+  for_each_order(kOrders / 8, [&](std::uint64_t seed) {
+    boot_with_writes(seed, 4, 1);
+    const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "cuda:3", "host:0"});
+    DeviceQueues queues(group, {.collectives = {.transport = Transport::copies}});
+    EXPECT_TRUE(queues.transport().ends_with("through the host, parameters copied to the host once for all GPUs"));
+    std::vector<std::vector<std::unique_ptr<Buffer>>> memory(5);
+    std::vector<std::unique_ptr<Buffer>> seen;
+    std::vector<SpaceCopy> copies;
+    for (std::size_t k = 0; k < 2; ++k) {
+      for (std::size_t s = 0; s < 5; ++s) {
+        Stream* const stream = s == 0 ? &queues.home_stream() : queues.copy_stream(s);
+        memory[s].push_back(queues.allocate(s, kCount * sizeof(float), stream));
+        if (s == 0) continue;
+        seen.push_back(queues.maker(0).allocate_pinned(kCount * sizeof(float)));
+        copies.push_back({.space = s,
+                          .to = memory[s][k]->data(),
+                          .from = memory[0][k]->data(),
+                          .bytes = kCount * sizeof(float),
+                          .bucket = k,
+                          .relayed = k == 0});
+      }
+    }
+    for (std::uint32_t step = 0; step < 3; ++step) {
+      ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+      for (std::uint32_t k = 0; k < 2; ++k) {
+        launch(&write_kernel, queues.home_stream(), Write{static_cast<float*>(memory[0][k]->data()), kCount, step + k});
+      }
+      const std::vector<bool> takes_part{true, true, step != 1, true, true};
+      const fake::HostCopies before = fake::host_copies();
+      const std::shared_ptr<const StepTimes> times = queues.begin_step(copies, takes_part);
+      const int gpus = step == 1 ? 2 : 3;
+      // One more download of each goes to the host device's own memory.
+      EXPECT_EQ(fake::host_copies() - before, (fake::HostCopies{2 * 2, 2 * gpus})) << "step " << step;
+      for (const DeviceId d : std::span(group.ids()).subspan(1)) {
+        if (!takes_part[d.number()]) continue;
+        queues.enter(d);
+        for (std::size_t k = 0; k < 2; ++k) {
+          void* const to = seen[k * 4 + d.number() - 1]->data();
+          if (queues.stream(d) != nullptr) {
+            queues.stream(d)->copy(to, memory[d.number()][k]->data(), kCount * sizeof(float));
+          } else {
+            std::memcpy(to, memory[d.number()][k]->data(), kCount * sizeof(float));
+          }
+        }
+        queues.deliver(d, {});
+      }
+      queues.reduce();
+      queues.end_step();
+      times->wait();
+      for (std::uint32_t k = 0; k < 2; ++k) {
+        std::vector<float> wanted(kCount);
+        write({wanted.data(), kCount, step + k});
+        for (std::size_t d = 1; d < 5; ++d) {
+          if (!takes_part[d]) continue;
+          ASSERT_EQ(std::memcmp(wanted.data(), seen[k * 4 + d - 1]->data(), kCount * sizeof(float)), 0)
+              << "step " << step << ", device " << d << ", bucket " << k;
+        }
+      }
+    }
+    queues.drain();
+    seen.clear();
+    memory[4].clear();
+  });
+}
+
 /// A device writes to its buffers as soon as it has them. So nobody may pull them from it.
 TEST(BuffersOfGpus, AreNotRelayed) {
   constexpr std::size_t kCount = 90'000;  // large enough to be cut

@@ -45,6 +45,7 @@ SOURCES = {
     ROOMS / "comm" / "copy_link.cpp": OF_COLLECTIVES,
     ROOMS / "comm" / "memory_spaces.cpp": OF_COLLECTIVES,
     PROJECT / "cuda" / "host_path.cpp": ["cuda"],
+    PROJECT / "cuda" / "push_path.cpp": ["cuda"],
 }
 # A statement that waits: a stream for an event, the host for an event, the host for all of a stream; or that calls those.
 WAIT = re.compile(

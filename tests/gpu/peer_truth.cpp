@@ -171,7 +171,8 @@ class Truth {
     for (int round = 0; round < 2; ++round) {
       from.write(++salt_);
       to.stream->record(*to.begin);
-      path->copy(*to.stream, *begun, to.taken, from.given, bytes_);
+      const cuda::HostPath::Receiver receiver{to.index, to.stream.get(), begun.get(), to.taken};
+      path->copy({&receiver, 1}, from.given, bytes_);
       to.finish();
       seconds = to.end->seconds_since(*to.begin);
       right = right && to.has(from);

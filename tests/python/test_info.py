@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline import _info_search, info
+from paceline import _info_search, _info_text, info
 from paceline._core import runtime
 
 # --- devices -----------------------------------------------------------------------------------------------------
@@ -109,6 +109,20 @@ def test_why_there_is_no_gpu_is_said(
     if missing:
         assert (facts["gpus"], facts["gpu_libraries"]) == ([], {})
         assert "GPUs" not in info.render(facts).splitlines()
+
+
+def test_links_show_the_speed_of_the_way_that_is_used() -> None:
+    link = {"kind": "PCIe peer", "bytes_per_second": 10e9, "push_bytes_per_second": 24e9}
+    links = [
+        {**link, "from": "cuda:0", "to": "cuda:1", "pushed": True},
+        {**link, "from": "cuda:1", "to": "cuda:0", "pushed": False},
+    ]
+    rows = {label: line.split() for label, line in _info_text.link_rows(links)}
+    assert rows["from cuda:0"] == ["-", "24.0"]
+    assert rows["from cuda:1"] == ["10.0", "-"]
+    assert rows["pushed, if pulled"] == ["cuda:0", "to", "cuda:1", "10.0"]
+    links[0]["pushed"] = False
+    assert "pushed, if pulled" not in dict(_info_text.link_rows(links))
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, health: dict[str, Any]) -> None:

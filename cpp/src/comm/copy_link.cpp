@@ -97,9 +97,11 @@ class CopyLink final : public Link {
   }
 
   void copy_from_root(const Piece& piece, std::size_t bytes) {
+    std::vector<Receiver> receivers;
     for (std::size_t r = 0; r < nodes_.size(); ++r) {
-      if (r != piece.root) nodes_[r].stream->copy(piece.at[r], piece.at[piece.root], bytes);
+      if (r != piece.root) receivers.push_back({nodes_[r].stream.get(), piece.at[r]});
     }
+    nodes_[piece.root].opened->copy_to_all(receivers, piece.at[piece.root], bytes);
   }
 
   std::vector<Node> nodes_;

@@ -22,6 +22,12 @@ bool relays_pay(std::size_t others, double spread_bytes_per_second, double excha
   return relayed < 0.95 * direct;  // what gains less than that is noise, and relays wait more often
 }
 
+// A tenth is more than what differs between two measurements, and than what the waits of a push cost on copies of some
+// MiB.
+bool pushes_pay(double pull_bytes_per_second, double push_bytes_per_second) noexcept {
+  return pull_bytes_per_second > 0.0 && push_bytes_per_second > 1.1 * pull_bytes_per_second;
+}
+
 GpuLinks measure_links(const DeviceGroup& group) {
   const internal::MemorySpaces memory(group);
   return internal::known_links(memory.endpoints());
@@ -135,6 +141,57 @@ void release_memory(std::span<const Endpoint> endpoints, std::chrono::nanosecond
   }
 }
 
+/// Everyone from the first GPU at once, and a ring of the others, where there are others.
+void measure_all_at_once(Meter& meter, std::size_t gpus, GpuLinks& links) {
+  const std::size_t others = gpus - 1;
+  if (others < 2) return;
+  std::vector<Pull> spread, exchange;
+  for (std::size_t k = 0; k < others; ++k) {
+    spread.push_back({0, k + 1});
+    exchange.push_back({k + 1, (k + 1) % others + 1});
+  }
+  const double from_first = static_cast<double>(others) * meter.slowest(spread);
+  links.exchange_bytes_per_second = meter.slowest(exchange);
+  links.spread_bytes_per_second = from_first;
+}
+
+/// Who makes the copies of each ordered pair in this process. While this object lives, the stream that is asked to: so
+/// pulls can be measured. Then whoever was measured to be faster; where that is unknown, who did it before.
+class Pushers {
+ public:
+  Pushers(std::span<const Endpoint> endpoints, std::span<const Pull> pulls) : endpoints_(endpoints), pulls_(pulls) {
+    for (const Pull& pull : pulls_) before_.push_back(set(pull, false));
+  }
+  ~Pushers() {
+    for (std::size_t k = 0; !chosen_ && k < pulls_.size(); ++k) set(pulls_[k], before_[k]);
+  }
+  Pushers(const Pushers&) = delete;
+  Pushers& operator=(const Pushers&) = delete;
+
+  /// Says in the links what was chosen. True if anything is pushed.
+  bool choose(GpuLinks& links) {
+    chosen_ = true;
+    for (std::size_t k = 0; k < pulls_.size(); ++k) {
+      GpuLink& link = links.pairs[k];
+      link.pushed = link.push_bytes_per_second > 0.0
+                        ? pushes_pay(link.bytes_per_second, link.push_bytes_per_second)
+                        : before_[k] && link.kind != LinkKind::through_host && link.kind != LinkKind::wrong_peer;
+      set(pulls_[k], link.pushed);
+    }
+    return std::ranges::any_of(links.pairs, &GpuLink::pushed);
+  }
+
+ private:
+  bool set(const Pull& pull, bool on) const {
+    return endpoints_[pull.from].opened->push_to(*endpoints_[pull.to].opened, on);
+  }
+
+  std::span<const Endpoint> endpoints_;
+  std::span<const Pull> pulls_;
+  std::vector<bool> before_;
+  bool chosen_ = false;  // otherwise an exception goes through here
+};
+
 bool is_complete(const GpuLinks& links) {
   const bool has_all =
       std::ranges::all_of(links.pairs, [](const GpuLink& link) { return link.bytes_per_second > 0.0; });
@@ -151,25 +208,19 @@ GpuLinks measure_links(std::span<const Endpoint> endpoints, std::chrono::nanosec
     links.pairs.push_back({endpoints[from].device.name, endpoints[to].device.name, kind_of(endpoints, {from, to})});
   }
   if (pulls.empty()) return links;
+  Pushers pushers(endpoints, pulls);
   try {
     Meter meter(endpoints, budget);
-    // First what decides: everyone from the first GPU, and a ring of the others.
-    if (const std::size_t others = endpoints.size() - 1; others > 1) {
-      std::vector<Pull> spread, exchange;
-      for (std::size_t k = 0; k < others; ++k) {
-        spread.push_back({0, k + 1});
-        exchange.push_back({k + 1, (k + 1) % others + 1});
-      }
-      links.spread_bytes_per_second = static_cast<double>(others) * meter.slowest(spread);
-      links.exchange_bytes_per_second = meter.slowest(exchange);
-    }
+    measure_all_at_once(meter, endpoints.size(), links);  // first what decides
     for (std::size_t k = 0; k < pulls.size(); ++k) links.pairs[k].bytes_per_second = meter.slowest({&pulls[k], 1});
     for (std::size_t k = 0; k < pulls.size(); ++k) {
       const LinkKind kind = links.pairs[k].kind;
       if (kind != LinkKind::nvlink && kind != LinkKind::pcie_peer) continue;  // through the host it is the same
       links.pairs[k].push_bytes_per_second = meter.slowest({&pulls[k], 1}, true);
     }
+    if (pushers.choose(links)) measure_all_at_once(meter, endpoints.size(), links);
   } catch (const Error&) {  // no memory, no time, or a lost GPU, which says so in its own calls
+    static_cast<void>(pushers.choose(links));
   }
   release_memory(endpoints, patience);
   return links;
@@ -185,6 +236,7 @@ GpuLinks known_links(std::span<const Endpoint> endpoints, std::chrono::nanosecon
     // GPUs that were opened again were also checked again.
     const std::vector<Pull> pulls = all_pulls(endpoints.size());
     for (std::size_t k = 0; k < pulls.size(); ++k) found->second.pairs[k].kind = kind_of(endpoints, pulls[k]);
+    static_cast<void>(Pushers(endpoints, pulls).choose(found->second));  // these forget, too
     return found->second;
   }
   GpuLinks links = measure_links(endpoints, budget);

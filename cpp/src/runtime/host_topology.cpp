@@ -7,6 +7,7 @@
 #include <system_error>
 #include <thread>
 #include <tuple>
+#include <utility>
 
 #if defined(__linux__)
 #include <sched.h>
@@ -109,6 +110,9 @@ std::vector<HostCore> read_cores(const fs::path& root, std::vector<int> affinity
       core.physical_core = siblings->front();
     }
     core.sibling_rank = used_siblings[core.physical_core]++;
+    const auto package = read_text_file(root / "sys/devices/system/cpu" / ("cpu" + std::to_string(index)) /
+                                        "topology/physical_package_id");
+    if (package) core.socket = parse_integer<int>(trim(*package)).value_or(-1);
     cores.push_back(core);
   }
   return cores;
@@ -185,6 +189,37 @@ HostTopology read_host_topology(const fs::path& root, std::vector<int> affinity)
 }
 
 HostTopology read_host_topology() { return read_host_topology("/", affinity_mask()); }
+
+std::vector<Device> on_one_socket(std::vector<Device> devices, const HostTopology& topology) {
+  const auto is_gpu = [](const Device& device) { return device.kind == DeviceKind::cuda; };
+  std::map<int, int> socket_of_node;
+  std::map<int, std::vector<int>> cores_of_socket;
+  for (const HostCore& core : topology.cores) {
+    const int socket = core.socket >= 0 ? core.socket : core.numa_node;
+    if (socket < 0) continue;
+    if (core.numa_node >= 0) socket_of_node.emplace(core.numa_node, socket);
+    cores_of_socket[socket].push_back(core.index);
+  }
+  std::vector<std::pair<int, std::size_t>> found;  // sockets and their GPUs, in the order of the devices
+  for (const Device& device : devices) {
+    const auto socket = socket_of_node.find(device.numa_node);
+    if (!is_gpu(device) || socket == socket_of_node.end()) continue;
+    const auto known = std::ranges::find(found, socket->second, &std::pair<int, std::size_t>::first);
+    if (known == found.end()) {
+      found.emplace_back(socket->second, 1);
+    } else {
+      ++known->second;
+    }
+  }
+  if (found.size() < 2) return devices;
+  const auto most = std::ranges::max_element(found, {}, &std::pair<int, std::size_t>::second);  // the first of equals
+  const std::vector<int>& cores = cores_of_socket[most->first];
+  if (cores.size() < static_cast<std::size_t>(std::ranges::count_if(devices, is_gpu))) return devices;
+  for (Device& device : devices) {
+    if (is_gpu(device)) device.cores = cores;
+  }
+  return devices;
+}
 
 Device host_device(const HostTopology& topology, std::int32_t index) {
   Device device;

@@ -8,6 +8,7 @@
 #include <list>
 #include <new>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include <paceline/runtime/blocking.hpp>
@@ -26,6 +27,16 @@ std::shared_ptr<Worker> started(const Device& device) {
 bool share_a_core(const Device& one, const Device& other) {
   return one.cores.empty() || other.cores.empty() ||
          std::ranges::find_first_of(one.cores, other.cores) != one.cores.end();
+}
+
+/// A GPU has one worker in the process, whatever cores groups want for it: those that the first group gives it. Host
+/// devices are their cores.
+bool have_one_worker(const Device& one, const Device& other) {
+  const auto identity = [](const Device& device) {
+    return std::tie(device.kind, device.index, device.part, device.name, device.memory_space, device.device_class,
+                    device.numa_node, device.sm_count, device.fraction);
+  };
+  return identity(one) == identity(other) && (one.kind != DeviceKind::host || one.cores == other.cores);
 }
 
 }  // namespace
@@ -129,7 +140,8 @@ void WorkerRegistry::await_left_behind(std::chrono::nanoseconds timeout) noexcep
 }
 
 std::vector<WorkerRegistry::Entry>::iterator WorkerRegistry::entry_of(const Device& device) noexcept {
-  return std::ranges::find_if(entries_, [&](const Entry& one) { return one.worker->device() == device; });
+  return std::ranges::find_if(entries_,
+                              [&](const Entry& one) { return have_one_worker(one.worker->device(), device); });
 }
 
 /// A worker spins only if it takes no core from another one.

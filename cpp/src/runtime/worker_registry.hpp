@@ -13,8 +13,9 @@
 
 namespace paceline::internal {
 
-/// The workers of this process: one for each device, of the same cores, however many groups use it. The last group that
-/// leaves a worker ends it. A worker that does not come back is left behind, and another one takes its place.
+/// The workers of this process: one for each GPU, and one for each host device of the same cores, however many groups
+/// use it. The last group that leaves a worker ends it. A worker that does not come back is left behind, and another
+/// one takes its place.
 ///
 /// Its lock also orders all gangs. Who opens one holds it, so that any two gangs come in the same order to all workers
 /// that they share. Otherwise each could hold a worker that the other one waits for.

@@ -33,7 +33,7 @@ class Communicator:
 
 def measure_links(group: paceline._core.runtime.DeviceGroup) -> list[typing.Any]:
     """
-    The links between the GPUs of a group, measured once in a process, within a second: ``from``, ``to``, ``kind``, ``bytes_per_second``, and ``push_bytes_per_second`` if the source copies (0: unknown).
+    The links between the GPUs of a group, measured once in a process, within a second: ``from``, ``to``, ``kind``, ``bytes_per_second``, ``push_bytes_per_second`` if the source copies (0: unknown), and ``pushed``, whether it does so from now on.
     """
 
 def nccl_info() -> dict[str, str]:

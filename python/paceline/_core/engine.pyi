@@ -195,7 +195,7 @@ class DeviceQueues:
     @property
     def links(self) -> list[typing.Any]:
         """
-        The links between GPUs: ``from``, ``to``, ``kind``, ``bytes_per_second`` (0: unknown). Empty if not measured.
+        The links between GPUs, as `measure_links` returns them. Empty if not measured.
         """
     @property
     def pool_peaks(self) -> list[int | None]:

@@ -92,6 +92,10 @@ class DeviceGroup:
     ----------
     devices
         ``"auto"`` (all host devices), one name such as ``"host:0"``, or a list of names and `Device` objects. `paceline.devices()` lists them.
+    one_socket
+        Where the workers of GPUs run if the GPUs lie on several processor sockets. True: all on the cores of one socket, that of most of the
+        GPUs, and of the first one among equals. Threads that take Python's lock in turn then do so within one socket. False: each on the cores
+        next to its GPU. None (default): True if the interpreter has a global lock. A GPU's worker that another group has started stays where it is.
 
     Raises
     ------
@@ -100,7 +104,9 @@ class DeviceGroup:
     """
     def __enter__(self) -> typing.Any: ...
     def __exit__(self, arg0: typing.Any, *args: object) -> None: ...
-    def __init__(self, devices: str | collections.abc.Sequence[str | Device] = "auto") -> None: ...
+    def __init__(
+        self, devices: str | collections.abc.Sequence[str | Device] = "auto", *, one_socket: bool | None = None
+    ) -> None: ...
     def __len__(self) -> int: ...
     def __repr__(self) -> str: ...
     def close(self, timeout: typing.SupportsFloat | typing.SupportsIndex = 10.0) -> None:

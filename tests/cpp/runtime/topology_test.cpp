@@ -205,6 +205,17 @@ TEST(HostTopology, ReadsNumaNodesAndSiblings) {
   EXPECT_EQ(topology.cores[3], (HostCore{.index = 9, .numa_node = -1, .physical_core = 9, .sibling_rank = 0}));
 }
 
+TEST(HostTopology, ReadsSockets) {
+  FakeTopology system;
+  system.file("sys/devices/system/cpu/cpu0/topology/physical_package_id", "0\n");
+  system.file("sys/devices/system/cpu/cpu2/topology/physical_package_id", "1\n");
+  system.file("sys/devices/system/cpu/cpu3/topology/physical_package_id", "-1\n");
+  system.file("sys/devices/system/cpu/cpu4/topology/physical_package_id", "nonsense\n");
+  std::vector<int> sockets;
+  for (const HostCore& core : system.topology({0, 1, 2, 3, 4}).cores) sockets.push_back(core.socket);
+  EXPECT_EQ(sockets, (std::vector<int>{0, -1, 1, -1, -1}));
+}
+
 TEST(HostDevice, TakesFirstHyperthreadsFirstWhenThereIsACoreForEach) {
   FakeTopology system;  // hyperthreads are neighbours, as on many virtual machines
   for (int core = 0; core < 4; ++core) {

@@ -115,6 +115,11 @@ std::size_t bytes_between_gpus() {
   return machine().bytes_between_gpus;
 }
 
+HostCopies host_copies() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().host_copies;
+}
+
 void map_own(const void* data) {
   const std::lock_guard lock(machine().mutex);
   machine().find(data)->mapped = true;

@@ -115,6 +115,17 @@ void set_link(int source, int target, double bytes_per_second);
 void set_push(int source, int target, double bytes_per_second);
 /// The bytes that copies have moved from one GPU's memory to another's.
 [[nodiscard]] std::size_t bytes_between_gpus();
+
+/// The number of copies between GPUs and pinned memory that were enqueued since the boot.
+struct HostCopies {
+  int downloads = 0;  ///< from a GPU
+  int uploads = 0;
+  friend bool operator==(const HostCopies&, const HostCopies&) = default;
+  friend HostCopies operator-(const HostCopies& end, const HostCopies& begin) {
+    return {end.downloads - begin.downloads, end.uploads - begin.uploads};
+  }
+};
+[[nodiscard]] HostCopies host_copies();
 /// Stops the stream until it is resumed.
 void hang(cudaStream_t stream);
 void go_on(cudaStream_t stream);

@@ -72,6 +72,7 @@ void Machine::boot(const Settings& settings) {
   refused_by_pools.clear();
   memory_of.clear();
   bytes_between_gpus = 0;
+  host_copies = {};
   synchronize_calls = 0;
   made_events = 0;
   pointer_queries = 0;

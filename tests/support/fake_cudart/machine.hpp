@@ -185,6 +185,7 @@ class Machine {
   std::set<int> refused_by_pools;
   std::map<int, std::size_t> memory_of;  ///< of devices that differ from the settings
   std::size_t bytes_between_gpus = 0;
+  HostCopies host_copies;
 
  private:
   bool out_of_memory_is_due();

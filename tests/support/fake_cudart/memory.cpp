@@ -184,6 +184,12 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
   use_context(__func__);
   if (!on_a_device(to)) fake::misuse("an asynchronous copy into pageable memory, which holds the calling thread");
   if (on_a_device(from)) {
+    const fake::Allocation* const source = machine().find(from);
+    const fake::Allocation* const target = machine().find(to);
+    if (source != nullptr && target != nullptr) {
+      machine().host_copies.downloads += source->device >= 0 && target->device < 0;
+      machine().host_copies.uploads += source->device < 0 && target->device >= 0;
+    }
     return enqueue(stream, fake::kCopy, [=] {
       fake::reads(from, bytes);
       fake::writes(to, bytes);

@@ -43,7 +43,8 @@ struct DeviceQueueOptions {
   /// two GPUs nothing changes.
   std::optional<DType> reduce_dtype{};
   /// By copies: measure the links between GPUs (measure_links), and relay parameters only if relays_pay(). Otherwise
-  /// nothing is measured, and from three GPUs on parameters are relayed.
+  /// nothing is measured, and from three GPUs on parameters are relayed. They never are if no GPU has access to home's
+  /// memory.
   bool measure_links = false;
 };
 
@@ -80,7 +81,8 @@ class PACELINE_API StepTimes {
 ///      home stream, and for the copies to its memory space, whose stream waited for `ready`: for all of them at once,
 ///      or for each bucket when it is needed, so that the first layers compute while others' parameters are under way.
 ///      A host worker waits on its own thread.
-///      Several other GPUs form a chain: each pulls a bucket from the one before it (relayed_copies.hpp).
+///      Several other GPUs form a chain: each pulls a bucket from the one before it (relayed_copies.hpp). If none of
+///      them has access to home's memory, a bucket goes to the host once, and each uploads it from there.
 ///   2. A bucket is summed after every device has written it (bucket_sums.hpp).
 ///   3. The caller's work after the step runs after the last sum, and after all work of the devices: it is on the home
 ///      stream, which waits for what each device delivered.

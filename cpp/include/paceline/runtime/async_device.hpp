@@ -84,6 +84,12 @@ class PACELINE_API Stream {
   virtual void convert(void* to, DType to_type, const void* from, DType from_type, std::size_t count) = 0;
 };
 
+/// Memory that gets a copy, and the stream in whose order it gets it.
+struct Receiver {
+  Stream* stream = nullptr;
+  void* to = nullptr;
+};
+
 /// How copies between the memories of two GPUs go.
 enum class LinkKind : std::uint8_t {
   nvlink,
@@ -111,6 +117,10 @@ class PACELINE_API AsyncDevice {
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate(std::size_t bytes, Stream& stream) = 0;
   /// Where allocate()'s memory lies.
   [[nodiscard]] virtual MemoryPlace place() const noexcept = 0;
+  /// Copies the same memory of this device to several other memory spaces, each of which is named once. GPUs that do
+  /// not access this device's memory upload it from one copy in pinned host memory, so it leaves this device once.
+  /// Requires: what writes to `from` again comes after the work of all receivers' streams.
+  virtual void copy_to_all(std::span<const Receiver> receivers, const void* from, std::size_t bytes) = 0;
   /// Host memory that every device can copy from and to.
   [[nodiscard]] virtual std::unique_ptr<Buffer> allocate_pinned(std::size_t bytes) = 0;
   /// Gives memory back that allocate() has given out and nothing uses any more. Memory whose work is pending stays.
@@ -121,6 +131,11 @@ class PACELINE_API AsyncDevice {
   /// Whether this device and another one of its backend access each other's memory. If they do not, Stream::copy() goes
   /// through pinned host memory.
   [[nodiscard]] virtual bool accesses(const AsyncDevice& other) const = 0;
+  /// Who makes the copies from this GPU's memory to another one's, where they access each other's memory: normally the
+  /// device of the stream that is asked to copy, which mostly is the target; with `on` a stream of this GPU, which the
+  /// other stream waits for. For all copies in the process from now on, as long as it has a GPU open. Any thread.
+  /// @return what it was before
+  virtual bool push_to(const AsyncDevice& other, bool on) = 0;
   /// How copies between this GPU's memory and another one's go. Where they access each other's memory: NVLink if CUDA
   /// says that the link has native atomics, which PCIe lacks.
   [[nodiscard]] virtual LinkKind link_to(const AsyncDevice& other) const = 0;

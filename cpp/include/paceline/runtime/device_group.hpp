@@ -35,11 +35,12 @@ struct OpenOptions {
 
 /// An ordered set of devices, and a seat at the worker thread of each.
 ///
-/// There is one worker for each device, of the same cores, in the process. Groups with a device in common share its
-/// worker, and the last group that leaves it ends it. A DeviceGroup is a handle: copies are the same group, which ends
-/// with the last copy. Each worker is pinned to its device's cores. A worker without work spins for a moment and then
-/// sleeps. Threads: any thread may submit. After fork() the child has no workers. There every call throws Unavailable,
-/// and destruction only drops the state.
+/// There is one worker for each GPU, and for each host device of the same cores, in the process. Groups with a device
+/// in common share its worker, and the last group that leaves it ends it. A DeviceGroup is a handle: copies are the
+/// same group, which ends with the last copy. Each worker is pinned to its device's cores, a GPU's to those that the
+/// group gave which started it. A worker without work spins for a moment and then sleeps. Threads: any thread may
+/// submit. After fork() the child has no workers. There every call throws Unavailable, and destruction only drops the
+/// state.
 ///
 ///   paceline::DeviceGroup group = paceline::DeviceGroup::all();
 ///   group.run(task);                                        // task: std::shared_ptr<GroupTask>

@@ -34,6 +34,7 @@ struct HostCore {
   int numa_node = -1;     ///< -1 if the system does not tell
   int physical_core = 0;  ///< the lowest index among the hyperthreads of its physical core
   int sibling_rank = 0;   ///< 0 for the first usable hyperthread of its physical core, 1 for the second
+  int socket = -1;        ///< the processor package; -1 if the system does not tell
   friend bool operator==(const HostCore&, const HostCore&) = default;
 };
 
@@ -63,6 +64,13 @@ struct HostTopology {
 
 /// "0-3,8" -> 0 1 2 3 8, ascending and unique. Nothing if any part is malformed.
 [[nodiscard]] PACELINE_API std::optional<std::vector<int>> parse_cpu_list(std::string_view text);
+
+/// The same devices, with cores for GPUs' workers that hold one lock in turn, as Python's. If the GPUs lie on several
+/// sockets, each gets all usable cores of one socket: that of most GPUs, and of the first GPU among equals. Otherwise
+/// the lock would travel between sockets with each launch. A NUMA node stands for its socket if the system does not
+/// tell sockets. Nothing changes if the GPUs lie on one socket or if that is unknown, or if the socket has fewer usable
+/// cores than there are GPUs. Host devices keep their cores.
+[[nodiscard]] PACELINE_API std::vector<Device> on_one_socket(std::vector<Device> devices, const HostTopology& topology);
 
 /// The device host:`index`. From `device_count` on, host:`index` shares the cores of host:(index modulo device_count).
 ///

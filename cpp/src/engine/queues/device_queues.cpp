@@ -93,11 +93,17 @@ void DeviceQueues::State::connect() {
                                ? fmt::format("float32 gradients in {}, ", name_of(*options.reduce_dtype))
                                : "";
     transport = fmt::format("copies, each bucket while the devices still compute, {}{}", in, memory.routes());
-    if (!options.measure_links) return;
-    links = internal::known_links(memory.endpoints());
+    if (options.measure_links) links = internal::known_links(memory.endpoints());
     const std::size_t others = gpu_space_count() - 1;
     if (others < 2) return;
-    const double first_hop = links.pairs.front().bytes_per_second;
+    const auto by_host = [&](const internal::Space& space) { return !home_device().accesses(*space.endpoint.opened); };
+    if (std::ranges::all_of(memory.spaces().subspan(1), by_host)) {
+      relays = false;  // the first GPU sends each byte once even so
+      transport += ", parameters copied to the host once for all GPUs";
+      return;
+    }
+    if (!options.measure_links) return;
+    const double first_hop = links.pairs.front().used_bytes_per_second();
     relays = relays_pay(others, links.spread_bytes_per_second, std::min(first_hop, links.exchange_bytes_per_second));
     transport += relays ? ", parameters relayed from GPU to GPU" : ", all parameters from the first GPU";
     return;

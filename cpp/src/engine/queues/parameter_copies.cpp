@@ -23,26 +23,22 @@ void DeviceQueues::State::distribute(std::span<const SpaceCopy> copies) {
   if (collectives != nullptr) collectives->broadcast(copies);
   for (std::size_t i = 0; i < copies.size();) {
     std::vector<std::size_t> gets;  // this bucket
-    std::vector<internal::CopyTarget> gpus;
+    std::vector<internal::CopyTarget> host, chain, from_home;
     for (const std::size_t bucket = copies[i].bucket; i < copies.size() && copies[i].bucket == bucket;) {
       const std::size_t begin = i;
       const std::size_t s = copies[i].space;
-      const bool alone = on_host(s) || !copies[i].relayed;
+      auto& alike = on_host(s) ? host : copies[i].relayed ? chain : from_home;
       while (i < copies.size() && copies[i].bucket == bucket && copies[i].space == s &&
              copies[i].relayed == copies[begin].relayed) {
         ++i;
       }
       if (!spaces[s].takes_part || (collectives != nullptr && !on_host(s))) continue;
-      const internal::CopyTarget target{spaces[s].copies.get(), spaces[s].relayed.get(),
-                                        copies.subspan(begin, i - begin)};
+      alike.push_back({spaces[s].copies.get(), spaces[s].relayed.get(), copies.subspan(begin, i - begin)});
       gets.push_back(s);
-      if (alone) {
-        internal::copy_to_all({&target, 1}, false);
-      } else {
-        gpus.push_back(target);
-      }
     }
-    internal::copy_to_all(gpus, relays);
+    for (const internal::CopyTarget& part : host) internal::copy_to_all(home_device(), {&part, 1}, false);
+    internal::copy_to_all(home_device(), from_home, false);
+    internal::copy_to_all(home_device(), chain, relays);
     for (const std::size_t s : gets) note_arrival(spaces[s], s, copies[i - 1].bucket);
   }
   for (std::size_t s = 0; s < spaces.size(); ++s) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <vector>
 
 namespace paceline::internal {
 namespace {
@@ -53,12 +54,20 @@ void pull(const CopyTarget& target, const CopyTarget* source, std::size_t begin,
 
 }  // namespace
 
-void copy_to_all(std::span<const CopyTarget> targets, bool relays) {
+void copy_to_all(AsyncDevice& home, std::span<const CopyTarget> targets, bool relays) {
   if (targets.empty()) return;
   const std::size_t total = bytes_of(targets.front());
   const auto like_the_first = [&](const CopyTarget& target) { return alike(target, targets.front()); };
-  if (!relays || targets.size() == 1 || total < kLeastRelayed || !std::ranges::all_of(targets, like_the_first)) {
+  if (targets.size() == 1 || !std::ranges::all_of(targets, like_the_first)) {
     for (const CopyTarget& target : targets) pull(target, nullptr, 0, bytes_of(target));
+    return;
+  }
+  if (!relays || total < kLeastRelayed) {
+    for (std::size_t i = 0; i < targets.front().copies.size(); ++i) {
+      std::vector<Receiver> receivers;
+      for (const CopyTarget& target : targets) receivers.push_back({target.stream, target.copies[i].to});
+      home.copy_to_all(receivers, targets.front().copies[i].from, targets.front().copies[i].bytes);
+    }
     return;
   }
   for (std::size_t begin = 0; begin < total; begin += kPiece) {
