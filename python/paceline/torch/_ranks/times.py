@@ -59,9 +59,7 @@ class Times:
             batch, readings, between = self._timed[0]
             ready = all(reading.ready() for reading in readings)
             seconds = sum(reading.seconds() for reading in readings) / len(readings) if ready else -1.0
-            mine = Row(
-                sampler.mark(stamp), batch.work[rank], batch.shares[rank], seconds, between, sampler.drawn, dealt.plan
-            )
+            mine = Row(sampler.mark(stamp), batch.shares[rank], seconds, between, sampler.drawn, dealt.plan)
             rows = [Row(*numbers) for numbers in self._meeting.gather(mine, meanwhile=dealt.decide)]
             for other, row in enumerate(rows):
                 if row.batch != rows[0].batch:
@@ -71,7 +69,7 @@ class Times:
                     )
             if all(row.seconds >= 0 for row in rows):
                 self._timed.popleft()
-                self.last = [{"items": row.item_count, "seconds": row.seconds} for row in rows]
+                self.last = [{"items": row.items, "seconds": row.seconds} for row in rows]
                 dealt.measured(rows, batch)
             elif len(self._timed) > _MOST_WAITING:
                 self._timed.popleft()
