@@ -182,9 +182,7 @@ def test_a_header_that_is_wrong_is_line_1(change: Callable[[dict[str, Any]], obj
     assert message in str(raised.value)
 
 
-def test_a_last_line_that_was_written_in_part_only_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, text = tmp_path / "ledger.jsonl", "".join(line + "\n" for line in GOOD)
     header = len(GOOD[0]) + 1
     for size in range(header, len(text) + 1):
