@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MOST_SHARES = 16  # in one line
 _MOST_MISMATCHES = 10
-_BY_COST = "Items are dealt by cost: batch and shares below are work, of which the first batch had 1000000."
+_BY_COST = "Items are dealt by cost: batch and shares below are units of work, of which the first plan has 1000000."
 
 
 def add_parser(subparsers: Any) -> None:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         result = replay(lines)
     except InvalidArgument as error:
         args.parser.error(f"{args.file} is no ledger that can be replayed: {error}")
-    ledgers = read(lines)
+    ledgers = read(lines[:-1] if result.cut_off else lines)
     if args.json:
         print(json.dumps(_summary(args.file, result, ledgers), indent=2))
     else:
@@ -87,6 +87,8 @@ def _text(file: Path, result: ReplayResult, ledgers: list[Ledger]) -> str:
     if result.mismatches:
         differing = len({entry.line for entry in result.mismatches})
         verdict = f"{differing} of them came out DIFFERENTLY: another version wrote the ledger, or it was changed."
+    if result.cut_off:
+        verdict += " The last line was written in part only, and is left out."
     names = ", ".join(ledger.devices) if len(ledger.devices) <= _MOST_SHARES else f"{len(ledger.devices)} devices"
     lines = [
         f"{file}: balance {ledger.policy} on {names}",
@@ -186,7 +188,8 @@ def read(lines: Iterable[str]) -> list[Ledger]:
         if "options" in entry:
             options = entry["options"]
             names = [device["name"] for device in options["devices"]]
-            ledgers.append(Ledger(options["policy"], names, options["proportional"]))
+            by_cost = options["proportional"] or options.get("unit", "items") != "items"
+            ledgers.append(Ledger(options["policy"], names, by_cost))
         else:
             ledgers[entry.get("balancer", 0)].add(number, entry)
     return ledgers

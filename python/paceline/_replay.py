@@ -44,18 +44,21 @@ class ReplayResult:
         Changes of shares in the replay.
     mismatches
         Decisions that came out differently. Empty if all were reproduced.
+    cut_off
+        Whether the last line was written in part only, as by a process that was killed or on a full disk. It is left out.
     """
 
     plans: int = 0
     records: int = 0
     moves: int = 0
     mismatches: list[LedgerMismatch] = field(default_factory=list)
+    cut_off: bool = False
 
 
 def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
     """Run fresh balancers through the calls of a ledger and compare every plan with the one written.
 
-    A ledger with both steps with costs and steps without comes from two balancers.
+    A ledger with both steps with costs and steps without comes from two balancers. A last line that was written in part only is left out.
 
     Parameters
     ----------
@@ -79,7 +82,12 @@ def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
             return replay(lines)
     result = ReplayResult()
     replays: list[_Replay] = []  # one per balancer that wrote this ledger
+    ends = False  # whether lines come with their ends, as those of a file do
     for number, line in enumerate(ledger, start=1):
+        if ends and is_cut_off(line):
+            result.cut_off = True
+            break
+        ends = line.endswith("\n")
         try:
             entry = json.loads(line)
             balancer = entry.pop("balancer", 0) if isinstance(entry, dict) else 0
@@ -102,6 +110,17 @@ def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
     return result
 
 
+def is_cut_off(line: str) -> bool:
+    """Whether the last line of a file was written in part only."""
+    if line.endswith("\n"):
+        return False
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
 class _Replay:
     """The replay of one balancer, from its header on."""
 
@@ -117,6 +136,7 @@ class _Replay:
             options["policy"],
             device_classes=options["device_class"],
             **{name: options[name] for name in _OPTIONS},
+            unit=options.get("unit", "items"),
         )
 
     def call(self, line: int, entry: Any) -> None:

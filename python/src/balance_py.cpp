@@ -2,7 +2,10 @@
 #include <fmt/format.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -17,6 +20,7 @@
 
 #include "bindings.hpp"
 #include "device_arguments.hpp"
+#include "file_ledger.hpp"
 #include "step_loop_reports.hpp"
 #include "what_if_arguments.hpp"
 
@@ -30,10 +34,12 @@ using namespace py::literals;
 
 using Run = std::variant<std::pair<std::int64_t, double>, std::tuple<std::int64_t, double, bool>>;
 
-/// A balancer and, if it keeps a ledger, the ledger's text in memory.
+/// A balancer and, if it keeps a ledger, the ledger's text in memory or its file.
 struct RecordedBalancer : Balancer {
   using Balancer::Balancer;
   std::optional<std::ostringstream> text = {};
+  std::filesystem::path file = {};
+  std::shared_ptr<LedgerWriter> writer = {};
 };
 
 std::unique_ptr<RecordedBalancer> make_balancer(
@@ -42,7 +48,8 @@ std::unique_ptr<RecordedBalancer> make_balancer(
     std::int64_t granularity, const DeviceArgument<std::optional<std::int64_t>>& minimum,
     const DeviceArgument<std::optional<std::int64_t>>& maximum, const DeviceArgument<bool>& may_be_zero,
     const DeviceArgument<double>& startup_seconds, const std::optional<std::vector<double>>& reduction_seconds,
-    bool calibrate, bool proportional, bool ledger) {
+    bool calibrate, bool proportional, const std::string& unit,
+    const std::variant<bool, std::filesystem::path>& ledger) {
   BalancerOptions options;
   options.policy = balance_named(policy);
   options.weights = weights.value_or(std::vector<double>{});
@@ -50,12 +57,19 @@ std::unique_ptr<RecordedBalancer> make_balancer(
   options.reduction_seconds = reduction_seconds.value_or(std::vector<double>{});
   options.calibrate = calibrate;
   options.proportional = proportional;
+  options.unit = unit;
   const auto limits = share_limits(devices.size(), minimum, maximum, may_be_zero, startup_seconds);
   for (std::size_t i = 0; i < devices.size(); ++i) options.devices.push_back({devices[i], "device", limits[i]});
   for_each_device(device_classes, devices.size(), "device_classes",
                   [&](std::size_t i, std::string value) { options.devices[i].device_class = std::move(value); });
   auto made = std::make_unique<RecordedBalancer>(std::move(options));
-  if (ledger) made->write_to(std::make_shared<LedgerWriter>(made->text.emplace()));
+  if (const auto* const path = std::get_if<std::filesystem::path>(&ledger)) {
+    made->writer = open_ledger("ledger", *path);
+    made->file = std::filesystem::absolute(*path);  // the program may change its folder before it asks for the text
+  } else if (std::get<bool>(ledger)) {
+    made->writer = std::make_shared<LedgerWriter>(made->text.emplace());
+  }
+  made->write_to(made->writer);
   return made;
 }
 
@@ -79,8 +93,13 @@ void record(RecordedBalancer& self, const std::vector<std::vector<Run>>& devices
 }
 
 std::string ledger_of(const RecordedBalancer& self) {
-  if (!self.text) throw InvalidArgument("no ledger is kept: make the balancer with ledger=True");
-  return self.text->str();
+  if (self.text) return self.text->str();
+  if (!self.writer) throw InvalidArgument("no ledger is kept: make the balancer with ledger=True");
+  std::ostringstream text;
+  if (!(text << std::ifstream(self.file).rdbuf())) {
+    throw InvalidArgument(fmt::format("the ledger cannot be read from {}", self.file.string()));
+  }
+  return text.str();
 }
 
 py::dict report_of(const RecordedBalancer& self) {
@@ -95,9 +114,10 @@ py::dict report_of(const RecordedBalancer& self) {
         "since_step"_a = device.since_step, "change_points"_a = device.change_points, "drifts"_a = device.drifts,
         "slowdown"_a = device.slowdown, "regain"_a = device.regain, "startup_seconds"_a = device.startup_seconds));
   }
-  return py::dict("policy"_a = report.policy, "steps"_a = report.steps, "moves"_a = report.moves,
-                  "taken_back"_a = report.taken_back, "possible_gain"_a = report.possible_gain,
-                  "required_gain"_a = report.required_gain, "last_reason"_a = report.last_reason, "devices"_a = devices,
+  return py::dict("policy"_a = report.policy, "unit"_a = report.unit, "steps"_a = report.steps,
+                  "moves"_a = report.moves, "taken_back"_a = report.taken_back,
+                  "possible_gain"_a = report.possible_gain, "required_gain"_a = report.required_gain,
+                  "last_reason"_a = report.last_reason, "devices"_a = devices,
                   "recent_moves"_a = move_dicts(report.recent_moves));
 }
 
@@ -167,18 +187,21 @@ calibrate
     "auto" only: run the first two steps off the even split, to separate fixed time from time per item.
 proportional
     Assume that a device's time is proportional to its share, without a fixed part.
+unit
+    What batches and shares count, for texts and readers of the ledger.
 ledger
-    Keep a ledger of all calls, which `ledger()` returns.
+    Keep a ledger of all calls, which `ledger()` returns. True: in memory. A path: in this file, which is replaced. Each line is there as soon as its call is made.
 
 Raises
 ------
 InvalidArgument
-    For invalid arguments.)")
+    For invalid arguments, and if the file cannot be opened or written to.)")
       .def(py::init(&make_balancer), py::arg("devices"), py::arg("policy") = "auto", py::kw_only(),
            py::arg("device_classes") = py::none(), py::arg("weights") = py::none(), py::arg("granularity") = 1,
            py::arg("minimum") = py::none(), py::arg("maximum") = py::none(), py::arg("may_be_zero") = py::none(),
            py::arg("startup_seconds") = py::none(), py::arg("reduction_seconds") = py::none(),
-           py::arg("calibrate") = true, py::arg("proportional") = false, py::arg("ledger") = false)
+           py::arg("calibrate") = true, py::arg("proportional") = false, py::arg("unit") = "items",
+           py::arg("ledger") = false)
       .def("next_plan", &RecordedBalancer::next_plan, py::arg("batch_size"),
            "The plan of the next step. Without a `record` in between, a second call returns the same plan.")
       .def("record", &record, py::arg("devices"), py::arg("step_seconds") = 0.0, py::kw_only(),
@@ -227,7 +250,7 @@ InvalidArgument
 Returns
 -------
 dict
-    ``policy``; ``steps`` (recorded steps); ``moves`` (changes of shares, as `move_count`); ``taken_back`` (moves that were undone because they
+    ``policy``; ``unit`` (what shares count); ``steps`` (recorded steps); ``moves`` (changes of shares, as `move_count`); ``taken_back`` (moves that were undone because they
     measured worse); ``possible_gain`` (the fraction of a step's time that the best split would save, by the estimates and for the batch size of the
     last plan); ``required_gain`` (the gain that a move must promise now; 0 unless "auto"); ``last_reason`` (the reason of the last plan).
 
@@ -271,6 +294,9 @@ Raises
 InvalidArgument
     Before the first timing, for arguments of another type, for an unknown name, and for a speed that is not positive.)")
       .def("ledger", &ledger_of, "The calls so far as JSON lines, for `replay`.")
+      .def_property_readonly(
+          "ledger_failed", [](const RecordedBalancer& self) { return self.writer && self.writer->failed(); },
+          "Whether a line of the ledger could not be written. No line is written after it, and the balancer goes on.")
       .def_property_readonly(
           "move_count", [](const RecordedBalancer& self) { return self.move_count(); },
           "Changes of shares so far, not counting changes of the batch size.")

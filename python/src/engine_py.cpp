@@ -5,7 +5,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <fstream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,13 +12,13 @@
 #include <utility>
 #include <vector>
 
-#include <paceline/balance/ledger.hpp>
 #include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 #include <paceline/observe/metrics.hpp>
 #include <paceline/runtime/blocking.hpp>
 
 #include "bindings.hpp"
+#include "file_ledger.hpp"
 #include "garbage_collection.hpp"
 #include "interruptible.hpp"
 #include "module_contents.hpp"
@@ -66,13 +65,6 @@ std::vector<Claim> claims_of(const Step& step) {
   return claims;
 }
 
-/// A ledger and the file it goes to.
-struct FileLedger {
-  explicit FileLedger(const std::string& path) : file(path, std::ios::trunc), writer(file) {}
-  std::ofstream file;
-  balance::LedgerWriter writer;
-};
-
 void write_ledger(StepLoop& step_loop, const std::string& path) {
   // Checked before the file is opened, because opening empties it, and it may be the ledger of this very trainer.
   if (step_loop.has_planned()) {
@@ -84,16 +76,7 @@ void write_ledger(StepLoop& step_loop, const std::string& path) {
   if (step_loop.writes_ledger()) {
     throw InvalidArgument("write_ledger: this trainer writes a ledger already. Nothing was written.");
   }
-  auto ledger = std::make_shared<FileLedger>(path);
-  if (!ledger->file) {
-    throw InvalidArgument(
-        fmt::format("write_ledger: {} cannot be opened for writing; check the folder and the permissions", path));
-  }
-  // The ledger begins with the first step. A space in front of it shows whether there is room.
-  if (!(ledger->file << ' ' << std::flush)) {
-    throw InvalidArgument(fmt::format("write_ledger: {} cannot be written to; is the disk full?", path));
-  }
-  step_loop.write_to(std::shared_ptr<balance::LedgerWriter>(ledger, &ledger->writer));
+  step_loop.write_to(open_ledger("write_ledger", path));
 }
 
 // With `queues` the devices work after the call, and are waited for only if the step fails.
@@ -293,7 +276,6 @@ void bind_engine(py::module_& module) {
             step_loop.settle();
             const balance::Balancer& balancer = step_loop.balancer();
             balance::WhatIfOptions options = what_if_options(balancer, speeds, add, remove, batch_size);
-            if (step_loop.by_cost()) options.unit = "units of work";
             options.alone = alone;
             options.overhead_seconds = overhead_seconds;
             return balancer.what_if(options);

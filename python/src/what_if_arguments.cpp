@@ -82,14 +82,14 @@ void read_removed(const balance::Balancer& balancer, py::handle remove, balance:
   for (const py::object& name : *names) options.remove.push_back(index_of(balancer, name));
 }
 
-std::int64_t batch_size_of(py::handle value) {
-  constexpr const char* kWanted = "a number of items of at least 1, or None for that of the last step";
-  if (py::isinstance<py::bool_>(value) || PyIndex_Check(value.ptr()) == 0) refuse("batch_size", value, kWanted);
+std::int64_t batch_size_of(py::handle value, const std::string& unit) {
+  const std::string wanted = fmt::format("a number of {} of at least 1, or None for that of the last step", unit);
+  if (py::isinstance<py::bool_>(value) || PyIndex_Check(value.ptr()) == 0) refuse("batch_size", value, wanted.c_str());
   const py::object whole = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
   int overflow = 0;
   const long long items = whole ? PyLong_AsLongLongAndOverflow(whole.ptr(), &overflow) : 0;
   PyErr_Clear();  // e.g. for an array of several numbers
-  if (overflow != 0 || items < 1) refuse("batch_size", value, kWanted);
+  if (overflow != 0 || items < 1) refuse("batch_size", value, wanted.c_str());
   return items;
 }
 
@@ -103,7 +103,7 @@ balance::WhatIfOptions what_if_options(const balance::Balancer& balancer, const 
   if (!speeds.is_none()) read_speeds(balancer, speeds, options);
   if (!add.is_none()) read_added(balancer, add, options);
   if (!remove.is_none()) read_removed(balancer, remove, options);
-  if (!batch_size.is_none()) options.batch_size = batch_size_of(batch_size);
+  if (!batch_size.is_none()) options.batch_size = batch_size_of(batch_size, balancer.options().unit);
   return options;
 }
 

@@ -63,17 +63,19 @@ def buckets(registry: CollectorRegistry) -> list[tuple[str, float]]:
     return [(one.labels["le"], one.value) for one in found if one.name.endswith("_bucket")]
 
 
-def test_rank_0_has_samples_of_all_ranks() -> None:
+@pytest.mark.parametrize(("unit", "name"), [("items", "items"), ("units of work", "work")])
+def test_rank_0_has_samples_of_all_ranks(unit: str, name: str) -> None:
     with trained(CollectorRegistry()) as trainer:
         rows = [{"name": f"rank {rank}", "share": 10 + rank, "per_item_seconds": 0.5} for rank in (0, 1)]
         ranks = [{"items": 10 + rank, "seconds": 2.0 + rank} for rank in (0, 1)]
-        report = {**trainer.report(), "rank_shares": {"devices": rows}, "ranks": ranks}
+        report = {**trainer.report(), "rank_shares": {"unit": unit, "devices": rows}, "ranks": ranks}
         collector = exports.Collector(lambda: report, DeviceGroup(["host:0", "host:1"]), {})
         found = {
             (family.name, one.labels.get("rank")): one.value for family in collector.collect() for one in family.samples
         }
-    assert found["paceline_rank_share_items", "1"] == 11
-    assert found["paceline_rank_items_per_second", "0"] == 2
+    assert found[f"paceline_rank_share_{name}", "1"] == 11
+    assert found[f"paceline_rank_{name}_per_second", "0"] == 2
+    assert sum(rank == "0" for _, rank in found) == 3
     assert found["paceline_rank_step_seconds", "1"] == 3
 
 

@@ -155,3 +155,15 @@ def test_what_if_says_which_argument_has_the_wrong_type_and_how_it_is_given(
 def test_what_if_passes_on_what_an_argument_raises(balancer: Balancer) -> None:
     with pytest.raises(ZeroDivisionError):
         balancer.what_if(remove=(1 / 0 for _ in range(1)))  # type: ignore[arg-type]
+
+
+def test_texts_name_what_batches_count() -> None:
+    balancer = Balancer(["a", "b"], unit="units of work")
+    for _ in range(4):
+        balancer.record([[(share, 0.01 * share)] for share in balancer.next_plan(100).shares])
+    assert balancer.report()["unit"] == "units of work"
+    assert "shares of a batch of 100 units of work" in balancer.explain()
+    assert "does not depend on the number of units of work" in balancer.explain()
+    assert "a step of 100 units of work would take" in balancer.what_if().text
+    with pytest.raises(InvalidArgument, match="give a number of units of work of at least 1"):
+        balancer.what_if(batch_size=0)

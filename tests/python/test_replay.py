@@ -64,6 +64,7 @@ def test_every_option_and_every_call_is_replayed(proportional: bool, tmp_path: P
         "reduction_seconds": [0.0, 0.0, 1e-5, 2e-5],
         "calibrate": not proportional,
         "proportional": proportional,
+        "unit": "units of work" if proportional else "items",
     }
     balancer = Balancer([*STRANGE_NAMES, "c"], **options, ledger=True)
     rng = random.Random(7)
@@ -86,6 +87,7 @@ def test_every_option_and_every_call_is_replayed(proportional: bool, tmp_path: P
     path.write_text(balancer.ledger(), encoding="utf-8")
     lines = balancer.ledger().removesuffix("\n").split("\n")
     assert [device["name"] for device in json.loads(lines[0])["options"]["devices"]] == [*STRANGE_NAMES, "c"]
+    assert json.loads(lines[0])["options"].get("unit", "items") == options["unit"]
     for source in (path, str(path), lines, (line + "\n" for line in lines)):
         result = replay(source)
         assert (result.plans, result.records, result.mismatches) == (120, 120, [])
@@ -180,13 +182,43 @@ def test_a_header_that_is_wrong_is_line_1(change: Callable[[dict[str, Any]], obj
     assert message in str(raised.value)
 
 
-def test_a_ledger_that_was_cut_off_names_its_last_line(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    path.write_text("\n".join(GOOD)[:-5])
-    with pytest.raises(InvalidArgument, match="line 3 of the ledger: column"):
-        replay(path)
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, text = tmp_path / "ledger.jsonl", "".join(line + "\n" for line in GOOD)
+    header = len(GOOD[0]) + 1
+    for size in range(header, len(text) + 1):
+        path.write_text(text[:size])
+        found = replay(path)
+        whole = text.endswith("\n", 0, size) or text[size] == "\n"
+        assert found.cut_off == (not whole)
+        assert found.plans + found.records == text[: size + whole].count("\n") - 1
+    path.write_text(text[:-5])
+    assert main(["replay", str(path)]) == 0
+    assert "The last line was written in part only, and is left out." in capsys.readouterr().out
+    for broken in (text[: header - 5], text[:-5] + "\n"):  # no header, and an end that says that nothing is missing
+        path.write_text(broken)
+        with pytest.raises(InvalidArgument, match=r"line [13] of the ledger: column"):
+            replay(path)
     with pytest.raises(InvalidArgument, match=r"line 1 of the ledger: .* empty"):
         replay([])
+
+
+def test_a_ledger_in_a_file_has_each_line_when_it_is_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("ledger.jsonl", tmp_path / "ledger.jsonl"):  # the second takes the place of the first
+        balancer = Balancer(["a", "b"], ledger=path)
+        for step in range(5):
+            balancer.record([[(share, 0.01 * share)] for share in balancer.next_plan(64).shares])
+            assert replay(path).records == step + 1
+    monkeypatch.chdir("/")
+    assert balancer.ledger() == (tmp_path / "ledger.jsonl").read_text()
+    assert not balancer.ledger_failed
+    (tmp_path / "ledger.jsonl").unlink()
+    with pytest.raises(InvalidArgument, match="the ledger cannot be read from"):
+        balancer.ledger()
+    with pytest.raises(InvalidArgument, match=r"cannot be opened for writing \(No such file or directory\)"):
+        Balancer(["a"], ledger=tmp_path / "none" / "ledger.jsonl")
+    with pytest.raises(InvalidArgument, match="/dev/full cannot be written to; is the disk full"):
+        Balancer(["a"], ledger="/dev/full")
 
 
 # The command `paceline replay`, and parsing of ledgers.
@@ -270,9 +302,9 @@ def test_many_differences_are_cut_short(ledger: Path, capsys: pytest.CaptureFixt
     assert "and 391 more" in output
 
 
-def dealt_by_cost(path: Path) -> Path:
+def dealt_by_cost(path: Path, **options: Any) -> Path:
     """A ledger as that of a step with costs."""
-    balancer = Balancer(["a", "b"], "even", proportional=True, ledger=True)
+    balancer = Balancer(["a", "b"], "even", **options or {"proportional": True}, ledger=True)
     plan = balancer.next_plan(1_000_000)
     balancer.record([[(share, 1e-8 * share)] for share in plan.shares])
     claims: dict[str, Any] = {"step": 0, "batch_size": 3, "ran": [[0, 0, 1, 0, 1], [1, 1, 3, 0, 1]], "order": [2, 0, 1]}
@@ -280,12 +312,15 @@ def dealt_by_cost(path: Path) -> Path:
     return path
 
 
-def test_work_is_not_taken_for_items(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = dealt_by_cost(tmp_path / "run.jsonl")
+@pytest.mark.parametrize("options", [{"proportional": True}, {"unit": "units of work"}])
+def test_work_is_not_taken_for_items(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any]
+) -> None:
+    path = dealt_by_cost(tmp_path / "run.jsonl", **options)
     assert main(["replay", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith(
-        "Items are dealt by cost: batch and shares below are work, of which the first batch had 1000000"
+        "Items are dealt by cost: batch and shares below are units of work, of which the first plan has 1000000"
     )
     assert lines[4].split() == ["step", "steps", "batch", "work", "promised", "measured", "why"]
     assert lines[5].split()[2:5] == ["1000000", "500000", "500000"]

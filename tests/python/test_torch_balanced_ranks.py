@@ -48,6 +48,8 @@ class Numbered(Dataset[Any]):
 class Script:
     """A balancer whose decisions are known before."""
 
+    ledger_failed = False
+
     def __init__(self, splits: Sequence[tuple[int, ...]]) -> None:
         self.splits = itertools.cycle(splits)
 

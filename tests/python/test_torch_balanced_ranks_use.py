@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import InvalidArgument
+from paceline.balance import replay
 from paceline.torch import BalancedRanks
 from rank_processes import Run, error_of
 
@@ -52,6 +53,14 @@ ARGUMENTS: dict[str, tuple[Callable[[int], dict[str, Any]], list[str]]] = {
     "ratios": (lambda rank: {"balance": [1.0, 0.0]}, ["Every rank needs a number above 0"] * 2),
     "policy": (lambda rank: {"balance": [1, 1 + rank]}, ["rank 1 has balance="] * 2),
     "cost": (lambda rank: {"cost": [1.0] * ITEMS}, ["need the lengths of all items"] * 2),
+    "ledger": (lambda rank: {"ledger": 3}, ["ledger is 3; it must be the path of a file"] * 2),
+    "folder": (
+        lambda rank: {"ledger": "/none/ranks.jsonl"},
+        [
+            "ledger: /none/ranks.jsonl cannot be opened",
+            "rank 0 failed, so no rank goes on. InvalidArgument: ledger: /none",
+        ],
+    ),
 }
 
 
@@ -191,18 +200,23 @@ def by_length(rank: int, padded: bool, cost: bool) -> Any:
                 now[0] += 1e-3 * (max(costs) * len(costs) if padded else sum(costs)) * (3 if rank else 1)
                 ranks.weigh(model(numbers[:, None].float()).square().mean()).backward()
             parts.append(numbers.tolist())
-    return parts, ranks.shares, ranks.report()["ranks"]
+    return parts, ranks.shares, ranks.report(), ranks.explain(), ranks.ledger() if rank == 0 else ""
 
 
 @pytest.mark.parametrize(("padded", "cost"), [(False, False), (False, True), (True, False)])
 def test_items_are_dealt_out_by_cost_and_by_speed(on_ranks: Run, padded: bool, cost: bool) -> None:
-    (mine, shares, rows), (theirs, others, _) = on_ranks(2, by_length, padded, cost)
+    (mine, shares, report, text, ledger), (theirs, others, _, said, _) = on_ranks(2, by_length, padded, cost)
     assert shares == others
     assert abs(shares[0] / sum(shares) - 0.75) < 0.03
     epochs = [sorted(itertools.chain(*mine[k : k + 10], *theirs[k : k + 10])) for k in range(0, 40, 10)]
     assert epochs == [list(range(400))] * 4
-    seconds = [row["seconds"] for row in rows]
+    seconds = [row["seconds"] for row in report["ranks"]]
     assert max(seconds) / min(seconds) < 1.15
+    assert [row["items"] for row in report["ranks"]] == [len(mine[-1]), len(theirs[-1])]
+    assert report["rank_shares"]["unit"] == "units of work"
+    assert "an average batch has 1000000 units of work" in text
+    assert f"shares of ranks: {shares} of 1000000 units of work" in said
+    assert not replay(ledger.splitlines()).mismatches
     assert len({len(part) for part in mine[-10:]}) > 1, "items were dealt by count"
 
 

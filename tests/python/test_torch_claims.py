@@ -29,6 +29,13 @@ def claims_of(path: Path) -> Record:
     return [entry["claims"] for entry in map(json.loads, path.read_text().splitlines()) if "claims" in entry]
 
 
+def claims_of_cut(path: Path) -> Record:
+    lines = path.read_text().splitlines()
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(lines[-1])
+    return [entry["claims"] for entry in map(json.loads, lines[:-1]) if "claims" in entry]
+
+
 def results_of(
     prepare: Callable[[DataParallel], None], steps: int = 8, devices: int = 2, **options: Any
 ) -> list[list[torch.Tensor | None]]:
@@ -69,6 +76,15 @@ def test_a_ledger_runs_again_to_the_same_bit(tmp_path: Path, devices: int, optio
     assert same(replayed(path, devices=devices, balance="even"), first)
     if "balance" in options:  # another split is another rounding, else this would say nothing
         assert not same(trained(tmp_path / "other", devices=devices, balance=[1, 3]), first)
+
+
+def test_a_ledger_whose_last_line_was_cut_off_runs_again_up_to_there(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    first = trained(path)
+    path.write_text(path.read_text()[:-20])  # as a process leaves it that was killed
+    steps = len(claims_of_cut(path))
+    assert 6 <= steps <= 8
+    assert same(replayed(path, steps), first[:steps])
 
 
 def test_every_item_is_in_the_claims_once_and_decisions_replay_beside_them(tmp_path: Path) -> None:

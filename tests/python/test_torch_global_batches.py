@@ -25,6 +25,7 @@ from torch_support import classifier, classify, hosts, noting, worst_difference
 
 ITEMS, BATCH = 100, 12  # eight full batches in an epoch, and one of four items
 SPLITS = [(9, 3), (2, 10), (12, 0), (5, 7), (0, 12), (6, 6)]
+LENGTHS = [float((7 * index) % 23 + 1) for index in range(ITEMS)]
 Run = Callable[..., list[Any]]
 
 
@@ -47,6 +48,8 @@ def loss_of(module: Any, batch: Any) -> Any:
 
 class Script:
     """A balancer whose decisions are known before."""
+
+    ledger_failed = False
 
     def __init__(self, splits: Sequence[tuple[int, ...]] = SPLITS) -> None:
         self.splits = itertools.cycle(splits)
@@ -265,6 +268,30 @@ REFUSED: dict[str, tuple[Callable[[int], dict[str, Any]], list[str]]] = {
         lambda rank: {"balance": "fast" if rank else "auto"},
         ["Error: batch_sampler: a rank failed", "balance is 'fast'"],
     ),
+    "lengths": (lambda rank: {"items": [1.0 + rank, *[2.0] * 99]}, ["rank 1 has another sampler than rank 0"] * 2),
+    "costs": (
+        lambda rank: {"items": LENGTHS, "cost": [1.0 + rank, *LENGTHS[1:]]},
+        ["of the same size, lengths, costs"] * 2,
+    ),
+    "padded": (lambda rank: {"items": LENGTHS, "padded": rank == 0}, ["rank 1 has another sampler than rank 0"] * 2),
+    "no lengths": (
+        lambda rank: {"cost": LENGTHS},
+        ["batch_sampler: cost= and padded= need the lengths of all items"] * 2,
+    ),
+    "few costs": (
+        lambda rank: {"items": LENGTHS, "cost": [1.0] * 3 if rank else None},
+        ["rank 1: InvalidArgument: cost has 3 entries for 100 lengths", "cost has 3 entries for 100 lengths"],
+    ),
+    "a negative cost": (lambda rank: {"items": LENGTHS, "cost": lambda _: -1.0}, ["the cost of item 0 is -1.0"] * 2),
+    "no work": (lambda rank: {"items": [0.0] * ITEMS}, ["the costs of all items sum to 0.0"] * 2),
+    "no numbers": (lambda rank: {"items": ["a"] * ITEMS}, ["lengths and cost are one number per item"] * 2),
+    "rows": (lambda rank: {"items": torch.ones(ITEMS, 2)}, ["one number per item, not of shape (100, 2)"] * 2),
+    "ledger": (lambda rank: {"ledger": 1}, ["batch_sampler: ledger is 1; it must be the path of a file"] * 2),
+    "folder": (
+        lambda rank: {"ledger": "/none/ranks.jsonl"},
+        ["ledger: /none/ranks.jsonl cannot be opened for writing (No such file or directory)"] * 2,
+    ),
+    "full": (lambda rank: {"ledger": "/dev/full"}, ["/dev/full cannot be written to; is the disk full?"] * 2),
     "direct": (lambda rank: {}, ["in sampler.batches(loader)"] * 2),
     "apart": (lambda rank: {}, ["or is at another global batch"] * 2),
 }
@@ -274,7 +301,7 @@ def refused(rank: int, how: str) -> Any:
     errors = []
     with trainer_of(classifier(1)[0]) as trainer:
         try:
-            sampler = trainer.batch_sampler(ITEMS, **{"batch_size": BATCH, **REFUSED[how][0](rank)})
+            sampler = trainer.batch_sampler(**{"items": ITEMS, "batch_size": BATCH, **REFUSED[how][0](rank)})
             loader = loader_of(sampler)
             if how == "direct":
                 trainer.step(loss_of, next(iter(loader)))

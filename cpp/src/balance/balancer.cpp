@@ -320,6 +320,7 @@ BalanceReport Balancer::report() const {
   const State& state = *state_;
   BalanceReport report;
   report.policy = name_of(state.options.policy);
+  report.unit = state.options.unit;
   report.steps = state.step;
   report.moves = state.moves;
   if (state.automatic) state.automatic->describe(report);

@@ -69,6 +69,11 @@ std::string device_line(const DeviceReport& device) {
       plural(device.samples, "step"), changes, late, idle);
 }
 
+/// So many items, or whatever else batches count.
+std::string amount(std::int64_t count, const std::string& unit) {
+  return unit == "items" ? plural(count, "item") : fmt::format("{} {}", count, unit);
+}
+
 /// What the timings say about the fixed part of each class.
 std::string shapes(const BalanceReport& report) {
   std::map<std::string, const DeviceReport*> classes;
@@ -78,9 +83,9 @@ std::string shapes(const BalanceReport& report) {
   std::string out;
   for (const auto& [name, device] : classes) {
     const double whole = device->fixed_seconds + device->per_item_seconds * device->reference_items;
-    out += fmt::format("  {}: {:.0f} % +-{:.0f} % of the time of {} does not depend on the number of items{}\n", name,
+    out += fmt::format("  {}: {:.0f} % +-{:.0f} % of the time of {} does not depend on the number of {}{}\n", name,
                        100.0 * device->fixed_seconds / whole, 100.0 * device->fixed_error,
-                       plural(std::llround(device->reference_items), "item"),
+                       amount(std::llround(device->reference_items), report.unit), report.unit,
                        device->fixed_error > 0.1 ? " (little known: hardly more than one size was seen)" : "");
   }
   return out;
@@ -93,7 +98,8 @@ std::string describe(const BalanceReport& report, std::int64_t batch_size, std::
                                 plural(report.moves, "move"));
   if (report.taken_back > 0) out += fmt::format(", {} taken back", report.taken_back);
   const std::string multiples = report.granularity > 1 ? fmt::format(", in multiples of {}", report.granularity) : "";
-  out += batch_size > 0 ? fmt::format("; shares of a batch of {}, as planned{}\n", batch_size, multiples)
+  const std::string unit = report.unit == "items" ? "" : " " + report.unit;
+  out += batch_size > 0 ? fmt::format("; shares of a batch of {}{}, as planned{}\n", batch_size, unit, multiples)
                         : "; nothing planned yet\n";
   for (std::size_t i = 0; i < report.devices.size(); ++i) {
     out += device_line(report.devices[i]);

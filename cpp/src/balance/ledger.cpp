@@ -49,11 +49,12 @@ void LedgerWriter::header(const BalancerOptions& options) {
     devices.push_back(fmt::format(R"({{"name": {}, "device_class": {}, {}}})", json_quoted(device.name),
                                   json_quoted(device.device_class), limits_json(device.limits)));
   }
+  const std::string unit = options.unit == "items" ? "" : fmt::format(R"(, "unit": {})", json_quoted(options.unit));
   line(fmt::format(R"("paceline_ledger": {}, "options": {{"policy": {}, "weights": [{}], "granularity": {}, )"
-                   R"("reduction_seconds": [{}], "calibrate": {}, "proportional": {}, "devices": [{}]}})",
+                   R"("reduction_seconds": [{}], "calibrate": {}, "proportional": {}{}, "devices": [{}]}})",
                    kLedgerVersion, json_quoted(name_of(options.policy)), fmt::join(options.weights, ", "),
                    options.granularity, fmt::join(options.reduction_seconds, ", "), options.calibrate,
-                   options.proportional, fmt::join(devices, ", ")));
+                   options.proportional, unit, fmt::join(devices, ", ")));
 }
 
 void LedgerWriter::plan(const StepPlan& plan) {

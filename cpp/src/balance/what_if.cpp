@@ -107,7 +107,7 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
   answer.text = fmt::format(
       "a step of {} {} would take {:.4g} ms (+-{:.1f} %) with shares [{}], {:.1f} % {} than the {:.4g} ms that the "
       "devices as they are need at best",
-      batch_size, asked.unit, 1e3 * answer.seconds, 100.0 * answer.error, fmt::join(answer.shares, ", "),
+      batch_size, state.options.unit, 1e3 * answer.seconds, 100.0 * answer.error, fmt::join(answer.shares, ", "),
       100.0 * std::abs(change), change > 0.0 ? "longer" : "shorter", 1e3 * answer.best_seconds);
   if (left < present) {
     answer.text += asked.alone ? "; it rests on steps that one device ran alone"

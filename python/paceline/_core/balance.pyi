@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import collections.abc
+import os
 import typing
 
 import paceline._core.plan
@@ -129,13 +130,15 @@ class Balancer:
         "auto" only: run the first two steps off the even split, to separate fixed time from time per item.
     proportional
         Assume that a device's time is proportional to its share, without a fixed part.
+    unit
+        What batches and shares count, for texts and readers of the ledger.
     ledger
-        Keep a ledger of all calls, which `ledger()` returns.
+        Keep a ledger of all calls, which `ledger()` returns. True: in memory. A path: in this file, which is replaced. Each line is there as soon as its call is made.
 
     Raises
     ------
     InvalidArgument
-        For invalid arguments.
+        For invalid arguments, and if the file cannot be opened or written to.
     """
     def __init__(
         self,
@@ -163,7 +166,8 @@ class Balancer:
         reduction_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
         calibrate: bool = True,
         proportional: bool = False,
-        ledger: bool = False,
+        unit: str = "items",
+        ledger: bool | os.PathLike[str] | str | bytes = False,
     ) -> None: ...
     def __repr__(self) -> str: ...
     def explain(self) -> str:
@@ -234,7 +238,7 @@ class Balancer:
         Returns
         -------
         dict
-            ``policy``; ``steps`` (recorded steps); ``moves`` (changes of shares, as `move_count`); ``taken_back`` (moves that were undone because they
+            ``policy``; ``unit`` (what shares count); ``steps`` (recorded steps); ``moves`` (changes of shares, as `move_count`); ``taken_back`` (moves that were undone because they
             measured worse); ``possible_gain`` (the fraction of a step's time that the best split would save, by the estimates and for the batch size of the
             last plan); ``required_gain`` (the gain that a move must promise now; 0 unless "auto"); ``last_reason`` (the reason of the last plan).
 
@@ -297,6 +301,11 @@ class Balancer:
         ------
         InvalidArgument
             Before the first timing, for arguments of another type, for an unknown name, and for a speed that is not positive.
+        """
+    @property
+    def ledger_failed(self) -> bool:
+        """
+        Whether a line of the ledger could not be written. No line is written after it, and the balancer goes on.
         """
     @property
     def move_count(self) -> int:

@@ -41,7 +41,8 @@ TEST(Ledger, HasALineForEachCall) {
                      .granularity = 2,
                      .reduction_seconds = {0, 0, 1e-05},
                      .calibrate = false,
-                     .proportional = true});
+                     .proportional = true,
+                     .unit = "units of work"});
   balancer.write_to(std::make_shared<LedgerWriter>(out));
   balancer.set_least_items(2);
   balancer.next_plan(8);
@@ -53,7 +54,8 @@ TEST(Ledger, HasALineForEachCall) {
   EXPECT_EQ(
       out.str(),
       R"({"paceline_ledger": 7, "options": {"policy": "weighted", "weights": [3, 1], "granularity": 2, )"
-      R"("reduction_seconds": [0, 0, 1e-05], "calibrate": false, "proportional": true, "devices": [)"
+      R"("reduction_seconds": [0, 0, 1e-05], "calibrate": false, "proportional": true, )"
+      R"("unit": "units of work", "devices": [)"
       R"({"name": "a \"0\"\\\u000a\u001fé", "device_class": "host", "minimum": 2, "maximum": null, )"
       R"("may_be_zero": true, "startup_seconds": 0.1}, {"name": "b", "device_class": "other", "minimum": 0, )"
       R"("maximum": 6, "may_be_zero": false, "startup_seconds": 0}]}})"

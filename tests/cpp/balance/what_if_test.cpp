@@ -109,6 +109,18 @@ TEST(WhatIf, SaysWhichDevicesThereAreWhereNoneIsLeft) {
   EXPECT_EQ(refusal({.remove = {1}}), wanted);
 }
 
+TEST(Explain, NamesWhatBatchesCount) {
+  sim::Box box(box_of({1.0, 0.5}));
+  BalancerOptions options = testing::options_for(box.options());
+  options.unit = "units of work";
+  Balancer balancer(options);
+  run(balancer, box, 0, 5);
+  EXPECT_EQ(balancer.report().unit, "units of work");
+  EXPECT_TRUE(says(balancer.explain(), "shares of a batch of 400 units of work, as planned"));
+  EXPECT_TRUE(says(balancer.explain(), "does not depend on the number of units of work"));
+  EXPECT_TRUE(says(balancer.what_if({}).text, "a step of 400 units of work would take"));
+}
+
 TEST(Explain, SaysSinceWhenHowMuchSlowerAndWhatItCosts) {
   sim::BoxOptions options = box_of({1.0, 1.0, 1.0, 1.0});
   options.throttles = {{2, 2.0, 50, 1000}};

@@ -41,6 +41,7 @@ struct BalancerOptions {
   bool calibrate = true;
   /// What is split are units of work, so a device's time is in proportion to its share: no fixed part is looked for.
   bool proportional = false;
+  std::string unit = "items";  ///< what batches and shares count, for texts and readers of the ledger
 };
 
 /// One micro-batch that ran.

@@ -57,6 +57,7 @@ struct MoveReport {
 
 struct BalanceReport {
   std::string policy;
+  std::string unit;        ///< what batches and shares count: "items", or as the options say
   std::int64_t steps = 0;  ///< recorded
   std::int64_t moves = 0;
   std::int64_t taken_back = 0;

@@ -204,8 +204,7 @@ bool StepLoop::has_planned() const noexcept {
 std::string StepLoop::explain() const {
   std::string text = balancer().explain(state_->health.causes(balancer().report()));
   if (by_cost()) {
-    text = "Items are dealt by cost: batch, shares and items below are work, of which the first batch had 1000000.\n" +
-           text + state_->work.explain();
+    text = "Items are dealt by cost. The first batch had 1000000 units of work.\n" + text + state_->work.explain();
   }
   text += state_->caps->explain();
   const balance::SizeSearch* const search = state_->last_search.get();

@@ -48,6 +48,7 @@ std::vector<std::int64_t> run_ahead_of(const DeviceGroup& group, const StepLoopO
 balance::Balancer make_balancer(const DeviceGroup& group, const StepLoopOptions& options, bool proportional) {
   balance::BalancerOptions balancer;
   balancer.proportional = proportional;
+  if (proportional) balancer.unit = "units of work";
   balancer.policy = options.balance;
   balancer.weights = options.weights;
   balancer.granularity = proportional ? std::max(options.granularity, kOne) : options.granularity;

@@ -6,6 +6,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -30,9 +31,15 @@ class ByCost:
         None: an item costs its length. A function of the length, or one number per item.
     padded
         Whether a rank pads its items to the longest of them, so that each costs as much as this one.
+
+    Raises
+    ------
+    InvalidArgument
+        For lengths and costs that are no numbers, of another number than items, or negative or not finite.
     """
 
-    UNITS = 1_000_000  # of work in an average batch: shares of work are integers, as shares of items are
+    # Of work in an average batch without padding: shares of work are integers, as shares of items are.
+    UNITS = 1_000_000
 
     def __init__(self, lengths: Sequence[float] | torch.Tensor, cost: Cost, padded: bool) -> None:
         self.costs = _costs(lengths, cost)
@@ -42,14 +49,17 @@ class ByCost:
         self._mean = max(sum(self.costs) / max(1, len(self.costs)), 1e-300)
 
     def parts(self, batch: list[int], speeds: Sequence[float], number: int) -> list[list[int]]:
-        """The items of each rank, and at least one if there are enough. `number`: which batch of the training it is."""
+        """The items of each rank: none where the speed is 0, and else at least one if there are enough. `number`: which batch of the training it is."""
+        if not all(speeds):
+            found = iter(self.parts(batch, [speed for speed in speeds if speed], number))
+            return [next(found) if speed else [] for speed in speeds]
         costs = [self.costs[index] for index in batch]
         split = (split_padded if self.padded else split_items)(costs, [(0.0, 1.0 / speed) for speed in speeds])
         parts = [[batch[i] for i in items] for items in split.items]
         if self.padded:
             return _in_turns(parts, speeds, number)
-        # A rank without items would have no loss, and the others would wait for its gradient. So it gets the cheapest item of
-        # the rank that has most items. This happens with very unequal speeds, or costs of zero.
+        # DDP and FSDP wait for the gradient of every rank, and a rank that is to be measured has to run something. So a rank
+        # without items gets the cheapest item of the rank that has most. This happens with very unequal speeds, or costs of zero.
         for part in parts:
             giver = max(parts, key=len)
             if not part and len(giver) > 1:
@@ -59,7 +69,7 @@ class ByCost:
         return parts
 
     def units(self, parts: Sequence[Sequence[int]], batch_size: int) -> tuple[int, ...]:
-        """The work of each rank, in units of which an average batch of so many items has `UNITS`."""
+        """The work of each rank, in units of which an average batch of so many items has `UNITS` without padding."""
         each = ([self.costs[index] for index in part] for part in parts)
         work = (max(costs, default=0.0) * len(costs) if self.padded else sum(costs) for costs in each)
         return tuple(round(self.UNITS * one / (self._mean * batch_size)) for one in work)
@@ -108,9 +118,12 @@ def _costs(lengths: Sequence[float] | torch.Tensor, cost: Cost) -> list[float]:
     return values
 
 
-def _numbers(values: Sequence[float] | torch.Tensor) -> list[float]:
-    if isinstance(values, torch.Tensor):
-        if values.dim() != 1:
+def _numbers(values: Any) -> list[float]:
+    if hasattr(values, "tolist"):  # a tensor, or an array of NumPy
+        if values.ndim != 1:
             raise InvalidArgument(f"lengths and cost are one number per item, not of shape {tuple(values.shape)}")
         values = values.tolist()
-    return [float(value) for value in values]
+    try:
+        return [float(value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"lengths and cost are one number per item: {error}") from None

@@ -34,7 +34,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     """Global batches of a data set, of which each rank loads its own part. `DataParallel.batch_sampler` makes it.
 
     All ranks draw the same permutation, from the seed and the epoch. A global batch is a range of it, and each rank has a range of the global
-    batch. So each item comes exactly once in an epoch, on one rank. Nothing is repeated to fill a batch; the last one may be smaller.
+    batch, or with costs some of its items. So each item comes exactly once in an epoch, on one rank. Nothing is repeated to fill a batch; the last one may be smaller.
 
     A loader draws batches ahead, so a batch may come from an older split than the present one. Therefore every global batch is stamped with its
     split when it is drawn, and `batches` hands the stamps out in step with the loader's batches. That works for any dataset and any number of
@@ -88,7 +88,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._drawn = 0  # the serial of the next batch to draw
         self._stamps: deque[Stamp] = deque()  # drawn, but not handed out
         self._iteration = 0  # which iteration draws
-        self._mark = zlib.crc32(repr(self.data()).encode())
+        self._mark = zlib.crc32(repr(self.equal()).encode())
         if batch_size < ranks:
             raise InvalidArgument(
                 f"{call}: batch_size is {batch_size} for {plural(ranks, 'rank')}. It counts the items of the global batch, over all ranks: give "
@@ -99,9 +99,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise InvalidArgument(
                 f"{call}: {plural(items, 'item')} for a data set; one batch needs {least}{' with drop_last' if drop_last else ''}."
             )
-        self.units = (
-            self.batch_size if by_cost is None else by_cost.UNITS
-        )  # of work in a full batch, of which plans are made
+        # What plans are made of, and how much of it a full batch has.
+        self.unit = "items" if by_cost is None else "units of work"
+        self.units = self.batch_size if by_cost is None else by_cost.UNITS
+        # The least that a rank gets, if anything: one item, or the work of an average one.
+        self.least_units = max(1, self.units // max(self.batch_size, ranks))
         whole, rest = divmod(self.units, ranks)
         even = tuple(whole + (rank < rest) for rank in range(ranks))
         self._plans: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, even)]  # the first serial, the number, the shares
@@ -217,7 +219,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             self._settle()
             self._iteration += 1
             self.seed, self.epoch, self._position = (int(state_dict[name]) for name in ("seed", "epoch", "position"))
-            self._mark = zlib.crc32(repr(self.data()).encode())
+            self._mark = zlib.crc32(repr(self.equal()).encode())
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Raise if `load_state_dict` would."""
@@ -240,7 +242,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Items of each rank, in a full batch that is drawn now. With costs, units of work."""
+        """Items of each rank, in a full batch that is drawn now. With lengths it is their work, of which an average batch has 1,000,000."""
         return self._plan(self._drawn)[2]
 
     def follow(self, first: int, plan: int, shares: Sequence[int]) -> None:
@@ -269,15 +271,18 @@ class GlobalBatchSampler(Sampler[list[int]]):
             )
 
     def data(self) -> dict[str, int]:
-        """What makes the global batches, which is equal on all ranks."""
+        """What makes the global batches."""
         return {
             "items": self.items,
             "batch_size": self._asked,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
             "drop_last": int(self.drop_last),
-            **({} if self._by_cost is None else {"costs": self._by_cost.mark()}),
         }
+
+    def equal(self) -> dict[str, int]:
+        """What has to be equal on all ranks. A state lacks the costs, which do not change the items of a global batch."""
+        return self.data() | ({} if self._by_cost is None else {"costs": self._by_cost.mark()})
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:

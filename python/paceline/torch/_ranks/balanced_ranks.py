@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ from paceline.balance import Balancer
 from paceline.torch._batch.by_cost import Cost
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._devices import cuda
-from paceline.torch._ranks.arguments import policy_options, sampler_of
+from paceline.torch._ranks.arguments import policy_options
 from paceline.torch._ranks.clock import Clock
 from paceline.torch._ranks.leaving_out import LeftOut
 from paceline.torch._ranks.loop import Loop, RanksLoader, Taken, Weight
 from paceline.torch._ranks.meeting import Meeting
 from paceline.torch._ranks.times import Times
 from paceline.torch._ranks.waits import Waits
+from paceline.torch._run.rank_shares import explain_shares
 from paceline.torch._trainer.arguments import Balance
+from paceline.torch._trainer.sampler_arguments import Items, Ledger, ledger_of, sampler_of
 
 
 class BalancedRanks:
@@ -64,14 +66,17 @@ class BalancedRanks:
     balance
         ``"auto"``: by the measured times. ``"even"``: equal shares. A list with one number above 0 per rank: fixed ratios.
     ledger
-        Whether rank 0 keeps all measurements and decisions in memory, for `write_ledger`.
+        Whether rank 0 keeps all measurements and decisions, for `ledger`. True: in memory. A path: in this file on the machine of rank 0, which is
+        replaced. Each line is written as soon as it is decided, so the file of a process that was killed can be replayed. If a later line
+        cannot be written, rank 0 warns once and training goes on.
 
     Raises
     ------
     InvalidArgument
-        If no process group is up. On all ranks: for sizes or ratios that do not fit, or if the ranks' arguments differ.
+        If no process group is up. On all ranks: for sizes, lengths, costs or ratios that do not fit, or if the ranks' arguments differ. On rank 0, if
+        its ledger cannot be written.
     Error
-        If another rank's arguments do not fit.
+        If another rank's arguments do not fit, or if rank 0 cannot write its ledger.
 
     Notes
     -----
@@ -93,7 +98,7 @@ class BalancedRanks:
 
     def __init__(
         self,
-        items: int | Sequence[float] | torch.Tensor,
+        items: Items,
         batch_size: int,
         *,
         cost: Cost = None,
@@ -102,22 +107,41 @@ class BalancedRanks:
         shuffle: bool = True,
         drop_last: bool = False,
         balance: Balance = "auto",
-        ledger: bool = False,
+        ledger: Ledger = False,
     ) -> None:
         self._meeting = Meeting()
         error: Exception | None = None
         settings: dict[str, object] = {}
         names = [f"rank {number}" for number in range(self._meeting.size)]
         try:
-            options = {**policy_options(balance, len(names)), "ledger": ledger, "may_be_zero": False}
+            self._sampler = sampler_of(
+                "BalancedRanks",
+                items,
+                batch_size,
+                cost=cost,
+                padded=padded,
+                seed=seed,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                rank=self._meeting.rank,
+                ranks=self._meeting.size,
+                every_rank=True,
+            )
+            options = {**policy_options(balance, len(names)), "may_be_zero": False, "unit": self._sampler.unit}
             Balancer(names, **options)  # raises on every rank if it cannot be made
-            self._sampler = sampler_of(self._meeting, items, batch_size, cost, padded, seed, shuffle, drop_last)
-            settings = {**self._sampler.data(), "balance": (options["policy"], options["weights"])}
+            kept = ledger_of("BalancedRanks", ledger)
+            settings = {**self._sampler.equal(), "balance": (options["policy"], options["weights"])}
         except Exception as caught:
             error = caught
         kinds = self._meeting.agree("BalancedRanks", error, settings, cuda.name_of_present() or "host")
         classes = [f"kind {kinds.index(kind) + 1}" for kind in kinds]
-        balancer = None if self._meeting.rank else Balancer(names, device_classes=classes, **options)
+        balancer = None
+        try:
+            if self._meeting.rank == 0:
+                balancer = Balancer(names, device_classes=classes, ledger=kept, **options)
+        except Exception as caught:  # its ledger cannot be written
+            error = caught
+        self._meeting.agree("BalancedRanks", error, {}, None)
         self._times = Times(self._sampler, self._meeting, balancer)
         self._loop = Loop(self._sampler, self._meeting)
         self._clock = Clock()
@@ -268,9 +292,11 @@ class BalancedRanks:
         """Text: on rank 0 what was measured, what was decided and why. On the others the shares and the last step."""
         balancer = self._times.balancer
         if balancer is not None:
-            return f"ranks: {balancer.explain()}"
+            return explain_shares(balancer)
         rows = [f"rank {rank} {row['items']:g} in {row['seconds']:.4f} s" for rank, row in enumerate(self._times.last)]
-        return f"shares of ranks: {self.shares}. Last step: {', '.join(rows) or 'none'}. Rank 0 decides: its explain() has the reasons."
+        unit = self._sampler.unit
+        of = "" if unit == "items" else f" of {self._sampler.units} {unit}, which an average batch has"
+        return f"shares of ranks: {self.shares}{of}. Last step: {', '.join(rows) or 'none'}. Rank 0 decides: its explain() has the reasons."
 
     def report(self) -> dict[str, Any]:
         """What `explain` says, as numbers.
@@ -288,10 +314,12 @@ class BalancedRanks:
     def ledger(self) -> str:
         """All measurements and decisions so far, as JSON lines for `paceline.balance.replay`. Here devices are ranks.
 
+        With lengths, batches and shares in it are units of work, of which an average batch has 1,000,000.
+
         Raises
         ------
         InvalidArgument
-            If this is not rank 0, or without ``ledger=True``.
+            If this is not rank 0, or without ``ledger``, or if its file cannot be read.
         """
         if self._times.balancer is None:
             raise InvalidArgument("ledger: only rank 0 decides on shares, so only rank 0 has one.")
@@ -314,6 +342,7 @@ class BalancedRanks:
             raise InvalidArgument(
                 "step: there is no batch that it is for. Loop over ranks.batches(loader), with one step for each batch."
             )
+        self._times.dealt.check_ledger()
         self._now = self._loop.taken.popleft()
         self._weighed, self._returned, self._on_gpu = 0, 0, False
         self._began = time.perf_counter()

@@ -15,8 +15,7 @@ class Row(NamedTuple):
     """What a rank tells all others at the end of a step. Everything is a number that float64 holds exactly, except for seconds."""
 
     batch: float  # a checksum of the sampler and of the global batch
-    items: float  # of the batch that the seconds are about, or their work
-    item_count: float  # of that batch
+    items: float  # of the batch that the seconds are about
     seconds: float  # of the rank's own work; negative if a GPU has not come to the end of it yet
     between: float  # seconds of its own since the step before; negative if unknown
     plan: float  # the number of the newest plan of shares; that of rank 0 counts

@@ -69,7 +69,7 @@ class Times:
             batch, readings, between = self._timed[0]
             ready = all(reading.ready() for reading in readings)
             seconds = sum(reading.seconds() for reading in readings) / len(readings) if ready else -1.0
-            mine = Row(sampler.mark(stamp), batch.work[rank], batch.shares[rank], seconds, between, dealt.plan)
+            mine = Row(sampler.mark(stamp), batch.shares[rank], seconds, between, dealt.plan)
             self._told = self._meeting.gather(mine)
 
     def _take(self, rows: list[Row]) -> None:
@@ -80,7 +80,7 @@ class Times:
                     "batches(loader) in the same order, and load the same states."
                 )
         if all(row.seconds >= 0 for row in rows):
-            self.last = [{"items": row.item_count, "seconds": row.seconds} for row in rows]
+            self.last = [{"items": row.items, "seconds": row.seconds} for row in rows]
             self.dealt.measured(rows, self._timed.popleft().batch)
         elif len(self._timed) > _MOST_WAITING:
             self._timed.popleft()

@@ -37,8 +37,8 @@ _EQUAL = {
     "terms in weight= and total=, and the same reduction=, also where a rank has no items left: batch=None.",
     "layout": "other parameters than {other}: names, shapes, strides, types and requires_grad have to be equal. Make the same module on all ranks, "
     "and freeze the same parameters.",
-    "batch": "another sampler than {other}, or is at another global batch. All ranks make the same sampler, of the same size, seed and state, "
-    "and take all of its batches in the same order.",
+    "batch": "another sampler than {other}, or is at another global batch. All ranks make the same sampler, of the same size, lengths, costs, seed "
+    "and state, and take all of its batches in the same order.",
     "steps": "trained {mine:g} steps before, {other} {theirs:g}. Load the same save on all ranks: load() warns if it takes an older one than "
     "the newest.",
     "scale": "a scaler with the scale {mine:g}, {other} with {theirs:g}. Give all ranks scalers of the same state.",
@@ -101,40 +101,42 @@ class GroupRanks(Ranks):
     def deal(
         self,
         make: Callable[[int, int], GlobalBatchSampler],
-        policy_of: Callable[[], tuple[str, list[float]]],
+        decided: Callable[[], tuple[str, list[float], bool | str]],
         kind: int,
-        ledger: bool,
     ) -> GlobalBatchSampler:
         """A sampler of global batches for this rank, which `make` makes for a rank of so many.
 
         Parameters
         ----------
-        policy_of
-            Returns how to share a batch: a policy of `Balancer`, and its ratios. What it returns on rank 0 counts.
+        decided
+            Returns how to share a batch: a policy of `Balancer`, its ratios, and the balancer's `ledger`. What it returns on rank 0 counts.
         kind
             A checksum of the devices of this rank. Ranks of equal kind count as equally fast until measured.
-        ledger
-            Whether rank 0 keeps a ledger.
         """
         self.dealt = None
         names = [f"rank {number}" for number in self._numbers]
         with self.together("batch_sampler"):
-            policy, ratios = policy_of()
-            options: dict[str, Any] = {"policy": policy, "weights": ratios or None, "ledger": ledger}
+            policy, ratios, ledger = decided()
             if ratios and len(ratios) != self._size:
                 raise InvalidArgument(
                     f"batch_sampler: balance has {plural(len(ratios), 'ratio')} for {plural(self._size, 'rank')}. Give one for each rank of the group."
                 )
-            Balancer(names, **options)  # raises on every rank if it cannot be made
             sampler = make(self.rank, self._size)
+            options: dict[str, Any] = {"policy": policy, "weights": ratios or None, "unit": sampler.unit}
+            if policy == "auto" and sampler.least_units > 1:
+                # A rank with less would get an item all the same, and take longer than planned.
+                options["minimum"] = sampler.least_units
+            Balancer(names, **options)  # raises on every rank if it cannot be made
             self._meet(Header(0, stop_requested(), self._code, batch=sampler.mark()))
         with self._talking():
             kinds = self._gather(torch.tensor([kind]))[:, 0].tolist()
+        with self.together("batch_sampler"):  # which tells all ranks if rank 0 cannot write its ledger
             classes = [f"kind {kinds.index(one) + 1}" for one in kinds]
-            balancer = None if self.rank else Balancer(names, device_classes=classes, **options)
-            self.dealt = RankShares(sampler, balancer)
-            with sampler.lock:
-                self._follow(self.dealt, 0)
+            balancer = None if self.rank else Balancer(names, device_classes=classes, ledger=ledger, **options)
+            dealt = RankShares(sampler, balancer)
+        with self._talking(), sampler.lock:
+            self._follow(dealt, 0)
+        self.dealt = dealt
         return sampler
 
     def _follow(self, dealt: RankShares, first: int) -> None:

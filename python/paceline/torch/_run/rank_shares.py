@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
 from paceline.balance import Balancer
+from paceline.torch._batch.by_cost import ByCost
 from paceline.torch._batch.global_sampler import GlobalBatchSampler, Stamp
 
 
@@ -14,7 +16,7 @@ class Measured(Protocol):
 
     @property
     def items(self) -> float:
-        """How many it has, or their work."""
+        """How many it has."""
 
     @property
     def loss_type(self) -> float:
@@ -54,6 +56,7 @@ class RankShares:
         self.shares: tuple[int, ...] = sampler.shares  # of the newest plan
         self._batch: Stamp | None = None  # the one that `_calls` are about
         self._calls: list[Sequence[Measured]] = []
+        self._warned = False  # whether it was said that the ledger has failed
         self._warm = False  # whether a batch has run; the first one takes longer than others
         if balancer is not None:
             self._decide(balancer)
@@ -65,8 +68,10 @@ class RankShares:
         batch, calls, self._batch, self._calls = self._batch, self._calls, None, []
         if batch.plan != self.plan or batch.size != self.sampler.batch_size:
             return
-        if any(rank.items != items for call in calls for rank, items in zip(call, batch.work, strict=True)):
+        if any(rank.items != items for call in calls for rank, items in zip(call, batch.shares, strict=True)):
             return  # another batch than the sampler's
+        if not any(batch.work):
+            return  # items that cost nothing say nothing of speeds
         if not self._warm:
             self._warm = True
             return
@@ -101,7 +106,26 @@ class RankShares:
         self.plan, self.followed, self.shares = plan, plan, tuple(shares)
         self.sampler.follow(first, plan, shares)
 
+    def check_ledger(self) -> None:
+        """Warn, once, if the ledger could not be written to its end. To be called where an error of this rank reaches the others."""
+        if self.balancer is None or self._warned or not self.balancer.ledger_failed:
+            return
+        self._warned = True
+        warnings.warn(
+            "a line of the ledger of the ranks could not be written (is the disk full?). What was written can be replayed, and the rest is lost. "
+            "Training goes on.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
     def _decide(self, balancer: Balancer) -> None:
         shares = tuple(balancer.next_plan(self.sampler.units).shares)
         if shares != self.shares:
             self.plan, self.shares = self.plan + 1, shares
+
+
+def explain_shares(balancer: Balancer) -> str:
+    """What was measured of ranks, what was decided and why."""
+    unit = balancer.report()["unit"]
+    by_cost = f"items are dealt out by cost, and an average batch has {ByCost.UNITS} {unit}; "
+    return f"ranks: {'' if unit == 'items' else by_cost}{balancer.explain()}"

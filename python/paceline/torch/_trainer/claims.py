@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import InvalidArgument
+from paceline._replay import is_cut_off
 from paceline._words import plural
 
 Span = tuple[int, int]
@@ -64,7 +65,9 @@ class ClaimScript:
         self._path = os.fspath(path)
         self._steps: list[StepClaims] = []
         self._next = 0
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+        if lines[1:] and is_cut_off(lines[-1]):
+            del lines[-1]
         try:
             entries = [json.loads(line) for line in lines]
             devices = [device["name"] for device in entries[0]["options"]["devices"]]

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline import DeviceGroup, InvalidArgument
+from paceline.torch._batch.by_cost import Cost
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.group_ranks import GroupRanks
-from paceline.torch._trainer.arguments import Balance, check_count, is_whole, policy_of
+from paceline.torch._trainer.arguments import Balance, policy_of
 from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.sampler_arguments import Items, Ledger, ledger_of, sampler_of
 
 
 class Data:
@@ -25,14 +27,16 @@ class Data:
 
     def batch_sampler(
         self,
-        items: int,
+        items: Items,
         batch_size: int,
         *,
+        cost: Cost = None,
+        padded: bool = False,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
         balance: Balance = "auto",
-        ledger: bool = False,
+        ledger: Ledger = False,
     ) -> GlobalBatchSampler:
         """Make a sampler of global batches, which gives each rank of `group` as many items as it runs in the same time.
 
@@ -41,12 +45,21 @@ class Data:
         gets None as its batch, for `step`. A process alone has whole batches. `training_state` of the trainer has its state. If a state
         was loaded before, the sampler begins there, with the seed of that state.
 
+        With the lengths of items, each rank gets as much work as it runs in the same time. What items cost decides which rank runs them, and
+        nothing else: gradients are weighted by the number of items, or by `weight` of `step`. `cost` of `step` is apart from this. It
+        deals a rank's items out to the devices of the rank.
+
         Parameters
         ----------
         items
-            How many the data set has: ``len(dataset)``.
+            How many the data set has: ``len(dataset)``. For items of unequal length: the length of each of them.
         batch_size
             Items of a global batch, over all ranks; at least one for each rank.
+        cost
+            With lengths: what an item costs. None: its length. A function of the length, or one number per item. Items of each batch are dealt out
+            so that the costs of the ranks fit their speeds.
+        padded
+            With lengths: whether the collate function pads a rank's items to the longest of them, so that each costs as much as this one.
         seed
             Seed of the permutations. Each epoch has another one.
         shuffle
@@ -56,7 +69,9 @@ class Data:
         balance
             ``"auto"``: by the measured times. ``"even"``: equal shares. A list with one number per rank: fixed ratios.
         ledger
-            Whether rank 0 keeps all measurements and decisions about ranks in memory. `rank_ledger` returns them.
+            Whether rank 0 keeps all measurements and decisions about ranks, for `rank_ledger`. True: in memory. A path: in this file on the
+            machine of rank 0, which is replaced. Each line is written as soon as it is decided, so the file of a process that was killed can be
+            replayed. If a later line cannot be written, rank 0 warns once and training goes on. A process alone decides nothing, and writes none.
 
         Returns
         -------
@@ -66,7 +81,10 @@ class Data:
         Raises
         ------
         InvalidArgument
-            On all ranks: for sizes or ratios that do not fit, or if the ranks' samplers differ. With `reducer`, whose ranks are not known.
+            On all ranks: for sizes, lengths, costs or ratios that do not fit, or if the ranks' samplers differ. With `reducer`, whose ranks are
+            not known. On rank 0, if its ledger cannot be written.
+        Error
+            If another rank's arguments do not fit, or if rank 0 cannot write its ledger.
 
         Examples
         --------
@@ -83,14 +101,13 @@ class Data:
                 )
 
             def make(rank: int, size: int) -> GlobalBatchSampler:
-                check_count("batch_sampler", "items", items)
-                check_count("batch_sampler", "batch_size", batch_size)
-                if not is_whole(seed):
-                    raise InvalidArgument(f"batch_sampler: seed is {seed!r}; it must be an integer.")
-                sampler = GlobalBatchSampler(
-                    int(items),
-                    int(batch_size),
-                    seed=int(seed),
+                sampler = sampler_of(
+                    "batch_sampler",
+                    items,
+                    batch_size,
+                    cost=cost,
+                    padded=padded,
+                    seed=seed,
                     shuffle=shuffle,
                     drop_last=drop_last,
                     rank=rank,
@@ -100,23 +117,28 @@ class Data:
                     sampler.load_state_dict(self._loaded)
                 return sampler
 
+            def decided() -> tuple[str, list[float], bool | str]:
+                return *policy_of(balance, "batch_sampler", "rank"), ledger_of("batch_sampler", ledger)
+
             if ranks is None:
-                policy_of(balance, "batch_sampler", "rank")
+                decided()
                 sampler = make(0, 1)
             else:
                 devices = sorted((device.kind, device.sm_count or 0) for device in self._group.devices)
                 kind = zlib.crc32(repr(devices).encode())
-                sampler = ranks.deal(make, lambda: policy_of(balance, "batch_sampler", "rank"), kind, ledger)
+                sampler = ranks.deal(make, decided, kind)
             self._execution.sampler, self._loaded = sampler, None
             return sampler
 
     def rank_ledger(self) -> str:
         """The ledger of the ranks' shares, as JSON lines for `paceline.balance.replay`. Here devices are ranks.
 
+        With the lengths of items, batches and shares in it are units of work, of which an average batch has 1,000,000.
+
         Raises
         ------
         InvalidArgument
-            If this is not rank 0, or without ``batch_sampler(..., ledger=True)``.
+            If this is not rank 0, or without ``ledger`` of `batch_sampler`, or if its file cannot be read.
         """
         ranks = self._execution.ranks
         balancer = ranks.dealt.balancer if isinstance(ranks, GroupRanks) and ranks.dealt is not None else None

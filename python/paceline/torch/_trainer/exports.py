@@ -13,6 +13,7 @@ Report = Callable[[], Mapping[str, Any]]
 
 _OF_DEVICES = ("device", "pci_bus_id", "uuid")
 _RESERVED = {"kind", "le", "rank", "version", *_OF_DEVICES}
+_SPEEDS = {"items": "items_per_second", "work": "work_per_second"}  # by what shares count
 
 
 class Scalars:
@@ -40,22 +41,27 @@ class Scalars:
             found[f"retired/{plain}"] = device["retired"]
         for rank in ranks_of(report):
             plain = rank["name"].replace(" ", "_")
-            found |= {f"{key}/{plain}": rank[key] for key in ("share", "items_per_second", "seconds")}
+            found |= {f"{key}/{plain}": value for key, value in rank.items() if key != "name"}
         return {f"{prefix}{name}": float(value) for name, value in found.items()}
 
 
 def ranks_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """By rank: ``name``, ``seconds`` of its own work in the last step, and on the rank that deals out global batches ``share``, ``items_per_second``."""
+    """On the rank that deals out global batches, by rank: ``name``, ``share``, its speed, and ``seconds`` of its own work in the last step."""
     dealt = report["rank_shares"]["devices"] if "rank_shares" in report else []
     return [
         {
             "name": one["name"],
             "share": one["share"],
-            "items_per_second": 1 / one["per_item_seconds"] if one["per_item_seconds"] else 0.0,
+            _SPEEDS[unit_of(report)]: 1 / one["per_item_seconds"] if one["per_item_seconds"] else 0.0,
             "seconds": last["seconds"],
         }
         for one, last in zip(dealt, report.get("ranks", []), strict=False)
     ]
+
+
+def unit_of(report: Mapping[str, Any]) -> str:
+    """What the shares of ranks count."""
+    return "items" if report["rank_shares"]["unit"] == "items" else "work"
 
 
 def _since(now: Mapping[str, Any], before: Mapping[str, Any], name: str) -> float:
@@ -132,9 +138,13 @@ class Collector:
             yield family
         yield from self._of_devices(report, [*common, *_OF_DEVICES], values)
         ranks = ranks_of(report)
+        unit = unit_of(report) if ranks else "items"
+        share = "Items of the last global batch that were dealt out to a rank."
+        if unit == "work":
+            share = "Work that is planned for a rank, of which an average batch has 1,000,000."
         for key, name, help_text in (
-            ("share", "paceline_rank_share_items", "Items of the last global batch that were dealt out to a rank."),
-            ("items_per_second", "paceline_rank_items_per_second", "Recent speed of a rank while it works."),
+            ("share", f"paceline_rank_share_{unit}", share),
+            (_SPEEDS[unit], f"paceline_rank_{_SPEEDS[unit]}", "Recent speed of a rank while it works."),
             ("seconds", "paceline_rank_step_seconds", "Time of a rank's own work in the last step."),
         ):
             family = GaugeMetricFamily(name, help_text, labels=[*common, "rank"])

@@ -16,6 +16,7 @@ from paceline.torch._batch.extras import explain_large
 from paceline.torch._run.alone import Measured
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.group_ranks import GroupRanks
+from paceline.torch._run.rank_shares import explain_shares
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.exports import Collector, Scalars
 from paceline.torch._trainer.figures import Report, WorkFigures
@@ -77,7 +78,7 @@ class Reports:
             ``ranks``, with `group`: for each rank ``items`` and ``seconds`` of its own part of the last step. All else is about this process.
 
             ``rank_shares``, on rank 0 after `batch_sampler`: how global batches are dealt out to the ranks, as `paceline.balance.Balancer.report` says
-            it. Here ``devices`` are ranks.
+            it. Here ``devices`` are ranks. ``unit``: what shares count, ``"items"`` or with lengths ``"units of work"``, of which an average batch has 1,000,000.
 
             ``out_of_memory``: how often a step ran again in smaller pieces because memory had run out.
 
@@ -139,7 +140,8 @@ class Reports:
 
         ``step_seconds`` and ``compute_seconds`` are means over the steps since the last call. By device, as in ``share/host_0``: ``share``, ``items_per_second``
         and ``busy_ratio``, the part of the devices' common time in which it computed. By rank, as in ``share/rank_0``, on rank 0 after
-        `batch_sampler`: ``share``, ``items_per_second``, and ``seconds`` of its own work in the last step.
+        `batch_sampler`: ``share``, ``items_per_second``, and ``seconds`` of its own work in the last step. With lengths ``share`` is work, and its speed
+        is ``work_per_second``.
 
         Examples
         --------
@@ -295,7 +297,7 @@ class Reports:
         if not any(self._execution.places.on_gpu):
             texts[0] += self._gaps.explain()
         if self._dealt is not None:
-            texts.append(f"ranks: {self._dealt.explain()}")
+            texts.append(explain_shares(self._dealt))
         return "\n".join(texts)
 
     def what_if(
@@ -322,7 +324,7 @@ class Reports:
         remove
             The names of devices that would get no work.
         batch_size
-            Default: the size of the last step. After a step with `cost` batches and shares are work, as in `explain`.
+            Default: the size of the last step. After a step with `cost`, and for ranks with lengths, batches and shares are work, as in `explain`.
         of
             ``"ranks"``, on rank 0 after `batch_sampler`: how global batches would be dealt out to the ranks, whose names are ``"rank 0"``, ``"rank 1"``, ...
 

@@ -23,6 +23,7 @@ from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.carried import Carried
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.graph_run import GraphRun
+from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._run.taking_part import take_part
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import check_scaler, check_trains
@@ -78,13 +79,16 @@ class Training:
         """The batch to train on, the objective over it, and the items' costs. With other ranks a batch without weight is None."""
         if self._execution.sampler is not None:
             self._execution.sampler.check_handed_out()
-        if self._execution.ranks is None:
+        ranks = self._execution.ranks
+        if ranks is None:
             return self.prepared(batch, options)
+        if isinstance(ranks, GroupRanks) and ranks.dealt is not None:
+            ranks.dealt.check_ledger()
         whole = None if batch is None else options.whole(batch)
         objective = self._objective(batch, 0 if whole is None else whole.size, options, part=True)
         costs = None if whole is None else self.costs(options.cost, batch, whole)
         if isinstance(objective, Terms):
-            objective.divide(self._execution.ranks.weights(objective.described, objective.weights))
+            objective.divide(ranks.weights(objective.described, objective.weights))
         return whole if objective.magnitude else None, objective, costs
 
     def costs(self, cost: Cost | None, batch: Any, whole: Batch) -> list[float] | None:
