@@ -322,10 +322,10 @@ class Execution:
 
     # Other processes.
 
-    def join(self, ranks: Ranks) -> None:
-        """Train together with other processes from now on."""
+    def join(self, ranks: Ranks, *, synchronised: bool) -> None:
+        """Train together with other processes from now on. `synchronised`: norms meet over all of them."""
         self.replicas.share()  # so that one device, too, refuses hooks on gradients of a part, and leaves .grad alone
-        ranks.share(self.replicas)
+        ranks.share(self.replicas, synchronised=synchronised)
         self.ranks = ranks
         if ranks.early and self.places.devices == [self.places.home]:
             self._early = LastBackward(self.replicas)
@@ -363,6 +363,11 @@ class Execution:
     def synchronised(self) -> bool:
         """Whether the module, as it is now, has batch normalisation that is over the batch of all devices."""
         return self.features.constraints(self.replicas, None).undivided
+
+    @property
+    def meets_ranks(self) -> bool:
+        """Whether that is over the batch of all devices of all ranks, in calls that all ranks make."""
+        return self.ranks is not None and self.ranks.rounds is not None and self.synchronised
 
     def fill(self) -> None:
         """Give the module memory and values, if it has none yet."""

@@ -17,12 +17,13 @@ from paceline._stop import stop_requested
 from paceline._words import plural
 from paceline.balance import Balancer
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
-from paceline.torch._devices.failures import noted
+from paceline.torch._devices.failures import error_of_lost, noted
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import DTYPES
 from paceline.torch._run.rank_header import AGAIN, FAILED, Header, Opening, Whole
+from paceline.torch._run.rank_rounds import rounds_of
 from paceline.torch._run.rank_shares import RankShares
-from paceline.torch._run.ranks import Ranks, error_of_lost
+from paceline.torch._run.ranks import Ranks
 
 _PING = 7331  # the tag of messages that only ask whether a rank is there
 _PATIENCE = timedelta(
@@ -41,6 +42,8 @@ _EQUAL = {
     "steps": "trained {mine:g} steps before, {other} {theirs:g}. Load the same save on all ranks: load() warns if it takes an older one than "
     "the newest.",
     "scale": "a scaler with the scale {mine:g}, {other} with {theirs:g}. Give all ranks scalers of the same state.",
+    "norms": "other normalisations with the statistics of the batch than {other}, in which ranks would meet. Make all trainers with the same "
+    "batch_norm=, and put the same modules into training mode on all ranks.",
     "total": "total={mine}, {other} has total={theirs} (0: none). It is the denominator over all ranks, so give all the same number, or leave "
     "it out.",
 }
@@ -76,7 +79,7 @@ class GroupRanks(Ranks):
         self.dealt: RankShares | None = None  # set where global batches are dealt out to the ranks
         self._numbers = [dist.get_global_rank(group, rank) for rank in range(self._size)]
 
-    def share(self, replicas: Replicas) -> None:
+    def share(self, replicas: Replicas, *, synchronised: bool = False) -> None:
         """Give all ranks the parameters and buffers of rank 0, as DistributedDataParallel does."""
         if replicas.sparse:
             raise InvalidArgument(
@@ -85,8 +88,16 @@ class GroupRanks(Ranks):
             )
         buffers = [buffer for part in replicas.modules for buffer in part._buffers.values() if buffer is not None]
         with self.together("DataParallel"):
+            if synchronised and not dist.is_gloo_available():
+                raise InvalidArgument(
+                    "DataParallel: batch_norm='synchronised' together with group= needs gloo, which this build of PyTorch does not have."
+                )
             text = repr([(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers])
-            self._meet(Header(0, 0, self._code, zlib.crc32(text.encode(), self._layout_of(replicas))))
+            layout = zlib.crc32(text.encode(), self._mark.of(replicas))
+            self._meet(Header(0, 0, self._code, layout, norms=synchronised))
+        if synchronised:
+            with self._talking():
+                self.rounds = rounds_of(self._group, self._place)
         with torch.no_grad():
             for tensor in [*replicas.parameters, *buffers]:
                 there = tensor.detach() if self._place.type == "cpu" else tensor.detach().to(self._home)
@@ -103,6 +114,7 @@ class GroupRanks(Ranks):
         policy_of: Callable[[], tuple[str, list[float]]],
         kind: int,
         ledger: bool,
+        every_rank: bool,
     ) -> GlobalBatchSampler:
         """A sampler of global batches for this rank, which `make` makes for a rank of so many.
 
@@ -114,15 +126,26 @@ class GroupRanks(Ranks):
             A checksum of the devices of this rank. Ranks of equal kind count as equally fast until measured.
         ledger
             Whether rank 0 keeps a ledger.
+        every_rank
+            Whether each rank has an item of every batch at least.
         """
         self.dealt = None
         names = [f"rank {number}" for number in self._numbers]
         with self.together("batch_sampler"):
             policy, ratios = policy_of()
-            options: dict[str, Any] = {"policy": policy, "weights": ratios or None, "ledger": ledger}
+            options: dict[str, Any] = {
+                "policy": policy,
+                "weights": ratios or None,
+                "ledger": ledger,
+                "may_be_zero": not every_rank,
+            }
             if ratios and len(ratios) != self._size:
                 raise InvalidArgument(
                     f"batch_sampler: balance has {plural(len(ratios), 'ratio')} for {plural(self._size, 'rank')}. Give one for each rank of the group."
+                )
+            if every_rank and ratios and not min(ratios) > 0:
+                raise InvalidArgument(
+                    f"batch_sampler: balance is {ratios}, and with batch_norm='synchronised' each rank needs items. Give each a number above 0."
                 )
             Balancer(names, **options)  # raises on every rank if it cannot be made
             sampler = make(self.rank, self._size)
@@ -222,6 +245,7 @@ class GroupRanks(Ranks):
             same_gradients=all(one.present == headers[0].present for one in headers),
             order=bool(headers[0].order),
             again=again,
+            idle=tuple(number for number, one in zip(self._numbers, headers, strict=True) if not one.items),
         )
 
     def _difference(self, headers: list[Header]) -> str | None:

@@ -34,6 +34,7 @@ class Header(NamedTuple):
     drawn: float = 0  # how many global batches the rank has drawn
     plan: float = 0  # the number of the newest plan of shares; that of rank 0 counts
     order: float = 0  # 1 if the rank has an order of the buckets to tell; that of rank 0 counts
+    norms: float = 0  # a checksum of the normalisations in which ranks meet; 0 without any
 
 
 class Whole(NamedTuple):
@@ -45,6 +46,7 @@ class Whole(NamedTuple):
     same_gradients: bool  # whether all ranks have gradients of the same parameters
     order: bool = False  # whether rank 0 has an order of the buckets to tell
     again: bool = False  # whether all ranks have to make another attempt
+    idle: tuple[int, ...] = ()  # the numbers of the ranks without items, where that is known
 
 
 class Opening(NamedTuple):

@@ -14,9 +14,12 @@ from torch import nn
 from paceline import DeviceLost, Error, InvalidArgument
 from paceline._stop import stop_requested
 from paceline.torch._batch.objective import Objective
+from paceline.torch._devices.failures import error_of_lost
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import DTYPES
 from paceline.torch._run.rank_header import AGAIN, FAILED, Header, Opening, Whole
+from paceline.torch._run.rank_module import ParameterMark, check_module
+from paceline.torch._run.rank_rounds import Rounds, without_items
 from paceline.torch._run.rank_sums import Buckets, RankSums
 from paceline.torch._run.recipe import Retry, RetryError
 
@@ -40,12 +43,14 @@ class Ranks:
     A rank that has failed sends zeros in place of the buckets that are left, and says no. A rank whose memory was too short sends nothing
     before its next attempt, which sends what the first one had not. If another attempt is needed for any other reason, and something was
     sent, all ranks make another one.
+
+    If norms meet over all ranks, every attempt begins on all of them together, when they agree.
     """
 
     early = False  # whether buckets may be sent from a worker, while backward goes on
 
     def __init__(self, module: nn.Module, home: torch.device) -> None:
-        _check_module(module)
+        check_module(module)
         self.stop = False  # whether any rank was asked to stop, as all ranks know since the last call
         self.last: list[dict[str, float]] = []  # of each rank in the last step, where that is known
         self._home = home
@@ -60,15 +65,13 @@ class Ranks:
         self.agreed: tuple[torch.Tensor, Gradients] | None = None  # the objective and gradients that all ranks commit
         self.rank = 0
         self._began = 0.0  # when this call began; later by the time that it has waited for other ranks
+        self.rounds: Rounds | None = None  # in which their norms meet, if they do
         self._ended: float | None = None  # when the ranks had last exchanged gradients, unless a call has failed since
-        self._checksum: tuple[int, int] = (
-            -1,
-            0,
-        )  # of the parameters, after the generation of the replicas that it is for
+        self._mark = ParameterMark()
         self._buckets: dict[int, Buckets] = {}  # by the checksum of the parameters, least recently used first
 
-    def share(self, replicas: Replicas) -> None:
-        """Before the first call: make sure that all ranks have the same parameters and buffers."""
+    def share(self, replicas: Replicas, *, synchronised: bool = False) -> None:
+        """Before the first call: make sure that all ranks have the same parameters and buffers. `synchronised`: their norms meet, too."""
 
     @contextlib.contextmanager
     def together(self, call: str) -> Iterator[None]:
@@ -129,7 +132,7 @@ class Ranks:
     ) -> RankSums:
         """Tell the other ranks what they have to agree on, and the weight of this rank's part. Later attempts of the call get the same sums.
 
-        Nothing waits here: a rank that comes first begins with its work. What the others tell is looked at before the first bucket is sent.
+        Nothing waits here, unless norms meet: a rank that comes first begins with its work. What the others tell is looked at before the first bucket is sent.
 
         Parameters
         ----------
@@ -144,8 +147,9 @@ class Ranks:
         """
         if self._sums is not None:
             return self._sums
-        runs = objective.size > 0 and objective.magnitude > 0
-        layout = self._layout_of(replicas)
+        norms = 0 if self.rounds is None else self.rounds.mark(replicas)
+        runs = objective.size > 0 and (objective.magnitude > 0 or norms)
+        layout = self._mark.of(replicas)
         known = self._buckets.pop(layout, None)
         buckets = self.buckets = Buckets() if known is None else known
         if len(self._buckets) >= _MOST_LAYOUTS:
@@ -162,6 +166,7 @@ class Ranks:
             steps=steps,
             items=objective.size,
             weight=objective.weight,
+            norms=norms,
         )
         self._exchanged = self._alone = True
         opening = self._post(header)
@@ -172,9 +177,32 @@ class Ranks:
         sums.header = header._replace(call=zlib.crc32(f"{self._call} ends".encode()))
         sums.between = -1 if self._ended is None else self._began - self._ended
         self._sums, self._replicas, self._alone = sums, replicas, False
+        if self.rounds is not None and norms:
+            self._begin_rounds(sums, self.rounds)
         return sums
 
-    def _settle(self, sums: RankSums) -> None:
+    def _begin_rounds(self, sums: RankSums, rounds: Rounds) -> None:
+        """Begin an attempt in which ranks meet, together with all ranks."""
+        rounds.begin()
+        sums.rounds = rounds
+        arrived = time.perf_counter()
+        whole = self._settle(sums)
+        # Devices sum gradients over all ranks in the middle of their backward, so all have to divide by the same.
+        sums.divide_by(sums.header.total or whole.weight)
+        self._began += time.perf_counter() - arrived
+        if whole.idle:
+            self._sums = None
+            raise without_items(self._call, whole.idle)
+
+    def _end_rounds(self, sums: RankSums, *, failed: bool) -> None:
+        """The devices of this rank have ended. Raises if ranks have not met in the same norms, unless this one has `failed`."""
+        if sums.rounds is not None:
+            with self._talking():
+                apart = sums.rounds.end(failed=failed)
+            if apart is not None and not failed:
+                raise apart
+
+    def _settle(self, sums: RankSums) -> Whole:
         """Wait for what the other ranks have opened the step with."""
         self._alone = True
         try:
@@ -191,6 +219,7 @@ class Ranks:
             raise
         sums.settle(divisor)
         self._weight, self._alone = whole.weight, False
+        return whole
 
     def close(self, loss: torch.Tensor | None, gradients: Gradients) -> tuple[torch.Tensor, Gradients]:
         """The objective over all ranks and its gradients, which are `agreed` from now on.
@@ -209,7 +238,8 @@ class Ranks:
         RuntimeError
             On all ranks, if no rank has a gradient.
         InvalidArgument
-            On all ranks, if they do not agree about the call, the parameters, `total`, `scale` or `steps`, or if no rank has weight.
+            On all ranks, if they do not agree about the call, the parameters, `total`, `scale` or `steps`, if no rank has weight, or if their
+            norms have not met in the same order.
         DeviceLost, Timeout
             If another rank cannot be reached. No further call is possible then.
         Error
@@ -217,7 +247,9 @@ class Ranks:
         """
         sums, seconds = self._sums, time.perf_counter() - self._began
         assert sums is not None
+        seconds -= 0.0 if sums.rounds is None else sums.rounds.waited
         self._settle(sums)
+        self._end_rounds(sums, failed=False)
         sums.fill_rest(gradients)
         present = sums.present(len(gradients))
         header = sums.header._replace(
@@ -274,13 +306,13 @@ class Ranks:
                 continue
 
     def run_again(self, *, memory: bool) -> None:
-        """Before another attempt of the call: let all ranks make one if gradients were sent that do not count.
+        """Before another attempt of the call: let all ranks make one if gradients were sent that do not count, or if norms meet.
 
         `memory`: the attempt before has run out of memory, so what it has sent does count.
         """
         if self._sums is None or self._alone:
             return
-        if memory or not self._sums.sent:
+        if (memory or not self._sums.sent) and self._sums.rounds is None:
             self._sums.forget()
             return
         with contextlib.suppress(RetryError):
@@ -293,6 +325,7 @@ class Ranks:
         except Error:  # no rank has sent anything
             return
         self._alone = True
+        self._end_rounds(sums, failed=True)
         sums.fill_rest([None] * len(self._replicas.parameters))
         with self._talking():
             sums.wait()
@@ -363,33 +396,3 @@ class Ranks:
     @property
     def _code(self) -> int:
         return zlib.crc32(self._call.encode())
-
-    def _layout_of(self, replicas: Replicas) -> int:
-        """A checksum of the parameters' names, shapes and types, and of which are frozen."""
-        if self._checksum[0] != replicas.generation:
-            named = zip(replicas.names, replicas.parameters, strict=True)
-            text = repr([(name, tuple(one.shape), one.stride(), str(one.dtype)) for name, one in named])
-            self._checksum = replicas.generation, zlib.crc32(text.encode())
-        return zlib.crc32(bytes(one.requires_grad for one in replicas.parameters), self._checksum[1])
-
-
-def error_of_lost(kind: type[Error], message: str, ranks: str | None) -> Error:
-    """An error that names the ranks in place of a device."""
-    error = kind(message)
-    error.device = ranks
-    return error
-
-
-def _check_module(module: nn.Module) -> None:
-    """Raise for a module that sums gradients by itself, or whose parameters have no shape yet."""
-    for name, part in module.named_modules():
-        if isinstance(part, nn.parallel.DistributedDataParallel):
-            raise InvalidArgument(
-                f"DataParallel: {name or 'the module'} is a DistributedDataParallel, which sums gradients over the ranks, and so does the trainer. Pass "
-                "its .module."
-            )
-        if any(isinstance(one, nn.parameter.UninitializedParameter) for one in part._parameters.values()):
-            raise InvalidArgument(
-                f"DataParallel: {name or 'the module'} has parameters without a shape, which cannot be brought to all ranks. Run its forward "
-                "once before."
-            )
