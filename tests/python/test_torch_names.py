@@ -132,6 +132,8 @@ def objects() -> dict[str, Any]:
         "fsdp": FSDPModule,
         "fsdp state": FSDPState(),
         "fsdp group": FSDPParamGroup,
+        "process group": torch.distributed.ProcessGroup,
+        "backend options": torch._C._distributed_c10d.Backend.Options,
     }
 
 

@@ -75,6 +75,8 @@ ATTRIBUTES = {
     "ddp": ("_sync_buffers",),
     "fsdp": ("_get_fsdp_state",),
     "fsdp state": ("_fsdp_param_group", "_fsdp_param_groups"),
+    "process group": ("_get_backend",),
+    "backend options": ("_timeout",),
     "fsdp group": ("unshard", "wait_for_unshard", "post_backward"),
 }
 

@@ -68,6 +68,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         rank: int = 0,
         ranks: int = 1,
         every_rank: bool = False,
+        least: int = 0,
         by_cost: ByCost | None = None,
         call: str = "batch_sampler",
     ) -> None:
@@ -81,6 +82,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._asked = batch_size
         self._rank = rank
         self._every_rank = every_rank  # whether `batches` has a batch for ranks without items, too
+        self._least = max(least, int(every_rank))  # items of each rank, if there are enough
         self._by_cost = by_cost  # how to deal out items that cost differently
         self._position = 0  # the index in the epoch of the batch handed out last, or of the next one
         self._trained = False  # whether that batch was handed out and trained on
@@ -301,7 +303,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """
         plan = self._plan(self._drawn)[2]
         if self._by_cost is None:
-            shares = scaled(plan, len(batch), least=int(self._every_rank))
+            shares = scaled(plan, len(batch), least=self._least)
             begin = sum(shares[: self._rank]) if shares[self._rank] else 0
             return batch[begin : begin + max(1, shares[self._rank])].tolist(), shares, shares
         items = sorted(batch.tolist())

@@ -75,3 +75,10 @@ def warn_caller(message: str, category: type[Warning]) -> None:
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("paceline."):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def error_of_lost(kind: type[Error], message: str, ranks: str | None) -> Error:
+    """An error that names the ranks in place of a device."""
+    error = kind(message)
+    error.device = ranks
+    return error

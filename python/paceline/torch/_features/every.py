@@ -19,7 +19,11 @@ from paceline.torch._run.feature import Feature
 
 
 def every_feature(
-    replicas: Replicas, *, synchronised: bool = False, cure_of_norms: str = CURE, mends: tuple[Feature, ...] = ()
+    replicas: Replicas,
+    *,
+    synchronised: SynchronisedNorms | None = None,
+    cure_of_norms: str = CURE,
+    mends: tuple[Feature, ...] = (),
 ) -> list[Feature]:
     """All that a trainer of these replicas has. `mends`: what else may follow from an error, before memory is blamed."""
     return [
@@ -29,10 +33,10 @@ def every_feature(
         ForwardAD(),
         Draws(),
         CompiledCode(),
-        *([SynchronisedNorms()] if synchronised else []),
+        *([synchronised] if synchronised is not None else []),
         *mends,
         SmallerPieces(),
-        NormsApart(replicas, cure=cure_of_norms, synchronised=synchronised),
+        NormsApart(replicas, cure=cure_of_norms, synchronised=synchronised is not None),
         WrittenBuffers(),
         IdleItems(),
         ArrivingParameters(),

@@ -1,9 +1,10 @@
-"""Batch normalisation over the batch of all devices (``batch_norm="synchronised"``)."""
+"""Batch normalisation over the batch of all devices, of all ranks if there are several (``batch_norm="synchronised"``)."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from paceline import InvalidArgument
 from paceline.torch._devices.meeting import Meeting, MeetingPoint
@@ -13,15 +14,23 @@ from paceline.torch._replicas.synchronised import synchronised
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import Executor
 from paceline.torch._run.feature import Bound, Context, Feature
-from paceline.torch._run.recipe import Constraints
+from paceline.torch._run.rank_rounds import Rounds
+from paceline.torch._run.ranks import Ranks
+from paceline.torch._run.recipe import Constraints, Retry
 from paceline.torch._run.workload import Workload
+
+_LEFT = Retry("another rank left the attempt, while this one waited for it in a normalisation", most=8)
 
 
 class SynchronisedNorms(Feature):
-    """Lets the devices meet in their normalisations. In statistics over the batch items without weight count, too."""
+    """Lets the devices meet in their normalisations. In statistics over the batch items without weight count, too.
 
-    def __init__(self) -> None:
+    The devices of all `ranks` meet in calls that all ranks make: those whose gradients they sum. In all others those of this process do.
+    """
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
         self.point = MeetingPoint()
+        self._ranks = ranks
 
     def constraints(self, replicas: Replicas, work: Workload | None) -> Constraints:
         return Constraints(undivided=True, all_items=True) if using_batch_statistics(replicas.norms) else Constraints()
@@ -34,17 +43,19 @@ class SynchronisedNorms(Feature):
                 "batch_norm='synchronised' together with cost=, which deals items out to several micro-batches of a device. Statistics of the batch "
                 "need one. Leave cost= out, or use batch_norm='apart'."
             )
-        if call.seen.compiled and len(call.places) > 1:
+        rounds = self._ranks.rounds if self._ranks is not None and call.keep else None
+        if call.seen.compiled and (len(call.places) > 1 or rounds is not None):
             raise InvalidArgument(
                 "batch_norm='synchronised' together with torch.compile: devices wait for each other inside of the forward, and a compiled forward "
                 "runs alone while it compiles. Train without torch.compile, or use batch_norm='apart'."
             )
-        return _Meets(self.point)
+        return _Meets(self.point, rounds)
 
 
 class _Meets(Bound):
-    def __init__(self, point: MeetingPoint) -> None:
+    def __init__(self, point: MeetingPoint, rounds: Rounds | None) -> None:
         self._point = point
+        self._rounds = rounds  # of all ranks, if they meet
         self._meeting: Meeting | None = None  # none, if one device has all items and so their statistics
         self._begun: set[int] = set()
 
@@ -60,7 +71,8 @@ class _Meets(Bound):
                 "need one. Replay it with batch_norm='apart', as it was written."
             )
         self._meeting, self._begun = None, set()
-        if sum(parts) < 2:
+        beyond = None if self._rounds is None else self._rounds.meet
+        if sum(parts) < 2 and beyond is None:
             yield
             return
         replicas = run.call.all_replicas
@@ -69,9 +81,8 @@ class _Meets(Bound):
             for replica in replicas.list
             for name, part in replicas.norms
         ]
-        self._meeting = self._point.now = Meeting(
-            run.places.names, (device for device, count in enumerate(parts) if count)
-        )
+        devices = [device for device, count in enumerate(parts) if count]
+        self._meeting = self._point.now = Meeting(run.places.names, devices, beyond)
         run.waited = self._meeting.waited
         try:
             with synchronised(pairs, self._point):
@@ -98,3 +109,8 @@ class _Meets(Bound):
     def ended(self, device: int) -> None:
         if self._meeting is not None:
             self._meeting.end(device)
+
+    def retry(self, run: Executor, outcome: Any, *, failed: bool) -> Retry | None:
+        """If this rank was left alone, it says so to all ranks before its next attempt, and hears why."""
+        off = self._rounds is not None and self._rounds.is_off
+        return _LEFT if off and failed and not run.failures else None

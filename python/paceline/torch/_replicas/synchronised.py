@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,24 +17,18 @@ from paceline.torch._devices.meeting import MeetingPoint
 _batch_norm = nn.functional.batch_norm
 
 
-class Statistics(NamedTuple):
-    """Of each channel: over how many values, their mean, and their mean squared deviation from it, in double precision."""
+def merged(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The statistics of all parts together, by their counts (Chan, Golub, LeVeque 1979). Nothing cancels if the means are large.
 
-    size: int
-    mean: torch.Tensor
-    variance: torch.Tensor
-
-
-def merged(parts: list[Statistics]) -> Statistics:
-    """The statistics of all parts together, by their counts (Chan, Golub, LeVeque 1979). Nothing cancels if the means are large."""
-    size = sum(part.size for part in parts)
-    parts = [part for part in parts if part.size]
-    if size < 2:
-        return Statistics(size, torch.empty(0), torch.empty(0))
-    mean = _total([part.mean * (part.size / size) for part in parts])
-    squares = [part.variance + (part.mean - mean).square() for part in parts]
-    variance = _total([square * (part.size / size) for square, part in zip(squares, parts, strict=True)])
-    return Statistics(size, mean, variance)
+    Statistics are one vector in double precision: over how many values of each channel, then the channels' means, then their mean squared
+    deviations from these.
+    """
+    size = _total([part[:1] for part in parts])
+    shares = [part[:1] / size.clamp(min=1) for part in parts]
+    means, variances = zip(*(part[1:].chunk(2) for part in parts), strict=True)
+    mean = _total([one * share for one, share in zip(means, shares, strict=True)])
+    spread = [variance + (one - mean).square() for one, variance in zip(means, variances, strict=True)]
+    return torch.cat([size, mean, _total([one * share for one, share in zip(spread, shares, strict=True)])])
 
 
 @contextlib.contextmanager
@@ -111,16 +106,17 @@ class _Meets(TorchFunctionMode):
             return _batch_norm(values, running_mean, running_var, weight, bias, False, momentum, eps)
         with torch.no_grad():
             whole = self._meeting.meet(f"the forward of {self._name}", _statistics_of(values), merged)
-            if whole.size < 2:
+            size, (mean, variance) = int(whole[0]), whole[1:].chunk(2)
+            if size < 2:
                 raise ValueError(  # the type that PyTorch raises
                     f"batch_norm='synchronised': {self._name}: more than 1 value per channel is needed, and all devices together have "
-                    f"{whole.size}. Leave such batches out."
+                    f"{size}. Leave such batches out."
                 )
             # Through `data`, as PyTorch's own kernel does not count these writes as changes of the buffers.
             if running_mean is not None:
-                running_mean.data.lerp_(whole.mean.to(running_mean), momentum)
+                running_mean.data.lerp_(mean.to(running_mean), momentum)
             if running_var is not None:
-                unbiased = whole.variance * (whole.size / (whole.size - 1))
+                unbiased = variance * (size / (size - 1))
                 running_var.data.lerp_(unbiased.to(running_var), momentum)
         apply: Any = _Normalised.apply
         return apply(values, weight, bias, whole, eps, self._meeting, f"the backward of {self._name}")
@@ -140,15 +136,15 @@ class _Normalised(torch.autograd.Function):
         values: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        whole: Statistics,
+        whole: torch.Tensor,
         eps: float,
         meeting: MeetingPoint,
         topic: str,
     ) -> torch.Tensor:
         wide = _wide(values)
-        mean, variance = whole.mean.to(wide), whole.variance.to(wide)
+        mean, variance = whole[1:].to(wide).chunk(2)
         ctx.save_for_backward(values, weight, mean, (variance + eps).rsqrt())
-        ctx.count, ctx.meeting, ctx.topic = whole.size, meeting, topic
+        ctx.count, ctx.meeting, ctx.topic = int(whole[0]), meeting, topic
         scale, shift = (None if one is None else one.to(wide) for one in (weight, bias))
         return _batch_norm(wide, mean, variance, scale, shift, False, 0.0, eps).to(values)
 
@@ -173,15 +169,18 @@ class _Normalised(torch.autograd.Function):
         return found, sums[1] if of_weight else None, sums[0] if of_bias else None, *[None] * 4
 
 
-def _statistics_of(values: torch.Tensor) -> Statistics:
+def _statistics_of(values: torch.Tensor) -> torch.Tensor:
+    """The statistics of these values, as `merged` takes them."""
     if values.numel() == 0:
-        return Statistics(0, torch.empty(0), torch.empty(0))
-    variance, mean = _on_host(torch.stack(torch.var_mean(_wide(values), _axes(values), correction=0)))
-    return Statistics(values.numel() // values.shape[1], mean, variance)
+        return torch.zeros(1 + 2 * values.shape[1], dtype=torch.float64, device="cpu")
+    variance, mean = torch.var_mean(_wide(values), _axes(values), correction=0)
+    found = _on_host(torch.cat([mean, variance]))
+    return torch.cat([found.new_full((1,), values.numel() // values.shape[1]), found])
 
 
 def _total(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(parts).sum(0)
+    """The sum, in the order of the parts. Element by element, so that processors of all kinds get the same bits."""
+    return functools.reduce(torch.add, parts)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

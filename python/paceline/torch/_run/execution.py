@@ -75,9 +75,8 @@ class Execution:
         self.flat = FlatGradients(replicas, places) if places.queues is not None and len(places) > 1 else None
         self.outside = OutsideGradients()
         self.took_part = 0  # the number of the last call that was committed without items of this rank
-        self._journal = Journal(
-            of_step(weakref.proxy(self))
-        )  # a dropped trainer must end without the garbage collector
+        # A dropped trainer must end without the garbage collector.
+        self._journal = Journal(of_step(weakref.proxy(self)))
         self._edits = Edits()
         self._enqueued: Any = None  # the last outcome, committed or not
         self._random: RandomStates | None = None  # the generators' states when the present attempt began
@@ -322,27 +321,32 @@ class Execution:
 
     # Other processes.
 
-    def join(self, ranks: Ranks) -> None:
-        """Train together with other processes from now on."""
+    def join(self, ranks: Ranks, *, synchronised: bool) -> None:
+        """Train together with other processes from now on. `synchronised`: norms meet over all of them."""
         self.replicas.share()  # so that one device, too, refuses hooks on gradients of a part, and leaves .grad alone
-        ranks.share(self.replicas)
+        ranks.share(self.replicas, synchronised=synchronised)
         self.ranks = ranks
-        if ranks.early and self.places.devices == [self.places.home]:
+        if ranks.early and self.graphs is None and self.places.devices == [self.places.home]:
             self._early = LastBackward(self.replicas)
 
     def together(self, call: str) -> contextlib.AbstractContextManager[None]:
         """Around a call that all ranks make."""
         return NOTHING if self.ranks is None else self.ranks.together(call)
 
+    @property
+    def meets_ranks(self) -> bool:
+        """Whether norms are over the batch of all ranks, in calls that all make."""
+        return self.ranks is not None and self.ranks.rounds is not None and self.synchronised
+
     def _open(self, ranks: Ranks, run: TrainRun) -> None:
         """Agree with the other ranks on what is summed. The only device of a rank sends its gradients in its last backward."""
-        several, sends = ranks.prepare(self.replicas), run.call.work.sends_early
-        if self._early is None or not (ranks.opened or (several and sends is not False and self.graphs is None)):
-            run.objective.divisor = ranks.divisor(run.objective)
-            return
-        sums = ranks.open(run.objective, scale=run.scale, steps=self.steps)
-        run.objective.divisor = sums.divisor
-        run.sink = self._early.begin(sums, sends=sends is True)
+        several, sends, early = ranks.prepare(self.replicas), run.call.work.sends_early, self._early
+        run.objective.divisor = ranks.divisor(run.objective)
+        if ranks.opened or ranks.norms or (early is not None and several and sends is not False):
+            sums = ranks.open(run.objective, scale=run.scale, steps=self.steps)
+            run.objective.divisor = sums.divisor  # all ranks agree on another one where norms meet
+            if early is not None:
+                run.sink = early.begin(sums, sends=sends is True)
 
     def _check_for_ranks(self, ranks: Ranks, run: TrainRun, outcome: Any) -> None:
         """Raise for what only this rank knows: a device that has failed, and gradients that have no place in the sum."""

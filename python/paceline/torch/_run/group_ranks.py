@@ -17,11 +17,12 @@ from paceline._stop import stop_requested
 from paceline._words import plural
 from paceline.balance import Balancer
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
-from paceline.torch._devices.failures import noted
+from paceline.torch._devices.failures import error_of_lost, noted
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import DTYPES
-from paceline.torch._run.rank_checks import check_group, error_of_lost
+from paceline.torch._run.rank_checks import check_group
 from paceline.torch._run.rank_header import AGAIN, FAILED, Header, Opening, Whole
+from paceline.torch._run.rank_rounds import rounds_of
 from paceline.torch._run.rank_shares import RankShares
 from paceline.torch._run.ranks import Ranks
 
@@ -42,6 +43,8 @@ _EQUAL = {
     "steps": "trained {mine:g} steps before, {other} {theirs:g}. Load the same save on all ranks: load() warns if it takes an older one than "
     "the newest.",
     "scale": "a scaler with the scale {mine:g}, {other} with {theirs:g}. Give all ranks scalers of the same state.",
+    "norms": "other normalisations with the statistics of the batch than {other}, in which ranks would meet. Make all trainers with the same "
+    "batch_norm=, and put the same modules into training mode on all ranks.",
     "total": "total={mine}, {other} has total={theirs} (0: none). It is the denominator over all ranks, so give all the same number, or leave "
     "it out.",
 }
@@ -77,7 +80,7 @@ class GroupRanks(Ranks):
         self.dealt: RankShares | None = None  # set where global batches are dealt out to the ranks
         self._numbers = [dist.get_global_rank(group, rank) for rank in range(self._size)]
 
-    def share(self, replicas: Replicas) -> None:
+    def share(self, replicas: Replicas, *, synchronised: bool = False) -> None:
         """Give all ranks the parameters and buffers of rank 0, as DistributedDataParallel does."""
         if replicas.sparse:
             raise InvalidArgument(
@@ -86,8 +89,16 @@ class GroupRanks(Ranks):
             )
         buffers = [buffer for part in replicas.modules for buffer in part._buffers.values() if buffer is not None]
         with self.together("DataParallel"):
+            if synchronised and not dist.is_gloo_available():
+                raise InvalidArgument(
+                    "DataParallel: batch_norm='synchronised' together with group= needs gloo, which this build of PyTorch does not have."
+                )
             text = repr([(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers])
-            self._meet(Header(0, 0, self._code, zlib.crc32(text.encode(), self._laid_out.checksum(replicas))))
+            layout = zlib.crc32(text.encode(), self._laid_out.checksum(replicas))
+            self._meet(Header(0, 0, self._code, layout, norms=synchronised))
+        if synchronised:
+            with self._talking():
+                self.rounds = rounds_of(self._group, self._place)
         with torch.no_grad():
             for tensor in [*replicas.parameters, *buffers]:
                 there = tensor.detach() if self._place.type == "cpu" else tensor.detach().to(self._home)
@@ -103,6 +114,7 @@ class GroupRanks(Ranks):
         make: Callable[[int, int], GlobalBatchSampler],
         decided: Callable[[], tuple[str, list[float], bool | str]],
         kind: int,
+        every_rank: bool,
     ) -> GlobalBatchSampler:
         """A sampler of global batches for this rank, which `make` makes for a rank of so many.
 
@@ -112,6 +124,8 @@ class GroupRanks(Ranks):
             Returns how to share a batch: a policy of `Balancer`, its ratios, and the balancer's `ledger`. What it returns on rank 0 counts.
         kind
             A checksum of the devices of this rank. Ranks of equal kind count as equally fast until measured.
+        every_rank
+            Whether each rank has an item of every batch at least.
         """
         self.dealt = None
         names = [f"rank {number}" for number in self._numbers]
@@ -121,8 +135,17 @@ class GroupRanks(Ranks):
                 raise InvalidArgument(
                     f"batch_sampler: balance has {plural(len(ratios), 'ratio')} for {plural(self._size, 'rank')}. Give one for each rank of the group."
                 )
+            if every_rank and ratios and not min(ratios) > 0:
+                raise InvalidArgument(
+                    f"batch_sampler: balance is {ratios}, and with batch_norm='synchronised' each rank needs items. Give each a number above 0."
+                )
             sampler = make(self.rank, self._size)
-            options: dict[str, Any] = {"policy": policy, "weights": ratios or None, "unit": sampler.unit}
+            options: dict[str, Any] = {
+                "policy": policy,
+                "weights": ratios or None,
+                "unit": sampler.unit,
+                "may_be_zero": not every_rank,
+            }
             if policy == "auto" and sampler.least_units > 1:
                 # A rank with less would get an item all the same, and take longer than planned.
                 options["minimum"] = sampler.least_units
@@ -235,6 +258,7 @@ class GroupRanks(Ranks):
             order=bool(headers[0].order),
             again=again,
             opens=any(one.opens for one in headers),
+            idle=tuple(number for number, one in zip(self._numbers, headers, strict=True) if not one.items),
         )
 
     def _difference(self, headers: list[Header]) -> str | None:

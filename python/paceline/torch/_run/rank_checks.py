@@ -8,14 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline import Error, InvalidArgument
-
-
-def error_of_lost(kind: type[Error], message: str, ranks: str | None) -> Error:
-    """An error that names the ranks in place of a device."""
-    error = kind(message)
-    error.device = ranks
-    return error
+from paceline import InvalidArgument
 
 
 def check_module(module: nn.Module) -> None:

@@ -35,6 +35,7 @@ class Header(NamedTuple):
     plan: float = 0  # the number of the newest plan of shares; that of rank 0 counts
     order: float = 0  # 1 if the rank has an order of the buckets to tell; that of rank 0 counts
     opens: float = 0  # 1 if the rank says later whether it has succeeded
+    norms: float = 0  # a checksum of the normalisations in which ranks meet; 0 without any
 
 
 class Whole(NamedTuple):
@@ -47,6 +48,7 @@ class Whole(NamedTuple):
     order: bool = False  # whether rank 0 has an order of the buckets to tell
     again: bool = False  # whether all ranks have to make another attempt
     opens: bool = False  # whether a rank says later whether it has succeeded
+    idle: tuple[int, ...] = ()  # the numbers of the ranks without items, where that is known
 
 
 class Opening(NamedTuple):

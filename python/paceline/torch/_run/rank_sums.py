@@ -15,6 +15,7 @@ from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.buckets import Layout
 from paceline.torch._run.gradients import PerTensor, grads_of, is_held_elsewhere
 from paceline.torch._run.rank_header import Header, Opening, Whole
+from paceline.torch._run.rank_rounds import Rounds
 
 # As in DistributedDataParallel: large enough to keep a link busy, and the first one, which nothing precedes, is sent early.
 MOST_BYTES, FIRST_BYTES = 25 << 20, 1 << 20
@@ -120,6 +121,7 @@ class RankSums:
     """
 
     between = -1.0  # seconds of its own work since the step before; negative if unknown
+    rounds: Rounds | None = None  # in which the norms of all ranks meet, if they do
 
     def __init__(
         self,
@@ -186,6 +188,10 @@ class RankSums:
     def settle(self, divisor: float) -> None:
         """All ranks agree, and this is what the objective is divided by."""
         self.factor, self._settled = self.divisor / divisor, True
+
+    def divide_by(self, divisor: float) -> None:
+        """Let this rank divide by what all ranks have agreed on. To be called after `settle`, before anything is computed."""
+        self.divisor, self.factor = divisor, 1.0
 
     def _send(self) -> None:
         if not self._settled:

@@ -14,10 +14,13 @@ from torch import nn
 from paceline import DeviceLost, Error, InvalidArgument
 from paceline._stop import stop_requested
 from paceline.torch._batch.objective import Objective
+from paceline.torch._devices.failures import error_of_lost
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import DTYPES
-from paceline.torch._run.rank_checks import check_module, error_of_lost
+from paceline.torch._run.rank_checks import check_module
+from paceline.torch._run.rank_exchange import Exchange
 from paceline.torch._run.rank_header import AGAIN, FAILED, Header, Opening, Whole
+from paceline.torch._run.rank_rounds import Rounds, without_items
 from paceline.torch._run.rank_sums import Layouts, RankSums
 from paceline.torch._run.recipe import Retry, RetryError
 
@@ -26,7 +29,7 @@ Gradients = list[torch.Tensor | None]
 _AGAIN = Retry("the gradients of a rank did not count, after some had been sent", most=8, complete=True)
 
 
-class Ranks:
+class Ranks(Exchange):
     """The ranks that train one module, of which this process is one. Subclasses say how they exchange what they know.
 
     All ranks make the same calls. Each runs its own part of a batch, and its gradients are summed with those of the others, bucket by bucket in
@@ -39,8 +42,8 @@ class Ranks:
     A rank that has nothing to send early (one bucket, several devices, no items) says all of this in one header, when its part has ended, and
     sends its buckets then. If others send early, it exchanges their second header with them.
 
-    What a rank computes is divided by the weight that the last batch of all ranks had. If the headers tell another weight, each bucket is
-    rescaled before it is sent.
+    What a rank computes is divided by the weight that the last batch of all ranks had, since a divisor that is far too small could overflow
+    half precision. If the headers tell another weight, each bucket is rescaled before it is sent.
 
     A rank that has failed sends zeros in place of the buckets that are left, and says no. A rank whose memory was too short sends nothing
     before its next attempt, which sends what the first one had not. If another attempt is needed for any other reason, and something was
@@ -67,9 +70,11 @@ class Ranks:
         self._began = 0.0  # when this call began; later by the time that it has waited for other ranks
         self._ended: float | None = None  # when the ranks had last exchanged gradients, unless a call has failed since
         self._laid_out = Layouts()
+        self.rounds: Rounds | None = None  # in which their norms meet, if they do
+        self.norms = 0  # a checksum of the norms that meet in this call; 0: none
 
-    def share(self, replicas: Replicas) -> None:
-        """Before the first call: make sure that all ranks have the same parameters and buffers."""
+    def share(self, replicas: Replicas, *, synchronised: bool = False) -> None:
+        """Before the first call: make sure that all ranks have the same parameters and buffers. `synchronised`: their norms meet, too."""
 
     @contextlib.contextmanager
     def together(self, call: str) -> Iterator[None]:
@@ -122,12 +127,12 @@ class Ranks:
     def prepare(self, replicas: Replicas) -> bool:
         """Lay the gradients out in buckets, before `open` and `close`. Whether there are several, so that some can be sent early."""
         self._layout, self.buckets = self._laid_out.of(replicas)
+        self.norms = 0 if self.rounds is None else self.rounds.mark(replicas)
         self._replicas = replicas
         return len(self.buckets.layout.buckets) > 1
 
     def divisor(self, objective: Objective) -> float:
-        """What a part is divided by before all is known: the weight of the last whole batch, so that gradients need no rescaling."""
-        # The whole weighs at least what the part does. A divisor that is far too small could overflow half precision.
+        """What a part is divided by before all is known: the weight of the last whole batch, or that of the part if it is larger."""
         return objective.total or max(self._weight or 0.0, objective.divisor)
 
     @property
@@ -138,8 +143,8 @@ class Ranks:
     def open(self, objective: Objective, *, scale: torch.Tensor | None = None, steps: int = 0) -> RankSums:
         """Tell the other ranks what they have to agree on, and the weight of this rank's part. Later attempts of the call get the same sums.
 
-        Nothing waits here: a rank that comes first begins with its work. What the others tell is looked at before the first bucket is sent.
-        The parameters are those of `close`.
+        Nothing waits here, unless norms meet: a rank that comes first begins with its work. What the others tell is looked at before the first
+        bucket is sent. The parameters are those of `close`.
         """
         if self._sums is not None:
             return self._sums
@@ -148,10 +153,34 @@ class Ranks:
         opening = self._post(header._replace(opens=1))
         self._sums = sums = self._sums_of(header, self.divisor(objective), opening)
         self._alone = False
+        if self.rounds is not None and self.norms:
+            self._begin_rounds(sums, self.rounds)
         return sums
 
+    def _begin_rounds(self, sums: RankSums, rounds: Rounds) -> None:
+        """Begin an attempt in which ranks meet, together with all ranks."""
+        rounds.begin()
+        sums.rounds = rounds
+        arrived = time.perf_counter()
+        whole = self._settle(sums, sums.opening_headers)
+        self._alone = False
+        # Devices sum gradients over all ranks in the middle of their backward, so all have to divide by the same.
+        sums.divide_by(sums.header.total or whole.weight)
+        self._began += time.perf_counter() - arrived
+        if whole.idle:
+            self._sums = None
+            raise without_items(self._call, whole.idle)
+
+    def _end_rounds(self, sums: RankSums, *, failed: bool) -> None:
+        """The devices of this rank have ended. Raises if ranks have not met in the same norms, unless this one has `failed`."""
+        if sums.rounds is not None:
+            with self._talking():
+                apart = sums.rounds.end(failed=failed)
+            if apart is not None and not failed:
+                raise apart
+
     def _header(self, objective: Objective, scale: torch.Tensor | None, steps: int) -> Header:
-        runs = objective.size > 0 and objective.magnitude > 0
+        runs = objective.size > 0 and (objective.magnitude > 0 or self.norms)
         return Header(
             failed=0,
             stop=stop_requested(),
@@ -162,6 +191,7 @@ class Ranks:
             steps=steps,
             items=objective.size,
             weight=objective.weight,
+            norms=self.norms,
         )
 
     def _sums_of(self, header: Header, divisor: float, opening: Opening | None = None) -> RankSums:
@@ -203,14 +233,11 @@ class Ranks:
         ----------
         objective
             That of this rank's part, whose magnitude is 0 if the part is empty.
-        loss
-            The sum over this rank's items, divided by the sums' divisor, without `open` by the objective's. None if this rank's part is empty.
-        gradients
-            Those of `loss`. Those that were sent already are not looked at.
-        scale
-            What the gradients are multiplied by, if they are.
-        steps
-            How many steps this rank has trained before.
+        loss, gradients
+            The sum over this rank's items, divided by the sums' divisor, without `open` by the objective's, and its gradients. None if the part
+            is empty. Gradients that were sent already are not looked at.
+        scale, steps
+            What the gradients are multiplied by, if they are, and how many steps this rank has trained before.
 
         Raises
         ------
@@ -219,7 +246,8 @@ class Ranks:
         RuntimeError
             On all ranks, if no rank has a gradient.
         InvalidArgument
-            On all ranks, if they do not agree about the call, the parameters, `total`, `scale` or `steps`, or if no rank has weight.
+            On all ranks, if they do not agree about the call, the parameters, `total`, `scale` or `steps`, if no rank has weight, or if their
+            norms have not met in the same order.
         DeviceLost, Timeout
             If another rank cannot be reached. No further call is possible then.
         Error
@@ -230,8 +258,10 @@ class Ranks:
         if sums is None:
             sums = self._sums_of(self._header(objective, scale, steps), objective.divisor)
         else:
+            seconds -= 0.0 if sums.rounds is None else sums.rounds.waited
             self._settle(sums, sums.opening_headers)
             self._alone = False
+            self._end_rounds(sums, failed=False)
         sums.fill_rest(gradients)
         present = sums.present(len(gradients))
         header = sums.header._replace(
@@ -290,19 +320,18 @@ class Ranks:
         """`close` for gradients that are there already, divided by `Objective.divisor`. Again, if another rank has to run again."""
         self.prepare(replicas)
         while True:
+            if self.norms:  # raises on all ranks, since this one has no items
+                self.open(objective, scale=scale, steps=steps)
             try:
                 return self.close(objective, loss, gradients, scale=scale, steps=steps)
             except RetryError:
                 continue
 
     def run_again(self, *, memory: bool) -> None:
-        """Before another attempt of the call: let all ranks make one if gradients were sent that do not count.
-
-        `memory`: the attempt before has run out of memory, so what it has sent does count.
-        """
+        """Before another attempt: let all ranks make one if norms meet, or if sent gradients do not count. After running out of `memory` they do."""
         if self._sums is None or self._alone:
             return
-        if memory or not self._sums.sent:
+        if (memory or not self._sums.sent) and self._sums.rounds is None:
             self._sums.forget()
             return
         with contextlib.suppress(RetryError):
@@ -315,6 +344,7 @@ class Ranks:
         except Error:  # no rank has sent anything
             return
         self._alone = True
+        self._end_rounds(sums, failed=True)
         sums.fill_rest([None] * len(self._replicas.parameters))
         self._vote(sums, sums.header._replace(failed=vote, stop=stop_requested()), error)
 
@@ -353,35 +383,6 @@ class Ranks:
         self._alone = goes_on
         return whole
 
-    def _post(self, header: Header) -> Opening:
-        """Start to exchange the headers that open a step. For those that send early."""
-        raise TypeError("Ranks._post is for subclasses")
-
-    def _exchange(self, header: Header, error: BaseException | None, meanwhile: Callable[[], None]) -> Whole:
-        """Raise on every rank unless all are in the same call and have succeeded."""
-        raise TypeError("Ranks._exchange is for subclasses")
-
-    def _union(self, present: list[bool]) -> list[bool]:
-        """Which gradients there are on any rank."""
-        raise TypeError("Ranks._union is for subclasses")
-
-    def _tell(self, numbers: list[int]) -> list[int]:
-        """The numbers of rank 0."""
-        raise TypeError("Ranks._tell is for subclasses")
-
-    def _start(self, bucket: torch.Tensor) -> Any:
-        """Start to sum a bucket over all ranks, in place. The result is None, or has a method ``wait`` that returns when the sum is there."""
-        raise TypeError("Ranks._start is for subclasses")
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over all ranks, in place."""
-        work = self._start(tensor)
-        if work is not None and hasattr(work, "wait"):
-            work.wait()
-
-    def _agree(self) -> None:
-        """Raise, on all ranks, unless the sums were complete."""
-
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
         """Around an exchange, and nothing else."""
@@ -391,10 +392,6 @@ class Ranks:
             lost = self._lost(error)
             self._sums, self._alone = None, False
             raise lost from error
-
-    def _lost(self, error: Exception) -> Error:
-        """What to raise for an error of the exchange."""
-        raise TypeError("Ranks._lost is for subclasses")
 
     @property
     def _code(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline import DeviceGroup, InvalidArgument
+from paceline._words import plural
 from paceline.torch._batch.by_cost import Cost
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._run.execution import Execution
@@ -42,8 +43,9 @@ class Data:
 
         Give it to a ``DataLoader`` as ``batch_sampler=``, and loop over ``sampler.batches(loader)``. All ranks make the same sampler. Rank 0
         decides on the shares, from the times of all ranks, and the others follow from the same global batch on. A rank without items
-        gets None as its batch, for `step`. A process alone has whole batches. `training_state` of the trainer has its state. If a state
-        was loaded before, the sampler begins there, with the seed of that state.
+        gets None as its batch, for `step`. With ``batch_norm="synchronised"`` each rank has an item at least. A process alone has whole
+        batches. `training_state` of the trainer has its state. If a state was loaded before, the sampler begins there, with the seed of
+        that state.
 
         With the lengths of items, each rank gets as much work as it runs in the same time. What items cost decides which rank runs them, and
         nothing else: gradients are weighted by the number of items, or by `weight` of `step`. `cost` of `step` is apart from this. It
@@ -82,7 +84,8 @@ class Data:
         ------
         InvalidArgument
             On all ranks: for sizes, lengths, costs or ratios that do not fit, or if the ranks' samplers differ. With `reducer`, whose ranks are
-            not known. On rank 0, if its ledger cannot be written.
+            not known. With ``batch_norm="synchronised"`` also if the last batch of an epoch has fewer items than there are ranks. On rank 0, if
+            its ledger cannot be written.
         Error
             If another rank's arguments do not fit, or if rank 0 cannot write its ledger.
 
@@ -94,7 +97,7 @@ class Data:
         ...     trainer.step(loss_fn, batch)
         """
         with self._lifetime.between_steps("batch_sampler"):
-            ranks = self._execution.ranks
+            ranks, meets = self._execution.ranks, self._execution.meets_ranks
             if ranks is not None and not isinstance(ranks, GroupRanks):
                 raise InvalidArgument(
                     "batch_sampler: it needs group=, since with reducer= ranks come and go. Deal the batch out to the ranks of each step yourself."
@@ -112,9 +115,16 @@ class Data:
                     drop_last=drop_last,
                     rank=rank,
                     ranks=size,
+                    least=int(meets),
                 )
                 if self._loaded is not None:
                     sampler.load_state_dict(self._loaded)
+                last = sampler.size_of(len(sampler) - 1)
+                if meets and last < size:
+                    raise InvalidArgument(
+                        f"batch_sampler: the last batch of an epoch has {plural(last, 'item')} for {plural(size, 'rank')}, and with "
+                        "batch_norm='synchronised' each rank needs one. Say drop_last=True, or take another batch_size."
+                    )
                 return sampler
 
             def decided() -> tuple[str, list[float], bool | str]:
@@ -126,7 +136,7 @@ class Data:
             else:
                 devices = sorted((device.kind, device.sm_count or 0) for device in self._group.devices)
                 kind = zlib.crc32(repr(devices).encode())
-                sampler = ranks.deal(make, decided, kind)
+                sampler = ranks.deal(make, decided, kind, meets)
             self._execution.sampler, self._loaded = sampler, None
             return sampler
 

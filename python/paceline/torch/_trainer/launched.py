@@ -35,6 +35,26 @@ def ranks_of(group: Group, reducer: Reducer | None, module: nn.Module, home: tor
     return None if group == "alone" else GroupRanks(group, module, home)
 
 
+def check_ranks_meet(ranks: Ranks, module: nn.Module, prove: object) -> None:
+    """Raise if the normalisations of a module cannot be over the batch of all ranks."""
+    if isinstance(ranks, ReducerRanks):
+        raise InvalidArgument(
+            "DataParallel: batch_norm='synchronised' together with reducer=, whose ranks come and go and only know sums, so each one would normalise "
+            "over its own part of the batch. Use group=, GroupNorm or LayerNorm, or one process."
+        )
+    if prove not in (None, False):
+        raise InvalidArgument(
+            f"DataParallel: batch_norm='synchronised' together with group= and prove={prove!r}. A proof runs the batch of this rank on one device, and "
+            "there is no device with the batch of all ranks. Leave prove= out. check() compares the devices of one rank."
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise InvalidArgument(
+                f"DataParallel: batch_norm='synchronised' together with group=, and {name or 'the module'} is a SyncBatchNorm, which meets other processes by "
+                "itself. Use BatchNorm1d, BatchNorm2d or BatchNorm3d: leave convert_sync_batchnorm out."
+            )
+
+
 def _has_started_together(home: torch.device) -> bool:
     """Whether this is one of several processes. Makes their process group if the script has not made it."""
     if not dist.is_available():

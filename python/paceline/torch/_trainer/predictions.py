@@ -15,6 +15,7 @@ from paceline.torch._batch.options import Options
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._devices.failures import noted
+from paceline.torch._replicas.batch_norm import using_batch_statistics
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.executor import PredictRun
@@ -72,7 +73,8 @@ class Predictions:
         Raises
         ------
         InvalidArgument
-            For a batch, costs or outputs that cannot be used.
+            For a batch, costs or outputs that cannot be used. With `group` and ``batch_norm="synchronised"``, if a norm would write running
+            statistics, which are equal on all ranks.
         Timeout, DeviceLost, Error, Cancelled, KeyboardInterrupt
             As `step`.
         Exception
@@ -85,10 +87,23 @@ class Predictions:
                 "predict(batch)."
             )
         with self._lifetime.between_steps("predict", waits=True):
+            self._check_modes()
             options = Options(cost=cost, collate=collate, batch_dim=batch_dim, split=split)
             whole = options.whole(batch, gradients=not torch.is_grad_enabled())
             costs = self._training.costs(cost, batch, whole)
             return self._predict(whole, fn, costs, pad)
+
+    def _check_modes(self) -> None:
+        """Raise if this rank alone would write running statistics that are equal on all ranks."""
+        if not self._execution.meets_ranks:
+            return
+        norms: list[tuple[str, Any]] = using_batch_statistics(self._execution.replicas.norms)
+        writing = next((name for name, part in norms if part.training and part.running_mean is not None), None)
+        if writing is not None:
+            raise InvalidArgument(
+                f"predict: {writing or 'the module'} is in training mode, so it would change its running statistics by this rank's batch. With "
+                "batch_norm='synchronised' and group= these are equal on all ranks, which meet in step and loss only. Call eval() before."
+            )
 
     def _predict(
         self, whole: Batch, fn: Callable[[nn.Module, Any], Any], costs: list[float] | None, pad: float | None

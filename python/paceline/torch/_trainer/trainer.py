@@ -14,6 +14,7 @@ from paceline.comm import Transport
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.places import Places
 from paceline.torch._features.every import every_feature
+from paceline.torch._features.synchronised import SynchronisedNorms
 from paceline.torch._features.watchdog import Watchdog
 from paceline.torch._replicas.buffer_rules import BufferRule, BufferRules
 from paceline.torch._replicas.common import Common
@@ -49,7 +50,7 @@ from paceline.torch._trainer.arguments import (
 )
 from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.data import Data
-from paceline.torch._trainer.launched import Group, ranks_of
+from paceline.torch._trainer.launched import Group, check_ranks_meet, ranks_of
 from paceline.torch._trainer.module import AsModule
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.passes import Passes
@@ -167,9 +168,10 @@ class DataParallel(Trainer, AsModule):
     batch_norm
         What batch normalisation in training normalises over. ``"apart"``: each micro-batch by itself. ``"synchronised"``: the whole batch, as
         on one device. Each device then runs its share as one micro-batch, all at the same time, and they meet in each BatchNorm module,
-        forward and backward. Gradients and running statistics are those of the whole batch. Several GPUs meet in the host's memory, so each
-        waits in every such module. Not together with `micro_batch`, `memory`, ``hold_back=True``, ``cost=`` and ``torch.compile``. Gradients
-        of gradients are refused.
+        forward and backward. Gradients and running statistics are those of the whole batch. With `group` the devices of all ranks meet: running
+        statistics are equal on all ranks, each rank needs items in every batch, and steps are not proved. Devices meet in the host's memory, so a
+        GPU waits in every such module. Not together with `reducer`, `micro_batch`, `memory`, ``hold_back=True``, ``cost=`` and ``torch.compile``.
+        Gradients of gradients are refused.
     graphs
         Whether `step` and `loss` replay CUDA graphs, so that a micro-batch is one launch and no Python of `loss_fn`. For GPUs only. Each GPU runs
         two micro-batches of a size as usual, captures forward and backward of the third, and replays them from then on. At most 16 graphs
@@ -284,13 +286,12 @@ class DataParallel(Trainer, AsModule):
             places = Places(local, module, timeout, transport, reduce_dtype)
             if graphs:
                 check_graphs(places.names, places.on_gpu)
-            ranks = ranks_of(group, reducer, module, places.home)
-            if ranks is not None and batch_norm == "synchronised":
-                raise InvalidArgument(
-                    "DataParallel: batch_norm='synchronised' together with group= or reducer=: devices meet within one process only, so each rank "
-                    "would normalise over its own part of the batch. Use GroupNorm or LayerNorm, or one process."
-                )
             check_batch_norm(batch_norm, micro_batch=micro_batch, memory=memory, hold_back=hold_back, graphs=graphs)
+            synchronised = batch_norm == "synchronised"
+            ranks = ranks_of(group, reducer, module, places.home)
+            if ranks is not None and synchronised:
+                check_ranks_meet(ranks, module, prove)
+                proves = None
             options: dict[str, Any] = {
                 "balance": policy,
                 "weights": weights,
@@ -305,7 +306,7 @@ class DataParallel(Trainer, AsModule):
             if free and policy == "auto" and len(local) > 1 and ranks is None:
                 works.steps.alone = AloneTrials()
             replicas = Replicas(module, places, replicate, common=Common() if proves and len(places) > 1 else None)
-            features = every_feature(replicas, synchronised=batch_norm == "synchronised")
+            features = every_feature(replicas, synchronised=SynchronisedNorms(ranks) if synchronised else None)
             execution = Execution(local, module, places, replicas, features)
             execution.pushing = Pushing(replicas, places, rules)
             if graphs:
@@ -314,7 +315,7 @@ class DataParallel(Trainer, AsModule):
             if watchdog is not None and folder is not None:
                 execution.features.add(Watchdog(watchdog, folder, places))
             if ranks is not None:
-                execution.join(ranks)
+                execution.join(ranks, synchronised=synchronised)
         except BaseException:
             if owned:
                 local.close()

@@ -76,7 +76,7 @@ class Training:
         return objective_over(batch, size, self.reduction, options.weight, pin, check, options.total, part)
 
     def _prepared(self, batch: Any, options: Options) -> tuple[Batch | None, Objective, list[float] | None]:
-        """The batch to train on, the objective over it, and the items' costs. With other ranks a batch without weight is None."""
+        """The batch to train on, the objective over it, and the items' costs. With other ranks a batch that does not run is None."""
         if self._execution.sampler is not None:
             self._execution.sampler.check_handed_out()
         ranks = self._execution.ranks
@@ -89,7 +89,9 @@ class Training:
         costs = None if whole is None else self.costs(options.cost, batch, whole)
         if isinstance(objective, Terms):
             objective.divide(ranks.weights(objective.described, objective.weights))
-        return whole if objective.magnitude else None, objective, costs
+        # In statistics over the batch of all ranks, items without weight count, too.
+        runs = objective.magnitude or (objective.size and self._execution.meets_ranks)
+        return whole if runs else None, objective, costs
 
     def costs(self, cost: Cost | None, batch: Any, whole: Batch) -> list[float] | None:
         """What each item of the `whole` batch costs, if `cost` says it."""

@@ -1,0 +1,178 @@
+"""``batch_norm="synchronised"`` with ``group=``: what a rank may do alone, what is refused, and which processes are the ranks."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from norm_cases import ITEMS, Synchronised, case, rows
+from paceline import Error, InvalidArgument
+from paceline.torch import DataParallel
+from paceline.torch._run import rank_rounds
+from rank_processes import Run, error_of, part_of
+from test_torch_rank_norms import assert_like_one_device, on_one_device, stepping, trainer_of
+from torch_support import classify, hosts
+
+# Calls that ranks do not make together
+
+
+def alone(rank: int) -> Any:
+    module, (x, y) = case("rows")
+    before = copy.deepcopy(module.state_dict())
+    with trainer_of(module, 2) as trainer:
+        if rank:
+            return error_of(lambda: trainer.step(classify, (x[:1], y[:1])))
+        refused = error_of(lambda: trainer.predict(x))
+        report = trainer.check(classify, (x, y))
+        agree = trainer.verify_replicas(classify, (x, y)).agree
+        size = trainer.find_batch_size(classify, lambda n: case("rows", n)[1], smallest=4, largest=4, seconds=0.0)
+        kept = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+        module.eval()
+        predicted = trainer.predict(x)
+        with torch.no_grad():
+            same = torch.allclose(predicted, module(x), rtol=1e-12) and torch.allclose(
+                predicted, trainer(x), rtol=1e-12
+            )
+        module.train()
+        trainer.step(classify, (x[1:], y[1:]))
+        return refused, report.exact, agree, list(size.seconds), kept, same
+
+
+def test_what_a_rank_does_alone_meets_nobody_and_does_not_change_running_statistics(on_ranks: Run) -> None:
+    (refused, *rest), error = on_ranks(2, alone)
+    assert refused[0] is InvalidArgument
+    assert "predict: 1 is in training mode" in refused[1]
+    assert rest == [True, True, [4], True, True]
+    assert error == (type(None), "")
+
+
+def predicting(rank: int) -> Any:
+    module, (x, _) = case("rows", track_running_stats=False)
+    with trainer_of(module, 2) as trainer:
+        return torch.allclose(trainer.predict(x[rank:]), module(x[rank:]), rtol=1e-12)
+
+
+def test_a_prediction_without_running_statistics_is_over_its_own_batch(on_ranks: Run) -> None:
+    assert on_ranks(2, predicting) == [True, True]
+
+
+# What does not go together
+
+
+def disagreeing(rank: int, how: str) -> Any:
+    module: Any
+    module, batch = case("rows", 12)
+    part = part_of(batch, rank, [6, 6])
+    options: Any = {}
+    if how == "batch_norm" and rank:
+        options = {"batch_norm": "apart"}
+    if how == "sync":
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    if how == "prove":
+        options = {"prove": "raise"}
+    try:
+        trainer = trainer_of(module, **options)
+    except InvalidArgument as refused:
+        return type(refused), str(refused)
+    with trainer:
+        if how == "modes" and rank:
+            module[1].eval()
+        loss_fn = torch.compile(classify) if how == "compile" else classify
+        call = trainer.loss if how == "call" and rank else trainer.step
+
+        def weight(_: Any) -> torch.Tensor:
+            return torch.ones(5 if rank and how == "weight" else 6)
+
+        error = error_of(lambda: call(loss_fn, part, weight=weight))
+        module.train()
+        trainer.step(classify, part)
+        return error
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("batch_norm", "rank 1 has other normalisations with the statistics of the batch than rank 0"),
+        ("modes", "rank 1 has other normalisations with the statistics of the batch than rank 0"),
+        ("call", "rank 1 has called something else than rank 0"),
+        ("compile", "together with torch.compile"),
+        ("sync", "1 is a SyncBatchNorm, which meets other processes by itself"),
+        ("weight", "raised on rank 1; no rank has committed anything"),
+        ("prove", "together with group= and prove='raise'"),
+    ],
+)
+def test_what_ranks_do_not_agree_on_or_cannot_do_is_an_error_on_all_before_anything_waits(
+    on_ranks: Run, how: str, said: str
+) -> None:
+    for rank, (kind, text) in enumerate(on_ranks(2, disagreeing, how)):
+        if how == "weight" and rank == 0:  # fails before it has told anything
+            assert kind is Error
+            assert "rank 1: InvalidArgument: weight" in text
+        else:
+            assert kind is InvalidArgument
+            assert said in text
+
+
+def test_a_reducer_is_refused() -> None:
+    class Sums:
+        def all_reduce(self, tensor: torch.Tensor) -> None: ...
+
+        def should_commit(self) -> bool:
+            return True
+
+    with pytest.raises(InvalidArgument, match="together with reducer=, whose ranks come and go"):
+        DataParallel(rows(), hosts(2), reducer=Sums(), **Synchronised)
+
+
+# Groups
+
+
+def some_of_them(rank: int) -> Any:
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return []
+    module, batch = case("rows")
+    part = part_of(batch, rank // 2, [5, 8])
+    known = len(rank_rounds._groups)
+    with trainer_of(module, group=group) as trainer, trainer_of(rows().double(), group=group):
+        assert len(rank_rounds._groups) == known + 1
+        return stepping(module, lambda: trainer.step(classify, part))
+
+
+def test_ranks_may_be_some_of_all_processes_and_two_trainers_have_one_group(on_ranks: Run) -> None:
+    module, batch = case("rows", ITEMS)
+    first, _, second = on_ranks(3, some_of_them)
+    assert_like_one_device([first, second], on_one_device(module, classify, batch))
+
+
+def waiting(rank: int) -> Any:
+    module, batch = case("rows", 12)
+    part = part_of(batch, rank, [6, 6])
+
+    def loss_fn(replica: Any, b: Any) -> Any:
+        hidden = replica[:3](b[0])
+        if rank:
+            time.sleep(0.4)
+        return nn.functional.cross_entropy(replica[3:](hidden), b[1])
+
+    figures = []
+    with trainer_of(module, 2) as trainer:
+        for step in range(4):
+            if rank and step % 2:
+                time.sleep(0.4)  # before the ranks begin together
+            trainer.step(loss_fn, part)
+            figures.append([one["seconds"] for one in trainer.report()["ranks"]])
+    return figures
+
+
+@pytest.mark.alone
+def test_what_a_rank_waits_for_others_in_norms_is_not_its_own_work(on_ranks: Run) -> None:
+    for figures in on_ranks(2, waiting):
+        assert min(rank_1 for _, rank_1 in figures) > 0.3
+        assert max(rank_0 for rank_0, _ in figures) < 0.25
