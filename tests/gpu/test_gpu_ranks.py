@@ -37,8 +37,8 @@ def processes() -> Iterator[Processes]:
 
 @pytest.fixture
 def on_ranks(processes: Processes, tmp_path: Path) -> Run:
-    if BACKEND == "nccl" and torch.cuda.nccl.version() < LEAST_NCCL:  # type: ignore[no-untyped-call]
-        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    if BACKEND == "nccl" and torch.cuda.nccl.version() < LEAST_NCCL:
+        version = ".".join(map(str, torch.cuda.nccl.version()))
         pytest.skip(
             f"no NCCL: {version} refuses two ranks on one GPU, 2.30 takes them. PACK_WHEELS=nvidia-nccl-cu13==2.30.7 tests/gpu/pack carries it along"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from runner import as_several, machine, plan
 from runner.stage import Stage
 
 
-def stages(folder: Path, **options: bool) -> dict[str, Stage]:
+def stages(folder: Path, **options: Any) -> dict[str, Stage]:
     return {stage.name: stage for stage in as_several.stages(plan.Setting(build=folder, scratch=folder, **options))}
 
 
