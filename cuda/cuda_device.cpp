@@ -225,9 +225,11 @@ class CudaStream final : public Stream {
     if (bytes == 0) return;
     const DeviceGuard guard(device_);
     const int target = static_cast<int>(to_place), source = static_cast<int>(from_place);
-    if (target < 0 || source < 0 || target == source) {
+    const bool on_host = target < 0 || source < 0;
+    const bool direct = on_host || routes_->direct(source, target);
+    if (on_host || (direct && target == source)) {
       check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, handle_->get()), "copying", device_);
-    } else if (routes_->direct(source, target)) {
+    } else if (direct) {
       if (source != device_ && routes_->pushed(source, target)) {
         return routes_->by_source(source, target).copy(*this, begun(), to, from, bytes);
       }

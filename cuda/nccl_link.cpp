@@ -181,13 +181,19 @@ class NcclLink final : public internal::Link {
 namespace paceline::internal {
 namespace {
 
-/// NCCL asks CUDA which GPUs access each other, and would take a path that delivers wrong bytes.
+/// What NCCL cannot do with these GPUs; empty: nothing.
 std::string why_not_nccl(const std::vector<Endpoint>& endpoints) {
   const char* const disabled = std::getenv("NCCL_P2P_DISABLE");
-  if (disabled != nullptr && std::string_view(disabled) == "1") return "";
+  const bool direct = disabled == nullptr || std::string_view(disabled) != "1";
   for (const Endpoint& one : endpoints) {
     for (const Endpoint& other : endpoints) {
-      if (&one == &other || one.opened->link_to(*other.opened) != LinkKind::wrong_peer) continue;
+      if (&one == &other) continue;
+      if (one.device.index == other.device.index) {
+        return fmt::format("{} and {} are parts of one GPU, and NCCL takes no two ranks of a process on one GPU",
+                           one.device.name, other.device.name);
+      }
+      // NCCL asks CUDA which GPUs access each other, and would take a path that delivers wrong bytes.
+      if (!direct || one.opened->link_to(*other.opened) != LinkKind::wrong_peer) continue;
       return fmt::format(
           "NCCL would copy directly between {} and {}, which access each other's memory, but what they copied arrived "
           "wrong. Set NCCL_P2P_DISABLE=1 in the environment, or use copies. An IOMMU or PCIe ACS often causes this: "

@@ -8,11 +8,13 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <numeric>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 
 #include <paceline/error.hpp>
@@ -30,6 +32,7 @@ struct Part {
 
 struct Split {
   std::vector<int> groups;  ///< number of SM groups per part; part k follows part k - 1
+  bool are_spaces = false;  ///< parts_are_spaces() when it was made
   std::vector<Part> parts;
 };
 
@@ -53,6 +56,7 @@ Part make_part(const Device& gpu, std::size_t index, double fraction, std::span<
   Part part{gpu, std::make_shared<GreenContext>(gpu.index, groups)};
   part.device.part = static_cast<std::int32_t>(index);
   part.device.name = fmt::format("{}/{}", gpu.name, index);
+  if (parts_are_spaces()) part.device.memory_space = part.device.name;
   part.device.sm_count = part.context->sm_count();
   part.device.fraction = fraction;
   part.device.device_class = fmt::format("{}, a part of {}", gpu.device_class, part.device.sm_count);
@@ -61,7 +65,7 @@ Part make_part(const Device& gpu, std::size_t index, double fraction, std::span<
 
 Split make_split(const Device& gpu, std::span<const double> fractions, std::span<CUdevResource> groups,
                  const std::vector<int>& dealt) {
-  Split made{dealt, {}};
+  Split made{dealt, parts_are_spaces(), {}};
   std::size_t next = 0;
   for (std::size_t k = 0; k < dealt.size(); ++k) {
     const auto count = static_cast<std::size_t>(dealt[k]);
@@ -155,6 +159,11 @@ void require_a_group(double fraction, int group_count, std::string_view gpu) {
 
 }  // namespace
 
+bool parts_are_spaces() {
+  const char* const value = std::getenv("PACELINE_PARTS_AS_GPUS");
+  return value != nullptr && std::string_view(value) == "1";
+}
+
 std::vector<int> deal_groups(std::span<const double> fractions, int group_count, std::string_view gpu) {
   std::vector<int> groups;
   std::vector<double> lost;
@@ -189,7 +198,8 @@ std::vector<Device> split(const Device& gpu, std::span<const double> fractions) 
   std::vector<Device> devices;
   until_idle(std::chrono::seconds(10), "partition", [&]() -> std::string {
     const auto known = splits().of_gpu.find(gpu.index);
-    if (known == splits().of_gpu.end() || known->second.groups != dealt) {
+    const bool is_known = known != splits().of_gpu.end();
+    if (!is_known || known->second.groups != dealt || known->second.are_spaces != parts_are_spaces()) {
       if (std::string busy = end_if_idle(gpu, "partition"); !busy.empty()) return busy;
       splits().of_gpu.emplace(gpu.index, make_split(gpu, fractions, groups, dealt));
     }

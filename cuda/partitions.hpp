@@ -24,6 +24,10 @@ class GreenContext;
 [[nodiscard]] std::shared_ptr<GreenContext> context_of(const Device& part);
 void end_split(const Device& gpu, std::chrono::nanoseconds timeout);
 
+/// Whether each part counts as a memory space of its own, as a GPU does: PACELINE_PARTS_AS_GPUS=1 in the environment,
+/// for tests on one GPU of what several GPUs do. Copies between such parts take the paths of copies between GPUs.
+[[nodiscard]] bool parts_are_spaces();
+
 /// The number of SM groups for each part, out of a GPU's `group_count` equal groups (largest remainders). Each part
 /// gets its fraction, rounded down. Remaining groups go to the parts that lost most. Parts of equal fractions get the
 /// same number: if there is not one more for each of them, the remaining groups stay unused.

@@ -11,6 +11,7 @@
 
 #include "device_guard.hpp"
 #include "error.hpp"
+#include "partitions.hpp"
 #include "peer_check.hpp"
 
 namespace paceline::cuda {
@@ -42,6 +43,8 @@ void disable(int device, int peer) {
 }
 
 }  // namespace
+
+PeerAccess::PeerAccess() : within_(!is_switched_off() || !parts_are_spaces()) {}
 
 std::shared_ptr<PeerAccess> PeerAccess::open(int device, const std::shared_ptr<Pool>& pool) {
   static std::mutex mutex;
@@ -92,7 +95,7 @@ bool PeerAccess::connect(int device, Pool& pool, int other, Pool& pool_of_other)
 }
 
 bool PeerAccess::between(int one, int other) const {
-  if (one == other) return true;
+  if (one == other) return within_;
   const std::lock_guard lock(mutex_);
   return pairs_.contains(std::minmax(one, other));
 }

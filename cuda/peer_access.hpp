@@ -21,7 +21,9 @@ class PeerAccess {
   /// @throws OutOfMemory if there is none to check a link with
   [[nodiscard]] static std::shared_ptr<PeerAccess> open(int device, const std::shared_ptr<Pool>& pool);
 
-  /// Whether two GPUs access each other's memory. A GPU accesses its own.
+  PeerAccess();
+  /// Whether two GPUs access each other's memory. A GPU accesses its own, but for tests in which its parts stand for
+  /// GPUs and access is switched off: then copies inside of its memory go through the host, too.
   [[nodiscard]] bool between(int one, int other) const;
   /// Whether CUDA grants the two GPUs access to each other, and what they copied arrived wrong.
   [[nodiscard]] bool wrong_between(int one, int other) const;
@@ -36,6 +38,7 @@ class PeerAccess {
   void add(int device, const std::shared_ptr<Pool>& pool);
   [[nodiscard]] bool connect(int device, Pool& pool, int other, Pool& pool_of_other);
 
+  const bool within_;  // whether a GPU accesses its own memory
   mutable std::mutex mutex_;
   std::map<int, std::weak_ptr<Pool>> open_;  // a GPU whose pool is gone is closed
   std::set<Pair> pairs_;

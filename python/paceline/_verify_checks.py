@@ -28,7 +28,7 @@ _COLLECTIVE_COUNTS = (1, 1003, 1 << 20)  # one element, a size that 16 bytes do 
 
 def torch_device(device: Device) -> torch.device:
     """The `torch.device` of a device's tensors."""
-    return torch.device("cpu" if device.kind == "host" else device.memory_space)
+    return torch.device("cpu") if device.kind == "host" else torch.device(device.kind, device.index)
 
 
 def home_of(devices: Sequence[Device]) -> torch.device:

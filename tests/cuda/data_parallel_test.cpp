@@ -103,7 +103,21 @@ INSTANTIATE_TEST_SUITE_P(
                       Box{"TwoUnequal", 1, {"cuda:0/0", "cuda:0/1"}, {0.75, 0.25}},
                       Box{"Four", 1, {"cuda:0/0", "cuda:0/1", "cuda:0/2", "cuda:0/3"}, {0.4, 0.3, 0.2, 0.1}},
                       Box{"PartsAndHost", 1, {"cuda:0/1", "host:0", "cuda:0/0"}, {0.6, 0.4}},
-                      Box{"PartsOfTwoGpus", 2, {"cuda:0/1", "cuda:1/0", "host:0", "cuda:1/1"}, {0.5, 0.25}}),
+                      Box{"PartsOfTwoGpus", 2, {"cuda:0/1", "cuda:1/0", "host:0", "cuda:1/1"}, {0.5, 0.25}},
+                      Box{"TwoAsGpus", 1, {"cuda:0/1", "cuda:0/0"}, {0.5, 0.5}, Transport::copies, true},
+                      Box{"FourAsGpus",
+                          1,
+                          {"cuda:0/0", "cuda:0/1", "cuda:0/2", "cuda:0/3"},
+                          {0.4, 0.3, 0.2, 0.1},
+                          Transport::copies,
+                          true},
+                      Box{"AsGpusAndHostThroughTheHost",
+                          1,
+                          {"host:0", "cuda:0/0", "cuda:0/1", "cuda:0/2"},
+                          {0.5, 0.25, 0.25},
+                          Transport::copies,
+                          true,
+                          true}),
     [](const auto& param) { return param.param.name; });
 
 /// body() for items with costs, which do not follow each other.

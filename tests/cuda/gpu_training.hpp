@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -147,12 +148,16 @@ struct Box {
   std::vector<std::string> devices;
   std::vector<double> fractions{};        ///< of each GPU that is split
   Transport transport = Transport::nccl;  ///< between several GPUs
+  bool parts_as_gpus = false;             ///< each part is a memory space of its own
+  bool through_host = false;              ///< and copies between them go through the host
 };
 
 inline void PrintTo(const Box& box, std::ostream* out) { *out << box.name; }
 
 /// Without fractions "cuda:0/1" stands for a second queue of the whole cuda:0.
 inline DeviceGroup group_of(const Box& box) {
+  if (box.parts_as_gpus) setenv("PACELINE_PARTS_AS_GPUS", "1", 1);
+  if (box.through_host) setenv("PACELINE_PEER_ACCESS", "0", 1);
   if (!box.fractions.empty()) {
     for (int gpu = 0; gpu < box.gpus; ++gpu) {
       static_cast<void>(partition("cuda:" + std::to_string(gpu), box.fractions));
@@ -169,6 +174,8 @@ inline DeviceGroup group_of(const Box& box) {
 }
 
 inline void make_whole(const Box& box) {
+  unsetenv("PACELINE_PARTS_AS_GPUS");
+  unsetenv("PACELINE_PEER_ACCESS");
   for (int gpu = 0; gpu < box.gpus; ++gpu) release_partitions("cuda:" + std::to_string(gpu));
 }
 

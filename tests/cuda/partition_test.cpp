@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -116,6 +117,21 @@ TEST_F(Partition, GivesTheSameDevicesForTheSameSplit) {
   EXPECT_EQ(partition("cuda:0", {0.74, 0.26}), parts) << "it comes to the same SMs";
   EXPECT_EQ(fake::leftovers().green_contexts, 2U);
   EXPECT_EQ(sms_of(*stream), sms_of(*open(partition("cuda:0", {0.75, 0.25})[0])->make_stream()));
+}
+
+TEST_F(Partition, PartsAreMemorySpacesOfTheirOwnIfTheyStandForGpus) {
+  EXPECT_EQ(partition("cuda:0", {0.75, 0.25})[1].memory_space, "cuda:0");
+  setenv("PACELINE_PARTS_AS_GPUS", "1", 1);
+  const std::vector<Device> parts = partition("cuda:0", {0.75, 0.25});
+  EXPECT_EQ(find_device("cuda:0/0").memory_space, "cuda:0/0");
+  EXPECT_EQ(parts[1].memory_space, "cuda:0/1");
+  EXPECT_TRUE(open(parts[0])->accesses(*open(parts[1])));
+  setenv("PACELINE_PEER_ACCESS", "0", 1);
+  EXPECT_EQ(open(parts[0])->link_to(*open(parts[1])), LinkKind::through_host);
+  unsetenv("PACELINE_PARTS_AS_GPUS");
+  EXPECT_TRUE(open(parts[0])->accesses(*open(parts[1]))) << "one memory needs no access to a peer";
+  unsetenv("PACELINE_PEER_ACCESS");
+  EXPECT_EQ(partition("cuda:0", {0.75, 0.25})[1].memory_space, "cuda:0");
 }
 
 TEST_F(Partition, AnotherSplitTakesThePlaceOfOneThatNothingUses) {

@@ -284,11 +284,13 @@ TEST_P(PipelineOnGpus, BlocksAreMeasuredAndMoveBetweenMemorySpaces) {
 
 INSTANTIATE_TEST_SUITE_P(
     Cuda, PipelineOnGpus,
-    ::testing::Values(Box{"OneGpu", 1, {"cuda:0"}}, Box{"TwoGpus", 2, {"cuda:0", "cuda:1"}},
-                      Box{"Parts", 1, {"cuda:0/0", "cuda:0/1", "cuda:0/2"}, {0.5, 0.3, 0.2}},
-                      Box{"GpuAndHost", 1, {"host:0", "cuda:0", "host:1"}},
-                      Box{"FourGpus", 4, {"cuda:0", "cuda:3", "cuda:2", "cuda:1"}},
-                      Box{"Everything", 2, {"cuda:0/0", "cuda:1/0", "host:0", "cuda:0/1", "cuda:1/1"}, {0.5, 0.5}}),
+    ::testing::Values(
+        Box{"OneGpu", 1, {"cuda:0"}}, Box{"TwoGpus", 2, {"cuda:0", "cuda:1"}},
+        Box{"Parts", 1, {"cuda:0/0", "cuda:0/1", "cuda:0/2"}, {0.5, 0.3, 0.2}},
+        Box{"PartsAsGpus", 1, {"cuda:0/0", "cuda:0/1", "cuda:0/2"}, {0.5, 0.3, 0.2}, Transport::copies, true},
+        Box{"GpuAndHost", 1, {"host:0", "cuda:0", "host:1"}},
+        Box{"FourGpus", 4, {"cuda:0", "cuda:3", "cuda:2", "cuda:1"}},
+        Box{"Everything", 2, {"cuda:0/0", "cuda:1/0", "host:0", "cuda:0/1", "cuda:1/1"}, {0.5, 0.5}}),
     [](const auto& param) { return param.param.name; });
 
 TEST(CudaPipeline, AHangThatTheReaderOfTheLossFindsEndsTheTraining) {

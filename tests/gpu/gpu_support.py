@@ -23,6 +23,7 @@ TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 1e-4,
 }  # algorithms, and with them roundings, differ with a batch's size
+PARTS_AS_GPUS = "PACELINE_PARTS_AS_GPUS"  # each part is then a memory space of its own
 DELAY_LIBRARY = "PACELINE_GPU_DELAY"  # names the library that PACELINE_GPU_TESTS=ON builds
 
 
@@ -35,17 +36,19 @@ def no_gpu() -> str:
 
 @dataclass
 class Box:
-    """The first GPU whole or in parts, perhaps with a host device beside it; or devices by name."""
+    """The first GPU whole or in parts, perhaps with a host device beside it; or devices by name. `as_gpus`: the parts stand for GPUs."""
 
     name: str
     names: tuple[str, ...] = ("cuda:0",)
     ratios: tuple[float, ...] = ()
+    as_gpus: bool = False
     devices: list[Device] = field(default_factory=list)
 
     def open(self) -> None:
         if not self.ratios:
             self.devices = [paceline.find_device(name) for name in self.names]
             return
+        os.environ[PARTS_AS_GPUS] = "1" if self.as_gpus else "0"
         try:
             self.devices = paceline.partition(self.names[0], list(self.ratios))
         except paceline.Unavailable as error:
@@ -54,6 +57,7 @@ class Box:
     def close(self) -> None:
         """Fails if something still holds a part: a trainer that was not closed, a stream that was not dropped."""
         forget_streams()
+        os.environ.pop(PARTS_AS_GPUS, None)
         if self.ratios and self.devices:
             paceline.release_partitions(self.names[0])
 
@@ -61,7 +65,7 @@ class Box:
     def torch_device(self) -> torch.device:
         """Where the module lives."""
         cuda = [device for device in self.devices if device.kind == "cuda"]
-        return torch.device(cuda[0].memory_space if cuda else "cpu")
+        return torch.device("cuda", cuda[0].index) if cuda else torch.device("cpu")
 
     @property
     def is_cuda(self) -> bool:
@@ -83,7 +87,8 @@ class Box:
             made = f"paceline.partition({self.names[0]!r}, {list(self.ratios)!r})"
         else:
             made = repr(list(self.names))
-        return f"import paceline\ndevices = {made}\nhome = {str(self.torch_device)!r}\n"
+        told = f"import os\nos.environ[{PARTS_AS_GPUS!r}] = '1'\n" if self.as_gpus else ""
+        return f"{told}import paceline\ndevices = {made}\nhome = {str(self.torch_device)!r}\n"
 
 
 BOXES = [
@@ -91,6 +96,8 @@ BOXES = [
     Box("two_equal_parts", ratios=(0.5, 0.5)),
     Box("two_unequal_parts", ratios=(0.75, 0.25)),
     Box("four_parts", ratios=(0.25, 0.25, 0.25, 0.25)),
+    Box("two_as_gpus", ratios=(0.75, 0.25), as_gpus=True),
+    Box("four_as_gpus", ratios=(0.25, 0.25, 0.25, 0.25), as_gpus=True),
     Box("gpu_and_host", names=("cuda:0", "host:0")),
 ]
 

@@ -13,7 +13,7 @@ FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
 def tensors(box: Box, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-    places = ["cpu" if device.kind == "host" else device.memory_space for device in box.devices]
+    places = ["cpu" if device.kind == "host" else f"cuda:{device.index}" for device in box.devices]
     return [torch.full((count,), float(index + 1), dtype=dtype, device=place) for index, place in enumerate(places)]
 
 

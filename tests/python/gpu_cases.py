@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import torch
@@ -12,12 +13,20 @@ from torch.utils.checkpoint import checkpoint
 from paceline.torch import DataParallel
 from torch_support import classify
 
+# Then four parts of one GPU stand for four GPUs: one of the fake runtime, or a real one.
+AS_PARTS = os.environ.get("PACELINE_PARTS_AS_GPUS") == "1"
+GPUS = [f"cuda:0/{k}" if AS_PARTS else f"cuda:{k}" for k in range(4)]
 BOXES = {
     "one": ["cuda:0"],
-    "two": ["cuda:0", "cuda:1"],
-    "four": ["cuda:0", "cuda:1", "cuda:2", "cuda:3"],
-    "mixed": ["host:0", "cuda:1", "host:1", "cuda:0"],
+    "two": GPUS[:2],
+    "four": GPUS,
+    "mixed": ["host:0", GPUS[1], "host:1", GPUS[0]],
 }
+
+
+def number_of(name: str) -> int:
+    """The number of the GPU that is called so, or of which this is a part."""
+    return int(name.split(":")[1].split("/")[0])
 
 
 def module_and_batch(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:

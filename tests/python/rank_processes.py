@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from paceline.torch import DataParallel
 from torch_support import hosts
 
 DEAD = "dead"
+BACKEND = os.environ.get("PACELINE_RANKS_BACKEND", "gloo")  # with nccl all ranks are on the first GPU
 Run = Callable[..., list[Any]]  # what the fixture `on_ranks` is
 # Processes are forked from a server that has imported torch already, which takes seconds.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -36,7 +38,7 @@ def serve(pipe: Any) -> None:
         result: Any
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+                BACKEND, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
             )
             result = call(rank, *given), None
         except Exception:

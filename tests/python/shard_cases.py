@@ -42,9 +42,15 @@ def network() -> Any:
 
 def batches(count: int) -> list[Any]:
     generator = torch.Generator().manual_seed(5)
-    return [
-        (torch.randn(24, 6, generator=generator), torch.randint(0, 3, (24,), generator=generator)) for _ in range(count)
+    drawn = [
+        (
+            torch.randn(24, 6, generator=generator, device="cpu"),
+            torch.randint(0, 3, (24,), generator=generator, device="cpu"),
+        )
+        for _ in range(count)
     ]
+    home = torch.get_default_device()  # the GPU, in tests on a real one
+    return [(x.to(home), y.to(home)) for x, y in drawn]
 
 
 def held(optimizer: Any) -> list[int]:

@@ -22,7 +22,7 @@ namespace paceline::internal {
 namespace {
 
 /// The device whose streams may use all processors of the memory space. A GPU's space has the name of the GPU, of which
-/// the group may have only a part.
+/// the group may have only a part. In tests a part may be a space of its own.
 Device whole(const Device& device) {
   if (device.name == device.memory_space) return device;
   try {

@@ -3,6 +3,9 @@
     PYTHONPATH=BUILD/fake_python_package python -m pytest tests/cuda/python
 
 What a GPU does on its own time happens here during the call; which stream it would have been on is written down.
+
+With PACELINE_PARTS_AS_GPUS=1 four parts of one GPU stand for the four GPUs. With a package that is not linked to the fake, this GPU is a
+real one: a test that asks the fake for something is skipped. PACELINE_PEER_ACCESS=0 then sends copies between the parts through the host.
 """
 
 from __future__ import annotations
@@ -24,15 +27,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 import fake_device  # noqa: E402
 import fake_graph  # noqa: E402
 import paceline  # noqa: E402
+from gpu_cases import AS_PARTS  # noqa: E402
+from gpu_support import forget_streams  # noqa: E402
 from paceline import _core  # noqa: E402
 from paceline.torch._devices import caller_state, cuda  # noqa: E402
 from paceline.torch._run.flat_gradients import FlatGradients  # noqa: E402
 from paceline.torch._trainer import shard_ranges, shards  # noqa: E402
 
+ON_A_GPU = AS_PARTS and torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what parts of one GPU cannot stand for."""
+    for item in items:
+        marker = item.get_closest_marker("own_gpus")
+        if marker is not None and AS_PARTS:
+            item.add_marker(pytest.mark.skip(reason=f"parts of one GPU do not stand for GPUs here: {marker.args[0]}"))
+
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """PyTorch looks for accelerators once, so the fake device has to be there before the first test that makes it look."""
-    if any("gpus" in getattr(item, "fixturenames", ()) for item in session.items):
+    if not ON_A_GPU and any("gpus" in getattr(item, "fixturenames", ()) for item in session.items):
         with contextlib.suppress(pytest.skip.Exception):
             fake_device.extension()
 
@@ -90,7 +105,10 @@ class Fake:
 
     @property
     def leftovers(self) -> int:
-        """What was not given back."""
+        """What was not given back. Parts that stand for GPUs are given back now, unless something uses them."""
+        if AS_PARTS:
+            with contextlib.suppress(paceline.Error):
+                paceline.release_partitions("cuda:0")
         return int(self.library.paceline_fake_leftovers())
 
     @property
@@ -165,18 +183,47 @@ class Graph(fake_graph.Graph):
         self._fake.library.paceline_fake_record(ctypes.c_void_p(event), ctypes.c_void_p(stream))
 
 
+class Real:
+    """A real GPU. It has none of the fake's switches."""
+
+    def __getattr__(self, name: str) -> Any:
+        pytest.skip(f"a real GPU has no {name!r}, which belongs to the fake")
+
+
+def _real_parts() -> Iterator[Real]:
+    """Four parts of a real GPU, on which tests make their tensors."""
+    paceline.partition("cuda:0", [0.25] * 4)
+    torch.set_default_device("cuda:0")
+    try:
+        yield Real()
+    finally:
+        torch.set_default_device(None)
+        forget_streams()
+        with contextlib.suppress(paceline.Error):  # the report of a test that failed may hold its trainer
+            paceline.release_partitions("cuda:0")
+
+
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake | Real]:
     """Four GPUs; afterwards nothing may have gone wrong that the fake has noticed."""
     fake = Fake()
-    if not hasattr(fake.library, "paceline_fake_boot"):
+    if hasattr(fake.library, "paceline_fake_boot"):
+        yield from _fake_gpus(fake, monkeypatch)
+    elif ON_A_GPU:
+        yield from _real_parts()
+    else:
         pytest.skip("this package is not linked to the fake: PYTHONPATH=BUILD/fake_python_package")
+
+
+def _fake_gpus(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     gc.collect()  # what tests before left in cycles belongs to the machine before, and so do parts that it knows
     for index in range(4) if Fake.boots else ():
         with contextlib.suppress(paceline.Error):
             paceline.release_partitions(f"cuda:{index}")
     Fake.boots += 1
-    fake.boot(4)
+    fake.boot(1 if AS_PARTS else 4)
+    if AS_PARTS:
+        paceline.partition("cuda:0", [0.25] * 4)
     monkeypatch.setattr(cuda, "device", lambda index: torch.device("cpu"))
     monkeypatch.setattr(cuda, "meet_peers", fake.met.append)
     monkeypatch.setattr(cuda, "current_stream", lambda index: None)
@@ -221,6 +268,8 @@ def whole_afterwards(fake: Any) -> Iterator[None]:
 @pytest.fixture
 def gpus(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The extension of the fake device. Nothing may be used that its stream has not waited for."""
+    if isinstance(fake, Real):
+        pytest.skip("PyTorch has the real GPU here, not the fake device")
     built = fake_device.extension()
     fake_device.replace(cuda, monkeypatch)
     monkeypatch.setattr(

@@ -220,6 +220,7 @@ def test_nothing_is_waited_for_between_steps(fake: Any) -> None:
         trainer.step(classify, batch)
 
 
+@pytest.mark.own_gpus("it tells GPUs apart by their numbers")
 def test_a_replay_waits_for_all_parameters(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the second GPU nothing is waited for any more when a capture or a replay begins."""
     found: list[set[int]] = []

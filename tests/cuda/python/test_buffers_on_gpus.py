@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import paceline
-from gpu_cases import BOXES
+from gpu_cases import BOXES, number_of
 from paceline.torch import DataParallel
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas import arrivals
@@ -70,7 +70,7 @@ def test_buffers_are_those_of_one_device(far_gpus: Any, box: str, busiest: int) 
     torch.manual_seed(0)
     part = torch.randn(6, 6), torch.randint(0, 3, (6,))
     plain, devices = Sundry(), BOXES[box]
-    home = torch.device("hpu", int(next(name for name in devices if name.startswith("cuda"))[-1]))
+    home = torch.device("hpu", number_of(next(name for name in devices if name.startswith("cuda"))))
     module = copy.deepcopy(plain).to(home)
     batch = tuple(torch.cat([tensor] * (len(devices) + 1)) for tensor in part)
     shares = [1.0 + (device == busiest) for device in range(len(devices))]
@@ -95,7 +95,7 @@ def test_buffers_are_those_of_one_device(far_gpus: Any, box: str, busiest: int) 
 @pytest.mark.parametrize("box", ["two", "mixed"])
 def test_a_step_that_fails_leaves_buffers_as_they_were(far_gpus: Any, box: str) -> None:
     devices = BOXES[box]
-    home = torch.device("hpu", int(next(name for name in devices if name.startswith("cuda"))[-1]))
+    home = torch.device("hpu", number_of(next(name for name in devices if name.startswith("cuda"))))
     module = Sundry().to(home)
     fails = [False]
 
@@ -136,7 +136,7 @@ class Factor(nn.Module):
 def test_graphs_of_earlier_forwards_keep_their_buffers(far_gpus: Any, box: str) -> None:
     torch.manual_seed(0)
     plain = Factor()
-    home = torch.device("hpu", int(next(name for name in BOXES[box] if name.startswith("cuda"))[-1]))
+    home = torch.device("hpu", number_of(next(name for name in BOXES[box] if name.startswith("cuda"))))
     module, x = copy.deepcopy(plain).to(home), torch.randn(24, 6)
     with DataParallel(module, BOXES[box], balance="even") as parallel:
         for one, inner in ((plain, plain), (parallel, module)):
@@ -161,6 +161,7 @@ def parts() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("transport", ["nccl", "copies"])
+@pytest.mark.own_gpus("GPUs have memory of their own")
 def test_parts_of_another_gpu_have_buffers_of_their_own(far_gpus: Any, parts: list[str], transport: Any) -> None:
     module, batch = normalised(2)
     plain = copy.deepcopy(module)
@@ -183,6 +184,7 @@ def normalised(layers: int = 53) -> tuple[nn.Module, tuple[torch.Tensor, torch.T
 
 
 @pytest.mark.parametrize("box", ["two", "four"])
+@pytest.mark.own_gpus("GPUs have memory of their own")
 def test_buffers_cross_in_one_copy_for_each_type(far_gpus: Any, box: str) -> None:
     module, batch = normalised()
     module.to("hpu:0")

@@ -12,6 +12,8 @@ from paceline import Error, InvalidArgument, Timeout
 from paceline.torch import DataParallel
 from torch_support import classify
 
+pytestmark = pytest.mark.own_gpus("NCCL takes no two ranks of a process on one GPU")
+
 
 @pytest.mark.parametrize("transport", ["auto", "nccl", "copies"])
 @pytest.mark.parametrize("box", ["two", "four", "mixed"])

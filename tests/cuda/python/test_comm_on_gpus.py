@@ -13,6 +13,8 @@ import pytest
 
 from paceline import Communicator, DeviceGroup, InvalidArgument, Unavailable
 
+pytestmark = pytest.mark.own_gpus("it names GPUs and their memory")
+
 if TYPE_CHECKING:
     pass
 

@@ -32,6 +32,7 @@ class Squares(nn.Module):
         return (x * self.weight).square()
 
 
+@pytest.mark.own_gpus("its parts share what was compiled")
 def test_each_gpu_may_recompile_as_often_as_one(far_gpus: Any) -> None:
     limit = torch._dynamo.config.recompile_limit
     compiled: list[Any] = []

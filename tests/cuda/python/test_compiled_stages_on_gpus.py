@@ -16,7 +16,7 @@ from paceline.torch import Pipeline
 from pipeline_cases import ModelCase
 from pipeline_gpu_cases import BOXES, Bridge, bridge_differences, differences
 
-pytestmark = pytest.mark.usefixtures("gpus")
+pytestmark = [pytest.mark.usefixtures("gpus"), pytest.mark.own_gpus("pipelines in Python are refused on parts")]
 
 
 @pytest.fixture(autouse=True)

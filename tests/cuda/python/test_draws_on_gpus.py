@@ -13,6 +13,8 @@ from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
 from torch_support import classify
 
+pytestmark = pytest.mark.own_gpus("each GPU has a random generator, and its parts share it")
+
 Seed = Callable[[int], None]
 
 

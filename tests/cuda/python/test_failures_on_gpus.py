@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_cases import BOXES, expect_step, module_and_batch, queues_of
+from gpu_cases import BOXES, GPUS, expect_step, module_and_batch, queues_of
 from paceline import DeviceLost, InvalidArgument, Timeout, Unavailable
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
 from torch_support import classify
 
 
+@pytest.mark.own_gpus("it tells GPUs apart by their numbers")
 def test_a_failed_step_commits_nothing_and_the_next_one_works(fake: Any) -> None:
     module, batch = module_and_batch()
 
@@ -34,6 +35,7 @@ def test_a_failed_step_commits_nothing_and_the_next_one_works(fake: Any) -> None
         expect_step(trainer, batch)
 
 
+@pytest.mark.own_gpus("it tells GPUs apart by their numbers")
 def test_a_lost_device_is_named(fake: Any) -> None:
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
@@ -75,6 +77,7 @@ def test_memory_that_a_broken_gpu_does_not_take_back_fails_the_step(fake: Any) -
         trainer.step(short, batch)
 
 
+@pytest.mark.own_gpus("a part that hangs cannot be given back")
 def test_a_hang_is_an_error_that_names_the_device(fake: Any) -> None:
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["two"], balance="even", micro_batch=2, timeout=0.2) as trainer:
@@ -141,6 +144,7 @@ def test_ctrl_c_leaves_every_wait_for_a_gpu_that_hangs(fake: Any) -> None:
     assert fake.leftovers == 0
 
 
+@pytest.mark.own_gpus("it tells GPUs apart by their numbers")
 def test_a_module_elsewhere_is_refused(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cuda, "device", lambda index: torch.device("meta"))
@@ -222,7 +226,7 @@ def test_a_gpu_that_failed_elsewhere_is_reported_lost(fake: Any, monkeypatch: py
         with monkeypatch.context() as patched:
             patched.setattr("paceline.torch._devices.cuda.is_capturing", failed)
             with pytest.raises(
-                DeviceLost, match=r"cuda:0: .*illegal memory access was encountered.*new process"
+                DeviceLost, match=rf"{GPUS[0]}: .*illegal memory access was encountered.*new process"
             ) as caught:
                 trainer.step(classify, batch)
-        assert caught.value.device == "cuda:0"
+        assert caught.value.device == GPUS[0]

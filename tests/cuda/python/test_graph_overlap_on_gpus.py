@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 import paceline
-from gpu_cases import BOXES, Shared, expect_same, expect_step, flat_of, module_and_batch, plain, queues_of
+from gpu_cases import AS_PARTS, BOXES, Shared, expect_same, expect_step, flat_of, module_and_batch, plain, queues_of
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
 from paceline.torch._run import flat_gradients
 from torch_support import classify
 
-SEVERAL = {"two": BOXES["two"], "four": BOXES["four"], "parts": ["cuda:0/0", "cuda:0/1", "cuda:1"]}
+SEVERAL = {"two": BOXES["two"], "four": BOXES["four"]}
+if not AS_PARTS:
+    SEVERAL["parts"] = ["cuda:0/0", "cuda:0/1", "cuda:1"]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +50,8 @@ class Partly(nn.Module):
 @pytest.mark.parametrize("micro_batch", [None, 2, 5])
 def test_the_last_replay_of_each_device_seals_its_buckets(devices: list[str], micro_batch: int | None) -> None:
     module = Partly().double()
-    paceline.partition("cuda:0", [0.5, 0.5])
+    if not AS_PARTS:
+        paceline.partition("cuda:0", [0.5, 0.5])
     with DataParallel(module, devices, balance="even", micro_batch=micro_batch, graphs=True) as trainer:
         train(trainer, module, range(6))
         assert flat_of(trainer).early == 4

@@ -121,6 +121,7 @@ def test_graphs_need_gpus_and_one_weight(fake: Any) -> None:
 
 
 @pytest.mark.usefixtures("whole_afterwards")
+@pytest.mark.own_gpus("these are parts themselves")
 def test_draws_on_parts_of_one_gpu_are_refused() -> None:
     paceline.partition("cuda:0", [0.5, 0.5])
     module = nn.Sequential(nn.Linear(6, 10), nn.Dropout(0.5), nn.Linear(10, 3)).double()

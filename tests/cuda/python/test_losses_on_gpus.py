@@ -53,6 +53,7 @@ def test_forward_and_backward_apart_are_exact(fake: Any, box: str) -> None:
             expect_same(module, expected)
 
 
+@pytest.mark.own_gpus("it tells GPUs apart by their numbers")
 def test_numbers_are_gpus_and_bring_a_module_to_the_first_one(far_gpus: Any) -> None:
     module, batch = module_and_batch()
     wanted = module(batch[0])

@@ -107,6 +107,7 @@ class TestMemory:
             assert "ran out of memory" in trainer.explain()
             assert trainer.report()["steps"] == 2
 
+    @pytest.mark.own_gpus("it tells GPUs apart by their numbers")
     def test_only_the_memory_that_ran_out_gets_a_cap(self, fake: Any) -> None:
         module, batch = module_and_batch()
         sizes: dict[int, list[int]] = {}
@@ -165,6 +166,7 @@ class TestMemory:
             torch.testing.assert_close(trainer.predict(forward, batch[0]), module(batch[0]).detach())
 
 
+@pytest.mark.own_gpus("streams of parts end")
 def test_memory_of_our_own_that_ran_out_is_asked_for_again(fake: Any) -> None:
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["two"], balance="even", transport="copies") as trainer:

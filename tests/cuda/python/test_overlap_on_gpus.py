@@ -163,6 +163,7 @@ def test_accumulation_frozen_parts_and_new_modules(fake: Any) -> None:
             expect_step(trainer, batch)
 
 
+@pytest.mark.own_gpus("it tells GPUs apart by their numbers")
 def test_a_seal_follows_the_stream_that_autograd_adds_on(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = module_and_batch()
     followed: list[tuple[int, int]] = []

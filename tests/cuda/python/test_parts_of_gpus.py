@@ -19,6 +19,8 @@ from paceline.torch import DataParallel, Pipeline
 from paceline.torch._devices.whole_gpu_kernels import WholeGpuKernelsWarning
 from torch_support import classify
 
+pytestmark = pytest.mark.own_gpus("these are parts themselves")
+
 BOXES = {
     "equal": ([0.5, 0.5], ["cuda:0/0", "cuda:0/1"]),
     "unequal": ([0.75, 0.25], ["cuda:0/0", "cuda:0/1"]),

@@ -20,6 +20,8 @@ from paceline.torch._devices.stages import StagePlaces
 from pipeline_cases import Case, random_case
 from pipeline_gpu_cases import BOXES, Bridge, bridge_differences, differences, different, text, words
 
+pytestmark = pytest.mark.own_gpus("pipelines in Python are refused on parts")
+
 
 @pytest.mark.parametrize("box", BOXES)
 def test_gradients_are_those_of_plain_accumulation(gpus: Any, box: str) -> None:

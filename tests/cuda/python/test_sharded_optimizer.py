@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import paceline
-from gpu_cases import BOXES
+from gpu_cases import BOXES, GPUS
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
@@ -61,6 +61,7 @@ def test_small_ranges_are_updated_in_one_round(fake: Any, monkeypatch: pytest.Mo
             pair.expect_same_state()
 
 
+@pytest.mark.own_gpus("GPUs have memory of their own")
 def test_ranges_follow_memory_and_bandwidth(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bandwidths = {0: 1e12, 1: 2e12, 2: 1e12, 3: 1e12}
     monkeypatch.setattr(cuda, "memory_bandwidth", bandwidths.__getitem__)
@@ -73,7 +74,7 @@ def test_ranges_follow_memory_and_bandwidth(fake: Any, monkeypatch: pytest.Monke
         assert sum(shares) == count
         assert shares == pytest.approx([count / 5, 2 * count / 5, count / 5, count / 5], abs=17)
         text = trainer.explain()
-        assert "Optimizer: AdamW is sharded: cuda:0 2" in text
+        assert f"Optimizer: AdamW is sharded: {GPUS[0]} 2" in text
         monkeypatch.setattr(cuda, "spare_memory", lambda index: 4000 if index == 1 else 2**30)
         optimizer: Any = trainer.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, shard=True)
         optimizer.step()
@@ -104,6 +105,7 @@ def test_shard_says_from_how_many_gpus_on(fake: Any) -> None:
                 trainer.optimizer(torch.optim.SGD, lr=0.1, shard=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.own_gpus("GPUs have memory of their own")
 def test_auto_shards_what_the_first_gpu_has_no_room_for(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     count = sum(one.numel() for one in network().parameters())
     needed = 4 * 4 * count  # two moments, the gradient and what the update computes with
@@ -115,12 +117,12 @@ def test_auto_shards_what_the_first_gpu_has_no_room_for(fake: Any, monkeypatch: 
             assert bool(held(pair.optimizer)) is sharded
             found = pair.trainer.explain()
             if sharded:
-                assert "Optimizer: AdamW is sharded: cuda:0" in found
+                assert f"Optimizer: AdamW is sharded: {GPUS[0]}" in found
                 assert pair.optimizer.state, "which brings it home"
                 monkeypatch.setattr(cuda, "spare_memory", lambda index: 2**34)
             else:
                 assert (
-                    "Optimizer: AdamW is not sharded, since it needs 0.0 MiB and cuda:0 has 0.0 MiB free. shard=True"
+                    f"Optimizer: AdamW is not sharded, since it needs 0.0 MiB and {GPUS[0]} has 0.0 MiB free. shard=True"
                     in found
                 )
                 monkeypatch.setattr(cuda, "spare_memory", lambda index: 0)
@@ -129,7 +131,17 @@ def test_auto_shards_what_the_first_gpu_has_no_room_for(fake: Any, monkeypatch: 
             pair.expect_same_state()
 
 
-@pytest.mark.parametrize("options", [{"graphs": True}, {"transport": "nccl"}, {"micro_batch": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"graphs": True},
+        pytest.param(
+            {"transport": "nccl"}, marks=pytest.mark.own_gpus("NCCL takes no two ranks of a process on one GPU")
+        ),
+        {"micro_batch": 2},
+    ],
+    ids=str,
+)
 def test_trainers_of_all_kinds_shard(fake: Any, options: dict[str, Any]) -> None:
     with DataParallel(network(), BOXES["four"], **options) as trainer:
         pair = Pair(trainer, torch.optim.AdamW, {"lr": 0.01})
@@ -141,6 +153,7 @@ def test_trainers_of_all_kinds_shard(fake: Any, options: dict[str, Any]) -> None
         torch.testing.assert_close(trainer.predict(inputs), pair.reference(inputs).detach())
 
 
+@pytest.mark.own_gpus("GPUs have memory of their own")
 def test_parts_of_a_gpu_are_one_owner(fake: Any) -> None:
     for gpu in ("cuda:0", "cuda:1"):
         paceline.partition(gpu, [0.5, 0.5])
@@ -208,6 +221,7 @@ def test_whoever_reads_the_state_finds_it(fake: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW-foreach", "AdamW-fused", "NAdam", "Adagrad", "Adafactor"])
+@pytest.mark.own_gpus("GPUs have memory of their own")
 def test_states_lie_where_their_owners_are(far_gpus: Any, name: str) -> None:
     cls, options = CLASSES[name]
     if options.get("fused"):
@@ -232,7 +246,7 @@ def test_states_lie_where_their_owners_are(far_gpus: Any, name: str) -> None:
                 for key, value in owner.state[piece.tensor].items():
                     on_host = plain.state[counterparts[piece.parameter]][key].device.type == "cpu"
                     assert value.device == (torch.device("cpu") if on_host else piece.tensor.device), key
-            trainer.retire("cuda:3")  # moves the ranges once, over the host
+            trainer.retire(GPUS[3])  # moves the ranges once, over the host
         saved = optimizer.state_dict()
         assert all(
             value.device.type == "cpu"
@@ -247,6 +261,7 @@ def test_states_lie_where_their_owners_are(far_gpus: Any, name: str) -> None:
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.own_gpus("GPUs have memory of their own")
 def test_parameters_on_another_gpu_stay_there(far_gpus: Any) -> None:
     module = network().to(cuda.device(0))
     extra, plain = (nn.Parameter(torch.ones(10, device=cuda.device(1))) for _ in range(2))
@@ -254,7 +269,7 @@ def test_parameters_on_another_gpu_stay_there(far_gpus: Any) -> None:
         options: dict[str, Any] = {"lr": 0.01, "foreach": False}
         optimizer: Any = trainer.optimizer(torch.optim.AdamW, [*module.parameters(), extra], shard=True, **options)
         reference = torch.optim.AdamW([plain], **options)
-        for then in (lambda: trainer.retire("cuda:3"), lambda: optimizer.state, lambda: trainer.restore("cuda:3")):
+        for then in (lambda: trainer.retire(GPUS[3]), lambda: optimizer.state, lambda: trainer.restore(GPUS[3])):
             optimizer.zero_grad()
             trainer.step(classify, batches(1)[0])
             extra.grad, plain.grad = (torch.full_like(extra, 2.0) for _ in range(2))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_cases import BOXES
+from gpu_cases import BOXES, GPUS
 from paceline.torch import DataParallel
 from paceline.torch._trainer import shards
 from paceline.torch._trainer.shards import Shards
@@ -49,7 +49,7 @@ def test_what_is_in_no_group_keeps_its_state(fake: Any) -> None:
         pair.step(few[0])
         taken = [one.param_groups.pop() for one in (pair.optimizer, pair.plain)]
         pair.step(few[1])
-        pair.trainer.retire("cuda:2")  # moves the ranges again
+        pair.trainer.retire(GPUS[2])  # moves the ranges again
         pair.step(few[2])
         for one, group in zip((pair.optimizer, pair.plain), taken, strict=True):
             one.param_groups.append(group)
@@ -71,7 +71,7 @@ def test_an_interrupt_while_ranges_move_loses_no_state(fake: Any, at_home: bool)
 
     with paired(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}) as pair:
         pair.step(batches(1)[0])
-        pair.trainer.retire("cuda:2")
+        pair.trainer.retire(GPUS[2])
         interrupts, before = 0, sys.gettrace()
         for line in sorted({line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno}):
             if at_home:
@@ -127,7 +127,7 @@ def test_a_first_step_that_failed_on_one_gpu_leaves_whole_states(
         if then == "close":
             pair.trainer.close()
         if then == "retire":
-            pair.trainer.retire("cuda:3")
+            pair.trainer.retire(GPUS[3])
             pair.optimizer.step()
         for one, values in pair.optimizer.state.items():
             assert values["step"] == (one in complete) + (then == "retire")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_cases import BOXES
+from gpu_cases import BOXES, GPUS
 from paceline.torch import DataParallel
 from shard_cases import Pair, batches, expect_same_state, held, lay_out_anew, network, paired
 from torch_support import classify
@@ -146,16 +146,16 @@ def test_devices_retire_and_come_back_with_their_ranges(fake: Any) -> None:
     with paired(torch.optim.AdamW, {"lr": 0.01, "fused": True}) as pair:
         few = batches(2)
         pair.step(few[0])
-        pair.trainer.retire("cuda:2")
+        pair.trainer.retire(GPUS[2])
         pair.step(few[1])
         assert list(dict.fromkeys(one.device for one in pair.optimizer._shards._owners)) == [0, 1, 3]
-        pair.trainer.retire("cuda:0")  # home, where the parameters are
+        pair.trainer.retire(GPUS[0])  # home, where the parameters are
         pair.step(few[0])
         assert held(pair.optimizer)[0] == 0
-        pair.trainer.retire("cuda:1")
+        pair.trainer.retire(GPUS[1])
         pair.step(few[0])
         assert not pair.optimizer._shards._owners
-        for name in ("cuda:0", "cuda:1", "cuda:2"):
+        for name in GPUS[:3]:
             pair.trainer.restore(name)
         pair.step(few[1])
         assert len(held(pair.optimizer)) == 4

@@ -22,6 +22,7 @@ from paceline.torch._devices.places import Places
 from torch_support import classify
 
 
+@pytest.mark.own_gpus("it tells GPUs apart by their numbers")
 def test_each_worker_is_on_its_own_stream(fake: Any) -> None:
     module, batch = module_and_batch()
     seen: dict[str, set[Any]] = {}
@@ -50,6 +51,7 @@ def test_figures_wait_for_the_steps_they_tell_of(fake: Any) -> None:
         assert all(report["devices"][name]["busy_seconds"] > 0 for name in BOXES["two"])
 
 
+@pytest.mark.own_gpus("it tells GPUs apart by their numbers")
 def test_the_report_has_the_peak_of_each_gpus_own_pool(fake: Any) -> None:
     _, batch = module_and_batch()
     # Larger than what the check of direct copies takes.
@@ -127,6 +129,7 @@ def test_closing_from_another_thread_gives_everything_back(fake: Any) -> None:
     assert fake.leftovers == 0
 
 
+@pytest.mark.own_gpus("it tells GPUs apart by their numbers")
 def test_moving_shares_bring_no_new_sizes(fake: Any) -> None:
     module, batch = module_and_batch()
     sizes = set()
@@ -237,6 +240,7 @@ def test_steps_that_are_enqueued_behind_others_say_nothing_of_launches(fake: Any
     assert rooms == [[True, True, False]] * 2
 
 
+@pytest.mark.own_gpus("it tells GPUs apart by their numbers")
 def test_a_step_that_fails_leaves_no_launches(fake: Any) -> None:
     module, batch = module_and_batch()
 
@@ -254,6 +258,7 @@ def test_a_step_that_fails_leaves_no_launches(fake: Any) -> None:
         assert trainer._works.steps.launches._count == 2
 
 
+@pytest.mark.own_gpus("it tells GPUs apart by their numbers")
 def test_shares_follow_speeds_though_nobody_waits(fake: Any) -> None:
     module, batch = module_and_batch()
 

@@ -102,6 +102,7 @@ def test_what_cannot_travel_is_refused(options: Any, words: str) -> None:
         DataParallel(module, ["host:0", "host:1"], **options)
 
 
+@pytest.mark.own_gpus("links differ between GPUs")
 def test_explain_says_what_travels_and_how_fast_links_are(fake: Any) -> None:
     module, _ = module_and_batch()
     with DataParallel(module, BOXES["two"], reduce_dtype=torch.bfloat16) as trainer:
@@ -117,6 +118,7 @@ def test_explain_says_what_travels_and_how_fast_links_are(fake: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [(0, 1), (1, 0)], ids=str)
+@pytest.mark.own_gpus("links differ between GPUs")
 def test_explain_and_info_name_gpus_whose_direct_copies_arrive_wrong(
     fake: Any, wrong: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +134,7 @@ def test_explain_and_info_name_gpus_whose_direct_copies_arrive_wrong(
     assert "PCIe peer cuda:2 and cuda:3" in rows
 
 
+@pytest.mark.own_gpus("links differ between GPUs")
 def test_pytorch_gets_to_know_peers_before_paceline_checks_them(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch enables access once. What paceline then disables stays disabled."""
     order: list[Any] = []
@@ -166,6 +169,7 @@ def test_peers_are_met_by_a_copy_for_each_ordered_pair(monkeypatch: pytest.Monke
     assert copies == [(0, 1), (1, 0), (2, 0)]
 
 
+@pytest.mark.own_gpus("links differ between GPUs")
 def test_a_home_with_the_least_memory_is_named(fake: Any) -> None:
     module, _ = module_and_batch()
     with DataParallel(module, BOXES["two"]) as trainer:
@@ -213,6 +217,7 @@ def test_auto_measures_links_and_says_what_follows_for_parameters(fake: Any) -> 
     assert "GB/s to" not in said["copies"], "nothing is measured that nothing follows from"
 
 
+@pytest.mark.own_gpus("links differ between GPUs")
 def test_info_measures_links_if_asked(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert info.collect()["gpu_links"] == []
     _cli.main(["info", "--links", "--json"])
@@ -266,6 +271,7 @@ def test_checks_know_that_gradients_are_rounded(fake: Any) -> None:
         assert trainer.check(classify, batch).exact
 
 
+@pytest.mark.own_gpus("links differ between GPUs")
 def test_info_says_that_one_gpu_has_no_links(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fake.boot(1)
     assert _cli.main(["info", "--links"]) == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gpu_cases import BOXES
+from gpu_cases import BOXES, GPUS
 from paceline.torch import DataParallel, Pipeline
 from shard_cases import batches, held, lay_out_anew, network, paired
 from torch_support import classify
@@ -50,7 +50,7 @@ def lay_out_one(trainer: Any, optimizer: Any) -> None:
 
 
 def retire_most(trainer: Any, optimizer: Any) -> None:
-    for name in ("cuda:1", "cuda:2", "cuda:3"):
+    for name in GPUS[1:]:
         trainer.retire(name)
 
 

@@ -62,6 +62,20 @@ def nccl_library(python_path: str) -> str:
     return next((str(path) for folder in folders for path in folder.glob("nvidia/*/lib/libnccl.so.2")), "")
 
 
+def newest_nccl(python_path: str) -> str:
+    """The file of the newest NCCL among PyPI's packages; empty if there is none. PyTorch's may be older than one that was carried along."""
+    folders = {Path(folder) for folder in [*python_path.split(os.pathsep), *sys.path] if folder}
+    found = []
+    for folder in folders:
+        for package in folder.glob("nvidia_nccl_cu*-*.dist-info"):
+            version = package.name.removesuffix(".dist-info").partition("-")[2]
+            libraries = folder.glob("nvidia/nccl/lib/libnccl.so.2")
+            found += [
+                ([int(one) for one in version.split(".") if one.isdigit()], str(library)) for library in libraries
+            ]
+    return max(found)[1] if found else ""
+
+
 @dataclass
 class Carried:
     """Wheels and Debian packages unpacked into one folder; nothing of the machine is changed."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner import first_minute, goals, plan
+from runner import as_several, first_minute, goals, plan
 from runner.machine import Carried, describe
 from runner.record import Record
 from runner.stage import Running, Stage, skipped
@@ -74,7 +74,8 @@ def main(text: str | None) -> int:
         parser.error(
             f"{built} is no build of paceline with its tests and its binding: run tests/run first, or name one with --build"
         )
-    record = Record(folder, rehearsal=args.rehearse, name="first-minute" if args.first_minute else "gpu")
+    name = "first-minute" if args.first_minute else "as-several" if args.as_several else "gpu"
+    record = Record(folder, rehearsal=args.rehearse, name=name)
     with tempfile.TemporaryDirectory(prefix="gpu") as scratch:
         carried = Carried.unpack(Path(args.carried), Path(scratch) / "carried")
         record.machine = describe(carried.environment) | {"carried_problems": carried.problems}
@@ -91,6 +92,8 @@ def main(text: str | None) -> int:
         build, after = plan.build(setting), plan.after_build(setting)
         if args.first_minute:
             after = [plan.programs(setting), *first_minute.stages(setting)]
+        if args.as_several:
+            after = [plan.programs(setting), *as_several.stages(setting)]
         for stage in (build, *after):
             stage.limit *= slack
         chosen = _chosen(parser, [stage.name for stage in (build, *after)], args.only)
@@ -111,7 +114,8 @@ def main(text: str | None) -> int:
     if args.first_minute:
         print("\n" + first_minute.page(json.loads(record.path.read_text())))
         return 1 if record.failed else 0
-    print("\n" + goals.table(record.goals, rehearsal=args.rehearse))
+    if not args.as_several:  # which measures nothing
+        print("\n" + goals.table(record.goals, rehearsal=args.rehearse))
     print(f"{'failed: ' + ', '.join(record.failed) if record.failed else 'nothing failed'}; see {record.path}")
     return 1 if record.failed else 0
 
@@ -141,6 +145,11 @@ def _parser(text: str | None) -> argparse.ArgumentParser:
         "--first-minute",
         action="store_true",
         help="for several GPUs: after the build one minute, whose page is for a report. Whether links deliver the right bytes comes first",
+    )
+    parser.add_argument(
+        "--as-several",
+        action="store_true",
+        help="for one GPU: what several do, on four parts of it as if these were GPUs, and two processes that share it as ranks, with gloo and NCCL",
     )
     parser.add_argument(
         "--minutes", type=float, default=plan.MINUTES, help=f"for everything (default: {plan.MINUTES:g})"

@@ -132,7 +132,7 @@ def test_counts(text: str) -> dict[str, int]:
 
 
 def _reason(text: str) -> str:
-    match = re.search(r"(?:no GPU|not built): [^\n]*|(?<=: )about GPUs alone[^\n]*", text)
+    match = re.search(r"(?:no GPU|no NCCL|not built): [^\n]*|(?<=: )about GPUs alone[^\n]*", text)
     return match[0] if match else "every test was skipped"
 
 

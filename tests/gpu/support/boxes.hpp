@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cstddef>
+#include <cstdlib>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -16,13 +18,20 @@
 
 namespace paceline::gpu_test {
 
-/// What a test trains on: the first GPU whole or in parts, perhaps with host devices beside it; or several GPUs.
+/// What a test trains on: the first GPU whole or in parts, perhaps with host devices beside it; or several GPUs, for
+/// which parts of one GPU stand if there is only one.
 struct Box {
   const char* name;
   std::vector<double> fractions;  ///< none: the whole GPU
   int hosts = 0;
   int gpus = 1;  ///< 0: all, of which there are at least two
 };
+
+/// Parts of the first GPU, each with a memory space of its own, also when they are opened.
+inline std::vector<Device> parts_as_gpus(std::size_t count) {
+  setenv("PACELINE_PARTS_AS_GPUS", "1", 1);
+  return partition("cuda:0", std::vector<double>(count, 1.0 / static_cast<double>(count)));
+}
 
 inline void PrintTo(const Box& box, std::ostream* out) { *out << box.name; }
 
@@ -37,11 +46,12 @@ inline const std::vector<Box>& boxes() {
   return all;
 }
 
-/// @throws Unavailable where the driver has no partitions, or the machine too few GPUs.
+/// @throws Unavailable where the driver has no partitions.
 inline std::vector<Device> devices_of(const Box& box) {
+  unsetenv("PACELINE_PARTS_AS_GPUS");
   if (box.gpus != 1) {
     std::vector<Device> gpus = CudaBackend().devices();
-    if (gpus.size() < 2) throw Unavailable("there is one GPU only");
+    if (gpus.size() < 2) return parts_as_gpus(box.gpus != 0 ? static_cast<std::size_t>(box.gpus) : 4);
     if (box.gpus != 0) gpus.resize(static_cast<std::size_t>(box.gpus));
     return gpus;
   }

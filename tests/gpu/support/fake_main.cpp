@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -43,7 +44,8 @@ void set_test_twins() {
 
 class FreshMachine : public ::testing::EmptyTestEventListener {
   void OnTestStart(const ::testing::TestInfo&) override {
-    fake::boot({.seed = ++seed_, .device_count = 4});
+    const char* const gpus = std::getenv("PACELINE_FAKE_GPUS");
+    fake::boot({.seed = ++seed_, .device_count = gpus != nullptr ? std::atoi(gpus) : 4});
     fake::set_twins();
     set_test_twins();
     fake::boot_nccl();

@@ -51,7 +51,7 @@ void DeviceQueues::State::find_spaces(const DeviceGroup& group) {
                       why));
     }
     queues.add(group.ids()[d], {.space = memory.index_of_space(d), .device = memory.device(d)});
-    one_whole_gpu = group.size() == 1 && device.name == device.memory_space;
+    one_whole_gpu = group.size() == 1 && device.part < 0 && device.name == device.memory_space;
   }
   for (const internal::Space& space : memory.spaces()) spaces.push_back({.maker = space.endpoint.opened.get()});
   if (!memory.host_devices().empty()) spaces.push_back({.maker = &home_device()});

@@ -293,8 +293,8 @@ class Places:
     def _small_home(self) -> str:
         """A sentence if the first GPU, which holds the module, the sums and the optimizer's state, has less memory than each of the others."""
         sizes = {facts["device"]: facts["memory_bytes"] for facts in gpu_facts()}
-        here, *others = (sizes[name] for name in dict.fromkeys(self.space_names) if name in sizes)
-        if here >= 0.99 * min(others):  # the driver's own share differs a little
+        here, *others = [sizes[name] for name in dict.fromkeys(self.space_names) if name in sizes] or [0]
+        if here >= 0.99 * min(others, default=0):  # the driver's own share differs a little
             return ""
         largest = max(sizes[name] for name in self.space_names if name in sizes)
         better = next(name for name in self.space_names if sizes.get(name) == largest)
