@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline import InvalidArgument, _cli_simulate_gpus, _cli_simulate_pipeline
+from paceline import InvalidArgument, _cli_simulate_gpus, _cli_simulate_pipeline, _cli_simulate_pool
 from paceline._words import numbers, plural
 
 if TYPE_CHECKING:
@@ -77,11 +77,17 @@ def add_parser(subparsers: Any) -> None:
         help="cut a model into stages instead: the plan, plain 1F1B and GPipe beside it, and, with --slow or --noise, how "
         "the balancer moves blocks while steps go by",
     )
+    parser.add_argument(
+        "--pool",
+        action="store_true",
+        help="instead of training steps: independent requests on the devices, each way to place them beside the others",
+    )
     pipeline = _cli_simulate_pipeline.add_arguments(parser)
     slow: dict[str, Any] = {"dest": "throttle", "type": throttle, "action": "append", "default": []}
     text = f"{throttled}; repeatable, and the same as --throttle"
     pipeline.add_argument("--slow", **slow, metavar="DEVICE:FACTOR@FROM-TO", help=text)
     _cli_simulate_gpus.add_arguments(parser)
+    _cli_simulate_pool.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -89,6 +95,10 @@ def run(args: argparse.Namespace) -> int:
     """Simulate all policies and print. Returns the exit status; bad arguments exit with 2."""
     if args.plot and not args.pipeline:
         raise InvalidArgument("--plot draws the schedule of a pipeline: add --pipeline")
+    if args.pool:
+        if args.pipeline or args.gpus is not None:
+            raise InvalidArgument("--pool is not for pipelines or --gpus; --speeds is")
+        return _cli_simulate_pool.run(args)
     if args.gpus is not None:
         if args.pipeline:
             raise InvalidArgument("--gpus is not for pipelines; --speeds is")

@@ -11,6 +11,7 @@ from paceline._core.sim import (
     simulate,
     simulate_data_path,
     simulate_pipeline,
+    simulate_pool,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "simulate",
     "simulate_data_path",
     "simulate_pipeline",
+    "simulate_pool",
 ]

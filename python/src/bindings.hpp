@@ -19,8 +19,9 @@ void bind_plan_items(pybind11::module_& module);
 void bind_plan_stages(pybind11::module_& module);
 void bind_balance(pybind11::module_& module);
 void bind_sim(pybind11::module_& module);
-// Pipelines, and the data path between GPUs; called by bind_sim.
+// Pipelines, pools, and the data path between GPUs; called by bind_sim.
 void bind_sim_pipeline(pybind11::module_& module);
+void bind_sim_pool(pybind11::module_& module);
 void bind_sim_data_path(pybind11::module_& module);
 void bind_runtime(pybind11::module_& module);
 // Finding devices; called by bind_runtime.

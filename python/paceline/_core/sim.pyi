@@ -14,6 +14,7 @@ __all__: list[str] = [
     "simulate",
     "simulate_data_path",
     "simulate_pipeline",
+    "simulate_pool",
 ]
 
 class Scenario:
@@ -470,4 +471,71 @@ def simulate_pipeline(
         For invalid arguments. The message names the device or throttle.
     OutOfMemory
         If no plan fits.
+    """
+
+def simulate_pool(
+    speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    *,
+    placement: str = "auto",
+    believed: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
+    decline: typing.SupportsFloat | typing.SupportsIndex = 0.5,
+    fixed_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    per_item_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.01,
+    sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [1],
+    max_delay_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    load: typing.SupportsFloat | typing.SupportsIndex = 0.7,
+    burst: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+    variation: typing.SupportsFloat | typing.SupportsIndex = 0.3,
+    exponential: bool = False,
+    deadline_seconds: typing.SupportsFloat | typing.SupportsIndex | None = None,
+    requests: typing.SupportsInt | typing.SupportsIndex = 20000,
+    seed: typing.SupportsInt | typing.SupportsIndex = 1,
+) -> dict[str, typing.Any]:
+    """
+    Requests on a pool of unequal devices, on a virtual clock, with the decisions of the library's own pool.
+
+    Deterministic: the n-th request arrives at the same time whatever the placement, and without batches it is the same work.
+
+    Parameters
+    ----------
+    speeds
+        One positive number for each device. n requests at once take (fixed_seconds + per_item_seconds * n) / speed in the mean.
+    placement
+        ``"auto"``, ``"any"``, ``"round_robin"``, ``"least_outstanding"``, ``"weighted"`` or ``"earliest_finish"``.
+    believed
+        What the pool takes the speeds to be. Default: the truth.
+    decline
+        With ``"auto"``: how many times the gain of faster devices the waiting requests must outnumber, before a slower device takes one.
+    fixed_seconds, per_item_seconds
+        Of a batch at speed 1.
+    sizes
+        The sizes of batches that may run, ascending from 1. ``[1]``: no batches.
+    max_delay_seconds
+        How long a batch may wait to become larger.
+    load
+        Arriving work over what all devices can do in full batches.
+    burst
+        The mean number of requests that arrive at once. 1: each by itself (Poisson).
+    variation, exponential
+        The coefficient of variation of a batch's time, log-normal, or normal with batches; or exponential times.
+    deadline_seconds
+        The mean deadline; each request's is between half of it and one and a half. None: no deadlines.
+    requests, seed
+        Their number, and the seed of arrivals and times.
+
+    Returns
+    -------
+    dict
+        `p50_seconds`, `p99_seconds` and `mean_seconds` from submit to result, without the first tenth of the requests; `mean_batch`; the parts of all
+        requests that ended `in_time`, `late`, `rejected` and `expired`; `elapsed_seconds`; and for each device the part of the time in which it
+        is `busy`, and its number of `batches`.
+
+    Raises
+    ------
+    InvalidArgument
+        For invalid arguments.
+
+    Notes
+    -----
+    Requests are independent. Launching, the GIL and transfers take no time. The pool knows the mean of each time, not the time itself.
     """

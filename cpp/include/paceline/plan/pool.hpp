@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include <paceline/export.hpp>
+#include <paceline/plan/cost_model.hpp>
+#include <paceline/plan/pool_types.hpp>
+
+namespace paceline::plan {
+
+/// The state of a pool and its decisions: independent jobs on unequal devices, placed, batched and ordered by predicted
+/// seconds. Pure: no clock, thread, device or randomness is inside. The caller says what happened and when, and does
+/// what the decisions say. So an engine, a simulation and a replay decide alike. Times must not decrease.
+///
+/// Order: each job has one key, its deadline, or without one its submit time + the patience of its priority. The
+/// smallest key is offered to the fastest idle device first. Nothing is bound to a device before it runs there, unless
+/// the placement says so.
+///
+/// Placement::automatic: an idle device j with n waiting jobs declines while n <= decline * Σ (s_j / s_e - 1) over the
+/// faster busy devices e, s the predicted seconds of this kind of job on a device, with the load of its model. The
+/// fastest device never declines. Other kinds count in n by their seconds. Source of the rule: Agrawala, Coffman, Garey
+/// & Tripathi, IEEE TSE 1984, scaled for arrivals that go on.
+///
+/// Batches: T is the least time in which all devices, each from when it is free, serve all that waits in their largest
+/// batches. An idle device takes what it can end by T, in a size of the kind, or declines if that is nothing.
+///
+/// A value type: a copy is an independent pool. Not safe for threads. A decision is O(kinds that wait * devices) and
+/// O(sqrt(waiting jobs)) moves of small records.
+///
+///     PoolState pool;
+///     (void)pool.add_device(0.0, {.name = "cuda:0", .device_class = "H100"});
+///     const std::size_t kind = pool.add_kind({.name = "score"});
+///     JobId job{};
+///     for (const PoolStart& start : pool.submit(0.0, {.kind = kind}, job).starts) { /* run start.jobs */ }
+class PACELINE_API PoolState {
+ public:
+  /// @throws InvalidArgument if an option is not valid.
+  explicit PoolState(PoolOptions options = {});
+  PoolState(const PoolState& other);
+  PoolState& operator=(const PoolState& other);
+  PoolState(PoolState&&) noexcept;
+  PoolState& operator=(PoolState&&) noexcept;
+  ~PoolState();
+
+  /// Devices, kinds and needs are numbered from 0 in the order in which they were added. Need 0 exists: any device.
+  std::size_t add_kind(PoolKind kind);
+  std::size_t add_need(PoolNeed need);
+  PoolDecisions add_device(double now_seconds, PoolDevice device);
+
+  /// A job. `id` is set before anything is decided, so that it is known in the decisions: the job may start or be
+  /// rejected at once. A job that is to wait for room calls has_room() first.
+  /// @throws InvalidArgument if the job is not valid; the message says why.
+  PoolDecisions submit(double now_seconds, const PoolJob& job, JobId& id);
+  [[nodiscard]] bool has_room(std::size_t kind) const;
+
+  /// A run ended; its devices are free. `seconds` is what the work took by the devices' own timing, without the load
+  /// of the model; it counts if the run completed. A failed batch of an idempotent kind runs again in halves, so that
+  /// only the job fails that is the reason. Out of memory halves the device's largest batch of this kind and retries.
+  PoolDecisions finish(double now_seconds, RunId run, RunResult result, double seconds);
+
+  /// A job that waits is cancelled, and what depends on it. One that runs or has ended is not: `cancelled` is false.
+  PoolDecisions cancel(double now_seconds, JobId job, bool& cancelled);
+
+  /// The device starts nothing until it is restored. What runs there goes on.
+  PoolDecisions retire(double now_seconds, std::size_t device);
+  PoolDecisions restore(double now_seconds, std::size_t device);
+
+  /// A new model of the seconds of a kind on a device, made from `samples` runs. Devices of the same class that have no
+  /// model of their own use it, too.
+  PoolDecisions measure(double now_seconds, std::size_t device, std::size_t kind, const CostModel& model,
+                        std::int64_t samples);
+
+  /// Time has passed: deadlines, starts that had to wait, batches that are filled up no longer.
+  PoolDecisions tick(double now_seconds);
+
+  // What is known.
+  [[nodiscard]] const PoolOptions& options() const noexcept;
+  [[nodiscard]] std::size_t device_count() const noexcept;
+  [[nodiscard]] const PoolDevice& device(std::size_t device) const;
+  [[nodiscard]] bool active(std::size_t device) const;
+  [[nodiscard]] bool idle(std::size_t device) const;
+  [[nodiscard]] std::size_t kind_count() const noexcept;
+  [[nodiscard]] const PoolKind& kind(std::size_t kind) const;
+  [[nodiscard]] std::int64_t waiting() const noexcept;  ///< jobs that do not run: with those not due, and gangs
+  [[nodiscard]] std::int64_t running() const noexcept;  ///< runs
+  [[nodiscard]] double margin(std::size_t kind) const;  ///< actual over predicted seconds that deadlines allow for
+  /// The largest batch of a kind on a device, by its memory; 0: it cannot run there.
+  [[nodiscard]] std::int64_t largest_batch(std::size_t kind, std::size_t device) const;
+  /// Predicted seconds of a batch there, without a load; NaN if unknown.
+  [[nodiscard]] double seconds(std::size_t kind, std::size_t device, std::int64_t size) const;
+  [[nodiscard]] bool resident(std::size_t device, const std::string& model) const;
+  /// The weights in the device's memory, and the peaks of what runs there.
+  [[nodiscard]] double used_bytes(std::size_t device) const;
+  /// The seconds until all that waits now would be served: the figure to scale on. Unknown kinds count as nothing.
+  [[nodiscard]] double backlog_seconds() const;
+  /// A sentence for a report.
+  [[nodiscard]] std::string describe(const PoolDecline& decline) const;
+
+  class State;  // private to the library
+
+ private:
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace paceline::plan

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "plan/pool/state.hpp"
+
+namespace paceline::plan {
+
+using State = PoolState::State;
+
+PoolLine& State::line_of(const Job& job, std::size_t bound) {
+  const bool background = job.spec.priority == Priority::background;
+  const auto [place, fresh] = line_index.try_emplace({job.spec.kind, job.spec.need, bound, background}, lines.size());
+  if (fresh) lines.push_back({.kind = job.spec.kind, .need = job.spec.need, .bound = bound, .background = background});
+  return lines[place->second];
+}
+
+const State::Measured& State::measured(std::size_t kind, std::size_t device) const {
+  const Kind& of = kinds[kind];
+  return of.on[device].known ? of.on[device] : of.classes[devices[device].cls];
+}
+
+double State::seconds(std::size_t kind, std::size_t device, std::int64_t size) const {
+  const Measured& found = measured(kind, device);
+  return found.known ? found.model.seconds(size) : std::numeric_limits<double>::quiet_NaN();
+}
+
+double State::load_seconds(std::size_t kind, std::size_t device) const {
+  const std::size_t model = kinds[kind].model;
+  return model == kNone || resident(model, devices[device].space) ? 0.0 : models[model].reload_seconds;
+}
+
+void State::rank(PoolLine& line) {
+  const Kind& kind = kinds[line.kind];
+  if (line.epoch == epoch + kind.epoch) return;  // both only grow
+  line.epoch = epoch + kind.epoch;
+  line.ranked.clear();
+  line.known = true;
+  line.rate = 0.0;
+  line.least_seconds = kNever;
+  for (std::size_t d = 0; d < devices.size(); ++d) {
+    if (!devices[d].active || (line.bound != kNone && line.bound != d) || !accepts(line.need, d)) continue;
+    const std::int64_t most = largest(line.kind, d);
+    if (most == 0) continue;
+    const Measured& found = measured(line.kind, d);
+    line.known = line.known && found.known && kind.classes[devices[d].cls].samples >= options.samples;
+    const double alone = found.known ? found.model.seconds(1) : 0.0;
+    line.ranked.push_back({d, alone + load_seconds(line.kind, d), alone, most, found.model});
+    line.least_seconds = std::min(line.least_seconds, line.ranked.back().seconds);
+    if (found.known && found.model.seconds(most) > 0.0)
+      line.rate += static_cast<double>(most) / found.model.seconds(most);
+  }
+  if (!line.known || line.ranked.empty()) line.least_seconds = line.rate = 0.0;
+  std::stable_sort(line.ranked.begin(), line.ranked.end(),
+                   [](const auto& a, const auto& b) { return a.seconds < b.seconds; });
+}
+
+// What waits, in jobs of this line. Jobs of other lines count by the seconds that the box needs for them, if one of the
+// devices faster than `faster` may run them: these devices will serve them, too.
+double State::units_waiting(PoolLine& line, double faster) {
+  double units = static_cast<double>(line.size());
+  for (PoolLine& other : lines) {
+    if (&other == &line || other.size() == 0 || (other.background && !line.background)) continue;
+    rank(other);
+    if (!other.known || other.rate <= 0.0 || line.rate <= 0.0) continue;
+    const bool shared = std::any_of(line.ranked.begin(), line.ranked.end(), [&](const PoolLine::Ranked& one) {
+      return one.seconds < faster && accepts(other.need, one.device) &&
+             (other.bound == kNone || other.bound == one.device);
+    });
+    if (shared) units += static_cast<double>(other.size()) * line.rate / other.rate;
+  }
+  return units;
+}
+
+}  // namespace paceline::plan

@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/plan/pool.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "plan/pool/state.hpp"
+#include "refuse.hpp"
+
+namespace paceline::plan {
+namespace {
+
+bool finite_not_negative(double value) { return std::isfinite(value) && value >= 0.0; }
+
+template <class Items>
+std::size_t known(const Items& items, std::size_t index, const char* what) {
+  require(index < items.size(), "{} {} is not in the pool, which has {}", what, index, items.size());
+  return index;
+}
+
+// The number of a name, which is added if it is new.
+template <class Items, class Name>
+std::size_t number_of(Items& items, const std::string& name, const Name& name_of) {
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    if (name_of(items[i]) == name) return i;
+  }
+  items.emplace_back();
+  return items.size() - 1;
+}
+
+bool satisfies(const PoolNeed& need, const PoolDevice& device) {
+  const auto has = [&](const std::string& label) {
+    return label == device.name || label == device.device_class ||
+           std::find(device.labels.begin(), device.labels.end(), label) != device.labels.end();
+  };
+  return std::all_of(need.labels.begin(), need.labels.end(), has) && (!need.accepts || need.accepts(device));
+}
+
+void advance(PoolState::State& state, double now) {
+  require(std::isfinite(now), "now is {}; it must be a finite number of seconds", now);
+  require(now >= state.last_now, "now is {}, before the pool's last event at {}; times must not decrease", now,
+          state.last_now);
+  state.last_now = now;
+}
+
+}  // namespace
+
+PoolState::PoolState(PoolOptions options) : state_(std::make_unique<State>()) {
+  require((options.placement == Placement::custom) == static_cast<bool>(options.choose),
+          "PoolOptions::choose is needed with Placement::custom, and only then");
+  require(finite_not_negative(options.decline), "decline is {}; it must be finite and not negative", options.decline);
+  require(options.probe_seconds > 0.0, "probe_seconds is {}; it must be positive", options.probe_seconds);
+  require(options.samples >= 0, "samples is {}; it cannot be negative", options.samples);
+  require(std::isfinite(options.margin) && options.margin > 0.0, "margin is {}; it must be positive", options.margin);
+  require(finite_not_negative(options.memory_margin_bytes), "memory_margin_bytes is {}; it cannot be negative",
+          options.memory_margin_bytes);
+  require(options.patience.size() == 4 &&
+              std::all_of(options.patience.begin(), options.patience.end(), finite_not_negative),
+          "patience needs four numbers of seconds that are not negative, one for each priority");
+  state_->options = std::move(options);
+}
+
+PoolState::PoolState(const PoolState& other) : state_(std::make_unique<State>(*other.state_)) {}
+PoolState& PoolState::operator=(const PoolState& other) {
+  if (this != &other) state_ = std::make_unique<State>(*other.state_);
+  return *this;
+}
+PoolState::PoolState(PoolState&&) noexcept = default;
+PoolState& PoolState::operator=(PoolState&&) noexcept = default;
+PoolState::~PoolState() = default;
+
+std::size_t PoolState::add_kind(PoolKind kind) {
+  State& s = *state_;
+  const std::vector<std::int64_t>& sizes = kind.sizes;
+  require(!sizes.empty() && sizes.front() == 1 && std::is_sorted(sizes.begin(), sizes.end(), std::less_equal<>()),
+          "sizes of kind '{}' must ascend from 1: what is left over runs alone", kind.name);
+  for (const double value :
+       {kind.max_delay_seconds, kind.resident_bytes, kind.reload_seconds, kind.peak_bytes, kind.peak_bytes_per_item}) {
+    require(finite_not_negative(value), "kind '{}' has a {}; its seconds and bytes must be finite and not negative",
+            kind.name, value);
+  }
+  require(kind.queue_limit >= 0, "queue_limit of kind '{}' is {}; it cannot be negative", kind.name, kind.queue_limit);
+  require(!kind.model.empty() || kind.resident_bytes + kind.reload_seconds <= 0.0,
+          "kind '{}' has resident bytes or a reload, so it needs the name of a model", kind.name);
+  State::Kind made{.spec = std::move(kind), .margin = s.options.margin};
+  if (!made.spec.model.empty()) {
+    made.model = number_of(s.models, made.spec.model, [](const State::Model& one) { return one.name; });
+    State::Model& model = s.models[made.model];
+    const bool fresh = model.name.empty();
+    if (fresh) model = {made.spec.model, made.spec.resident_bytes, made.spec.reload_seconds};
+    require(model.bytes == made.spec.resident_bytes && model.reload_seconds == made.spec.reload_seconds,
+            "model '{}' has {} bytes and reloads in {} s; kind '{}' says otherwise", model.name, model.bytes,
+            model.reload_seconds, made.spec.name);
+  }
+  made.on.resize(s.devices.size());
+  made.memory_cap.resize(s.devices.size(), std::numeric_limits<std::int64_t>::max());
+  made.classes.resize(s.classes.size());
+  s.kinds.push_back(std::move(made));
+  return s.kinds.size() - 1;
+}
+
+std::size_t PoolState::add_need(PoolNeed need) {
+  State& s = *state_;
+  std::vector<char> row;
+  for (const State::Device& device : s.devices) row.push_back(satisfies(need, device.spec) ? 1 : 0);
+  s.accepted.push_back(std::move(row));
+  s.needs.push_back(std::move(need));
+  return s.needs.size() - 1;
+}
+
+PoolDecisions PoolState::add_device(double now_seconds, PoolDevice device) {
+  State& s = *state_;
+  require(finite_not_negative(device.weight), "the weight of {} is {}; it must be finite and not negative", device.name,
+          device.weight);
+  require(device.memory_bytes > 0.0, "the memory of {} is {} bytes; it must be positive", device.name,
+          device.memory_bytes);
+  if (device.shares_memory_of) (void)known(s.devices, *device.shares_memory_of, "device");
+  advance(s, now_seconds);
+  State::Device made{.spec = std::move(device)};
+  made.cls = number_of(s.classes, made.spec.device_class, [](const std::string& one) { return one; });
+  if (s.classes[made.cls].empty()) s.classes[made.cls] = made.spec.device_class;
+  made.space = made.spec.shares_memory_of ? s.devices[*made.spec.shares_memory_of].space : s.spaces.size();
+  if (made.space == s.spaces.size()) s.spaces.push_back({.bytes = made.spec.memory_bytes});
+  for (std::size_t i = 0; i < s.needs.size(); ++i) s.accepted[i].push_back(satisfies(s.needs[i], made.spec) ? 1 : 0);
+  for (State::Kind& kind : s.kinds) {
+    kind.on.emplace_back();
+    kind.memory_cap.push_back(std::numeric_limits<std::int64_t>::max());
+    kind.classes.resize(s.classes.size());
+  }
+  s.devices.push_back(std::move(made));
+  ++s.idle;
+  ++s.epoch;
+  PoolDecisions out;
+  s.settle(now_seconds, out);
+  return out;
+}
+
+PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& id) {
+  State& s = *state_;
+  State::Kind& kind = s.kinds[known(s.kinds, job.kind, "kind")];
+  (void)known(s.needs, job.need, "need");
+  require(job.deadline_seconds > 0.0, "deadline_seconds is {}; it must be positive", job.deadline_seconds);
+  require(finite_not_negative(job.not_before_seconds), "not_before_seconds is {}; it must be finite and not negative",
+          job.not_before_seconds);
+  require(job.gang >= 1, "gang is {}; a job runs on at least one device", job.gang);
+  for (const JobId one : job.after)
+    require(one > JobId{} && one <= JobId{s.last_job}, "the job waits for job {}, which was never submitted",
+            static_cast<std::uint64_t>(one));
+  advance(s, now_seconds);
+  id = JobId{++s.last_job};
+  PoolDecisions out;
+  State::Job made{.spec = job, .submitted = now_seconds};
+  made.deadline = now_seconds + job.deadline_seconds;
+  made.key = made.deadline < kNever
+                 ? made.deadline
+                 : now_seconds + job.not_before_seconds + s.options.patience[static_cast<std::size_t>(job.priority)];
+  PoolReason refused = PoolReason::none;
+  if (kind.held >= s.limit(job.kind)) refused = PoolReason::queue_full;
+  if (!s.can_run(made, true)) refused = PoolReason::no_device;
+  if (refused == PoolReason::none && !s.admits(made, now_seconds)) refused = PoolReason::deadline;
+  if (refused != PoolReason::none) {
+    out.ends.push_back({id, JobOutcome::rejected, refused, std::nullopt});
+  } else {
+    for (const JobId one : made.spec.after) {
+      const auto found = s.jobs.find(one);
+      if (found == s.jobs.end()) continue;
+      ++made.blockers;
+      found->second.dependents.push_back(id);
+    }
+    made.held = made.blockers > 0 || job.not_before_seconds > 0.0;
+    ++s.waiting;
+    ++kind.held;
+    State::Job& stored = s.jobs[id] = std::move(made);
+    if (!stored.held) {
+      s.enqueue(id, stored, now_seconds);
+    } else {
+      if (job.not_before_seconds > 0.0) s.starts_at.emplace(now_seconds + job.not_before_seconds, id);
+      if (stored.deadline < kNever) s.held_deadlines.emplace(stored.deadline, id);
+    }
+  }
+  s.settle(now_seconds, out);
+  return out;
+}
+
+PoolDecisions PoolState::finish(double now_seconds, RunId run, RunResult result, double seconds) {
+  State& s = *state_;
+  const auto found = s.runs.find(run);
+  require(found != s.runs.end(), "run {} does not run", static_cast<std::uint64_t>(run));
+  require(result != RunResult::completed || finite_not_negative(seconds),
+          "run {} took {} s; that must be finite and not negative", static_cast<std::uint64_t>(run), seconds);
+  advance(s, now_seconds);
+  const State::Run ended = std::move(found->second);
+  s.runs.erase(found);
+  for (const std::size_t d : ended.devices) {
+    s.devices[d].run = RunId{};
+    if (s.devices[d].active) ++s.idle;
+    if (ended.bound) s.devices[d].bound -= std::ssize(ended.jobs);
+  }
+  PoolDecisions out;
+  if (result == RunResult::completed) {
+    State::Kind& kind = s.kinds[ended.kind];
+    for (const std::size_t d : ended.devices) ++kind.classes[s.devices[d].cls].samples;
+    if (kind.classes[s.devices[ended.devices.front()].cls].samples <= s.options.samples) ++kind.epoch;
+    if (ended.predicted > 0.0) s.observe(kind, seconds / ended.predicted);
+    for (const JobId id : ended.jobs) s.end(id, JobOutcome::completed, PoolReason::none, std::nullopt, out);
+  } else {
+    s.ended_badly(ended, result, now_seconds, out);
+  }
+  s.settle(now_seconds, out);
+  return out;
+}
+
+PoolDecisions PoolState::cancel(double now_seconds, JobId job, bool& cancelled) {
+  State& s = *state_;
+  advance(s, now_seconds);
+  PoolDecisions out;
+  const auto found = s.jobs.find(job);
+  cancelled = found != s.jobs.end() && found->second.run == RunId{};
+  if (cancelled) s.end(job, JobOutcome::cancelled, PoolReason::on_request, std::nullopt, out);
+  s.settle(now_seconds, out);
+  return out;
+}
+
+PoolDecisions PoolState::retire(double now_seconds, std::size_t device) {
+  State& s = *state_;
+  State::Device& one = s.devices[known(s.devices, device, "device")];
+  advance(s, now_seconds);
+  if (one.active) {
+    one.active = false;
+    one.declines_since = kNever;
+    if (one.run == RunId{}) --s.idle;
+    ++s.epoch;
+    s.rebind(device, now_seconds);
+  }
+  PoolDecisions out;
+  s.settle(now_seconds, out);
+  return out;
+}
+
+PoolDecisions PoolState::restore(double now_seconds, std::size_t device) {
+  State& s = *state_;
+  State::Device& one = s.devices[known(s.devices, device, "device")];
+  advance(s, now_seconds);
+  if (!one.active) {
+    one.active = true;
+    if (one.run == RunId{}) ++s.idle;
+    ++s.epoch;
+  }
+  PoolDecisions out;
+  s.settle(now_seconds, out);
+  return out;
+}
+
+PoolDecisions PoolState::measure(double now_seconds, std::size_t device, std::size_t kind, const CostModel& model,
+                                 std::int64_t samples) {
+  State& s = *state_;
+  const std::size_t cls = s.devices[known(s.devices, device, "device")].cls;
+  State::Kind& of = s.kinds[known(s.kinds, kind, "kind")];
+  require(samples >= 1, "samples is {}; a model comes from at least one run", samples);
+  advance(s, now_seconds);
+  of.on[device] = {model, samples, true};
+  of.classes[cls] = {model, std::max(samples, of.classes[cls].samples), true};
+  ++of.epoch;
+  PoolDecisions out;
+  s.settle(now_seconds, out);
+  return out;
+}
+
+PoolDecisions PoolState::tick(double now_seconds) {
+  advance(*state_, now_seconds);
+  PoolDecisions out;
+  state_->settle(now_seconds, out);
+  return out;
+}
+
+}  // namespace paceline::plan

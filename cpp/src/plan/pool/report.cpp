@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "plan/pool/state.hpp"
+#include "refuse.hpp"
+
+namespace paceline::plan {
+
+bool PoolState::has_room(std::size_t kind) const { return state_->kinds.at(kind).held < state_->limit(kind); }
+const PoolOptions& PoolState::options() const noexcept { return state_->options; }
+std::size_t PoolState::device_count() const noexcept { return state_->devices.size(); }
+const PoolDevice& PoolState::device(std::size_t device) const { return state_->devices.at(device).spec; }
+bool PoolState::active(std::size_t device) const { return state_->devices.at(device).active; }
+bool PoolState::idle(std::size_t device) const { return state_->devices.at(device).run == RunId{}; }
+std::size_t PoolState::kind_count() const noexcept { return state_->kinds.size(); }
+const PoolKind& PoolState::kind(std::size_t kind) const { return state_->kinds.at(kind).spec; }
+std::int64_t PoolState::waiting() const noexcept { return state_->waiting; }
+std::int64_t PoolState::running() const noexcept { return static_cast<std::int64_t>(state_->runs.size()); }
+double PoolState::margin(std::size_t kind) const { return state_->kinds.at(kind).margin; }
+
+std::int64_t PoolState::largest_batch(std::size_t kind, std::size_t device) const {
+  (void)state_->kinds.at(kind);
+  (void)state_->devices.at(device);
+  return state_->largest(kind, device);
+}
+
+double PoolState::seconds(std::size_t kind, std::size_t device, std::int64_t size) const {
+  (void)state_->kinds.at(kind);
+  (void)state_->devices.at(device);
+  return state_->seconds(kind, device, size);
+}
+
+bool PoolState::resident(std::size_t device, const std::string& model) const {
+  const auto& residents = state_->spaces[state_->devices.at(device).space].residents;
+  return std::any_of(residents.begin(), residents.end(),
+                     [&](const State::Resident& one) { return state_->models[one.model].name == model; });
+}
+
+double PoolState::used_bytes(std::size_t device) const { return state_->used(state_->devices.at(device).space); }
+
+double PoolState::backlog_seconds() const {
+  double seconds = 0.0;
+  for (const PoolLine& line : state_->lines) {
+    if (line.size() > 0 && line.rate > 0.0) seconds += static_cast<double>(line.size()) / line.rate;
+  }
+  return seconds;
+}
+
+std::string PoolState::describe(const PoolDecline& decline) const {
+  const std::string& device = state_->devices.at(decline.device).spec.name;
+  const std::string& kind = state_->kinds.at(decline.kind).spec.name;
+  const std::string leaves = fmt::format("{} leaves '{}' waiting: ", device, kind);
+  switch (decline.reason) {
+    case PoolReason::faster_devices:
+      return leaves + fmt::format(
+                          "faster devices that are busy now will end it sooner ({:.3g} waiting, it takes one from "
+                          "more than {:.3g} on)",
+                          decline.waiting, decline.threshold);
+    case PoolReason::deadline:
+      return leaves + "it cannot end any of them before its deadline";
+    case PoolReason::filling:
+      return leaves + "the batch may still become larger within its max_delay";
+    case PoolReason::reserved:
+      return leaves + "it is reserved for a gang, and would be late for it";
+    case PoolReason::memory:
+      return leaves + "the model does not fit into its memory beside what runs there";
+    case PoolReason::foreground:
+      return leaves + "background work waits while other work waits for this device";
+    case PoolReason::chosen_otherwise:
+      return leaves + "the user's placement chose another device, or to wait";
+    default:
+      return leaves + "no reason is known";
+  }
+}
+
+}  // namespace paceline::plan

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <paceline/plan/pool.hpp>
+
+#include "plan/pool/key_queue.hpp"
+
+namespace paceline::plan {
+
+inline constexpr double kNever = std::numeric_limits<double>::infinity();
+inline constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
+
+/// Jobs that wait for the same: of one kind, need and class, and bound to one device or to none.
+struct PoolLine {
+  std::size_t kind = 0;
+  std::size_t need = 0;
+  std::size_t bound = kNone;
+  bool background = false;
+  // Apart, because a device finds the first deadline that it can keep by one search, and what expires is a prefix.
+  KeyQueue timed = {};
+  KeyQueue plain = {};
+
+  // A device that may run these jobs. `seconds` counts the load of the model, `alone` does not.
+  struct Ranked {
+    std::size_t device = 0;
+    double seconds = 0.0;
+    double alone = 0.0;
+    std::int64_t largest = 0;
+    CostModel model = {};
+  };
+  std::vector<Ranked> ranked = {};  // the fastest first
+  std::uint64_t epoch = 0;          // of `ranked`
+  bool known = false;               // enough samples of every class
+  double least_seconds = 0.0;       // of one job; 0 if unknown
+  double rate = 0.0;                // jobs a second, in the largest batches; 0 if unknown
+
+  [[nodiscard]] std::int64_t size() const noexcept { return timed.size() + plain.size(); }
+  [[nodiscard]] KeyQueue& of(bool has_deadline) { return has_deadline ? timed : plain; }
+};
+
+class PoolState::State {
+ public:
+  struct Device {
+    PoolDevice spec = {};
+    std::size_t cls = 0;
+    std::size_t space = 0;
+    bool active = true;
+    RunId run{};  // 0: idle
+    double free_at = 0.0;
+    double declines_since = kNever;
+    std::int64_t bound = 0;  // jobs bound to it, the running one included
+    double turn = 0.0;       // of Placement::weighted
+  };
+  struct Measured {
+    CostModel model = {};
+    std::int64_t samples = 0;
+    bool known = false;
+  };
+  struct Kind {
+    PoolKind spec = {};
+    std::size_t model = kNone;
+    std::int64_t held = 0;          // waiting jobs
+    std::vector<Measured> on = {};  // by device
+    std::vector<Measured> classes = {};
+    std::vector<std::int64_t> memory_cap = {};  // by device: what out of memory has left
+    std::vector<double> ratios = {};            // actual over predicted, of the last runs
+    std::size_t runs = 0;
+    double margin = 0.0;
+    std::uint64_t epoch = 1;
+  };
+  struct Job {
+    PoolJob spec = {};
+    double submitted = 0.0;
+    double deadline = kNever;
+    double key = 0.0;
+    std::int64_t blockers = 0;                                     // jobs in `after` that have not ended
+    std::int64_t most = std::numeric_limits<std::int64_t>::max();  // jobs in its batch, after a failure
+    std::vector<JobId> dependents = {};
+    std::size_t line = kNone;  // where it waits; kNone: held back, in the gangs, or running
+    RunId run{};
+    bool held = false;
+    bool gang = false;  // waits in gangs_
+  };
+  struct Run {
+    std::vector<std::size_t> devices = {};
+    std::vector<JobId> jobs = {};
+    std::size_t kind = 0;
+    double predicted = 0.0;
+    double peak_bytes = 0.0;
+    bool bound = false;
+  };
+  struct Resident {
+    std::size_t model = 0;
+    double value = 0.0;       // GreedyDual-Size
+    double peak_bytes = 0.0;  // of its largest batch
+  };
+  struct Space {
+    double bytes = kNever;
+    double level = 0.0;  // GreedyDual-Size
+    std::vector<Resident> residents = {};
+  };
+  struct Model {
+    std::string name = {};
+    double bytes = 0.0;
+    double reload_seconds = 0.0;
+  };
+
+  // Events, in pool.cpp and events.cpp.
+  void end(JobId id, JobOutcome outcome, PoolReason reason, std::optional<JobId> cause, PoolDecisions& out);
+  void release(JobId id, double now, PoolDecisions& out);
+  void enqueue(JobId id, Job& job, double now);
+  void again(JobId id, Job& job, double now);
+  void unqueue(JobId id, Job& job);
+  void rebind(std::size_t device, double now);
+  void fail_stranded(std::size_t kind, PoolDecisions& out);
+  void ended_badly(const Run& run, RunResult result, double now, PoolDecisions& out);
+  [[nodiscard]] std::int64_t limit(std::size_t kind) const;
+  void settle(double now, PoolDecisions& out);  // what every event ends with
+  bool can_run(const Job& job, bool also_retired) const;
+  bool admits(const Job& job, double now);
+  void observe(Kind& kind, double ratio);
+
+  // Lines and models, in lines.cpp.
+  PoolLine& line_of(const Job& job, std::size_t bound);
+  void rank(PoolLine& line);
+  [[nodiscard]] bool accepts(std::size_t need, std::size_t device) const { return accepted[need][device] != 0; }
+  [[nodiscard]] const Measured& measured(std::size_t kind, std::size_t device) const;
+  [[nodiscard]] double seconds(std::size_t kind, std::size_t device, std::int64_t size) const;
+  [[nodiscard]] double load_seconds(std::size_t kind, std::size_t device) const;
+  [[nodiscard]] double units_waiting(PoolLine& line, double faster);
+
+  // Which device, in placement.cpp.
+  [[nodiscard]] std::size_t choose_at_submit(const Job& job, double now);
+
+  // What starts, in dispatch.cpp.
+  bool step(double now, PoolDecisions& out);
+  bool start_from(PoolLine& line, double now, PoolDecisions& out);
+  void start(PoolLine& line, std::size_t device, std::vector<JobId> next, double now, bool probe, PoolDecisions& out);
+  void expire(double now, PoolDecisions& out);
+  [[nodiscard]] double wake(double now, const PoolDecisions& out);
+  [[nodiscard]] const KeyEntry* first_for(const PoolLine& line, double least_deadline) const;
+  [[nodiscard]] bool foreground_waits(std::size_t device);
+  [[nodiscard]] std::vector<JobId> batch(const PoolLine& line, double least_deadline, std::int64_t size) const;
+  [[nodiscard]] std::int64_t planned(PoolLine& line, const PoolLine::Ranked& on, double now, double units) const;
+
+  // Gangs, in gangs.cpp.
+  bool gang_step(JobId id, double now, PoolDecisions& out);
+  void expire_gangs(double now, PoolDecisions& out);
+  [[nodiscard]] double gang_seconds(const Job& job) const;
+
+  // Memory, in memory.cpp.
+  [[nodiscard]] std::int64_t largest(std::size_t kind, std::size_t device) const;
+  [[nodiscard]] double peak(std::size_t kind, std::int64_t size) const;
+  [[nodiscard]] std::int64_t together(std::size_t kind, std::size_t space) const;
+  [[nodiscard]] bool resident(std::size_t model, std::size_t space) const;
+  [[nodiscard]] double used(std::size_t space) const;
+  [[nodiscard]] std::optional<std::vector<std::size_t>> room(std::size_t kind, std::size_t device,
+                                                             std::int64_t size) const;
+  double take_room(std::size_t kind, std::size_t device, std::int64_t size, PoolStart& start);
+
+  PoolOptions options = {};
+  std::vector<Device> devices = {};
+  std::vector<Kind> kinds = {};
+  std::vector<PoolNeed> needs = {{}};
+  std::vector<std::vector<char>> accepted = {{}};  // by need and device
+  std::vector<std::string> classes = {};
+  std::vector<Space> spaces = {};
+  std::vector<Model> models = {};
+  std::vector<PoolLine> lines = {};
+  std::map<std::tuple<std::size_t, std::size_t, std::size_t, bool>, std::size_t> line_index = {};
+  std::unordered_map<JobId, Job> jobs = {};
+  std::unordered_map<RunId, Run> runs = {};
+  std::set<std::tuple<bool, double, JobId>> gangs = {};  // background, key
+  std::set<std::pair<double, JobId>> starts_at = {};     // held back until then
+  std::set<std::pair<double, JobId>> held_deadlines = {};
+  std::uint64_t last_job = 0;
+  std::uint64_t last_run = 0;
+  std::uint64_t epoch = 1;  // of devices, and of what is resident
+  std::int64_t waiting = 0;
+  std::size_t idle = 0;       // active devices that are idle
+  std::size_t next_turn = 0;  // of Placement::round_robin, and among equals
+  double last_now = -kNever;
+
+  // Of one decision: the gang that reserves.
+  JobId reserving{};
+  double reserved_until = 0.0;
+  double hold_until = kNever;  // when a batch is filled up no longer
+  std::vector<char> reserved = {};
+  std::vector<std::tuple<bool, double, JobId, std::size_t>> heads = {};
+};
+
+}  // namespace paceline::plan

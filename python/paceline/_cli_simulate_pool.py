@@ -1,0 +1,95 @@
+"""What `paceline simulate --pool` prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from paceline import InvalidArgument
+from paceline._words import numbers, plural
+
+PLACEMENTS = ("auto", "any", "weighted", "least_outstanding", "earliest_finish", "round_robin")
+# Few sizes have to be warmed, and a batch is at most a third smaller than planned.
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_ARGUMENTS = (  # that --json prints
+    *("speeds", "believed", "load", "max_batch", "max_delay_ms", "fixed_ms", "per_item_ms"),
+    *("variation", "burst", "deadline_ms", "requests", "seed"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only --pool has."""
+    group = parser.add_argument_group("with --pool", "also --speeds, --fixed-ms, --per-item-ms and --seed")
+    believed = "what the pool takes the speeds to be (the truth)"
+    deadline = "mean deadline of a request; each one's is between half of it and one and a half (none)"
+    for option, kind, default, metavar, text in (
+        ("--load", float, 0.7, "PART", "arriving work over what all devices can do in full batches (0.7)"),
+        ("--max-batch", int, 1, "N", "largest batch (1: no batches)"),
+        ("--max-delay-ms", float, 0.0, "MS", "how long a batch may wait to become larger (0)"),
+        ("--believed", numbers, None, "S,S,...", believed),
+        ("--variation", float, 0.3, "F", "standard deviation of a batch's time over its mean (0.3)"),
+        ("--burst", float, 1.0, "N", "mean number of requests that arrive at once (1)"),
+        ("--deadline-ms", float, None, "MS", deadline),
+        ("--requests", int, 20000, "N", "requests (20000)"),
+    ):
+        group.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate all placements and print. Returns the exit status."""
+    from paceline.sim import simulate_pool
+
+    if args.speeds is None:
+        raise InvalidArgument("--pool needs --speeds, the relative speed of each device")
+    for option, given in (
+        ("--fail", args.fail),
+        ("--lasting-noise", args.lasting_noise),
+        ("--throttle", args.throttle),
+    ):
+        if given:
+            raise InvalidArgument(f"{option} is not for pools; --variation and --believed are")
+    if args.max_batch < 1:
+        raise InvalidArgument(f"--max-batch is {args.max_batch}; it must be at least 1")
+    sizes = [size for size in _SIZES if size < args.max_batch] + [args.max_batch]
+    found = {
+        placement: simulate_pool(
+            args.speeds,
+            placement=placement,
+            believed=args.believed,
+            fixed_seconds=args.fixed_ms / 1e3,
+            per_item_seconds=args.per_item_ms / 1e3,
+            sizes=sizes,
+            max_delay_seconds=args.max_delay_ms / 1e3,
+            load=args.load,
+            burst=args.burst,
+            variation=args.variation,
+            deadline_seconds=None if args.deadline_ms is None else args.deadline_ms / 1e3,
+            requests=args.requests,
+            seed=args.seed,
+        )
+        for placement in PLACEMENTS
+    }
+    if args.json:
+        config = {name: getattr(args, name) for name in _ARGUMENTS} | {"sizes": sizes}
+        print(json.dumps({"config": config, "placements": found}))
+    else:
+        print(_text(args, found))
+    return 0
+
+
+def _text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> str:
+    lines = [
+        f"{plural(len(args.speeds), 'device')}, {plural(args.requests, 'request')}, load {args.load:g}, batches of at most {args.max_batch}, seed {args.seed}",
+        "",
+        f"{'placement':<18}{'p50 ms':>10}{'p99 ms':>10}{'batch':>8}"
+        + (f"{'in time':>9}{'late':>7}{'refused':>9}{'expired':>9}" if args.deadline_ms is not None else "")
+        + "  busy",
+    ]
+    for placement, one in found.items():
+        line = f"{placement:<18}{1e3 * one['p50_seconds']:>10.2f}{1e3 * one['p99_seconds']:>10.2f}{one['mean_batch']:>8.1f}"
+        if args.deadline_ms is not None:
+            parts = (one["in_time"], one["late"], one["rejected"], one["expired"])
+            line += "".join(f"{part:>{width}.1%}" for part, width in zip(parts, (9, 7, 9, 9), strict=True))
+        lines.append(f"{line}  {' '.join(f'{busy:.0%}' for busy in one['busy'])}")
+    return "\n".join(lines)

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <paceline/error.hpp>
+#include <paceline/sim/pool.hpp>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace paceline::python {
+namespace {
+
+using plan::Placement;
+
+Placement placement_of(const std::string& name) {
+  constexpr std::array<std::pair<const char*, Placement>, 6> names{{{"auto", Placement::automatic},
+                                                                    {"any", Placement::any},
+                                                                    {"round_robin", Placement::round_robin},
+                                                                    {"least_outstanding", Placement::least_outstanding},
+                                                                    {"weighted", Placement::weighted},
+                                                                    {"earliest_finish", Placement::earliest_finish}}};
+  std::string all;
+  for (const auto& [known, placement] : names) {
+    if (name == known) return placement;
+    all += (all.empty() ? "" : ", ") + std::string(known);
+  }
+  throw InvalidArgument(fmt::format("placement is '{}'; it must be one of {}", name, all));
+}
+
+}  // namespace
+
+void bind_sim_pool(py::module_& module) {
+  module.def(
+      "simulate_pool",
+      [](const std::vector<double>& speeds, const std::string& placement, std::optional<std::vector<double>> believed,
+         double decline, double fixed_seconds, double per_item_seconds, const std::vector<std::int64_t>& sizes,
+         double max_delay_seconds, double load, double burst, double variation, bool exponential,
+         std::optional<double> deadline_seconds, std::int64_t requests, std::uint64_t seed) {
+        sim::PoolSimulationOptions options;
+        options.speeds = speeds;
+        options.believed = believed.value_or(std::vector<double>{});
+        options.pool.placement = placement_of(placement);
+        options.pool.decline = decline;
+        options.fixed_seconds = fixed_seconds;
+        options.per_item_seconds = per_item_seconds;
+        options.sizes = sizes;
+        options.max_delay_seconds = max_delay_seconds;
+        options.load = load;
+        options.burst = burst;
+        options.variation = variation;
+        options.exponential = exponential;
+        options.deadline_seconds = deadline_seconds.value_or(std::numeric_limits<double>::infinity());
+        options.requests = requests;
+        options.seed = seed;
+        const sim::PoolSimulationResult result = [&] {
+          const py::gil_scoped_release released;
+          return sim::simulate_pool(options);
+        }();
+        return py::dict(py::arg("p50_seconds") = result.p50_seconds, py::arg("p99_seconds") = result.p99_seconds,
+                        py::arg("mean_seconds") = result.mean_seconds, py::arg("mean_batch") = result.mean_batch,
+                        py::arg("in_time") = result.in_time, py::arg("late") = result.late,
+                        py::arg("rejected") = result.rejected, py::arg("expired") = result.expired,
+                        py::arg("elapsed_seconds") = result.elapsed_seconds, py::arg("busy") = result.busy,
+                        py::arg("batches") = result.batches);
+      },
+      py::arg("speeds"), py::kw_only(), py::arg("placement") = "auto", py::arg("believed") = py::none(),
+      py::arg("decline") = 0.5, py::arg("fixed_seconds") = 0.0, py::arg("per_item_seconds") = 0.01,
+      py::arg("sizes") = std::vector<std::int64_t>{1}, py::arg("max_delay_seconds") = 0.0, py::arg("load") = 0.7,
+      py::arg("burst") = 1.0, py::arg("variation") = 0.3, py::arg("exponential") = false,
+      py::arg("deadline_seconds") = py::none(), py::arg("requests") = 20000, py::arg("seed") = 1,
+      R"(Requests on a pool of unequal devices, on a virtual clock, with the decisions of the library's own pool.
+
+Deterministic: the n-th request arrives at the same time whatever the placement, and without batches it is the same work.
+
+Parameters
+----------
+speeds
+    One positive number for each device. n requests at once take (fixed_seconds + per_item_seconds * n) / speed in the mean.
+placement
+    ``"auto"``, ``"any"``, ``"round_robin"``, ``"least_outstanding"``, ``"weighted"`` or ``"earliest_finish"``.
+believed
+    What the pool takes the speeds to be. Default: the truth.
+decline
+    With ``"auto"``: how many times the gain of faster devices the waiting requests must outnumber, before a slower device takes one.
+fixed_seconds, per_item_seconds
+    Of a batch at speed 1.
+sizes
+    The sizes of batches that may run, ascending from 1. ``[1]``: no batches.
+max_delay_seconds
+    How long a batch may wait to become larger.
+load
+    Arriving work over what all devices can do in full batches.
+burst
+    The mean number of requests that arrive at once. 1: each by itself (Poisson).
+variation, exponential
+    The coefficient of variation of a batch's time, log-normal, or normal with batches; or exponential times.
+deadline_seconds
+    The mean deadline; each request's is between half of it and one and a half. None: no deadlines.
+requests, seed
+    Their number, and the seed of arrivals and times.
+
+Returns
+-------
+dict
+    `p50_seconds`, `p99_seconds` and `mean_seconds` from submit to result, without the first tenth of the requests; `mean_batch`; the parts of all
+    requests that ended `in_time`, `late`, `rejected` and `expired`; `elapsed_seconds`; and for each device the part of the time in which it
+    is `busy`, and its number of `batches`.
+
+Raises
+------
+InvalidArgument
+    For invalid arguments.
+
+Notes
+-----
+Requests are independent. Launching, the GIL and transfers take no time. The pool knows the mean of each time, not the time itself.)");
+}
+
+}  // namespace paceline::python
