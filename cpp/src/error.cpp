@@ -14,6 +14,8 @@ InvalidArgument::~InvalidArgument() = default;
 Unavailable::~Unavailable() = default;
 Timeout::~Timeout() = default;
 Cancelled::~Cancelled() = default;
+Rejected::~Rejected() = default;
+Expired::~Expired() = default;
 OutOfMemory::~OutOfMemory() = default;
 DeviceLost::~DeviceLost() = default;
 

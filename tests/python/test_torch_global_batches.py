@@ -82,7 +82,7 @@ def stepped(trainer: DataParallel, batch: Any) -> list[int]:
 
 
 def training(rank: int, workers: list[int], epochs: int) -> Any:
-    """Two epochs, with another split as soon as a batch of the last one has run."""
+    """Epochs, with another split as soon as a batch of the last one has run."""
     module = classifier(1, seed=rank)[0]
     with trainer_of(module) as trainer:
         sampler = trainer.batch_sampler(ITEMS, BATCH, seed=3)
@@ -111,10 +111,10 @@ def one_device(steps: int) -> tuple[list[list[int]], Any]:
 
 
 def test_each_item_is_trained_on_once_while_shares_change_and_loaders_draw_ahead(on_ranks: Run) -> None:
-    results = on_ranks(2, training, [2, 0], 2)
-    batches, parameters = one_device(18)
+    results = on_ranks(2, training, [2, 0], 3)
+    batches, parameters = one_device(27)
     for items, stamps, found in results:
-        assert len(items) == 18
+        assert len(items) == 27
         assert stamps == results[0][1]
         assert worst_difference(found, parameters) < 1e-12
     splits = [stamp.shares for stamp in results[0][1]]
@@ -123,8 +123,8 @@ def test_each_item_is_trained_on_once_while_shares_change_and_loaders_draw_ahead
     for wanted, split, *parts in zip(batches, splits, results[0][0], results[1][0], strict=True):
         assert [len(part) for part in parts] == list(split)
         assert parts[0] + parts[1] == wanted
-    assert sorted(itertools.chain(*batches[:9])) == sorted(itertools.chain(*batches[9:])) == list(range(ITEMS))
-    assert batches[:9] != batches[9:], "both epochs have the same order"
+    assert sorted(itertools.chain(*batches[:9])) == sorted(itertools.chain(*batches[9:18])) == list(range(ITEMS))
+    assert batches[:9] != batches[9:18], "both epochs have the same order"
 
 
 def uneven(rank: int) -> Any:

@@ -108,8 +108,8 @@ def by_work(
         sampler = trainer.batch_sampler(**given, batch_size=size, padded=padded, ledger=True)
         ranks: Any = trainer._execution.ranks
         exchange = ranks._exchange
-        ranks._exchange = lambda header, error: exchange(
-            header._replace(seconds=clock[0], between=0.0) if header.seconds else header, error
+        ranks._exchange = lambda header, *rest: exchange(
+            header._replace(seconds=clock[0], between=0.0) if header.seconds else header, *rest
         )
         loader: Any = DataLoader(data, batch_sampler=sampler)
         while sampler.epoch < epochs:

@@ -63,6 +63,20 @@ class PACELINE_API Cancelled : public Error {
   ~Cancelled() override;
 };
 
+/// A job that a pool did not take: its queue is full, no device can run it, or it could not end by its deadline.
+class PACELINE_API Rejected : public Error {
+ public:
+  using Error::Error;
+  ~Rejected() override;
+};
+
+/// A job that waited until it could no longer end by its deadline.
+class PACELINE_API Expired : public Timeout {
+ public:
+  using Timeout::Timeout;
+  ~Expired() override;
+};
+
 /// A device or the host has no memory left for what was asked. MemoryError in Python.
 class PACELINE_API OutOfMemory : public Error {
  public:

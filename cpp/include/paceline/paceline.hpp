@@ -12,6 +12,7 @@
 #include <paceline/engine/lanes.hpp>
 #include <paceline/engine/pipeline.hpp>
 #include <paceline/engine/pipeline_step.hpp>
+#include <paceline/engine/pool.hpp>
 #include <paceline/engine/step.hpp>
 #include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>

@@ -10,6 +10,7 @@
 
 #include <paceline/error.hpp>
 #include <paceline/plan/pool.hpp>
+#include <paceline/plan/random.hpp>
 
 #include "pool_box.hpp"
 
@@ -212,6 +213,26 @@ TEST(Pool, CancelsWhatWaitsAndNotWhatRuns) {
   EXPECT_EQ(decisions.ends[1].cause, waits);
   EXPECT_TRUE(box.pool.cancel(0.0, waits, cancelled).ends.empty());
   EXPECT_FALSE(cancelled);
+}
+
+TEST(PoolBatches, AnIdlePoolStartsWhatItIsGivenWhateverWasMeasured) {
+  // Of equal devices each might leave a job to the other one, by rounding.
+  Random random(7, 0, 0);
+  for (int round = 0; round < 20000; ++round) {
+    PoolState pool;
+    const std::size_t kind = pool.add_kind({.name = "score", .sizes = {1, 2, 4, 8}});
+    const auto seconds = [&] { return random.uniform() < 0.1 ? 0.0 : std::pow(10.0, -9.0 * random.uniform()); };
+    const CostModel shared = CostModel::affine(seconds(), seconds());
+    const bool equal = random.uniform() < 0.5;
+    for (std::size_t device = 0; device < 2; ++device) {
+      (void)pool.add_device(0.0, {.name = device == 0 ? "a" : "b", .device_class = device == 0 || equal ? "x" : "y"});
+    }
+    for (std::size_t device = 0; device < 2; ++device) {
+      (void)pool.measure(0.0, device, kind, equal ? shared : CostModel::affine(seconds(), seconds()), 5);
+    }
+    JobId id{};
+    ASSERT_EQ(pool.submit(1.0, {.kind = kind}, id).starts.size(), 1U) << round;
+  }
 }
 
 }  // namespace

@@ -17,8 +17,11 @@ std::int64_t size_within(const std::vector<std::int64_t>& sizes, std::int64_t mo
   return above == sizes.begin() ? 0 : *(above - 1);
 }
 
-// Jobs that a device ends in less than `seconds`, in batches of at most `largest` back to back.
+// Jobs that a device ends in less than `seconds`, in batches of at most `largest` back to back. What differs by
+// rounding is equal: otherwise each of two equal devices could leave a job to the other one.
 double jobs_before(const CostModel& model, std::int64_t largest, double seconds) {
+  constexpr double rounding = 1e-12;
+  seconds -= rounding * seconds;
   if (!(seconds > 0.0)) return 0.0;
   const double batch = model.seconds(largest);
   if (batch <= 0.0) return kNever;
@@ -94,6 +97,7 @@ std::vector<JobId> State::batch(const PoolLine& line, double least_deadline, std
 // would take thirty halvings, is not needed. 0: by T the device ends nothing.
 std::int64_t State::planned(PoolLine& line, const PoolLine::Ranked& on, double now, double units) const {
   const std::vector<std::int64_t>& sizes = kinds[line.kind].spec.sizes;
+  if (on.model.seconds(on.largest) <= 0.0) return size_within(sizes, on.largest);  // it takes no time
   const auto early = [&](std::int64_t size) {
     const double seconds = on.seconds - on.alone + on.model.seconds(size);
     double sum = 0.0;

@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <concepts>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <paceline/error.hpp>
+#include <paceline/export.hpp>
+#include <paceline/plan/pool_types.hpp>
+#include <paceline/runtime/device.hpp>
+#include <paceline/runtime/device_group.hpp>
+
+namespace paceline {
+
+using plan::JobId;
+using plan::Priority;
+
+class Pool;
+
+/// Where a job runs. A reference is good while the job runs.
+class PACELINE_API Job {
+ public:
+  explicit Job(std::vector<const Device*> devices) : devices_(std::move(devices)) {}
+  /// The device on whose worker the job runs.
+  [[nodiscard]] const Device& device() const noexcept { return *devices_.front(); }
+  /// All devices of a gang: the job's own, and those that run nothing of this pool meanwhile.
+  [[nodiscard]] std::span<const Device* const> devices() const noexcept { return devices_; }
+
+ private:
+  std::vector<const Device*> devices_;
+};
+
+namespace internal {
+class JobState;
+class PoolCore;
+}  // namespace internal
+
+/// A job that others may come after (JobOptions::after). Every Future converts to one.
+struct JobHandle {
+  JobId id{};
+  std::shared_ptr<const internal::JobState> state;
+  std::weak_ptr<internal::PoolCore> pool;
+};
+
+/// How a job is submitted. Seconds count from the submit.
+struct JobOptions {
+  /// Jobs of one kind take about the same time on a device. The pool learns how long.
+  std::string kind = "job";
+  Priority priority = Priority::normal;
+  double deadline_seconds = std::numeric_limits<double>::infinity();
+  double not_before_seconds = 0.0;
+  std::int64_t gang = 1;                ///< on how many devices the job runs at once
+  std::vector<JobHandle> after = {};    ///< jobs of this pool that must complete first
+  std::vector<std::string> needs = {};  ///< labels that a device must have: its name, its class, "host" or "cuda"
+  /// Whether submit() waits while the queue of the kind is full. Otherwise, and on a worker, the future has Rejected.
+  bool wait_for_room = true;
+};
+
+/// How a kind of job runs in batches.
+struct BatchOptions {
+  std::int64_t max_batch = 32;     ///< sizes are 1, 2, 4, ... up to it
+  double max_delay_seconds = 0.0;  ///< how long a batch may wait to become larger
+};
+
+/// What a job left, once it has ended.
+struct JobReport {
+  std::string device;    ///< the name of the first device that it ran on; empty if it never ran
+  double seconds = 0.0;  ///< of the run, by the worker's clock; a batch's is that of the whole batch
+};
+
+namespace internal {
+
+/// A job as the pool sees it. end() is called once, when nothing of it runs any more, and must not throw.
+class PACELINE_API PoolCall {
+ public:
+  PoolCall() = default;
+  virtual ~PoolCall();
+  PoolCall(const PoolCall&) = delete;
+  PoolCall& operator=(const PoolCall&) = delete;
+  virtual void run(Job& job) = 0;
+  /// `error`: null if the job has completed.
+  virtual void end(const JobReport& report, std::exception_ptr error) noexcept = 0;
+};
+
+/// @throws InvalidArgument if the calling thread runs a job of this pool.
+PACELINE_API void refuse_wait_inside(const std::weak_ptr<PoolCore>& pool);
+
+/// How a job ended, for all who wait for it.
+class PACELINE_API JobState {
+ public:
+  void end(const JobReport& report, std::exception_ptr error) noexcept;
+  void wait() const;
+  [[nodiscard]] bool ended() const;
+  /// Calls it when the job ends, or now if it has ended.
+  void when_ended(std::function<void()> call);
+  // Once it has ended.
+  [[nodiscard]] const JobReport& report() const noexcept { return report_; }
+  [[nodiscard]] const std::exception_ptr& error() const noexcept { return error_; }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  bool ended_ = false;
+  JobReport report_;
+  std::exception_ptr error_;
+  std::vector<std::function<void()>> then_;
+};
+
+template <class T>
+struct JobResult : JobState {
+  using Value = std::conditional_t<std::is_void_v<T>, std::nullptr_t, T>;
+  std::optional<Value> value;  // set by the run, to be read once the job has ended
+};
+
+template <class T, class Call>
+class TypedCall final : public PoolCall {
+ public:
+  TypedCall(Call call, std::shared_ptr<JobResult<T>> result) : call_(std::move(call)), result_(std::move(result)) {}
+  void run(Job& job) override {
+    if constexpr (std::is_void_v<T>) {
+      call_(job);
+      result_->value = nullptr;
+    } else {
+      result_->value = call_(job);
+    }
+  }
+  void end(const JobReport& report, std::exception_ptr error) noexcept override { result_->end(report, error); }
+
+ private:
+  Call call_;
+  std::shared_ptr<JobResult<T>> result_;
+};
+
+/// One request of a batched kind.
+template <class Request, class Answer>
+class RequestCall final : public PoolCall {
+ public:
+  RequestCall(Request one, std::shared_ptr<JobResult<Answer>> result)
+      : request(std::move(one)), result_(std::move(result)) {}
+  void run(Job&) override {}
+  void answer(Answer one) { result_->value = std::move(one); }
+  void end(const JobReport& report, std::exception_ptr error) noexcept override { result_->end(report, error); }
+  Request request;
+
+ private:
+  std::shared_ptr<JobResult<Answer>> result_;
+};
+
+}  // namespace internal
+
+/// The result of a job, which may be there already. Copies are the same future. Threads: any.
+template <class T>
+class Future {
+ public:
+  Future(std::shared_ptr<internal::JobResult<T>> result, std::weak_ptr<internal::PoolCore> pool, JobId id)
+      : result_(std::move(result)), pool_(std::move(pool)), id_(id) {}
+
+  [[nodiscard]] JobId id() const noexcept { return id_; }
+  operator JobHandle() const { return {id_, result_, pool_}; }  // NOLINT(google-explicit-constructor)
+  /// @throws InvalidArgument in a job of the same pool, unless this one has ended.
+  void wait() const {
+    if (!result_->ended()) internal::refuse_wait_inside(pool_);
+    result_->wait();
+  }
+  [[nodiscard]] bool ready() const { return result_->ended(); }
+  /// @throws what the job has thrown; Rejected, Expired or Cancelled if it never ran; as wait()
+  T get() const {
+    wait();
+    if (result_->error()) std::rethrow_exception(result_->error());
+    if constexpr (!std::is_void_v<T>) return *result_->value;
+  }
+  /// Where and how long it ran. Waits.
+  [[nodiscard]] JobReport report() const {
+    wait();
+    return result_->report();
+  }
+  /// Cancels a job that waits. False: it runs, or has ended.
+  bool cancel() const;
+  /// Calls `call(future)` when the job ends: on the worker that ran it, or at once on this thread if it has ended.
+  void then(std::function<void(const Future&)> call) const {
+    result_->when_ended([self = *this, call = std::move(call)] { call(self); });
+  }
+
+ private:
+  std::shared_ptr<internal::JobResult<T>> result_;
+  std::weak_ptr<internal::PoolCore> pool_;
+  JobId id_;
+};
+
+/// Requests of one type, answered in batches. Made by Pool::serve().
+template <class Request, class Answer>
+class Batcher {
+ public:
+  Batcher(std::shared_ptr<internal::PoolCore> pool, std::string kind)
+      : pool_(std::move(pool)), kind_(std::move(kind)) {}
+  /// @throws as Pool::submit()
+  Future<Answer> submit(Request request, JobOptions options = {}) const;
+
+ private:
+  std::shared_ptr<internal::PoolCore> pool_;
+  std::string kind_;
+};
+
+/// Independent jobs on the devices of a group: each starts on the device and at the time that plan::PoolState decides
+/// from measured seconds. The pool's workers are those of the process, so steps of trainers on the same devices come
+/// between its jobs.
+///
+///   paceline::Pool pool(paceline::DeviceGroup::all());
+///   paceline::Future<double> f = pool.submit([](paceline::Job& job) { return score(job.device()); });
+///   f.get();
+///
+/// Threads: any thread may submit, a job too.
+class PACELINE_API Pool {
+ public:
+  explicit Pool(DeviceGroup group, plan::PoolOptions options = {});
+  /// close(true)
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  /// Runs `call(job)` once on a device. What it returns or throws is in the future.
+  /// @throws InvalidArgument for options that cannot be met by any state of the pool; Unavailable once closed.
+  template <std::invocable<Job&> Call>
+  Future<std::invoke_result_t<Call&, Job&>> submit(Call call, JobOptions options = {}) {
+    using T = std::invoke_result_t<Call&, Job&>;
+    auto result = std::make_shared<internal::JobResult<T>>();
+    auto made = std::make_unique<internal::TypedCall<T, Call>>(std::move(call), result);
+    const JobId id = submit_call(core_, std::move(made), std::move(options));
+    return {std::move(result), core_, id};
+  }
+
+  /// Requests of one type, which `call(job, requests, answers)` answers in batches of the sizes that are planned. It
+  /// sets answers[k] for requests[k]. If it throws, the batch runs again in halves, so that only the request fails that
+  /// is the reason: the call must be idempotent.
+  template <class Request, class Answer, class Call>
+    requires std::invocable<Call&, Job&, std::span<Request>, std::span<Answer>>
+  Batcher<Request, Answer> serve(Call call, const BatchOptions& options = {}, std::string kind = "request") {
+    add_batches(kind, options, [call = std::move(call)](Job& job, std::span<internal::PoolCall* const> calls) mutable {
+      using One = internal::RequestCall<Request, Answer>;
+      std::vector<Request> requests;
+      requests.reserve(calls.size());
+      // A copy: the batch may run again in halves.
+      for (auto* one : calls) requests.push_back(static_cast<One*>(one)->request);
+      std::vector<Answer> answers(calls.size());
+      call(job, std::span<Request>(requests), std::span<Answer>(answers));
+      for (std::size_t k = 0; k < calls.size(); ++k) static_cast<One*>(calls[k])->answer(std::move(answers[k]));
+    });
+    return {core_, std::move(kind)};
+  }
+
+  /// The device, by its name, starts nothing until it is restored. What runs there goes on.
+  /// @throws InvalidArgument if the pool has no such device.
+  void retire(const std::string& device);
+  void restore(const std::string& device);
+
+  /// Waits until every job has ended. `cancel`: those that have not started are cancelled. A second call does nothing.
+  void close(bool cancel = false);
+
+  /// Jobs that wait, and runs on devices.
+  [[nodiscard]] std::int64_t waiting() const;
+  [[nodiscard]] std::int64_t running() const;
+  /// Text: what each device has run, and why it leaves jobs waiting.
+  [[nodiscard]] std::string explain() const;
+
+  using BatchCall = std::function<void(Job&, std::span<internal::PoolCall* const>)>;
+
+ private:
+  template <class Request, class Answer>
+  friend class Batcher;
+  template <class T>
+  friend class Future;
+
+  static JobId submit_call(const std::shared_ptr<internal::PoolCore>& core, std::unique_ptr<internal::PoolCall> call,
+                           JobOptions options);
+  static bool cancel_job(internal::PoolCore& core, JobId id);
+  void add_batches(const std::string& kind, const BatchOptions& options, BatchCall call);
+
+  DeviceGroup group_;
+  std::shared_ptr<internal::PoolCore> core_;
+};
+
+template <class T>
+bool Future<T>::cancel() const {
+  const auto pool = pool_.lock();
+  return pool != nullptr && Pool::cancel_job(*pool, id_);
+}
+
+template <class Request, class Answer>
+Future<Answer> Batcher<Request, Answer>::submit(Request request, JobOptions options) const {
+  auto result = std::make_shared<internal::JobResult<Answer>>();
+  auto call = std::make_unique<internal::RequestCall<Request, Answer>>(std::move(request), result);
+  options.kind = kind_;
+  const JobId id = Pool::submit_call(pool_, std::move(call), std::move(options));
+  return {std::move(result), pool_, id};
+}
+
+}  // namespace paceline

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <paceline/engine/pool.hpp>
+#include <paceline/plan/pool.hpp>
+#include <paceline/runtime/device_group.hpp>
+#include <paceline/runtime/work_source.hpp>
+
+#include "engine/pool/run_times.hpp"
+
+namespace paceline::internal {
+
+/// Does what plan::PoolState decides: a source that gives each worker the run that was decided for its device, and
+/// tells jobs how they ended.
+///
+/// Everything is under one mutex but the runs themselves and the ends of jobs, which may submit again.
+class PoolCore final : public WorkSource {
+ public:
+  PoolCore(const DeviceGroup& group, plan::PoolOptions options);
+
+  void add_batches(const std::string& kind, const BatchOptions& options, Pool::BatchCall call);
+  JobId submit(std::unique_ptr<PoolCall> call, const JobOptions& options);
+  bool cancel(JobId id);
+  void retire(const std::string& device, bool retired);
+  /// Takes no more jobs. `cancel`: ends those that wait.
+  void close(bool cancel) noexcept;
+  [[nodiscard]] std::int64_t waiting() const;
+  [[nodiscard]] std::int64_t running() const;
+  [[nodiscard]] std::string explain() const;
+
+  NextWork next(DeviceId device, Clock::time_point now) noexcept override;
+  void perform(DeviceId device, std::int64_t work, Turn& turn) override;
+  void done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept override;
+  void failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept override;
+  void cancel(std::exception_ptr reason) noexcept override;
+  [[nodiscard]] bool complete() const noexcept override { return complete_.load(std::memory_order_acquire); }
+
+ private:
+  struct Kind {
+    Pool::BatchCall call;         // empty: its jobs run alone
+    std::vector<RunTimes> times;  // per device
+  };
+  struct Run {
+    std::vector<std::size_t> devices;
+    std::vector<JobId> jobs;
+    std::vector<PoolCall*> calls;
+    std::size_t kind = 0;
+    bool taken = false;
+  };
+  struct Device {
+    std::optional<plan::RunId> run;
+    std::int64_t runs = 0;
+    std::int64_t jobs = 0;
+    double seconds = 0.0;
+    std::optional<plan::PoolDecline> declined;  // what it leaves alone now
+  };
+  struct Ended {
+    std::unique_ptr<PoolCall> call;
+    JobReport report;
+    std::exception_ptr error;
+  };
+  /// What follows from an event, once the mutex is free.
+  struct After {
+    std::vector<Ended> ended;
+    std::vector<std::size_t> wake;
+  };
+
+  [[nodiscard]] double seconds(Clock::time_point time) const;
+  [[nodiscard]] std::size_t kind_of(const std::string& name);
+  [[nodiscard]] std::size_t need_of(std::vector<std::string> labels);
+  void wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind);
+  /// `error`: what the run has thrown whose end this is.
+  void apply(plan::PoolDecisions decisions, After& after, const std::exception_ptr& error = {},
+             const JobReport& report = {});
+  void follow(After after) noexcept;
+  void finish(std::int64_t work, plan::RunResult result, double seconds, const std::exception_ptr& error) noexcept;
+  [[nodiscard]] std::exception_ptr error_of(const plan::PoolEnd& end, const std::exception_ptr& thrown) const;
+
+  DeviceGroup group_;
+  const Clock::time_point begin_ = Clock::now();
+  mutable std::mutex mutex_;
+  std::condition_variable room_;
+  plan::PoolState state_;
+  std::map<std::string, std::size_t> kinds_;
+  std::map<std::vector<std::string>, std::size_t> needs_;
+  std::deque<Kind> kind_list_;  // a run refers to its kind
+  std::unordered_map<JobId, std::unique_ptr<PoolCall>> jobs_;
+  std::unordered_map<plan::RunId, Run> runs_;
+  std::vector<Device> devices_;
+  double wake_seconds_ = std::numeric_limits<double>::infinity();
+  bool closed_ = false;
+  std::atomic<bool> complete_{false};
+};
+
+}  // namespace paceline::internal
