@@ -265,6 +265,30 @@ TEST(Pool, CloseFinishesOrCancelsWhatWaits) {
   EXPECT_EQ(ran + cancelled, 10);
 }
 
+TEST(Pool, AServedKindTakesRequestsOnly) {
+  Pool pool(host_group(1));
+  const auto same = pool.serve<int, int>([](Job&, std::span<int> in, std::span<int> out) { out[0] = in[0]; });
+  EXPECT_THROW((void)pool.submit([](Job&) {}, {.kind = "request"}), InvalidArgument);
+  EXPECT_EQ(same.submit(3).get(), 3);
+  std::promise<void> called;
+  pool.submit([](Job&) { throw std::runtime_error("bad"); }).then([&](const Future<void>& one) {
+    called.set_value();
+    one.get();  // throws, and nobody hears of it
+  });
+  called.get_future().wait();
+}
+
+TEST(Pool, AnIdleDeviceTellsTheTimeWhileTheFirstOneIsBusy) {
+  Pool pool(host_group(2));
+  Gate gate;
+  const auto held = pool.submit([&](Job&) { gate.pass(); }, {.needs = {"host:0"}});
+  while (pool.running() == 0) std::this_thread::yield();
+  std::this_thread::sleep_for(milliseconds(5));
+  EXPECT_EQ(pool.submit([](Job& job) { return job.device().name; }, {.not_before_seconds = 0.02}).get(), "host:1");
+  EXPECT_TRUE(pool.submit([](Job&) {}, {.not_before_seconds = 1e300}).cancel());
+  gate.open();
+}
+
 TEST(Pool, EachFutureEndsOnceWhateverHappens) {
   constexpr int kThreads = 3;
   constexpr int kJobs = 2000;

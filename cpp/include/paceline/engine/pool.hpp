@@ -93,6 +93,8 @@ class PACELINE_API PoolCall {
   virtual void run(Job& job) = 0;
   /// `error`: null if the job has completed.
   virtual void end(const JobReport& report, std::exception_ptr error) noexcept = 0;
+  /// Whether it only runs in batches of its kind.
+  [[nodiscard]] virtual bool batched() const noexcept { return false; }
 };
 
 /// @throws InvalidArgument if the calling thread runs a job of this pool.
@@ -151,6 +153,7 @@ class RequestCall final : public PoolCall {
   RequestCall(Request one, std::shared_ptr<JobResult<Answer>> result)
       : request(std::move(one)), result_(std::move(result)) {}
   void run(Job&) override {}
+  [[nodiscard]] bool batched() const noexcept override { return true; }
   void answer(Answer one) { result_->value = std::move(one); }
   void end(const JobReport& report, std::exception_ptr error) noexcept override { result_->end(report, error); }
   Request request;
@@ -189,7 +192,8 @@ class Future {
   }
   /// Cancels a job that waits. False: it runs, or has ended.
   bool cancel() const;
-  /// Calls `call(future)` when the job ends: on the worker that ran it, or at once on this thread if it has ended.
+  /// Calls `call(future)` when the job ends: on the worker that ran it, or at once on this thread if it has ended. What
+  /// the call throws is dropped. It must not wait for the pool.
   void then(std::function<void(const Future&)> call) const {
     result_->when_ended([self = *this, call = std::move(call)] { call(self); });
   }

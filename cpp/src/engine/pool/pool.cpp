@@ -7,6 +7,16 @@
 
 namespace paceline {
 namespace internal {
+namespace {
+
+void call_and_drop_errors(const std::function<void()>& call) noexcept {
+  try {
+    call();
+  } catch (...) {  // nobody waits for it
+  }
+}
+
+}  // namespace
 
 PoolCall::~PoolCall() = default;
 
@@ -20,7 +30,7 @@ void JobState::end(const JobReport& report, std::exception_ptr error) noexcept {
     calls.swap(then_);
   }
   changed_.notify_all();
-  for (const auto& call : calls) call();
+  for (const auto& call : calls) call_and_drop_errors(call);
 }
 
 void JobState::wait() const {
@@ -41,7 +51,7 @@ void JobState::when_ended(std::function<void()> call) {
       return;
     }
   }
-  call();
+  call_and_drop_errors(call);
 }
 
 }  // namespace internal

@@ -13,6 +13,7 @@
 namespace paceline::internal {
 namespace {
 
+constexpr double kLongestSleep = 1e6;  // seconds; clocks cannot count much longer ones
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr std::chrono::milliseconds kBetweenLooks{50};
 constexpr const char* kDependency = "The job was cancelled, since a job that it comes after did not complete.";
@@ -54,8 +55,9 @@ void PoolCore::add_batches(const std::string& kind, const BatchOptions& options,
   if (kinds_.contains(kind)) {
     throw InvalidArgument(fmt::format("serve: the pool has a kind '{}' already. Give this one another name.", kind));
   }
-  if (options.max_batch < 1) {
-    throw InvalidArgument(fmt::format("serve: max_batch is {}; it must be at least 1.", options.max_batch));
+  constexpr std::int64_t largest = 1 << 30;
+  if (options.max_batch < 1 || options.max_batch > largest) {
+    throw InvalidArgument(fmt::format("serve: max_batch is {}; it must be from 1 to {}.", options.max_batch, largest));
   }
   std::vector<std::int64_t> sizes;
   for (std::int64_t size = 1; size < options.max_batch; size *= 2) sizes.push_back(size);
@@ -81,6 +83,10 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
   for (const JobState* waits_for = nullptr;; waits_for->wait()) {
     std::unique_lock lock(mutex_);
     job.kind = kind_of(options.kind);
+    if (call->batched() != static_cast<bool>(kind_list_[job.kind].call)) {
+      throw InvalidArgument(fmt::format("submit: '{}' is {}. Give this job another kind.", options.kind,
+                                        call->batched() ? "no kind that is served" : "a kind that is served"));
+    }
     job.need = need_of(options.needs);
     if (options.wait_for_room && inside == nullptr) wait_for_room(lock, job.kind);
     if (closed_) throw Unavailable("submit: the pool is closed. Make a new one.");
@@ -211,7 +217,8 @@ NextWork PoolCore::next(DeviceId device, Clock::time_point now) noexcept {
     } else if (complete()) {
       answer = NextWork::done();
     } else if (wake_seconds_ < kNever) {
-      const auto until = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wake_seconds_));
+      const double wake = std::min(wake_seconds_, seconds(now) + kLongestSleep);
+      const auto until = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wake));
       answer = NextWork::wait(nullptr, begin_ + until + Clock::duration(1));
     } else {
       answer = NextWork::wait();
@@ -348,8 +355,10 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const std::exc
     after.wake.push_back(start.devices.front());
     runs_.emplace(start.run, std::move(run));
   }
-  // Some worker asks again when time has to be told.
-  if (decisions.wake_seconds < wake_seconds_) after.wake.push_back(0);
+  // Whichever worker is idle tells the time.
+  if (decisions.wake_seconds < wake_seconds_) {
+    for (std::size_t place = 0; place < devices_.size(); ++place) after.wake.push_back(place);
+  }
   wake_seconds_ = decisions.wake_seconds;
   if (closed_ && jobs_.empty()) complete_.store(true, std::memory_order_release);
 }
