@@ -193,7 +193,8 @@ class Future {
   /// Cancels a job that waits. False: it runs, or has ended.
   bool cancel() const;
   /// Calls `call(future)` when the job ends: on the worker that ran it, or at once on this thread if it has ended. What
-  /// the call throws is dropped. It must not wait for the pool.
+  /// the call throws is dropped. It must not wait for the pool, nor submit a
+  /// job that comes after one that may have ended together with its own, as requests of a batch do.
   void then(std::function<void(const Future&)> call) const {
     result_->when_ended([self = *this, call = std::move(call)] { call(self); });
   }
@@ -222,13 +223,14 @@ class Batcher {
 /// from measured seconds. The pool's workers are those of the process, so steps of trainers on the same devices come
 /// between its jobs.
 ///
-///   paceline::Pool pool(paceline::DeviceGroup::all());
+///   paceline::Pool pool(paceline::DeviceGroup::all(paceline::DeviceKind::host));
 ///   paceline::Future<double> f = pool.submit([](paceline::Job& job) { return score(job.device()); });
 ///   f.get();
 ///
 /// Threads: any thread may submit, a job too.
 class PACELINE_API Pool {
  public:
+  /// @throws Unavailable for a group with a GPU; InvalidArgument for options that are not valid.
   explicit Pool(DeviceGroup group, plan::PoolOptions options = {});
   /// close(true)
   ~Pool();

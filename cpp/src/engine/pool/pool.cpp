@@ -58,6 +58,9 @@ void JobState::when_ended(std::function<void()> call) {
 
 Pool::Pool(DeviceGroup group, plan::PoolOptions options)
     : group_(group.share()), core_(std::make_shared<internal::PoolCore>(group_, std::move(options))) {
+  if (group_.asynchronous()) {
+    throw Unavailable("Pool: the group has a GPU, on which pools do not run yet. Make it of host devices.");
+  }
   // Work of a trainer's steps comes first, after each job.
   group_.open(core_, {.priority = -1});
 }

@@ -260,8 +260,6 @@ void PoolCore::failed(DeviceId, std::int64_t work, std::exception_ptr error) noe
     std::rethrow_exception(error);
   } catch (const OutOfMemory&) {
     result = plan::RunResult::out_of_memory;
-  } catch (const DeviceLost&) {
-    result = plan::RunResult::device_lost;
   } catch (...) {
   }
   finish(work, result, 0.0, error);

@@ -6,7 +6,6 @@ import contextlib
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -62,7 +61,6 @@ class Ranks(Exchange):
         self._call = ""
         self._exchanged = True  # whether the ranks have exchanged headers in this call
         self._sums: RankSums | None = None  # of this call, from `open` to its second header
-        self._replicas: Any = None  # of this call
         self._weight: float | None = None  # of the last batch of all ranks
         self._alone = False  # whether an error of this rank would be news to the others, which go on
         self.agreed: tuple[torch.Tensor, Gradients] | None = None  # the objective and gradients that all ranks commit
