@@ -130,6 +130,7 @@ def after_build(setting: Setting) -> list[Stage]:
         program(setting, "sum_bandwidth", "tests/gpu/gpu_sum_bandwidth", 3, json_result=True),
         program(setting, "digits_cuda", "examples/cpp/digits_cuda", 3, ["cuda:0"] if gpu else []),
         script("measure", GPU_TESTS / "measure.py", *setting.on_host, limit=25),
+        script("before_forward", GPU_TESTS / "before_forward.py", *setting.on_host, limit=8),
         race("race_gpu", *(["--parts", "d"] if setting.rehearsal else []), limit=120),
         paceline("verify", "verify", "--json", "--seconds", "1" if setting.rehearsal else "5", *verified, limit=20),
         race("launch_scaling", limit=18),
