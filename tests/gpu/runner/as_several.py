@@ -84,8 +84,8 @@ def stages(setting: plan.Setting) -> list[Stage]:
     return [
         cpp("cpp_as_gpus"),
         cpp("cpp_through_host", **THROUGH_HOST),
-        as_on_fakes("python_as_gpus", 140),
-        as_on_fakes("python_through_host", 140, **THROUGH_HOST),
+        as_on_fakes("python_as_gpus", 75),
+        as_on_fakes("python_through_host", 75, **THROUGH_HOST),
         real("whole_tests_as_gpus", (*plan.EXACTNESS, *plan.ALONE, *plan.PARTS), 75, "as_gpus", several),
         real("ranks_gloo", ["test_gpu_ranks.py"], 40, PACELINE_RANKS_BACKEND="gloo"),
         real("ranks_nccl", ["test_gpu_ranks.py"], 40, why_not=no_gpu, PACELINE_RANKS_BACKEND="nccl", **nccl),
