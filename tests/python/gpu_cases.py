@@ -11,10 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.torch import DataParallel
+from paceline.torch._devices import cuda
 from torch_support import classify
 
 # Then four parts of one GPU stand for four GPUs: one of the fake runtime, or a real one.
 AS_PARTS = os.environ.get("PACELINE_PARTS_AS_GPUS") == "1"
+ON_A_GPU = AS_PARTS and torch.cuda.is_available()
 GPUS = [f"cuda:0/{k}" if AS_PARTS else f"cuda:{k}" for k in range(4)]
 BOXES = {
     "one": ["cuda:0"],
@@ -27,6 +29,17 @@ BOXES = {
 def number_of(name: str) -> int:
     """The number of the GPU that is called so, or of which this is a part."""
     return int(name.split(":")[1].split("/")[0])
+
+
+def home_of(devices: list[str]) -> torch.device:
+    """Where a module for these devices lives. On fakes the tensors of GPUs are the host's, or those of the fake device."""
+    gpu = next((name for name in devices if name.startswith("cuda")), None)
+    return torch.device("cpu") if gpu is None else cuda.device(number_of(gpu))
+
+
+def gpu_type() -> str:
+    """The type of the GPUs' tensors, for what PyTorch has one of for each type of device."""
+    return home_of(BOXES["one"]).type
 
 
 def module_and_batch(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
@@ -77,7 +90,7 @@ def flat_of(trainer: DataParallel) -> Any:
 
 
 class Shared(nn.Module):
-    """One layer used in two checkpoints, each of which calls backward in the backward."""
+    """One layer used in two checkpoints, each of which calls backward in the backward. They ask for no generator's state, which a capture refuses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,6 +99,8 @@ class Shared(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.into(x)
         for _ in range(2):
-            hidden = checkpoint(lambda y: torch.tanh(self.layer(y)), hidden, use_reentrant=True)
+            hidden = checkpoint(
+                lambda y: torch.tanh(self.layer(y)), hidden, use_reentrant=True, preserve_rng_state=False
+            )
         out: torch.Tensor = self.out(hidden)
         return out

@@ -27,6 +27,14 @@ def test_parts_stand_for_gpus_and_once_more_through_the_host(tmp_path: Path) -> 
     assert sum(limits) <= 60 * plan.MINUTES - 10, limits
 
 
+def test_what_users_would_miss_most_comes_first_and_nothing_is_left_out(tmp_path: Path) -> None:
+    files = [Path(one) for one in stages(tmp_path)["python_as_gpus"].command if one.endswith(".py")]
+    names = [file.name for file in files]
+    assert names[:2] == ["test_gradients_on_gpus.py", "test_buffers_on_gpus.py"]
+    assert names[-1] == "test_graph_refusals_on_gpus.py", "before 2.12 PyTorch may take no capture after a refused one"
+    assert sorted(files) == sorted(as_several.ON_FAKES.glob("test_*.py"))
+
+
 def test_nccl_is_told_to_take_two_ranks_on_a_gpu_and_comes_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -308,6 +308,38 @@ def test_items_without_weight_count_in_the_statistics_also_if_a_rank_has_no_othe
     assert_like_one_device(on_ranks(2, weighing, devices), wanted)
 
 
+def changing(rank: int) -> tuple[Found, Found, Found]:
+    """Norms go, and come back, while all items of rank 1 are without weight."""
+    module: Any
+    module, batch = case("rows", 10)
+    x, y, weight = part_of((*batch, WEIGHT), rank, [6, 4])
+    norms = module[1], module[4]
+    with trainer_of(module) as trainer:
+
+        def found() -> Found:
+            return stepping(module, lambda: trainer.step(single, (x, y), weight=weight), 1)
+
+        with_norms = found()
+        module[1], module[4] = nn.Identity(), nn.Identity()
+        without = found()
+        module[1], module[4] = norms
+        return with_norms, without, found()
+
+
+def test_norms_may_go_and_come_while_a_rank_has_only_items_without_weight(on_ranks: Run) -> None:
+    module: Any
+    module, batch = case("rows", 10)
+    norms = module[1], module[4]
+
+    def wanted() -> Found:
+        return on_one_device(module, lambda m, b: (single(m, b) * WEIGHT).sum() / WEIGHT.sum(), batch, 1)
+
+    ranks = on_ranks(2, changing)
+    for at, present in enumerate((True, False, True)):
+        module[1], module[4] = norms if present else (nn.Identity(), nn.Identity())
+        assert_like_one_device([found[at] for found in ranks], wanted())
+
+
 def sampled(rank: int) -> Any:
     module, (x, y) = case("rows", 38)
     data = TensorDataset(x, y)

@@ -27,14 +27,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 import fake_device  # noqa: E402
 import fake_graph  # noqa: E402
 import paceline  # noqa: E402
-from gpu_cases import AS_PARTS  # noqa: E402
+from gpu_cases import AS_PARTS, ON_A_GPU  # noqa: E402
 from gpu_support import forget_streams  # noqa: E402
 from paceline import _core  # noqa: E402
 from paceline.torch._devices import caller_state, cuda  # noqa: E402
 from paceline.torch._run.flat_gradients import FlatGradients  # noqa: E402
 from paceline.torch._trainer import shard_ranges, shards  # noqa: E402
-
-ON_A_GPU = AS_PARTS and torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """PyTorch looks for accelerators once, so the fake device has to be there before the first test that makes it look."""
-    if not ON_A_GPU and any("gpus" in getattr(item, "fixturenames", ()) for item in session.items):
+    if not ON_A_GPU and any({"gpus", "far_gpus"} & {*getattr(item, "fixturenames", ())} for item in session.items):
         with contextlib.suppress(pytest.skip.Exception):
             fake_device.extension()
 
@@ -184,22 +182,35 @@ class Graph(fake_graph.Graph):
 
 
 class Real:
-    """A real GPU. It has none of the fake's switches."""
+    """A real GPU. It has none of the fake's switches: a test that reads or sets one is skipped there, so it does this first."""
+
+    returns_all = False  # whether nothing may use a part any more when the test is over
 
     def __getattr__(self, name: str) -> Any:
         pytest.skip(f"a real GPU has no {name!r}, which belongs to the fake")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        getattr(self, name)
+
+    @property
+    def leftovers(self) -> int:
+        """0. A real GPU tells whether its parts can be given back, and is asked when the test is over: PyTorch's tensors may have used their streams."""
+        self.__dict__["returns_all"] = True
+        return 0
 
 
 def _real_parts() -> Iterator[Real]:
     """Four parts of a real GPU, on which tests make their tensors."""
     paceline.partition("cuda:0", [0.25] * 4)
     torch.set_default_device("cuda:0")
+    real = Real()
     try:
-        yield Real()
+        yield real
     finally:
         torch.set_default_device(None)
         forget_streams()
-        with contextlib.suppress(paceline.Error):  # the report of a test that failed may hold its trainer
+        # The report of a test that failed may hold its trainer.
+        with contextlib.nullcontext() if real.returns_all else contextlib.suppress(paceline.Error):
             paceline.release_partitions("cuda:0")
 
 
@@ -261,7 +272,8 @@ def whole_afterwards(fake: Any) -> Iterator[None]:
     """What the process knows of parts must not outlive the machine they were on."""
     yield
     gc.collect()
-    paceline.release_partitions("cuda:0")
+    if not isinstance(fake, Real):
+        paceline.release_partitions("cuda:0")
     assert fake.leftovers == 0
 
 
@@ -288,8 +300,15 @@ def gpus(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
-def far_gpus(fake: Fake, gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The fake device under the queues of the fake runtime. Its tensors are on other devices, so a missing copy is an error."""
+def far_gpus(fake: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The fake device under the queues of the fake runtime. Its tensors are on other devices, so a missing copy is an error.
+
+    On a real GPU that is so anyway. There, too, what a test does not put on the GPU is on the host.
+    """
+    if isinstance(fake, Real):
+        torch.set_default_device(None)
+        return fake
+    gpus = request.getfixturevalue("gpus")
 
     @contextlib.contextmanager
     def on_stream(index: int, handle: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import paceline
-from gpu_cases import BOXES, number_of
+from gpu_cases import BOXES, home_of
 from paceline.torch import DataParallel
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas import arrivals
@@ -70,7 +70,7 @@ def test_buffers_are_those_of_one_device(far_gpus: Any, box: str, busiest: int) 
     torch.manual_seed(0)
     part = torch.randn(6, 6), torch.randint(0, 3, (6,))
     plain, devices = Sundry(), BOXES[box]
-    home = torch.device("hpu", number_of(next(name for name in devices if name.startswith("cuda"))))
+    home = home_of(devices)
     module = copy.deepcopy(plain).to(home)
     batch = tuple(torch.cat([tensor] * (len(devices) + 1)) for tensor in part)
     shares = [1.0 + (device == busiest) for device in range(len(devices))]
@@ -95,7 +95,7 @@ def test_buffers_are_those_of_one_device(far_gpus: Any, box: str, busiest: int) 
 @pytest.mark.parametrize("box", ["two", "mixed"])
 def test_a_step_that_fails_leaves_buffers_as_they_were(far_gpus: Any, box: str) -> None:
     devices = BOXES[box]
-    home = torch.device("hpu", number_of(next(name for name in devices if name.startswith("cuda"))))
+    home = home_of(devices)
     module = Sundry().to(home)
     fails = [False]
 
@@ -136,7 +136,7 @@ class Factor(nn.Module):
 def test_graphs_of_earlier_forwards_keep_their_buffers(far_gpus: Any, box: str) -> None:
     torch.manual_seed(0)
     plain = Factor()
-    home = torch.device("hpu", number_of(next(name for name in BOXES[box] if name.startswith("cuda"))))
+    home = home_of(BOXES[box])
     module, x = copy.deepcopy(plain).to(home), torch.randn(24, 6)
     with DataParallel(module, BOXES[box], balance="even") as parallel:
         for one, inner in ((plain, plain), (parallel, module)):
@@ -219,7 +219,7 @@ def test_buffers_are_waited_for_before_the_forward(
 ) -> None:
     monkeypatch.setattr(arrivals, "MOST_BYTES", 16)  # parameters come in many buckets, each awaited where it is used
     module, batch = normalised(2) if buffers else (nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), normalised(1)[1])
-    module.to("hpu:0")
+    module.to(home := home_of(BOXES["two"]))
     plain = copy.deepcopy(module).cpu()
     waiting: list[set[int]] = []
 
@@ -236,4 +236,4 @@ def test_buffers_are_waited_for_before_the_forward(
             plain(batch[0][8:])
     assert [0 in buckets for buckets in waiting] == [not buffers] * 2
     assert all(len(buckets) > 1 for buckets in waiting)
-    expect_buffers_of(module, plain, torch.device("hpu:0"))
+    expect_buffers_of(module, plain, home)

@@ -21,7 +21,7 @@ def test_the_gradient_is_that_of_one_device(fake: Any, devices: list[str], micro
     with DataParallel(module, devices, micro_batch=micro_batch) as trainer:
         optimizer = trainer.optimizer(torch.optim.SGD, lr=0.3)
         for _ in range(6):
-            costs = torch.rand(24, generator=generator)
+            costs = torch.rand(24, generator=generator, device="cpu")
             expect_step(trainer, batch, cost=costs)
             optimizer.step()
         assert sum(trainer.shares.values()) == 24
@@ -55,7 +55,7 @@ def test_runs_of_a_batch_take_costs(fake: Any, devices: list[str]) -> None:
     with DataParallel(module, devices) as trainer:
         for _ in range(4):
             module.zero_grad()
-            with trainer.batch(batch, cost=torch.rand(24, generator=generator)) as global_batch:
+            with trainer.batch(batch, cost=torch.rand(24, generator=generator, device="cpu")) as global_batch:
                 ours = global_batch.run(lambda one, part: part.backward(classify(one, part.data)), name="run")
             assert torch.allclose(ours, loss, rtol=1e-12)
             expect_same(module, gradients)

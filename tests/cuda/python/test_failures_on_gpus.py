@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_cases import BOXES, GPUS, expect_step, module_and_batch, queues_of
+from gpu_cases import BOXES, GPUS, expect_step, home_of, module_and_batch, queues_of
 from paceline import DeviceLost, InvalidArgument, Timeout, Unavailable
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
@@ -52,6 +52,7 @@ def test_a_lost_device_is_named(fake: Any) -> None:
 
 
 def test_closing_on_a_broken_gpu_hides_no_error_and_leaves_nothing_open(fake: Any) -> None:
+    assert not fake.broken
     module, batch = module_and_batch()
 
     def breaks(one: Any, part: Any) -> Any:
@@ -67,6 +68,7 @@ def test_closing_on_a_broken_gpu_hides_no_error_and_leaves_nothing_open(fake: An
 
 
 def test_memory_that_a_broken_gpu_does_not_take_back_fails_the_step(fake: Any) -> None:
+    assert not fake.broken
     module, batch = module_and_batch()
 
     def short(one: Any, part: Any) -> Any:
@@ -110,11 +112,12 @@ def test_replicas_are_let_go_of_when_nothing_runs_any_more(fake: Any, monkeypatc
 
 
 def test_ctrl_c_leaves_every_wait_for_a_gpu_that_hangs(fake: Any) -> None:
+    hang = fake.hang
     module, batch = module_and_batch()
     trainer = DataParallel(module, BOXES["two"], balance="even", micro_batch=2, timeout=60.0)
     trainer.step(classify, batch)
     hung = queues_of(trainer).streams[1]
-    fake.hang(hung)
+    hang(hung)
 
     def interrupted(call: Any) -> None:
         """The first Ctrl-C ends the step, which then waits until nothing runs any more; the second ends that."""
@@ -180,7 +183,8 @@ def test_weights_and_costs_on_another_gpu_are_refused_before_anything_runs(
 
     with DataParallel(module, devices) as trainer:
         with pytest.raises(
-            InvalidArgument, match=r"weight: the tensor is on meta, where nothing tells .* module is: cpu"
+            InvalidArgument,
+            match=rf"weight: the tensor is on meta, where nothing tells .* module is: {home_of(devices)}",
         ):
             trainer.step(loss_fn, batch, weight=values)
         with pytest.raises(InvalidArgument, match=r"cost: the tensor is on meta, where nothing tells"):

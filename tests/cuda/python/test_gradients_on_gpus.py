@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_cases import BOXES, expect_same, expect_step, module_and_batch, plain
+from gpu_cases import BOXES, expect_same, expect_step, gpu_type, module_and_batch, plain
 from paceline.torch import DataParallel
 from torch_support import classify
 
@@ -75,7 +75,7 @@ def test_weights_and_a_scaler_act_as_on_one_device(fake: Any) -> None:
     def whole(one: Any, part: Any) -> Any:
         return 8.0 * (weighted(one, part) * weight).sum() / weight.sum()
 
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(gpu_type(), init_scale=8.0)
     with DataParallel(module, BOXES["four"], balance="even") as trainer:
         expect_step(trainer, batch, weighted, whole=whole, weight=weight, scaler=scaler)
 

@@ -63,6 +63,7 @@ def test_the_last_replay_of_each_device_seals_its_buckets(devices: list[str], mi
 def test_a_sum_waits_for_its_bucket_and_not_for_the_end_of_the_replay(
     fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hang = fake.hang
     module, (x, y) = module_and_batch()
     with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
         train(trainer, module, range(4))
@@ -73,7 +74,7 @@ def test_a_sum_waits_for_its_bucket_and_not_for_the_end_of_the_replay(
         def then_hang(graph: Any, event: int) -> None:
             record(graph, event)
             if fake.streams[-1][1] == slow:
-                fake.hang(slow)  # all that the replay enqueues later
+                hang(slow)  # all that the replay enqueues later
 
         monkeypatch.setattr(graph_type.func, "record_event", then_hang)
         _, gradients = plain(module, (x + 4, y))
@@ -122,13 +123,14 @@ def test_a_bucket_that_is_written_again_is_sealed_in_the_end(fake: Any) -> None:
 
 
 def test_events_go_with_their_graphs(fake: Any) -> None:
+    count = fake.library.paceline_fake_leftovers
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
         train(trainer, module, range(4))
-        before = fake.leftovers
+        before = count()
         module[1] = nn.Sigmoid()  # type: ignore[operator]
         trainer.step(classify, batch)
-        assert fake.leftovers == before - 2 * 4
+        assert count() == before - 2 * 4
 
 
 class Backwards(nn.Module):

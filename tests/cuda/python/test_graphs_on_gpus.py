@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_cases import BOXES, expect_same, expect_step, module_and_batch, plain
+from gpu_cases import BOXES, expect_same, expect_step, gpu_type, module_and_batch, plain
 from paceline.torch import DataParallel
 from torch_support import classify
 
@@ -101,7 +101,7 @@ def test_weights_and_the_scale_may_change_between_replays(fake: Any) -> None:
                 per_item,
                 whole=whole,
                 weight=weight,
-                scaler=torch.amp.GradScaler("cpu", init_scale=scale),
+                scaler=torch.amp.GradScaler(gpu_type(), init_scale=scale),
             )
         assert replays_of(trainer) == 10
 
@@ -285,6 +285,17 @@ def test_modes_of_the_caller_see_every_operator(fake: Any) -> None:
     assert calls.count == 4
 
 
+def test_a_default_device_hinders_no_graph_and_each_has_graphs_of_its_own(fake: Any) -> None:
+    module, batch = module_and_batch()
+    calls = Calls()
+    with DataParallel(module, BOXES["one"], graphs=True) as trainer:
+        for default, count in (("cpu", 3), ("meta", 6), ("cpu", 6), ("meta", 6)):
+            with torch.device(default):
+                for _ in range(4):
+                    trainer.step(calls, batch)
+            assert calls.count == count
+
+
 def test_captures_are_no_evidence_of_a_devices_speed(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["one"], balance="even", graphs=True) as trainer:
@@ -311,7 +322,7 @@ def test_autocast_has_graphs_of_its_own(fake: Any) -> None:
         with DataParallel(module, BOXES["two"], balance="even", graphs=graphs) as trainer:
             for step in range(8):
                 module.zero_grad()
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(step % 2)):
+                with torch.autocast(gpu_type(), dtype=torch.bfloat16, enabled=bool(step % 2)):
                     found.append(trainer.step(calls, (x + step, y)))
                 found += [parameter.grad for parameter in module.parameters()]
             if graphs:
@@ -330,7 +341,9 @@ def test_widths_that_were_not_captured_run_without_a_graph(fake: Any) -> None:
     def loss_fn(one: Any, part: Any) -> Any:
         return one(part)[0].square().sum((1, 2))
 
-    with DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
+    # cuDNN's kernels for recurrent layers may want the whole GPU.
+    without_cudnn = torch.backends.cudnn.flags(enabled=False)
+    with without_cudnn, DataParallel(module, BOXES["two"], balance="even", graphs=True) as trainer:
         for step in range(7):  # the second one has other flat gradients, so it is the first of two warm-ups
             samples = [torch.randn(5 + (step == 4), 3, dtype=torch.float64) for _ in range(8)]
             whole = lambda one, part: loss_fn(one, collate(part)).mean()  # noqa: E731

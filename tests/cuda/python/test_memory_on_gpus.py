@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_cases import BOXES, expect_step, module_and_batch, plain
+from gpu_cases import BOXES, expect_step, home_of, module_and_batch, plain
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
 from torch_support import classify
@@ -52,7 +52,9 @@ class TestMemory:
         module, batch = module_and_batch()
         wide, wide_batch = nn.Linear(300, 300).double(), torch.randn(8, 300, dtype=torch.float64)
         held: list[weakref.ref[Any]] = []
-        released: list[tuple[bool, bool]] = []  # at the release: whether the pools and cycles hold anything
+        # At the release: whether the pools and cycles hold anything.
+        released: list[tuple[bool, bool]] = []
+        assert fake.unused_pool_bytes == 0
         release = cuda.release_memory
 
         class Holder:
@@ -86,6 +88,7 @@ class TestMemory:
         assert released[1][0] is False, "PyTorch's memory was released, and that of the pools after it"
 
     def test_only_memory_that_runs_out_has_caches_emptied(self, fake: Any) -> None:
+        assert fake.released == 0
         module, batch = module_and_batch()
 
         def draws(one: Any, part: Any) -> Any:
@@ -98,7 +101,8 @@ class TestMemory:
 
     @pytest.mark.parametrize("devices", [BOXES["one"], BOXES["two"], BOXES["mixed"], ["host:0", "host:1"]], ids=str)
     def test_the_step_runs_again_in_smaller_pieces(self, fake: Any, devices: list[str]) -> None:
-        module, batch = module_and_batch()
+        with home_of(devices):
+            module, batch = module_and_batch()
         ran: list[int] = []
         with DataParallel(module, devices, balance="even") as trainer:
             for _ in range(2):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_cases import BOXES, GPUS
+from gpu_cases import BOXES, GPUS, gpu_type
 from paceline.torch import DataParallel
 from shard_cases import Pair, batches, expect_same_state, held, lay_out_anew, network, paired
 from torch_support import classify
@@ -230,7 +230,7 @@ def test_a_closure_and_hooks_come_once(fake: Any) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_skips_the_step_that_overflows(fake: Any, fused: bool) -> None:
-    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
+    scalers = [torch.amp.GradScaler(gpu_type(), init_scale=4.0, growth_interval=2) for _ in range(2)]
     with paired(torch.optim.AdamW, {"lr": 0.01, "fused": fused}) as pair:
         for step, batch in enumerate(batches(5)):
             pair.optimizer.zero_grad()

@@ -78,13 +78,14 @@ def test_peaks_stand_beside_the_limits_of_devices(fake: Any) -> None:
 
 
 def test_auto_takes_the_gpus_and_says_that_it_has_brought_the_module_there(fake: Any) -> None:
-    module, batch = module_and_batch()
+    with torch.device("cpu"):
+        module, batch = module_and_batch()
     with pytest.warns(UserWarning, match="the module was in host memory, and is on cuda:0 now"):
         trainer = DataParallel(module)
     with trainer:
         assert {device.kind for device in trainer.group.devices} == {"cuda"}
         trainer.step(classify, batch)
-    with DataParallel(module, "host") as trainer:
+    with DataParallel(module.cpu(), "host") as trainer:
         assert {device.kind for device in trainer.group.devices} == {"host"}
 
 
@@ -219,6 +220,8 @@ def test_bringing_a_batch_is_no_launch(fake: Any, monkeypatch: pytest.MonkeyPatc
         time.sleep(0.1)
         return tensor
 
+    with DataParallel(module, BOXES["two"], balance="even") as trainer:
+        trainer.step(classify, batch)  # on a real GPU the first launches take long: libraries load
     monkeypatch.setattr(Places, "mover", lambda places, device: slow)
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
         trainer.step(classify, batch)
@@ -287,7 +290,7 @@ def test_a_trace_has_the_times_of_the_gpus_in_the_order_of_steps_after_close_too
         own = [span for span in spans if span["tid"] == row]
         ran = [(span["args"]["begin"], span["args"]["end"]) for span in own if span["cat"] == "micro_batch"]
         assert ran == [(event["begin"], event["end"]) for event in events if event["device"] == name]
-        assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-3 for one, other in pairwise(own))
+        assert all(one["ts"] + one["dur"] <= other["ts"] + 1.0 for one, other in pairwise(own))
         seconds = [span["dur"] / 1e6 for span in own if span["cat"] == "micro_batch"]
         timed = [event["duration_seconds"] for event in events if event["device"] == name]
         assert seconds == pytest.approx(timed, abs=2e-9)

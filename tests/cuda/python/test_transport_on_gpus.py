@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paceline.torch._devices.places as places
-from gpu_cases import BOXES, expect_step, module_and_batch, plain
+from gpu_cases import BOXES, expect_step, gpu_type, home_of, module_and_batch, plain
 from paceline import InvalidArgument, _cli, info
 from paceline._core.engine import DeviceQueues
 from paceline.torch import DataParallel
@@ -20,7 +20,8 @@ from torch_support import classify
 
 def gradients_of(devices: list[str], dtype: torch.dtype = torch.float32, **options: Any) -> list[torch.Tensor]:
     """Of the last of three steps, the second of which has laid memory out anew."""
-    module, batch = module_and_batch(dtype)
+    with home_of(devices):
+        module, batch = module_and_batch(dtype)
     with DataParallel(module, devices, balance="even", **options) as trainer:
         for _ in range(3):
             module.zero_grad()
@@ -72,7 +73,7 @@ def test_other_types_travel_as_they_are(fake: Any) -> None:
 def test_an_overflow_in_float16_is_one_for_the_scaler(fake: Any) -> None:
     module, batch = module_and_batch(torch.float32)
     before = copy.deepcopy(module.state_dict())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    scaler = torch.amp.GradScaler(gpu_type(), init_scale=2.0**24)
     with DataParallel(module, BOXES["two"], balance="even", reduce_dtype=torch.float16) as trainer:
         optimizer = trainer.optimizer(torch.optim.SGD, lr=0.1)
         trainer.step(classify, batch, scaler=scaler)

@@ -121,7 +121,11 @@ def test_modes_see_plain_steps_but_a_default_device_does_not_matter(fake: Any) -
     ("make", "cls", "why"),
     [
         (lambda: DataParallel(network(), BOXES["one"]), torch.optim.SGD, "that takes a DataParallel with 2 GPUs"),
-        (lambda: Pipeline(network(), ["host:0", "host:1"]), torch.optim.SGD, "that takes a DataParallel with 2 GPUs"),
+        (
+            lambda: Pipeline(network().cpu(), ["host:0", "host:1"]),
+            torch.optim.SGD,
+            "that takes a DataParallel with 2 GPUs",
+        ),
         (lambda: DataParallel(network(), BOXES["two"]), torch.optim.LBFGS, "only PyTorch's own optimizers are"),
     ],
 )

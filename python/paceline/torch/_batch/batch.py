@@ -160,7 +160,7 @@ class Batch:
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """The indices of items ``[begin, end)`` in the caller's batch."""
-        return torch.arange(begin, end)
+        return torch.arange(begin, end, device="cpu")
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors that are cut, with the item first, each with its path."""
@@ -230,7 +230,7 @@ class Batch:
             )
         self.in_order |= leaf.in_order
         # Its items are cut wherever those of a tensor with their indices are.
-        index = torch.arange(leaf.size)
+        index = torch.arange(leaf.size, device="cpu")
         self.leaves.append(index)
         self._sized.append((path, leaf.size))
         self._dims.append(0)

@@ -288,9 +288,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
-            return torch.arange(self.items)
+            return torch.arange(self.items, device="cpu")
         generator = torch.Generator().manual_seed(zlib.crc32(repr((self.seed, epoch)).encode()))
-        return torch.randperm(self.items, generator=generator)
+        return torch.randperm(self.items, generator=generator, device="cpu")
 
     def _plan(self, serial: int) -> tuple[int, int, tuple[int, ...]]:
         return next(plan for plan in reversed(self._plans) if plan[0] <= serial)

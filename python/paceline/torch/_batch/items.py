@@ -103,7 +103,7 @@ class Items:
     ) -> None:
         self.plan = plan  # None where a ledger's claims say what runs
         costs = costs or [1.0] * len(order)
-        self._order = torch.tensor(order)
+        self._order = torch.tensor(order, device="cpu")
         self.batch = OrderedBatch(batch, pin(self._order), [costs[item] for item in order])
         self._pin = pin
 
@@ -114,5 +114,5 @@ class Items:
     def restored(self, output: torch.Tensor) -> torch.Tensor:
         """Rows by position, in the caller's order."""
         position = torch.empty_like(self._order)
-        position[self._order] = torch.arange(len(position))
+        position[self._order] = torch.arange(len(position), device="cpu")
         return output.index_select(0, position.to(output.device))

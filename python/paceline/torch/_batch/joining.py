@@ -78,11 +78,11 @@ class PerItem:
     @property
     def home(self) -> torch.device:
         """Where tensors are moved to."""
-        return self._move(torch.empty(0)).device
+        return self._move(torch.empty(0, device="cpu")).device
 
     def order(self, items: int) -> list[int]:
         """For each item its place among the pieces."""
-        found: list[int] = self._own(torch.arange(items)).tolist()
+        found: list[int] = self._own(torch.arange(items, device="cpu")).tolist()
         return found
 
     def list(self, entries: Sequence[Any]) -> Sequence[Any]:

@@ -23,6 +23,6 @@ def moved(node: Any, move: Move) -> Any:
     if move is same:
         return node
     if callable(getattr(node, "to", None)):
-        return node.to(move(torch.empty(0)).device)
+        return node.to(move(torch.empty(0, device="cpu")).device)
     entries = entries_of(node)
     return node if entries is None else with_entries(node, {key: moved(value, move) for key, value, _ in entries})

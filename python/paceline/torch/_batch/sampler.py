@@ -170,7 +170,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             return list(range(len(self._by_cost.costs)))
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
-        order: list[int] = torch.randperm(len(self._by_cost.costs), generator=generator).tolist()
+        order: list[int] = torch.randperm(len(self._by_cost.costs), generator=generator, device="cpu").tolist()
         return order
 
 

@@ -134,7 +134,7 @@ class BaseProver:
         """
         apart = [] if self._execution.synchronised else using_batch_statistics(self._replicas.norms)
         norms: list[Any] = [part for _, part in apart]
-        like = next(iter(self._replicas.parameters), torch.empty(0))
+        like = next(iter(self._replicas.parameters), torch.empty(0, device="cpu"))
         # Normalisation over a part of the batch is known to differ, and said elsewhere.
         with thrown_away(), standing_still(norms, like):
             first = own is not None

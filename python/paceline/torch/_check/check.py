@@ -197,7 +197,7 @@ class _Check(Trials):
                 "be said of splits.",
             )
             return self._report([])
-        like = next(iter(self.probe.parameters), torch.empty(0))
+        like = next(iter(self.probe.parameters), torch.empty(0, device="cpu"))
         for self.probe.noise.interleaved in (False, True):
             self.causes.clear()
             with standing_still(self.norms, like):
@@ -293,7 +293,7 @@ class _Check(Trials):
         if _largest(splits) <= self.tolerance:
             return
         norms = [part for _, part in using_batch_statistics(self.probe.modules)]
-        with standing_still(norms, next(iter(self.probe.parameters), torch.empty(0))):
+        with standing_still(norms, next(iter(self.probe.parameters), torch.empty(0, device="cpu"))):
             if norms:
                 calm = self._whole()
                 splits = self._splits(calm)

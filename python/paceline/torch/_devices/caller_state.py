@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
@@ -39,13 +40,16 @@ class CallerState:
         self._function_modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
         self._dispatch_modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
         self._saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # A function mode, too, but it looks at no results. What was compiled or captured under one may do something else under another.
+        self.default_device = tuple(mode.device for mode in self._function_modes if isinstance(mode, DeviceContext))
         self.contexts = [contextvars.copy_context() for _ in range(device_count)]
         self.is_plain = not (casts or self._function_modes or self._dispatch_modes or self._saved_tensor_hooks)
 
     @property
     def sees_operators(self) -> bool:
-        """Whether modes or hooks of the caller are called for operators."""
-        return bool(self._function_modes or self._dispatch_modes or self._saved_tensor_hooks)
+        """Whether modes or hooks of the caller are called for operators. The default device does not count."""
+        observing = len(self._function_modes) > len(self.default_device)
+        return bool(observing or self._dispatch_modes or self._saved_tensor_hooks)
 
     @contextlib.contextmanager
     def _replayed(self) -> Iterator[None]:

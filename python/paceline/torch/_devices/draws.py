@@ -93,7 +93,9 @@ def _dropping(feature: bool, alpha: bool, in_place: bool) -> Callable[[Any, Any,
         def draw(generator: torch.Generator) -> Any:
             if _transformed():
                 size = shape if feature else tensor.shape
-                kept = torch.bernoulli(torch.empty(size, dtype=tensor.dtype), 1 - p, generator=generator)
+                kept = torch.bernoulli(
+                    torch.empty(size, dtype=tensor.dtype, device=tensor.device), 1 - p, generator=generator
+                )
             else:
                 empty = tensor.new_empty(shape) if feature else torch.empty_like(tensor)
                 kept = empty.detach().bernoulli_(1 - p, generator=generator)
@@ -129,7 +131,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Draw | None:
             k, v = (one.repeat_interleave(q.shape[-3] // one.shape[-3], -3) for one in (k, v))
         with torch.autocast("cpu", enabled=False):
             scores = (q * math.copysign(root, scale)) @ (k.mT * root)
-            allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() if causal else mask
+            allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril() if causal else mask
             if allowed is not None and allowed.dtype == torch.bool:
                 scores = scores.masked_fill(allowed.logical_not(), -math.inf)
             elif allowed is not None:

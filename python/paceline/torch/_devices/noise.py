@@ -93,7 +93,7 @@ class Noise:
         if rest or shape[along[0]] != places * len(rows):
             return None
         self.has_blocks |= places > 1
-        place = torch.arange(places)
+        place = torch.arange(places, device=rows.device)
         index = place[:, None] * self.items + rows if self.interleaved else rows[:, None] * places + place
         return values.index_select(along[0], index.flatten().to(values.device))
 

@@ -61,8 +61,10 @@ class Meeting:
 
     def gather(self, mine: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Start to bring the numbers of all ranks to this one. The result waits for them."""
-        found = torch.empty(self.size, len(mine), dtype=torch.float64)
-        work = dist.all_gather(list(found), torch.tensor(mine, dtype=torch.float64), group=self._group, async_op=True)
+        found = torch.empty(self.size, len(mine), dtype=torch.float64, device="cpu")
+        work = dist.all_gather(
+            list(found), torch.tensor(mine, dtype=torch.float64, device="cpu"), group=self._group, async_op=True
+        )
 
         def numbers() -> list[list[float]]:
             work.wait()
@@ -73,7 +75,7 @@ class Meeting:
 
     def from_first(self, mine: Sequence[int]) -> list[int]:
         """The numbers of rank 0."""
-        numbers = torch.tensor(mine)
+        numbers = torch.tensor(mine, device="cpu")
         dist.broadcast(numbers, 0, group=self._group)
         found: list[int] = numbers.tolist()
         return found

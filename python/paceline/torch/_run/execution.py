@@ -209,7 +209,7 @@ class Execution:
         outcome = self._execute(run)
         for check in run.recipe.check:
             check(run, outcome)
-        journal, done = Journal(of_forward(self)), Done(run, outcome, torch.empty(0), [])
+        journal, done = Journal(of_forward(self)), Done(run, outcome, torch.empty(0, device="cpu"), [])
         with NoGrad():
             try:
                 journal.commit(done)
@@ -333,10 +333,12 @@ class Execution:
         """Around a call that all ranks make."""
         return NOTHING if self.ranks is None else self.ranks.together(call)
 
-    @property
     def meets_ranks(self) -> bool:
-        """Whether norms are over the batch of all ranks, in calls that all make."""
-        return self.ranks is not None and self.ranks.rounds is not None and self.synchronised
+        """Whether norms are over the batch of all ranks, in calls that all make. Looks at the module as it is now."""
+        if self.ranks is None or self.ranks.rounds is None:
+            return False
+        self.replicas.refresh(hooks=True)
+        return self.synchronised
 
     def _open(self, ranks: Ranks, run: TrainRun) -> None:
         """Agree with the other ranks on what is summed. The only device of a rank sends its gradients in its last backward."""

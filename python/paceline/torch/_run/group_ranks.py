@@ -152,7 +152,7 @@ class GroupRanks(Ranks):
             Balancer(names, **options)  # raises on every rank if it cannot be made
             self._meet(Header(0, stop_requested(), self._code, batch=sampler.mark()), goes_on=True)
             with self._talking():
-                kinds = self._gather(torch.tensor([kind]))[:, 0].tolist()
+                kinds = self._gather(torch.tensor([kind], device="cpu"))[:, 0].tolist()
             self._exchanged = self._alone = False  # all ranks hear if rank 0 cannot write its ledger
             classes = [f"kind {kinds.index(one) + 1}" for one in kinds]
             balancer = None if self.rank else Balancer(names, device_classes=classes, ledger=ledger, **options)
@@ -197,7 +197,7 @@ class GroupRanks(Ranks):
             with self.dealt.sampler.lock:
                 header = header._replace(batch=self.dealt.sampler.mark())
         with self._talking():
-            work, found = self._gathering(torch.tensor(header, dtype=torch.float64))
+            work, found = self._gathering(torch.tensor(header, dtype=torch.float64, device="cpu"))
 
         def headers() -> list[Header]:
             return [Header(*row) for row in torch.stack(found).tolist()]
@@ -221,7 +221,7 @@ class GroupRanks(Ranks):
         self, header: Header, error: BaseException | None, meanwhile: Callable[[], None]
     ) -> tuple[list[Header], Whole]:
         with self._talking():
-            work, found = self._gathering(torch.tensor(header, dtype=torch.float64))
+            work, found = self._gathering(torch.tensor(header, dtype=torch.float64, device="cpu"))
             meanwhile()
             work.wait()
             headers = [Header(*row) for row in torch.stack(found).tolist()]
@@ -276,7 +276,7 @@ class GroupRanks(Ranks):
         return None
 
     def _union(self, present: list[bool]) -> list[bool]:
-        found: list[bool] = self._gather(torch.tensor(present, dtype=torch.uint8)).any(0).tolist()
+        found: list[bool] = self._gather(torch.tensor(present, dtype=torch.uint8, device="cpu")).any(0).tolist()
         return found
 
     def _start(self, bucket: torch.Tensor) -> Any:
@@ -331,8 +331,10 @@ class GroupRanks(Ranks):
         asked: list[tuple[int, Any, Any]] = []
         for number in others:
             try:  # this raises at once where the connection is closed; the other ranks ask in the same way
-                sent = dist.isend(torch.zeros(1), number, group=self._group, tag=_PING)
-                asked.append((number, sent, dist.irecv(torch.zeros(1), number, group=self._group, tag=_PING)))
+                sent = dist.isend(torch.zeros(1, device="cpu"), number, group=self._group, tag=_PING)
+                asked.append(
+                    (number, sent, dist.irecv(torch.zeros(1, device="cpu"), number, group=self._group, tag=_PING))
+                )
             except RuntimeError:
                 closed.append(number)
         silent = []

@@ -81,7 +81,7 @@ class ForwardRun(PredictRun):
 
         def leaf(pieces: list[Piece], path: str) -> Any:
             tensors.append(rows_of(pieces, path, self.places.to_home, self.places.owned, "forward"))
-            return torch.tensor(len(tensors) - 1)
+            return torch.tensor(len(tensors) - 1, device="cpu")
 
         nest = joined(sorted(self.outputs, key=lambda piece: piece[0]), "output", leaf, "forward")
         return tensors, nest

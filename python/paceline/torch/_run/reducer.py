@@ -53,7 +53,7 @@ class ReducerRanks(Ranks):
         marks = [int(mark) & _BITS for mark in (header.call, header.layout, total, header.present)]
         has_loss = header.loss_type >= 0
         mine = [header.failed, header.stop, header.weight, header.loss, has_loss, has_loss * header.loss_type]
-        sums = torch.tensor([1, *mine, *marks, *(mark**2 for mark in marks)], dtype=torch.float64)
+        sums = torch.tensor([1, *mine, *marks, *(mark**2 for mark in marks)], dtype=torch.float64, device="cpu")
         with self._talking():
             meanwhile()
             self._add(sums)
@@ -83,7 +83,7 @@ class ReducerRanks(Ranks):
         return Whole(weight, loss, dtype, present)
 
     def _union(self, present: list[bool]) -> list[bool]:
-        counts = torch.tensor(present, dtype=torch.float64)
+        counts = torch.tensor(present, dtype=torch.float64, device="cpu")
         self._add(counts)
         return [count > 0 for count in counts.tolist()]
 

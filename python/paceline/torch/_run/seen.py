@@ -134,7 +134,7 @@ class Seen:
         # cuDNN searches the fastest algorithm for each new size. Like compilation and capture, this takes long once.
         self.captures = captures
         self.tunes = self.compiled or captures or (state.on_gpu and torch.backends.cudnn.benchmark)
-        self.mode = (module.training, state.autocast, fn if compiled_fn else None)
+        self.mode = (module.training, state.autocast, state.default_device, fn if compiled_fn else None)
 
     def size_of(self, batch: Batch | OrderedBatch, begin: int, end: int) -> tuple[Any, ...]:
         """All that code may be compiled anew for: the entry in `sizes` of these items as a micro-batch."""

@@ -95,7 +95,7 @@ class Predictions:
 
     def _check_modes(self) -> None:
         """Raise if this rank alone would write running statistics that are equal on all ranks."""
-        if not self._execution.meets_ranks:
+        if not self._execution.meets_ranks():
             return
         norms: list[tuple[str, Any]] = using_batch_statistics(self._execution.replicas.norms)
         writing = next((name for name, part in norms if part.training and part.running_mean is not None), None)

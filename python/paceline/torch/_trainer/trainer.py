@@ -176,7 +176,7 @@ class DataParallel(Trainer, AsModule):
         Whether `step` and `loss` replay CUDA graphs, so that a micro-batch is one launch and no Python of `loss_fn`. For GPUs only. Each GPU runs
         two micro-batches of a size as usual, captures forward and backward of the third, and replays them from then on. At most 16 graphs
         are kept for each GPU; further sizes run as usual, and so do `batch` and `predict`. Another `loss_fn` (a function made again around the
-        same objects is the same), other modes or autocast, another structure of the batch: each has a graph of its own. If parameters or
+        same objects is the same), other modes or autocast, another default device, another structure of the batch: each has a graph of its own. If parameters or
         buffers get other memory, or attributes change, everything is captured again. What Python computes while a graph is captured stays as
         it was: `loss_fn` may not depend on values that change elsewhere, and what it returns beside the loss are tensors. Refused at the capture, with
         the line: waits for the GPU such as ``item()``, or an ``if`` on a tensor. Also: hooks on modules, attributes that a forward sets, losses

@@ -90,7 +90,7 @@ class Training:
         if isinstance(objective, Terms):
             objective.divide(ranks.weights(objective.described, objective.weights))
         # In statistics over the batch of all ranks, items without weight count, too.
-        runs = objective.magnitude or (objective.size and self._execution.meets_ranks)
+        runs = objective.magnitude or (objective.size and self._execution.meets_ranks())
         return whole if runs else None, objective, costs
 
     def costs(self, cost: Cost | None, batch: Any, whole: Batch) -> list[float] | None:
