@@ -200,7 +200,7 @@ class Future {
   JobId id_;
 };
 
-/// Requests of one type, answered in batches. Made by Pool::serve().
+/// Requests of one type, answered in batches. Made by Pool::serve(). Requires: the pool outlives it.
 template <class Request, class Answer>
 class Batcher {
  public:
@@ -210,7 +210,7 @@ class Batcher {
   Future<Answer> submit(Request request, JobOptions options = {}) const;
 
  private:
-  std::shared_ptr<internal::PoolCore> pool_;
+  Pool* pool_;
   std::string kind_;
 };
 
@@ -238,7 +238,7 @@ class PACELINE_API Pool {
     using T = std::invoke_result_t<Call&, Job&>;
     auto result = std::make_shared<internal::JobResult<T>>();
     auto made = std::make_unique<internal::TypedCall<T, Call>>(std::move(call), result);
-    const JobId id = submit_call(core_, std::move(made), std::move(options));
+    const JobId id = submit_call(std::move(made), result, options).id;
     return {std::move(result), core_, id};
   }
 
@@ -258,7 +258,7 @@ class PACELINE_API Pool {
       call(job, std::span<Request>(requests), std::span<Answer>(answers));
       for (std::size_t k = 0; k < calls.size(); ++k) static_cast<One*>(calls[k])->answer(std::move(answers[k]));
     });
-    return {core_, std::move(kind)};
+    return {*this, std::move(kind)};
   }
 
   /// The device, by its name, starts nothing until it is restored. What runs there goes on.
@@ -275,27 +275,24 @@ class PACELINE_API Pool {
   /// Text: what each device has run, and why it leaves jobs waiting.
   [[nodiscard]] std::string explain() const;
 
+  // For bindings to other languages.
   using BatchCall = std::function<void(Job&, std::span<internal::PoolCall* const>)>;
+  /// `state`: what the call's end() ends.
+  JobHandle submit_call(std::unique_ptr<internal::PoolCall> call, std::shared_ptr<const internal::JobState> state,
+                        const JobOptions& options);
+  /// Jobs of this kind run in batches.
+  void add_batches(const std::string& kind, const BatchOptions& options, BatchCall call);
+  /// Cancels a job that waits. False: it runs, or has ended.
+  static bool cancel(const JobHandle& job);
 
  private:
-  template <class Request, class Answer>
-  friend class Batcher;
-  template <class T>
-  friend class Future;
-
-  static JobId submit_call(const std::shared_ptr<internal::PoolCore>& core, std::unique_ptr<internal::PoolCall> call,
-                           JobOptions options);
-  static bool cancel_job(internal::PoolCore& core, JobId id);
-  void add_batches(const std::string& kind, const BatchOptions& options, BatchCall call);
-
   DeviceGroup group_;
   std::shared_ptr<internal::PoolCore> core_;
 };
 
 template <class T>
 bool Future<T>::cancel() const {
-  const auto pool = pool_.lock();
-  return pool != nullptr && Pool::cancel_job(*pool, id_);
+  return Pool::cancel(*this);
 }
 
 template <class Request, class Answer>
@@ -303,8 +300,8 @@ Future<Answer> Batcher<Request, Answer>::submit(Request request, JobOptions opti
   auto result = std::make_shared<internal::JobResult<Answer>>();
   auto call = std::make_unique<internal::RequestCall<Request, Answer>>(std::move(request), result);
   options.kind = kind_;
-  const JobId id = Pool::submit_call(pool_, std::move(call), std::move(options));
-  return {std::move(result), pool_, id};
+  const JobHandle job = pool_->submit_call(std::move(call), result, options);
+  return {std::move(result), job.pool, job.id};
 }
 
 }  // namespace paceline

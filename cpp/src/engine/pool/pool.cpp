@@ -72,12 +72,16 @@ std::int64_t Pool::waiting() const { return core_->waiting(); }
 std::int64_t Pool::running() const { return core_->running(); }
 std::string Pool::explain() const { return core_->explain(); }
 
-JobId Pool::submit_call(const std::shared_ptr<internal::PoolCore>& core, std::unique_ptr<internal::PoolCall> call,
-                        JobOptions options) {
-  return core->submit(std::move(call), options);
+JobHandle Pool::submit_call(std::unique_ptr<internal::PoolCall> call, std::shared_ptr<const internal::JobState> state,
+                            const JobOptions& options) {
+  const JobId id = core_->submit(std::move(call), options);
+  return {id, std::move(state), core_};
 }
 
-bool Pool::cancel_job(internal::PoolCore& core, JobId id) { return core.cancel(id); }
+bool Pool::cancel(const JobHandle& job) {
+  const auto core = job.pool.lock();
+  return core != nullptr && core->cancel(job.id);
+}
 
 void Pool::add_batches(const std::string& kind, const BatchOptions& options, BatchCall call) {
   core_->add_batches(kind, options, std::move(call));
