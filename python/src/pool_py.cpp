@@ -61,30 +61,40 @@ const char* outcome_of(const std::exception_ptr& error, std::string& message) {
 /// A job of Python's: run(names of devices) -> int, and end(device, seconds, outcome, message), each called once.
 class PythonCall final : public internal::PoolCall {
  public:
-  PythonCall(py::object job, std::shared_ptr<internal::JobState> state)
-      : job_(std::move(job)), state_(std::move(state)) {}
+  PythonCall(py::object job, std::shared_ptr<internal::JobState> state, bool batched)
+      : job_(std::move(job)), state_(std::move(state)), batched_(batched) {}
   ~PythonCall() override { drop(job_); }
   void run(Job& job) override {
     check(with_interpreter([&] { return job_.attr("run")(names_of(job)).cast<int>(); }));
   }
   void end(const JobReport& report, std::exception_ptr error) noexcept override {
-    std::string message;
-    const char* const outcome = outcome_of(error, message);
+    device_ = report.device;
+    seconds_ = report.seconds;
+    outcome_ = outcome_of(error, message_);
     state_->end(report, std::move(error));
+  }
+  void call_back() noexcept override {
+    state_->call_back();
     if (interpreter_is_ending()) return;
     with_interpreter([&] {
       try {
-        job_.attr("end")(report.device, report.seconds, outcome, message);
+        job_.attr("end")(device_, seconds_, outcome_, message_);
       } catch (py::error_already_set& failed) {
         failed.discard_as_unraisable("the end of a job");
       }
     });
   }
+  [[nodiscard]] bool batched() const noexcept override { return batched_; }
   [[nodiscard]] const py::object& job() const noexcept { return job_; }
 
  private:
   py::object job_;
   std::shared_ptr<internal::JobState> state_;
+  bool batched_;
+  std::string device_{};
+  double seconds_ = 0.0;
+  const char* outcome_ = "";
+  std::string message_{};
 };
 
 /// run(names of devices, jobs) -> int, for a batch of jobs.
@@ -116,9 +126,9 @@ class PythonPool {
   PythonPool(const PythonPool&) = delete;
   PythonPool& operator=(const PythonPool&) = delete;
 
-  JobHandle submit(py::object job, const JobOptions& options) {
+  JobHandle submit(py::object job, const JobOptions& options, bool batched) {
     const auto state = std::make_shared<internal::JobState>();
-    auto call = std::make_unique<PythonCall>(std::move(job), state);
+    auto call = std::make_unique<PythonCall>(std::move(job), state, batched);
     const py::gil_scoped_release release;
     return pool_.submit_call(std::move(call), state, options);
   }
@@ -147,10 +157,12 @@ class PythonPool {
  private:
   static plan::Placement placement_of(const std::string& name) {
     using enum plan::Placement;
-    const std::pair<const char*, plan::Placement> all[] = {
-        {"auto", automatic},     {"any", any},
-        {"weighted", weighted},  {"round_robin", round_robin},
-        {"least_outstanding", least_outstanding}, {"earliest_finish", earliest_finish}};
+    const std::pair<const char*, plan::Placement> all[] = {{"auto", automatic},
+                                                           {"any", any},
+                                                           {"weighted", weighted},
+                                                           {"round_robin", round_robin},
+                                                           {"least_outstanding", least_outstanding},
+                                                           {"earliest_finish", earliest_finish}};
     std::string names;
     for (const auto& [known, placement] : all) {
       if (name == known) return placement;
@@ -171,25 +183,29 @@ void bind_pool(py::module_& module) {
       .def(
           "submit",
           [](PythonPool& self, py::object job, std::string kind, int priority, double deadline, double not_before,
-             std::int64_t gang, std::vector<JobHandle> after, std::vector<std::string> needs, bool wait) {
-            return self.submit(std::move(job), {.kind = std::move(kind),
-                                                .priority = static_cast<Priority>(priority),
-                                                .deadline_seconds = deadline,
-                                                .not_before_seconds = not_before,
-                                                .gang = gang,
-                                                .after = std::move(after),
-                                                .needs = std::move(needs),
-                                                .wait_for_room = wait});
+             std::int64_t gang, std::vector<JobHandle> after, std::vector<std::string> needs, bool wait, bool batched) {
+            return self.submit(std::move(job),
+                               {.kind = std::move(kind),
+                                .priority = static_cast<Priority>(priority),
+                                .deadline_seconds = deadline,
+                                .not_before_seconds = not_before,
+                                .gang = gang,
+                                .after = std::move(after),
+                                .needs = std::move(needs),
+                                .wait_for_room = wait},
+                               batched);
           },
           py::arg("job"), py::kw_only(), py::arg("kind"), py::arg("priority"), py::arg("deadline"),
           py::arg("not_before"), py::arg("gang"), py::arg("after"), py::arg("needs"), py::arg("wait"),
-          "Submit an object with run(devices) -> int and end(device, seconds, outcome, message).")
+          py::arg("batched"), "Submit an object with run(devices) -> int and end(device, seconds, outcome, message).")
       .def("add_batches", &PythonPool::add_batches, py::arg("kind"), py::arg("max_batch"), py::arg("max_delay"),
            py::arg("run"), "Let jobs of this kind run in batches: run(devices, jobs) -> int.")
-      .def_static("cancel", &PythonPool::cancel, py::arg("job"), "Cancel a job that waits. False: it runs, or has ended.")
-      .def("retire", [](PythonPool& self, const std::string& device) { self.retire(device, true); }, py::arg("device"))
-      .def("restore", [](PythonPool& self, const std::string& device) { self.retire(device, false); },
-           py::arg("device"))
+      .def_static("cancel", &PythonPool::cancel, py::arg("job"),
+                  "Cancel a job that waits. False: it runs, or has ended.")
+      .def(
+          "retire", [](PythonPool& self, const std::string& device) { self.retire(device, true); }, py::arg("device"))
+      .def(
+          "restore", [](PythonPool& self, const std::string& device) { self.retire(device, false); }, py::arg("device"))
       .def("close", &PythonPool::close, py::arg("cancel"), "Wait until every job has ended.")
       .def_property_readonly("waiting", [](const PythonPool& self) { return self.pool().waiting(); })
       .def_property_readonly("running", [](const PythonPool& self) { return self.pool().running(); })

@@ -65,7 +65,8 @@ struct JobOptions {
   std::int64_t gang = 1;                ///< on how many devices the job runs at once
   std::vector<JobHandle> after = {};    ///< jobs of this pool that must complete first
   std::vector<std::string> needs = {};  ///< labels that a device must have: its name, its class, "host" or "cuda"
-  /// Whether submit() waits while the queue of the kind is full. Otherwise, and on a worker, the future has Rejected.
+  /// Whether submit() waits while the queue of the kind is full. Otherwise, and on every worker, the future has
+  /// Rejected.
   bool wait_for_room = true;
 };
 
@@ -83,7 +84,8 @@ struct JobReport {
 
 namespace internal {
 
-/// A job as the pool sees it. end() is called once, when nothing of it runs any more, and must not throw.
+/// A job as the pool sees it. When nothing of it runs any more, end() is called once, and then call_back(), after all
+/// jobs that ended at the same time have heard end(). Neither may throw.
 class PACELINE_API PoolCall {
  public:
   PoolCall() = default;
@@ -93,15 +95,21 @@ class PACELINE_API PoolCall {
   virtual void run(Job& job) = 0;
   /// `error`: null if the job has completed.
   virtual void end(const JobReport& report, std::exception_ptr error) noexcept = 0;
+  virtual void call_back() noexcept = 0;
+  /// Whether it only runs in batches of its kind.
+  [[nodiscard]] virtual bool batched() const noexcept { return false; }
 };
 
-/// @throws InvalidArgument if the calling thread runs a job of this pool.
-PACELINE_API void refuse_wait_inside(const std::weak_ptr<PoolCore>& pool);
+/// @throws InvalidArgument on a worker: the calling thread keeps a device, which what it waits for may need.
+/// Unavailable after fork(), if the pool was made before.
+PACELINE_API void check_may_wait(const std::weak_ptr<PoolCore>& pool);
 
 /// How a job ended, for all who wait for it.
 class PACELINE_API JobState {
  public:
   void end(const JobReport& report, std::exception_ptr error) noexcept;
+  /// Calls what when_ended() was given. What these throw is dropped.
+  void call_back() noexcept;
   void wait() const;
   [[nodiscard]] bool ended() const;
   /// Calls it when the job ends, or now if it has ended.
@@ -114,6 +122,7 @@ class PACELINE_API JobState {
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   bool ended_ = false;
+  bool called_back_ = false;
   JobReport report_;
   std::exception_ptr error_;
   std::vector<std::function<void()>> then_;
@@ -138,6 +147,7 @@ class TypedCall final : public PoolCall {
     }
   }
   void end(const JobReport& report, std::exception_ptr error) noexcept override { result_->end(report, error); }
+  void call_back() noexcept override { result_->call_back(); }
 
  private:
   Call call_;
@@ -151,8 +161,10 @@ class RequestCall final : public PoolCall {
   RequestCall(Request one, std::shared_ptr<JobResult<Answer>> result)
       : request(std::move(one)), result_(std::move(result)) {}
   void run(Job&) override {}
+  [[nodiscard]] bool batched() const noexcept override { return true; }
   void answer(Answer one) { result_->value = std::move(one); }
   void end(const JobReport& report, std::exception_ptr error) noexcept override { result_->end(report, error); }
+  void call_back() noexcept override { result_->call_back(); }
   Request request;
 
  private:
@@ -170,9 +182,9 @@ class Future {
 
   [[nodiscard]] JobId id() const noexcept { return id_; }
   operator JobHandle() const { return {id_, result_, pool_}; }  // NOLINT(google-explicit-constructor)
-  /// @throws InvalidArgument in a job of the same pool, unless this one has ended.
+  /// @throws InvalidArgument on a worker, in a job or a step, unless the job has ended.
   void wait() const {
-    if (!result_->ended()) internal::refuse_wait_inside(pool_);
+    if (!result_->ended()) internal::check_may_wait(pool_);
     result_->wait();
   }
   [[nodiscard]] bool ready() const { return result_->ended(); }
@@ -189,7 +201,8 @@ class Future {
   }
   /// Cancels a job that waits. False: it runs, or has ended.
   bool cancel() const;
-  /// Calls `call(future)` when the job ends: on the worker that ran it, or at once on this thread if it has ended.
+  /// Calls `call(future)` when the job ends: on the worker that ran it, or at once on this thread if it has ended. What
+  /// the call throws is dropped.
   void then(std::function<void(const Future&)> call) const {
     result_->when_ended([self = *this, call = std::move(call)] { call(self); });
   }
@@ -216,7 +229,7 @@ class Batcher {
 
 /// Independent jobs on the devices of a group: each starts on the device and at the time that plan::PoolState decides
 /// from measured seconds. The pool's workers are those of the process, so steps of trainers on the same devices come
-/// between its jobs.
+/// between its jobs. A device that a job reports as lost (DeviceLost) is retired.
 ///
 ///   paceline::Pool pool(paceline::DeviceGroup::all());
 ///   paceline::Future<double> f = pool.submit([](paceline::Job& job) { return score(job.device()); });
@@ -244,7 +257,7 @@ class PACELINE_API Pool {
 
   /// Requests of one type, which `call(job, requests, answers)` answers in batches of the sizes that are planned. It
   /// sets answers[k] for requests[k]. If it throws, the batch runs again in halves, so that only the request fails that
-  /// is the reason: the call must be idempotent.
+  /// is the reason: the call must be idempotent. Devices call it at the same time.
   template <class Request, class Answer, class Call>
     requires std::invocable<Call&, Job&, std::span<Request>, std::span<Answer>>
   Batcher<Request, Answer> serve(Call call, const BatchOptions& options = {}, std::string kind = "request") {
@@ -266,7 +279,9 @@ class PACELINE_API Pool {
   void retire(const std::string& device);
   void restore(const std::string& device);
 
-  /// Waits until every job has ended. `cancel`: those that have not started are cancelled. A second call does nothing.
+  /// Takes no more jobs, and waits until every job has ended and its calls of then() have returned. `cancel`: what does
+  /// not run yet is cancelled, and no batch runs again.
+  /// @throws InvalidArgument on a worker.
   void close(bool cancel = false);
 
   /// Jobs that wait, and runs on devices.

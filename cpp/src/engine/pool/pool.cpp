@@ -1,31 +1,57 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/engine/pool.hpp>
 
+#include <chrono>
 #include <utility>
+
+#include <paceline/runtime/blocking.hpp>
 
 #include "engine/pool/pool_core.hpp"
 
 namespace paceline {
 namespace internal {
+namespace {
+
+constexpr std::chrono::milliseconds kBetweenLooks{50};
+
+}  // namespace
 
 PoolCall::~PoolCall() = default;
 
 void JobState::end(const JobReport& report, std::exception_ptr error) noexcept {
-  std::vector<std::function<void()>> calls;
   {
     const std::lock_guard lock(mutex_);
     report_ = report;
     error_ = std::move(error);
     ended_ = true;
-    calls.swap(then_);
   }
   changed_.notify_all();
-  for (const auto& call : calls) call();
+}
+
+void JobState::call_back() noexcept {
+  std::vector<std::function<void()>> calls;
+  {
+    const std::lock_guard lock(mutex_);
+    called_back_ = true;
+    calls.swap(then_);
+  }
+  for (const auto& call : calls) {
+    try {
+      call();
+    } catch (...) {  // nobody waits for it
+    }
+  }
 }
 
 void JobState::wait() const {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return ended_; });
+  while (!ended()) {
+    BlockingRegion region;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, kBetweenLooks, [this] { return ended_; });
+    }
+    region.poll();
+  }
 }
 
 bool JobState::ended() const {
@@ -36,12 +62,15 @@ bool JobState::ended() const {
 void JobState::when_ended(std::function<void()> call) {
   {
     const std::lock_guard lock(mutex_);
-    if (!ended_) {
+    if (!called_back_) {
       then_.push_back(std::move(call));
       return;
     }
   }
-  call();
+  try {
+    call();
+  } catch (...) {  // as in call_back()
+  }
 }
 
 }  // namespace internal
@@ -54,18 +83,27 @@ Pool::Pool(DeviceGroup group, plan::PoolOptions options)
 
 Pool::~Pool() {
   try {
-    close(true);
+    if (core_->forked()) return;
+    if (internal::on_a_worker()) {
+      core_->close(true);  // the worker cannot wait for itself
+    } else {
+      close(true);
+    }
   } catch (...) {  // nothing that a destructor could tell
   }
 }
 
-void Pool::retire(const std::string& device) { core_->retire(device, true); }
-void Pool::restore(const std::string& device) { core_->retire(device, false); }
+// The core is kept, since a call of then() may destroy the pool.
+void Pool::retire(const std::string& device) { std::shared_ptr(core_)->retire(device, true); }
+void Pool::restore(const std::string& device) { std::shared_ptr(core_)->retire(device, false); }
 
 void Pool::close(bool cancel) {
-  core_->close(cancel);
-  group_.wait(*core_);
-  group_.close();
+  internal::check_may_wait(core_);
+  const auto core = core_;
+  DeviceGroup group = group_;
+  core->close(cancel);
+  group.wait(*core);
+  group.close();
 }
 
 std::int64_t Pool::waiting() const { return core_->waiting(); }
@@ -74,8 +112,9 @@ std::string Pool::explain() const { return core_->explain(); }
 
 JobHandle Pool::submit_call(std::unique_ptr<internal::PoolCall> call, std::shared_ptr<const internal::JobState> state,
                             const JobOptions& options) {
-  const JobId id = core_->submit(std::move(call), options);
-  return {id, std::move(state), core_};
+  const auto core = core_;
+  const JobId id = core->submit(std::move(call), options);
+  return {id, std::move(state), core};
 }
 
 bool Pool::cancel(const JobHandle& job) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -27,6 +29,25 @@
 
 namespace paceline::internal {
 
+/// Whether the calling thread runs a piece of work on a device, or the end of a job.
+[[nodiscard]] bool on_a_worker() noexcept;
+
+/// While it lives, the calling worker runs a job or tells how jobs ended.
+class Inside {
+ public:
+  Inside() noexcept;
+  ~Inside();
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+ private:
+  bool before_;
+};
+
+inline constexpr const char* kOnRequest = "The job was cancelled before it began.";
+inline constexpr const char* kClosed = "The job was cancelled: its pool was closed.";
+inline constexpr const char* kDependency = "The job was cancelled, since a job that it comes after did not complete.";
+
 /// Does what plan::PoolState decides: a source that gives each worker the run that was decided for its device, and
 /// tells jobs how they ended.
 ///
@@ -34,6 +55,10 @@ namespace paceline::internal {
 class PoolCore final : public WorkSource {
  public:
   PoolCore(const DeviceGroup& group, plan::PoolOptions options);
+  ~PoolCore() override;
+
+  /// Whether this is the child of the process that made the pool, which has none of its workers.
+  [[nodiscard]] bool forked() const noexcept;
 
   void add_batches(const std::string& kind, const BatchOptions& options, Pool::BatchCall call);
   JobId submit(std::unique_ptr<PoolCall> call, const JobOptions& options);
@@ -56,6 +81,10 @@ class PoolCore final : public WorkSource {
   struct Kind {
     Pool::BatchCall call;         // empty: its jobs run alone
     std::vector<RunTimes> times;  // per device
+  };
+  struct Waiting {
+    std::unique_ptr<PoolCall> call;
+    plan::RunId run{};  // that it is in, if any
   };
   struct Run {
     std::vector<std::size_t> devices;
@@ -80,32 +109,48 @@ class PoolCore final : public WorkSource {
   struct After {
     std::vector<Ended> ended;
     std::vector<std::size_t> wake;
+    bool wake_all = false;
+    bool room = false;
   };
 
   [[nodiscard]] double seconds(Clock::time_point time) const;
   [[nodiscard]] std::size_t kind_of(const std::string& name);
   [[nodiscard]] std::size_t need_of(std::vector<std::string> labels);
   void wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind);
-  /// `error`: what the run has thrown whose end this is.
-  void apply(plan::PoolDecisions decisions, After& after, const std::exception_ptr& error = {},
-             const JobReport& report = {});
+  /// The end of a run.
+  struct Ending {
+    plan::RunId run{};
+    std::exception_ptr error;  // that it has thrown
+    JobReport report;
+  };
+  void apply(plan::PoolDecisions decisions, After& after, const Ending& ending = {});
+  /// Ends what waits, and with `assigned` what no worker has begun, with `error`.
+  void end_waiting(const std::exception_ptr& error, bool assigned, After& after);
+  /// Takes a run back that no worker has begun.
+  void withdraw(plan::RunId run, const std::exception_ptr& error, After& after);
+  void check_process(const char* call) const;
+  [[nodiscard]] bool any_active() const;
   void follow(After after) noexcept;
   void finish(std::int64_t work, plan::RunResult result, double seconds, const std::exception_ptr& error) noexcept;
   [[nodiscard]] std::exception_ptr error_of(const plan::PoolEnd& end, const std::exception_ptr& thrown) const;
 
   DeviceGroup group_;
+  const pid_t owner_ = getpid();
   const Clock::time_point begin_ = Clock::now();
   mutable std::mutex mutex_;
   std::condition_variable room_;
   plan::PoolState state_;
   std::map<std::string, std::size_t> kinds_;
   std::map<std::vector<std::string>, std::size_t> needs_;
-  std::deque<Kind> kind_list_;  // a run refers to its kind
-  std::unordered_map<JobId, std::unique_ptr<PoolCall>> jobs_;
+  std::deque<Kind> kind_list_;               // a run refers to its kind
+  std::unordered_map<JobId, Waiting> jobs_;  // that have not ended
   std::unordered_map<plan::RunId, Run> runs_;
   std::vector<Device> devices_;
   double wake_seconds_ = std::numeric_limits<double>::infinity();
+  std::size_t ending_ = 0;  // jobs that have ended and are being told
   bool closed_ = false;
+  bool cancelling_ = false;  // whether nothing starts any more
+  std::exception_ptr lost_;  // of the last device, if all are lost
   std::atomic<bool> complete_{false};
 };
 

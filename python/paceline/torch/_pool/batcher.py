@@ -24,7 +24,7 @@ class _Request(Work):
     """One item of a batch. The run of the batch sets its value."""
 
     def __init__(self, future: PoolFuture[Any], leaves: list[Any], spec: Any) -> None:
-        super().__init__(None, future, lambda _: None)
+        super().__init__(future, lambda _: None)
         self.leaves, self.spec = leaves, spec
 
 
@@ -59,7 +59,7 @@ class Batcher:
             kind = self._kinds[key] = f"{self._name} {len(self._kinds)}"
             self._pool.add_batches(kind, self._max_batch, self._max_delay, self._run)
         future: PoolFuture[Any] = PoolFuture()
-        self._pool.put(_Request(future, leaves, spec), kind=kind, deadline=deadline, priority=priority, wait=wait)
+        self._pool.put(_Request(future, leaves, spec), kind=kind, deadline=deadline, priority=priority, wait=wait, batched=True)
         return future
 
     async def ask(self, item: Any, *, deadline: float | None = None, priority: str = "interactive") -> Any:

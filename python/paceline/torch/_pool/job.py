@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from paceline import Cancelled, Error, Expired, InvalidArgument, Rejected
+from paceline import Cancelled, Error, Expired, Rejected
+from paceline._core.engine import Pool as Engine
 
 _T = TypeVar("_T")
 
 # What a body tells the engine (pool_py.cpp).
 DONE, FAILED, OUT_OF_MEMORY = 0, -1, -2
-
-_inside = threading.local()  # the pool whose job the thread runs
 
 
 class PoolFuture(Future[_T], Generic[_T]):
@@ -38,7 +36,7 @@ class PoolFuture(Future[_T], Generic[_T]):
     _job: Any = None  # what the engine knows it by
 
     def result(self, timeout: float | None = None) -> _T:
-        """What the job has returned. Raises what it has raised. A job that waits for a job of its own pool is refused."""
+        """What the job has returned. Raises what it has raised. Waiting is refused on a worker: in a job, a callback, or a step."""
         self._check_wait()
         return super().result(timeout)
 
@@ -52,11 +50,8 @@ class PoolFuture(Future[_T], Generic[_T]):
         self._pool, self._job, self._cancel = pool, job, cancel
 
     def _check_wait(self) -> None:
-        if not self.done() and self._pool is not None and getattr(_inside, "pool", None) is self._pool:
-            raise InvalidArgument(
-                "result: a job waits for a job of its own pool. It would keep its device meanwhile, which the other may need. Submit what comes later "
-                "with after=, or use add_done_callback."
-            )
+        if not self.done():
+            Engine.check_may_wait()
 
     def cancel(self) -> bool:
         """Cancel a job that waits. False: it runs, or has ended."""
@@ -84,20 +79,17 @@ class PoolFuture(Future[_T], Generic[_T]):
 class Work:
     """What the engine runs: it keeps the exception with its traceback, and hands the result over when the run is over."""
 
-    def __init__(self, pool: object, future: PoolFuture[Any], call: Callable[[list[str]], Any]) -> None:
-        self.future, self._pool, self._call = future, pool, call
+    def __init__(self, future: PoolFuture[Any], call: Callable[[list[str]], Any]) -> None:
+        self.future, self._call = future, call
         self.value: Any = None
         self.error: BaseException | None = None
 
     def run(self, devices: list[str]) -> int:
-        _inside.pool = self._pool
         try:
             self.value = self._call(devices)
         except BaseException as error:
             self.error = error
             return code_of(error)
-        finally:
-            _inside.pool = None
         return DONE
 
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:

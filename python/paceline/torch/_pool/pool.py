@@ -134,7 +134,7 @@ class Pool:
         if kind is None:
             kind = f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
         self.put(
-            Work(self, future, call),
+            Work(future, call),
             kind=kind,
             priority=priority,
             deadline=deadline,
@@ -233,6 +233,7 @@ class Pool:
         gang: int = 1,
         after: Sequence[PoolFuture[Any]] = (),
         needs: Sequence[str] = (),
+        batched: bool = False,
     ) -> None:
         """Give the engine a piece of work, and its future a way to cancel it."""
         if priority not in _PRIORITIES:
@@ -249,5 +250,6 @@ class Pool:
             after=[one._job for one in after],
             needs=list(needs),
             wait=wait,
+            batched=batched,
         )
         work.future.submitted(self, job, lambda: self._engine.cancel(job))
