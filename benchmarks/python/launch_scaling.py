@@ -9,6 +9,9 @@ so more threads hardly start more operators per second. With N operators per mic
 micro-batch takes at least n x N divided by that rate, however fast the GPUs are. The last columns show this time. C++
 starts backward's operators without the lock, so `forward and backward` scales further than `operators`.
 
+Python calls the modules of a forward, so threads hinder each other there more than in backward. In the rows `forward, 2 at a time, and
+backward` no more than two threads are in their forward. If they start more operators than without that limit, a trainer would gain by it.
+
 A CUDA graph helps: it launches all operators of a micro-batch at once. On a GPU each thread captures the same forward
 and backward once and replays it, in the rows `CUDA graph`.
 """
@@ -37,7 +40,9 @@ from race.figures import spread
 THREADS = (1, 2, 4, 8)
 OPERATORS = 50  # per call
 EXAMPLES = (100, 500, 2000)  # operators in a micro-batch of a small, a medium and a large network
-MEASURED = ("operators", "forward and backward", "CUDA graph")
+FORWARDS = 2  # at a time, where they are limited
+LIMITED = f"forward, {FORWARDS} at a time, and backward"
+MEASURED = ("operators", "forward and backward", LIMITED, "CUDA graph")
 
 
 def main() -> int:
@@ -56,8 +61,8 @@ def main() -> int:
     rounds, seconds = (3, 0.1) if args.short else (7, 1.0)
     torch.set_num_threads(1)
     rows = []
-    for what in MEASURED if kind == "cuda" else MEASURED[:2]:
-        for threads in THREADS:
+    for what in MEASURED if kind == "cuda" else MEASURED[:3]:
+        for threads in THREADS if what != LIMITED else [count for count in THREADS if count > FORWARDS]:
             rates = [rate(MAKERS[what], kind, threads, seconds) for _ in range(rounds)]
             rows.append(row(what, threads, rates))
     print(table(rows))
@@ -123,15 +128,20 @@ def operators(kind: str) -> tuple[Callable[[], None], int]:
     return call, OPERATORS
 
 
-def forward_and_backward(kind: str) -> tuple[Callable[[], None], int]:
-    """A tiny network: modules that Python calls, and their backward, which C++ runs."""
+def forward_and_backward(
+    kind: str, limit: contextlib.AbstractContextManager[Any] | None = None
+) -> tuple[Callable[[], None], int]:
+    """A tiny network: modules that Python calls, and their backward, which C++ runs. `limit` is entered around each forward."""
+    around = contextlib.nullcontext() if limit is None else limit
     layers = 10
     module = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(layers)]).to(kind)
     x = torch.zeros(4, 8, device=kind)
     parameters = list(module.parameters())
 
     def call() -> None:
-        torch.autograd.grad(module(x).sum(), parameters)
+        with around:
+            loss = module(x).sum()
+        torch.autograd.grad(loss, parameters)
 
     # Forward: per layer, a product with bias and a ReLU. Backward: two products, a sum and a ReLU.
     return call, 6 * layers + 2
@@ -148,9 +158,12 @@ def graph(kind: str) -> tuple[Callable[[], None], int]:
     return captured.replay, count
 
 
+TURNS = threading.BoundedSemaphore(FORWARDS)
+
 MAKERS: dict[str, Callable[[str], tuple[Callable[[], None], int]]] = {
     "operators": operators,
     "forward and backward": forward_and_backward,
+    LIMITED: lambda kind: forward_and_backward(kind, TURNS),
     "CUDA graph": graph,
 }
 

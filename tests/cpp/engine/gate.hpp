@@ -5,7 +5,8 @@
 
 namespace paceline {
 
-/// Holds jobs back until it is opened.
+/// Holds jobs back until it is opened. It is declared before the pool, whose jobs may still be on their way out of
+/// pass().
 class Gate {
  public:
   void open() { promise_.set_value(); }

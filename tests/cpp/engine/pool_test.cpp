@@ -60,9 +60,9 @@ TEST(Pool, AllDevicesWorkAtOnce) {
 }
 
 TEST(Pool, JobsStartByTheirKeys) {
-  Pool pool(host_group(1));
   Gate gate;
   std::vector<int> order;
+  Pool pool(host_group(1));
   const auto note = [&](int k) { return [&order, k](Job&) { order.push_back(k); }; };
   const auto first = pool.submit([&](Job&) { gate.pass(); });
   std::vector<Future<void>> all;
@@ -76,10 +76,14 @@ TEST(Pool, JobsStartByTheirKeys) {
 }
 
 TEST(Pool, AJobMayBeCancelledUntilItRuns) {
-  Pool pool(host_group(1));
   Gate gate;
-  const auto first = pool.submit([&](Job&) { gate.pass(); });
-  while (pool.running() == 0) std::this_thread::yield();
+  std::atomic<bool> runs = false;
+  Pool pool(host_group(1));
+  const auto first = pool.submit([&](Job&) {
+    runs = true;
+    gate.pass();
+  });
+  while (!runs) std::this_thread::yield();  // a run that no worker has begun could be cancelled
   const auto second = pool.submit([](Job&) {});
   const auto third = pool.submit([](Job&) {}, {.after = {second}});
   EXPECT_FALSE(first.cancel());
@@ -111,8 +115,8 @@ TEST(Pool, AJobComesAfterOthersAndNotAfterTheirFailure) {
 }
 
 TEST(Pool, AGangHasItsDevicesToItself) {
-  Pool pool(host_group(2));
   std::atomic<int> others = 0;
+  Pool pool(host_group(2));
   std::vector<Future<void>> all;
   for (int k = 0; k < 20; ++k) {
     all.push_back(pool.submit([&](Job&) {
@@ -134,12 +138,12 @@ TEST(Pool, AGangHasItsDevicesToItself) {
 }
 
 TEST(Pool, DeadlinesAndNeedsAreKept) {
+  Gate gate;
   Pool pool(host_group(1));
   for (int k = 0; k < 4; ++k) pool.submit([](Job&) { std::this_thread::sleep_for(milliseconds(30)); }).get();
   EXPECT_THROW(pool.submit([](Job&) {}, {.deadline_seconds = 0.001}).get(), Rejected);
   EXPECT_THROW(pool.submit([](Job&) {}, {.needs = {"cuda"}}).get(), Rejected);
   pool.submit([](Job&) {}, {.needs = {"host"}}).get();
-  Gate gate;
   const auto first = pool.submit([&](Job&) { gate.pass(); }, {.kind = "long"});
   while (pool.running() == 0) std::this_thread::yield();
   const auto late = pool.submit([](Job&) {}, {.kind = "short", .deadline_seconds = 0.02});
@@ -153,13 +157,13 @@ TEST(Pool, DeadlinesAndNeedsAreKept) {
 }
 
 TEST(Pool, AFullQueueLetsWaitOrRejects) {
-  Pool pool(host_group(1));
   Gate gate;
+  std::atomic<bool> submitted = false;
+  Pool pool(host_group(1));
   std::vector<Future<void>> all{pool.submit([&](Job&) { gate.pass(); })};
   while (pool.running() == 0) std::this_thread::yield();
   for (int k = 0; k < 8; ++k) all.push_back(pool.submit([](Job&) {}));
   EXPECT_THROW(pool.submit([](Job&) {}, {.wait_for_room = false}).get(), Rejected);
-  std::atomic<bool> submitted = false;
   std::thread waits([&] {
     pool.submit([](Job&) {}).get();
     submitted = true;
@@ -173,20 +177,20 @@ TEST(Pool, AFullQueueLetsWaitOrRejects) {
 }
 
 TEST(Pool, AJobSubmitsAndDoesNotWait) {
+  std::promise<int> told;
   Pool pool(host_group(1));
   const auto outer = pool.submit([&](Job&) { return pool.submit([](Job&) { return 7; }); });
   EXPECT_EQ(outer.get().get(), 7);
   EXPECT_THROW(pool.submit([&](Job&) { pool.submit([](Job&) {}).get(); }).get(), InvalidArgument);
-  std::promise<int> told;
   pool.submit([](Job&) { return 3; }).then([&](const Future<int>& one) { told.set_value(one.get()); });
   EXPECT_EQ(told.get_future().get(), 3);
 }
 
 TEST(Pool, RequestsAreAnsweredInBatchesAndABadOneFailsAlone) {
-  Pool pool(host_group(2));
   std::mutex mutex;
   std::multiset<std::size_t> sizes;
   Gate gate;
+  Pool pool(host_group(2));
   const auto first = pool.submit([&](Job&) { gate.pass(); });
   const auto second = pool.submit([&](Job&) { gate.pass(); });
   while (pool.running() < 2) std::this_thread::yield();
@@ -253,6 +257,30 @@ TEST(Pool, CloseFinishesOrCancelsWhatWaits) {
   }
   EXPECT_GE(cancelled, 3);
   EXPECT_EQ(ran + cancelled, 10);
+}
+
+TEST(Pool, AServedKindTakesRequestsOnly) {
+  std::promise<void> called;
+  Pool pool(host_group(1));
+  const auto same = pool.serve<int, int>([](Job&, std::span<int> in, std::span<int> out) { out[0] = in[0]; });
+  EXPECT_THROW((void)pool.submit([](Job&) {}, {.kind = "request"}), InvalidArgument);
+  EXPECT_EQ(same.submit(3).get(), 3);
+  pool.submit([](Job&) { throw std::runtime_error("bad"); }).then([&](const Future<void>& one) {
+    called.set_value();
+    one.get();  // throws, and nobody hears of it
+  });
+  called.get_future().wait();
+}
+
+TEST(Pool, AnIdleDeviceTellsTheTimeWhileTheFirstOneIsBusy) {
+  Gate gate;
+  Pool pool(host_group(2));
+  const auto held = pool.submit([&](Job&) { gate.pass(); }, {.needs = {"host:0"}});
+  while (pool.running() == 0) std::this_thread::yield();
+  std::this_thread::sleep_for(milliseconds(5));
+  EXPECT_EQ(pool.submit([](Job& job) { return job.device().name; }, {.not_before_seconds = 0.02}).get(), "host:1");
+  EXPECT_TRUE(pool.submit([](Job&) {}, {.not_before_seconds = 1e300}).cancel());
+  gate.open();
 }
 
 TEST(Pool, EachFutureEndsOnceWhateverHappens) {

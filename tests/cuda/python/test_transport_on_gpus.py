@@ -211,7 +211,11 @@ def test_auto_measures_links_and_says_what_follows_for_parameters(fake: Any) -> 
     for transport in ("auto", "copies"):
         with DataParallel(module, BOXES["four"], transport=transport) as trainer:
             said[transport] = trainer.explain()
-    follows = ", parameters relayed from GPU to GPU.", ", all parameters from the first GPU."
+    follows = (
+        ", parameters relayed from GPU to GPU.",
+        ", all parameters from the first GPU.",
+        ", parameters copied to the host once for all GPUs.",
+    )
     assert sum(words in said["auto"] for words in follows) == 1
     assert "GB/s to" in said["auto"]
     assert "GB/s to" not in said["copies"], "nothing is measured that nothing follows from"

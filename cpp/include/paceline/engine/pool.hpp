@@ -217,8 +217,7 @@ class Future {
 template <class Request, class Answer>
 class Batcher {
  public:
-  Batcher(std::shared_ptr<internal::PoolCore> pool, std::string kind)
-      : pool_(std::move(pool)), kind_(std::move(kind)) {}
+  Batcher(Pool& pool, std::string kind) : pool_(&pool), kind_(std::move(kind)) {}
   /// @throws as Pool::submit()
   Future<Answer> submit(Request request, JobOptions options = {}) const;
 
@@ -231,13 +230,14 @@ class Batcher {
 /// from measured seconds. The pool's workers are those of the process, so steps of trainers on the same devices come
 /// between its jobs. A device that a job reports as lost (DeviceLost) is retired.
 ///
-///   paceline::Pool pool(paceline::DeviceGroup::all());
+///   paceline::Pool pool(paceline::DeviceGroup::all(paceline::DeviceKind::host));
 ///   paceline::Future<double> f = pool.submit([](paceline::Job& job) { return score(job.device()); });
 ///   f.get();
 ///
 /// Threads: any thread may submit, a job too.
 class PACELINE_API Pool {
  public:
+  /// @throws Unavailable for a group with a GPU; InvalidArgument for options that are not valid.
   explicit Pool(DeviceGroup group, plan::PoolOptions options = {});
   /// close(true)
   ~Pool();

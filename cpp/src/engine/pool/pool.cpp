@@ -12,7 +12,14 @@ namespace paceline {
 namespace internal {
 namespace {
 
-constexpr std::chrono::milliseconds kBetweenLooks{50};
+constexpr std::chrono::milliseconds kBetweenLooksAtJob{50};
+
+void call_and_drop_errors(const std::function<void()>& call) noexcept {
+  try {
+    call();
+  } catch (...) {  // nobody waits for it
+  }
+}
 
 }  // namespace
 
@@ -35,12 +42,7 @@ void JobState::call_back() noexcept {
     called_back_ = true;
     calls.swap(then_);
   }
-  for (const auto& call : calls) {
-    try {
-      call();
-    } catch (...) {  // nobody waits for it
-    }
-  }
+  for (const auto& call : calls) call_and_drop_errors(call);
 }
 
 void JobState::wait() const {
@@ -48,7 +50,7 @@ void JobState::wait() const {
     BlockingRegion region;
     {
       std::unique_lock lock(mutex_);
-      changed_.wait_for(lock, kBetweenLooks, [this] { return ended_; });
+      changed_.wait_for(lock, kBetweenLooksAtJob, [this] { return ended_; });
     }
     region.poll();
   }
@@ -67,16 +69,16 @@ void JobState::when_ended(std::function<void()> call) {
       return;
     }
   }
-  try {
-    call();
-  } catch (...) {  // as in call_back()
-  }
+  call_and_drop_errors(call);
 }
 
 }  // namespace internal
 
 Pool::Pool(DeviceGroup group, plan::PoolOptions options)
     : group_(group.share()), core_(std::make_shared<internal::PoolCore>(group_, std::move(options))) {
+  if (group_.asynchronous()) {
+    throw Unavailable("Pool: the group has a GPU, on which pools do not run yet. Make it of host devices.");
+  }
   // Work of a trainer's steps comes first, after each job.
   group_.open(core_, {.priority = -1});
 }

@@ -14,7 +14,7 @@
 namespace paceline::internal {
 namespace {
 
-constexpr std::chrono::milliseconds kBetweenLooks{50};
+constexpr std::chrono::milliseconds kBetweenLooksForRoom{50};
 constexpr std::int64_t kLargestBatch = 1 << 30;
 
 thread_local bool inside = false;
@@ -159,7 +159,7 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
     if (failed) {
       Ended& one = after.ended.emplace_back();
       one.call = std::move(call);
-      one.error = std::make_exception_ptr(Cancelled(kDependency));
+      one.error = std::make_exception_ptr(Cancelled(kJobDependency));
       ++ending_;
     } else {
       plan::PoolDecisions decisions = state_.submit(seconds(Clock::now()), job, id);
@@ -179,7 +179,7 @@ void PoolCore::wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kin
     {
       BlockingRegion region;
       lock.lock();
-      room_.wait_for(lock, kBetweenLooks, may_go_on);
+      room_.wait_for(lock, kBetweenLooksForRoom, may_go_on);
       lock.unlock();  // not held while this thread waits for the interpreter
       region.poll();
     }
@@ -198,7 +198,7 @@ bool PoolCore::cancel(JobId id) {
     if (run == runs_.end()) {
       apply(state_.cancel(seconds(Clock::now()), id, cancelled), after);
     } else if (!run->second.taken && run->second.jobs.size() == 1 && !kind_list_[run->second.kind].call) {
-      withdraw(run->first, std::make_exception_ptr(Cancelled(kOnRequest)), after);
+      withdraw(run->first, std::make_exception_ptr(Cancelled(kJobOnRequest)), after);
       cancelled = true;
     }
   }
@@ -217,7 +217,9 @@ void PoolCore::withdraw(plan::RunId id, const std::exception_ptr& error, After& 
 
 void PoolCore::end_waiting(const std::exception_ptr& error, bool assigned, After& after) {
   const double now = seconds(Clock::now());
-  for (std::size_t place = 0; place < devices_.size(); ++place) apply(state_.retire(now, place), after);
+  for (std::size_t place = 0; place < devices_.size(); ++place) {
+    apply(state_.retire(now, place), after, {.run = {}, .error = error, .report = {}});
+  }
   for (;;) {
     std::vector<JobId> waiting;
     std::vector<plan::RunId> begun_by_nobody;
@@ -260,7 +262,7 @@ void PoolCore::close(bool cancel) noexcept {
     closed_ = true;
     if (cancel) {
       cancelling_ = true;
-      end_waiting(std::make_exception_ptr(Cancelled(kClosed)), true, after);
+      end_waiting(std::make_exception_ptr(Cancelled(kJobOfClosedPool)), true, after);
     }
   }
   room_.notify_all();

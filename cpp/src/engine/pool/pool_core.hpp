@@ -44,9 +44,17 @@ class Inside {
   bool before_;
 };
 
-inline constexpr const char* kOnRequest = "The job was cancelled before it began.";
-inline constexpr const char* kClosed = "The job was cancelled: its pool was closed.";
-inline constexpr const char* kDependency = "The job was cancelled, since a job that it comes after did not complete.";
+inline constexpr const char* kJobOnRequest = "The job was cancelled before it began.";
+inline constexpr const char* kJobOfClosedPool = "The job was cancelled: its pool was closed.";
+inline constexpr const char* kJobDependency =
+    "The job was cancelled, since a job that it comes after did not complete.";
+
+/// The end of a run.
+struct RunEnding {
+  plan::RunId run{};
+  std::exception_ptr error;  // that it has thrown
+  JobReport report;
+};
 
 /// Does what plan::PoolState decides: a source that gives each worker the run that was decided for its device, and
 /// tells jobs how they ended.
@@ -117,13 +125,7 @@ class PoolCore final : public WorkSource {
   [[nodiscard]] std::size_t kind_of(const std::string& name);
   [[nodiscard]] std::size_t need_of(std::vector<std::string> labels);
   void wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind);
-  /// The end of a run.
-  struct Ending {
-    plan::RunId run{};
-    std::exception_ptr error;  // that it has thrown
-    JobReport report;
-  };
-  void apply(plan::PoolDecisions decisions, After& after, const Ending& ending = {});
+  void apply(plan::PoolDecisions decisions, After& after, const RunEnding& ending = {});
   /// Ends what waits, and with `assigned` what no worker has begun, with `error`.
   void end_waiting(const std::exception_ptr& error, bool assigned, After& after);
   /// Takes a run back that no worker has begun.

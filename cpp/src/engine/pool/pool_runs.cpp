@@ -116,7 +116,7 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, double took,
       lost_ = error;
       end_waiting(error, true, after);
     } else if (cancelling_) {
-      end_waiting(std::make_exception_ptr(Cancelled(kClosed)), true, after);
+      end_waiting(std::make_exception_ptr(Cancelled(kJobOfClosedPool)), true, after);
     }
   }
   const Inside guard;
@@ -144,7 +144,7 @@ std::exception_ptr PoolCore::error_of(const plan::PoolEnd& end, const std::excep
       return std::make_exception_ptr(Expired("The job waited until it could no longer end by its deadline."));
     case JobOutcome::cancelled:
       return std::make_exception_ptr(
-          Cancelled(end.reason == PoolReason::dependency ? kDependency : "The job was cancelled before it began."));
+          Cancelled(end.reason == PoolReason::dependency ? kJobDependency : "The job was cancelled before it began."));
     case JobOutcome::failed:
       break;
   }
@@ -152,7 +152,7 @@ std::exception_ptr PoolCore::error_of(const plan::PoolEnd& end, const std::excep
   return std::make_exception_ptr(OutOfMemory("The job fits in the memory of no device that is left."));
 }
 
-void PoolCore::apply(plan::PoolDecisions decisions, After& after, const Ending& ending) {
+void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEnding& ending) {
   for (const plan::PoolEnd& end : decisions.ends) {
     const auto job = jobs_.find(end.job);
     Ended& one = after.ended.emplace_back();

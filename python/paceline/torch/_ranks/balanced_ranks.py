@@ -204,13 +204,13 @@ class BalancedRanks:
     def step(self) -> contextlib.AbstractContextManager[None]:
         """For the forward and the backward of one batch, once for each batch. Takes the time of this rank's own work.
 
-        At its end the ranks exchange their times. What comes between two steps, such as the optimizer, counts as fixed work of a rank.
+        At its end the rank tells its times, which all ranks know one step later. What comes between two steps, such as the optimizer, counts as fixed work of a rank.
 
         Raises
         ------
         InvalidArgument
             If there is no batch that it is for, inside of another step, and at its end if there was no `weigh` or not every loss of it had its
-            backward: DDP and FSDP make the other ranks wait for it. On all ranks, if they are not at the same batch.
+            backward: DDP and FSDP make the other ranks wait for it. On all ranks, one step later, if they are not at the same batch.
         """
         return _Step(self)
 
@@ -287,6 +287,7 @@ class BalancedRanks:
         """
         self._sampler.load_state_dict(state_dict)
         self._loop.taken.clear()
+        self._times.forget()
 
     def explain(self) -> str:
         """Text: on rank 0 what was measured, what was decided and why. On the others the shares and the last step."""

@@ -75,6 +75,7 @@ class Times:
     def _take(self, rows: list[Row]) -> None:
         for other, row in enumerate(rows):
             if row.batch != rows[0].batch:
+                self.forget()
                 raise InvalidArgument(
                     f"step: rank {other} is at another global batch than rank 0, or was dealt it in another way. All ranks take all batches of "
                     "batches(loader) in the same order, and load the same states."
@@ -86,6 +87,11 @@ class Times:
             self._timed.popleft()
         if rows[0].plan != self.dealt.followed:
             self._follow(int(max(drawn for (drawn,) in self._meeting.gather([self._sampler.drawn])())))
+
+    def forget(self) -> None:
+        """Leave out what was measured and not told: ranks go on somewhere else. What is on its way comes on all of them."""
+        self._part.clear()
+        self._timed.clear()
 
     def _follow(self, first: int) -> None:
         """Bring the shares that rank 0 has decided on to all ranks, for global batches from `first` on."""

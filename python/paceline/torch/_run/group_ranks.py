@@ -150,15 +150,17 @@ class GroupRanks(Ranks):
                 # A rank with less would get an item all the same, and take longer than planned.
                 options["minimum"] = sampler.least_units
             Balancer(names, **options)  # raises on every rank if it cannot be made
-            self._meet(Header(0, stop_requested(), self._code, batch=sampler.mark()))
-        with self._talking():
-            kinds = self._gather(torch.tensor([kind]))[:, 0].tolist()
-        with self.together("batch_sampler"):  # which tells all ranks if rank 0 cannot write its ledger
+            self._meet(Header(0, stop_requested(), self._code, batch=sampler.mark()), goes_on=True)
+            with self._talking():
+                kinds = self._gather(torch.tensor([kind]))[:, 0].tolist()
+            self._exchanged = self._alone = False  # all ranks hear if rank 0 cannot write its ledger
             classes = [f"kind {kinds.index(one) + 1}" for one in kinds]
             balancer = None if self.rank else Balancer(names, device_classes=classes, ledger=ledger, **options)
             dealt = RankShares(sampler, balancer)
-        with self._talking(), sampler.lock:
-            self._follow(dealt, 0)
+            self._meet(Header(0, stop_requested(), self._code), goes_on=True)
+            with self._talking(), sampler.lock:
+                self._follow(dealt, 0)
+            self._alone = False
         self.dealt = dealt
         return sampler
 
@@ -213,7 +215,7 @@ class GroupRanks(Ranks):
                 told = headers()
             return self._judged(header, told, None)
 
-        return Opening(weight, whole)
+        return Opening(weight, whole, work.wait)
 
     def _exchanged_headers(
         self, header: Header, error: BaseException | None, meanwhile: Callable[[], None]

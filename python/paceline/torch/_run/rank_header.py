@@ -58,3 +58,4 @@ class Opening(NamedTuple):
         [], float | None
     ]  # of the whole batch; None if they are not there yet, or do not agree. Waits for nothing
     whole: Callable[[], Whole]  # waits for them, and raises if they do not agree
+    wait: Callable[[], object]  # for them

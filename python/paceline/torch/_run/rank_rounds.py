@@ -54,7 +54,7 @@ class Rounds:
     In each round every rank sends one row, and gets the rows of all. A rank sends its last row when its devices have ended, or have failed. So
     all ranks send equally many rows in an attempt, whatever happens on one of them, and none is left for the next attempt.
 
-    Requires: all ranks `begin` an attempt, and have agreed on it before, and each one calls `end`.
+    Requires: all ranks `begin` an attempt, agree on it before their first row, and call `end`.
 
     Threads: `meet` is called by one worker at a time, and `end` on the caller's thread, where workers may be left behind.
 

@@ -31,6 +31,7 @@ class Buckets:
 
     def __init__(self) -> None:
         self.layout = Layout([], [])
+        self.mark = 0  # a checksum of their order
         self._order: list[int] = []
         self._found: list[int] = []  # the order that a backward has shown, in this process
         self._told = False
@@ -55,6 +56,7 @@ class Buckets:
         if replicas.generation != self._generation:
             self._generation, self.kept = replicas.generation, []
             self.layout = Layout(replicas.parameters, replicas.names, self._order, MOST_BYTES, FIRST_BYTES)
+            self.mark = zlib.crc32(repr(self._order).encode())
 
     def follow(self, replicas: Replicas, order: list[int]) -> None:
         """Lay the parameters out in the order that rank 0 has told."""
@@ -91,14 +93,14 @@ class Layouts:
         return zlib.crc32(bytes(one.requires_grad for one in replicas.parameters), self._checksum[1])
 
     def of(self, replicas: Replicas) -> tuple[int, Buckets]:
-        """The checksum of the parameters, and their buckets."""
+        """A checksum of the parameters and of the order of their buckets, and the buckets."""
         checksum = self.checksum(replicas)
         buckets = self._buckets.pop(checksum, None) or Buckets()
         if len(self._buckets) >= _MOST_LAYOUTS:
             del self._buckets[next(iter(self._buckets))]
         self._buckets[checksum] = buckets
         buckets.begin(replicas)
-        return checksum, buckets
+        return zlib.crc32(buckets.mark.to_bytes(4, "little"), checksum), buckets
 
 
 class RankSums:

@@ -6,7 +6,6 @@ import contextlib
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -62,7 +61,6 @@ class Ranks(Exchange):
         self._call = ""
         self._exchanged = True  # whether the ranks have exchanged headers in this call
         self._sums: RankSums | None = None  # of this call, from `open` to its second header
-        self._replicas: Any = None  # of this call
         self._weight: float | None = None  # of the last batch of all ranks
         self._alone = False  # whether an error of this rank would be news to the others, which go on
         self.agreed: tuple[torch.Tensor, Gradients] | None = None  # the objective and gradients that all ranks commit
@@ -152,24 +150,27 @@ class Ranks(Exchange):
         self._exchanged = self._alone = True
         opening = self._post(header._replace(opens=1))
         self._sums = sums = self._sums_of(header, self.divisor(objective), opening)
-        self._alone = False
         if self.rounds is not None and self.norms:
-            self._begin_rounds(sums, self.rounds)
+            self.rounds.begin()
+            sums.rounds = self.rounds
+        self._alone = False
+        if sums.rounds is not None:
+            self._begin_rounds(sums, opening)
         return sums
 
-    def _begin_rounds(self, sums: RankSums, rounds: Rounds) -> None:
+    def _begin_rounds(self, sums: RankSums, opening: Opening) -> None:
         """Begin an attempt in which ranks meet, together with all ranks."""
-        rounds.begin()
-        sums.rounds = rounds
         arrived = time.perf_counter()
-        whole = self._settle(sums, sums.opening_headers)
-        self._alone = False
+        with self._talking():
+            opening.wait()  # an interrupt meanwhile is no news to the others
+        whole = self._settle(sums, opening.whole)
+        if whole.idle:
+            self._sums, self._alone = None, False
+            raise without_items(self._call, whole.idle)
         # Devices sum gradients over all ranks in the middle of their backward, so all have to divide by the same.
         sums.divide_by(sums.header.total or whole.weight)
         self._began += time.perf_counter() - arrived
-        if whole.idle:
-            self._sums = None
-            raise without_items(self._call, whole.idle)
+        self._alone = False
 
     def _end_rounds(self, sums: RankSums, *, failed: bool) -> None:
         """The devices of this rank have ended. Raises if ranks have not met in the same norms, unless this one has `failed`."""

@@ -97,7 +97,8 @@ class Data:
         ...     trainer.step(loss_fn, batch)
         """
         with self._lifetime.between_steps("batch_sampler"):
-            ranks, meets = self._execution.ranks, self._execution.meets_ranks
+            ranks = self._execution.ranks
+            meets = ranks is not None and ranks.rounds is not None  # also if its modules are in evaluation mode now
             if ranks is not None and not isinstance(ranks, GroupRanks):
                 raise InvalidArgument(
                     "batch_sampler: it needs group=, since with reducer= ranks come and go. Deal the batch out to the ranks of each step yourself."
