@@ -182,7 +182,7 @@ class Future {
 
   [[nodiscard]] JobId id() const noexcept { return id_; }
   operator JobHandle() const { return {id_, result_, pool_}; }  // NOLINT(google-explicit-constructor)
-  /// @throws InvalidArgument on a worker, in a job or a step, unless the job has ended.
+  /// @throws InvalidArgument in a job, a step or a call of then(), unless the job has ended: it would keep a device.
   void wait() const {
     if (!result_->ended()) internal::check_may_wait(pool_);
     result_->wait();
@@ -199,10 +199,11 @@ class Future {
     wait();
     return result_->report();
   }
-  /// Cancels a job that waits. False: it runs, or has ended.
+  /// Cancels a job that no worker has begun, and what comes after it. False: it runs, or has ended.
   bool cancel() const;
-  /// Calls `call(future)` when the job ends: on the worker that ran it, or at once on this thread if it has ended. What
-  /// the call throws is dropped.
+  /// Calls `call(future)` once the job has ended: on the worker that ran it, on the thread that cancelled it, or at
+  /// once on this thread. What the call throws is dropped. It may submit. It must not wait for a pool: get() of a job
+  /// that has not ended throws InvalidArgument there.
   void then(std::function<void(const Future&)> call) const {
     result_->when_ended([self = *this, call = std::move(call)] { call(self); });
   }
@@ -213,22 +214,23 @@ class Future {
   JobId id_;
 };
 
-/// Requests of one type, answered in batches. Made by Pool::serve(). Requires: the pool outlives it.
+/// Requests of one type, answered in batches. Made by Pool::serve().
 template <class Request, class Answer>
 class Batcher {
  public:
-  Batcher(Pool& pool, std::string kind) : pool_(&pool), kind_(std::move(kind)) {}
-  /// @throws as Pool::submit()
+  Batcher(std::weak_ptr<internal::PoolCore> pool, std::string kind) : pool_(std::move(pool)), kind_(std::move(kind)) {}
+  /// @throws as Pool::submit(), also when the pool is gone
   Future<Answer> submit(Request request, JobOptions options = {}) const;
 
  private:
-  Pool* pool_;
+  std::weak_ptr<internal::PoolCore> pool_;
   std::string kind_;
 };
 
 /// Independent jobs on the devices of a group: each starts on the device and at the time that plan::PoolState decides
 /// from measured seconds. The pool's workers are those of the process, so steps of trainers on the same devices come
-/// between its jobs. A device that a job reports as lost (DeviceLost) is retired.
+/// between its jobs; pools on the same devices take turns. A device that a job reports as lost (DeviceLost) is retired:
+/// batches that ran there run elsewhere, other jobs fail, and so do those that no other device can run.
 ///
 ///   paceline::Pool pool(paceline::DeviceGroup::all(paceline::DeviceKind::host));
 ///   paceline::Future<double> f = pool.submit([](paceline::Job& job) { return score(job.device()); });
@@ -239,7 +241,8 @@ class PACELINE_API Pool {
  public:
   /// @throws Unavailable for a group with a GPU; InvalidArgument for options that are not valid.
   explicit Pool(DeviceGroup group, plan::PoolOptions options = {});
-  /// close(true)
+  /// close(true). In a job, a step or a call of then() it waits only for what runs on other workers, and in one of this
+  /// pool for nothing.
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -271,17 +274,19 @@ class PACELINE_API Pool {
       call(job, std::span<Request>(requests), std::span<Answer>(answers));
       for (std::size_t k = 0; k < calls.size(); ++k) static_cast<One*>(calls[k])->answer(std::move(answers[k]));
     });
-    return {*this, std::move(kind)};
+    return {core_, std::move(kind)};
   }
 
-  /// The device, by its name, starts nothing until it is restored. What runs there goes on.
+  /// The device, by its name, starts nothing until it is restored. What runs there goes on. What has not begun runs
+  /// elsewhere. restore() takes back a device that was lost, too.
   /// @throws InvalidArgument if the pool has no such device.
   void retire(const std::string& device);
   void restore(const std::string& device);
 
   /// Takes no more jobs, and waits until every job has ended and its calls of then() have returned. `cancel`: what does
   /// not run yet is cancelled, and no batch runs again.
-  /// @throws InvalidArgument on a worker.
+  /// @throws InvalidArgument in a job, a step or a call of then(). Timeout if work of others keeps a worker for ten
+  /// seconds after the last job.
   void close(bool cancel = false);
 
   /// Jobs that wait, and runs on devices.
@@ -297,10 +302,15 @@ class PACELINE_API Pool {
                         const JobOptions& options);
   /// Jobs of this kind run in batches.
   void add_batches(const std::string& kind, const BatchOptions& options, BatchCall call);
-  /// Cancels a job that waits. False: it runs, or has ended.
+  /// Cancels a job that no worker has begun, and what comes after it. False: it runs, or has ended.
   static bool cancel(const JobHandle& job);
 
  private:
+  template <class Request, class Answer>
+  friend class Batcher;
+  static JobHandle submit_to(const std::weak_ptr<internal::PoolCore>& pool, std::unique_ptr<internal::PoolCall> call,
+                             std::shared_ptr<const internal::JobState> state, const JobOptions& options);
+
   DeviceGroup group_;
   std::shared_ptr<internal::PoolCore> core_;
 };
@@ -315,7 +325,7 @@ Future<Answer> Batcher<Request, Answer>::submit(Request request, JobOptions opti
   auto result = std::make_shared<internal::JobResult<Answer>>();
   auto call = std::make_unique<internal::RequestCall<Request, Answer>>(std::move(request), result);
   options.kind = kind_;
-  const JobHandle job = pool_->submit_call(std::move(call), result, options);
+  const JobHandle job = Pool::submit_to(pool_, std::move(call), result, options);
   return {std::move(result), job.pool, job.id};
 }
 

@@ -46,11 +46,12 @@ void JobState::call_back() noexcept {
 }
 
 void JobState::wait() const {
-  while (!ended()) {
-    BlockingRegion region;
+  if (ended()) return;
+  BlockingRegion region;
+  for (;;) {
     {
       std::unique_lock lock(mutex_);
-      changed_.wait_for(lock, kBetweenLooksAtJob, [this] { return ended_; });
+      if (changed_.wait_for(lock, kBetweenLooksAtJob, [this] { return ended_; })) return;
     }
     region.poll();
   }
@@ -74,22 +75,33 @@ void JobState::when_ended(std::function<void()> call) {
 
 }  // namespace internal
 
-Pool::Pool(DeviceGroup group, plan::PoolOptions options)
-    : group_(group.share()), core_(std::make_shared<internal::PoolCore>(group_, std::move(options))) {
-  if (group_.asynchronous()) {
+namespace {
+
+DeviceGroup share_of(const DeviceGroup& group) {
+  if (group.asynchronous()) {
     throw Unavailable("Pool: the group has a GPU, on which pools do not run yet. Make it of host devices.");
   }
+  return group.share();
+}
+
+}  // namespace
+
+Pool::Pool(DeviceGroup group, plan::PoolOptions options)
+    : group_(share_of(group)), core_(std::make_shared<internal::PoolCore>(group_, std::move(options))) {
   // Work of a trainer's steps comes first, after each job.
   group_.open(core_, {.priority = -1});
 }
 
 Pool::~Pool() {
   try {
-    if (core_->forked()) return;
-    if (internal::on_a_worker()) {
-      core_->close(true);  // the worker cannot wait for itself
+    if (core_->forked()) {
+      // Kept for ever: its locks are as some thread of the parent left them, which destroying them could wait for.
+      (void)new std::shared_ptr<internal::PoolCore>(std::move(core_));
     } else {
-      close(true);
+      core_->close(true);
+      if (!internal::Inside::of(*core_)) group_.wait(*core_);  // what runs may use what is destroyed after the pool
+      // Elsewhere the workers let go of the pool later: one of them may be in a step that this thread is a part of.
+      if (!internal::Inside::any()) group_.close();
     }
   } catch (...) {  // nothing that a destructor could tell
   }
@@ -104,7 +116,13 @@ void Pool::close(bool cancel) {
   const auto core = core_;
   DeviceGroup group = group_;
   core->close(cancel);
-  group.wait(*core);
+  {
+    BlockingRegion region;
+    group.wait(*core, [&] {
+      region.poll();
+      return true;
+    });
+  }
   group.close();
 }
 
@@ -114,7 +132,13 @@ std::string Pool::explain() const { return core_->explain(); }
 
 JobHandle Pool::submit_call(std::unique_ptr<internal::PoolCall> call, std::shared_ptr<const internal::JobState> state,
                             const JobOptions& options) {
-  const auto core = core_;
+  return submit_to(core_, std::move(call), std::move(state), options);
+}
+
+JobHandle Pool::submit_to(const std::weak_ptr<internal::PoolCore>& pool, std::unique_ptr<internal::PoolCall> call,
+                          std::shared_ptr<const internal::JobState> state, const JobOptions& options) {
+  const auto core = pool.lock();
+  if (core == nullptr) throw Unavailable("submit: the pool is gone. Make a new one.");
   const JobId id = core->submit(std::move(call), options);
   return {id, std::move(state), core};
 }

@@ -17,21 +17,27 @@ namespace {
 constexpr std::chrono::milliseconds kBetweenLooksForRoom{50};
 constexpr std::int64_t kLargestBatch = 1 << 30;
 
-thread_local bool inside = false;
+thread_local const Inside* innermost_pool = nullptr;
 
 }  // namespace
 
-Inside::Inside() noexcept : before_(std::exchange(inside, true)) {}
-Inside::~Inside() { inside = before_; }
+Inside::Inside(const PoolCore& pool) noexcept : pool_(pool), outer_(std::exchange(innermost_pool, this)) {}
+Inside::~Inside() { innermost_pool = outer_; }
 
-bool on_a_worker() noexcept { return inside || Turn::of_this_thread() != nullptr; }
+bool Inside::any() noexcept { return innermost_pool != nullptr || Turn::of_this_thread() != nullptr; }
+
+bool Inside::of(const PoolCore& pool) noexcept {
+  const Inside* one = innermost_pool;
+  while (one != nullptr && &one->pool_ != &pool) one = one->outer_;
+  return one != nullptr;
+}
 
 void check_may_wait(const std::weak_ptr<PoolCore>& pool) {
-  if (on_a_worker()) {
+  if (Inside::any()) {
     throw InvalidArgument(
-        "wait: a job, a step or a call of then() waits for a pool, on a worker. It would keep its device meanwhile, "
-        "which the other may need. Use "
-        "JobOptions::after, or Future::then.");
+        "wait: a job, a step or a call of then() waits for a pool, and keeps a device or the end of a job that the "
+        "pool "
+        "may need to go on. Use JobOptions::after or Future::then.");
   }
   const auto core = pool.lock();
   if (core != nullptr && core->forked())
@@ -63,11 +69,9 @@ PoolCore::PoolCore(const DeviceGroup& group, plan::PoolOptions options)
 
 PoolCore::~PoolCore() {
   if (forked()) return;
-  // What no worker has come to: the group was closed underneath.
-  for (auto& [id, job] : jobs_) {
-    job.call->end({}, std::make_exception_ptr(Cancelled("The job was cancelled: its pool was closed.")));
-    job.call->call_back();
-  }
+  // What no worker will come to.
+  for (auto& [id, job] : jobs_) job.call->end({}, std::make_exception_ptr(Cancelled(kJobOfClosedPool)));
+  for (auto& [id, job] : jobs_) job.call->call_back();
 }
 
 bool PoolCore::forked() const noexcept { return getpid() != owner_; }
@@ -76,14 +80,7 @@ void PoolCore::check_process(const char* call) const {
   if (forked()) throw Unavailable(fmt::format("{}: the pool's workers are in another process, the parent.", call));
 }
 
-bool PoolCore::any_active() const {
-  for (std::size_t place = 0; place < devices_.size(); ++place) {
-    if (state_.active(place)) return true;
-  }
-  return false;
-}
-
-double PoolCore::seconds(Clock::time_point time) const { return std::chrono::duration<double>(time - begin_).count(); }
+double PoolCore::now() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
 
 std::size_t PoolCore::kind_of(const std::string& name) {
   const auto known = kinds_.find(name);
@@ -142,9 +139,9 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
                                         call->batched() ? "no kind that is served" : "a kind that is served"));
     }
     job.need = need_of(options.needs);
-    if (options.wait_for_room && !on_a_worker()) wait_for_room(lock, job.kind);
-    if (lost_) throw DeviceLost("submit: every device of the pool is lost. Make a new one, in a new process.");
+    if (options.wait_for_room && !Inside::any()) wait_for_room(lock, job.kind);
     if (closed_) throw Unavailable("submit: the pool is closed. Make a new one.");
+    if (lost_) throw DeviceLost("submit: every device of the pool is lost. Make a new one, in a new process.");
     bool failed = false;
     waits_for = nullptr;
     for (const JobHandle& other : options.after) {
@@ -162,7 +159,7 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
       one.error = std::make_exception_ptr(Cancelled(kJobDependency));
       ++ending_;
     } else {
-      plan::PoolDecisions decisions = state_.submit(seconds(Clock::now()), job, id);
+      plan::PoolDecisions decisions = state_.submit(now(), job, id);
       jobs_.emplace(id, Waiting{std::move(call)});
       apply(std::move(decisions), after);
     }
@@ -173,7 +170,7 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
 }
 
 void PoolCore::wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind) {
-  const auto may_go_on = [&] { return closed_ || state_.has_room(kind); };
+  const auto may_go_on = [&] { return closed_ || lost_ || state_.has_room(kind); };
   while (!may_go_on()) {
     lock.unlock();
     {
@@ -194,11 +191,12 @@ bool PoolCore::cancel(JobId id) {
   {
     const std::lock_guard lock(mutex_);
     const auto job = jobs_.find(id);
-    const auto run = job == jobs_.end() ? runs_.end() : runs_.find(job->second.run);
+    if (job == jobs_.end()) return false;
+    const auto run = runs_.find(job->second.run);
     if (run == runs_.end()) {
-      apply(state_.cancel(seconds(Clock::now()), id, cancelled), after);
-    } else if (!run->second.taken && run->second.jobs.size() == 1 && !kind_list_[run->second.kind].call) {
-      withdraw(run->first, std::make_exception_ptr(Cancelled(kJobOnRequest)), after);
+      apply(state_.cancel(now(), id, cancelled), after);
+    } else if (!run->second.taken) {
+      withdraw(run->first, id, after);
       cancelled = true;
     }
   }
@@ -206,35 +204,36 @@ bool PoolCore::cancel(JobId id) {
   return cancelled;
 }
 
-void PoolCore::withdraw(plan::RunId id, const std::exception_ptr& error, After& after) {
+void PoolCore::withdraw(plan::RunId id, std::optional<JobId> cancelled, After& after, const RunEnding& ending) {
   const auto found = runs_.find(id);
   for (const std::size_t place : found->second.devices) devices_[place].run.reset();
   for (const JobId job : found->second.jobs) jobs_.at(job).run = {};
   runs_.erase(found);
-  apply(state_.finish(seconds(Clock::now()), id, plan::RunResult::failed, 0.0), after,
-        {.run = id, .error = error, .report = {}});
+  apply(state_.withdraw(now(), id, cancelled), after, ending);
 }
 
-void PoolCore::end_waiting(const std::exception_ptr& error, bool assigned, After& after) {
-  const double now = seconds(Clock::now());
-  for (std::size_t place = 0; place < devices_.size(); ++place) {
-    apply(state_.retire(now, place), after, {.run = {}, .error = error, .report = {}});
+void PoolCore::vacate(std::size_t place, After& after, const RunEnding& ending) {
+  std::vector<plan::RunId> begun_by_nobody;
+  for (const auto& [id, run] : runs_) {
+    if (!run.taken && std::ranges::count(run.devices, place) > 0) begun_by_nobody.push_back(id);
   }
-  for (;;) {
-    std::vector<JobId> waiting;
-    std::vector<plan::RunId> begun_by_nobody;
-    for (const auto& [id, job] : jobs_) {
-      if (job.run == plan::RunId{}) waiting.push_back(id);
-    }
-    for (const auto& [id, run] : runs_) {
-      if (assigned && !run.taken) begun_by_nobody.push_back(id);
-    }
-    if (waiting.empty() && begun_by_nobody.empty()) return;
-    for (const JobId id : waiting) {
-      bool cancelled = false;
-      apply(state_.cancel(now, id, cancelled), after, {.run = {}, .error = error, .report = {}});
-    }
-    for (const plan::RunId id : begun_by_nobody) withdraw(id, error, after);  // a batch comes back in halves
+  for (const plan::RunId id : begun_by_nobody) withdraw(id, {}, after, ending);
+}
+
+void PoolCore::end_waiting(const std::exception_ptr& error, After& after) {
+  const RunEnding ending{.run = {}, .error = error, .report = {}};
+  for (std::size_t place = 0; place < devices_.size(); ++place) {
+    apply(state_.retire(now(), place), after, ending);
+    vacate(place, after, ending);
+  }
+  std::vector<JobId> waiting;
+  for (const auto& [id, job] : jobs_) {
+    if (job.run == plan::RunId{}) waiting.push_back(id);
+  }
+  std::ranges::sort(waiting);
+  for (const JobId id : waiting) {
+    bool cancelled = false;
+    apply(state_.cancel(now(), id, cancelled), after, ending);
   }
 }
 
@@ -248,8 +247,15 @@ void PoolCore::retire(const std::string& device, bool retired) {
   After after;
   {
     const std::lock_guard lock(mutex_);
-    const double now = seconds(Clock::now());
-    apply(retired ? state_.retire(now, place) : state_.restore(now, place), after);
+    if (retired) {
+      apply(state_.retire(now(), place), after);
+      vacate(place, after);
+    } else {
+      devices_[place].lost = false;
+      lost_ = nullptr;
+      apply(state_.restore(now(), place), after);
+      after.room = true;
+    }
   }
   follow(std::move(after));
 }
@@ -262,7 +268,7 @@ void PoolCore::close(bool cancel) noexcept {
     closed_ = true;
     if (cancel) {
       cancelling_ = true;
-      end_waiting(std::make_exception_ptr(Cancelled(kJobOfClosedPool)), true, after);
+      end_waiting(std::make_exception_ptr(Cancelled(kJobOfClosedPool)), after);
     }
   }
   room_.notify_all();
@@ -270,23 +276,26 @@ void PoolCore::close(bool cancel) noexcept {
 }
 
 std::int64_t PoolCore::waiting() const {
+  check_process("waiting");
   const std::lock_guard lock(mutex_);
   return state_.waiting();
 }
 
 std::int64_t PoolCore::running() const {
+  check_process("running");
   const std::lock_guard lock(mutex_);
   return state_.running();
 }
 
 std::string PoolCore::explain() const {
+  check_process("explain");
   const std::lock_guard lock(mutex_);
   std::string text;
   for (std::size_t place = 0; place < devices_.size(); ++place) {
     const Device& device = devices_[place];
     text += fmt::format("{}: {} jobs in {} runs, {:.3f} s", group_.devices()[place].name, device.jobs, device.runs,
                         device.seconds);
-    if (!state_.active(place)) text += "; retired";
+    if (!state_.active(place)) text += device.lost ? "; lost" : "; retired";
     if (device.declined) text += "; " + state_.describe(*device.declined);
     text += "\n";
   }

@@ -29,19 +29,24 @@
 
 namespace paceline::internal {
 
-/// Whether the calling thread runs a piece of work on a device, or the end of a job.
-[[nodiscard]] bool on_a_worker() noexcept;
+class PoolCore;
 
-/// While it lives, the calling worker runs a job or tells how jobs ended.
+/// While it lives, the calling thread runs a job of the pool or tells how its jobs ended.
 class Inside {
  public:
-  Inside() noexcept;
+  explicit Inside(const PoolCore& pool) noexcept;
   ~Inside();
   Inside(const Inside&) = delete;
   Inside& operator=(const Inside&) = delete;
 
+  /// Whether the calling thread runs a piece of work on a device, or tells how jobs of a pool ended.
+  [[nodiscard]] static bool any() noexcept;
+  /// Whether it does so for this pool.
+  [[nodiscard]] static bool of(const PoolCore& pool) noexcept;
+
  private:
-  bool before_;
+  const PoolCore& pool_;
+  const Inside* outer_;
 };
 
 inline constexpr const char* kJobOnRequest = "The job was cancelled before it began.";
@@ -49,10 +54,10 @@ inline constexpr const char* kJobOfClosedPool = "The job was cancelled: its pool
 inline constexpr const char* kJobDependency =
     "The job was cancelled, since a job that it comes after did not complete.";
 
-/// The end of a run.
+/// Why jobs end. With a run: its own jobs. Without: all that fail or are cancelled.
 struct RunEnding {
   plan::RunId run{};
-  std::exception_ptr error;  // that it has thrown
+  std::exception_ptr error;
   JobReport report;
 };
 
@@ -102,7 +107,8 @@ class PoolCore final : public WorkSource {
     bool taken = false;
   };
   struct Device {
-    std::optional<plan::RunId> run;
+    std::optional<plan::RunId> run;  // a gang's is that of its first device
+    bool lost = false;
     std::int64_t runs = 0;
     std::int64_t jobs = 0;
     double seconds = 0.0;
@@ -121,17 +127,20 @@ class PoolCore final : public WorkSource {
     bool room = false;
   };
 
-  [[nodiscard]] double seconds(Clock::time_point time) const;
+  [[nodiscard]] double now() const;  // of the pool's clock; under the mutex, so that times do not decrease
   [[nodiscard]] std::size_t kind_of(const std::string& name);
   [[nodiscard]] std::size_t need_of(std::vector<std::string> labels);
   void wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind);
   void apply(plan::PoolDecisions decisions, After& after, const RunEnding& ending = {});
-  /// Ends what waits, and with `assigned` what no worker has begun, with `error`.
-  void end_waiting(const std::exception_ptr& error, bool assigned, After& after);
-  /// Takes a run back that no worker has begun.
-  void withdraw(plan::RunId run, const std::exception_ptr& error, After& after);
+  /// Ends what no worker has begun, and starts nothing any more.
+  void end_waiting(const std::exception_ptr& error, After& after);
+  /// Takes a run back that no worker has begun. `cancelled`: one of its jobs, which ends.
+  void withdraw(plan::RunId run, std::optional<JobId> cancelled, After& after, const RunEnding& ending = {});
+  /// Takes back what no worker has begun on a device that starts nothing any more.
+  void vacate(std::size_t place, After& after, const RunEnding& ending = {});
+  /// A job has reported a device of its run as lost.
+  void lose(const Run& run, const std::exception_ptr& error, After& after);
   void check_process(const char* call) const;
-  [[nodiscard]] bool any_active() const;
   void follow(After after) noexcept;
   void finish(std::int64_t work, plan::RunResult result, double seconds, const std::exception_ptr& error) noexcept;
   [[nodiscard]] std::exception_ptr error_of(const plan::PoolEnd& end, const std::exception_ptr& thrown) const;
@@ -152,7 +161,7 @@ class PoolCore final : public WorkSource {
   std::size_t ending_ = 0;  // jobs that have ended and are being told
   bool closed_ = false;
   bool cancelling_ = false;  // whether nothing starts any more
-  std::exception_ptr lost_;  // of the last device, if all are lost
+  std::exception_ptr lost_;  // why the last device was lost, if all are
   std::atomic<bool> complete_{false};
 };
 

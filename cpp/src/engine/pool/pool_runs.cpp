@@ -17,14 +17,14 @@ constexpr double kLongestSleep = 1e6;  // seconds; clocks cannot count much long
 
 }  // namespace
 
-NextWork PoolCore::next(DeviceId device, Clock::time_point now) noexcept {
+NextWork PoolCore::next(DeviceId device, Clock::time_point) noexcept {
   After after;
   NextWork answer;
   {
     const std::lock_guard lock(mutex_);
     const std::size_t place = group_.place(device);
     const auto assigned = [&] { return devices_[place].run && !runs_.at(*devices_[place].run).taken; };
-    if (!assigned() && seconds(now) >= wake_seconds_) apply(state_.tick(seconds(now)), after);
+    if (const double time = now(); !assigned() && time >= wake_seconds_) apply(state_.tick(time), after);
     if (assigned()) {
       Run& run = runs_.at(*devices_[place].run);
       run.taken = true;
@@ -32,14 +32,13 @@ NextWork PoolCore::next(DeviceId device, Clock::time_point now) noexcept {
     } else if (complete()) {
       answer = NextWork::done();
     } else if (wake_seconds_ < kNever) {
-      const double wake = std::min(wake_seconds_, seconds(now) + kLongestSleep);
+      const double wake = std::min(wake_seconds_, now() + kLongestSleep);
       const auto until = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wake));
       answer = NextWork::wait(nullptr, begin_ + until + Clock::duration(1));
     } else {
       answer = NextWork::wait();
     }
   }
-  const Inside guard;
   follow(std::move(after));
   return answer;
 }
@@ -55,7 +54,7 @@ void PoolCore::perform(DeviceId, std::int64_t work, Turn&) {
   std::vector<const paceline::Device*> devices;
   for (const std::size_t place : run->devices) devices.push_back(&group_.devices()[place]);
   Job job(std::move(devices));
-  const Inside guard;
+  const Inside guard(*this);
   if (*batch) {
     (*batch)(job, run->calls);
   } else {
@@ -94,7 +93,6 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, double took,
     runs_.erase(found);
     const std::size_t first = run.devices.front();
     for (const std::size_t place : run.devices) devices_[place].run.reset();
-    const double now = seconds(Clock::now());
     const bool completed = result == plan::RunResult::completed;
     Device& device = devices_[first];
     ++device.runs;
@@ -104,23 +102,33 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, double took,
       RunTimes& times = kind_list_[run.kind].times[first];
       times.add(static_cast<std::int64_t>(run.jobs.size()), took);
       // The devices of the run are still taken, so this decides nothing about them.
-      apply(state_.measure(now, first, run.kind, times.model(), times.samples()), after);
+      apply(state_.measure(now(), first, run.kind, times.model(), times.samples()), after);
     }
-    if (result == plan::RunResult::device_lost) apply(state_.retire(now, first), after);
-    apply(state_.finish(now, id, result, took), after,
+    if (result == plan::RunResult::device_lost) lose(run, error, after);
+    apply(state_.finish(now(), id, result, took), after,
           {.run = id, .error = error, .report = {.device = group_.devices()[first].name, .seconds = took}});
     for (const JobId job : run.jobs) {  // those that run again
       if (const auto again = jobs_.find(job); again != jobs_.end() && again->second.run == id) again->second.run = {};
     }
-    if (result == plan::RunResult::device_lost && !any_active()) {
-      lost_ = error;
-      end_waiting(error, true, after);
-    } else if (cancelling_) {
-      end_waiting(std::make_exception_ptr(Cancelled(kJobOfClosedPool)), true, after);
+    if (cancelling_) end_waiting(std::make_exception_ptr(Cancelled(kJobOfClosedPool)), after);
+  }
+  follow(std::move(after));
+}
+
+void PoolCore::lose(const Run& run, const std::exception_ptr& error, After& after) {
+  std::size_t place = run.devices.front();
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& why) {
+    for (const std::size_t one : run.devices) {
+      if (group_.devices()[one].name == why.device()) place = one;
     }
   }
-  const Inside guard;
-  follow(std::move(after));
+  devices_[place].lost = true;
+  const RunEnding ending{.run = {}, .error = error, .report = {}};
+  apply(state_.lose(now(), place), after, ending);
+  vacate(place, after, ending);
+  if (std::ranges::all_of(devices_, &Device::lost)) lost_ = error;
 }
 
 std::exception_ptr PoolCore::error_of(const plan::PoolEnd& end, const std::exception_ptr& thrown) const {
@@ -136,19 +144,21 @@ std::exception_ptr PoolCore::error_of(const plan::PoolEnd& end, const std::excep
       }
       if (end.reason == PoolReason::no_device) {
         return std::make_exception_ptr(Rejected(
-            "The job was not taken: the pool has too few devices that satisfy its needs and have the memory."));
+            "The job was not taken: the pool has too few devices that satisfy its needs, have the memory and are not "
+            "lost."));
       }
       return std::make_exception_ptr(
           Rejected("The job was not taken: by the measured times it cannot end by its deadline."));
     case JobOutcome::expired:
       return std::make_exception_ptr(Expired("The job waited until it could no longer end by its deadline."));
     case JobOutcome::cancelled:
-      return std::make_exception_ptr(
-          Cancelled(end.reason == PoolReason::dependency ? kJobDependency : "The job was cancelled before it began."));
+      return std::make_exception_ptr(Cancelled(end.reason == PoolReason::dependency ? kJobDependency : kJobOnRequest));
     case JobOutcome::failed:
       break;
   }
   if (thrown) return thrown;
+  if (end.reason == PoolReason::device_lost)
+    return std::make_exception_ptr(DeviceLost("The devices that could run the job are lost."));
   return std::make_exception_ptr(OutOfMemory("The job fits in the memory of no device that is left."));
 }
 
@@ -157,9 +167,9 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
     const auto job = jobs_.find(end.job);
     Ended& one = after.ended.emplace_back();
     const bool of_run = ending.run != plan::RunId{} && job->second.run == ending.run;
+    const bool of_all = ending.run == plan::RunId{} && ending.error && end.outcome != plan::JobOutcome::expired;
     if (of_run) one.report = ending.report;
-    const bool on_request = end.outcome == plan::JobOutcome::cancelled;
-    one.error = error_of(end, of_run || on_request || ending.report.device.empty() ? ending.error : nullptr);
+    one.error = of_all ? ending.error : error_of(end, of_run ? ending.error : nullptr);
     one.call = std::move(job->second.call);
     jobs_.erase(job);
     ++ending_;
@@ -190,10 +200,13 @@ void PoolCore::follow(After after) noexcept {
   } else {
     for (const std::size_t place : after.wake) wake(group_.ids()[place]);
   }
-  for (const Ended& one : after.ended) one.call->end(one.report, one.error);
-  for (const Ended& one : after.ended) one.call->call_back();
   const std::size_t told = after.ended.size();
-  after.ended.clear();  // what jobs have captured, too
+  if (told > 0) {
+    const Inside guard(*this);  // complete() waits for what is called here
+    for (const Ended& one : after.ended) one.call->end(one.report, one.error);
+    for (const Ended& one : after.ended) one.call->call_back();
+    after.ended.clear();  // what jobs have captured, too
+  }
   bool complete = false;
   {
     const std::lock_guard lock(mutex_);
