@@ -306,18 +306,21 @@ TEST(PoolWorkers, AFailedBatchRunsNoMoreOnceCloseHasCancelled) {
 
 TEST(PoolWorkers, AGroupThatIsClosedUnderneathCancelsWhatWaits) {
   Gate gate;
+  std::atomic<bool> begun = false;
   DeviceGroup group = host_group(1);
   Pool pool(group);
   const auto runs = pool.submit([&](Job&) {
+    begun = true;
     gate.pass();
     return 1;
   });
-  while (pool.submit([](Job&) {}).cancel() && pool.waiting() > 0) std::this_thread::yield();
+  while (!begun) std::this_thread::yield();
   const auto waits = pool.submit([](Job&) {});
   std::thread closes([&] { group.close(); });
   EXPECT_THROW(waits.get(), Cancelled);
   gate.open();
   closes.join();
+  EXPECT_EQ(runs.get(), 1);
   EXPECT_THROW((void)pool.submit([](Job&) {}), Unavailable);
 }
 
