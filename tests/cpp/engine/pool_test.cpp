@@ -233,6 +233,8 @@ TEST(Pool, RetiredDevicesStartNothing) {
 }
 
 TEST(Pool, CloseFinishesOrCancelsWhatWaits) {
+  Gate gate;
+  std::atomic<bool> begun = false;
   std::atomic<int> ran = 0;
   const auto job = [&](Job&) {
     std::this_thread::sleep_for(milliseconds(2));
@@ -244,19 +246,19 @@ TEST(Pool, CloseFinishesOrCancelsWhatWaits) {
   EXPECT_EQ(ran, 5);
   EXPECT_THROW((void)finishes.submit(job), Unavailable);
   Pool cancels(host_group(1));
+  const auto runs = cancels.submit([&](Job&) {
+    begun = true;
+    gate.pass();
+  });
+  while (!begun) std::this_thread::yield();
   std::vector<Future<void>> all;
   for (int k = 0; k < 5; ++k) all.push_back(cancels.submit(job));
-  cancels.close(true);
-  int cancelled = 0;
-  for (const auto& one : all) {
-    try {
-      one.get();
-    } catch (const Cancelled&) {
-      ++cancelled;
-    }
-  }
-  EXPECT_GE(cancelled, 3);
-  EXPECT_EQ(ran + cancelled, 10);
+  std::thread closes([&] { cancels.close(true); });
+  for (const auto& one : all) EXPECT_THROW(one.get(), Cancelled);
+  gate.open();
+  closes.join();
+  runs.get();
+  EXPECT_EQ(ran, 5);
 }
 
 TEST(Pool, AServedKindTakesRequestsOnly) {

@@ -350,6 +350,21 @@ TEST(PoolWorkers, TwoPoolsOnOneGroupTakeTurns) {
   EXPECT_LE(before, 1);
 }
 
+TEST(PoolWorkers, APoolEndsWhileAWorkerHasOtherWork) {
+  const auto here = [](const Device&) { return std::this_thread::get_id(); };
+  DeviceGroup group = host_group(1);
+  const std::thread::id worker = group.async(here).get();
+  Held held(group);
+  {
+    Pool pool(group);
+    const auto cancelled = pool.submit([](Job&) {});
+    pool.close(true);
+    EXPECT_THROW(cancelled.get(), Cancelled);
+  }
+  held.release();
+  EXPECT_EQ(group.async(here).get(), worker) << "it was left behind";
+}
+
 TEST(PoolWorkers, APoolThatEndsInAStepWaitsForWhatRunsElsewhere) {
   DeviceGroup both = host_group(2);
   DeviceGroup first(std::vector<Device>{both.devices()[0]});

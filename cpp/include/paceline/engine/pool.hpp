@@ -285,8 +285,7 @@ class PACELINE_API Pool {
 
   /// Takes no more jobs, and waits until every job has ended and its calls of then() have returned. `cancel`: what does
   /// not run yet is cancelled, and no batch runs again.
-  /// @throws InvalidArgument in a job, a step or a call of then(). Timeout if work of others keeps a worker for ten
-  /// seconds after the last job.
+  /// @throws InvalidArgument in a job, a step or a call of then()
   void close(bool cancel = false);
 
   /// Jobs that wait, and runs on devices.

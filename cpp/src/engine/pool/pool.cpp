@@ -84,6 +84,12 @@ DeviceGroup share_of(const DeviceGroup& group) {
   return group.share();
 }
 
+/// Ends the group, which would leave a worker behind that has other work for longer than ten seconds. Such a worker
+/// lets go of the pool later, and the last one ends the group.
+void leave(DeviceGroup& group, internal::PoolCore& core) {
+  if (!group.closed() && core.let_go()) group.close();
+}
+
 }  // namespace
 
 Pool::Pool(DeviceGroup group, plan::PoolOptions options)
@@ -100,8 +106,7 @@ Pool::~Pool() {
     } else {
       core_->close(true);
       if (!internal::Inside::of(*core_)) group_.wait(*core_);  // what runs may use what is destroyed after the pool
-      // Elsewhere the workers let go of the pool later: one of them may be in a step that this thread is a part of.
-      if (!internal::Inside::any()) group_.close();
+      if (!internal::Inside::any()) leave(group_, *core_);
     }
   } catch (...) {  // nothing that a destructor could tell
   }
@@ -123,7 +128,7 @@ void Pool::close(bool cancel) {
       return true;
     });
   }
-  group.close();
+  leave(group, *core);
 }
 
 std::int64_t Pool::waiting() const { return core_->waiting(); }

@@ -15,6 +15,7 @@ namespace paceline::internal {
 namespace {
 
 constexpr std::chrono::milliseconds kBetweenLooksForRoom{50};
+constexpr std::chrono::milliseconds kLetGo{200};  // a thousand times what an idle worker needs
 constexpr std::int64_t kLargestBatch = 1 << 30;
 
 thread_local const Inside* innermost_pool = nullptr;
@@ -273,6 +274,12 @@ void PoolCore::close(bool cancel) noexcept {
   }
   room_.notify_all();
   follow(std::move(after));
+}
+
+bool PoolCore::let_go() {
+  const BlockingRegion region;
+  std::unique_lock lock(mutex_);
+  return room_.wait_for(lock, kLetGo, [this] { return let_go_ >= devices_.size(); });
 }
 
 std::int64_t PoolCore::waiting() const {

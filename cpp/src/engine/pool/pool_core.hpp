@@ -79,6 +79,9 @@ class PoolCore final : public WorkSource {
   void retire(const std::string& device, bool retired);
   /// Takes no more jobs. `cancel`: ends those that wait.
   void close(bool cancel) noexcept;
+  /// Once complete: whether every worker has let go of it, within a moment. One that is busy with work of others has
+  /// not.
+  [[nodiscard]] bool let_go();
   [[nodiscard]] std::int64_t waiting() const;
   [[nodiscard]] std::int64_t running() const;
   [[nodiscard]] std::string explain() const;
@@ -149,7 +152,7 @@ class PoolCore final : public WorkSource {
   const pid_t owner_ = getpid();
   const Clock::time_point begin_ = Clock::now();
   mutable std::mutex mutex_;
-  std::condition_variable room_;
+  std::condition_variable room_;  // a queue has room, or a worker has let go
   plan::PoolState state_;
   std::map<std::string, std::size_t> kinds_;
   std::map<std::vector<std::string>, std::size_t> needs_;
@@ -159,6 +162,7 @@ class PoolCore final : public WorkSource {
   std::vector<Device> devices_;
   double wake_seconds_ = std::numeric_limits<double>::infinity();
   std::size_t ending_ = 0;  // jobs that have ended and are being told
+  std::size_t let_go_ = 0;  // workers
   bool closed_ = false;
   bool cancelling_ = false;  // whether nothing starts any more
   std::exception_ptr lost_;  // why the last device was lost, if all are

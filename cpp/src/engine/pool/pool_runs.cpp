@@ -31,6 +31,8 @@ NextWork PoolCore::next(DeviceId device, Clock::time_point) noexcept {
       answer = NextWork::take(static_cast<std::int64_t>(*devices_[place].run));
     } else if (complete()) {
       answer = NextWork::done();
+      ++let_go_;
+      room_.notify_all();
     } else if (wake_seconds_ < kNever) {
       const double wake = std::min(wake_seconds_, now() + kLongestSleep);
       const auto until = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wake));
