@@ -149,6 +149,7 @@ TEST(PoolWorkers, CallsOfThenMaySubmitAfterJobsThatEndedWithTheirOwn) {
 }
 
 TEST(PoolWorkers, CloseWaitsForCallsOfThenAndForWhatJobsHold) {
+  std::atomic<bool> telling = false;
   std::atomic<bool> told = false;
   std::atomic<bool> freed = false;
   Gate gate;
@@ -159,10 +160,12 @@ TEST(PoolWorkers, CloseWaitsForCallsOfThenAndForWhatJobsHold) {
   });
   const auto job = pool.submit([&gate, held = std::move(guard)](Job&) { gate.pass(); });
   job.then([&](const Future<void>&) {
-    std::this_thread::sleep_for(milliseconds(20));
+    telling = true;
+    std::this_thread::sleep_for(milliseconds(300));
     told = true;
   });
   gate.open();
+  while (!telling) std::this_thread::yield();
   pool.close();
   EXPECT_TRUE(told);
   EXPECT_TRUE(freed);
@@ -354,13 +357,13 @@ TEST(PoolWorkers, APoolEndsWhileAWorkerHasOtherWork) {
   const auto here = [](const Device&) { return std::this_thread::get_id(); };
   DeviceGroup group = host_group(1);
   const std::thread::id worker = group.async(here).get();
+  auto pool = std::make_unique<Pool>(group);
+  pool->submit([](Job&) {}).get();  // the worker has begun with the pool
   Held held(group);
-  {
-    Pool pool(group);
-    const auto cancelled = pool.submit([](Job&) {});
-    pool.close(true);
-    EXPECT_THROW(cancelled.get(), Cancelled);
-  }
+  const auto cancelled = pool->submit([](Job&) {});
+  pool->close(true);
+  EXPECT_THROW(cancelled.get(), Cancelled);
+  pool.reset();
   held.release();
   EXPECT_EQ(group.async(here).get(), worker) << "it was left behind";
 }

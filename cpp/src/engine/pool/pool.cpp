@@ -100,14 +100,10 @@ Pool::Pool(DeviceGroup group, plan::PoolOptions options)
 
 Pool::~Pool() {
   try {
-    if (core_->forked()) {
-      // Kept for ever: its locks are as some thread of the parent left them, which destroying them could wait for.
-      (void)new std::shared_ptr<internal::PoolCore>(std::move(core_));
-    } else {
-      core_->close(true);
-      if (!internal::Inside::of(*core_)) group_.wait(*core_);  // what runs may use what is destroyed after the pool
-      if (!internal::Inside::any()) leave(group_, *core_);
-    }
+    if (core_->forked()) return;
+    core_->close(true);
+    if (!internal::Inside::of(*core_)) group_.wait(*core_);  // what runs may use what is destroyed after the pool
+    if (!internal::Inside::any()) leave(group_, *core_);
   } catch (...) {  // nothing that a destructor could tell
   }
 }
