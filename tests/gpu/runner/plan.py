@@ -64,14 +64,14 @@ def build(setting: Setting) -> Stage:
     ]
     options = ["--", "-t", "query"] if setting.rehearsal else ["--parallel", str(len(os.sched_getaffinity(0)))]
     script = '"${@:3}" && cmake --build "$1" --target _core $2'
-    return Stage("build", ["bash", "-c", script, "build", str(folder), " ".join(options), *configure], 75)
+    return Stage("build", ["bash", "-c", script, "build", str(folder), " ".join(options), *configure], 65)
 
 
 def programs(setting: Setting) -> Stage:
     """The rest of the build. One file that does not compile costs neither the other programs nor what runs in Python."""
     command = ["cmake", "--build", str(setting.build), "--", "-k", "0"]
     why_not = f"they are those of {setting.build}" if setting.rehearsal or setting.given else ""
-    return Stage("programs", command, 15, ("build",), why_not)
+    return Stage("programs", command, 19, ("build",), why_not)
 
 
 def python_environment(setting: Setting) -> dict[str, str]:
@@ -130,13 +130,14 @@ def after_build(setting: Setting) -> list[Stage]:
         program(setting, "sum_bandwidth", "tests/gpu/gpu_sum_bandwidth", 3, json_result=True),
         program(setting, "digits_cuda", "examples/cpp/digits_cuda", 3, ["cuda:0"] if gpu else []),
         script("measure", GPU_TESTS / "measure.py", *setting.on_host, limit=25),
-        race("race_gpu", *(["--parts", "d"] if setting.rehearsal else []), limit=120),
+        script("before_forward", GPU_TESTS / "before_forward.py", *setting.on_host, limit=8),
+        race("race_gpu", *(["--parts", "d"] if setting.rehearsal else []), limit=112),
         paceline("verify", "verify", "--json", "--seconds", "1" if setting.rehearsal else "5", *verified, limit=20),
         race("launch_scaling", limit=18),
-        pytest("python_exactness", EXACTNESS, 32, side_by_side=True, rehearsed="not float64"),
+        pytest("python_exactness", EXACTNESS, 26, side_by_side=True, rehearsed="not float64"),
         Stage("torch_names", [*run_tests, *names], 14, ("build",), environment=python),
-        pytest("python_alone", ALONE, 45, rehearsed="not (forward or backward or 1003)"),
-        pytest("python_parts", PARTS, 28),
+        pytest("python_alone", ALONE, 60, rehearsed="not (forward or backward or 1003)"),
+        pytest("python_parts", PARTS, 24),
         script("digits", digits, "--partition", "0.75,0.25", limit=16, json=False, why_not=why_no_digits),
         *sanitizer.stages(folder, gpu=gpu),
         pytest("python_children", CHILDREN, 48, side_by_side=True, rehearsed="compile or closed"),
