@@ -4,7 +4,17 @@
 the simulator. Importing this package loads neither PyTorch nor NumPy and starts no thread.
 """
 
-from paceline._core import Cancelled, DeviceLost, Error, InvalidArgument, OutOfMemory, Timeout, Unavailable
+from paceline._core import (
+    Cancelled,
+    DeviceLost,
+    Error,
+    Expired,
+    InvalidArgument,
+    OutOfMemory,
+    Rejected,
+    Timeout,
+    Unavailable,
+)
 from paceline._core.runtime import Device, DeviceGroup, devices, find_device
 
 TYPE_CHECKING = False  # as in typing, whose import would take a third of this one's time
@@ -22,8 +32,10 @@ __all__ = [
     "DeviceGroup",
     "DeviceLost",
     "Error",
+    "Expired",
     "InvalidArgument",
     "OutOfMemory",
+    "Rejected",
     "StopRequest",
     "Timeout",
     "Unavailable",

@@ -36,6 +36,8 @@ void bind_engine(pybind11::module_& module);
 void bind_queues(pybind11::module_& module);
 // Pipelines; called by bind_engine.
 void bind_pipeline(pybind11::module_& module);
+// Independent jobs; called by bind_engine.
+void bind_pool(pybind11::module_& module);
 // What plans and keeps note of the steps of pipelines; called by bind_engine.
 void bind_stage_planner(pybind11::module_& module);
 /// Parses "auto", "gpipe" or "1f1b". @throws InvalidArgument for others.

@@ -162,6 +162,7 @@ void bind_engine(py::module_& module) {
 
   bind_queues(module);
   bind_pipeline(module);
+  bind_pool(module);
   bind_stage_planner(module);
 
   py::class_<BatchPlan, std::shared_ptr<BatchPlan>>(

@@ -57,6 +57,9 @@ void bind_errors(py::module_& module) {
   bind_error<Timeout>(module, "Timeout", "A deadline passed.", PyExc_TimeoutError);
   bind_error<Cancelled>(module, "Cancelled", "Given up because something else failed or the group is closing.",
                         PyExc_RuntimeError);
+  bind_error<Rejected>(module, "Rejected", "A job that a pool did not take.", PyExc_RuntimeError);
+  bind_error<Expired>(module, "Expired", "A job that waited until it could no longer end by its deadline.",
+                      PyExc_TimeoutError);
   bind_error<OutOfMemory>(module, "OutOfMemory", "No memory left for what was asked.", PyExc_MemoryError);
   bind_error<DeviceLost>(module, "DeviceLost",
                          "A device that only a new process can use again: save what you need and start anew.",

@@ -64,13 +64,14 @@ class PACELINE_API Cancelled : public Error {
 };
 
 /// A job that a pool did not take: its queue is full, no device can run it, or it could not end by its deadline.
+/// RuntimeError in Python.
 class PACELINE_API Rejected : public Error {
  public:
   using Error::Error;
   ~Rejected() override;
 };
 
-/// A job that waited until it could no longer end by its deadline.
+/// A job that waited until it could no longer end by its deadline. TimeoutError in Python.
 class PACELINE_API Expired : public Timeout {
  public:
   using Timeout::Timeout;

@@ -132,6 +132,7 @@ bool Worker::ask() {
     const NextWork next = one->source->next(one->device, Clock::now());
     if (next.kind == NextWork::Kind::take) {
       perform(*one, next.work);
+      give_turn(one);
       return true;
     }
     if (next.kind == NextWork::Kind::done) {
@@ -146,6 +147,17 @@ bool Worker::ask() {
     ++one;
   }
   return false;
+}
+
+/// Those of its priority come before it now. A gang keeps its place, since its other devices wait for this one. So does
+/// a source that is complete: whoever closes its group waits until this worker lets go of it.
+void Worker::give_turn(std::list<Open>::iterator one) {
+  const auto next = std::next(one);
+  const auto end =
+      std::find_if(next, open_.end(), [&](const Open& other) { return other.gang || other.priority != one->priority; });
+  if (one->gang || next == end || one->source->complete()) return;
+  const std::lock_guard lock(mutex_);
+  open_.splice(end, open_, one);
 }
 
 /// Each claim rounds, and flushes small numbers, like the thread that has opened its source. What a claim of another

@@ -59,9 +59,9 @@ class Worker : public std::enable_shared_from_this<Worker> {
   /// @throws std::system_error if the thread cannot be started.
   void start();
   /// Adds sources to ask. Those that are gangs are asked one after the other, in the order in which they come here. The
-  /// others are asked beside them by priority, and the older one first at equal priority. They come in a list, because
-  /// a list's element can move to another list without memory, so nothing fails here or on the thread. `callers_core`
-  /// is the core that the caller runs on.
+  /// others are asked beside them by priority, and in turn at equal priority. They come in a list, because an element
+  /// can move to another list without memory, so nothing fails here or on the thread. `callers_core` is the core that
+  /// the caller runs on.
   void open(std::list<Open> sources, int callers_core) noexcept;
   /// Whether it has begun a source of that group and not let go of it.
   [[nodiscard]] bool inside(std::uint64_t group) noexcept;
@@ -98,6 +98,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   /// Asks the sources once, from the highest priority. False if all of them wait.
   bool ask();
   void perform(const Open& open, std::int64_t number);
+  void give_turn(std::list<Open>::iterator one);
   [[nodiscard]] std::list<Open>::iterator let_go(std::list<Open>::iterator one);
   /// True if it was stopped and nothing is left to come.
   [[nodiscard]] bool take_arrivals();

@@ -1,4 +1,4 @@
-"""PyTorch on all devices of one machine: `DataParallel`, also in place of `torch.nn.DataParallel`, `Pipeline` for modules larger than a device; for those who stay on DDP or FSDP, `BalancedRanks` and `BalancedBatchSampler`.
+"""PyTorch on all devices of one machine: `DataParallel`, also in place of `torch.nn.DataParallel`, `Pipeline` for modules larger than a device, `Pool` for independent jobs; for those who stay on DDP or FSDP, `BalancedRanks` and `BalancedBatchSampler`.
 
 Needs PyTorch, which this package does not install by itself: ``pip install "paceline[torch]"``.
 """
@@ -19,6 +19,9 @@ from paceline.torch._devices.whole_gpu_kernels import WholeGpuKernelsWarning
 from paceline.torch._pipeline.layout import Candidate, Layout, layout
 from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._pipeline.replicas_execution import PipelineReplicas
+from paceline.torch._pool.batcher import Batcher
+from paceline.torch._pool.job import PoolFuture
+from paceline.torch._pool.pool import Pool
 from paceline.torch._ranks.balanced_ranks import BalancedRanks
 from paceline.torch._run.reducer import Reducer
 from paceline.torch._save.background import PendingSave
@@ -34,6 +37,7 @@ __all__ = [
     "BalancedBatchSampler",
     "BalancedRanks",
     "BatchSizeSearch",
+    "Batcher",
     "Candidate",
     "Cause",
     "CheckReport",
@@ -45,6 +49,8 @@ __all__ = [
     "PendingSave",
     "Pipeline",
     "PipelineReplicas",
+    "Pool",
+    "PoolFuture",
     "ProofWarning",
     "Reducer",
     "ReplicaReport",

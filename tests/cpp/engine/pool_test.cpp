@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <future>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <set>
@@ -19,24 +20,13 @@
 
 #include <paceline/error.hpp>
 
+#include "gate.hpp"
 #include "host_group.hpp"
 
 namespace paceline {
 namespace {
 
 using std::chrono::milliseconds;
-
-/// Holds jobs back until it is opened. It is declared before the pool, whose jobs may still be on their way out of
-/// pass().
-class Gate {
- public:
-  void open() { promise_.set_value(); }
-  void pass() const { future_.wait(); }
-
- private:
-  std::promise<void> promise_;
-  std::shared_future<void> future_ = promise_.get_future().share();
-};
 
 TEST(Pool, RunsAJobAndSaysWhere) {
   Pool pool(host_group(2));
@@ -88,9 +78,13 @@ TEST(Pool, JobsStartByTheirKeys) {
 
 TEST(Pool, AJobMayBeCancelledUntilItRuns) {
   Gate gate;
+  std::atomic<bool> runs = false;
   Pool pool(host_group(1));
-  const auto first = pool.submit([&](Job&) { gate.pass(); });
-  while (pool.running() == 0) std::this_thread::yield();
+  const auto first = pool.submit([&](Job&) {
+    runs = true;
+    gate.pass();
+  });
+  while (!runs) std::this_thread::yield();  // a run that no worker has begun could be cancelled
   const auto second = pool.submit([](Job&) {});
   const auto third = pool.submit([](Job&) {}, {.after = {second}});
   EXPECT_FALSE(first.cancel());
@@ -240,6 +234,8 @@ TEST(Pool, RetiredDevicesStartNothing) {
 }
 
 TEST(Pool, CloseFinishesOrCancelsWhatWaits) {
+  Gate gate;
+  std::atomic<bool> begun = false;
   std::atomic<int> ran = 0;
   const auto job = [&](Job&) {
     std::this_thread::sleep_for(milliseconds(2));
@@ -251,19 +247,19 @@ TEST(Pool, CloseFinishesOrCancelsWhatWaits) {
   EXPECT_EQ(ran, 5);
   EXPECT_THROW((void)finishes.submit(job), Unavailable);
   Pool cancels(host_group(1));
+  const auto runs = cancels.submit([&](Job&) {
+    begun = true;
+    gate.pass();
+  });
+  while (!begun) std::this_thread::yield();
   std::vector<Future<void>> all;
   for (int k = 0; k < 5; ++k) all.push_back(cancels.submit(job));
-  cancels.close(true);
-  int cancelled = 0;
-  for (const auto& one : all) {
-    try {
-      one.get();
-    } catch (const Cancelled&) {
-      ++cancelled;
-    }
-  }
-  EXPECT_GE(cancelled, 3);
-  EXPECT_EQ(ran + cancelled, 10);
+  std::thread closes([&] { cancels.close(true); });
+  for (const auto& one : all) EXPECT_THROW(one.get(), Cancelled);
+  gate.open();
+  closes.join();
+  runs.get();
+  EXPECT_EQ(ran, 5);
 }
 
 TEST(Pool, AServedKindTakesRequestsOnly) {
@@ -277,6 +273,14 @@ TEST(Pool, AServedKindTakesRequestsOnly) {
     one.get();  // throws, and nobody hears of it
   });
   called.get_future().wait();
+}
+
+TEST(Pool, ABatcherWhosePoolIsGoneRefuses) {
+  auto pool = std::make_unique<Pool>(host_group(1));
+  const auto batch = pool->serve<int, int>([](Job&, std::span<int> in, std::span<int> out) { out[0] = in[0]; });
+  EXPECT_EQ(batch.submit(1).get(), 1);
+  pool.reset();
+  EXPECT_THROW((void)batch.submit(1), Unavailable);
 }
 
 TEST(Pool, AnIdleDeviceTellsTheTimeWhileTheFirstOneIsBusy) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <paceline/error.hpp>
@@ -89,6 +90,72 @@ TEST(PoolJobs, RunsIdempotentJobsOfALostDeviceElsewhere) {
   const PoolDecisions& decisions = box.finish(1.0, start, RunResult::device_lost);
   ASSERT_EQ(devices_of(decisions), (Devices{1}));
   EXPECT_EQ(decisions.starts[0].jobs, (Jobs{job}));
+}
+
+TEST(PoolJobs, FailsWhatOnlyALostDeviceCouldRun) {
+  Box box({1.0, 1.0});
+  const std::size_t first = box.pool.add_need({.labels = {"d0"}});
+  const JobId running = box.submit(0.0, {.need = first});
+  const PoolStart start = box.last.starts.at(0);
+  const JobId waits = box.submit(0.0, {.need = first});
+  const JobId held = box.submit(0.0, {.need = first, .not_before_seconds = 9.0});
+  const JobId after = box.submit(0.0, {.after = {held}});
+  const JobId gang = box.submit(0.0, {.gang = 2});
+  const JobId other = box.submit(0.0, {.after = {running}});
+  const PoolDecisions lost = box.pool.lose(1.0, 0);
+  std::vector<std::pair<JobId, PoolReason>> ends;
+  for (const PoolEnd& end : lost.ends) ends.emplace_back(end.job, end.reason);
+  EXPECT_EQ(ends, (std::vector<std::pair<JobId, PoolReason>>{{waits, PoolReason::device_lost},
+                                                             {held, PoolReason::device_lost},
+                                                             {after, PoolReason::dependency},
+                                                             {gang, PoolReason::device_lost}}));
+  EXPECT_EQ(box.finish(1.0, start, RunResult::device_lost).ends.at(0).reason, PoolReason::device_lost);
+  EXPECT_EQ(box.last.ends.at(1).job, other);
+  box.submit(2.0, {.need = first});
+  EXPECT_EQ(box.last.ends.at(0).reason, PoolReason::no_device);
+  (void)box.pool.restore(3.0, 0);
+  box.submit(3.0, {.need = first});
+  EXPECT_EQ(devices_of(box.last), (Devices{0}));
+}
+
+TEST(PoolJobs, WaitsForADeviceThatIsOnlyRetired) {
+  Box box({1.0});
+  (void)box.pool.retire(0.0, 0);
+  box.submit(0.0);
+  EXPECT_TRUE(box.last.ends.empty());
+  EXPECT_EQ(devices_of(box.pool.restore(1.0, 0)), (Devices{0}));
+}
+
+TEST(PoolJobs, TakesARunBackThatHasNotBegun) {
+  Box box({1.0, 1.0}, {}, {.name = "work", .sizes = {1, 2, 4}, .idempotent = true});
+  (void)box.pool.retire(0.0, 0);
+  box.submit(0.0);
+  const PoolStart first = box.last.starts.at(0);
+  std::vector<JobId> jobs;
+  for (int job = 0; job < 4; ++job) jobs.push_back(box.submit(0.0));
+  const PoolStart batch = box.finish(1.0, first).starts.at(0);
+  ASSERT_EQ(batch.jobs, jobs);
+  (void)box.pool.retire(1.0, 1);
+  (void)box.pool.restore(1.0, 0);
+  const PoolDecisions moved = box.pool.withdraw(1.0, batch.run);
+  ASSERT_EQ(devices_of(moved), (Devices{0}));
+  EXPECT_EQ(moved.starts[0].jobs, jobs) << "the whole batch, as before";
+  const PoolDecisions less = box.pool.withdraw(1.0, moved.starts[0].run, jobs[1]);
+  EXPECT_EQ(less.ends.at(0).job, jobs[1]);
+  EXPECT_EQ(less.ends.at(0).reason, PoolReason::on_request);
+  EXPECT_EQ(less.starts.at(0).jobs, (Jobs{jobs[0], jobs[2]}));
+  EXPECT_THROW((void)box.pool.withdraw(1.0, batch.run), InvalidArgument);
+}
+
+TEST(PoolJobs, TakesAGangBackAndKeepsItsPlace) {
+  Box box({1.0, 1.0});
+  const JobId gang = box.submit(0.0, {.gang = 2});
+  const PoolStart start = box.last.starts.at(0);
+  const JobId later = box.submit(0.5);
+  (void)box.pool.retire(1.0, 1);
+  EXPECT_EQ(box.pool.withdraw(1.0, start.run).starts.at(0).jobs, (Jobs{later})) << "the gang waits for d1";
+  EXPECT_EQ(box.pool.waiting(), 1);
+  (void)gang;
 }
 
 TEST(PoolJobs, MovesWhatIsBoundToARetiredDevice) {

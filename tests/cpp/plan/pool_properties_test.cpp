@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -53,6 +54,7 @@ class Script {
     watcher_ = &watcher;
     for (int i = 0; i < events && watcher.problem.empty(); ++i) event();
     for (std::size_t d = 0; d < pool_.device_count(); ++d) {
+      watcher.lost.erase(d);
       if (!pool_.active(d)) tell(pool_.restore(now_, d));
     }
     for (int i = 0; !watcher.jobs.empty() && watcher.problem.empty(); ++i) {
@@ -102,6 +104,19 @@ class Script {
     watcher_->finished(id, result);
     tell(pool_.finish(now_, id, result, draws_.real(0.0, 3.0)));
   }
+  void withdraw() {
+    auto run = watcher_->runs.begin();
+    std::advance(run, draws_.integer(0, std::ssize(watcher_->runs) - 1));
+    const RunId id = run->first;
+    std::optional<JobId> cancelled;
+    if (draws_.chance(0.5)) cancelled = run->second.jobs[draws_.count(0, run->second.jobs.size() - 1)];
+    watcher_->withdrawn(id);
+    const PoolDecisions decisions = pool_.withdraw(now_, id, cancelled);
+    if (cancelled) {
+      EXPECT_EQ(std::ranges::count(decisions.ends, *cancelled, &PoolEnd::job), 1);
+    }
+    tell(decisions);
+  }
   void event() {
     now_ += draws_.chance(0.3) ? draws_.real(0.0, 1.0) : draws_.real(0.0, 0.05);
     const double what = draws_.real(0.0, 1.0);
@@ -127,9 +142,15 @@ class Script {
       const PoolDecisions decisions = pool_.cancel(now_, job->first, cancelled);
       EXPECT_EQ(cancelled, waits);
       tell(decisions);
-    } else if (what < 0.93) {
+    } else if (what < 0.92) {
+      if (!watcher_->runs.empty()) withdraw();
+    } else if (what < 0.94) {
       tell(pool_.retire(now_, device));
+    } else if (what < 0.945) {
+      watcher_->lost.insert(device);
+      tell(pool_.lose(now_, device));
     } else if (what < 0.97) {
+      watcher_->lost.erase(device);
       tell(pool_.restore(now_, device));
     } else {
       tell(pool_.measure(now_, device, draws_.count(0, kinds_ - 1), model(), draws_.integer(1, 4)));
@@ -205,7 +226,7 @@ TEST(PoolProperties, NoticeAJobThatNeverEnds) {
         return true;
       },
       {"the pool counts other waiting jobs", "not in the order of keys",
-       "an idle device left a job waiting without a reason that holds"});
+       "an idle device left a job waiting without a reason that holds", "a job waits for a lost device"});
 }
 
 TEST(PoolProperties, NoticeABatchOfTwoKinds) {

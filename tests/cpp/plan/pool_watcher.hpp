@@ -49,6 +49,11 @@ class PoolWatcher {
     runs.erase(run);
   }
 
+  void withdrawn(RunId run) {
+    for (const JobId id : runs.at(run).jobs) jobs.at(id).phase = Phase::waits;
+    runs.erase(run);
+  }
+
   /// What the pool decided after an event. The first thing that is wrong stands in `problem` afterwards.
   void decided(double now, const PoolDecisions& decisions) {
     for (const PoolEnd& end : decisions.ends) ended(end);
@@ -59,6 +64,7 @@ class PoolWatcher {
     completed_ = false;
     for (const PoolStart& start : decisions.starts) started(now, start);
     idle_devices(now, decisions);
+    strands_nothing();
     std::int64_t waiting = 0;
     for (const auto& [id, job] : jobs) waiting += job.phase == Phase::waits ? 1 : 0;
     expect(waiting == pool_.waiting(), "the pool counts other waiting jobs");
@@ -70,6 +76,7 @@ class PoolWatcher {
 
   std::map<JobId, Job> jobs;  // that have not ended
   std::map<RunId, PoolStart> runs;
+  std::set<std::size_t> lost;
   std::string problem;
 
  private:
@@ -110,6 +117,17 @@ class PoolWatcher {
       }
     }
     return bytes;
+  }
+
+  // No job waits for devices that are lost.
+  void strands_nothing() {
+    if (lost.empty()) return;
+    for (const auto& [id, job] : jobs) {
+      std::int64_t count = 0;
+      for (std::size_t d = 0; d < pool_.device_count(); ++d)
+        count += lost.count(d) == 0 && accepts(job.spec.need, pool_.device(d)) ? 1 : 0;
+      expect(job.phase == Phase::runs || count >= job.spec.gang, "a job waits for a lost device");
+    }
   }
 
   void ended(const PoolEnd& end) {

@@ -29,6 +29,29 @@ namespace {
 
 using std::chrono::milliseconds;
 
+TEST(SharedWorkers, LetGoOfWhatIsOverBeforeTheyRunWhatElseHasItsPriority) {
+  std::atomic<bool> begun[2]{};
+  std::promise<void> open[2];
+  DeviceGroup one = host_group(1);
+  DeviceGroup other = host_group(1);
+  const auto hold = [&](int k) {
+    return other.async([&, k](const Device&) {
+      begun[k] = true;
+      open[k].get_future().wait();
+    });
+  };
+  auto before = hold(0);
+  while (!begun[0]) std::this_thread::yield();
+  auto quick = one.async([](const Device&) {});
+  auto after = hold(1);
+  open[0].set_value();
+  while (!begun[1]) std::this_thread::yield();
+  EXPECT_NO_THROW(one.close(std::chrono::seconds(2)));
+  open[1].set_value();
+  quick.get();
+  after.get();
+}
+
 TEST(SharedWorkers, AreOneThreadForEachDevice) {
   DeviceGroup one = host_group(2);
   std::array<std::thread::id, 2> threads;

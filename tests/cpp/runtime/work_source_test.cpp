@@ -173,6 +173,34 @@ TEST(WorkSource, FillsTheGapsOfThoseAboveIt) {
   EXPECT_EQ(order, (std::vector<std::string>{"low", "step", "step", "low", "low", "middle", "middle"}));
 }
 
+TEST(WorkSource, TakesTurnsWithOthersOfItsPriority) {
+  DeviceGroup group = host_group(1);
+  std::vector<std::string> order;
+  std::atomic<bool> begun{false};
+  Flag flag;
+  const auto note = [&](const char* what) { return [&order, what](Turn&) { order.emplace_back(what); }; };
+  const auto hold = [&](Turn&) {
+    begun = true;
+    while (!flag.set) std::this_thread::yield();
+  };
+  const auto made = [](std::vector<Jobs::Job> jobs) {
+    return std::make_shared<Jobs>(std::vector<std::vector<Jobs::Job>>{std::move(jobs)});
+  };
+  const auto first = made({hold, note("a"), note("a"), note("a")});
+  group.open(first, {.priority = -1});
+  while (!begun) std::this_thread::yield();
+  const auto second = made({note("b"), note("b")});
+  const auto third = made({note("c"), note("c"), note("c")});
+  const auto step = made({note("step"), note("step")});
+  group.open(second, {.priority = -1});
+  group.open(third, {.priority = -1});
+  group.submit(step);
+  flag.set = true;
+  for (const auto& one : {first, second, third, step}) EXPECT_TRUE(group.wait(*one));
+  // The others arrived during the first piece, after which there was nobody to give the turn to.
+  EXPECT_EQ(order, (std::vector<std::string>{"step", "step", "a", "b", "c", "a", "b", "c", "a", "c"}));
+}
+
 TEST(WorkSource, OfAHigherPriorityRunsBetweenThePiecesOfAGang) {
   DeviceGroup group = host_group(1);
   std::vector<std::string> order;

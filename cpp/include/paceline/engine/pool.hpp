@@ -65,7 +65,8 @@ struct JobOptions {
   std::int64_t gang = 1;                ///< on how many devices the job runs at once
   std::vector<JobHandle> after = {};    ///< jobs of this pool that must complete first
   std::vector<std::string> needs = {};  ///< labels that a device must have: its name, its class, "host" or "cuda"
-  /// Whether submit() waits while the queue of the kind is full. Otherwise, and on a worker, the future has Rejected.
+  /// Whether submit() waits while the queue of the kind is full. Otherwise, and on every worker, the future has
+  /// Rejected.
   bool wait_for_room = true;
 };
 
@@ -83,7 +84,8 @@ struct JobReport {
 
 namespace internal {
 
-/// A job as the pool sees it. end() is called once, when nothing of it runs any more, and must not throw.
+/// A job as the pool sees it. When nothing of it runs any more, end() is called once, and then call_back(), after all
+/// jobs that ended at the same time have heard end(). Neither may throw.
 class PACELINE_API PoolCall {
  public:
   PoolCall() = default;
@@ -93,17 +95,21 @@ class PACELINE_API PoolCall {
   virtual void run(Job& job) = 0;
   /// `error`: null if the job has completed.
   virtual void end(const JobReport& report, std::exception_ptr error) noexcept = 0;
+  virtual void call_back() noexcept = 0;
   /// Whether it only runs in batches of its kind.
   [[nodiscard]] virtual bool batched() const noexcept { return false; }
 };
 
-/// @throws InvalidArgument if the calling thread runs a job of this pool.
-PACELINE_API void refuse_wait_inside(const std::weak_ptr<PoolCore>& pool);
+/// @throws InvalidArgument on a worker: the calling thread keeps a device, which what it waits for may need.
+/// Unavailable after fork(), if the pool was made before.
+PACELINE_API void check_may_wait(const std::weak_ptr<PoolCore>& pool);
 
 /// How a job ended, for all who wait for it.
 class PACELINE_API JobState {
  public:
   void end(const JobReport& report, std::exception_ptr error) noexcept;
+  /// Calls what when_ended() was given. What these throw is dropped.
+  void call_back() noexcept;
   void wait() const;
   [[nodiscard]] bool ended() const;
   /// Calls it when the job ends, or now if it has ended.
@@ -116,6 +122,7 @@ class PACELINE_API JobState {
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   bool ended_ = false;
+  bool called_back_ = false;
   JobReport report_;
   std::exception_ptr error_;
   std::vector<std::function<void()>> then_;
@@ -140,6 +147,7 @@ class TypedCall final : public PoolCall {
     }
   }
   void end(const JobReport& report, std::exception_ptr error) noexcept override { result_->end(report, error); }
+  void call_back() noexcept override { result_->call_back(); }
 
  private:
   Call call_;
@@ -156,6 +164,7 @@ class RequestCall final : public PoolCall {
   [[nodiscard]] bool batched() const noexcept override { return true; }
   void answer(Answer one) { result_->value = std::move(one); }
   void end(const JobReport& report, std::exception_ptr error) noexcept override { result_->end(report, error); }
+  void call_back() noexcept override { result_->call_back(); }
   Request request;
 
  private:
@@ -173,9 +182,9 @@ class Future {
 
   [[nodiscard]] JobId id() const noexcept { return id_; }
   operator JobHandle() const { return {id_, result_, pool_}; }  // NOLINT(google-explicit-constructor)
-  /// @throws InvalidArgument in a job of the same pool, unless this one has ended.
+  /// @throws InvalidArgument in a job, a step or a call of then(), unless the job has ended: it would keep a device.
   void wait() const {
-    if (!result_->ended()) internal::refuse_wait_inside(pool_);
+    if (!result_->ended()) internal::check_may_wait(pool_);
     result_->wait();
   }
   [[nodiscard]] bool ready() const { return result_->ended(); }
@@ -190,11 +199,11 @@ class Future {
     wait();
     return result_->report();
   }
-  /// Cancels a job that waits. False: it runs, or has ended.
+  /// Cancels a job that no worker has begun, and what comes after it. False: it runs, or has ended.
   bool cancel() const;
-  /// Calls `call(future)` when the job ends: on the worker that ran it, or at once on this thread if it has ended. What
-  /// the call throws is dropped. It must not wait for the pool, nor submit a
-  /// job that comes after one that may have ended together with its own, as requests of a batch do.
+  /// Calls `call(future)` once the job has ended: on the worker that ran it, on the thread that cancelled it, or at
+  /// once on this thread. What the call throws is dropped. It may submit. It must not wait for a pool: get() of a job
+  /// that has not ended throws InvalidArgument there.
   void then(std::function<void(const Future&)> call) const {
     result_->when_ended([self = *this, call = std::move(call)] { call(self); });
   }
@@ -209,19 +218,19 @@ class Future {
 template <class Request, class Answer>
 class Batcher {
  public:
-  Batcher(std::shared_ptr<internal::PoolCore> pool, std::string kind)
-      : pool_(std::move(pool)), kind_(std::move(kind)) {}
-  /// @throws as Pool::submit()
+  Batcher(std::weak_ptr<internal::PoolCore> pool, std::string kind) : pool_(std::move(pool)), kind_(std::move(kind)) {}
+  /// @throws as Pool::submit(), also when the pool is gone
   Future<Answer> submit(Request request, JobOptions options = {}) const;
 
  private:
-  std::shared_ptr<internal::PoolCore> pool_;
+  std::weak_ptr<internal::PoolCore> pool_;
   std::string kind_;
 };
 
 /// Independent jobs on the devices of a group: each starts on the device and at the time that plan::PoolState decides
 /// from measured seconds. The pool's workers are those of the process, so steps of trainers on the same devices come
-/// between its jobs.
+/// between its jobs; pools on the same devices take turns. A device that a job reports as lost (DeviceLost) is retired:
+/// batches that ran there run elsewhere, other jobs fail, and so do those that no other device can run.
 ///
 ///   paceline::Pool pool(paceline::DeviceGroup::all(paceline::DeviceKind::host));
 ///   paceline::Future<double> f = pool.submit([](paceline::Job& job) { return score(job.device()); });
@@ -232,7 +241,8 @@ class PACELINE_API Pool {
  public:
   /// @throws Unavailable for a group with a GPU; InvalidArgument for options that are not valid.
   explicit Pool(DeviceGroup group, plan::PoolOptions options = {});
-  /// close(true)
+  /// close(true). In a job, a step or a call of then() it waits only for what runs on other workers, and in one of this
+  /// pool for nothing.
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -244,13 +254,13 @@ class PACELINE_API Pool {
     using T = std::invoke_result_t<Call&, Job&>;
     auto result = std::make_shared<internal::JobResult<T>>();
     auto made = std::make_unique<internal::TypedCall<T, Call>>(std::move(call), result);
-    const JobId id = submit_call(core_, std::move(made), std::move(options));
+    const JobId id = submit_call(std::move(made), result, options).id;
     return {std::move(result), core_, id};
   }
 
   /// Requests of one type, which `call(job, requests, answers)` answers in batches of the sizes that are planned. It
   /// sets answers[k] for requests[k]. If it throws, the batch runs again in halves, so that only the request fails that
-  /// is the reason: the call must be idempotent.
+  /// is the reason: the call must be idempotent. Devices call it at the same time.
   template <class Request, class Answer, class Call>
     requires std::invocable<Call&, Job&, std::span<Request>, std::span<Answer>>
   Batcher<Request, Answer> serve(Call call, const BatchOptions& options = {}, std::string kind = "request") {
@@ -267,12 +277,15 @@ class PACELINE_API Pool {
     return {core_, std::move(kind)};
   }
 
-  /// The device, by its name, starts nothing until it is restored. What runs there goes on.
+  /// The device, by its name, starts nothing until it is restored. What runs there goes on. What has not begun runs
+  /// elsewhere. restore() takes back a device that was lost, too.
   /// @throws InvalidArgument if the pool has no such device.
   void retire(const std::string& device);
   void restore(const std::string& device);
 
-  /// Waits until every job has ended. `cancel`: those that have not started are cancelled. A second call does nothing.
+  /// Takes no more jobs, and waits until every job has ended and its calls of then() have returned. `cancel`: what does
+  /// not run yet is cancelled, and no batch runs again.
+  /// @throws InvalidArgument in a job, a step or a call of then()
   void close(bool cancel = false);
 
   /// Jobs that wait, and runs on devices.
@@ -281,18 +294,21 @@ class PACELINE_API Pool {
   /// Text: what each device has run, and why it leaves jobs waiting.
   [[nodiscard]] std::string explain() const;
 
+  // For bindings to other languages.
   using BatchCall = std::function<void(Job&, std::span<internal::PoolCall* const>)>;
+  /// `state`: what the call's end() ends.
+  JobHandle submit_call(std::unique_ptr<internal::PoolCall> call, std::shared_ptr<const internal::JobState> state,
+                        const JobOptions& options);
+  /// Jobs of this kind run in batches.
+  void add_batches(const std::string& kind, const BatchOptions& options, BatchCall call);
+  /// Cancels a job that no worker has begun, and what comes after it. False: it runs, or has ended.
+  static bool cancel(const JobHandle& job);
 
  private:
   template <class Request, class Answer>
   friend class Batcher;
-  template <class T>
-  friend class Future;
-
-  static JobId submit_call(const std::shared_ptr<internal::PoolCore>& core, std::unique_ptr<internal::PoolCall> call,
-                           JobOptions options);
-  static bool cancel_job(internal::PoolCore& core, JobId id);
-  void add_batches(const std::string& kind, const BatchOptions& options, BatchCall call);
+  static JobHandle submit_to(const std::weak_ptr<internal::PoolCore>& pool, std::unique_ptr<internal::PoolCall> call,
+                             std::shared_ptr<const internal::JobState> state, const JobOptions& options);
 
   DeviceGroup group_;
   std::shared_ptr<internal::PoolCore> core_;
@@ -300,8 +316,7 @@ class PACELINE_API Pool {
 
 template <class T>
 bool Future<T>::cancel() const {
-  const auto pool = pool_.lock();
-  return pool != nullptr && Pool::cancel_job(*pool, id_);
+  return Pool::cancel(*this);
 }
 
 template <class Request, class Answer>
@@ -309,8 +324,8 @@ Future<Answer> Batcher<Request, Answer>::submit(Request request, JobOptions opti
   auto result = std::make_shared<internal::JobResult<Answer>>();
   auto call = std::make_unique<internal::RequestCall<Request, Answer>>(std::move(request), result);
   options.kind = kind_;
-  const JobId id = Pool::submit_call(pool_, std::move(call), std::move(options));
-  return {std::move(result), pool_, id};
+  const JobHandle job = Pool::submit_to(pool_, std::move(call), result, options);
+  return {std::move(result), job.pool, job.id};
 }
 
 }  // namespace paceline

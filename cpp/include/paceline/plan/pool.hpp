@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <paceline/export.hpp>
@@ -62,12 +63,19 @@ class PACELINE_API PoolState {
   /// only the job fails that is the reason. Out of memory halves the device's largest batch of this kind and retries.
   PoolDecisions finish(double now_seconds, RunId run, RunResult result, double seconds);
 
+  /// Takes a run back that its device has not begun: its jobs wait again, each as before. `cancelled`: one of them,
+  /// which ends instead, with what depends on it. Evictions and loads of the start count as done.
+  PoolDecisions withdraw(double now_seconds, RunId run, std::optional<JobId> cancelled = {});
+
   /// A job that waits is cancelled, and what depends on it. One that runs or has ended is not: `cancelled` is false.
   PoolDecisions cancel(double now_seconds, JobId job, bool& cancelled);
 
   /// The device starts nothing until it is restored. What runs there goes on.
   PoolDecisions retire(double now_seconds, std::size_t device);
   PoolDecisions restore(double now_seconds, std::size_t device);
+  /// Retires the device for good: jobs that only it could run fail, and are rejected from now on. restore() takes it
+  /// back all the same.
+  PoolDecisions lose(double now_seconds, std::size_t device);
 
   /// A new model of the seconds of a kind on a device, made from `samples` runs. Devices of the same class that have no
   /// model of their own use it, too.

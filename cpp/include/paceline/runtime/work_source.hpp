@@ -54,11 +54,12 @@ struct WorkTiming {
 
 /// Where the workers of a group get their work: a step, a queue of jobs, the action lists of a pipeline.
 ///
-/// A worker repeats one loop. It asks its open sources for the next work on its device, in order of priority. It runs
-/// the work, tells the source how long that took, and asks again from the highest priority. So a source of low priority
-/// fills the gaps of those above it, and gives way after each piece of its work. A worker skips a source that answers
-/// wait. If all sources wait, the worker sleeps until an event is done, a deadline has come, or somebody calls wake().
-/// Of the sources that are gangs (OpenOptions) it asks one, until that one is done, and then the next.
+/// A worker repeats one loop. It asks its open sources for the next work on its device, in order of priority, and those
+/// of equal priority in turn. It runs the work, tells the source how long that took, and asks again from the highest
+/// priority. So a source of low priority fills the gaps of those above it, and gives way after each piece of its
+/// work. A worker skips a source that answers wait. If all sources wait, the worker sleeps until an event is done, a
+/// deadline has come, or somebody calls wake(). Of the sources that are gangs (OpenOptions) it asks one, until that one
+/// is done, and then the next.
 ///
 /// The contract, for each device:
 ///   next() -> take(k), then perform(k), then done(k) or, if perform() threw, failed(k); then next() again

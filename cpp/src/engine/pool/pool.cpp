@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/engine/pool.hpp>
 
+#include <chrono>
 #include <utility>
+
+#include <paceline/runtime/blocking.hpp>
 
 #include "engine/pool/pool_core.hpp"
 
 namespace paceline {
 namespace internal {
 namespace {
+
+constexpr std::chrono::milliseconds kBetweenLooksAtJob{50};
 
 void call_and_drop_errors(const std::function<void()>& call) noexcept {
   try {
@@ -21,21 +26,35 @@ void call_and_drop_errors(const std::function<void()>& call) noexcept {
 PoolCall::~PoolCall() = default;
 
 void JobState::end(const JobReport& report, std::exception_ptr error) noexcept {
-  std::vector<std::function<void()>> calls;
   {
     const std::lock_guard lock(mutex_);
     report_ = report;
     error_ = std::move(error);
     ended_ = true;
-    calls.swap(then_);
   }
   changed_.notify_all();
+}
+
+void JobState::call_back() noexcept {
+  std::vector<std::function<void()>> calls;
+  {
+    const std::lock_guard lock(mutex_);
+    called_back_ = true;
+    calls.swap(then_);
+  }
   for (const auto& call : calls) call_and_drop_errors(call);
 }
 
 void JobState::wait() const {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return ended_; });
+  if (ended()) return;
+  BlockingRegion region;
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      if (changed_.wait_for(lock, kBetweenLooksAtJob, [this] { return ended_; })) return;
+    }
+    region.poll();
+  }
 }
 
 bool JobState::ended() const {
@@ -46,7 +65,7 @@ bool JobState::ended() const {
 void JobState::when_ended(std::function<void()> call) {
   {
     const std::lock_guard lock(mutex_);
-    if (!ended_) {
+    if (!called_back_) {
       then_.push_back(std::move(call));
       return;
     }
@@ -56,41 +75,79 @@ void JobState::when_ended(std::function<void()> call) {
 
 }  // namespace internal
 
-Pool::Pool(DeviceGroup group, plan::PoolOptions options)
-    : group_(group.share()), core_(std::make_shared<internal::PoolCore>(group_, std::move(options))) {
-  if (group_.asynchronous()) {
+namespace {
+
+DeviceGroup share_of(const DeviceGroup& group) {
+  if (group.asynchronous()) {
     throw Unavailable("Pool: the group has a GPU, on which pools do not run yet. Make it of host devices.");
   }
+  return group.share();
+}
+
+/// Ends the group, which would leave a worker behind that has other work for longer than ten seconds. Such a worker
+/// lets go of the pool later, and the last one ends the group.
+void leave(DeviceGroup& group, internal::PoolCore& core) {
+  if (!group.closed() && core.let_go()) group.close();
+}
+
+}  // namespace
+
+Pool::Pool(DeviceGroup group, plan::PoolOptions options)
+    : group_(share_of(group)), core_(std::make_shared<internal::PoolCore>(group_, std::move(options))) {
   // Work of a trainer's steps comes first, after each job.
   group_.open(core_, {.priority = -1});
 }
 
 Pool::~Pool() {
   try {
-    close(true);
+    if (core_->forked()) return;
+    core_->close(true);
+    if (!internal::Inside::of(*core_)) group_.wait(*core_);  // what runs may use what is destroyed after the pool
+    if (!internal::Inside::any()) leave(group_, *core_);
   } catch (...) {  // nothing that a destructor could tell
   }
 }
 
-void Pool::retire(const std::string& device) { core_->retire(device, true); }
-void Pool::restore(const std::string& device) { core_->retire(device, false); }
+// The core is kept, since a call of then() may destroy the pool.
+void Pool::retire(const std::string& device) { std::shared_ptr(core_)->retire(device, true); }
+void Pool::restore(const std::string& device) { std::shared_ptr(core_)->retire(device, false); }
 
 void Pool::close(bool cancel) {
-  core_->close(cancel);
-  group_.wait(*core_);
-  group_.close();
+  internal::check_may_wait(core_);
+  const auto core = core_;
+  DeviceGroup group = group_;
+  core->close(cancel);
+  {
+    BlockingRegion region;
+    group.wait(*core, [&] {
+      region.poll();
+      return true;
+    });
+  }
+  leave(group, *core);
 }
 
 std::int64_t Pool::waiting() const { return core_->waiting(); }
 std::int64_t Pool::running() const { return core_->running(); }
 std::string Pool::explain() const { return core_->explain(); }
 
-JobId Pool::submit_call(const std::shared_ptr<internal::PoolCore>& core, std::unique_ptr<internal::PoolCall> call,
-                        JobOptions options) {
-  return core->submit(std::move(call), options);
+JobHandle Pool::submit_call(std::unique_ptr<internal::PoolCall> call, std::shared_ptr<const internal::JobState> state,
+                            const JobOptions& options) {
+  return submit_to(core_, std::move(call), std::move(state), options);
 }
 
-bool Pool::cancel_job(internal::PoolCore& core, JobId id) { return core.cancel(id); }
+JobHandle Pool::submit_to(const std::weak_ptr<internal::PoolCore>& pool, std::unique_ptr<internal::PoolCall> call,
+                          std::shared_ptr<const internal::JobState> state, const JobOptions& options) {
+  const auto core = pool.lock();
+  if (core == nullptr) throw Unavailable("submit: the pool is gone. Make a new one.");
+  const JobId id = core->submit(std::move(call), options);
+  return {id, std::move(state), core};
+}
+
+bool Pool::cancel(const JobHandle& job) {
+  const auto core = job.pool.lock();
+  return core != nullptr && core->cancel(job.id);
+}
 
 void Pool::add_batches(const std::string& kind, const BatchOptions& options, BatchCall call) {
   core_->add_batches(kind, options, std::move(call));

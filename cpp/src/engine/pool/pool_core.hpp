@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -27,6 +29,38 @@
 
 namespace paceline::internal {
 
+class PoolCore;
+
+/// While it lives, the calling thread runs a job of the pool or tells how its jobs ended.
+class Inside {
+ public:
+  explicit Inside(const PoolCore& pool) noexcept;
+  ~Inside();
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+  /// Whether the calling thread runs a piece of work on a device, or tells how jobs of a pool ended.
+  [[nodiscard]] static bool any() noexcept;
+  /// Whether it does so for this pool.
+  [[nodiscard]] static bool of(const PoolCore& pool) noexcept;
+
+ private:
+  const PoolCore& pool_;
+  const Inside* outer_;
+};
+
+inline constexpr const char* kJobOnRequest = "The job was cancelled before it began.";
+inline constexpr const char* kJobOfClosedPool = "The job was cancelled: its pool was closed.";
+inline constexpr const char* kJobDependency =
+    "The job was cancelled, since a job that it comes after did not complete.";
+
+/// Why jobs end. With a run: its own jobs. Without: all that fail or are cancelled.
+struct RunEnding {
+  plan::RunId run{};
+  std::exception_ptr error;
+  JobReport report;
+};
+
 /// Does what plan::PoolState decides: a source that gives each worker the run that was decided for its device, and
 /// tells jobs how they ended.
 ///
@@ -34,6 +68,10 @@ namespace paceline::internal {
 class PoolCore final : public WorkSource {
  public:
   PoolCore(const DeviceGroup& group, plan::PoolOptions options);
+  ~PoolCore() override;
+
+  /// Whether this is the child of the process that made the pool, which has none of its workers.
+  [[nodiscard]] bool forked() const noexcept;
 
   void add_batches(const std::string& kind, const BatchOptions& options, Pool::BatchCall call);
   JobId submit(std::unique_ptr<PoolCall> call, const JobOptions& options);
@@ -41,6 +79,9 @@ class PoolCore final : public WorkSource {
   void retire(const std::string& device, bool retired);
   /// Takes no more jobs. `cancel`: ends those that wait.
   void close(bool cancel) noexcept;
+  /// Once complete: whether every worker has let go of it, within a moment. One that is busy with work of others has
+  /// not.
+  [[nodiscard]] bool let_go();
   [[nodiscard]] std::int64_t waiting() const;
   [[nodiscard]] std::int64_t running() const;
   [[nodiscard]] std::string explain() const;
@@ -57,6 +98,10 @@ class PoolCore final : public WorkSource {
     Pool::BatchCall call;         // empty: its jobs run alone
     std::vector<RunTimes> times;  // per device
   };
+  struct Waiting {
+    std::unique_ptr<PoolCall> call;
+    plan::RunId run{};  // that it is in, if any
+  };
   struct Run {
     std::vector<std::size_t> devices;
     std::vector<JobId> jobs;
@@ -65,7 +110,8 @@ class PoolCore final : public WorkSource {
     bool taken = false;
   };
   struct Device {
-    std::optional<plan::RunId> run;
+    std::optional<plan::RunId> run;  // a gang's is that of its first device
+    bool lost = false;
     std::int64_t runs = 0;
     std::int64_t jobs = 0;
     double seconds = 0.0;
@@ -80,32 +126,46 @@ class PoolCore final : public WorkSource {
   struct After {
     std::vector<Ended> ended;
     std::vector<std::size_t> wake;
+    bool wake_all = false;
+    bool room = false;
   };
 
-  [[nodiscard]] double seconds(Clock::time_point time) const;
+  [[nodiscard]] double now() const;  // of the pool's clock; under the mutex, so that times do not decrease
   [[nodiscard]] std::size_t kind_of(const std::string& name);
   [[nodiscard]] std::size_t need_of(std::vector<std::string> labels);
   void wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind);
-  /// `error`: what the run has thrown whose end this is.
-  void apply(plan::PoolDecisions decisions, After& after, const std::exception_ptr& error = {},
-             const JobReport& report = {});
+  void apply(plan::PoolDecisions decisions, After& after, const RunEnding& ending = {});
+  /// Ends what no worker has begun, and starts nothing any more.
+  void end_waiting(const std::exception_ptr& error, After& after);
+  /// Takes a run back that no worker has begun. `cancelled`: one of its jobs, which ends.
+  void withdraw(plan::RunId run, std::optional<JobId> cancelled, After& after, const RunEnding& ending = {});
+  /// Takes back what no worker has begun on a device that starts nothing any more.
+  void vacate(std::size_t place, After& after, const RunEnding& ending = {});
+  /// A job has reported a device of its run as lost.
+  void lose(const Run& run, const std::exception_ptr& error, After& after);
+  void check_process(const char* call) const;
   void follow(After after) noexcept;
   void finish(std::int64_t work, plan::RunResult result, double seconds, const std::exception_ptr& error) noexcept;
   [[nodiscard]] std::exception_ptr error_of(const plan::PoolEnd& end, const std::exception_ptr& thrown) const;
 
   DeviceGroup group_;
+  const pid_t owner_ = getpid();
   const Clock::time_point begin_ = Clock::now();
   mutable std::mutex mutex_;
-  std::condition_variable room_;
+  std::condition_variable room_;  // a queue has room, or a worker has let go
   plan::PoolState state_;
   std::map<std::string, std::size_t> kinds_;
   std::map<std::vector<std::string>, std::size_t> needs_;
-  std::deque<Kind> kind_list_;  // a run refers to its kind
-  std::unordered_map<JobId, std::unique_ptr<PoolCall>> jobs_;
+  std::deque<Kind> kind_list_;               // a run refers to its kind
+  std::unordered_map<JobId, Waiting> jobs_;  // that have not ended
   std::unordered_map<plan::RunId, Run> runs_;
   std::vector<Device> devices_;
   double wake_seconds_ = std::numeric_limits<double>::infinity();
+  std::size_t ending_ = 0;  // jobs that have ended and are being told
+  std::size_t let_go_ = 0;  // workers
   bool closed_ = false;
+  bool cancelling_ = false;  // whether nothing starts any more
+  std::exception_ptr lost_;  // why the last device was lost, if all are
   std::atomic<bool> complete_{false};
 };
 

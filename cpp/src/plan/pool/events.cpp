@@ -15,12 +15,12 @@ std::int64_t State::limit(std::size_t kind) const {
   return batches * std::max<std::int64_t>(sum, 1);
 }
 
-bool State::can_run(const Job& job, bool also_retired) const {
+// Whether there are devices for the job. Those that are retired may come back.
+bool State::can_run(const Job& job) const {
   std::vector<std::int64_t> in_space(job.spec.gang > 1 ? spaces.size() : 0, 0);
   std::int64_t count = 0;
   for (std::size_t d = 0; d < devices.size() && count < job.spec.gang; ++d) {
-    if (!devices[d].active && !also_retired) continue;
-    if (!accepts(job.spec.need, d) || largest(job.spec.kind, d) == 0) continue;
+    if (devices[d].lost || !accepts(job.spec.need, d) || largest(job.spec.kind, d) == 0) continue;
     const std::size_t space = devices[d].space;
     if (in_space.empty() || in_space[space]++ < together(job.spec.kind, space)) ++count;
   }
@@ -101,7 +101,7 @@ void State::release(JobId id, double now, PoolDecisions& out) {
   Job& job = jobs.at(id);
   if (!job.held || job.blockers > 0 || starts_at.contains({job.submitted + job.spec.not_before_seconds, id})) return;
   held_deadlines.erase({job.deadline, id});
-  if (can_run(job, true)) return enqueue(id, job, now);
+  if (can_run(job)) return enqueue(id, job, now);
   end(id, JobOutcome::failed, PoolReason::out_of_memory, std::nullopt, out);
 }
 
@@ -146,14 +146,14 @@ void State::rebind(std::size_t device, double now) {
   }
 }
 
-// Ends the waiting jobs of a kind that fit on no device any more.
-void State::fail_stranded(std::size_t kind, PoolDecisions& out) {
+// Ends the waiting jobs, of a kind or of all kinds, for which there are no devices any more.
+void State::fail_stranded(std::optional<std::size_t> kind, PoolReason reason, PoolDecisions& out) {
   std::vector<JobId> stranded;
   for (const auto& [id, job] : jobs) {
-    if (job.spec.kind == kind && job.run == RunId{} && !job.held && !can_run(job, true)) stranded.push_back(id);
+    if (job.spec.kind == kind.value_or(job.spec.kind) && job.run == RunId{} && !can_run(job)) stranded.push_back(id);
   }
   std::sort(stranded.begin(), stranded.end());
-  for (const JobId id : stranded) end(id, JobOutcome::failed, PoolReason::out_of_memory, std::nullopt, out);
+  for (const JobId id : stranded) end(id, JobOutcome::failed, reason, std::nullopt, out);
 }
 
 void State::ended_badly(const Run& run, RunResult result, double now, PoolDecisions& out) {
@@ -178,7 +178,7 @@ void State::ended_badly(const Run& run, RunResult result, double now, PoolDecisi
   for (const JobId id : run.jobs) {
     Job& job = jobs.at(id);
     if (retry && result == RunResult::failed) job.most = size / 2;
-    if (retry && can_run(job, true)) {
+    if (retry && can_run(job)) {
       again(id, job, now);
     } else {
       end(id, JobOutcome::failed, reason, std::nullopt, out);
@@ -186,7 +186,7 @@ void State::ended_badly(const Run& run, RunResult result, double now, PoolDecisi
   }
   if (result != RunResult::out_of_memory || !batches) return;
   rebind(run.devices.front(), now);
-  fail_stranded(run.kind, out);
+  fail_stranded(run.kind, PoolReason::out_of_memory, out);
 }
 
 // The 90 % quantile of the last runs' actual over predicted seconds, every eight runs.

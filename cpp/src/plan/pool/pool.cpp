@@ -44,6 +44,31 @@ void advance(PoolState::State& state, double now) {
   state.last_now = now;
 }
 
+// The run is over, or never began: its devices are free.
+PoolState::State::Run take_off(PoolState::State& state, double now, RunId run) {
+  const auto found = state.runs.find(run);
+  require(found != state.runs.end(), "run {} does not run", static_cast<std::uint64_t>(run));
+  advance(state, now);
+  PoolState::State::Run taken = std::move(found->second);
+  state.runs.erase(found);
+  for (const std::size_t d : taken.devices) {
+    state.devices[d].run = RunId{};
+    if (state.devices[d].active) ++state.idle;
+    if (taken.bound) state.devices[d].bound -= std::ssize(taken.jobs);
+  }
+  return taken;
+}
+
+void stop(PoolState::State& state, double now, std::size_t device) {
+  PoolState::State::Device& one = state.devices[device];
+  if (!one.active) return;
+  one.active = false;
+  one.declines_since = kNever;
+  if (one.run == RunId{}) --state.idle;
+  ++state.epoch;
+  state.rebind(device, now);
+}
+
 }  // namespace
 
 PoolState::PoolState(PoolOptions options) : state_(std::make_unique<State>()) {
@@ -157,7 +182,7 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
                  : now_seconds + job.not_before_seconds + s.options.patience[static_cast<std::size_t>(job.priority)];
   PoolReason refused = PoolReason::none;
   if (kind.held >= s.limit(job.kind)) refused = PoolReason::queue_full;
-  if (!s.can_run(made, true)) refused = PoolReason::no_device;
+  if (!s.can_run(made)) refused = PoolReason::no_device;
   if (refused == PoolReason::none && !s.admits(made, now_seconds)) refused = PoolReason::deadline;
   if (refused != PoolReason::none) {
     out.ends.push_back({id, JobOutcome::rejected, refused, std::nullopt});
@@ -185,18 +210,9 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
 
 PoolDecisions PoolState::finish(double now_seconds, RunId run, RunResult result, double seconds) {
   State& s = *state_;
-  const auto found = s.runs.find(run);
-  require(found != s.runs.end(), "run {} does not run", static_cast<std::uint64_t>(run));
   require(result != RunResult::completed || finite_not_negative(seconds),
           "run {} took {} s; that must be finite and not negative", static_cast<std::uint64_t>(run), seconds);
-  advance(s, now_seconds);
-  const State::Run ended = std::move(found->second);
-  s.runs.erase(found);
-  for (const std::size_t d : ended.devices) {
-    s.devices[d].run = RunId{};
-    if (s.devices[d].active) ++s.idle;
-    if (ended.bound) s.devices[d].bound -= std::ssize(ended.jobs);
-  }
+  const State::Run ended = take_off(s, now_seconds, run);
   PoolDecisions out;
   if (result == RunResult::completed) {
     State::Kind& kind = s.kinds[ended.kind];
@@ -206,6 +222,24 @@ PoolDecisions PoolState::finish(double now_seconds, RunId run, RunResult result,
     for (const JobId id : ended.jobs) s.end(id, JobOutcome::completed, PoolReason::none, std::nullopt, out);
   } else {
     s.ended_badly(ended, result, now_seconds, out);
+  }
+  s.settle(now_seconds, out);
+  return out;
+}
+
+PoolDecisions PoolState::withdraw(double now_seconds, RunId run, std::optional<JobId> cancelled) {
+  State& s = *state_;
+  const State::Run taken = take_off(s, now_seconds, run);
+  PoolDecisions out;
+  for (const JobId id : taken.jobs) {
+    State::Job& job = s.jobs.at(id);
+    if (id == cancelled) {
+      s.end(id, JobOutcome::cancelled, PoolReason::on_request, std::nullopt, out);
+    } else if (s.can_run(job)) {
+      s.again(id, job, now_seconds);
+    } else {
+      s.end(id, JobOutcome::failed, PoolReason::device_lost, std::nullopt, out);
+    }
   }
   s.settle(now_seconds, out);
   return out;
@@ -224,15 +258,9 @@ PoolDecisions PoolState::cancel(double now_seconds, JobId job, bool& cancelled) 
 
 PoolDecisions PoolState::retire(double now_seconds, std::size_t device) {
   State& s = *state_;
-  State::Device& one = s.devices[known(s.devices, device, "device")];
+  (void)known(s.devices, device, "device");
   advance(s, now_seconds);
-  if (one.active) {
-    one.active = false;
-    one.declines_since = kNever;
-    if (one.run == RunId{}) --s.idle;
-    ++s.epoch;
-    s.rebind(device, now_seconds);
-  }
+  stop(s, now_seconds, device);
   PoolDecisions out;
   s.settle(now_seconds, out);
   return out;
@@ -242,12 +270,25 @@ PoolDecisions PoolState::restore(double now_seconds, std::size_t device) {
   State& s = *state_;
   State::Device& one = s.devices[known(s.devices, device, "device")];
   advance(s, now_seconds);
+  one.lost = false;
   if (!one.active) {
     one.active = true;
     if (one.run == RunId{}) ++s.idle;
     ++s.epoch;
   }
   PoolDecisions out;
+  s.settle(now_seconds, out);
+  return out;
+}
+
+PoolDecisions PoolState::lose(double now_seconds, std::size_t device) {
+  State& s = *state_;
+  (void)known(s.devices, device, "device");
+  advance(s, now_seconds);
+  PoolDecisions out;
+  s.devices[device].lost = true;
+  s.fail_stranded(std::nullopt, PoolReason::device_lost, out);
+  stop(s, now_seconds, device);
   s.settle(now_seconds, out);
   return out;
 }

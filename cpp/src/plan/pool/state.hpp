@@ -58,7 +58,8 @@ class PoolState::State {
     std::size_t cls = 0;
     std::size_t space = 0;
     bool active = true;
-    RunId run{};  // 0: idle
+    bool lost = false;  // and retired
+    RunId run{};        // 0: idle
     double free_at = 0.0;
     double declines_since = kNever;
     std::int64_t bound = 0;  // jobs bound to it, the running one included
@@ -125,11 +126,11 @@ class PoolState::State {
   void again(JobId id, Job& job, double now);
   void unqueue(JobId id, Job& job);
   void rebind(std::size_t device, double now);
-  void fail_stranded(std::size_t kind, PoolDecisions& out);
+  void fail_stranded(std::optional<std::size_t> kind, PoolReason reason, PoolDecisions& out);
   void ended_badly(const Run& run, RunResult result, double now, PoolDecisions& out);
   [[nodiscard]] std::int64_t limit(std::size_t kind) const;
   void settle(double now, PoolDecisions& out);  // what every event ends with
-  bool can_run(const Job& job, bool also_retired) const;
+  [[nodiscard]] bool can_run(const Job& job) const;
   bool admits(const Job& job, double now);
   void observe(Kind& kind, double ratio);
 

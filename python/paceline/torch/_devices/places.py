@@ -33,6 +33,22 @@ _differ = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctyp
 )
 
 
+def prepare_worker(threads: int, gpu: int | None) -> None:
+    """Prepare the calling worker for computing with so many threads, or on a GPU, and undo what an earlier function has left set."""
+    if not torch.is_grad_enabled():
+        torch._C._set_grad_enabled(True)
+    if getattr(_worker, "prepared", False):
+        if torch.get_num_threads() != threads:
+            set_own_threads(threads)
+        return
+    set_own_threads(threads)
+    if gpu is not None:
+        cuda.prepare_worker(gpu)
+        # Otherwise backward runs on a thread that all devices of one GPU share. This is set for the thread's whole life.
+        torch.autograd.set_multithreading_enabled(False)
+    _worker.prepared = True
+
+
 class Places:
     """The devices of a trainer, in PyTorch's words.
 
@@ -140,19 +156,7 @@ class Places:
 
     def prepare_worker(self, device: int) -> None:
         """Prepare the calling thread for computing on a device, and undo what an earlier function has left set: gradients off, other threads."""
-        if not torch.is_grad_enabled():
-            torch._C._set_grad_enabled(True)
-        gpu = self._gpu[device]
-        if getattr(_worker, "prepared", False):
-            if torch.get_num_threads() != self._threads[device]:
-                set_own_threads(self._threads[device])
-            return
-        set_own_threads(self._threads[device])
-        if gpu is not None:
-            cuda.prepare_worker(gpu)
-            # Otherwise backward runs on a thread that all devices of one GPU share. This is set for the thread's whole life.
-            torch.autograd.set_multithreading_enabled(False)
-        _worker.prepared = True
+        prepare_worker(self._threads[device], self._gpu[device])
 
     def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
         """Send the operators of the calling worker to the device's own queue."""

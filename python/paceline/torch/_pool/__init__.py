@@ -1,0 +1,1 @@
+"""Independent jobs on all devices: what `paceline.torch.Pool` consists of."""

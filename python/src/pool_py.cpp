@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <paceline/engine/pool.hpp>
+#include <paceline/error.hpp>
+
+#include "bindings.hpp"
+#include "worker_gil.hpp"
+
+namespace py = pybind11;
+
+namespace paceline::python {
+namespace {
+
+// What a Python body returns.
+constexpr int kFailed = -1;
+constexpr int kOutOfMemory = -2;
+
+/// The body has failed. Python keeps its exception.
+void check(int code) {
+  if (code == kOutOfMemory) throw OutOfMemory("the job ran out of memory");
+  if (code == kFailed) throw Error("the job failed");
+}
+
+std::vector<std::string> names_of(const Job& job) {
+  std::vector<std::string> names;
+  for (const Device* device : job.devices()) names.push_back(device->name);
+  return names;
+}
+
+const char* outcome_of(const std::exception_ptr& error, std::string& message) {
+  if (!error) return "completed";
+  try {
+    std::rethrow_exception(error);
+  } catch (const Rejected& why) {
+    message = why.what();
+    return "rejected";
+  } catch (const Expired& why) {
+    message = why.what();
+    return "expired";
+  } catch (const Cancelled& why) {
+    message = why.what();
+    return "cancelled";
+  } catch (const std::exception& why) {
+    message = why.what();
+  } catch (...) {
+    message = "unknown";
+  }
+  return "failed";
+}
+
+/// A job of Python's: run(names of devices) -> int, and end(device, seconds, outcome, message), each called once.
+class PythonCall final : public internal::PoolCall {
+ public:
+  PythonCall(py::object job, std::shared_ptr<internal::JobState> state, bool batched)
+      : job_(std::move(job)), state_(std::move(state)), batched_(batched) {}
+  ~PythonCall() override { drop(job_); }
+  void run(Job& job) override {
+    check(with_interpreter([&] { return job_.attr("run")(names_of(job)).cast<int>(); }));
+  }
+  void end(const JobReport& report, std::exception_ptr error) noexcept override {
+    device_ = report.device;
+    seconds_ = report.seconds;
+    outcome_ = outcome_of(error, message_);
+    state_->end(report, std::move(error));
+  }
+  void call_back() noexcept override {
+    state_->call_back();
+    if (interpreter_is_ending()) return;
+    with_interpreter([&] {
+      try {
+        job_.attr("end")(device_, seconds_, outcome_, message_);
+      } catch (py::error_already_set& failed) {
+        failed.discard_as_unraisable("the end of a job");
+      }
+    });
+  }
+  [[nodiscard]] bool batched() const noexcept override { return batched_; }
+  [[nodiscard]] const py::object& job() const noexcept { return job_; }
+
+ private:
+  py::object job_;
+  std::shared_ptr<internal::JobState> state_;
+  bool batched_;
+  std::string device_{};
+  double seconds_ = 0.0;
+  const char* outcome_ = "";
+  std::string message_{};
+};
+
+/// run(names of devices, jobs) -> int, for a batch of jobs.
+Pool::BatchCall batch_call(py::object run) {
+  const std::shared_ptr<py::object> shared(new py::object(std::move(run)), [](py::object* one) {
+    drop(*one);
+    delete one;
+  });
+  return [shared](Job& job, std::span<internal::PoolCall* const> calls) {
+    check(with_interpreter([&] {
+      py::list jobs;
+      for (auto* const call : calls) jobs.append(static_cast<PythonCall*>(call)->job());
+      return (*shared)(names_of(job), jobs).cast<int>();
+    }));
+  };
+}
+
+/// A pool whose jobs are Python objects.
+class PythonPool {
+ public:
+  PythonPool(const DeviceGroup& group, const std::string& placement)
+      : pool_(group, {.placement = placement_of(placement)}) {}
+  ~PythonPool() {
+    try {
+      close(true);
+    } catch (const std::exception&) {  // nothing that a destructor could tell
+    }
+  }
+  PythonPool(const PythonPool&) = delete;
+  PythonPool& operator=(const PythonPool&) = delete;
+
+  JobHandle submit(py::object job, const JobOptions& options, bool batched) {
+    const auto state = std::make_shared<internal::JobState>();
+    auto call = std::make_unique<PythonCall>(std::move(job), state, batched);
+    const py::gil_scoped_release release;
+    return pool_.submit_call(std::move(call), state, options);
+  }
+
+  void add_batches(const std::string& kind, std::int64_t max_batch, double max_delay, py::object run) {
+    pool_.add_batches(kind, {.max_batch = max_batch, .max_delay_seconds = max_delay}, batch_call(std::move(run)));
+  }
+
+  static bool cancel(const JobHandle& job) {
+    const py::gil_scoped_release release;
+    return Pool::cancel(job);
+  }
+
+  void retire(const std::string& device, bool retired) {
+    const py::gil_scoped_release release;
+    retired ? pool_.retire(device) : pool_.restore(device);
+  }
+
+  void close(bool cancel) {
+    const py::gil_scoped_release release;
+    pool_.close(cancel);
+  }
+
+  [[nodiscard]] const Pool& pool() const noexcept { return pool_; }
+
+ private:
+  static plan::Placement placement_of(const std::string& name) {
+    using enum plan::Placement;
+    const std::pair<const char*, plan::Placement> all[] = {{"auto", automatic},
+                                                           {"any", any},
+                                                           {"weighted", weighted},
+                                                           {"round_robin", round_robin},
+                                                           {"least_outstanding", least_outstanding},
+                                                           {"earliest_finish", earliest_finish}};
+    std::string names;
+    for (const auto& [known, placement] : all) {
+      if (name == known) return placement;
+      names += std::string(names.empty() ? "" : ", ") + known;
+    }
+    throw InvalidArgument("Pool: placement is '" + name + "'; it must be one of " + names + ".");
+  }
+
+  Pool pool_;
+};
+
+}  // namespace
+
+void bind_pool(py::module_& module) {
+  py::class_<JobHandle>(module, "Job", "A job of a pool.");
+  py::class_<PythonPool>(module, "Pool", "Runs jobs on the devices of a group, as the pool decides.")
+      .def(py::init<const DeviceGroup&, const std::string&>(), py::arg("group"), py::arg("placement") = "auto")
+      .def(
+          "submit",
+          [](PythonPool& self, py::object job, std::string kind, int priority, double deadline, double not_before,
+             std::int64_t gang, std::vector<JobHandle> after, std::vector<std::string> needs, bool wait, bool batched) {
+            return self.submit(std::move(job),
+                               {.kind = std::move(kind),
+                                .priority = static_cast<Priority>(priority),
+                                .deadline_seconds = deadline,
+                                .not_before_seconds = not_before,
+                                .gang = gang,
+                                .after = std::move(after),
+                                .needs = std::move(needs),
+                                .wait_for_room = wait},
+                               batched);
+          },
+          py::arg("job"), py::kw_only(), py::arg("kind"), py::arg("priority"), py::arg("deadline"),
+          py::arg("not_before"), py::arg("gang"), py::arg("after"), py::arg("needs"), py::arg("wait"),
+          py::arg("batched"), "Submit an object with run(devices) -> int and end(device, seconds, outcome, message).")
+      .def("add_batches", &PythonPool::add_batches, py::arg("kind"), py::arg("max_batch"), py::arg("max_delay"),
+           py::arg("run"), "Let jobs of this kind run in batches: run(devices, jobs) -> int.")
+      .def_static("cancel", &PythonPool::cancel, py::arg("job"),
+                  "Cancel a job that waits. False: it runs, or has ended.")
+      .def(
+          "retire", [](PythonPool& self, const std::string& device) { self.retire(device, true); }, py::arg("device"))
+      .def(
+          "restore", [](PythonPool& self, const std::string& device) { self.retire(device, false); }, py::arg("device"))
+      .def("close", &PythonPool::close, py::arg("cancel"), "Wait until every job has ended.")
+      .def_property_readonly("waiting", [](const PythonPool& self) { return self.pool().waiting(); })
+      .def_property_readonly("running", [](const PythonPool& self) { return self.pool().running(); })
+      .def("explain", [](const PythonPool& self) { return self.pool().explain(); });
+}
+
+}  // namespace paceline::python
