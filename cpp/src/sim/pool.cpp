@@ -10,6 +10,7 @@
 
 #include <paceline/sim/random.hpp>
 
+#include "plan/pool/job_slots.hpp"
 #include "refuse.hpp"
 
 namespace paceline::sim {
@@ -98,7 +99,7 @@ class Loop {
         const Running running = std::move(running_.at(run));
         running_.erase(run);
         for (const JobId job : running.jobs) {
-          Request& request = requests_[static_cast<std::size_t>(job) - 1];
+          Request& request = requests_[plan::JobSlots::number(job) - 1];
           request.latency = now_ - request.arrival;
           (now_ <= request.deadline ? result_.in_time : result_.late) += 1.0;
         }
@@ -127,7 +128,7 @@ class Loop {
       const std::size_t device = start.devices.front();
       // By the first request of a batch: the same work in each placement where there are no batches.
       const double seconds = truth_[device].seconds(std::ssize(start.jobs)) *
-                             work(options_, static_cast<std::uint64_t>(start.jobs.front()));
+                             work(options_, plan::JobSlots::number(start.jobs.front()));
       running_[start.run] = {start.jobs, seconds};
       ends_.emplace(now_ + seconds, start.run);
       result_.busy[device] += seconds;

@@ -16,7 +16,7 @@
 /// caller's.
 namespace paceline::plan {
 
-enum class JobId : std::uint64_t {};  ///< a number never used again; larger ones were submitted later
+enum class JobId : std::uint64_t {};  ///< never used again; larger ones were submitted later. At most 2^22 jobs at once
 enum class RunId : std::uint64_t {};  ///< one start: the jobs of a batch on a device, or a gang on several
 
 /// How long a job without a deadline is content to wait. Jobs start in the order of submit time + patience, so a
@@ -86,7 +86,7 @@ enum class JobOutcome : std::uint8_t { completed, failed, rejected, expired, can
 /// Why a job ended other than by running, or why an idle device left jobs waiting.
 enum class PoolReason : std::uint8_t {
   none,
-  queue_full,        ///< rejected
+  queue_full,        ///< rejected: of its kind, or of the pool
   deadline,          ///< rejected or expired: it cannot end in time; declined: not on this device
   no_device,         ///< rejected: too few devices satisfy its need, and have the memory
   on_request,        ///< cancelled

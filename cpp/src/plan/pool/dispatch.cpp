@@ -12,11 +12,6 @@ namespace {
 constexpr double kDeclineTie = 1.0 + 1e-9;
 constexpr std::size_t kGangsAsked = 16;  // of those that wait: the others have larger keys
 
-std::int64_t size_within(const std::vector<std::int64_t>& sizes, std::int64_t most) {
-  const auto above = std::upper_bound(sizes.begin(), sizes.end(), most);
-  return above == sizes.begin() ? 0 : *(above - 1);
-}
-
 // Jobs that a device ends in less than `seconds`, in batches of at most `largest` back to back. What differs by
 // rounding is equal: otherwise each of two equal devices could leave a job to the other one.
 double jobs_before(const CostModel& model, std::int64_t largest, double seconds) {
@@ -66,7 +61,7 @@ bool State::foreground_waits(std::size_t device) {
   }
   if (gangs.empty() || std::get<0>(*gangs.begin())) return false;
   for (const auto& [background, key, id] : gangs) {
-    if (!background && accepts(jobs.at(id).spec.need, device)) return true;
+    if (!background && accepts(jobs.at(id).need, device)) return true;
   }
   return false;
 }
@@ -110,6 +105,7 @@ std::int64_t State::planned(PoolLine& line, const PoolLine::Ranked& on, double n
     }
     return true;
   };
+  if (early(on.largest)) return on.largest;  // much waits
   const auto last = std::upper_bound(sizes.begin(), sizes.end(), on.largest);
   const auto found = std::partition_point(sizes.begin(), last, early);
   return found == sizes.begin() ? 0 : *(found - 1);
@@ -187,10 +183,10 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
       std::vector<JobId> next = slow ? std::vector<JobId>{line.plain.front().id} : batch(line, one_job, size);
       size = size_within(kind.spec.sizes, std::ssize(next));
       const double load = one.seconds - one.alone;
+      // The first that has a deadline has the least one.
+      const auto timed = std::ranges::find_if(next, [&](JobId id) { return jobs.at(id).timed(); });
       const auto too_late = [&] {
-        double least = end_by;
-        for (std::int64_t i = 0; i < size; ++i)
-          least = std::min(least, jobs.at(next[static_cast<std::size_t>(i)]).deadline);
+        const double least = timed - next.begin() < size ? std::min(jobs.at(*timed).deadline, end_by) : end_by;
         return least < kNever && now + kind.margin * (load + one.model.seconds(size)) > least;
       };
       while (size > 1 && too_late()) size = size_within(kind.spec.sizes, size - 1);
@@ -213,15 +209,13 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
 void State::start(PoolLine& line, std::size_t d, std::vector<JobId> next, double now, bool probe, PoolDecisions& out) {
   Device& device = devices[d];
   const std::int64_t size = std::ssize(next);
-  PoolStart start{.run = RunId{++last_run}, .devices = {d}, .jobs = std::move(next), .kind = line.kind, .probe = probe};
+  PoolStart start{.run = next_run(d), .devices = {d}, .jobs = std::move(next), .kind = line.kind, .probe = probe};
   start.predicted_seconds = seconds(line.kind, d, size);
   start.load_seconds = take_room(line.kind, d, size, start);
-  const bool bound = line.bound != kNone;
   for (const JobId id : start.jobs) {
     Job& job = jobs.at(id);
-    line.of(job.deadline < kNever).erase({job.key, id});
-    job.line = kNone;
-    job.run = start.run;
+    line.of(job).erase({job.key, id});
+    job.phase = Job::Phase::runs;
   }
   waiting -= size;
   kinds[line.kind].held -= size;
@@ -229,7 +223,14 @@ void State::start(PoolLine& line, std::size_t d, std::vector<JobId> next, double
   device.run = start.run;
   device.declines_since = kNever;
   device.free_at = start.predicted_seconds >= 0.0 ? now + start.load_seconds + start.predicted_seconds : kNever;
-  runs[start.run] = {start.devices, start.jobs, line.kind, start.predicted_seconds, peak(line.kind, size), bound};
+  ++running;
+  Run& run = device.current;
+  run.devices = start.devices;
+  run.jobs = start.jobs;
+  run.kind = line.kind;
+  run.predicted = start.predicted_seconds;
+  run.peak_bytes = peak(line.kind, size);
+  run.bound = line.bound != kNone;
   out.starts.push_back(std::move(start));
 }
 
@@ -263,8 +264,8 @@ double State::wake(double now, const PoolDecisions& out) {
   }
   for (const auto& [background, key, id] : gangs) {
     const Job& job = jobs.at(id);
-    if (job.deadline < kNever)
-      consider(std::nextafter(job.deadline - kinds[job.spec.kind].margin * gang_seconds(job), kNever));
+    if (job.timed())
+      consider(std::nextafter(job.deadline - kinds[job.kind].margin * gang_seconds(job), kNever));
   }
   if (hold_until < kNever) consider(hold_until);
   for (const PoolDecline& decline : out.declines) {

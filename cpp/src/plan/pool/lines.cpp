@@ -8,9 +8,9 @@ namespace paceline::plan {
 using State = PoolState::State;
 
 PoolLine& State::line_of(const Job& job, std::size_t bound) {
-  const bool background = job.spec.priority == Priority::background;
-  const auto [place, fresh] = line_index.try_emplace({job.spec.kind, job.spec.need, bound, background}, lines.size());
-  if (fresh) lines.push_back({.kind = job.spec.kind, .need = job.spec.need, .bound = bound, .background = background});
+  const bool background = job.background;
+  const auto [place, fresh] = line_index.try_emplace({job.kind, job.need, bound, background}, lines.size());
+  if (fresh) lines.push_back({.kind = job.kind, .need = job.need, .bound = bound, .background = background});
   return lines[place->second];
 }
 

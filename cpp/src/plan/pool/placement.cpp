@@ -13,14 +13,14 @@ using State = PoolState::State;
 std::size_t State::choose_at_submit(const Job& job, double now) {
   const Placement placement = options.placement;
   if (placement == Placement::automatic || placement == Placement::any || placement == Placement::custom) return kNone;
-  const std::size_t kind = job.spec.kind;
+  const std::size_t kind = job.kind;
   std::size_t best = kNone;
   double least = kNever;
   double weights = 0.0;
   for (std::size_t i = 0; i < devices.size(); ++i) {
     const std::size_t d = (next_turn + i) % devices.size();
     Device& device = devices[d];
-    if (!device.active || !accepts(job.spec.need, d) || largest(kind, d) == 0) continue;
+    if (!device.active || !accepts(job.need, d) || largest(kind, d) == 0) continue;
     double cost = 0.0;
     const double own = seconds(kind, d, 1);
     if (placement == Placement::round_robin) {
@@ -40,7 +40,7 @@ std::size_t State::choose_at_submit(const Job& job, double now) {
       }
       // A run that lasts longer than predicted is taken to last a tenth of the prediction more.
       if (device.run != RunId{} && std::isfinite(device.free_at))
-        cost += std::max(device.free_at - now, 0.1 * runs.at(device.run).predicted);
+        cost += std::max(device.free_at - now, 0.1 * run_of(device).predicted);
     }
     if (best == kNone || cost < least) {
       least = cost;

@@ -17,7 +17,7 @@ bool PoolState::idle(std::size_t device) const { return state_->devices.at(devic
 std::size_t PoolState::kind_count() const noexcept { return state_->kinds.size(); }
 const PoolKind& PoolState::kind(std::size_t kind) const { return state_->kinds.at(kind).spec; }
 std::int64_t PoolState::waiting() const noexcept { return state_->waiting; }
-std::int64_t PoolState::running() const noexcept { return static_cast<std::int64_t>(state_->runs.size()); }
+std::int64_t PoolState::running() const noexcept { return state_->running; }
 double PoolState::margin(std::size_t kind) const { return state_->kinds.at(kind).margin; }
 
 std::int64_t PoolState::largest_batch(std::size_t kind, std::size_t device) const {

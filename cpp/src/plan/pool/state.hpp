@@ -1,27 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <map>
 #include <optional>
 #include <set>
 #include <string>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <paceline/plan/pool.hpp>
 
+#include "plan/pool/job_slots.hpp"
 #include "plan/pool/key_queue.hpp"
 
 namespace paceline::plan {
 
-inline constexpr double kNever = std::numeric_limits<double>::infinity();
-inline constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
+/// The largest of the sizes that is not above `most`; 0 if there is none.
+inline std::int64_t size_within(const std::vector<std::int64_t>& sizes, std::int64_t most) {
+  const auto above = std::upper_bound(sizes.begin(), sizes.end(), most);
+  return above == sizes.begin() ? 0 : *(above - 1);
+}
 
 /// Jobs that wait for the same: of one kind, need and class, and bound to one device or to none.
 struct PoolLine {
@@ -48,17 +51,27 @@ struct PoolLine {
   double rate = 0.0;                // jobs a second, in the largest batches; 0 if unknown
 
   [[nodiscard]] std::int64_t size() const noexcept { return timed.size() + plain.size(); }
-  [[nodiscard]] KeyQueue& of(bool has_deadline) { return has_deadline ? timed : plain; }
+  [[nodiscard]] KeyQueue& of(const PoolEntry& job) { return job.timed() ? timed : plain; }
 };
 
 class PoolState::State {
  public:
+  using Job = PoolEntry;
+  struct Run {
+    std::vector<std::size_t> devices = {};
+    std::vector<JobId> jobs = {};
+    std::size_t kind = 0;
+    double predicted = 0.0;
+    double peak_bytes = 0.0;
+    bool bound = false;
+  };
   struct Device {
     PoolDevice spec = {};
     std::size_t cls = 0;
     std::size_t space = 0;
     bool active = true;
     RunId run{};  // 0: idle
+    Run current = {};  // of run, if this is its first device
     double free_at = 0.0;
     double declines_since = kNever;
     std::int64_t bound = 0;  // jobs bound to it, the running one included
@@ -75,32 +88,11 @@ class PoolState::State {
     std::int64_t held = 0;          // waiting jobs
     std::vector<Measured> on = {};  // by device
     std::vector<Measured> classes = {};
-    std::vector<std::int64_t> memory_cap = {};  // by device: what out of memory has left
+    std::vector<std::int64_t> largest = {};  // by device: the largest batch, by its memory
     std::vector<double> ratios = {};            // actual over predicted, of the last runs
     std::size_t runs = 0;
     double margin = 0.0;
     std::uint64_t epoch = 1;
-  };
-  struct Job {
-    PoolJob spec = {};
-    double submitted = 0.0;
-    double deadline = kNever;
-    double key = 0.0;
-    std::int64_t blockers = 0;                                     // jobs in `after` that have not ended
-    std::int64_t most = std::numeric_limits<std::int64_t>::max();  // jobs in its batch, after a failure
-    std::vector<JobId> dependents = {};
-    std::size_t line = kNone;  // where it waits; kNone: held back, in the gangs, or running
-    RunId run{};
-    bool held = false;
-    bool gang = false;  // waits in gangs_
-  };
-  struct Run {
-    std::vector<std::size_t> devices = {};
-    std::vector<JobId> jobs = {};
-    std::size_t kind = 0;
-    double predicted = 0.0;
-    double peak_bytes = 0.0;
-    bool bound = false;
   };
   struct Resident {
     std::size_t model = 0;
@@ -121,9 +113,9 @@ class PoolState::State {
   // Events, in pool.cpp and events.cpp.
   void end(JobId id, JobOutcome outcome, PoolReason reason, std::optional<JobId> cause, PoolDecisions& out);
   void release(JobId id, double now, PoolDecisions& out);
-  void enqueue(JobId id, Job& job, double now);
-  void again(JobId id, Job& job, double now);
-  void unqueue(JobId id, Job& job);
+  void enqueue(Job& job, double now);
+  void again(Job& job, double now);
+  void unqueue(Job& job);
   void rebind(std::size_t device, double now);
   void fail_stranded(std::size_t kind, PoolDecisions& out);
   void ended_badly(const Run& run, RunResult result, double now, PoolDecisions& out);
@@ -162,7 +154,8 @@ class PoolState::State {
   [[nodiscard]] double gang_seconds(const Job& job) const;
 
   // Memory, in memory.cpp.
-  [[nodiscard]] std::int64_t largest(std::size_t kind, std::size_t device) const;
+  [[nodiscard]] std::int64_t largest(std::size_t kind, std::size_t device) const { return kinds[kind].largest[device]; }
+  void add_largest(std::size_t kind, std::size_t device);
   [[nodiscard]] double peak(std::size_t kind, std::int64_t size) const;
   [[nodiscard]] std::int64_t together(std::size_t kind, std::size_t space) const;
   [[nodiscard]] bool resident(std::size_t model, std::size_t space) const;
@@ -170,6 +163,14 @@ class PoolState::State {
   [[nodiscard]] std::optional<std::vector<std::size_t>> room(std::size_t kind, std::size_t device,
                                                              std::int64_t size) const;
   double take_room(std::size_t kind, std::size_t device, std::int64_t size, PoolStart& start);
+
+  // A run is found by its first device, which the lower bits of its id name.
+  static constexpr unsigned kDeviceBits = 20;
+  RunId next_run(std::size_t device) { return RunId{++last_run << kDeviceBits | device}; }
+  [[nodiscard]] static std::size_t first_device(RunId run) {
+    return static_cast<std::uint64_t>(run) & ((std::uint64_t{1} << kDeviceBits) - 1);
+  }
+  [[nodiscard]] const Run& run_of(const Device& device) const { return devices[first_device(device.run)].current; }
 
   PoolOptions options = {};
   std::vector<Device> devices = {};
@@ -181,13 +182,12 @@ class PoolState::State {
   std::vector<Model> models = {};
   std::vector<PoolLine> lines = {};
   std::map<std::tuple<std::size_t, std::size_t, std::size_t, bool>, std::size_t> line_index = {};
-  std::unordered_map<JobId, Job> jobs = {};
-  std::unordered_map<RunId, Run> runs = {};
+  JobSlots jobs{};
   std::set<std::tuple<bool, double, JobId>> gangs = {};  // background, key
   std::set<std::pair<double, JobId>> starts_at = {};     // held back until then
   std::set<std::pair<double, JobId>> held_deadlines = {};
-  std::uint64_t last_job = 0;
   std::uint64_t last_run = 0;
+  std::int64_t running = 0;  // runs
   std::uint64_t epoch = 1;  // of devices, and of what is resident
   std::int64_t waiting = 0;
   std::size_t idle = 0;       // active devices that are idle
