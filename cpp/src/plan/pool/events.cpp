@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 
 #include "plan/pool/state.hpp"
 
@@ -34,7 +35,7 @@ bool State::admits(const Job& job, double now) {
   const double begin = job.due;
   PoolLine& own = line_of(job, kNone);
   rank(own);
-  const double least = job.gang > 1 ? gang_seconds(job) : own.least_seconds;
+  const double least = job.gang > 1 ? gang_seconds(job) : least_seconds(own, job);
   const double needed = kinds[job.kind].margin * least;
   if (begin + needed > job.deadline) return false;
   if (!own.known || own.rate <= 0.0) return true;
@@ -67,7 +68,7 @@ void State::enqueue(Job& job, double now) {
   PoolLine& line = line_of(job, bound);
   job.phase = Job::Phase::in_line;
   job.line = static_cast<std::size_t>(&line - lines.data());
-  line.of(job).insert({job.key, job.id});
+  line.insert(job);
 }
 
 // Back into the queue after a run.
@@ -85,7 +86,7 @@ void State::unqueue(Job& job) {
     gangs.erase({job.background, job.key, job.id});
   } else if (job.phase == Job::Phase::in_line) {
     PoolLine& line = lines[job.line];
-    line.of(job).erase({job.key, job.id});
+    line.erase(job);
     if (line.bound != kNone) --devices[line.bound].bound;
   } else {
     starts_at.erase({job.due, job.id});
@@ -201,6 +202,16 @@ void State::observe(Kind& kind, double ratio) {
   const auto at = sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() * 9 / 10);
   std::nth_element(sorted.begin(), at, sorted.end());
   kind.margin = *at;
+}
+
+// A typical job has the mean cost of the last 1,000 or so. Devices are ranked anew when it has moved by a quarter.
+void State::typical(Kind& kind, double cost) {
+  constexpr std::int64_t window = 1000;
+  kind.submitted = std::min(kind.submitted + 1, window);
+  kind.mean_cost += (cost - kind.mean_cost) / static_cast<double>(kind.submitted);
+  if (std::abs(kind.mean_cost - kind.cost) <= 0.25 * kind.cost) return;
+  kind.cost = kind.mean_cost;
+  ++kind.epoch;
 }
 
 void State::settle(double now, PoolDecisions& out) {

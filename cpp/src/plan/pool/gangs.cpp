@@ -13,7 +13,7 @@ double State::gang_seconds(const Job& job) const {
   std::vector<double> all;
   for (std::size_t d = 0; d < devices.size(); ++d) {
     if (!devices[d].active || !accepts(job.need, d) || largest(job.kind, d) == 0) continue;
-    const double alone = seconds(job.kind, d, 1);
+    const double alone = seconds(job.kind, d, job.cost);
     all.push_back(alone >= 0.0 ? alone + load_seconds(job.kind, d) : 0.0);
   }
   if (std::ssize(all) < job.gang) return 0.0;
@@ -25,8 +25,7 @@ void State::expire_gangs(double now, PoolDecisions& out) {
   std::vector<JobId> late;
   for (const auto& [background, key, id] : gangs) {
     const Job& job = jobs.at(id);
-    if (job.timed() && job.deadline - kinds[job.kind].margin * gang_seconds(job) < now)
-      late.push_back(id);
+    if (job.timed() && job.deadline - kinds[job.kind].margin * gang_seconds(job) < now) late.push_back(id);
   }
   for (const JobId id : late) {
     if (jobs.find(id) != nullptr) end(id, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
@@ -49,18 +48,18 @@ bool State::gang_step(JobId id, double now, PoolDecisions& out) {
     const bool busy = devices[d].run != RunId{};
     all.emplace_back(busy ? std::max(devices[d].free_at - now, 0.0) : 0.0, d);
     if (busy || (reserving != JobId{} && reserved[d] != 0) || !room(kind, d, 1)) continue;
-    const double alone = seconds(kind, d, 1);
+    const double alone = seconds(kind, d, job.cost);
     idle_ones.emplace_back(alone >= 0.0 ? alone + load_seconds(kind, d) : 0.0, d);
   }
   std::stable_sort(idle_ones.begin(), idle_ones.end());
   if (idle_ones.size() >= size) {
-    PoolStart start{.kind = kind, .predicted_seconds = 0.0};
+    PoolStart start{.kind = kind, .cost = job.cost, .predicted_seconds = 0.0};
     // Members may share one memory: those that are chosen are in the books before the next one is asked.
     std::vector<Space> before = spaces;
     for (auto one = idle_ones.begin(); one != idle_ones.end() && start.devices.size() < size; ++one) {
       const auto [longest, d] = *one;
       if (now + kinds[kind].margin * longest > job.deadline || !room(kind, d, 1)) continue;
-      const double alone = seconds(kind, d, 1);
+      const double alone = seconds(kind, d, job.cost);
       start.predicted_seconds = alone >= 0.0 ? std::max(start.predicted_seconds, alone) : alone;  // NaN stays
       start.load_seconds = std::max(start.load_seconds, take_room(kind, d, 1, start));
       if (start.devices.empty()) {

@@ -143,17 +143,22 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
   require(job.deadline_seconds > 0.0, "deadline_seconds is {}; it must be positive", job.deadline_seconds);
   require(finite_not_negative(job.not_before_seconds), "not_before_seconds is {}; it must be finite and not negative",
           job.not_before_seconds);
+  require(job.cost > 0.0 && job.cost <= 1e12, "cost is {}; it must be above 0, and at most 1e12", job.cost);
+  require(kind.spec.padded || job.cost == 1.0, "cost is {}, but kind '{}' is not padded: its jobs all cost 1", job.cost,
+          kind.spec.name);
   require(job.gang >= 1, "gang is {}; a job runs on at least one device", job.gang);
   for (const JobId one : job.after)
     require(s.jobs.submitted(one), "the job waits for job {}, which was never submitted",
             static_cast<std::uint64_t>(one));
   advance(s, now_seconds);
+  if (kind.spec.padded) s.typical(kind, job.cost);
   id = s.jobs.next();
   PoolDecisions out;
   State::Job made{.id = id, .kind = job.kind, .need = job.need, .gang = job.gang, .submitted = now_seconds};
   made.due = now_seconds + job.not_before_seconds;
   made.deadline = now_seconds + job.deadline_seconds;
   made.key = made.timed() ? made.deadline : made.due + s.options.patience[static_cast<std::size_t>(job.priority)];
+  made.cost = job.cost;
   made.background = job.priority == Priority::background;
   PoolReason refused = PoolReason::none;
   if (kind.held >= s.limit(job.kind) || s.jobs.full()) refused = PoolReason::queue_full;
@@ -185,7 +190,8 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
 PoolDecisions PoolState::finish(double now_seconds, RunId run, RunResult result, double seconds) {
   State& s = *state_;
   const std::size_t first = State::first_device(run);
-  require(run != RunId{} && first < s.devices.size() && s.devices[first].run == run, "run {} does not run", static_cast<std::uint64_t>(run));
+  require(run != RunId{} && first < s.devices.size() && s.devices[first].run == run, "run {} does not run",
+          static_cast<std::uint64_t>(run));
   require(result != RunResult::completed || finite_not_negative(seconds),
           "run {} took {} s; that must be finite and not negative", static_cast<std::uint64_t>(run), seconds);
   advance(s, now_seconds);

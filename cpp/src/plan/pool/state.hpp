@@ -8,6 +8,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -17,6 +18,7 @@
 
 #include "plan/pool/job_slots.hpp"
 #include "plan/pool/key_queue.hpp"
+#include "plan/pool/padding.hpp"
 
 namespace paceline::plan {
 
@@ -35,23 +37,36 @@ struct PoolLine {
   // Apart, because a device finds the first deadline that it can keep by one search, and what expires is a prefix.
   KeyQueue timed = {};
   KeyQueue plain = {};
+  double cost = 0.0;  // of all that wait
 
-  // A device that may run these jobs. `seconds` counts the load of the model, `alone` does not.
+  // A device that may run these jobs.
   struct Ranked {
     std::size_t device = 0;
-    double seconds = 0.0;
-    double alone = 0.0;
+    double seconds = 0.0;  // of a typical job, with `load`
+    double load = 0.0;     // of the model
     std::int64_t largest = 0;
     CostModel model = {};
   };
   std::vector<Ranked> ranked = {};  // the fastest first
   std::uint64_t epoch = 0;          // of `ranked`
   bool known = false;               // enough samples of every class
-  double least_seconds = 0.0;       // of one job; 0 if unknown
-  double rate = 0.0;                // jobs a second, in the largest batches; 0 if unknown
+  double least_seconds = 0.0;       // of a typical job; 0 if unknown
+  double rate = 0.0;                // typical jobs a second, in the largest batches; 0 if unknown
 
   [[nodiscard]] std::int64_t size() const noexcept { return timed.size() + plain.size(); }
-  [[nodiscard]] KeyQueue& of(const PoolEntry& job) { return job.timed() ? timed : plain; }
+  /// The job that is next; null if none is.
+  [[nodiscard]] const KeyEntry* front() const {
+    const KeyEntry* other = plain.empty() ? nullptr : &plain.front();
+    return timed.empty() || (other != nullptr && *other < timed.front()) ? other : &timed.front();
+  }
+  void insert(const PoolEntry& job) {
+    (job.timed() ? timed : plain).insert({job.key, job.id});
+    cost += job.cost;
+  }
+  void erase(const PoolEntry& job) {
+    (job.timed() ? timed : plain).erase({job.key, job.id});
+    cost = size() > 0 ? cost - job.cost : 0.0;  // so that no rounding stays
+  }
 };
 
 class PoolState::State {
@@ -70,7 +85,7 @@ class PoolState::State {
     std::size_t cls = 0;
     std::size_t space = 0;
     bool active = true;
-    RunId run{};  // 0: idle
+    RunId run{};       // 0: idle
     Run current = {};  // of run, if this is its first device
     double free_at = 0.0;
     double declines_since = kNever;
@@ -89,9 +104,12 @@ class PoolState::State {
     std::vector<Measured> on = {};  // by device
     std::vector<Measured> classes = {};
     std::vector<std::int64_t> largest = {};  // by device: the largest batch, by its memory
-    std::vector<double> ratios = {};            // actual over predicted, of the last runs
+    std::vector<double> ratios = {};         // actual over predicted, of the last runs
     std::size_t runs = 0;
     double margin = 0.0;
+    double cost = 1.0;           // of a typical job
+    double mean_cost = 0.0;      // of the last jobs, if they are padded
+    std::int64_t submitted = 0;  // of those
     std::uint64_t epoch = 1;
   };
   struct Resident {
@@ -124,14 +142,17 @@ class PoolState::State {
   bool can_run(const Job& job, bool also_retired) const;
   bool admits(const Job& job, double now);
   void observe(Kind& kind, double ratio);
+  void typical(Kind& kind, double cost);
 
   // Lines and models, in lines.cpp.
   PoolLine& line_of(const Job& job, std::size_t bound);
   void rank(PoolLine& line);
   [[nodiscard]] bool accepts(std::size_t need, std::size_t device) const { return accepted[need][device] != 0; }
   [[nodiscard]] const Measured& measured(std::size_t kind, std::size_t device) const;
-  [[nodiscard]] double seconds(std::size_t kind, std::size_t device, std::int64_t size) const;
+  [[nodiscard]] double seconds(std::size_t kind, std::size_t device, double cost) const;
   [[nodiscard]] double load_seconds(std::size_t kind, std::size_t device) const;
+  [[nodiscard]] double least_seconds(const PoolLine& line, const Job& job) const;
+  [[nodiscard]] double units(const PoolLine& line) const { return line.cost / kinds[line.kind].cost; }
   [[nodiscard]] double units_waiting(PoolLine& line, double faster);
 
   // Which device, in placement.cpp.
@@ -142,11 +163,18 @@ class PoolState::State {
   bool start_from(PoolLine& line, double now, PoolDecisions& out);
   void start(PoolLine& line, std::size_t device, std::vector<JobId> next, double now, bool probe, PoolDecisions& out);
   void expire(double now, PoolDecisions& out);
+  [[nodiscard]] double last_start(const PoolLine& line) const;
   [[nodiscard]] double wake(double now, const PoolDecisions& out);
-  [[nodiscard]] const KeyEntry* first_for(const PoolLine& line, double least_deadline) const;
   [[nodiscard]] bool foreground_waits(std::size_t device);
-  [[nodiscard]] std::vector<JobId> batch(const PoolLine& line, double least_deadline, std::int64_t size) const;
-  [[nodiscard]] std::int64_t planned(PoolLine& line, const PoolLine::Ranked& on, double now, double units) const;
+
+  // Batches, in batches.cpp.
+  [[nodiscard]] const Job* first_for(const PoolLine& line, const PoolLine::Ranked& on, double now) const;
+  [[nodiscard]] std::vector<JobId> next_jobs(const PoolLine& line, const PoolLine::Ranked& on, double now,
+                                             std::int64_t size) const;
+  [[nodiscard]] std::vector<JobId> batch(const PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
+                                         std::optional<double> units) const;
+  [[nodiscard]] double cost_of(std::size_t kind, std::span<const JobId> batch) const;
+  [[nodiscard]] bool early(const PoolLine& line, double seconds, double now, double units, double cost) const;
 
   // Gangs, in gangs.cpp.
   bool gang_step(JobId id, double now, PoolDecisions& out);
@@ -188,7 +216,7 @@ class PoolState::State {
   std::set<std::pair<double, JobId>> held_deadlines = {};
   std::uint64_t last_run = 0;
   std::int64_t running = 0;  // runs
-  std::uint64_t epoch = 1;  // of devices, and of what is resident
+  std::uint64_t epoch = 1;   // of devices, and of what is resident
   std::int64_t waiting = 0;
   std::size_t idle = 0;       // active devices that are idle
   std::size_t next_turn = 0;  // of Placement::round_robin, and among equals
