@@ -14,7 +14,7 @@ PLACEMENTS = ("auto", "any", "weighted", "least_outstanding", "earliest_finish",
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _ARGUMENTS = (  # that --json prints
     *("speeds", "believed", "load", "max_batch", "max_delay_ms", "fixed_ms", "per_item_ms"),
-    *("variation", "burst", "deadline_ms", "requests", "seed"),
+    *("length_variation", "variation", "burst", "deadline_ms", "requests", "seed"),
 )
 
 
@@ -22,11 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that only --pool has."""
     group = parser.add_argument_group("with --pool", "also --speeds, --fixed-ms, --per-item-ms and --seed")
     believed = "what the pool takes the speeds to be (the truth)"
+    lengths = "standard deviation of a request's length over its mean; a batch is padded to its longest (0)"
     deadline = "mean deadline of a request; each one's is between half of it and one and a half (none)"
     for option, kind, default, metavar, text in (
         ("--load", float, 0.7, "PART", "arriving work over what all devices can do in full batches (0.7)"),
         ("--max-batch", int, 1, "N", "largest batch (1: no batches)"),
         ("--max-delay-ms", float, 0.0, "MS", "how long a batch may wait to become larger (0)"),
+        ("--length-variation", float, 0.0, "F", lengths),
         ("--believed", numbers, None, "S,S,...", believed),
         ("--variation", float, 0.3, "F", "standard deviation of a batch's time over its mean (0.3)"),
         ("--burst", float, 1.0, "N", "mean number of requests that arrive at once (1)"),
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
             per_item_seconds=args.per_item_ms / 1e3,
             sizes=sizes,
             max_delay_seconds=args.max_delay_ms / 1e3,
+            length_variation=args.length_variation,
             load=args.load,
             burst=args.burst,
             variation=args.variation,

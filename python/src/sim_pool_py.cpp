@@ -45,8 +45,8 @@ void bind_sim_pool(py::module_& module) {
       "simulate_pool",
       [](const std::vector<double>& speeds, const std::string& placement, std::optional<std::vector<double>> believed,
          double decline, double fixed_seconds, double per_item_seconds, const std::vector<std::int64_t>& sizes,
-         double max_delay_seconds, double load, double burst, double variation, bool exponential,
-         std::optional<double> deadline_seconds, std::int64_t requests, std::uint64_t seed) {
+         double max_delay_seconds, double length_variation, double load, double burst, double variation,
+         bool exponential, std::optional<double> deadline_seconds, std::int64_t requests, std::uint64_t seed) {
         sim::PoolSimulationOptions options;
         options.speeds = speeds;
         options.believed = believed.value_or(std::vector<double>{});
@@ -56,6 +56,7 @@ void bind_sim_pool(py::module_& module) {
         options.per_item_seconds = per_item_seconds;
         options.sizes = sizes;
         options.max_delay_seconds = max_delay_seconds;
+        options.length_variation = length_variation;
         options.load = load;
         options.burst = burst;
         options.variation = variation;
@@ -76,9 +77,10 @@ void bind_sim_pool(py::module_& module) {
       },
       py::arg("speeds"), py::kw_only(), py::arg("placement") = "auto", py::arg("believed") = py::none(),
       py::arg("decline") = 0.5, py::arg("fixed_seconds") = 0.0, py::arg("per_item_seconds") = 0.01,
-      py::arg("sizes") = std::vector<std::int64_t>{1}, py::arg("max_delay_seconds") = 0.0, py::arg("load") = 0.7,
-      py::arg("burst") = 1.0, py::arg("variation") = 0.3, py::arg("exponential") = false,
-      py::arg("deadline_seconds") = py::none(), py::arg("requests") = 20000, py::arg("seed") = 1,
+      py::arg("sizes") = std::vector<std::int64_t>{1}, py::arg("max_delay_seconds") = 0.0,
+      py::arg("length_variation") = 0.0, py::arg("load") = 0.7, py::arg("burst") = 1.0, py::arg("variation") = 0.3,
+      py::arg("exponential") = false, py::arg("deadline_seconds") = py::none(), py::arg("requests") = 20000,
+      py::arg("seed") = 1,
       R"(Requests on a pool of unequal devices, on a virtual clock, with the decisions of the library's own pool.
 
 Deterministic: the n-th request arrives at the same time whatever the placement, and without batches it is the same work.
@@ -99,8 +101,11 @@ sizes
     The sizes of batches that may run, ascending from 1. ``[1]``: no batches.
 max_delay_seconds
     How long a batch may wait to become larger.
+length_variation
+    The coefficient of variation of the requests' lengths, log-normal with mean 1. The pool is told them, and a batch takes as long as one of
+    its number times its longest. 0: all equal.
 load
-    Arriving work over what all devices can do in full batches.
+    Arriving work over what all devices can do in full batches without padding.
 burst
     The mean number of requests that arrive at once. 1: each by itself (Poisson).
 variation, exponential

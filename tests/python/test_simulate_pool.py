@@ -35,6 +35,12 @@ def test_planned_batches_have_half_the_p99_of_batches_that_take_all(capsys: pyte
     assert summary["config"]["sizes"][-1] == 32
 
 
+def test_requests_of_unlike_lengths_are_batched_with_their_padding_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BOX, "--max-batch", "32", "--load", "0.5", "--length-variation", "0.5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["placements"]
+    assert 10 * found["auto"]["p99_seconds"] < found["any"]["p99_seconds"]
+
+
 def test_the_table_names_placements_and_outcomes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BOX, "--load", "1.1", "--deadline-ms", "20"]) == 0
     text = capsys.readouterr().out
@@ -80,6 +86,7 @@ def test_deadlines_part_the_requests_into_four_outcomes() -> None:
         (["--pool", "--speeds", "1,1", "--max-batch", "0"], "--max-batch is 0"),
         (["--pool", "--speeds", "1,1", "--believed", "1"], "believed needs as many"),
         (["--pool", "--speeds", "1,1", "--load", "0"], "load is 0"),
+        (["--pool", "--speeds", "1,1", "--length-variation", "-1"], "length_variation is -1"),
     ],
 )
 def test_wrong_arguments_are_refused_with_what_to_do(

@@ -10,6 +10,7 @@
 
 #include <paceline/sim/random.hpp>
 
+#include "plan/pool/job_slots.hpp"
 #include "refuse.hpp"
 
 namespace paceline::sim {
@@ -20,7 +21,7 @@ using plan::JobId;
 using plan::PoolDecisions;
 using plan::RunId;
 
-enum class Stream : std::uint64_t { arrival, burst, work, deadline };
+enum class Stream : std::uint64_t { arrival, burst, work, deadline, length };
 
 Random draw(const PoolSimulationOptions& options, Stream stream, std::uint64_t index) {
   return {options.seed, index, static_cast<std::uint64_t>(stream)};
@@ -29,17 +30,23 @@ Random draw(const PoolSimulationOptions& options, Stream stream, std::uint64_t i
 double exponential(Random random) { return -std::log(1.0 - random.uniform()); }
 
 // Of mean 1.
+double log_normal(Random random, double variation) {
+  const double variance = std::log(1.0 + variation * variation);
+  return std::exp(random.normal() * std::sqrt(variance) - variance / 2.0);
+}
+
+// Of mean 1.
 double work(const PoolSimulationOptions& options, std::uint64_t index) {
   Random random = draw(options, Stream::work, index);
   if (options.exponential) return exponential(random);
   if (options.sizes.back() > 1) return std::max(0.5, 1.0 + options.variation * random.normal());
-  const double variance = std::log(1.0 + options.variation * options.variation);
-  return std::exp(random.normal() * std::sqrt(variance) - variance / 2.0);
+  return log_normal(random, options.variation);
 }
 
 struct Request {
   double arrival = 0.0;
   double deadline = std::numeric_limits<double>::infinity();  // of the clock
+  double length = 1.0;
   double latency = -1.0;
 };
 
@@ -51,7 +58,8 @@ std::vector<Request> requests_of(const PoolSimulationOptions& options, double ra
     Random size = draw(options, Stream::burst, burst);
     do {
       Random random = draw(options, Stream::deadline, all.size());
-      all.push_back({now, now + options.deadline_seconds * (0.5 + random.uniform())});
+      const double length = log_normal(draw(options, Stream::length, all.size()), options.length_variation);
+      all.push_back({now, now + options.deadline_seconds * (0.5 + random.uniform()), length});
     } while (size.uniform() > 1.0 / options.burst && std::ssize(all) < options.requests);
   }
   return all;
@@ -68,6 +76,7 @@ class Loop {
     (void)pool_.add_kind({.name = "request",
                           .sizes = options.sizes,
                           .max_delay_seconds = options.max_delay_seconds,
+                          .padded = options.length_variation > 0.0,
                           .queue_limit = std::numeric_limits<std::int64_t>::max()});
     for (std::size_t d = 0; d < truth_.size(); ++d) {
       const std::string name = "sim:" + std::to_string(d);
@@ -90,7 +99,8 @@ class Loop {
       require(now_ < kNever, "the pool leaves {} requests waiting for ever", pool_.waiting());
       if (arrival == now_) {
         JobId id{};
-        obey(pool_.submit(now_, {.kind = 0, .deadline_seconds = requests_[next].deadline - now_}, id));
+        const Request& request = requests_[next];
+        obey(pool_.submit(now_, {.deadline_seconds = request.deadline - now_, .cost = request.length}, id));
         ++next;
       } else if (end == now_) {
         const RunId run = ends_.top().second;
@@ -98,7 +108,7 @@ class Loop {
         const Running running = std::move(running_.at(run));
         running_.erase(run);
         for (const JobId job : running.jobs) {
-          Request& request = requests_[static_cast<std::size_t>(job) - 1];
+          Request& request = requests_[plan::JobSlots::number(job) - 1];
           request.latency = now_ - request.arrival;
           (now_ <= request.deadline ? result_.in_time : result_.late) += 1.0;
         }
@@ -126,8 +136,8 @@ class Loop {
     for (const plan::PoolStart& start : decisions.starts) {
       const std::size_t device = start.devices.front();
       // By the first request of a batch: the same work in each placement where there are no batches.
-      const double seconds = truth_[device].seconds(std::ssize(start.jobs)) *
-                             work(options_, static_cast<std::uint64_t>(start.jobs.front()));
+      const double mean = truth_[device].fixed_seconds() + truth_[device].per_item_seconds() * start.cost;
+      const double seconds = mean * work(options_, plan::JobSlots::number(start.jobs.front()));
       running_[start.run] = {start.jobs, seconds};
       ends_.emplace(now_ + seconds, start.run);
       result_.busy[device] += seconds;
@@ -185,6 +195,8 @@ PoolSimulationResult simulate_pool(const PoolSimulationOptions& options) {
   require(std::isfinite(options.burst) && options.burst >= 1.0, "burst is {}; it must be at least 1", options.burst);
   require(std::isfinite(options.variation) && options.variation >= 0.0, "variation is {}; it cannot be negative",
           options.variation);
+  require(std::isfinite(options.length_variation) && options.length_variation >= 0.0,
+          "length_variation is {}; it cannot be negative", options.length_variation);
   require(options.deadline_seconds > 0.0, "deadline_seconds is {}; it must be positive", options.deadline_seconds);
   require(options.requests >= 1, "requests is {}; there must be at least one", options.requests);
   return Loop(options).run();

@@ -483,6 +483,7 @@ def simulate_pool(
     per_item_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.01,
     sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [1],
     max_delay_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    length_variation: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     load: typing.SupportsFloat | typing.SupportsIndex = 0.7,
     burst: typing.SupportsFloat | typing.SupportsIndex = 1.0,
     variation: typing.SupportsFloat | typing.SupportsIndex = 0.3,
@@ -512,8 +513,11 @@ def simulate_pool(
         The sizes of batches that may run, ascending from 1. ``[1]``: no batches.
     max_delay_seconds
         How long a batch may wait to become larger.
+    length_variation
+        The coefficient of variation of the requests' lengths, log-normal with mean 1. The pool is told them, and a batch takes as long as one of
+        its number times its longest. 0: all equal.
     load
-        Arriving work over what all devices can do in full batches.
+        Arriving work over what all devices can do in full batches without padding.
     burst
         The mean number of requests that arrive at once. 1: each by itself (Poisson).
     variation, exponential

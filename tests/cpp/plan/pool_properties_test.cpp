@@ -36,6 +36,7 @@ class Script {
       PoolKind kind{.name = "k" + std::to_string(k), .idempotent = draws_.chance(0.5)};
       if (draws_.chance(0.5)) kind.sizes = {1, 2, 4, 8};
       if (draws_.chance(0.2)) kind.max_delay_seconds = 0.5;
+      kind.padded = draws_.chance(0.3);
       if (draws_.chance(0.5)) kind.peak_bytes_per_item = 0.5 * static_cast<double>(draws_.integer(0, 2));
       if (draws_.chance(0.5)) {
         kind.model = kind.name;
@@ -163,6 +164,7 @@ class Script {
     if (draws_.chance(0.3)) job.deadline_seconds = draws_.real(0.1, 10.0);
     if (draws_.chance(0.1)) job.not_before_seconds = draws_.real(0.0, 3.0);
     if (draws_.chance(0.1)) job.gang = draws_.integer(2, 3);
+    if (pool_.kind(job.kind).padded) job.cost = 0.25 * static_cast<double>(draws_.integer(1, 16));
     for (const auto& [id, other] : watcher_->jobs) {
       if (job.after.size() < 2 && draws_.chance(0.05)) job.after.push_back(id);
     }
@@ -258,8 +260,9 @@ TEST(PoolProperties, NoticeAJobThatOvertakes) {
         const PoolJob& spec = found->second.spec;
         for (const auto& [id, other] : watcher.jobs) {
           if (id > job && other.spec.kind == spec.kind && other.spec.need == spec.need && other.spec.gang == 1 &&
-              spec.gang == 1 && other.spec.priority == spec.priority && other.phase == PoolWatcher::Phase::waits &&
-              other.spec.deadline_seconds > 1e9 && other.spec.not_before_seconds <= 0.0 && other.spec.after.empty() &&
+              spec.gang == 1 && other.spec.priority == spec.priority && other.spec.cost == spec.cost &&
+              other.phase == PoolWatcher::Phase::waits && other.spec.deadline_seconds > 1e9 &&
+              other.spec.not_before_seconds <= 0.0 && other.spec.after.empty() &&
               found->second.spec.not_before_seconds <= 0.0 && other.most > 1 && other.key > found->second.key) {
             job = id;
             return true;
@@ -268,6 +271,24 @@ TEST(PoolProperties, NoticeAJobThatOvertakes) {
         return false;
       },
       {"not in the order of keys"});
+}
+
+TEST(PoolProperties, NoticeABatchWhosePaddingIsNotCounted) {
+  expect_noticed(
+      [](const PoolState& pool, const PoolWatcher& watcher, PoolDecisions& made) {
+        for (PoolStart& start : made.starts) {
+          double sum = 0.0;
+          for (const JobId id : start.jobs) {
+            if (!watcher.jobs.contains(id)) return false;
+            sum += watcher.jobs.at(id).spec.cost;
+          }
+          if (!pool.kind(start.kind).padded || sum == start.cost) continue;
+          start.cost = sum;
+          return true;
+        }
+        return false;
+      },
+      {"not the cost of its jobs with their padding"});
 }
 
 TEST(PoolProperties, NoticeADeviceThatIsIdleWhileWorkWaits) {

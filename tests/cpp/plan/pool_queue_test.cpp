@@ -2,9 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <iterator>
+#include <map>
 #include <set>
 
 #include "draws.hpp"
+#include "plan/pool/job_slots.hpp"
 #include "plan/pool/key_queue.hpp"
 
 namespace paceline::plan::testing {
@@ -40,6 +42,39 @@ TEST(PoolQueue, IsASetThatCounts) {
       ASSERT_EQ(queue.at(place), nullptr);
     }
   }
+}
+
+TEST(PoolQueue, FindsJobsByIdsThatAreNeverUsedAgain) {
+  Draws draws(1);
+  JobSlots slots(100);
+  std::map<JobId, std::size_t> kinds;  // of those that are there
+  std::set<JobId> gone;
+  JobId last{};
+  for (std::size_t i = 0; i < 5000; ++i) {
+    if (!kinds.empty() && draws.chance(i % 1000 < 500 ? 0.3 : 0.6)) {
+      const auto one = draws.chance(0.5) ? kinds.begin() : std::prev(kinds.end());
+      slots.erase(*slots.find(one->first));
+      gone.insert(one->first);
+      kinds.erase(one);
+    } else if (!slots.full()) {
+      const JobId id = slots.next();
+      ASSERT_GT(id, last);
+      ASSERT_TRUE(slots.submitted(id) && !slots.submitted(JobId{}));
+      last = id;
+      if (draws.chance(0.1)) continue;  // rejected
+      slots.add({.id = id, .kind = i});
+      kinds[id] = i;
+    } else {
+      ASSERT_EQ(kinds.size(), 100U);
+    }
+    for (const auto& [id, kind] : kinds) ASSERT_EQ(slots.find(id)->kind, kind);
+    if (i % 100 == 0) {
+      for (const JobId id : gone) ASSERT_EQ(slots.find(id), nullptr);
+    }
+  }
+  EXPECT_GT(gone.size(), 1000U);
+  EXPECT_EQ(slots.find(JobId{}), nullptr);
+  EXPECT_FALSE(slots.submitted(static_cast<JobId>(static_cast<std::uint64_t>(last) + JobSlots::kSlotMask + 1)));
 }
 
 }  // namespace

@@ -164,6 +164,7 @@ class PoolWatcher {
         expect(accepts(job.spec.need, pool_.device(d)), "a device that the job does not accept");
       last = &job;
     }
+    expect(start.cost == cost(start), "not the cost of its jobs with their padding");
     if (start.devices.size() == 1) in_order(now, start, *last);
     for (const PoolEviction& one : start.evict) {
       expect(resident_[root(one.device)].erase(one.model) == 1, "evicted what is not there");
@@ -179,20 +180,29 @@ class PoolWatcher {
     runs[start.run] = start;
   }
 
-  // No job that waits for the same is before one that starts, unless the device could not end it in time.
+  [[nodiscard]] double cost(const PoolStart& start) const {
+    double largest = 0.0;
+    for (const JobId id : start.jobs) largest = std::max(largest, jobs.at(id).spec.cost);
+    return largest * static_cast<double>(start.jobs.size());
+  }
+
+  // No job that waits for the same is before one that starts, unless the device could not end it in time. With padding
+  // only the first one must be the next: others overtake, since they are like it.
   void in_order(double now, const PoolStart& start, const Job& last) {
     if (start.probe ||
         (pool_.options().placement != Placement::automatic && pool_.options().placement != Placement::any))
       return;
-    const double seconds = pool_.seconds(start.kind, start.devices.front(), 1);
-    const double least = now + pool_.margin(start.kind) * ((seconds >= 0.0 ? seconds : 0.0) + start.load_seconds);
-    const JobId last_id = start.jobs.back();
+    const bool padded = pool_.kind(start.kind).padded;
+    const JobId last_id = padded ? start.jobs.front() : start.jobs.back();
+    const double last_key = padded ? jobs.at(last_id).key : last.key;
     for (const auto& [id, job] : jobs) {
       const bool same = job.spec.kind == start.kind && job.spec.need == last.spec.need && job.spec.gang == 1 &&
                         (job.spec.priority == Priority::background) == (last.spec.priority == Priority::background);
+      const double seconds = pool_.seconds(start.kind, start.devices.front(), job.spec.cost);
+      const double least = now + pool_.margin(start.kind) * ((seconds >= 0.0 ? seconds : 0.0) + start.load_seconds);
       if (!same || !ready(now, job) || (std::isfinite(job.deadline) && job.deadline < least)) continue;
       if (std::ranges::count(start.jobs, id) > 0) continue;
-      expect(std::pair(job.key, id) > std::pair(last.key, last_id), "not in the order of keys");
+      expect(std::pair(job.key, id) > std::pair(last_key, last_id), "not in the order of keys");
     }
   }
 
@@ -208,6 +218,10 @@ class PoolWatcher {
           return one.device == d && one.kind == job.spec.kind && holds(now, one, job);
         });
         expect(declined != decisions.declines.end(), "an idle device left a job waiting without a reason that holds");
+        const bool left = runs.empty() && std::ranges::all_of(decisions.declines, [](const PoolDecline& one) {
+                            return one.reason == PoolReason::faster_devices;
+                          });
+        expect(!left, "each device left a job to the others");
       }
     }
   }
@@ -215,12 +229,12 @@ class PoolWatcher {
     switch (decline.reason) {
       case PoolReason::faster_devices: {
         double faster = 0.0;
+        const PoolKind& kind = pool_.kind(decline.kind);
         const double own = pool_.seconds(decline.kind, decline.device, 1);
         for (std::size_t e = 0; e < pool_.device_count(); ++e) {
           // With models to load, the seconds also count the load, which may make any device the faster one.
           const double there = pool_.seconds(decline.kind, e, 1);
-          if (e != decline.device &&
-              (there < own || !pool_.kind(decline.kind).model.empty() || pool_.kind(decline.kind).sizes.back() > 1))
+          if (e != decline.device && (there < own || !kind.model.empty() || kind.padded || kind.sizes.back() > 1))
             faster += 1.0;
         }
         return faster > 0.0 && pool_.options().placement == Placement::automatic;

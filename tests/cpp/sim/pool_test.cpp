@@ -106,6 +106,17 @@ TEST(SimulatedPool, NeedsFewSizesOfBatches) {
   EXPECT_LT(few.p50, 1.15 * all.p50);
 }
 
+// Where batches are made of whatever comes next, padding takes so much that the devices cannot keep up.
+TEST(SimulatedPool, KeepsUpWithRequestsOfUnlikeLengths) {
+  PoolSimulationOptions options{.fixed_seconds = 2e-3, .per_item_seconds = 0.5e-3, .load = 0.7, .variation = 0.05};
+  options.sizes = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32};
+  options.length_variation = 1.0;
+  const Quantiles planned = quantiles(options, 2);
+  options.pool.placement = Placement::any;
+  EXPECT_LT(planned.p99, 100.0);
+  EXPECT_GT(quantiles(options, 2).p99, 10.0 * planned.p99);
+}
+
 TEST(SimulatedPool, EndsMostRequestsInTimeWhereAQueueEndsFewOfThem) {
   PoolSimulationOptions options{.per_item_seconds = 1e-3, .load = 1.0, .deadline_seconds = 5e-3, .requests = 15000};
   const PoolSimulationResult full = simulate_pool(options);
@@ -134,6 +145,7 @@ TEST(SimulatedPool, IsTheSameEveryTimeAndRefusesWhatMakesNoSense) {
   EXPECT_THROW((void)simulate_pool({.believed = {1.0}}), InvalidArgument);
   EXPECT_THROW((void)simulate_pool({.load = 0.0}), InvalidArgument);
   EXPECT_THROW((void)simulate_pool({.burst = 0.5}), InvalidArgument);
+  EXPECT_THROW((void)simulate_pool({.length_variation = -1.0}), InvalidArgument);
   EXPECT_THROW((void)simulate_pool({.requests = 0}), InvalidArgument);
 }
 

@@ -29,8 +29,12 @@ namespace paceline::plan {
 /// Batches: T is the least time in which all devices, each from when it is free, serve all that waits in their largest
 /// batches. An idle device takes what it can end by T, in a size of the kind, or declines if that is nothing.
 ///
+/// Padding: where a batch takes as long as its number of jobs times its costliest one, an idle device looks at the next
+/// jobs, four times as many as it can take, cuts them into batches of like costs with the least seconds in sum, and
+/// takes the one with the first job. T counts a waiting job by its own cost.
+///
 /// A value type: a copy is an independent pool. Not safe for threads. A decision is O(kinds that wait * devices) and
-/// O(sqrt(waiting jobs)) moves of small records.
+/// O(sqrt(waiting jobs)) moves of small records. With padding it also sorts the jobs that it looks at.
 ///
 ///     PoolState pool;
 ///     (void)pool.add_device(0.0, {.name = "cuda:0", .device_class = "H100"});
@@ -98,8 +102,8 @@ class PACELINE_API PoolState {
   [[nodiscard]] double margin(std::size_t kind) const;  ///< actual over predicted seconds that deadlines allow for
   /// The largest batch of a kind on a device, by its memory; 0: it cannot run there.
   [[nodiscard]] std::int64_t largest_batch(std::size_t kind, std::size_t device) const;
-  /// Predicted seconds of a batch there, without a load; NaN if unknown.
-  [[nodiscard]] double seconds(std::size_t kind, std::size_t device, std::int64_t size) const;
+  /// Predicted seconds of a batch there, without a load; NaN if unknown. `cost` is as in PoolStart.
+  [[nodiscard]] double seconds(std::size_t kind, std::size_t device, double cost) const;
   [[nodiscard]] bool resident(std::size_t device, const std::string& model) const;
   /// The weights in the device's memory, and the peaks of what runs there.
   [[nodiscard]] double used_bytes(std::size_t device) const;

@@ -16,7 +16,7 @@
 /// caller's.
 namespace paceline::plan {
 
-enum class JobId : std::uint64_t {};  ///< a number never used again; larger ones were submitted later
+enum class JobId : std::uint64_t {};  ///< never used again; larger ones were submitted later. At most 2^22 jobs at once
 enum class RunId : std::uint64_t {};  ///< one start: the jobs of a batch on a device, or a gang on several
 
 /// How long a job without a deadline is content to wait. Jobs start in the order of submit time + patience, so a
@@ -59,14 +59,17 @@ struct PoolKind {
   std::vector<std::int64_t> sizes = {1};
   /// How long a batch may wait to become larger, from the submit time of its first job.
   double max_delay_seconds = 0.0;
+  /// Jobs have costs (their lengths, for example), and a batch is padded to its costliest job: it takes the seconds of
+  /// n jobs of cost 1, n its number of jobs times its largest cost. For Placement::automatic.
+  bool padded = false;
   bool idempotent = false;       ///< may run again: elsewhere if its device is lost, in halves if it fails
   std::int64_t queue_limit = 0;  ///< jobs that wait at most; 0: eight of the largest batches for each device
   // Memory. Kinds with one `model` (not empty) share its weights.
   std::string model = {};
-  double resident_bytes = 0.0;  ///< of the model's weights, from its load until it is evicted
-  double reload_seconds = 0.0;  ///< to load them
-  double peak_bytes = 0.0;      ///< beside the weights while it runs, whatever the size of the batch
-  double peak_bytes_per_item = 0.0;
+  double resident_bytes = 0.0;       ///< of the model's weights, from its load until it is evicted
+  double reload_seconds = 0.0;       ///< to load them
+  double peak_bytes = 0.0;           ///< beside the weights while it runs, whatever the size of the batch
+  double peak_bytes_per_item = 0.0;  ///< with padding, of the costliest job that may come
 };
 
 struct PoolJob {
@@ -75,6 +78,7 @@ struct PoolJob {
   Priority priority = Priority::normal;
   double deadline_seconds = std::numeric_limits<double>::infinity();  ///< from submit
   double not_before_seconds = 0.0;                                    ///< from submit
+  double cost = 1.0;                                                  ///< of a job of a padded kind
   std::int64_t gang = 1;                                              ///< devices that it runs on at once
   /// Jobs that must complete first. A pool forgets a job that has ended, and takes it here as completed: the caller,
   /// who holds its future, does not submit what depends on a failure.
@@ -86,7 +90,7 @@ enum class JobOutcome : std::uint8_t { completed, failed, rejected, expired, can
 /// Why a job ended other than by running, or why an idle device left jobs waiting.
 enum class PoolReason : std::uint8_t {
   none,
-  queue_full,        ///< rejected
+  queue_full,        ///< rejected: of its kind, or of the pool
   deadline,          ///< rejected or expired: it cannot end in time; declined: not on this device
   no_device,         ///< rejected: too few devices satisfy its need, have the memory and are not lost
   on_request,        ///< cancelled
@@ -107,7 +111,7 @@ struct PoolCandidate {
   std::size_t device = 0;
   bool idle = false;
   double free_in_seconds = 0.0;  ///< predicted; 0 for an idle device
-  double seconds = 0.0;          ///< predicted for one such job there; infinity if unknown
+  double seconds = 0.0;          ///< predicted for one such job there, of typical cost; infinity if unknown
 };
 
 /// What PoolOptions::choose is asked: where the job that is next of its kind shall start.
@@ -147,6 +151,7 @@ struct PoolStart {
   std::vector<std::size_t> devices = {};  ///< one, or as many as the gang has
   std::vector<JobId> jobs = {};
   std::size_t kind = 0;
+  double cost = 0.0;  ///< what the model's seconds are of: the number of jobs, if padded times the largest cost
   double predicted_seconds = 0.0;        ///< without the load; NaN if unknown
   double load_seconds = 0.0;             ///< > 0: load the kind's model first
   std::vector<PoolEviction> evict = {};  ///< before the load

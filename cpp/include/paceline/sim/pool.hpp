@@ -10,7 +10,7 @@
 
 namespace paceline::sim {
 
-/// A pool of devices of unequal speeds under a stream of equal requests.
+/// A pool of devices of unequal speeds under a stream of requests.
 struct PoolSimulationOptions {
   std::vector<double> speeds = {1.0, 1.0, 0.5, 0.25};
   std::vector<double> believed = {};  ///< what the pool takes the speeds to be; empty: the truth
@@ -19,8 +19,11 @@ struct PoolSimulationOptions {
   double fixed_seconds = 0.0;
   double per_item_seconds = 0.01;
   std::vector<std::int64_t> sizes = {1};  ///< of batches
+  /// Coefficient of variation of the requests' lengths, log-normal with mean 1, which the pool is told. 0: all equal. A
+  /// batch is padded: it takes as long as one of its number times its longest.
+  double length_variation = 0.0;
   double max_delay_seconds = 0.0;
-  double load = 0.7;  ///< arriving work over what all devices can do in full batches
+  double load = 0.7;  ///< arriving work over what all devices can do in full batches without padding
   /// Requests that arrive at once: their mean number, geometric. 1: one after the other (Poisson).
   double burst = 1.0;
   /// Coefficient of variation of the time of a batch: log-normal, or with larger sizes than 1 normal, at least half of

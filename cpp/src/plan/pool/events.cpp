@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 
 #include "plan/pool/state.hpp"
 
@@ -17,25 +18,25 @@ std::int64_t State::limit(std::size_t kind) const {
 
 // Whether there are devices for the job. Those that are retired may come back.
 bool State::can_run(const Job& job) const {
-  std::vector<std::int64_t> in_space(job.spec.gang > 1 ? spaces.size() : 0, 0);
+  std::vector<std::int64_t> in_space(job.gang > 1 ? spaces.size() : 0, 0);
   std::int64_t count = 0;
-  for (std::size_t d = 0; d < devices.size() && count < job.spec.gang; ++d) {
-    if (devices[d].lost || !accepts(job.spec.need, d) || largest(job.spec.kind, d) == 0) continue;
+  for (std::size_t d = 0; d < devices.size() && count < job.gang; ++d) {
+    if (devices[d].lost || !accepts(job.need, d) || largest(job.kind, d) == 0) continue;
     const std::size_t space = devices[d].space;
-    if (in_space.empty() || in_space[space]++ < together(job.spec.kind, space)) ++count;
+    if (in_space.empty() || in_space[space]++ < together(job.kind, space)) ++count;
   }
-  return count >= job.spec.gang;
+  return count >= job.gang;
 }
 
 // Whether a job with a deadline can end in time: what is served before it, at the rates of all devices, and itself on
 // the fastest one with the margin.
 bool State::admits(const Job& job, double now) {
   if (job.deadline == kNever) return true;
-  const double begin = now + job.spec.not_before_seconds;
+  const double begin = job.due;
   PoolLine& own = line_of(job, kNone);
   rank(own);
-  const double least = job.spec.gang > 1 ? gang_seconds(job) : own.least_seconds;
-  const double needed = kinds[job.spec.kind].margin * least;
+  const double least = job.gang > 1 ? gang_seconds(job) : least_seconds(own, job);
+  const double needed = kinds[job.kind].margin * least;
   if (begin + needed > job.deadline) return false;
   if (!own.known || own.rate <= 0.0) return true;
   double ahead = 0.0;
@@ -44,7 +45,7 @@ bool State::admits(const Job& job, double now) {
     if (line.size() == 0 || (line.background && !background)) continue;
     rank(line);
     if (line.rate <= 0.0) continue;
-    const KeyEntry entry{job.key, JobId{last_job}};
+    const KeyEntry entry{job.key, job.id};
     const bool before = background && !line.background;
     const std::int64_t count = before ? line.size() : line.timed.count_before(entry) + line.plain.count_before(entry);
     // A line that shares no device with this job does not delay it.
@@ -56,76 +57,72 @@ bool State::admits(const Job& job, double now) {
   return std::max(begin, now + ahead) + needed <= job.deadline;
 }
 
-void State::enqueue(JobId id, Job& job, double now) {
-  job.held = false;
-  if (job.spec.gang > 1) {
-    job.gang = true;
-    gangs.emplace(job.spec.priority == Priority::background, job.key, id);
+void State::enqueue(Job& job, double now) {
+  if (job.gang > 1) {
+    job.phase = Job::Phase::in_gangs;
+    gangs.emplace(job.background, job.key, job.id);
     return;
   }
   const std::size_t bound = choose_at_submit(job, now);
   if (bound != kNone) ++devices[bound].bound;
   PoolLine& line = line_of(job, bound);
+  job.phase = Job::Phase::in_line;
   job.line = static_cast<std::size_t>(&line - lines.data());
-  line.of(job.deadline < kNever).insert({job.key, id});
+  line.insert(job);
 }
 
 // Back into the queue after a run.
-void State::again(JobId id, Job& job, double now) {
-  job.run = RunId{};
+void State::again(Job& job, double now) {
   ++waiting;
-  ++kinds[job.spec.kind].held;
-  enqueue(id, job, now);
+  ++kinds[job.kind].held;
+  enqueue(job, now);
 }
 
 // Takes a waiting job out of where it waits.
-void State::unqueue(JobId id, Job& job) {
+void State::unqueue(Job& job) {
   --waiting;
-  --kinds[job.spec.kind].held;
-  if (job.gang) {
-    gangs.erase({job.spec.priority == Priority::background, job.key, id});
-    job.gang = false;
-  } else if (job.line != kNone) {
+  --kinds[job.kind].held;
+  if (job.phase == Job::Phase::in_gangs) {
+    gangs.erase({job.background, job.key, job.id});
+  } else if (job.phase == Job::Phase::in_line) {
     PoolLine& line = lines[job.line];
-    line.of(job.deadline < kNever).erase({job.key, id});
+    line.erase(job);
     if (line.bound != kNone) --devices[line.bound].bound;
-    job.line = kNone;
   } else {
-    starts_at.erase({job.submitted + job.spec.not_before_seconds, id});
-    held_deadlines.erase({job.deadline, id});
+    starts_at.erase({job.due, job.id});
+    held_deadlines.erase({job.deadline, job.id});
   }
 }
 
 // Nothing holds the job back any more.
 void State::release(JobId id, double now, PoolDecisions& out) {
   Job& job = jobs.at(id);
-  if (!job.held || job.blockers > 0 || starts_at.contains({job.submitted + job.spec.not_before_seconds, id})) return;
+  if (job.phase != Job::Phase::held || job.blockers > 0 || starts_at.contains({job.due, id})) return;
   held_deadlines.erase({job.deadline, id});
-  if (can_run(job)) return enqueue(id, job, now);
+  if (can_run(job)) return enqueue(job, now);
   end(id, JobOutcome::failed, PoolReason::out_of_memory, std::nullopt, out);
 }
 
 // Ends a job, and with it, unless it completed, all that depends on it. A list instead of recursion: chains are long.
 void State::end(JobId id, JobOutcome outcome, PoolReason reason, std::optional<JobId> cause, PoolDecisions& out) {
-  std::vector<PoolEnd> todo{{id, outcome, reason, cause}};
-  while (!todo.empty()) {
-    const PoolEnd one = todo.back();
-    todo.pop_back();
-    const auto found = jobs.find(one.job);
-    if (found == jobs.end()) continue;
-    if (found->second.run == RunId{}) unqueue(one.job, found->second);
-    const std::vector<JobId> dependents = std::move(found->second.dependents);
-    jobs.erase(found);
-    out.ends.push_back(one);
-    for (const JobId next : dependents) {
-      const auto dependent = jobs.find(next);
-      if (dependent == jobs.end()) continue;
-      if (one.outcome != JobOutcome::completed) {
-        todo.push_back({next, JobOutcome::cancelled, PoolReason::dependency, one.job});
-      } else if (--dependent->second.blockers == 0) {
-        release(next, last_now, out);
+  std::vector<PoolEnd> todo;
+  for (PoolEnd one{id, outcome, reason, cause};; one = todo.back(), todo.pop_back()) {
+    if (Job* job = jobs.find(one.job)) {
+      if (job->phase != Job::Phase::runs) unqueue(*job);
+      const std::vector<JobId> dependents = std::move(job->dependents);
+      jobs.erase(*job);
+      out.ends.push_back(one);
+      for (const JobId next : dependents) {
+        Job* dependent = jobs.find(next);
+        if (dependent == nullptr) continue;
+        if (one.outcome != JobOutcome::completed) {
+          todo.push_back({next, JobOutcome::cancelled, PoolReason::dependency, one.job});
+        } else if (--dependent->blockers == 0) {
+          release(next, last_now, out);
+        }
       }
     }
+    if (todo.empty()) return;
   }
 }
 
@@ -141,16 +138,17 @@ void State::rebind(std::size_t device, double now) {
   }
   for (const JobId id : moved) {
     Job& job = jobs.at(id);
-    unqueue(id, job);
-    again(id, job, now);
+    unqueue(job);
+    again(job, now);
   }
 }
 
 // Ends the waiting jobs, of a kind or of all kinds, for which there are no devices any more.
 void State::fail_stranded(std::optional<std::size_t> kind, PoolReason reason, PoolDecisions& out) {
   std::vector<JobId> stranded;
-  for (const auto& [id, job] : jobs) {
-    if (job.spec.kind == kind.value_or(job.spec.kind) && job.run == RunId{} && !can_run(job)) stranded.push_back(id);
+  for (const Job& job : jobs.slots()) {
+    if (job.id == JobId{} || job.phase == Job::Phase::runs || job.kind != kind.value_or(job.kind)) continue;
+    if (!can_run(job)) stranded.push_back(job.id);
   }
   std::sort(stranded.begin(), stranded.end());
   for (const JobId id : stranded) end(id, JobOutcome::failed, reason, std::nullopt, out);
@@ -166,8 +164,8 @@ void State::ended_badly(const Run& run, RunResult result, double now, PoolDecisi
     reason = PoolReason::out_of_memory;
     retry = batches;
     if (batches) {
-      std::int64_t& cap = kind.memory_cap[run.devices.front()];
-      cap = std::min(cap, size / 2);
+      std::int64_t& most = kind.largest[run.devices.front()];
+      most = size_within(kind.spec.sizes, std::min(most, size / 2));
       ++kind.epoch;
     }
   } else if (result == RunResult::device_lost) {
@@ -179,7 +177,7 @@ void State::ended_badly(const Run& run, RunResult result, double now, PoolDecisi
     Job& job = jobs.at(id);
     if (retry && result == RunResult::failed) job.most = size / 2;
     if (retry && can_run(job)) {
-      again(id, job, now);
+      again(job, now);
     } else {
       end(id, JobOutcome::failed, reason, std::nullopt, out);
     }
@@ -204,6 +202,16 @@ void State::observe(Kind& kind, double ratio) {
   const auto at = sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() * 9 / 10);
   std::nth_element(sorted.begin(), at, sorted.end());
   kind.margin = *at;
+}
+
+// A typical job has the mean cost of the last 1,000 or so. Devices are ranked anew when it has moved by a quarter.
+void State::typical(Kind& kind, double cost) {
+  constexpr std::int64_t window = 1000;
+  kind.submitted = std::min(kind.submitted + 1, window);
+  kind.mean_cost += (cost - kind.mean_cost) / static_cast<double>(kind.submitted);
+  if (std::abs(kind.mean_cost - kind.cost) <= 0.25 * kind.cost) return;
+  kind.cost = kind.mean_cost;
+  ++kind.epoch;
 }
 
 void State::settle(double now, PoolDecisions& out) {

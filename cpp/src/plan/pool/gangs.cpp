@@ -12,24 +12,23 @@ using State = PoolState::State;
 double State::gang_seconds(const Job& job) const {
   std::vector<double> all;
   for (std::size_t d = 0; d < devices.size(); ++d) {
-    if (!devices[d].active || !accepts(job.spec.need, d) || largest(job.spec.kind, d) == 0) continue;
-    const double alone = seconds(job.spec.kind, d, 1);
-    all.push_back(alone >= 0.0 ? alone + load_seconds(job.spec.kind, d) : 0.0);
+    if (!devices[d].active || !accepts(job.need, d) || largest(job.kind, d) == 0) continue;
+    const double alone = seconds(job.kind, d, job.cost);
+    all.push_back(alone >= 0.0 ? alone + load_seconds(job.kind, d) : 0.0);
   }
-  if (std::ssize(all) < job.spec.gang) return 0.0;
+  if (std::ssize(all) < job.gang) return 0.0;
   std::sort(all.begin(), all.end());
-  return all[static_cast<std::size_t>(job.spec.gang) - 1];
+  return all[static_cast<std::size_t>(job.gang) - 1];
 }
 
 void State::expire_gangs(double now, PoolDecisions& out) {
   std::vector<JobId> late;
   for (const auto& [background, key, id] : gangs) {
     const Job& job = jobs.at(id);
-    if (job.deadline < kNever && job.deadline - kinds[job.spec.kind].margin * gang_seconds(job) < now)
-      late.push_back(id);
+    if (job.timed() && job.deadline - kinds[job.kind].margin * gang_seconds(job) < now) late.push_back(id);
   }
   for (const JobId id : late) {
-    if (jobs.contains(id)) end(id, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
+    if (jobs.find(id) != nullptr) end(id, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
   }
 }
 
@@ -37,59 +36,59 @@ void State::expire_gangs(double now, PoolDecisions& out) {
 // are free first, and others may start there only what ends before (EASY backfilling: Lifka, 1995). One gang reserves
 // at a time, so no two of them hold devices that the other one needs.
 bool State::gang_step(JobId id, double now, PoolDecisions& out) {
-  const Job& job = jobs.at(id);
-  const std::size_t kind = job.spec.kind;
-  const std::size_t size = static_cast<std::size_t>(job.spec.gang);
-  const bool background = job.spec.priority == Priority::background;
+  Job& job = jobs.at(id);
+  const std::size_t kind = job.kind;
+  const std::size_t size = static_cast<std::size_t>(job.gang);
+  const bool background = job.background;
   std::vector<std::pair<double, std::size_t>> idle_ones;  // by seconds
   std::vector<std::pair<double, std::size_t>> all;        // by when they are free
   for (std::size_t d = 0; d < devices.size(); ++d) {
-    if (!devices[d].active || !accepts(job.spec.need, d) || largest(kind, d) == 0) continue;
+    if (!devices[d].active || !accepts(job.need, d) || largest(kind, d) == 0) continue;
     if (background && foreground_waits(d)) continue;
     const bool busy = devices[d].run != RunId{};
     all.emplace_back(busy ? std::max(devices[d].free_at - now, 0.0) : 0.0, d);
     if (busy || (reserving != JobId{} && reserved[d] != 0) || !room(kind, d, 1)) continue;
-    const double alone = seconds(kind, d, 1);
+    const double alone = seconds(kind, d, job.cost);
     idle_ones.emplace_back(alone >= 0.0 ? alone + load_seconds(kind, d) : 0.0, d);
   }
   std::stable_sort(idle_ones.begin(), idle_ones.end());
   if (idle_ones.size() >= size) {
-    PoolStart start{.kind = kind, .predicted_seconds = 0.0};
-    Run run{.jobs = {id}, .kind = kind, .peak_bytes = peak(kind, 1)};
+    PoolStart start{.kind = kind, .cost = job.cost, .predicted_seconds = 0.0};
     // Members may share one memory: those that are chosen are in the books before the next one is asked.
-    const RunId number{++last_run};
-    runs[number] = run;
     std::vector<Space> before = spaces;
     for (auto one = idle_ones.begin(); one != idle_ones.end() && start.devices.size() < size; ++one) {
       const auto [longest, d] = *one;
       if (now + kinds[kind].margin * longest > job.deadline || !room(kind, d, 1)) continue;
-      const double alone = seconds(kind, d, 1);
+      const double alone = seconds(kind, d, job.cost);
       start.predicted_seconds = alone >= 0.0 ? std::max(start.predicted_seconds, alone) : alone;  // NaN stays
       start.load_seconds = std::max(start.load_seconds, take_room(kind, d, 1, start));
+      if (start.devices.empty()) {
+        start.run = next_run(d);
+        devices[d].current = {.jobs = {id}, .kind = kind, .peak_bytes = peak(kind, 1)};
+      }
       start.devices.push_back(d);
-      devices[d].run = number;
+      devices[d].run = start.run;
     }
     const bool fits = start.devices.size() == size;
     if (fits) {
-      start.run = number;
       start.jobs = {id};
+      Run& run = devices[start.devices.front()].current;
       run.devices = start.devices;
       run.predicted = start.predicted_seconds;
-      unqueue(id, jobs.at(id));
-      jobs.at(id).run = number;
+      unqueue(job);
+      job.phase = Job::Phase::runs;
       for (const std::size_t d : start.devices) {
         devices[d].free_at =
             start.predicted_seconds >= 0.0 ? now + start.load_seconds + start.predicted_seconds : kNever;
         devices[d].declines_since = kNever;
       }
       idle -= size;
-      runs[number] = std::move(run);
+      ++running;
       out.starts.push_back(std::move(start));
       return true;
     }
     for (const std::size_t d : start.devices) devices[d].run = RunId{};
     spaces = std::move(before);
-    runs.erase(number);
   }
   if (background || reserving != JobId{} || all.size() < size) return false;
   std::stable_sort(all.begin(), all.end());

@@ -53,7 +53,7 @@ class KeyQueue {
   /// Requires that the entry is there.
   void erase(KeyEntry entry) {
     --size_;
-    const Place place = lower_bound(entry);
+    const Place place = entry == front() ? begin() : lower_bound(entry);  // most go from the front
     Block& block = blocks_[place.block];
     if (place.index == block.first) {
       ++block.first;

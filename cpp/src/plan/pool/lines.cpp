@@ -8,9 +8,9 @@ namespace paceline::plan {
 using State = PoolState::State;
 
 PoolLine& State::line_of(const Job& job, std::size_t bound) {
-  const bool background = job.spec.priority == Priority::background;
-  const auto [place, fresh] = line_index.try_emplace({job.spec.kind, job.spec.need, bound, background}, lines.size());
-  if (fresh) lines.push_back({.kind = job.spec.kind, .need = job.spec.need, .bound = bound, .background = background});
+  const bool background = job.background;
+  const auto [place, fresh] = line_index.try_emplace({job.kind, job.need, bound, background}, lines.size());
+  if (fresh) lines.push_back({.kind = job.kind, .need = job.need, .bound = bound, .background = background});
   return lines[place->second];
 }
 
@@ -19,9 +19,9 @@ const State::Measured& State::measured(std::size_t kind, std::size_t device) con
   return of.on[device].known ? of.on[device] : of.classes[devices[device].cls];
 }
 
-double State::seconds(std::size_t kind, std::size_t device, std::int64_t size) const {
+double State::seconds(std::size_t kind, std::size_t device, double cost) const {
   const Measured& found = measured(kind, device);
-  return found.known ? found.model.seconds(size) : std::numeric_limits<double>::quiet_NaN();
+  return found.known ? seconds_of(found.model, cost) : std::numeric_limits<double>::quiet_NaN();
 }
 
 double State::load_seconds(std::size_t kind, std::size_t device) const {
@@ -43,21 +43,30 @@ void State::rank(PoolLine& line) {
     if (most == 0) continue;
     const Measured& found = measured(line.kind, d);
     line.known = line.known && found.known && kind.classes[devices[d].cls].samples >= options.samples;
-    const double alone = found.known ? found.model.seconds(1) : 0.0;
-    line.ranked.push_back({d, alone + load_seconds(line.kind, d), alone, most, found.model});
+    const double load = load_seconds(line.kind, d);
+    line.ranked.push_back(
+        {d, (found.known ? seconds_of(found.model, kind.cost) : 0.0) + load, load, most, found.model});
     line.least_seconds = std::min(line.least_seconds, line.ranked.back().seconds);
-    if (found.known && found.model.seconds(most) > 0.0)
-      line.rate += static_cast<double>(most) / found.model.seconds(most);
+    const double batch = seconds_of(found.model, kind.cost * static_cast<double>(most));
+    if (found.known && batch > 0.0) line.rate += static_cast<double>(most) / batch;
   }
   if (!line.known || line.ranked.empty()) line.least_seconds = line.rate = 0.0;
   std::stable_sort(line.ranked.begin(), line.ranked.end(),
                    [](const auto& a, const auto& b) { return a.seconds < b.seconds; });
 }
 
-// What waits, in jobs of this line. Jobs of other lines count by the seconds that the box needs for them, if one of the
-// devices faster than `faster` may run them: these devices will serve them, too.
+// The seconds of a job on the device that is the fastest for it.
+double State::least_seconds(const PoolLine& line, const Job& job) const {
+  if (!kinds[line.kind].spec.padded || !line.known || line.ranked.empty()) return line.least_seconds;
+  double least = kNever;
+  for (const PoolLine::Ranked& one : line.ranked) least = std::min(least, seconds_of(one.model, job.cost) + one.load);
+  return least;
+}
+
+// What waits, in typical jobs of this line. Jobs of other lines count by the seconds that the box needs for them, if
+// one of the devices faster than `faster` may run them: these devices will serve them, too.
 double State::units_waiting(PoolLine& line, double faster) {
-  double units = static_cast<double>(line.size());
+  double sum = units(line);
   for (PoolLine& other : lines) {
     if (&other == &line || other.size() == 0 || (other.background && !line.background)) continue;
     rank(other);
@@ -66,9 +75,9 @@ double State::units_waiting(PoolLine& line, double faster) {
       return one.seconds < faster && accepts(other.need, one.device) &&
              (other.bound == kNone || other.bound == one.device);
     });
-    if (shared) units += static_cast<double>(other.size()) * line.rate / other.rate;
+    if (shared) sum += units(other) * line.rate / other.rate;
   }
-  return units;
+  return sum;
 }
 
 }  // namespace paceline::plan

@@ -12,15 +12,14 @@ double State::peak(std::size_t kind, std::int64_t size) const {
   return spec.peak_bytes + spec.peak_bytes_per_item * static_cast<double>(size);
 }
 
-std::int64_t State::largest(std::size_t kind, std::size_t device) const {
-  const Kind& of = kinds[kind];
+// The largest batch of a kind on a new device, or of a new kind.
+void State::add_largest(std::size_t kind, std::size_t device) {
+  Kind& of = kinds[kind];
   const double bytes = spaces[devices[device].space].bytes - options.memory_margin_bytes -
                        (of.model == kNone ? 0.0 : models[of.model].bytes);
-  for (std::size_t i = of.spec.sizes.size(); i-- > 0;) {
-    const std::int64_t size = of.spec.sizes[i];
-    if (size <= of.memory_cap[device] && (bytes == kNever || peak(kind, size) <= bytes)) return size;
-  }
-  return 0;
+  const auto fits = [&](std::int64_t size) { return bytes == kNever || peak(kind, size) <= bytes; };
+  const auto above = std::ranges::partition_point(of.spec.sizes, fits);
+  of.largest.push_back(above == of.spec.sizes.begin() ? 0 : *(above - 1));
 }
 
 // How many devices of one memory can run the kind at once, one job each.
@@ -40,7 +39,7 @@ double State::used(std::size_t space) const {
   double bytes = 0.0;
   for (const Resident& one : spaces[space].residents) bytes += models[one.model].bytes;
   for (const Device& device : devices) {
-    if (device.space == space && device.run != RunId{}) bytes += runs.at(device.run).peak_bytes;
+    if (device.space == space && device.run != RunId{}) bytes += run_of(device).peak_bytes;
   }
   return bytes;
 }
@@ -57,8 +56,8 @@ std::optional<std::vector<std::size_t>> State::room(std::size_t kind, std::size_
   std::vector<std::size_t> busy{kinds[kind].model};
   for (const Device& other : devices) {
     if (other.space != index || other.run == RunId{}) continue;
-    used_bytes += runs.at(other.run).peak_bytes;
-    busy.push_back(kinds[runs.at(other.run).kind].model);
+    used_bytes += run_of(other).peak_bytes;
+    busy.push_back(kinds[run_of(other).kind].model);
   }
   if (kinds[kind].model != kNone && !resident(kinds[kind].model, index)) used_bytes += models[kinds[kind].model].bytes;
   std::vector<Resident> stay = space.residents;

@@ -13,16 +13,16 @@ using State = PoolState::State;
 std::size_t State::choose_at_submit(const Job& job, double now) {
   const Placement placement = options.placement;
   if (placement == Placement::automatic || placement == Placement::any || placement == Placement::custom) return kNone;
-  const std::size_t kind = job.spec.kind;
+  const std::size_t kind = job.kind;
   std::size_t best = kNone;
   double least = kNever;
   double weights = 0.0;
   for (std::size_t i = 0; i < devices.size(); ++i) {
     const std::size_t d = (next_turn + i) % devices.size();
     Device& device = devices[d];
-    if (!device.active || !accepts(job.spec.need, d) || largest(kind, d) == 0) continue;
+    if (!device.active || !accepts(job.need, d) || largest(kind, d) == 0) continue;
     double cost = 0.0;
-    const double own = seconds(kind, d, 1);
+    const double own = seconds(kind, d, kinds[kind].cost);
     if (placement == Placement::round_robin) {
       cost = 0.0;
     } else if (placement == Placement::weighted) {  // smooth weighted round robin, as nginx has it
@@ -33,14 +33,14 @@ std::size_t State::choose_at_submit(const Job& job, double now) {
     } else if (placement == Placement::least_outstanding || !(own >= 0.0)) {
       cost = static_cast<double>(device.bound);
     } else {
-      cost = own + load_seconds(kind, d);
+      cost = seconds(kind, d, job.cost) + load_seconds(kind, d);
       for (const PoolLine& line : lines) {
-        const double each = line.bound == d && line.size() > 0 ? seconds(line.kind, d, 1) : 0.0;
-        if (each > 0.0) cost += each * static_cast<double>(line.size());
+        const double each = line.bound == d && line.size() > 0 ? seconds(line.kind, d, kinds[line.kind].cost) : 0.0;
+        if (each > 0.0) cost += each * units(line);
       }
       // A run that lasts longer than predicted is taken to last a tenth of the prediction more.
       if (device.run != RunId{} && std::isfinite(device.free_at))
-        cost += std::max(device.free_at - now, 0.1 * runs.at(device.run).predicted);
+        cost += std::max(device.free_at - now, 0.1 * run_of(device).predicted);
     }
     if (best == kNone || cost < least) {
       least = cost;

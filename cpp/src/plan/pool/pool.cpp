@@ -44,13 +44,14 @@ void advance(PoolState::State& state, double now) {
   state.last_now = now;
 }
 
-// The run is over, or never began: its devices are free.
-PoolState::State::Run take_off(PoolState::State& state, double now, RunId run) {
-  const auto found = state.runs.find(run);
-  require(found != state.runs.end(), "run {} does not run", static_cast<std::uint64_t>(run));
+// The run is over, or never began: its devices are free. What it was is valid until the device starts another one.
+const PoolState::State::Run& take_off(PoolState::State& state, double now, RunId run) {
+  const std::size_t first = PoolState::State::first_device(run);
+  require(run != RunId{} && first < state.devices.size() && state.devices[first].run == run, "run {} does not run",
+          static_cast<std::uint64_t>(run));
   advance(state, now);
-  PoolState::State::Run taken = std::move(found->second);
-  state.runs.erase(found);
+  const PoolState::State::Run& taken = state.devices[first].current;
+  --state.running;
   for (const std::size_t d : taken.devices) {
     state.devices[d].run = RunId{};
     if (state.devices[d].active) ++state.idle;
@@ -119,9 +120,9 @@ std::size_t PoolState::add_kind(PoolKind kind) {
             model.reload_seconds, made.spec.name);
   }
   made.on.resize(s.devices.size());
-  made.memory_cap.resize(s.devices.size(), std::numeric_limits<std::int64_t>::max());
   made.classes.resize(s.classes.size());
   s.kinds.push_back(std::move(made));
+  for (std::size_t d = 0; d < s.devices.size(); ++d) s.add_largest(s.kinds.size() - 1, d);
   return s.kinds.size() - 1;
 }
 
@@ -150,10 +151,10 @@ PoolDecisions PoolState::add_device(double now_seconds, PoolDevice device) {
   for (std::size_t i = 0; i < s.needs.size(); ++i) s.accepted[i].push_back(satisfies(s.needs[i], made.spec) ? 1 : 0);
   for (State::Kind& kind : s.kinds) {
     kind.on.emplace_back();
-    kind.memory_cap.push_back(std::numeric_limits<std::int64_t>::max());
     kind.classes.resize(s.classes.size());
   }
   s.devices.push_back(std::move(made));
+  for (std::size_t k = 0; k < s.kinds.size(); ++k) s.add_largest(k, s.devices.size() - 1);
   ++s.idle;
   ++s.epoch;
   PoolDecisions out;
@@ -168,40 +169,44 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
   require(job.deadline_seconds > 0.0, "deadline_seconds is {}; it must be positive", job.deadline_seconds);
   require(finite_not_negative(job.not_before_seconds), "not_before_seconds is {}; it must be finite and not negative",
           job.not_before_seconds);
+  require(job.cost > 0.0 && job.cost <= 1e12, "cost is {}; it must be above 0, and at most 1e12", job.cost);
+  require(kind.spec.padded || job.cost == 1.0, "cost is {}, but kind '{}' is not padded: its jobs all cost 1", job.cost,
+          kind.spec.name);
   require(job.gang >= 1, "gang is {}; a job runs on at least one device", job.gang);
   for (const JobId one : job.after)
-    require(one > JobId{} && one <= JobId{s.last_job}, "the job waits for job {}, which was never submitted",
+    require(s.jobs.submitted(one), "the job waits for job {}, which was never submitted",
             static_cast<std::uint64_t>(one));
   advance(s, now_seconds);
-  id = JobId{++s.last_job};
+  if (kind.spec.padded) s.typical(kind, job.cost);
+  id = s.jobs.next();
   PoolDecisions out;
-  State::Job made{.spec = job, .submitted = now_seconds};
+  State::Job made{.id = id, .kind = job.kind, .need = job.need, .gang = job.gang, .submitted = now_seconds};
+  made.due = now_seconds + job.not_before_seconds;
   made.deadline = now_seconds + job.deadline_seconds;
-  made.key = made.deadline < kNever
-                 ? made.deadline
-                 : now_seconds + job.not_before_seconds + s.options.patience[static_cast<std::size_t>(job.priority)];
+  made.key = made.timed() ? made.deadline : made.due + s.options.patience[static_cast<std::size_t>(job.priority)];
+  made.cost = job.cost;
+  made.background = job.priority == Priority::background;
   PoolReason refused = PoolReason::none;
-  if (kind.held >= s.limit(job.kind)) refused = PoolReason::queue_full;
+  if (kind.held >= s.limit(job.kind) || s.jobs.full()) refused = PoolReason::queue_full;
   if (!s.can_run(made)) refused = PoolReason::no_device;
   if (refused == PoolReason::none && !s.admits(made, now_seconds)) refused = PoolReason::deadline;
   if (refused != PoolReason::none) {
     out.ends.push_back({id, JobOutcome::rejected, refused, std::nullopt});
   } else {
-    for (const JobId one : made.spec.after) {
-      const auto found = s.jobs.find(one);
-      if (found == s.jobs.end()) continue;
+    for (const JobId one : job.after) {
+      State::Job* before = s.jobs.find(one);
+      if (before == nullptr) continue;
       ++made.blockers;
-      found->second.dependents.push_back(id);
+      before->dependents.push_back(id);
     }
-    made.held = made.blockers > 0 || job.not_before_seconds > 0.0;
     ++s.waiting;
     ++kind.held;
-    State::Job& stored = s.jobs[id] = std::move(made);
-    if (!stored.held) {
-      s.enqueue(id, stored, now_seconds);
+    State::Job& stored = s.jobs.add(std::move(made));
+    if (stored.blockers == 0 && job.not_before_seconds <= 0.0) {
+      s.enqueue(stored, now_seconds);
     } else {
-      if (job.not_before_seconds > 0.0) s.starts_at.emplace(now_seconds + job.not_before_seconds, id);
-      if (stored.deadline < kNever) s.held_deadlines.emplace(stored.deadline, id);
+      if (job.not_before_seconds > 0.0) s.starts_at.emplace(stored.due, id);
+      if (stored.timed()) s.held_deadlines.emplace(stored.deadline, id);
     }
   }
   s.settle(now_seconds, out);
@@ -212,13 +217,14 @@ PoolDecisions PoolState::finish(double now_seconds, RunId run, RunResult result,
   State& s = *state_;
   require(result != RunResult::completed || finite_not_negative(seconds),
           "run {} took {} s; that must be finite and not negative", static_cast<std::uint64_t>(run), seconds);
-  const State::Run ended = take_off(s, now_seconds, run);
+  const State::Run& ended = take_off(s, now_seconds, run);
   PoolDecisions out;
   if (result == RunResult::completed) {
     State::Kind& kind = s.kinds[ended.kind];
     for (const std::size_t d : ended.devices) ++kind.classes[s.devices[d].cls].samples;
     if (kind.classes[s.devices[ended.devices.front()].cls].samples <= s.options.samples) ++kind.epoch;
     if (ended.predicted > 0.0) s.observe(kind, seconds / ended.predicted);
+    out.ends.reserve(ended.jobs.size());
     for (const JobId id : ended.jobs) s.end(id, JobOutcome::completed, PoolReason::none, std::nullopt, out);
   } else {
     s.ended_badly(ended, result, now_seconds, out);
@@ -229,14 +235,14 @@ PoolDecisions PoolState::finish(double now_seconds, RunId run, RunResult result,
 
 PoolDecisions PoolState::withdraw(double now_seconds, RunId run, std::optional<JobId> cancelled) {
   State& s = *state_;
-  const State::Run taken = take_off(s, now_seconds, run);
+  const State::Run& taken = take_off(s, now_seconds, run);
   PoolDecisions out;
   for (const JobId id : taken.jobs) {
     State::Job& job = s.jobs.at(id);
     if (id == cancelled) {
       s.end(id, JobOutcome::cancelled, PoolReason::on_request, std::nullopt, out);
     } else if (s.can_run(job)) {
-      s.again(id, job, now_seconds);
+      s.again(job, now_seconds);
     } else {
       s.end(id, JobOutcome::failed, PoolReason::device_lost, std::nullopt, out);
     }
@@ -249,8 +255,8 @@ PoolDecisions PoolState::cancel(double now_seconds, JobId job, bool& cancelled) 
   State& s = *state_;
   advance(s, now_seconds);
   PoolDecisions out;
-  const auto found = s.jobs.find(job);
-  cancelled = found != s.jobs.end() && found->second.run == RunId{};
+  const State::Job* found = s.jobs.find(job);
+  cancelled = found != nullptr && found->phase != State::Job::Phase::runs;
   if (cancelled) s.end(job, JobOutcome::cancelled, PoolReason::on_request, std::nullopt, out);
   s.settle(now_seconds, out);
   return out;

@@ -17,7 +17,7 @@ bool PoolState::idle(std::size_t device) const { return state_->devices.at(devic
 std::size_t PoolState::kind_count() const noexcept { return state_->kinds.size(); }
 const PoolKind& PoolState::kind(std::size_t kind) const { return state_->kinds.at(kind).spec; }
 std::int64_t PoolState::waiting() const noexcept { return state_->waiting; }
-std::int64_t PoolState::running() const noexcept { return static_cast<std::int64_t>(state_->runs.size()); }
+std::int64_t PoolState::running() const noexcept { return state_->running; }
 double PoolState::margin(std::size_t kind) const { return state_->kinds.at(kind).margin; }
 
 std::int64_t PoolState::largest_batch(std::size_t kind, std::size_t device) const {
@@ -26,10 +26,10 @@ std::int64_t PoolState::largest_batch(std::size_t kind, std::size_t device) cons
   return state_->largest(kind, device);
 }
 
-double PoolState::seconds(std::size_t kind, std::size_t device, std::int64_t size) const {
+double PoolState::seconds(std::size_t kind, std::size_t device, double cost) const {
   (void)state_->kinds.at(kind);
   (void)state_->devices.at(device);
-  return state_->seconds(kind, device, size);
+  return state_->seconds(kind, device, cost);
 }
 
 bool PoolState::resident(std::size_t device, const std::string& model) const {
@@ -43,7 +43,7 @@ double PoolState::used_bytes(std::size_t device) const { return state_->used(sta
 double PoolState::backlog_seconds() const {
   double seconds = 0.0;
   for (const PoolLine& line : state_->lines) {
-    if (line.size() > 0 && line.rate > 0.0) seconds += static_cast<double>(line.size()) / line.rate;
+    if (line.size() > 0 && line.rate > 0.0) seconds += state_->units(line) / line.rate;
   }
   return seconds;
 }

@@ -1,27 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <paceline/plan/pool.hpp>
 
+#include "plan/pool/job_slots.hpp"
 #include "plan/pool/key_queue.hpp"
+#include "plan/pool/padding.hpp"
 
 namespace paceline::plan {
 
-inline constexpr double kNever = std::numeric_limits<double>::infinity();
-inline constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
+/// The largest of the sizes that is not above `most`; 0 if there is none.
+inline std::int64_t size_within(const std::vector<std::int64_t>& sizes, std::int64_t most) {
+  const auto above = std::upper_bound(sizes.begin(), sizes.end(), most);
+  return above == sizes.begin() ? 0 : *(above - 1);
+}
 
 /// Jobs that wait for the same: of one kind, need and class, and bound to one device or to none.
 struct PoolLine {
@@ -32,27 +37,49 @@ struct PoolLine {
   // Apart, because a device finds the first deadline that it can keep by one search, and what expires is a prefix.
   KeyQueue timed = {};
   KeyQueue plain = {};
+  double cost = 0.0;  // of all that wait
 
-  // A device that may run these jobs. `seconds` counts the load of the model, `alone` does not.
+  // A device that may run these jobs.
   struct Ranked {
     std::size_t device = 0;
-    double seconds = 0.0;
-    double alone = 0.0;
+    double seconds = 0.0;  // of a typical job, with `load`
+    double load = 0.0;     // of the model
     std::int64_t largest = 0;
     CostModel model = {};
   };
   std::vector<Ranked> ranked = {};  // the fastest first
   std::uint64_t epoch = 0;          // of `ranked`
   bool known = false;               // enough samples of every class
-  double least_seconds = 0.0;       // of one job; 0 if unknown
-  double rate = 0.0;                // jobs a second, in the largest batches; 0 if unknown
+  double least_seconds = 0.0;       // of a typical job; 0 if unknown
+  double rate = 0.0;                // typical jobs a second, in the largest batches; 0 if unknown
 
   [[nodiscard]] std::int64_t size() const noexcept { return timed.size() + plain.size(); }
-  [[nodiscard]] KeyQueue& of(bool has_deadline) { return has_deadline ? timed : plain; }
+  /// The job that is next; null if none is.
+  [[nodiscard]] const KeyEntry* front() const {
+    const KeyEntry* other = plain.empty() ? nullptr : &plain.front();
+    return timed.empty() || (other != nullptr && *other < timed.front()) ? other : &timed.front();
+  }
+  void insert(const PoolEntry& job) {
+    (job.timed() ? timed : plain).insert({job.key, job.id});
+    cost += job.cost;
+  }
+  void erase(const PoolEntry& job) {
+    (job.timed() ? timed : plain).erase({job.key, job.id});
+    cost = size() > 0 ? cost - job.cost : 0.0;  // so that no rounding stays
+  }
 };
 
 class PoolState::State {
  public:
+  using Job = PoolEntry;
+  struct Run {
+    std::vector<std::size_t> devices = {};
+    std::vector<JobId> jobs = {};
+    std::size_t kind = 0;
+    double predicted = 0.0;
+    double peak_bytes = 0.0;
+    bool bound = false;
+  };
   struct Device {
     PoolDevice spec = {};
     std::size_t cls = 0;
@@ -60,6 +87,7 @@ class PoolState::State {
     bool active = true;
     bool lost = false;  // and retired
     RunId run{};        // 0: idle
+    Run current = {};   // of run, if this is its first device
     double free_at = 0.0;
     double declines_since = kNever;
     std::int64_t bound = 0;  // jobs bound to it, the running one included
@@ -76,32 +104,14 @@ class PoolState::State {
     std::int64_t held = 0;          // waiting jobs
     std::vector<Measured> on = {};  // by device
     std::vector<Measured> classes = {};
-    std::vector<std::int64_t> memory_cap = {};  // by device: what out of memory has left
-    std::vector<double> ratios = {};            // actual over predicted, of the last runs
+    std::vector<std::int64_t> largest = {};  // by device: the largest batch, by its memory
+    std::vector<double> ratios = {};         // actual over predicted, of the last runs
     std::size_t runs = 0;
     double margin = 0.0;
+    double cost = 1.0;           // of a typical job
+    double mean_cost = 0.0;      // of the last jobs, if they are padded
+    std::int64_t submitted = 0;  // of those
     std::uint64_t epoch = 1;
-  };
-  struct Job {
-    PoolJob spec = {};
-    double submitted = 0.0;
-    double deadline = kNever;
-    double key = 0.0;
-    std::int64_t blockers = 0;                                     // jobs in `after` that have not ended
-    std::int64_t most = std::numeric_limits<std::int64_t>::max();  // jobs in its batch, after a failure
-    std::vector<JobId> dependents = {};
-    std::size_t line = kNone;  // where it waits; kNone: held back, in the gangs, or running
-    RunId run{};
-    bool held = false;
-    bool gang = false;  // waits in gangs_
-  };
-  struct Run {
-    std::vector<std::size_t> devices = {};
-    std::vector<JobId> jobs = {};
-    std::size_t kind = 0;
-    double predicted = 0.0;
-    double peak_bytes = 0.0;
-    bool bound = false;
   };
   struct Resident {
     std::size_t model = 0;
@@ -122,9 +132,9 @@ class PoolState::State {
   // Events, in pool.cpp and events.cpp.
   void end(JobId id, JobOutcome outcome, PoolReason reason, std::optional<JobId> cause, PoolDecisions& out);
   void release(JobId id, double now, PoolDecisions& out);
-  void enqueue(JobId id, Job& job, double now);
-  void again(JobId id, Job& job, double now);
-  void unqueue(JobId id, Job& job);
+  void enqueue(Job& job, double now);
+  void again(Job& job, double now);
+  void unqueue(Job& job);
   void rebind(std::size_t device, double now);
   void fail_stranded(std::optional<std::size_t> kind, PoolReason reason, PoolDecisions& out);
   void ended_badly(const Run& run, RunResult result, double now, PoolDecisions& out);
@@ -133,14 +143,17 @@ class PoolState::State {
   [[nodiscard]] bool can_run(const Job& job) const;
   bool admits(const Job& job, double now);
   void observe(Kind& kind, double ratio);
+  void typical(Kind& kind, double cost);
 
   // Lines and models, in lines.cpp.
   PoolLine& line_of(const Job& job, std::size_t bound);
   void rank(PoolLine& line);
   [[nodiscard]] bool accepts(std::size_t need, std::size_t device) const { return accepted[need][device] != 0; }
   [[nodiscard]] const Measured& measured(std::size_t kind, std::size_t device) const;
-  [[nodiscard]] double seconds(std::size_t kind, std::size_t device, std::int64_t size) const;
+  [[nodiscard]] double seconds(std::size_t kind, std::size_t device, double cost) const;
   [[nodiscard]] double load_seconds(std::size_t kind, std::size_t device) const;
+  [[nodiscard]] double least_seconds(const PoolLine& line, const Job& job) const;
+  [[nodiscard]] double units(const PoolLine& line) const { return line.cost / kinds[line.kind].cost; }
   [[nodiscard]] double units_waiting(PoolLine& line, double faster);
 
   // Which device, in placement.cpp.
@@ -151,11 +164,18 @@ class PoolState::State {
   bool start_from(PoolLine& line, double now, PoolDecisions& out);
   void start(PoolLine& line, std::size_t device, std::vector<JobId> next, double now, bool probe, PoolDecisions& out);
   void expire(double now, PoolDecisions& out);
+  [[nodiscard]] double last_start(const PoolLine& line) const;
   [[nodiscard]] double wake(double now, const PoolDecisions& out);
-  [[nodiscard]] const KeyEntry* first_for(const PoolLine& line, double least_deadline) const;
   [[nodiscard]] bool foreground_waits(std::size_t device);
-  [[nodiscard]] std::vector<JobId> batch(const PoolLine& line, double least_deadline, std::int64_t size) const;
-  [[nodiscard]] std::int64_t planned(PoolLine& line, const PoolLine::Ranked& on, double now, double units) const;
+
+  // Batches, in batches.cpp.
+  [[nodiscard]] const Job* first_for(const PoolLine& line, const PoolLine::Ranked& on, double now) const;
+  [[nodiscard]] std::vector<JobId> next_jobs(const PoolLine& line, const PoolLine::Ranked& on, double now,
+                                             std::int64_t size) const;
+  [[nodiscard]] std::vector<JobId> batch(const PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
+                                         std::optional<double> units) const;
+  [[nodiscard]] double cost_of(std::size_t kind, std::span<const JobId> batch) const;
+  [[nodiscard]] bool early(const PoolLine& line, double seconds, double now, double units, double cost) const;
 
   // Gangs, in gangs.cpp.
   bool gang_step(JobId id, double now, PoolDecisions& out);
@@ -163,7 +183,8 @@ class PoolState::State {
   [[nodiscard]] double gang_seconds(const Job& job) const;
 
   // Memory, in memory.cpp.
-  [[nodiscard]] std::int64_t largest(std::size_t kind, std::size_t device) const;
+  [[nodiscard]] std::int64_t largest(std::size_t kind, std::size_t device) const { return kinds[kind].largest[device]; }
+  void add_largest(std::size_t kind, std::size_t device);
   [[nodiscard]] double peak(std::size_t kind, std::int64_t size) const;
   [[nodiscard]] std::int64_t together(std::size_t kind, std::size_t space) const;
   [[nodiscard]] bool resident(std::size_t model, std::size_t space) const;
@@ -171,6 +192,14 @@ class PoolState::State {
   [[nodiscard]] std::optional<std::vector<std::size_t>> room(std::size_t kind, std::size_t device,
                                                              std::int64_t size) const;
   double take_room(std::size_t kind, std::size_t device, std::int64_t size, PoolStart& start);
+
+  // A run is found by its first device, which the lower bits of its id name.
+  static constexpr unsigned kDeviceBits = 20;
+  RunId next_run(std::size_t device) { return RunId{++last_run << kDeviceBits | device}; }
+  [[nodiscard]] static std::size_t first_device(RunId run) {
+    return static_cast<std::uint64_t>(run) & ((std::uint64_t{1} << kDeviceBits) - 1);
+  }
+  [[nodiscard]] const Run& run_of(const Device& device) const { return devices[first_device(device.run)].current; }
 
   PoolOptions options = {};
   std::vector<Device> devices = {};
@@ -182,14 +211,13 @@ class PoolState::State {
   std::vector<Model> models = {};
   std::vector<PoolLine> lines = {};
   std::map<std::tuple<std::size_t, std::size_t, std::size_t, bool>, std::size_t> line_index = {};
-  std::unordered_map<JobId, Job> jobs = {};
-  std::unordered_map<RunId, Run> runs = {};
+  JobSlots jobs{};
   std::set<std::tuple<bool, double, JobId>> gangs = {};  // background, key
   std::set<std::pair<double, JobId>> starts_at = {};     // held back until then
   std::set<std::pair<double, JobId>> held_deadlines = {};
-  std::uint64_t last_job = 0;
   std::uint64_t last_run = 0;
-  std::uint64_t epoch = 1;  // of devices, and of what is resident
+  std::int64_t running = 0;  // runs
+  std::uint64_t epoch = 1;   // of devices, and of what is resident
   std::int64_t waiting = 0;
   std::size_t idle = 0;       // active devices that are idle
   std::size_t next_turn = 0;  // of Placement::round_robin, and among equals

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+
+#include "plan/pool/state.hpp"
+
+namespace paceline::plan {
+
+using State = PoolState::State;
+
+namespace {
+
+// Jobs of like costs are sought among this many times the largest batch. In simulations twice as many gained nothing up
+// to a load of 0.7, and sorting them would take twice as long.
+constexpr std::int64_t kLook = 4;
+
+// Jobs of a cost that a device ends in less than `seconds`, in batches of at most `largest` back to back.
+double jobs_before(const CostModel& model, double cost, std::int64_t largest, double seconds) {
+  if (!(seconds > 0.0)) return 0.0;
+  const auto most = static_cast<double>(largest);
+  const double batch = seconds_of(model, cost * most);
+  if (batch <= 0.0) return kNever;
+  const double full = std::max(std::ceil(seconds / batch) - 1.0, 0.0);
+  const double rest = seconds - full * batch - model.fixed_seconds();
+  double more = 0.0;
+  if (rest > 0.0) {
+    const double each = model.per_item_seconds() * cost;
+    more = each > 0.0 ? std::clamp(std::ceil(rest / each) - 1.0, 0.0, most) : most;
+  }
+  return full * most + more;
+}
+
+// The jobs of a line that a device can end in time, in the order of their keys.
+class Walk {
+ public:
+  Walk(const State& state, const PoolLine& line, const PoolLine::Ranked& on, double now)
+      : state_(state), line_(line), on_(on), now_(now), plain_(line.plain.begin()) {
+    timed_ = line.timed.lower_bound({end_of(state.kinds[line.kind].spec.padded ? 0.0 : 1.0), JobId{}});
+  }
+
+  const State::Job* next() {
+    for (;;) {
+      const KeyEntry* a = line_.timed.at(timed_);
+      const KeyEntry* b = line_.plain.at(plain_);
+      if (a == nullptr && b == nullptr) return nullptr;
+      const bool take_timed = b == nullptr || (a != nullptr && *a < *b);
+      const State::Job& job = state_.jobs.at((take_timed ? a : b)->id);
+      (take_timed ? timed_ : plain_) = take_timed ? line_.timed.next(timed_) : line_.plain.next(plain_);
+      if (!take_timed || end_of(job.cost) <= job.deadline) return &job;
+    }
+  }
+
+ private:
+  [[nodiscard]] double end_of(double cost) const {
+    return now_ + state_.kinds[line_.kind].margin * (seconds_of(on_.model, cost) + on_.load);
+  }
+  const State& state_;
+  const PoolLine& line_;
+  const PoolLine::Ranked& on_;
+  double now_;
+  KeyQueue::Place timed_;
+  KeyQueue::Place plain_;
+};
+
+}  // namespace
+
+const State::Job* State::first_for(const PoolLine& line, const PoolLine::Ranked& on, double now) const {
+  return Walk(*this, line, on, now).next();
+}
+
+// The jobs that are next for a device, if a batch of their number is allowed to each.
+std::vector<JobId> State::next_jobs(const PoolLine& line, const PoolLine::Ranked& on, double now,
+                                    std::int64_t size) const {
+  std::vector<JobId> found;
+  found.reserve(static_cast<std::size_t>(std::min(size, line.size())));
+  Walk walk(*this, line, on, now);
+  while (std::ssize(found) < size) {
+    const Job* job = walk.next();
+    if (job == nullptr || job->most <= std::ssize(found)) break;
+    size = std::min(size, job->most);
+    found.push_back(job->id);
+  }
+  return found;
+}
+
+// What the seconds of a batch are a function of.
+double State::cost_of(std::size_t kind, std::span<const JobId> batch) const {
+  double largest = kinds[kind].spec.padded ? 0.0 : 1.0;
+  if (kinds[kind].spec.padded) {
+    for (const JobId id : batch) largest = std::max(largest, jobs.at(id).cost);
+  }
+  return largest * static_cast<double>(batch.size());
+}
+
+// Whether all devices together end less than so many typical jobs in less than `seconds`, or none of them a job of this
+// cost. What differs by rounding is equal: otherwise each of two equal devices could leave a job to the other one.
+bool State::early(const PoolLine& line, double seconds, double now, double units, double cost) const {
+  constexpr double rounding = 1e-12;
+  double sum = 0.0;
+  bool ends_one = !kinds[line.kind].spec.padded;  // what ends a typical job has ended any
+  seconds -= rounding * seconds;
+  for (const PoolLine::Ranked& other : line.ranked) {
+    const Device& device = devices[other.device];
+    const double free = (device.run == RunId{} ? 0.0 : std::max(device.free_at - now, 0.0)) + other.load;
+    sum += jobs_before(other.model, kinds[line.kind].cost, other.largest, seconds - free);
+    ends_one = ends_one || seconds_of(other.model, cost) < seconds - free;
+    if (sum >= units && ends_one) return false;
+  }
+  return true;
+}
+
+// The jobs that a device takes: the largest batch, of k jobs, that ends in time and, if the plan is asked, for which
+// all devices together end less than what waits before this one could end k. With the least T at which they end it all,
+// that is the largest k that this device ends by T: sizes are few, so T itself, which would take thirty halvings, is
+// not needed. None: by T the device ends nothing.
+//
+// With padding, the next jobs are cut into batches of like costs, and the one with the first job is taken. So nothing
+// waits for ever.
+std::vector<JobId> State::batch(const PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
+                                std::optional<double> units) const {
+  const Kind& kind = kinds[line.kind];
+  const std::span<const std::int64_t> sizes = kind.spec.sizes;
+  const bool cuts = units && kind.spec.padded;
+  const bool plans = units && on.model.seconds(on.largest) > 0.0;  // otherwise it takes no time
+  std::vector<JobId> next = next_jobs(line, on, now, cuts ? kLook * on.largest : on.largest);
+  const std::vector<JobId> window = cuts ? next : std::vector<JobId>{};
+  std::vector<double> costs;
+  for (const JobId id : window) costs.push_back(jobs.at(id).cost);
+  const std::int64_t most = std::min(on.largest, std::ssize(next));
+  for (std::size_t some = sizes.size(); some > 0; --some) {
+    const std::int64_t size = sizes[some - 1];
+    if (size > most) continue;
+    if (cuts) {
+      const std::size_t looked = std::min(window.size(), static_cast<std::size_t>(kLook * size));
+      next.clear();
+      for (const std::size_t i : first_padded_batch(std::span(costs).first(looked), on.model, sizes.first(some)))
+        next.push_back(window[i]);
+    } else {
+      next.resize(static_cast<std::size_t>(size));
+    }
+    double least = end_by;
+    for (const JobId id : next) least = std::min(least, jobs.at(id).deadline);
+    const double cost = cost_of(line.kind, next);
+    const double seconds = seconds_of(on.model, cost) + on.load;
+    if (now + kind.margin * seconds > least) continue;
+    if (!plans || early(line, seconds, now, *units, cost / static_cast<double>(next.size()))) return next;
+  }
+  return {};
+}
+
+}  // namespace paceline::plan
