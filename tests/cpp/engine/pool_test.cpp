@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <future>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <set>
@@ -272,6 +273,14 @@ TEST(Pool, AServedKindTakesRequestsOnly) {
     one.get();  // throws, and nobody hears of it
   });
   called.get_future().wait();
+}
+
+TEST(Pool, ABatcherWhosePoolIsGoneRefuses) {
+  auto pool = std::make_unique<Pool>(host_group(1));
+  const auto batch = pool->serve<int, int>([](Job&, std::span<int> in, std::span<int> out) { out[0] = in[0]; });
+  EXPECT_EQ(batch.submit(1).get(), 1);
+  pool.reset();
+  EXPECT_THROW((void)batch.submit(1), Unavailable);
 }
 
 TEST(Pool, AnIdleDeviceTellsTheTimeWhileTheFirstOneIsBusy) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A pool whose workers are lost, busy, closed underneath, shared, or in another process.
+// A pool whose workers are busy, closed underneath, shared, or in another process.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -49,89 +49,6 @@ class Held {
 };
 
 std::string name_of(Job& job) { return job.device().name; }
-
-TEST(PoolWorkers, ALostDeviceIsRetiredAndThePoolGoesOnWithoutIt) {
-  Gate gate;
-  Pool pool(host_group(2));
-  const auto loses = [&](Job& job) {
-    gate.pass();
-    throw DeviceLost("gone", job.device().name);
-  };
-  const auto first = pool.submit(loses, {.needs = {"host:0"}});
-  const auto waits = pool.submit([](Job&) {}, {.needs = {"host:0"}});
-  const auto held = pool.submit([](Job&) {}, {.not_before_seconds = 1e6, .needs = {"host:0"}});
-  const auto after = pool.submit([](Job&) {}, {.after = {first}});
-  gate.open();
-  EXPECT_THROW(first.get(), DeviceLost);
-  EXPECT_THROW(waits.get(), DeviceLost);
-  EXPECT_THROW(held.get(), DeviceLost);
-  EXPECT_THROW(after.get(), Cancelled);
-  EXPECT_THROW(pool.submit([](Job&) {}, {.needs = {"host:0"}}).get(), Rejected);
-  for (int k = 0; k < 10; ++k) EXPECT_EQ(pool.submit(name_of).get(), "host:1");
-  EXPECT_NE(pool.explain().find("host:0: 0 jobs in 1 runs, 0.000 s; lost"), std::string::npos) << pool.explain();
-}
-
-TEST(PoolWorkers, WithAllDevicesLostEverythingFailsUntilOneIsRestored) {
-  Gate gate;
-  std::atomic<bool> well = false;
-  Pool pool(host_group(2));
-  const auto batch = pool.serve<int, int>([&](Job& job, std::span<int> in, std::span<int> out) {
-    gate.pass();
-    if (!well) throw DeviceLost("gone", job.device().name);
-    out[0] = in[0];
-  });
-  const auto request = batch.submit(1);
-  const auto other = batch.submit(2);
-  const auto held = pool.submit([](Job&) {}, {.not_before_seconds = 1e6});
-  const auto after = pool.submit([](Job&) {}, {.after = {held}});
-  gate.open();
-  EXPECT_THROW((void)request.get(), DeviceLost);
-  EXPECT_THROW((void)other.get(), DeviceLost);
-  EXPECT_THROW(held.get(), DeviceLost);
-  EXPECT_THROW(after.get(), DeviceLost);
-  EXPECT_THROW((void)pool.submit([](Job&) {}), DeviceLost);
-  well = true;
-  pool.restore("host:1");
-  EXPECT_EQ(batch.submit(3).get(), 3);
-  EXPECT_EQ(pool.submit(name_of).get(), "host:1");
-}
-
-TEST(PoolWorkers, ADeviceThatIsOnlyRetiredIsWaitedForWhenTheOtherIsLost) {
-  Pool pool(host_group(2));
-  pool.retire("host:1");
-  EXPECT_THROW(pool.submit([](Job& job) { throw DeviceLost("gone", job.device().name); }).get(), DeviceLost);
-  const auto waits = pool.submit(name_of);
-  pool.restore("host:1");
-  EXPECT_EQ(waits.get(), "host:1");
-}
-
-TEST(PoolWorkers, ABatchRunsElsewhereWhenItsDeviceIsLost) {
-  std::atomic<bool> lost = false;
-  Pool pool(host_group(2));
-  const auto batch = pool.serve<int, std::string>([&](Job& job, std::span<int>, std::span<std::string> out) {
-    if (!lost.exchange(true)) throw DeviceLost("gone", job.device().name);
-    out[0] = job.device().name;
-  });
-  const std::string device = batch.submit(1).get();
-  EXPECT_NE(pool.explain().find((device == "host:0" ? "host:1" : "host:0") + std::string(": 0 jobs in 1 runs")),
-            std::string::npos)
-      << pool.explain();
-  EXPECT_EQ(pool.submit(name_of).get(), device);
-}
-
-TEST(PoolWorkers, AGangLosesTheDeviceThatItNames) {
-  std::string lost;
-  Pool pool(host_group(2));
-  const auto gang = pool.submit(
-      [&](Job& job) {
-        lost = job.devices()[1]->name;
-        throw DeviceLost("gone", lost);
-      },
-      {.gang = 2});
-  EXPECT_THROW(gang.get(), DeviceLost);
-  EXPECT_NE(pool.submit(name_of).get(), lost);
-  EXPECT_THROW(pool.submit([](Job&) {}, {.gang = 2}).get(), Rejected);
-}
 
 TEST(PoolWorkers, CallsOfThenMaySubmitAfterJobsThatEndedWithTheirOwn) {
   Gate gate;
@@ -406,14 +323,6 @@ TEST(PoolWorkers, APoolMayEndInItsOwnJob) {
     waits.get();
   } catch (const Cancelled&) {  // unless it began before
   }
-}
-
-TEST(PoolWorkers, ABatcherWhosePoolIsGoneRefuses) {
-  auto pool = std::make_unique<Pool>(host_group(1));
-  const auto batch = pool->serve<int, int>([](Job&, std::span<int> in, std::span<int> out) { out[0] = in[0]; });
-  EXPECT_EQ(batch.submit(1).get(), 1);
-  pool.reset();
-  EXPECT_THROW((void)batch.submit(1), Unavailable);
 }
 
 /// What an interpreter does in waits, for the thread that turns it on.

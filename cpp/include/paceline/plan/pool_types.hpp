@@ -88,7 +88,7 @@ enum class PoolReason : std::uint8_t {
   none,
   queue_full,        ///< rejected
   deadline,          ///< rejected or expired: it cannot end in time; declined: not on this device
-  no_device,         ///< rejected: too few devices satisfy its need, and have the memory
+  no_device,         ///< rejected: too few devices satisfy its need, have the memory and are not lost
   on_request,        ///< cancelled
   dependency,        ///< cancelled: what it waited for did not complete
   error,             ///< failed by itself
