@@ -39,6 +39,8 @@ class Figures:
     head: str  # what belongs to no single device, in words
     devices: list[DeviceFigures]
     by_cost: bool  # whether the devices' amounts are costs
+    of: str = "batches"  # what is counted
+    per: str = "step"  # what the devices' amounts are for: a step, or a second
 
 
 Show: TypeAlias = Callable[[Figures], None]
@@ -77,10 +79,10 @@ class Progress(Generic[_T]):
     def __iter__(self) -> Iterator[_T]:
         # A generator, so that leaving the loop in any way ends it at once and restores the terminal before a traceback is printed.
         file = sys.stderr if self.file is None else self.file
-        display = _live(file)
+        display = live_display(file)
         pause, window = (self.every, 0.0) if display is None else (REDRAW_SECONDS, _WINDOW_SECONDS)
         figures = _FiguresSince(self, window)
-        with nullcontext(partial(_print_line, file)) if display is None else display as show:
+        with nullcontext(partial(print_line, file)) if display is None else display as show:
             done, last_done, last = 0, 0, float("-inf")
             for batch in self.watched(self.batches):
                 yield batch
@@ -129,10 +131,11 @@ class _FiguresSince:
         return Figures(done, total, "  ".join(head), devices, by_cost)
 
 
-def _print_line(file: TextIO, figures: Figures) -> None:
+def print_line(file: TextIO, figures: Figures) -> None:
     """Print a line, for files, pipes, notebooks, and terminals without rich."""
     cost = "cost " if figures.by_cost else ""
-    devices = [f"{entry.name} {cost}{entry.amount:.4g} ({entry.busy:.0%} busy)" for entry in figures.devices]
+    rate = "/s" if figures.per == "second" else ""
+    devices = [f"{entry.name} {cost}{entry.amount:.4g}{rate} ({entry.busy:.0%} busy)" for entry in figures.devices]
     if len(devices) > _MOST_DEVICES_IN_A_LINE:
         amount, busy = ([getattr(entry, key) for entry in figures.devices] for key in ("amount", "busy"))
         range_of = f"{min(amount):.4g} to {max(amount):.4g} ({min(busy):.0%} to {max(busy):.0%} busy)"
@@ -140,7 +143,7 @@ def _print_line(file: TextIO, figures: Figures) -> None:
     print("  ".join([figures.head, *devices]), file=file, flush=True)
 
 
-def _live(file: TextIO) -> AbstractContextManager[Show] | None:
+def live_display(file: TextIO) -> AbstractContextManager[Show] | None:
     """The display that redraws itself, or None if it cannot be used here."""
     if not _is_terminal(file) or _logs_to_a_terminal():
         return None

@@ -41,10 +41,10 @@ def _rows(figures: Figures) -> Table:
     head = Text(figures.head, no_wrap=True, overflow="ellipsis")
     rows = Table.grid(padding=(0, 1))
     bar = ProgressBar(figures.total, figures.done, width=_BAR_COLUMNS) if figures.total else Text("")
-    rows.add_row(Text("batches"), bar, head)
+    rows.add_row(Text(figures.of), bar, head)
     whole = sum(entry.amount for entry in figures.devices) or 1.0
     for entry in figures.devices:
         bar = ProgressBar(whole, entry.amount, width=_BAR_COLUMNS, complete_style="cyan", finished_style="cyan")
         amount = f"a cost of {entry.amount:.4g}" if figures.by_cost else f"{entry.amount:.4g} items"
-        rows.add_row(Text(entry.name), bar, Text(f"{amount} a step, {entry.busy:.0%} busy"))
+        rows.add_row(Text(entry.name), bar, Text(f"{amount} a {figures.per}, {entry.busy:.0%} busy"))
     return rows

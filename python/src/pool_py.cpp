@@ -12,6 +12,7 @@
 
 #include <paceline/engine/pool.hpp>
 #include <paceline/error.hpp>
+#include <paceline/runtime/blocking.hpp>
 
 #include "bindings.hpp"
 #include "worker_gil.hpp"
@@ -24,11 +25,13 @@ namespace {
 // What a Python body returns.
 constexpr int kFailed = -1;
 constexpr int kOutOfMemory = -2;
+constexpr int kLost = -3;
 
 /// The body has failed. Python keeps its exception.
 void check(int code) {
-  if (code == kOutOfMemory) throw OutOfMemory("the job ran out of memory");
-  if (code == kFailed) throw Error("the job failed");
+  if (code == kOutOfMemory) throw OutOfMemory("The job ran out of memory.");
+  if (code == kLost) throw DeviceLost("The job's device is lost.");
+  if (code == kFailed) throw Error("The job failed.");
 }
 
 std::vector<std::string> names_of(const Job& job) {
@@ -50,6 +53,12 @@ const char* outcome_of(const std::exception_ptr& error, std::string& message) {
   } catch (const Cancelled& why) {
     message = why.what();
     return "cancelled";
+  } catch (const OutOfMemory& why) {
+    message = why.what();
+    return "out_of_memory";
+  } catch (const DeviceLost& why) {
+    message = why.what();
+    return "device_lost";
   } catch (const std::exception& why) {
     message = why.what();
   } catch (...) {
@@ -73,10 +82,11 @@ class PythonCall final : public internal::PoolCall {
     outcome_ = outcome_of(error, message_);
     state_->end(report, std::move(error));
   }
+  // On a worker, or on the thread that has cancelled the job, whose thread state is Python's own.
   void call_back() noexcept override {
     state_->call_back();
     if (interpreter_is_ending()) return;
-    with_interpreter([&] {
+    on_any_thread([&] {
       try {
         job_.attr("end")(device_, seconds_, outcome_, message_);
       } catch (py::error_already_set& failed) {
@@ -97,19 +107,14 @@ class PythonCall final : public internal::PoolCall {
   std::string message_{};
 };
 
-/// run(names of devices, jobs) -> int, for a batch of jobs.
-Pool::BatchCall batch_call(py::object run) {
-  const std::shared_ptr<py::object> shared(new py::object(std::move(run)), [](py::object* one) {
-    drop(*one);
-    delete one;
-  });
-  return [shared](Job& job, std::span<internal::PoolCall* const> calls) {
-    check(with_interpreter([&] {
-      py::list jobs;
-      for (auto* const call : calls) jobs.append(static_cast<PythonCall*>(call)->job());
-      return (*shared)(names_of(job), jobs).cast<int>();
-    }));
-  };
+/// Requests run as run_batch(names of devices, requests) -> int of the first of them. So the pool refers to what
+/// answers requests only while some wait, and Python's collector sees every cycle that lasts.
+void run_batch(Job& job, std::span<internal::PoolCall* const> calls) {
+  check(with_interpreter([&] {
+    py::list jobs;
+    for (auto* const call : calls) jobs.append(static_cast<PythonCall*>(call)->job());
+    return jobs[0].attr("run_batch")(names_of(job), jobs).cast<int>();
+  }));
 }
 
 /// A pool whose jobs are Python objects.
@@ -129,26 +134,26 @@ class PythonPool {
   JobHandle submit(py::object job, const JobOptions& options, bool batched) {
     const auto state = std::make_shared<internal::JobState>();
     auto call = std::make_unique<PythonCall>(std::move(job), state, batched);
-    const py::gil_scoped_release release;
+    const BlockingRegion without_gil;
     return pool_.submit_call(std::move(call), state, options);
   }
 
-  void add_batches(const std::string& kind, std::int64_t max_batch, double max_delay, py::object run) {
-    pool_.add_batches(kind, {.max_batch = max_batch, .max_delay_seconds = max_delay}, batch_call(std::move(run)));
+  void add_batches(const std::string& kind, std::int64_t max_batch, double max_delay) {
+    pool_.add_batches(kind, {.max_batch = max_batch, .max_delay_seconds = max_delay}, run_batch);
   }
 
   static bool cancel(const JobHandle& job) {
-    const py::gil_scoped_release release;
+    const BlockingRegion without_gil;
     return Pool::cancel(job);
   }
 
   void retire(const std::string& device, bool retired) {
-    const py::gil_scoped_release release;
+    const BlockingRegion without_gil;
     retired ? pool_.retire(device) : pool_.restore(device);
   }
 
   void close(bool cancel) {
-    const py::gil_scoped_release release;
+    const BlockingRegion without_gil;
     pool_.close(cancel);
   }
 
@@ -199,9 +204,12 @@ void bind_pool(py::module_& module) {
           py::arg("not_before"), py::arg("gang"), py::arg("after"), py::arg("needs"), py::arg("wait"),
           py::arg("batched"), "Submit an object with run(devices) -> int and end(device, seconds, outcome, message).")
       .def("add_batches", &PythonPool::add_batches, py::arg("kind"), py::arg("max_batch"), py::arg("max_delay"),
-           py::arg("run"), "Let jobs of this kind run in batches: run(devices, jobs) -> int.")
+           "Let jobs of this kind run in batches: run_batch(devices, jobs) -> int of the first one.")
       .def_static("cancel", &PythonPool::cancel, py::arg("job"),
                   "Cancel a job that waits. False: it runs, or has ended.")
+      .def_static(
+          "check_may_wait", [](const JobHandle& job) { internal::check_may_wait(job.pool); }, py::arg("job"),
+          "Raise on a worker, and in a process that was forked from that of the pool.")
       .def(
           "retire", [](PythonPool& self, const std::string& device) { self.retire(device, true); }, py::arg("device"))
       .def(
@@ -209,6 +217,7 @@ void bind_pool(py::module_& module) {
       .def("close", &PythonPool::close, py::arg("cancel"), "Wait until every job has ended.")
       .def_property_readonly("waiting", [](const PythonPool& self) { return self.pool().waiting(); })
       .def_property_readonly("running", [](const PythonPool& self) { return self.pool().running(); })
+      .def_property_readonly("backlog_seconds", [](const PythonPool& self) { return self.pool().backlog_seconds(); })
       .def("explain", [](const PythonPool& self) { return self.pool().explain(); });
 }
 

@@ -44,18 +44,7 @@ void drop(pybind11::object& object) {
   if (!object) return;
   PyObject* const dropped = object.release().ptr();
   if (interpreter_is_ending()) return;
-  // The interpreter may begin to end from here on. A thread that then asks for the GIL is unwound: see
-  // with_interpreter(). The unwinding must leave neither a destructor nor the scope that holds the GIL.
-  try {
-    const pybind11::gil_scoped_acquire gil;
-    try {
-      Py_DECREF(dropped);
-    } catch (abi::__forced_unwind&) {
-      for (;;) pause();
-    }
-  } catch (abi::__forced_unwind&) {
-    for (;;) pause();
-  }
+  on_any_thread([dropped] { Py_DECREF(dropped); });
 }
 
 WorkerGil::WorkerGil() { this_thread().enter(); }

@@ -34,6 +34,23 @@ auto with_interpreter(Call call) {
 /// True once only the main thread may enter Python.
 bool interpreter_is_ending() noexcept;
 
+/// Runs `call`, which must not throw, with the GIL held, on any thread, with or without the GIL. The interpreter may
+/// begin to end meanwhile. A thread that then asks for the GIL is unwound: see with_interpreter(). The unwinding must
+/// leave neither a destructor nor the scope that holds the GIL.
+template <class Call>
+void on_any_thread(Call call) {
+  try {
+    const pybind11::gil_scoped_acquire gil;
+    try {
+      call();
+    } catch (abi::__forced_unwind&) {
+      for (;;) pause();
+    }
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+}
+
 /// Drops a reference on any thread, with or without the GIL. Leaks it if the interpreter is ending.
 void drop(pybind11::object& object);
 

@@ -26,8 +26,8 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from torch import nn
 
-from paceline import DeviceGroup, InvalidArgument
-from paceline.torch import DataParallel
+from paceline import DeviceGroup, InvalidArgument, Rejected
+from paceline.torch import DataParallel, Pool
 from paceline.torch._trainer import exports
 from torch_support import held
 
@@ -254,3 +254,25 @@ def test_promtool_finds_nothing_wrong_with_names_and_types(training: int) -> Non
     assert b"# TYPE paceline_step_seconds histogram" in ours
     checked = subprocess.run(["promtool", "check", "metrics"], input=ours, capture_output=True, timeout=_SECONDS)
     assert (checked.returncode, os.fsdecode(checked.stdout + checked.stderr)) == (0, "")
+
+
+def test_a_pool_shows_what_waits_runs_and_ended() -> None:
+    registry = CollectorRegistry()
+    with Pool(["host:0", "host:1"]) as pool:
+        registry.register(pool.prometheus(service="a"))
+        jobs = [pool.submit(lambda _: 1) for _ in range(5)]
+        assert [job.result() for job in jobs] == [1] * 5
+        with pytest.raises(Rejected):
+            pool.submit(lambda _: 1, gang=3).result()
+        pool.retire("host:1")
+        found = samples(registry)
+        with pytest.raises(InvalidArgument, match="labels outcome already"):
+            pool.prometheus(outcome="x")
+    for name in ("backlog_seconds", "queued", "running"):
+        assert found[f"paceline_pool_{name}", ""] == 0
+    assert found["paceline_pool_active_devices", ""] == 1
+    assert found["paceline_pool_wait_seconds_count", ""] == 5
+    assert sum(found["paceline_pool_device_jobs_total", f"host:{k}"] for k in range(2)) == 5
+    text = text_of(registry)
+    assert 'paceline_pool_requests_total{outcome="completed",service="a"} 5.0' in text
+    assert 'paceline_pool_requests_total{outcome="rejected",service="a"} 1.0' in text

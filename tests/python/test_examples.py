@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "python" / "digits.py"
 TWO_OPTIMIZERS = ROOT / "examples" / "python" / "two_optimizers.py"
 TEXT = ROOT / "examples" / "python" / "text.py"
+BATCH_INFERENCE = ROOT / "examples" / "python" / "batch_inference.py"
 PIPELINE = ROOT / "examples" / "python" / "pipeline.py"
 PIPELINE_RACE = ROOT / "benchmarks" / "python" / "race_pipeline.py"
 TEXT_RACE = ROOT / "benchmarks" / "python" / "race_text.py"
@@ -146,6 +147,21 @@ def test_text_learns_and_tells_what_padding_it_saved() -> None:
     output = run(TEXT, "--steps", "24", "--batch", "32", "--devices", "host:0,host:1")
     assert "of the padding saved" in output
     assert re.search(r"loss per byte: \d\.\d\d at first, \d\.\d\d in the end", output)
+
+
+def test_batch_inference_compares_all_devices_with_each_alone() -> None:
+    output = run(BATCH_INFERENCE, "--devices", "host:0,host:1", "--passages", "150", "--seconds", "0.2")
+    alone = [float(speed) for speed in re.findall(r"^host:\d alone: (\d+) passages/s$", output, re.MULTILINE)]
+    found = re.search(
+        r"all devices: (\d+) passages/s, (\S+) of the sum of the devices' speeds, (\S+) times host:0", output
+    )
+    assert len(alone) == 2
+    assert found
+    assert float(found[2]) == pytest.approx(float(found[1]) / sum(alone), abs=0.02)
+    assert float(found[3]) == pytest.approx(float(found[1]) / alone[0], rel=0.05)
+    assert re.search(r"host:0: \d+ jobs in \d+ runs", output)
+    assert "largest difference from the model itself" in output
+    assert "'CHAPTER I. Down the Rabbit-Hole" in output.splitlines()[-2]
 
 
 @needs_two_cores

@@ -22,6 +22,7 @@ TORCH_LAYERS = [
     "_batch",
     "_devices",
     "_replicas",
+    "_pool",
     "_run",
     "_features",
     "_check",

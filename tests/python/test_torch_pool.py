@@ -1,42 +1,23 @@
-"""`Pool`: independent jobs and batched requests on host devices."""
+"""`Pool`: independent jobs on host devices."""
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
-import subprocess
-import sys
+import functools
 import threading
 import time
+import traceback
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from paceline import Cancelled, DeviceGroup, Expired, InvalidArgument, Rejected, Unavailable
-from paceline.torch import DataParallel, Pool
+from paceline import Cancelled, DeviceGroup, DeviceLost, Expired, InvalidArgument, Rejected, Unavailable
+from paceline.torch import DataParallel, Pool, PoolFuture
+from pool_support import Held, pool_of
 from torch_support import classifier, classify, gradients, hosts, plain, worst_difference
-
-
-def pool_of(count: int = 2, **options: Any) -> Pool:
-    return Pool(hosts(count), **options)
-
-
-class Held:
-    """A device that a job holds until the end of the block."""
-
-    def __init__(self, pool: Pool, count: int = 1) -> None:
-        self._pool, self._count, self._event = pool, count, threading.Event()
-
-    def __enter__(self) -> Held:
-        self.jobs = [self._pool.submit(lambda _: self._event.wait(20), kind="hold") for _ in range(self._count)]
-        while self._pool.running < self._count:
-            time.sleep(0.001)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._event.set()
 
 
 def test_a_job_runs_on_a_worker_and_its_future_says_where() -> None:
@@ -65,9 +46,72 @@ def test_a_job_raises_its_own_error_and_others_go_on() -> None:
         assert isinstance(failed.exception(), KeyError)
 
 
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), MemoryError("no"), DeviceLost("x")]
+)
+def test_whatever_a_job_raises_reaches_the_caller_and_the_pool_goes_on(error: BaseException) -> None:
+    ran: list[int] = []
+
+    def bad(_: torch.device) -> None:
+        ran.append(1)
+        raise error
+
+    with pool_of() as pool:
+        with pytest.raises(type(error)) as caught:
+            pool.submit(bad).result()
+        assert caught.value is error
+        assert ran == [1]
+        assert pool.submit(lambda _: 1, kind="other").result() == 1
+
+
+def test_the_traceback_of_a_job_names_its_line_and_keeps_neither_arguments_nor_the_pool() -> None:
+    class Argument:
+        pass
+
+    def bad(_: torch.device, one: Argument) -> None:
+        del one
+        raise ValueError("here")
+
+    with pool_of(1) as pool:
+        argument = Argument()
+        gone = weakref.ref(argument)
+        job = pool.submit(bad, argument)
+        del argument
+        error = job.exception()
+        assert "in bad" in "".join(traceback.format_exception(error))
+        for _ in range(1000):  # the worker lets go of the job right after it has told how it ended
+            if gone() is None:
+                break
+            time.sleep(0.001)
+        assert gone() is None
+
+
+def test_futures_are_those_of_the_standard_library() -> None:
+    with pool_of() as pool:
+        with Held(pool, 2) as held:
+            assert held.jobs[0].running()
+            jobs = [pool.submit(lambda _, k=k: k) for k in range(5)]
+            assert not any(job.running() or job.done() for job in jobs)
+            done, _ = concurrent.futures.wait([*held.jobs, *jobs], timeout=0)
+            assert done == set()
+            with pytest.raises(concurrent.futures.TimeoutError):
+                jobs[0].result(timeout=0.001)
+        assert sorted(job.result() for job in concurrent.futures.as_completed(jobs)) == [0, 1, 2, 3, 4]
+        assert not jobs[0].running()
+
+
+def test_a_partial_has_the_kind_of_its_function_and_passes_arguments_with_names_of_options() -> None:
+    def job(device: torch.device, *, priority: int) -> int:
+        return priority
+
+    with pool_of(1) as pool:
+        assert pool.submit(functools.partial(job, priority=7), priority="batch").result() == 7
+
+
 def test_state_of_a_job_does_not_reach_the_next_one() -> None:
     with pool_of(1) as pool:
-        pool.submit(lambda _: (torch.set_grad_enabled(False), torch.set_num_threads(3))).result()
+        pool.submit(lambda _: torch.set_grad_enabled(False)).result()
+        pool.submit(lambda _: torch.set_num_threads(3)).result()
         assert pool.submit(lambda _: (torch.is_grad_enabled(), torch.get_num_threads())).result() == (True, 1)
 
 
@@ -75,16 +119,17 @@ def test_jobs_start_by_their_priority_and_deadline() -> None:
     order: list[str] = []
     with pool_of(1) as pool:
         with Held(pool):
-            for name, options in {
+            given: dict[str, dict[str, Any]] = {
                 "background": {"priority": "background"},
                 "batch": {"priority": "batch"},
+                "soon": {"deadline": 30.0},
                 "normal": {},
-                "soon": {"deadline": 0.9},
                 "interactive": {"priority": "interactive"},
-            }.items():
+            }
+            for name, options in given.items():
                 pool.submit(lambda _, name=name: order.append(name), kind="work", **options)
         pool.close()
-    assert order == ["interactive", "soon", "normal", "batch", "background"]
+    assert order == ["interactive", "normal", "soon", "batch", "background"]
 
 
 def test_jobs_are_cancelled_until_they_run() -> None:
@@ -107,7 +152,12 @@ def test_jobs_are_cancelled_until_they_run() -> None:
 def test_dependencies_needs_gangs_and_times() -> None:
     with pool_of() as pool:
         order: list[int] = []
-        first = pool.submit(lambda _: (time.sleep(0.02), order.append(1)))
+
+        def slowly(_: torch.device) -> None:
+            time.sleep(0.02)
+            order.append(1)
+
+        first = pool.submit(slowly)
         second = pool.submit(lambda _: order.append(2), after=[first])
         second.result()
         assert order == [1, 2]
@@ -148,11 +198,24 @@ def test_a_full_queue_lets_submit_wait_or_rejects() -> None:
         assert [job.result() for job in jobs] == [1] * 8 + [2]
 
 
+def test_try_submit_raises_where_submit_would_wait_or_the_job_is_not_taken() -> None:
+    with pool_of(1) as pool:
+        with Held(pool):
+            jobs = [pool.try_submit(lambda _: 1, kind="work") for _ in range(8)]
+            with pytest.raises(Rejected, match="queue"):
+                pool.try_submit(lambda _: 1, kind="work")
+        assert [job.result() for job in jobs] == [1] * 8
+        with pytest.raises(Rejected, match="too few devices"):
+            pool.try_submit(lambda _: 1, gang=2)
+        with pytest.raises(ZeroDivisionError):
+            pool.try_submit(lambda _: 1 / 0).result()
+
+
 def test_a_job_may_submit_and_may_not_wait_for_its_own_pool() -> None:
     with pool_of(1) as pool:
         inner = pool.submit(lambda _: pool.submit(lambda _: 7)).result()
         assert inner.result() == 7
-        with pytest.raises(InvalidArgument, match="on a worker"):
+        with pytest.raises(InvalidArgument, match="waits for a job of a pool"):
             pool.submit(lambda _: pool.submit(lambda _: 7).result()).result()
         told: list[int] = []
         pool.submit(lambda _: 5).add_done_callback(lambda one: told.append(one.result()))
@@ -174,119 +237,13 @@ def test_retired_devices_start_nothing() -> None:
         assert job.device == "host:0"
 
 
-def test_close_cancels_what_waits_if_asked() -> None:
-    pool = pool_of(1)
-    with Held(pool):
-        jobs = [pool.submit(lambda _: 1) for _ in range(5)]
-        closing = threading.Thread(target=lambda: pool.close(cancel=True))
-        closing.start()
-        for job in jobs:
-            with pytest.raises(Cancelled):
-                job.result(10)
-    closing.join(10)
-    assert not closing.is_alive()
-
-
-# Requests.
-
-
-def test_requests_are_answered_in_batches_and_a_bad_one_fails_alone() -> None:
-    sizes: list[int] = []
-
-    def squares(x: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(x))
-        if bool((x == 13).any()):
-            raise ValueError("thirteen")
-        return x**2
-
-    with pool_of() as pool:
-        batcher = pool.serve(squares, max_batch=8)
-        with Held(pool, 2):
-            answers = [batcher(torch.tensor(float(k))) for k in range(40)]
-        for k, answer in enumerate(answers):
-            if k == 13:
-                with pytest.raises(ValueError, match="thirteen"):
-                    answer.result()
-            else:
-                assert answer.result() == k**2
-    assert 1 < max(sizes) <= 8
-
-
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        assert torch.is_inference_mode_enabled()
-        return {"y": self.layer(batch["x"]), "n": batch["n"] + 1}
-
-
-def test_a_module_answers_nests_and_shapes_do_not_mix() -> None:
-    model = TwoHeads().eval()
-    with pool_of() as pool:
-        batcher = pool.serve(model)
-        items = [{"x": torch.randn(*([2] * (k % 2)), 3), "n": torch.tensor(k)} for k in range(20)]
-        answers = [batcher(item) for item in items]
-        for item, answer in zip(items, answers, strict=True):
-            found = answer.result()
-            assert torch.allclose(found["y"], model.layer(item["x"]), atol=1e-6)
-            assert found["n"] == item["n"] + 1
-        with pytest.raises(InvalidArgument, match="training mode"):
-            pool.serve(TwoHeads())
-        with pytest.raises(InvalidArgument, match="has a str"):
-            batcher({"x": "text", "n": torch.tensor(1)})
-        with pytest.raises(InvalidArgument, match="dimension 0 is the request"):
-            pool.serve(lambda x: x.sum())(torch.ones(3)).result()
-
-
-def test_map_keeps_the_order_and_reads_few_items_ahead() -> None:
-    read: list[int] = []
-
-    def items() -> Any:
-        for k in range(500):
-            read.append(k)
-            yield torch.tensor(k)
-
-    with pool_of() as pool:
-        answers = pool.serve(lambda x: 2 * x, max_batch=4).map(items())
-        assert next(answers) == 0
-        assert len(read) <= 3 * 4 * 2
-        assert [int(one) for one in answers] == [2 * k for k in range(1, 500)]
-        broken = pool.serve(lambda x: 1 / 0 * x, max_batch=4).map(items())
-        with pytest.raises(ZeroDivisionError):
-            next(broken)
-
-
-def test_requests_may_be_awaited_and_cancelled() -> None:
-    async def ask(pool: Pool) -> Any:
-        batcher = pool.serve(lambda x: x + 1)
-        assert [int(one) for one in await asyncio.gather(*(batcher.ask(torch.tensor(k)) for k in range(10)))] == list(
-            range(1, 11)
-        )
-        with Held(pool):
-            task = asyncio.create_task(batcher.ask(torch.tensor(1)))
-            await asyncio.sleep(0.01)
-            assert pool.waiting == 1
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            while pool.waiting:
-                await asyncio.sleep(0.001)
-
-    with pool_of(1) as pool:
-        asyncio.run(ask(pool))
-
-
-# With others.
-
-
 def test_a_trainer_on_the_same_workers_keeps_its_gradients() -> None:
     module, batch = classifier(64)
     wanted = plain(module, classify, batch)[1]
     group = DeviceGroup(hosts(2))
     with Pool(group) as pool, DataParallel(module, group) as trainer:
-        jobs = [pool.submit(lambda _: torch.randn(64, 64).mm(torch.randn(64, 64)).sum(), kind="work") for _ in range(8)]
+        jobs: list[PoolFuture[Any]] = []
+        jobs += [pool.submit(lambda _: torch.ones(64, 64).mm(torch.ones(64, 64)).sum(), kind="work") for _ in range(8)]
         for _ in range(10):
             module.zero_grad()
             trainer.step(classify, batch)
@@ -301,13 +258,16 @@ def test_arguments_are_checked() -> None:
         pool_of(placement="fastest")
     with pytest.raises(InvalidArgument, match="devices is 'gpu'"):
         Pool("gpu")
+    pool: Any
     with pool_of(1) as pool, pool_of(1) as other:
         for call, text in [
             (lambda: pool.submit(3), "not a function"),
             (lambda: pool.submit(print, priority="high"), "priority is 'high'"),
             (lambda: pool.submit(print, deadline=-1), "deadline"),
             (lambda: pool.submit(print, gang=0), "gang"),
+            (lambda: pool.submit(print, memory=4e9), "memory= is not there yet"),
             (lambda: pool.submit(print, after=[other.submit(lambda _: 1)]), "after="),
+            (lambda: pool.submit(print, after=[concurrent.futures.Future()]), "after="),
             (lambda: pool.serve(4), "not a module"),
             (lambda: pool.serve(print, max_batch=0), "max_batch"),
             (lambda: pool.retire("host:9"), "no device 'host:9'"),
@@ -316,15 +276,44 @@ def test_arguments_are_checked() -> None:
                 call()  # type: ignore[no-untyped-call]
 
 
-LEFT = """
-import time
-from paceline.torch import Pool
-pool = Pool(["host:0"])
-jobs = [pool.submit(lambda _: time.sleep(0.2)) for _ in range(5)]
-print("ends")
-"""
+def test_a_pool_of_a_trainer_runs_on_the_workers_of_its_devices() -> None:
+    with DataParallel(nn.Linear(6, 3), hosts(2)) as trainer:
+        names: set[str] = set()
+
+        def loss_fn(module: nn.Module, batch: torch.Tensor) -> Any:
+            names.add(threading.current_thread().name)
+            return module(batch).square().mean()
+
+        with Pool(trainer) as pool:
+            assert [one.name for one in pool.devices] == hosts(2)
+            for _ in range(3):
+                trainer.step(loss_fn, torch.randn(8, 6))
+            found = {pool.submit(lambda _: threading.current_thread().name, needs=name).result() for name in hosts(2)}
+        assert names <= found
+        assert len(found) == 2
+        trainer.step(loss_fn, torch.randn(8, 6))  # closing the pool leaves the workers to the trainer
 
 
-def test_a_program_ends_with_jobs_that_wait() -> None:
-    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+def test_figures_count_what_ran_and_how_it_ended() -> None:
+    with pool_of() as pool:
+        with Held(pool, 2):
+            jobs = [pool.submit(lambda _: None, kind="work") for _ in range(3)]
+            jobs[0].cancel()
+            report = pool.report()
+            assert (report["waiting"], report["running"]) == (2, 2)
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(lambda _: 1 / 0).result()
+        with pytest.raises(Rejected):
+            pool.submit(lambda _: 1, gang=3).result()
+        pool.retire("host:1")
+        pool.close()
+        report = pool.report()
+        assert report["outcomes"] == {"completed": 4, "failed": 1, "rejected": 1, "expired": 0, "cancelled": 1}
+        assert report["wait_counts"][-1] == (float("inf"), 5)
+        counts = [count for _, count in report["wait_counts"]]
+        assert counts == sorted(counts)
+        devices = report["devices"]
+        assert sum(one["jobs"] for one in devices.values()) == sum(one["runs"] for one in devices.values()) == 4
+        assert all(one["busy_seconds"] > 0 for one in devices.values())
+        assert [one["retired"] for one in devices.values()] == [False, True]
+        assert repr(pool) == "<paceline.torch.Pool [host:0, host:1], closed>"

@@ -52,8 +52,10 @@ NAMES = [
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "torch.utils._python_dispatch._pop_mode",
     "torch.utils._python_dispatch._push_mode",
+    "torch.utils._pytree.tree_flatten",
     "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_map_only",
+    "torch.utils._pytree.tree_unflatten",
 ]
 
 # Not in builds of PyTorch without CUDA.

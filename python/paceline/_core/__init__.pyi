@@ -10,8 +10,10 @@ __all__: list[str] = [
     "Cancelled",
     "DeviceLost",
     "Error",
+    "Expired",
     "InvalidArgument",
     "OutOfMemory",
+    "Rejected",
     "Timeout",
     "Unavailable",
     "balance",
@@ -33,11 +35,17 @@ class Cancelled(Error, RuntimeError):
 class DeviceLost(Error, RuntimeError):
     """A device that only a new process can use again: save what you need and start anew."""
 
+class Expired(Error, TimeoutError):
+    """A job that waited until it could no longer end by its deadline."""
+
 class InvalidArgument(Error, ValueError):
     """An argument cannot be used; nothing was changed."""
 
 class OutOfMemory(Error, MemoryError):
     """No memory left for what was asked."""
+
+class Rejected(Error, RuntimeError):
+    """A job that a pool did not take."""
 
 class Timeout(Error, TimeoutError):
     """A deadline passed."""

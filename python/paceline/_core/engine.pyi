@@ -10,11 +10,13 @@ import paceline._core.runtime
 __all__: list[str] = [
     "BatchPlan",
     "DeviceQueues",
+    "Job",
     "LaneThreads",
     "Lanes",
     "ModuleContents",
     "Nothing",
     "PipelineOutcome",
+    "Pool",
     "StageLog",
     "StagePlanner",
     "StepLoop",
@@ -289,6 +291,66 @@ class PipelineOutcome:
         """
         When the workers got the step, in seconds of time.perf_counter().
         """
+
+class Job:
+    """
+    A job of a pool.
+    """
+
+class Pool:
+    """
+    Runs jobs on the devices of a group, as the pool decides.
+    """
+    @staticmethod
+    def cancel(job: Job) -> bool:
+        """
+        Cancel a job that waits. False: it runs, or has ended.
+        """
+    @staticmethod
+    def check_may_wait(job: Job) -> None:
+        """
+        Raise on a worker, and in a process that was forked from that of the pool.
+        """
+    def __init__(self, group: paceline._core.runtime.DeviceGroup, placement: str = "auto") -> None: ...
+    def add_batches(
+        self,
+        kind: str,
+        max_batch: typing.SupportsInt | typing.SupportsIndex,
+        max_delay: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None:
+        """
+        Let jobs of this kind run in batches: run_batch(devices, jobs) -> int of the first one.
+        """
+    def close(self, cancel: bool) -> None:
+        """
+        Wait until every job has ended.
+        """
+    def explain(self) -> str: ...
+    def restore(self, device: str) -> None: ...
+    def retire(self, device: str) -> None: ...
+    def submit(
+        self,
+        job: typing.Any,
+        *,
+        kind: str,
+        priority: typing.SupportsInt | typing.SupportsIndex,
+        deadline: typing.SupportsFloat | typing.SupportsIndex,
+        not_before: typing.SupportsFloat | typing.SupportsIndex,
+        gang: typing.SupportsInt | typing.SupportsIndex,
+        after: collections.abc.Sequence[Job],
+        needs: collections.abc.Sequence[str],
+        wait: bool,
+        batched: bool,
+    ) -> Job:
+        """
+        Submit an object with run(devices) -> int and end(device, seconds, outcome, message).
+        """
+    @property
+    def backlog_seconds(self) -> float: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
 
 class StagePlanner:
     """

@@ -291,6 +291,8 @@ class PACELINE_API Pool {
   /// Jobs that wait, and runs on devices.
   [[nodiscard]] std::int64_t waiting() const;
   [[nodiscard]] std::int64_t running() const;
+  /// The seconds until all that waits now would be served, by measured times: the figure to scale on.
+  [[nodiscard]] double backlog_seconds() const;
   /// Text: what each device has run, and why it leaves jobs waiting.
   [[nodiscard]] std::string explain() const;
 

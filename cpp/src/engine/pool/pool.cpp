@@ -129,6 +129,7 @@ void Pool::close(bool cancel) {
 
 std::int64_t Pool::waiting() const { return core_->waiting(); }
 std::int64_t Pool::running() const { return core_->running(); }
+double Pool::backlog_seconds() const { return core_->backlog_seconds(); }
 std::string Pool::explain() const { return core_->explain(); }
 
 JobHandle Pool::submit_call(std::unique_ptr<internal::PoolCall> call, std::shared_ptr<const internal::JobState> state,

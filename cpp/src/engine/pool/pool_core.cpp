@@ -294,6 +294,12 @@ std::int64_t PoolCore::running() const {
   return state_.running();
 }
 
+double PoolCore::backlog_seconds() const {
+  check_process("backlog_seconds");
+  const std::lock_guard lock(mutex_);
+  return state_.backlog_seconds();
+}
+
 std::string PoolCore::explain() const {
   check_process("explain");
   const std::lock_guard lock(mutex_);

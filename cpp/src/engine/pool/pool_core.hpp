@@ -84,6 +84,7 @@ class PoolCore final : public WorkSource {
   [[nodiscard]] bool let_go();
   [[nodiscard]] std::int64_t waiting() const;
   [[nodiscard]] std::int64_t running() const;
+  [[nodiscard]] double backlog_seconds() const;
   [[nodiscard]] std::string explain() const;
 
   NextWork next(DeviceId device, Clock::time_point now) noexcept override;

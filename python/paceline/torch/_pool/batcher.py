@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from paceline import InvalidArgument
-from paceline.torch._pool.job import DONE, PoolFuture, Work, code_of
-
-if TYPE_CHECKING:
-    from paceline.torch._pool.pool import Pool
+from paceline.torch._pool.job import DONE, FAILED, LOST, PoolFuture, Work, code_of
+from paceline.torch._pool.jobs import Jobs, Priority
+from paceline.torch._pool.progress import watched
+from paceline.torch._pool.served import Answer, Served
+from paceline.torch._replicas.reach import Handle
 
 # How many batches `map` keeps ahead for each device: one runs, one is ready, and the next one fills.
 _AHEAD = 3
@@ -23,52 +27,121 @@ _AHEAD = 3
 class _Request(Work):
     """One item of a batch. The run of the batch sets its value."""
 
-    def __init__(self, future: PoolFuture[Any], leaves: list[Any], spec: Any) -> None:
-        super().__init__(future, lambda _: None)
+    def __init__(self, batcher: Batcher, leaves: list[torch.Tensor], spec: Any) -> None:
+        future: PoolFuture[Any] = PoolFuture()
+        super().__init__(future, batcher, batcher._jobs.figures)
+        self.batcher: Batcher | None = batcher
         self.leaves, self.spec = leaves, spec
+        self.leads = False
+        self.given_up = False  # whether another run cannot end otherwise
+
+    def run_batch(self, devices: list[str], requests: list[_Request]) -> int:
+        """Called by the engine on a worker, for the first request of a batch. The engine knows no batcher, which would be a cycle."""
+        assert self.batcher is not None
+        return self.batcher._run(devices[0], requests)
+
+    def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
+        """See `Work`."""
+        self.batcher, self.leaves, self.spec = None, [], None
+        super().end(device, seconds, outcome, message)
 
 
-class Batcher:
+class Batcher(Handle):
     """Answers requests in batches of what waits. `Pool.serve` makes it.
 
-    Requests are items: tensors, or nests of tensors, without a dimension for the batch. Only requests of equal shapes and types share a batch.
+    Requests are items: tensors in host memory, or nests of tensors, without a dimension for the batch. Do not change them until they are answered.
+    Only requests of equal structure, shapes and types share a batch.
+
+    Threads: any. Copies of a module that holds a batcher hold the same one.
     """
 
-    def __init__(self, pool: Pool, fn: Callable[[Any], Any], max_batch: int, max_delay: float, name: str) -> None:
-        self._pool, self._fn, self._max_batch, self._max_delay, self._name = pool, fn, max_batch, max_delay, name
+    def __init__(
+        self, jobs: Jobs, served: Served, name: str, *, max_batch: int, max_delay: float, idempotent: bool
+    ) -> None:
+        self._jobs, self._name = jobs, name
+        self._served, self._max_batch, self._max_delay, self._idempotent = served, max_batch, max_delay, idempotent
         self._kinds: dict[Any, str] = {}  # by the structure, shapes and types of a request
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<paceline.torch.Batcher {self._name}, batches of up to {self._max_batch}>"
 
     def __call__(
-        self, item: Any, *, deadline: float | None = None, priority: str = "interactive", wait: bool = True
+        self, item: Any, *, deadline: float | None = None, priority: Priority = "interactive", wait: bool = True
     ) -> PoolFuture[Any]:
-        """Submit one item. Its answer is the item's part of what the model returns for a batch.
+        """Submit one item. Its answer is the item's part of what the model returns for a batch, in memory of its own.
 
         Parameters
         ----------
+        item
+            A tensor, or a nest of tensors in lists, tuples and dictionaries.
         deadline, priority, wait
             As for `Pool.submit`.
+
+        Raises
+        ------
+        InvalidArgument
+            For an item that is no nest of tensors in host memory.
+        Unavailable
+            If the pool is closed.
         """
-        leaves, spec = pytree.tree_flatten(item)
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
-                what = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
-                raise InvalidArgument(f"{self._name}: a request has {what}. It must be tensors in host memory, or a nest of them.")
-        key = spec, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = f"{self._name} {len(self._kinds)}"
-            self._pool.add_batches(kind, self._max_batch, self._max_delay, self._run)
-        future: PoolFuture[Any] = PoolFuture()
-        self._pool.put(_Request(future, leaves, spec), kind=kind, deadline=deadline, priority=priority, wait=wait, batched=True)
+        if type(item) is torch.Tensor:
+            leaves, spec = [item], None
+        else:
+            leaves, spec = pytree.tree_flatten(item)
+        bad = [one for one in leaves if not isinstance(one, torch.Tensor) or one.device.type != "cpu"]
+        if bad or not leaves:
+            one = bad[0] if bad else None
+            what = f"a tensor on {one.device}" if isinstance(one, torch.Tensor) else f"a {type(one).__name__}"
+            raise InvalidArgument(
+                f"{self._name}: a request has {what if bad else 'no tensor'}. It must be a tensor in host memory, or a nest of such tensors."
+            )
+        request = _Request(self, leaves, spec)
+        future = request.future
+        assert future is not None
+        kind = self._kind_of(leaves, spec)
+        self._jobs.put(request, kind=kind, deadline=deadline, priority=priority, wait=wait, batched=True)
         return future
 
-    async def ask(self, item: Any, *, deadline: float | None = None, priority: str = "interactive") -> Any:
+    async def ask(self, item: Any, *, deadline: float | None = None, priority: Priority = "interactive") -> Any:
         """The answer, for asyncio. Cancelling the task cancels a request that waits. A full queue raises `Rejected`."""
         return await asyncio.wrap_future(self(item, deadline=deadline, priority=priority, wait=False))
 
-    def map(self, items: Iterable[Any], *, priority: str = "batch") -> Iterator[Any]:
-        """The answers to all items, in their order, on all devices. Few items are ahead of the answer that is asked for."""
-        most = _AHEAD * self._max_batch * len(self._pool.devices)
+    def map(
+        self,
+        items: Iterable[Any],
+        *,
+        priority: Priority = "batch",
+        progress: bool = False,
+        total: int | None = None,
+    ) -> Iterator[Any]:
+        """The answers to all items, in their order, on all devices.
+
+        Items are read when they are needed: some batches for each device are ahead of the answer that is asked for. The first request that
+        fails raises its error in its place. What then waits is cancelled, as when the loop is left.
+
+        Parameters
+        ----------
+        items
+            Any iterable. Its elements are requests.
+        priority
+            As for `Pool.submit`.
+        progress
+            Whether to write to ``sys.stderr`` how many are done, and what each device does: redrawn in place on a terminal if rich is installed, else a
+            line every ten seconds.
+        total
+            The number of items, for the progress. Default: ``len(items)``, if it has a length.
+        """
+        answers = self._answers(items, priority)
+        if not progress:
+            return answers
+        if total is None:
+            with contextlib.suppress(TypeError):  # a generator
+                total = len(items)  # type: ignore[arg-type]
+        return watched(answers, total, self._jobs.figures.devices)
+
+    def _answers(self, items: Iterable[Any], priority: Priority) -> Iterator[Any]:
+        most = _AHEAD * self._max_batch * len(self._jobs.devices)
         waiting: deque[PoolFuture[Any]] = deque()
         try:
             for item in items:
@@ -81,25 +154,75 @@ class Batcher:
             for future in waiting:
                 future.cancel()
 
-    def _run(self, devices: list[str], requests: Sequence[_Request]) -> int:
-        """Called on a worker, for requests of one kind."""
+    def _kind_of(self, leaves: list[torch.Tensor], spec: Any) -> str:
+        """The engine's name for requests that may share a batch."""
+        key = spec, *((leaf.shape, leaf.dtype, leaf.layout) for leaf in leaves)
+        kind = self._kinds.get(key)
+        if kind is None:
+            with self._lock:
+                kind = self._kinds.get(key)
+                if kind is None:
+                    kind = f"{self._name}, shape {len(self._kinds)}"
+                    self._jobs.engine.add_batches(kind, self._max_batch, self._max_delay)
+                    self._kinds[key] = kind
+        return kind
+
+    def _run(self, device: str, requests: list[_Request]) -> int:
+        """Answer them. Called on a worker, for requests of one kind."""
+        for one in requests:
+            one.begin()
+            if one.error is not None and (one.given_up or not self._idempotent):  # the half of a batch that has failed
+                return FAILED
         try:
-            self._pool.prepare(devices[0])
-            batch = [torch.stack(leaves) for leaves in zip(*(one.leaves for one in requests), strict=True)]
-            with torch.inference_mode():
-                answers = self._fn(pytree.tree_unflatten(batch, requests[0].spec))
-            leaves, spec = pytree.tree_flatten(answers)
-            for leaf in leaves:
-                if not (isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == len(requests)):
-                    what = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
-                    raise InvalidArgument(
-                        f"{self._name}: the model returned {what} for {len(requests)} requests. It must return tensors, or a nest of them, whose "
-                        "dimension 0 is the request."
-                    )
-            for index, request in enumerate(requests):
-                request.value = pytree.tree_unflatten([leaf[index] for leaf in leaves], spec)
+            self._jobs.prepare(device)
+            answer = self._served.of(device)
+        except BaseException as error:
+            return self._without(device, requests, error)
+        try:
+            self._answer(answer, requests)
         except BaseException as error:
             for request in requests:
                 request.error = error
-            return code_of(error)
+            return code_of(error, len(requests)) if self._idempotent else FAILED
+        requests[0].leads = True
         return DONE
+
+    def _answer(self, answer: Answer, requests: Sequence[_Request]) -> None:
+        spec = requests[0].spec
+        with torch.inference_mode():
+            batch = [torch.stack(leaves) for leaves in zip(*(one.leaves for one in requests), strict=True)]
+            answers = answer(batch[0] if spec is None else pytree.tree_unflatten(batch, spec))
+        leaves, spec = pytree.tree_flatten(answers)
+        for leaf in leaves:
+            if not (isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == len(requests)):
+                what = (
+                    f"a tensor of shape {tuple(leaf.shape)}"
+                    if isinstance(leaf, torch.Tensor)
+                    else f"a {type(leaf).__name__}"
+                )
+                raise InvalidArgument(
+                    f"{self._name}: the model returned {what} for {len(requests)} requests. It must return tensors, or a nest of them, whose "
+                    "dimension 0 is the request."
+                )
+        # Copies: a view would keep the answers of the whole batch. They are no inference tensors, so autograd takes them.
+        rows = [[row.clone() for row in leaf.detach().unbind()] for leaf in leaves]
+        for index, request in enumerate(requests):
+            request.value = pytree.tree_unflatten([row[index] for row in rows], spec)
+
+    def _without(self, device: str, requests: Sequence[_Request], error: BaseException) -> int:
+        """The device could not be prepared: it is retired, and others answer, unless it is the last one."""
+        for request in requests:
+            request.error, request.given_up = error, True
+        if not self._jobs.retire_unless_last(device):
+            return FAILED
+        try:
+            warnings.warn(
+                f"{self._name}: {device} is retired from the pool, since what prepares it for requests has raised {error!r}. The other devices answer.",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+        except RuntimeWarning:  # warnings are errors
+            return FAILED
+        for request in requests:
+            request.error, request.given_up = None, False
+        return LOST

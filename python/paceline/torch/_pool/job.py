@@ -2,103 +2,175 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from paceline import Cancelled, Error, Expired, Rejected
+from paceline import Cancelled, DeviceLost, Error, Expired, InvalidArgument, OutOfMemory, Rejected
 from paceline._core.engine import Pool as Engine
+from paceline.torch._pool.figures import Figures
 
 _T = TypeVar("_T")
 
 # What a body tells the engine (pool_py.cpp).
-DONE, FAILED, OUT_OF_MEMORY = 0, -1, -2
+DONE, FAILED, OUT_OF_MEMORY, LOST = 0, -1, -2, -3
+
+_ERRORS: dict[str, type[Error]] = {
+    "rejected": Rejected,
+    "expired": Expired,
+    "cancelled": Cancelled,
+    "out_of_memory": OutOfMemory,
+    "device_lost": DeviceLost,
+}
+_NEVER_RAN = ("rejected", "expired", "cancelled")
 
 
 class PoolFuture(Future[_T], Generic[_T]):
-    """The result of a job, as `concurrent.futures` has it. It may be awaited: ``await asyncio.wrap_future(future)``.
+    """The result of a job, as `concurrent.futures` has it, so its ``wait`` and ``as_completed`` take it, and ``asyncio.wrap_future``.
+
+    `result` and `exception` refuse to wait on a worker: in a job, in a callback or in a step, which keeps its device meanwhile.
 
     Attributes
     ----------
     device
-        The name of the device that ran the job, "host:1". Empty until then, and if it never ran.
+        The name of the device that ran the job, ``"host:1"``. Empty until the job has ended, and if it never ran.
     seconds
         How long the run took, a batch as a whole.
     """
 
     device = ""
     seconds = 0.0
-    _cancel: Callable[[], bool] | None = None  # asks the pool
-    _asked = False  # whether the user has cancelled it
-    _pool: object = None
     _job: Any = None  # what the engine knows it by
+    _begun = False
+    _asked = False  # whether the user has cancelled it
 
     def result(self, timeout: float | None = None) -> _T:
-        """What the job has returned. Raises what it has raised. Waiting is refused on a worker: in a job, a callback, or a step."""
-        self._check_wait()
-        return super().result(timeout)
+        """What the job has returned.
+
+        Raises
+        ------
+        BaseException
+            What the job has raised, with its traceback.
+        Rejected, Expired, Cancelled
+            If it never ran: it was not taken, its deadline came first, its pool was closed or what it comes `after` has failed.
+        concurrent.futures.CancelledError
+            After `cancel`.
+        TimeoutError
+            After `timeout` seconds.
+        InvalidArgument
+            On a worker, if the job has not ended.
+        Unavailable
+            In a process that was forked from that of the pool, if the job has not ended.
+        """
+        try:
+            self._check_wait()
+            return Future.result(self, timeout)
+        finally:
+            del self  # the traceback of what is raised refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the job has raised, or None."""
+        """What `result` raises, or None."""
         self._check_wait()
         return super().exception(timeout)
 
-    def submitted(self, pool: object, job: Any, cancel: Callable[[], bool]) -> None:
-        """Called once, by the pool."""
-        self._pool, self._job, self._cancel = pool, job, cancel
-
     def _check_wait(self) -> None:
-        if not self.done():
-            Engine.check_may_wait()
+        if self._job is None or self.done():
+            return
+        try:
+            Engine.check_may_wait(self._job)
+        except InvalidArgument:
+            raise InvalidArgument(
+                "result: a job, a step or a callback waits for a job of a pool, and keeps a device, which that pool may need to go on. Give submit "
+                "after=, or the future a callback."
+            ) from None
+
+    def running(self) -> bool:
+        """Whether the job runs."""
+        return self._begun and not self.done()
 
     def cancel(self) -> bool:
         """Cancel a job that waits. False: it runs, or has ended."""
-        if self.cancelled():
-            return True
-        self._asked = True
-        if self._cancel is not None and self._cancel():
-            return True
-        self._asked = False
+        if not self.done() and self._job is not None:
+            self._asked = True
+            if Engine.cancel(self._job):
+                return True
         return self.cancelled()
 
-    def end(self, device: str, seconds: float, outcome: str, message: str, error: BaseException | None, value: Any) -> None:
+    def _end(self, outcome: str, message: str, error: BaseException | None, value: Any) -> None:
         """Called once, by the pool."""
-        self.device, self.seconds = device, seconds
-        if outcome == "cancelled" and self._asked:
+        if outcome == "completed":
+            self.set_result(value)
+        elif outcome == "cancelled" and self._asked:
             super().cancel()
             self.set_running_or_notify_cancel()
-        elif outcome == "completed":
-            self.set_result(value)
+        elif error is None or outcome in _NEVER_RAN:
+            self.set_exception(_ERRORS.get(outcome, Error)(message))
         else:
-            kinds = {"rejected": Rejected, "expired": Expired, "cancelled": Cancelled}
-            self.set_exception(error if error is not None and outcome == "failed" else kinds.get(outcome, Error)(message))
+            self.set_exception(error)
 
 
 class Work:
-    """What the engine runs: it keeps the exception with its traceback, and hands the result over when the run is over."""
+    """What the engine runs. It keeps the exception with its traceback, and hands the result over when the run is over.
 
-    def __init__(self, future: PoolFuture[Any], call: Callable[[list[str]], Any]) -> None:
-        self.future, self._call = future, call
+    It keeps `keeps`, the pool's jobs, until then. So a pool that nobody else knows ends its jobs first.
+    """
+
+    def __init__(self, future: PoolFuture[Any], keeps: Any, figures: Figures) -> None:
+        self.future: PoolFuture[Any] | None = future
         self.value: Any = None
         self.error: BaseException | None = None
+        self.leads = True  # whether the seconds of its run are not those of another work, too
+        self._keeps, self._figures = keeps, figures
+        self._submitted = time.monotonic()
+        self._begun: float | None = None
+
+    def begin(self) -> None:
+        """Called on the worker, before each run."""
+        if self._begun is None and self.future is not None:
+            self._begun = time.monotonic()
+            self.future._begun = True
+
+    def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
+        """Called once by the engine, when nothing of it runs any more."""
+        future, value, error = self.future, self.value, self.error
+        # The traceback refers to this object, by the frame of run().
+        self.future = self.value = self.error = self._keeps = None
+        waited = None if self._begun is None else self._begun - self._submitted
+        self._figures.count(outcome, waited, device, seconds if self.leads else None)
+        assert future is not None
+        future.device, future.seconds = device, seconds
+        future._end(outcome, message, error, value)
+
+
+class Job(Work):
+    """A function that runs once."""
+
+    def __init__(self, future: PoolFuture[Any], jobs: Any, fn: Any, args: Any, kwargs: Any, gang: int) -> None:
+        super().__init__(future, jobs, jobs.figures)
+        self._fn, self._args, self._kwargs, self._gang = fn, args, kwargs, gang
 
     def run(self, devices: list[str]) -> int:
+        """Called by the engine on a worker. Never raises."""
+        self.begin()
         try:
-            self.value = self._call(devices)
+            self._keeps.prepare(devices[0])
+            place = torch.device("cpu")
+            self.value = self._fn(place if self._gang == 1 else [place] * len(devices), *self._args, **self._kwargs)
         except BaseException as error:
             self.error = error
-            return code_of(error)
+            return LOST if isinstance(error, DeviceLost) else FAILED
         return DONE
 
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
-        value, error = self.value, self.error
-        self.value = self.error = None
-        self.future.end(device, seconds, outcome, message, error, value)
-        del error  # its traceback refers to this frame
+        """See `Work`."""
+        self._fn = self._args = self._kwargs = None
+        super().end(device, seconds, outcome, message)
 
 
-def code_of(error: BaseException) -> int:
-    """What the engine is told of an exception."""
-    return OUT_OF_MEMORY if isinstance(error, (MemoryError, torch.OutOfMemoryError)) else FAILED
+def code_of(error: BaseException, requests: int) -> int:
+    """What the engine is told of an exception of a batch. Out of memory halves the device's batches, so it cannot help a single request."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) and requests > 1:
+        return OUT_OF_MEMORY
+    return LOST if isinstance(error, DeviceLost) else FAILED

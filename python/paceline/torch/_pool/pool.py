@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from paceline import Device, DeviceGroup, InvalidArgument
+from paceline import Device, DeviceGroup, InvalidArgument, Rejected
 from paceline import devices as all_devices
-from paceline._core.engine import Pool as Engine
-from paceline.torch._devices.places import prepare_worker
 from paceline.torch._pool.batcher import Batcher
-from paceline.torch._pool.job import PoolFuture, Work
+from paceline.torch._pool.figures import Collector
+from paceline.torch._pool.job import Job, PoolFuture
+from paceline.torch._pool.jobs import Jobs, Placement, Priority
+from paceline.torch._pool.served import Copies, Served, ServedFunction, WithState
+from paceline.torch._replicas.copies import Replicate
+from paceline.torch._replicas.reach import Handle
 
 _T = TypeVar("_T")
-Priority = Literal["interactive", "normal", "batch", "background"]
-Placement = Literal["auto", "any", "weighted", "round_robin", "least_outstanding", "earliest_finish"]
-
-_PRIORITIES = ("interactive", "normal", "batch", "background")
 
 
-class Pool:
+class Pool(Handle):
     """Runs many independent pieces of work on the devices of this machine.
 
     A job starts where it ends soonest by what was measured: a slow device leaves to faster ones what these end sooner. Until three jobs of a
     kind have run on a class of devices, every device takes what comes. Jobs start in the order of their deadlines; without one, of submit
     time and the patience of their priority: 0.1 s, 1 s, 60 s. Steps of trainers on the same devices come first, after each job.
 
-    Host devices only so far. Jobs of several threads share Python's lock: PyTorch's operators run without it.
+    Jobs of several devices share Python's lock: PyTorch's operators run without it. Pools run on host devices only.
+
+    A pool that is not closed ends its jobs when the program ends, as executors of `concurrent.futures` do. If an error has ended the program, it
+    cancels what waits. Jobs keep their pool until they have ended.
 
     Parameters
     ----------
     devices
-        As for `DataParallel`; ``"host"`` are all host devices, one for each core.
+        ``"auto"``: every device. ``"host"``: every host device, one for each core. A list of devices or a `DeviceGroup`. A trainer: its devices, on
+        whose workers jobs run between the trainer's steps.
     placement
         ``"auto"``, or for comparison: ``"any"``, ``"weighted"`` (in the ratio of measured speeds), ``"round_robin"``, ``"least_outstanding"``,
         ``"earliest_finish"``.
@@ -54,22 +57,16 @@ class Pool:
     """
 
     def __init__(
-        self, devices: str | Sequence[str | Device] | DeviceGroup = "host", *, placement: Placement = "auto"
+        self, devices: str | Sequence[str | Device] | DeviceGroup | Any = "auto", *, placement: Placement = "auto"
     ) -> None:
-        if isinstance(devices, str):
-            if devices not in ("auto", "host"):
-                raise InvalidArgument(f"Pool: devices is {devices!r}; it must be 'auto', 'host', or a list of devices.")
-            group = DeviceGroup([one.name for one in all_devices() if devices == "auto" or one.kind == "host"])
-        else:
-            group = devices if isinstance(devices, DeviceGroup) else DeviceGroup(list(devices))
+        group = _group_of(devices)
         gpus = [one.name for one in group.devices if one.kind != "host"]
         if gpus:
-            raise InvalidArgument(f"Pool: {gpus[0]} is a GPU, on which pools do not run yet. Give devices='host', or host devices.")
+            raise InvalidArgument(
+                f"Pool: {gpus[0]} is a GPU, on which pools do not run yet. Give devices='host', or host devices."
+            )
         self.devices = group.devices
-        self._threads = {one.name: max(1, len(one.cores)) for one in group.devices}
-        self._engine = Engine(group, placement)
-        self._lock = threading.Lock()
-        self._served = 0
+        self._jobs = Jobs(group, placement)
 
     def submit(
         self,
@@ -87,6 +84,8 @@ class Pool:
         **kwargs: Any,
     ) -> PoolFuture[_T]:
         """Run ``fn(device, *args, **kwargs)`` once, on one device. With a gang ``fn(devices, *args, **kwargs)``, on several at once.
+
+        Arguments of `fn` that have the names of these options go into a ``functools.partial``.
 
         Parameters
         ----------
@@ -120,22 +119,18 @@ class Pool:
         InvalidArgument
             For arguments that cannot be used.
         Unavailable
-            If the pool is closed.
+            If the pool is closed, or is in another process.
         """
         if not callable(fn):
             raise InvalidArgument(f"submit: its first argument is a {type(fn).__name__}, not a function.")
+        if "memory" in kwargs:
+            raise InvalidArgument(
+                "submit: memory= is not there yet: pools know no memory. An argument of the job with this name goes into a functools.partial."
+            )
         future: PoolFuture[_T] = PoolFuture()
-
-        def call(devices: list[str]) -> _T:
-            self.prepare(devices[0])
-            places = [torch.device("cpu")] * len(devices)
-            return fn(places if gang > 1 else places[0], *args, **kwargs)
-
-        if kind is None:
-            kind = f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
-        self.put(
-            Work(future, call),
-            kind=kind,
+        self._jobs.put(
+            Job(future, self._jobs, fn, args, kwargs, gang),
+            kind=_name_of(fn) if kind is None else kind,
             priority=priority,
             deadline=deadline,
             not_before=not_before,
@@ -146,62 +141,153 @@ class Pool:
         )
         return future
 
+    def try_submit(self, fn: Callable[..., _T], /, *args: Any, **options: Any) -> PoolFuture[_T]:
+        """Like `submit`, but raises `Rejected` if the job is not taken, and does not wait for room in the queue."""
+        future = self.submit(fn, *args, wait=False, **options)
+        error = future.exception() if future.done() and not future.cancelled() else None
+        if isinstance(error, Rejected):
+            raise error
+        return future
+
     def serve(
-        self, model: nn.Module | Callable[[Any], Any], *, max_batch: int = 64, max_delay: float = 0.0
+        self,
+        model: nn.Module | Callable[..., Any],
+        *,
+        initializer: Callable[[torch.device], Any] | None = None,
+        max_batch: int = 64,
+        max_delay: float = 0.0,
+        idempotent: bool | None = None,
+        replicate: Replicate | None = None,
     ) -> Batcher:
-        """Answer requests in batches of what waits.
+        """Answer requests in batches of what waits, of the sizes that end soonest over all devices. Answers are computed in inference mode.
 
         Parameters
         ----------
         model
-            A module, which the devices share and call in inference mode, or any function of a batch. It is called again with half of a batch
-            that has failed, so that only the request fails that is the reason.
+            A module: each device has a copy, which shares the parameters and follows changes of buffers. Changes of attributes need another
+            `serve`. Or a function of a batch, ``fn(batch)``.
+        initializer
+            Makes the state of a device on its worker, before its first batch. The function is then ``fn(state, batch)``. A device on which it raises
+            is retired, unless it is the last one, whose requests get the error.
         max_batch
             Requests of a batch at most. Sizes are 1, 2, 4, ... up to it.
         max_delay
             Seconds that a batch may wait to become larger, from its first request on.
+        idempotent
+            Whether a batch that fails may run again in halves, so that only the request fails that is the reason. None: for modules. Otherwise all
+            requests of the batch get its error.
+        replicate
+            ``replicate(module)`` returns a new module of the same structure, for modules that ``copy.deepcopy`` cannot copy.
 
         Raises
         ------
         InvalidArgument
-            For a module in training mode, and for numbers that cannot be used.
+            For a module in training mode, and for arguments that cannot be used.
         """
-        if isinstance(model, nn.Module) and model.training:
-            raise InvalidArgument("serve: the module is in training mode, in which an answer may depend on other requests. Call eval() before.")
+        is_module = isinstance(model, nn.Module)
+        if isinstance(model, nn.Module) and _mixes_requests(model):
+            raise InvalidArgument(
+                "serve: the module, or a batch norm in it, is in training mode, in which an answer may depend on other requests. Call eval() before. "
+                "If this is meant, give a function that calls the module."
+            )
         if not callable(model):
             raise InvalidArgument(f"serve: its first argument is a {type(model).__name__}, not a module or a function.")
         if not (isinstance(max_batch, int) and max_batch >= 1 and 0 <= max_delay < math.inf):
-            raise InvalidArgument(f"serve: max_batch={max_batch!r} must be at least 1, and max_delay={max_delay!r} finite and not negative.")
-        with self._lock:
-            self._served += 1
-            name = f"{getattr(model, '__qualname__', type(model).__qualname__)} {self._served}"
-        return Batcher(self, model, max_batch, max_delay, name)
+            raise InvalidArgument(
+                f"serve: max_batch={max_batch!r} must be at least 1, and max_delay={max_delay!r} finite and not negative."
+            )
+        if is_module and initializer is not None:
+            raise InvalidArgument("serve: initializer= is for a function fn(state, batch). A module is its own state.")
+        if not is_module and replicate is not None:
+            raise InvalidArgument("serve: replicate= is for modules.")
+        served: Served
+        if isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule):
+            served = Copies(model, [one.name for one in self.devices], replicate)
+        else:
+            served = ServedFunction(model) if initializer is None else WithState(model, initializer)
+        return Batcher(
+            self._jobs,
+            served,
+            f"{_name_of(model).rpartition('.')[2]} {self._jobs.number()}",
+            max_batch=max_batch,
+            max_delay=max_delay,
+            idempotent=is_module if idempotent is None else idempotent,
+        )
 
     def retire(self, device: str) -> None:
         """Let a device start nothing until `restore`. What runs there goes on."""
-        self._engine.retire(device)
+        self._jobs.retire(device)
 
     def restore(self, device: str) -> None:
         """Let a device start jobs again."""
-        self._engine.restore(device)
+        self._jobs.restore(device)
 
     def close(self, *, cancel: bool = False) -> None:
-        """Wait until every job has ended. With `cancel`, jobs that have not started are cancelled. A second call does nothing."""
-        self._engine.close(cancel)
+        """Take no more jobs, and wait until every job has ended. With `cancel`, jobs that have not started are cancelled. A second call does nothing.
+
+        In a process that was forked from that of the pool it does nothing.
+
+        Raises
+        ------
+        InvalidArgument
+            In a job, which would wait for itself.
+        """
+        self._jobs.close(cancel)
 
     @property
     def waiting(self) -> int:
         """How many jobs wait."""
-        return self._engine.waiting
+        return self._jobs.engine.waiting
 
     @property
     def running(self) -> int:
         """How many jobs or batches run."""
-        return self._engine.running
+        return self._jobs.engine.running
 
     def explain(self) -> str:
         """Text: what each device has run, and why it leaves jobs waiting."""
-        return self._engine.explain()
+        return self._jobs.engine.explain()
+
+    def report(self) -> dict[str, Any]:
+        """The figures of `explain` and `prometheus`.
+
+        Returns
+        -------
+        dict
+            ``devices``: by name ``jobs`` that completed, their ``runs`` alone or in batches, ``busy_seconds`` of these, and whether it is
+            ``retired``. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured times. ``outcomes``: how many jobs ended how.
+            ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds``, of all of them together.
+        """
+        devices = self._jobs.figures.devices()
+        for name, one in devices.items():
+            one["retired"] = name in self._jobs.retired
+        return {
+            "devices": devices,
+            "waiting": self.waiting,
+            "running": self.running,
+            "backlog_seconds": self._jobs.engine.backlog_seconds,
+            **self._jobs.figures.report(),
+        }
+
+    def prometheus(self, /, **labels: str) -> Collector:
+        """A collector of ``prometheus_client`` with the figures of `report`, which you register. It starts no server.
+
+        Parameters
+        ----------
+        labels
+            Labels of your own for all samples: ``prometheus(service="a")``. Several pools in one registry need different ones.
+
+        Raises
+        ------
+        InvalidArgument
+            For labels that the samples have already: ``device``, ``outcome``, ``le``.
+        """
+        return Collector(self.report, labels)
+
+    def __repr__(self) -> str:
+        names = ", ".join(one.name for one in self.devices)
+        state = "closed" if self._jobs.closed else f"{self.waiting} jobs wait, {self.running} run"
+        return f"<paceline.torch.Pool [{names}], {state}>"
 
     def __enter__(self) -> Pool:
         return self
@@ -209,47 +295,24 @@ class Pool:
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(cancel=kind is not None)
 
-    # What batchers use.
 
-    def add_batches(
-        self, kind: str, max_batch: int, max_delay: float, run: Callable[[list[str], Sequence[Any]], int]
-    ) -> None:
-        """Let works of this kind run together."""
-        self._engine.add_batches(kind, max_batch, max_delay, run)
+def _group_of(devices: Any) -> DeviceGroup:
+    if isinstance(devices, str):
+        if devices not in ("auto", "host"):
+            raise InvalidArgument(f"Pool: devices is {devices!r}; it must be 'auto', 'host', or a list of devices.")
+        return DeviceGroup([one.name for one in all_devices() if devices == "auto" or one.kind == "host"])
+    group = getattr(devices, "group", devices)  # of a trainer
+    return group if isinstance(group, DeviceGroup) else DeviceGroup(list(devices))
 
-    def prepare(self, device: str) -> None:
-        """Prepare the calling worker."""
-        prepare_worker(self._threads[device], None)
 
-    def put(
-        self,
-        work: Work,
-        *,
-        kind: str,
-        priority: str,
-        deadline: float | None,
-        wait: bool,
-        not_before: float = 0.0,
-        gang: int = 1,
-        after: Sequence[PoolFuture[Any]] = (),
-        needs: Sequence[str] = (),
-        batched: bool = False,
-    ) -> None:
-        """Give the engine a piece of work, and its future a way to cancel it."""
-        if priority not in _PRIORITIES:
-            raise InvalidArgument(f"submit: priority is {priority!r}; it must be one of {', '.join(_PRIORITIES)}.")
-        if not all(isinstance(one, PoolFuture) and one._pool is self for one in after):
-            raise InvalidArgument("submit: after= has something else than futures of this pool.")
-        job = self._engine.submit(
-            work,
-            kind=kind,
-            priority=_PRIORITIES.index(priority),
-            deadline=math.inf if deadline is None else deadline,
-            not_before=not_before,
-            gang=gang,
-            after=[one._job for one in after],
-            needs=list(needs),
-            wait=wait,
-            batched=batched,
-        )
-        work.future.submitted(self, job, lambda: self._engine.cancel(job))
+def _mixes_requests(model: nn.Module) -> bool:
+    # Other parts may have the flag of training for no reason, as those that quantization makes.
+    norms = (part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm))
+    return model.training or any(part.training for part in norms)
+
+
+def _name_of(fn: Any) -> str:
+    """What jobs are called that take about the same time."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"

@@ -23,8 +23,17 @@ LONGEST = 256
 _DEEPEST = 4  # level down to which objects are compared; in `cfg.a.b.p`, cfg has level 0
 LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
 _SEQUENCES = (list, tuple, set, frozenset, deque)
+
+
+class Handle:
+    """Something that copies of a module share, such as a pool: `copy.deepcopy` does not copy it, and the walk does not enter it."""
+
+    def __deepcopy__(self, memo: object) -> Handle:
+        return self
+
+
 # Types that the walk does not enter: `copy.deepcopy` does not copy them, or they hold nothing of interest.
-_CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, torch.Generator)
+_CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, torch.Generator, Handle)
 
 
 class Reach:

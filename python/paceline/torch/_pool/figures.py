@@ -1,0 +1,102 @@
+"""What a pool counts, and its collector for Prometheus."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline import InvalidArgument
+
+# Seconds that jobs wait, from what an idle worker takes to what a night of batch work takes.
+BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
+_RESERVED = {"device", "le", "outcome"}
+
+
+class Figures:
+    """What each device ran, how jobs ended, and how long they waited. Threads: any."""
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._lock = threading.Lock()
+        self._devices = {name: {"jobs": 0, "runs": 0, "busy_seconds": 0.0} for name in devices}
+        self._outcomes = dict.fromkeys(("completed", "failed", "rejected", "expired", "cancelled"), 0)
+        self._waits = [0] * (len(BOUNDS) + 1)
+        self._waited = 0.0
+
+    def count(self, outcome: str, waited: float | None, device: str, run: float | None) -> None:
+        """Count a job that has ended. `waited`: seconds from its submit to its start, None if it never ran. `run`: seconds of its run, if no other job has these, too."""
+        with self._lock:
+            self._outcomes[outcome if outcome in self._outcomes else "failed"] += 1
+            if waited is not None:
+                self._waits[bisect.bisect_left(BOUNDS, waited)] += 1
+                self._waited += waited
+            if outcome == "completed":
+                figures = self._devices[device]
+                figures["jobs"] += 1
+                if run is not None:
+                    figures["runs"] += 1
+                    figures["busy_seconds"] += run
+
+    def devices(self) -> dict[str, dict[str, Any]]:
+        """By name: ``jobs`` that completed, their ``runs`` alone or in batches, and ``busy_seconds`` of these."""
+        with self._lock:
+            return {name: dict(one) for name, one in self._devices.items()}
+
+    def report(self) -> dict[str, Any]:
+        """``outcomes`` by name; ``wait_counts``, how many jobs waited at most so many seconds; ``wait_seconds`` of all together."""
+        with self._lock:
+            outcomes, waits, waited = dict(self._outcomes), list(self._waits), self._waited
+        up_to = itertools.accumulate(waits)
+        return {
+            "outcomes": outcomes,
+            "wait_counts": list(zip((*BOUNDS, math.inf), up_to, strict=True)),
+            "wait_seconds": waited,
+        }
+
+
+class Collector:
+    """A collector for ``prometheus_client``, whose registry calls `collect` at each scrape. It starts no server and registers nothing."""
+
+    def __init__(self, report: Callable[[], Mapping[str, Any]], labels: dict[str, str]) -> None:
+        if taken := sorted(_RESERVED & set(labels)):
+            raise InvalidArgument(
+                f"prometheus: the samples have labels {', '.join(taken)} already. Give yours another name."
+            )
+        self._report, self._labels = report, labels
+
+    def describe(self) -> list[Any]:
+        """Nothing, so that registering reads no figures."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """The present figures."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        report = self._report()
+        names, values = list(self._labels), list(self._labels.values())
+        devices = report["devices"]
+        for name, help_text, value in (
+            ("backlog_seconds", "Until what waits now would be served, by measured times.", report["backlog_seconds"]),
+            ("queued", "Jobs that wait.", report["waiting"]),
+            ("running", "Runs of jobs or batches on devices.", report["running"]),
+            ("active_devices", "Devices that take jobs.", sum(not one["retired"] for one in devices.values())),
+        ):
+            gauge = GaugeMetricFamily(f"paceline_pool_{name}", help_text, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        requests = CounterMetricFamily("paceline_pool_requests", "Jobs that ended.", labels=[*names, "outcome"])
+        for outcome, count in report["outcomes"].items():
+            requests.add_metric([*values, outcome], count)
+        yield requests
+        wait = HistogramMetricFamily("paceline_pool_wait_seconds", "From submit to start.", labels=names)
+        buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in report["wait_counts"]]
+        wait.add_metric(values, buckets, report["wait_seconds"])
+        yield wait
+        for key, help_text in (("jobs", "Jobs that completed."), ("busy_seconds", "Time spent on jobs.")):
+            family = CounterMetricFamily(f"paceline_pool_device_{key}", help_text, labels=[*names, "device"])
+            for name, device in devices.items():
+                family.add_metric([*values, name], device[key])
+            yield family

@@ -1,0 +1,121 @@
+"""The jobs of one pool: how they reach the engine, on which devices, and what becomes of them when the program ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from paceline import DeviceGroup, InvalidArgument
+from paceline._core.engine import Pool as Engine
+from paceline.torch._devices.places import prepare_worker
+from paceline.torch._pool.figures import Figures
+from paceline.torch._pool.job import PoolFuture, Work
+
+Priority = Literal["interactive", "normal", "batch", "background"]
+Placement = Literal["auto", "any", "weighted", "round_robin", "least_outstanding", "earliest_finish"]
+
+_PRIORITIES = ("interactive", "normal", "batch", "background")
+
+
+class Jobs:
+    """What a pool and its batchers share. Jobs keep it until they have ended, so a pool that nobody knows any more ends them first."""
+
+    def __init__(self, group: DeviceGroup, placement: Placement) -> None:
+        self.devices = group.devices
+        self.engine = Engine(group, placement)
+        self.figures = Figures([one.name for one in group.devices])
+        self.retired: set[str] = set()
+        self.closed = False
+        self._threads = {one.name: max(1, len(one.cores)) for one in group.devices}
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._served = 0
+        _open.add(self)
+
+    def put(
+        self,
+        work: Work,
+        *,
+        kind: str,
+        priority: str,
+        deadline: float | None,
+        wait: bool,
+        not_before: float = 0.0,
+        gang: int = 1,
+        after: Sequence[PoolFuture[Any]] = (),
+        needs: Sequence[str] = (),
+        batched: bool = False,
+    ) -> None:
+        """Give the engine a piece of work, and its future what the engine knows it by."""
+        if priority not in _PRIORITIES:
+            raise InvalidArgument(f"submit: priority is {priority!r}; it must be one of {', '.join(_PRIORITIES)}.")
+        if not all(isinstance(one, PoolFuture) and one._job is not None for one in after):
+            raise InvalidArgument("submit: after= has something else than futures of this pool.")
+        future = work.future
+        assert future is not None
+        future._job = self.engine.submit(
+            work,
+            kind=kind,
+            priority=_PRIORITIES.index(priority),
+            deadline=math.inf if deadline is None else deadline,
+            not_before=not_before,
+            gang=gang,
+            after=[one._job for one in after],
+            needs=list(needs),
+            wait=wait,
+            batched=batched,
+        )
+
+    def prepare(self, device: str) -> None:
+        """Prepare the calling worker."""
+        prepare_worker(self._threads[device], None)
+
+    def number(self) -> int:
+        """The number of one more batcher."""
+        with self._lock:
+            self._served += 1
+            return self._served
+
+    def retire(self, device: str) -> None:
+        """Let a device start nothing until `restore`."""
+        self.engine.retire(device)
+        self.retired.add(device)
+
+    def restore(self, device: str) -> None:
+        """Let a device start jobs again."""
+        self.engine.restore(device)
+        self.retired.discard(device)
+
+    def retire_unless_last(self, device: str) -> bool:
+        """Retire a device, unless all others are retired. Returns whether it is."""
+        with self._lock:
+            if len(self.retired | {device}) == len(self.devices):
+                return False
+            self.retired.add(device)
+        self.engine.retire(device)
+        return True
+
+    def close(self, cancel: bool) -> None:
+        """Wait until every job has ended. In another process than that of the pool it does nothing."""
+        if os.getpid() == self._process:
+            self.engine.close(cancel)
+            self.closed = True
+
+
+_open: weakref.WeakSet[Jobs] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the jobs before the interpreter ends. After an error nobody waits for what has not started."""
+    failed = getattr(sys, "last_type", None) is not None
+    for jobs in list(_open):
+        with contextlib.suppress(Exception):
+            jobs.close(cancel=failed)
