@@ -2,7 +2,10 @@
 #include "host_path.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
+
+#include <paceline/error.hpp>
 
 #include "cuda_device.hpp"
 
@@ -34,40 +37,68 @@ HostPath::Target& HostPath::open(int target) {
   return found;
 }
 
-void* HostPath::reserve(Chunk& chunk, std::size_t bytes) {
-  if (chunk.memory.empty() || chunk.memory.back()->bytes() < bytes) {
-    const std::size_t doubled = chunk.memory.empty() ? 0 : 2 * chunk.memory.back()->bytes();
-    chunk.memory.push_back(source_->allocate_pinned(std::min(std::max(bytes, doubled), chunk_bytes_)));
-  }
-  return chunk.memory.back()->data();
+void HostPath::reserve(Chunk& chunk, std::size_t bytes) {
+  if (!chunk.memory.empty() && chunk.memory.back()->bytes() >= bytes) return;
+  const std::size_t doubled = chunk.memory.empty() ? 0 : 2 * chunk.memory.back()->bytes();
+  chunk.memory.push_back(source_->allocate_pinned(std::min(std::max(bytes, doubled), chunk_bytes_)));
 }
 
 void HostPath::copy(std::span<const Receiver> receivers, const void* from, std::size_t bytes) {
+  if (bytes == 0) return;
   const std::lock_guard lock(mutex_);
+  for (const Receiver& one : receivers) static_cast<void>(open(one.target));
+  // Both chunks, before anything is enqueued. If the second one were refused later, no stream would wait for the
+  // uploads of the first one.
+  for (std::size_t k = 0; k < std::size(chunks_) && k * chunk_bytes_ < bytes; ++k) {
+    reserve(chunks_[(next_ + k) % std::size(chunks_)], std::min(bytes - k * chunk_bytes_, chunk_bytes_));
+  }
   for (const Receiver& one : receivers) {
-    static_cast<void>(open(one.target));
     one.stream->record(*one.begun);
     down_->wait(*one.begun);
   }
-  for (std::size_t begin = 0; begin < bytes;) {
-    Chunk& chunk = chunks_[next_];
-    next_ = 1 - next_;
-    const std::size_t size = std::min(bytes - begin, chunk_bytes_);
-    void* const host = reserve(chunk, size);
-    for (const Event* const upload : chunk.uploads) down_->wait(*upload);
-    chunk.uploads.clear();
-    down_->copy(host, MemoryPlace::host, static_cast<const char*>(from) + begin, from_, size);
-    down_->record(*chunk.filled);
-    for (const Receiver& one : receivers) {
-      Stream& up = *targets_.at(one.target).up;
-      Event& emptied = *chunk.emptied.at(one.target);
-      up.wait(*chunk.filled);
-      up.copy(static_cast<char*>(one.to) + begin, MemoryPlace{one.target}, host, MemoryPlace::host, size);
-      up.record(emptied);
-      chunk.uploads.push_back(&emptied);
-      if (begin + size == bytes) one.stream->wait(emptied);
+  try {
+    for (std::size_t begin = 0; begin < bytes; begin += chunk_bytes_) {
+      move(receivers, from, begin, std::min(bytes - begin, chunk_bytes_));
     }
-    begin += size;
+  } catch (...) {
+    end_what_failed(receivers);
+    throw;
+  }
+  const Chunk& last = chunks_[1 - next_];
+  for (const Receiver& one : receivers) one.stream->wait(*last.emptied.at(one.target));
+}
+
+void HostPath::move(std::span<const Receiver> receivers, const void* from, std::size_t begin, std::size_t bytes) {
+  Chunk& chunk = chunks_[next_];
+  next_ = 1 - next_;
+  void* const host = chunk.memory.back()->data();
+  for (const Event* const upload : chunk.uploads) down_->wait(*upload);
+  chunk.uploads.clear();
+  down_->copy(host, MemoryPlace::host, static_cast<const char*>(from) + begin, from_, bytes);
+  down_->record(*chunk.filled);
+  for (const Receiver& one : receivers) {
+    Stream& up = *targets_.at(one.target).up;
+    Event& emptied = *chunk.emptied.at(one.target);
+    up.wait(*chunk.filled);
+    up.copy(static_cast<char*>(one.to) + begin, MemoryPlace{one.target}, host, MemoryPlace::host, bytes);
+    up.record(emptied);
+    chunk.uploads.push_back(&emptied);
+  }
+}
+
+void HostPath::end_what_failed(std::span<const Receiver> receivers) noexcept {
+  try {
+    for (Chunk& chunk : chunks_) {
+      down_->record(*chunk.filled);
+      for (const Receiver& one : receivers) {
+        Event& emptied = *chunk.emptied.at(one.target);
+        targets_.at(one.target).up->record(emptied);
+        chunk.uploads.push_back(&emptied);
+        one.stream->wait(*chunk.filled);
+        one.stream->wait(emptied);
+      }
+    }
+  } catch (const Error&) {  // the device is lost
   }
 }
 

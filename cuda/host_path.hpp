@@ -40,6 +40,7 @@ class HostPath {
   explicit HostPath(int source, std::size_t chunk_bytes = kChunkBytes);
 
   /// Copies in the order of the receivers' streams. No two receivers have one target.
+  /// @throws OutOfMemory without pinned memory; then nothing was enqueued
   void copy(std::span<const Receiver> receivers, const void* from, std::size_t bytes);
 
  private:
@@ -56,7 +57,11 @@ class HostPath {
   };
 
   [[nodiscard]] Target& open(int target);
-  [[nodiscard]] void* reserve(Chunk& chunk, std::size_t bytes);
+  void reserve(Chunk& chunk, std::size_t bytes);
+  /// Enqueues what fills the next chunk and empties it.
+  void move(std::span<const Receiver> receivers, const void* from, std::size_t begin, std::size_t bytes);
+  /// The streams wait for what was enqueued, as their owners believe.
+  void end_what_failed(std::span<const Receiver> receivers) noexcept;
 
   std::mutex mutex_;
   std::size_t chunk_bytes_;

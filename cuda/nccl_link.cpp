@@ -12,10 +12,11 @@
 #include <paceline/error.hpp>
 
 #include "comm/link.hpp"
+#include "device_guard.hpp"
 #include "driver.hpp"
-#include "issuing_thread.hpp"
 #include "nccl_communicators.hpp"
 #include "runtime/deadline.hpp"
+#include "runtime/issuing_thread.hpp"
 
 namespace paceline::nccl {
 namespace {
@@ -41,6 +42,7 @@ bool drops_nans(DType dtype, ReduceOp op) {
   return !integers && (op == ReduceOp::min || op == ReduceOp::max);
 }
 
+using internal::IssuingThread;
 using Interrupt = IssuingThread::Interrupt;
 
 class NcclLink final : public internal::Link {
@@ -52,7 +54,9 @@ class NcclLink final : public internal::Link {
         copies_(internal::make_copy_link(endpoints, "beside NCCL")),
         communicators_(std::make_shared<Communicators>(library, endpoints, timeout_)),
         thread_(
-            "pl nccl", endpoints.front().device.index,
+            // NCCL switches devices itself. On a thread without a context its first call would make GPU 0's context.
+            "pl nccl",
+            [device = endpoints.front().device.index] { return std::make_shared<cuda::DeviceGuard>(device); },
             [communicators = communicators_] { return communicators->look_after(); }, interval_for(timeout_)) {
     note_the_exit();
     try {

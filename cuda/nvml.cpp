@@ -21,7 +21,7 @@
 
 #include <paceline/runtime/blocking.hpp>
 
-#include "polled_wait.hpp"
+#include "runtime/polled_wait.hpp"
 
 namespace paceline::cuda {
 namespace {

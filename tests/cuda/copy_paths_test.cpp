@@ -3,15 +3,18 @@
 // Copies between GPUs on other streams than the one that is asked: through the host, and pushed by the source.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include <paceline/comm/communicator.hpp>
+#include <paceline/error.hpp>
 #include <paceline/runtime/async_device.hpp>
 
 #include "cuda_device.hpp"
@@ -133,6 +136,82 @@ TEST(HostPath, LeavesTheSourceOnceForSeveralGpus) {
     ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
     ASSERT_EQ(fake::driver_staged_copies(), 0) << "seed " << seed;
     ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
+/// Copies of two chunks or more to two GPUs, of which something fails. They need not arrive, but who waits for the
+/// streams waits for all that was enqueued.
+class FailingHostPath : public ::testing::Test {
+ protected:
+  static constexpr std::size_t kChunk = 64;
+  static constexpr std::size_t kBytes = 3 * kChunk;
+
+  void boot(std::uint64_t seed) {
+    boot_gpus({.seed = seed, .device_count = 3, .switch_size = kNoPeerAccess});
+    for (int k = 0; k < 3; ++k) {
+      gpus.push_back(open_device(k));
+      streams.push_back(gpus.back()->make_stream());
+      events.push_back(gpus.back()->make_event(false));
+      memory.push_back(gpus.back()->allocate(kBytes, *streams.back()));
+    }
+    streams[0]->zero(memory[0]->data(), kBytes);
+    streams[0]->record(*events[0]);
+    for (int k = 1; k < 3; ++k) {
+      streams[k]->wait(*events[0]);
+      receivers.push_back({k, streams[k].get(), events[k].get(), memory[k]->data()});
+    }
+    path.emplace(0, kChunk);
+  }
+  void await_the_streams() {
+    for (int k = 0; k < 3; ++k) {
+      streams[k]->record(*events[k]);
+      wait_for(*events[k]);
+    }
+  }
+  void clear() {
+    path.reset();
+    receivers.clear();
+    memory.clear();
+    events.clear();
+    streams.clear();
+    gpus.clear();
+    EXPECT_EQ(fake::problems(), std::vector<std::string>{});
+    EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
+  }
+
+  std::vector<std::unique_ptr<AsyncDevice>> gpus;
+  std::vector<std::unique_ptr<Stream>> streams;
+  std::vector<std::unique_ptr<Event>> events;
+  std::vector<std::unique_ptr<Buffer>> memory;
+  std::vector<HostPath::Receiver> receivers;
+  std::optional<HostPath> path;
+};
+
+TEST_F(FailingHostPath, EnqueuesNothingWithoutMemoryForBothChunks) {
+  for (const int allocation : {0, 1}) {
+    boot(1);
+    fake::fail_allocation(allocation);
+    EXPECT_THROW(path->copy(receivers, memory[0]->data(), kBytes), OutOfMemory);
+    EXPECT_EQ(fake::host_copies(), fake::HostCopies{}) << "allocation " << allocation;
+    path->copy(receivers, memory[0]->data(), kBytes);
+    EXPECT_EQ(fake::host_copies(), (fake::HostCopies{3, 6}));
+    await_the_streams();
+    clear();
+  }
+}
+
+TEST_F(FailingHostPath, LetsTheStreamsWaitForWhatAFailedCopyHasEnqueued) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed);
+    fake::set_before_copy([left = std::make_shared<std::atomic<int>>(static_cast<int>(seed % 9))] {
+      return (*left)-- == 0 ? cudaErrorUnknown : cudaSuccess;
+    });
+    EXPECT_THROW(path->copy(receivers, memory[0]->data(), kBytes), Error) << "seed " << seed;
+    await_the_streams();
+    ASSERT_EQ(fake::leftovers().queued, 0U) << "seed " << seed;
+    path->copy(receivers, memory[0]->data(), kBytes);
+    await_the_streams();
+    clear();
   }
 }
 

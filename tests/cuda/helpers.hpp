@@ -45,17 +45,19 @@ void for_each_order(std::uint64_t count, const Body& body) {
   }
 }
 
+/// Whether this process has a thread of that name.
+inline bool has_thread(const std::string& wanted) {
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::getline(std::ifstream(task.path() / "comm") >> std::ws, name);
+    if (name == wanted) return true;
+  }
+  return false;
+}
+
 /// Returns when a thread that was left to itself has ended.
-inline void await_the_thread() {
-  const auto is_there = [] {
-    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
-      std::string name;
-      std::getline(std::ifstream(task.path() / "comm") >> std::ws, name);
-      if (name == "pl nccl") return true;
-    }
-    return false;
-  };
-  while (is_there()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+inline void await_the_thread(const std::string& name = "pl nccl") {
+  while (has_thread(name)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 }  // namespace paceline

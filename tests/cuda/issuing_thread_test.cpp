@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "issuing_thread.hpp"
+#include "runtime/issuing_thread.hpp"
 
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <thread>
+#include <utility>
 
 #include "fake_cuda.hpp"
 #include "interrupts.hpp"
@@ -13,7 +15,7 @@
 namespace paceline {
 namespace {
 
-using nccl::IssuingThread;
+using internal::IssuingThread;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
@@ -47,7 +49,7 @@ class IssuingThreadTest : public ::testing::Test {
 };
 
 TEST_F(IssuingThreadTest, WaitsForEverWhereThatIsTheTimeout) {
-  IssuingThread thread("pl test", 0, [] { return false; }, milliseconds(10));
+  IssuingThread thread("pl test", {}, [] { return false; }, milliseconds(10));
   const auto job = [this] {
     std::this_thread::sleep_for(milliseconds(20));
     first_done = true;
@@ -58,7 +60,7 @@ TEST_F(IssuingThreadTest, WaitsForEverWhereThatIsTheTimeout) {
 }
 
 TEST_F(IssuingThreadTest, FinishesWhatAnInterruptedCallHasLeftBeforeTheNextOne) {
-  IssuingThread thread("pl test", 0, [] { return false; }, milliseconds(10));
+  IssuingThread thread("pl test", {}, [] { return false; }, milliseconds(10));
   leave_it_busy(thread);
   std::thread other = go_on_soon();
   const bool back = thread.run(
@@ -74,9 +76,41 @@ TEST_F(IssuingThreadTest, FinishesWhatAnInterruptedCallHasLeftBeforeTheNextOne) 
   EXPECT_TRUE(thread.close(seconds(30)));
 }
 
+TEST_F(IssuingThreadTest, RunsWhatWasStartedAndDoesNotLookAfterItUnlessTold) {
+  std::atomic<int> done{0};
+  IssuingThread thread("pl test");
+  for (int k = 0; k < 1000; ++k) {
+    std::atomic<bool> begun{false};
+    thread.start([&] {
+      begun = true;
+      ++done;  // the next job may be given before this one has ended
+    });
+    while (!begun) std::this_thread::yield();
+  }
+  EXPECT_TRUE(thread.wait(seconds(30)));
+  EXPECT_EQ(done, 1000);
+  EXPECT_TRUE(thread.close(seconds(30)));
+}
+
+TEST_F(IssuingThreadTest, IsGivenUpByWhoWaitsTooLongAndFreesWhatTheJobOwns) {
+  auto owned = std::make_shared<int>(1);
+  const std::weak_ptr<int> seen = owned;
+  auto thread = std::make_shared<IssuingThread>("pl test");
+  thread->start([this, thread, owned = std::move(owned)] {  // it owns the thread, too
+    while (!goes_on) std::this_thread::sleep_for(milliseconds(1));
+  });
+  EXPECT_FALSE(thread->wait(milliseconds(20)));
+  EXPECT_FALSE(thread->wait(seconds(30))) << "it is not waited for again";
+  EXPECT_FALSE(thread->close(seconds(30)));
+  thread.reset();
+  EXPECT_FALSE(seen.expired());
+  goes_on = true;
+  while (!seen.expired()) std::this_thread::sleep_for(milliseconds(1));
+}
+
 TEST_F(IssuingThreadTest, RunsALastJobForWhoDoesNotComeBack) {
   {
-    IssuingThread thread("pl test", 0, [] { return false; }, milliseconds(10));
+    IssuingThread thread("pl test", {}, [] { return false; }, milliseconds(10));
     leave_it_busy(thread);
     thread.leave([this] { second_done = true; });
   }
@@ -88,7 +122,7 @@ TEST_F(IssuingThreadTest, RunsALastJobForWhoDoesNotComeBack) {
 
 TEST_F(IssuingThreadTest, IsGivenUpIfWhatAnInterruptedCallHasLeftDoesNotEnd) {
   {
-    IssuingThread thread("pl test", 0, [] { return false; }, milliseconds(10));
+    IssuingThread thread("pl test", {}, [] { return false; }, milliseconds(10));
     leave_it_busy(thread, milliseconds(200));
     EXPECT_FALSE(thread.run([this] { second_done = true; }, seconds(30)));
     EXPECT_TRUE(thread.given_up());

@@ -75,6 +75,11 @@ void fail_allocation(int count) {
   machine().allocations_until_failure = count;
 }
 
+void set_before_copy(std::function<cudaError_t()> call) {
+  const std::lock_guard lock(machine().mutex);
+  machine().before_copy = std::move(call);
+}
+
 void set_peer_copy_seconds(double seconds) {
   const std::lock_guard lock(machine().mutex);
   machine().peer_copy_seconds = seconds;

@@ -95,6 +95,9 @@ struct Leftovers {
 /// Makes one allocation fail for lack of memory, after `count` further ones. Making a green context counts as an
 /// allocation.
 void fail_allocation(int count);
+/// From now until the next boot this is called before each copy is enqueued, on the thread that enqueues it. What it
+/// returns is the copy's result, unless it is cudaSuccess.
+void set_before_copy(std::function<cudaError_t()> call);
 /// Makes memory of cudaMalloc look like an expandable segment of PyTorch: mapped without access for peers.
 void map_own(const void* data);
 /// From now on every call for `device` returns `error`, as after a kernel's illegal access.

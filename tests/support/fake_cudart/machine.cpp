@@ -79,6 +79,7 @@ void Machine::boot(const Settings& settings) {
   node_of_pinned_memory = -1;
   queries = 0;
   allocations_until_failure = -1;
+  before_copy = nullptr;
   next_stream_ = 1;
   host_ = {};
 }

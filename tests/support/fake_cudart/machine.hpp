@@ -175,6 +175,7 @@ class Machine {
   int node_of_pinned_memory = -1;
   std::uint64_t queries = 0;
   int allocations_until_failure = -1;
+  std::function<cudaError_t()> before_copy;
   Operation* current = nullptr;
   Stream* current_stream = nullptr;
   double current_cost = 0.0;

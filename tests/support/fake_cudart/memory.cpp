@@ -27,6 +27,16 @@ bool on_a_device(const void* data) {
   return allocation != nullptr || machine().settings().foreign_memory;
 }
 
+cudaError_t before_copy() {
+  std::function<cudaError_t()> call;
+  {
+    const std::lock_guard lock(machine().mutex);
+    call = machine().before_copy;
+  }
+  const cudaError_t error = call == nullptr ? cudaSuccess : call();
+  return error == cudaSuccess ? error : fail(error);
+}
+
 }  // namespace
 
 extern "C" {
@@ -180,6 +190,7 @@ cudaError_t cudaMemsetAsync(void* data, int value, std::size_t bytes, cudaStream
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  if (const cudaError_t error = before_copy(); error != cudaSuccess) return error;
   const std::lock_guard lock(machine().mutex);
   use_context(__func__);
   if (!on_a_device(to)) fake::misuse("an asynchronous copy into pageable memory, which holds the calling thread");
@@ -221,6 +232,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 // Copies between GPUs that the driver does not stage.
 cudaError_t cudaMemcpyPeerAsync(void* to, int target, const void* from, int source, std::size_t bytes,
                                 cudaStream_t stream) {
+  if (const cudaError_t error = before_copy(); error != cudaSuccess) return error;
   for (const auto& [data, device] : {std::pair<const void*, int>{to, target}, {from, source}}) {
     const std::lock_guard lock(machine().mutex);
     const fake::Allocation* const allocation = machine().find(data);

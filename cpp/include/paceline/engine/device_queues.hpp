@@ -84,6 +84,8 @@ class PACELINE_API StepTimes {
 ///      Several other GPUs form a chain: each pulls a bucket from the one before it (relayed_copies.hpp). If none of
 ///      them has access to home's memory, a bucket goes to the host once, and each uploads it from there.
 ///   2. A bucket is summed after every device has written it (bucket_sums.hpp).
+///      From four GPUs on a thread of the queues enqueues the sums. Who else uses the streams of the sums first waits
+///      until that thread has enqueued what it can.
 ///   3. The caller's work after the step runs after the last sum, and after all work of the devices: it is on the home
 ///      stream, which waits for what each device delivered.
 ///   4. The next step writes gradients after this reduction has read them: the writes wait for the next `ready`.
@@ -116,7 +118,7 @@ class PACELINE_API StepTimes {
 /// Lifecycle of a step: begin_step() and expect() on the caller's thread. On each worker enter(); for every micro-batch
 /// slot(), then begin_run() and end_run() around it; seal() when a bucket is final; deliver() at the end. When all
 /// workers have delivered, reduce() and end_step() on any one thread. These calls wait on the host only for pacing, for
-/// parameters of host workers, and until NCCL's calls have returned.
+/// parameters of host workers, and until the calls of NCCL, or of the thread that enqueues sums, have returned.
 class PACELINE_API DeviceQueues {
  public:
   /// Makes NCCL's connections, or measures links if asked to, if there are several GPUs.
@@ -150,9 +152,10 @@ class PACELINE_API DeviceQueues {
 
   /// The device that makes the resources of a space: its first device; for the host, home's.
   [[nodiscard]] AsyncDevice& maker(std::size_t space) const noexcept;
+  /// Waits until no thread of the queues uses it.
   [[nodiscard]] Stream& home_stream() const noexcept;
   /// The stream that brings parameters to a foreign space and sums what its devices deliver. For home, the stream of
-  /// NCCL's collectives; null without them.
+  /// NCCL's collectives; null without them. Waits until no thread of the queues uses it.
   [[nodiscard]] Stream* copy_stream(std::size_t space) const noexcept;
   /// The stream that a device computes on; null for host devices.
   [[nodiscard]] Stream* stream(DeviceId device) const noexcept;
@@ -200,7 +203,8 @@ class PACELINE_API DeviceQueues {
   /// The device has no more work. Seals its buckets; those without data are sealed already. Every device gives the same
   /// list of sizes. Host memory must be pinned. Not called for devices without work.
   void deliver(DeviceId device, const std::vector<BufferView>& parts);
-  /// Sums what is not summed yet, on the home stream.
+  /// Sums what is not summed yet, on the home stream. @throws also what failed when buckets were summed before, naming
+  /// the device; Timeout if a call for a sum does not return: the queues are hung then
   void reduce();
   /// Marks the end of the step on the home stream.
   void end_step();
@@ -218,7 +222,7 @@ class PACELINE_API DeviceQueues {
 
  private:
   struct State;
-  std::unique_ptr<State> state_;
+  std::shared_ptr<State> state_;  // shared with a thread that may never return
 };
 
 }  // namespace paceline

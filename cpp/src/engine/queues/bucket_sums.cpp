@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/queues/bucket_sums.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
 #include <set>
 #include <utility>
+
+#include <paceline/error.hpp>
 
 #include "comm/link.hpp"
 
@@ -23,7 +28,7 @@ void* at(void* data, std::size_t bytes) { return static_cast<char*>(data) + byte
 }  // namespace
 
 BucketSums::BucketSums(std::vector<SumSpace> spaces, const std::vector<SumSource>& sources, std::size_t chunk_bytes,
-                       std::optional<DType> travels)
+                       std::optional<DType> travels, std::optional<std::chrono::nanoseconds> pump)
     : chunk_bytes_(std::max(chunk_bytes, kLoadBytes)) {
   const auto on_gpu = [](const SumSpace& space) { return space.stream != nullptr; };
   if (std::ranges::count_if(spaces, on_gpu) > 1) travels_ = travels;
@@ -35,6 +40,9 @@ BucketSums::BucketSums(std::vector<SumSpace> spaces, const std::vector<SumSource
   }
   for (const SumSource& source : sources) sources_.push_back({source});
   for (auto& event : pulled_) event = spaces_[kHome].maker->make_event(false);
+  if (!pump.has_value()) return;
+  timeout_ = *pump;
+  pump_ = std::make_unique<IssuingThread>("pl sums");
 }
 
 void BucketSums::use(Stream& home) {
@@ -47,6 +55,7 @@ void BucketSums::use(Stream& home) {
 }
 
 void BucketSums::begin(const std::vector<bool>& takes_part, std::span<const BufferView> outputs, double scale) {
+  stop_pump();
   const std::lock_guard lock(mutex_);
   for (std::size_t d = 0; d < sources_.size(); ++d) {
     sources_[d].takes_part = takes_part.empty() || takes_part[d];
@@ -61,6 +70,8 @@ void BucketSums::begin(const std::vector<bool>& takes_part, std::span<const Buff
   scale_ = scale;
   next_ = 0;
   again_.assign(outputs.size(), false);
+  error_ = nullptr;
+  pump_state_ = Pump::idle;
 }
 
 void BucketSums::seal(std::size_t index, std::size_t k, const BufferView& bucket, NativeEvent written) {
@@ -72,40 +83,106 @@ void BucketSums::seal(std::size_t index, std::size_t k, const BufferView& bucket
   here.data = bucket.data;
   if (source.stream != nullptr) {
     if (written != nullptr) {
-      here.adopted = source.device->adopt_event(written);
+      here.written = source.device->adopt_event(written);
     } else {
       if (here.own == nullptr) here.own = source.device->make_event(false);
       source.stream->record(*here.own);
+      here.written = here.own;
     }
-    here.written = written != nullptr ? here.adopted.get() : here.own.get();
   }
   here.sealed = true;
   if (k < next_) again_[k] = true;
-  while (next_ < outputs_.size() && complete(next_)) sum(next_++);
+  if (pump_ == nullptr) {
+    while (is_due()) take_and_sum(next_++);
+  } else if (pump_state_ == Pump::idle && is_due()) {
+    pump_state_ = Pump::runs;
+    pump_->start([this, owner = owner_.lock()] { this->pump(); });
+  }
 }
 
 void BucketSums::finish() {
+  stop_pump();
   const std::lock_guard lock(mutex_);
-  while (next_ < outputs_.size()) sum(next_++);
+  if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
+  while (next_ < outputs_.size()) take_and_sum(next_++);
   for (std::size_t k = 0; k < again_.size(); ++k) {
-    if (again_[k]) sum(k);
+    if (again_[k]) take_and_sum(k);
   }
+}
+
+void BucketSums::settle() {
+  if (pump_ == nullptr || pump_->wait(timeout_)) return;
+  const std::string device = spaces_[at_].summed->device();
+  throw Timeout(
+      fmt::format("{}: CUDA did not come back within {:g} s from a call for the sum of gradients. The thread that made "
+                  "it was left behind. Start a new process.",
+                  device, std::chrono::duration<double>(timeout_).count()),
+      device);
+}
+
+void BucketSums::close(std::chrono::nanoseconds timeout) {
+  if (pump_ != nullptr) static_cast<void>(pump_->close(timeout));
+}
+
+/// On its thread: enqueues the sums that are due.
+void BucketSums::pump() {
+  std::unique_lock lock(mutex_);
+  try {
+    while (pump_state_ == Pump::runs && is_due()) {
+      const std::size_t k = next_++;
+      take(k);
+      lock.unlock();
+      sum(k);
+      lock.lock();
+    }
+    if (pump_state_ == Pump::runs) pump_state_ = Pump::idle;
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    error_ = std::current_exception();
+    pump_state_ = Pump::stopped;
+  }
+}
+
+void BucketSums::stop_pump() {
+  if (pump_ == nullptr) return;
+  {
+    const std::lock_guard lock(mutex_);
+    pump_state_ = Pump::stopped;
+  }
+  settle();
+}
+
+BucketSums::Space& BucketSums::go_to(std::size_t space) {
+  at_ = space;
+  if (pump_ != nullptr && pump_->given_up()) throw Cancelled("the sum of gradients was given up");
+  return spaces_[space];
 }
 
 bool BucketSums::has(const Source& source, std::size_t k) {
   return k < source.buckets.size() && source.buckets[k].sealed;
 }
 
-bool BucketSums::complete(std::size_t k) const {
-  return std::ranges::all_of(sources_, [&](const Source& source) { return !source.takes_part || has(source, k); });
+bool BucketSums::is_due() const {
+  return next_ < outputs_.size() &&
+         std::ranges::all_of(sources_, [&](const Source& source) { return !source.takes_part || has(source, next_); });
+}
+
+void BucketSums::take(std::size_t k) {
+  parts_.clear();
+  for (const Source& source : sources_) {
+    if (has(source, k)) parts_.push_back({.bucket = source.buckets[k], .space = source.space});
+  }
+}
+
+void BucketSums::take_and_sum(std::size_t k) {
+  take(k);
+  sum(k);
 }
 
 /// The spaces that sum a slice of the bucket each.
 std::vector<std::size_t> BucketSums::owners(std::size_t k) const {
   std::set<std::size_t> in_use{kHome};
-  for (const Source& source : sources_) {
-    if (has(source, k)) in_use.insert(source.space);
-  }
+  for (const Part& part : parts_) in_use.insert(part.space);
   std::vector<std::size_t> found{kHome};
   if (in_use.size() <= 2 || outputs_[k].count * size_of(outputs_[k].dtype) < kLeastCut) return found;
   for (const std::size_t s : in_use) {
@@ -120,8 +197,9 @@ void BucketSums::sum(std::size_t k) {
   const std::vector<std::size_t> shares = owners(k);
   for (const std::size_t s : shares) {
     if (rounds(output.dtype)) break;  // round() waits
-    for (const Source& source : sources_) {
-      if (source.stream != nullptr && has(source, k)) spaces_[s].stream->wait(*source.buckets[k].written);
+    const Space& space = go_to(s);
+    for (const Part& part : parts_) {
+      if (part.bucket.written != nullptr) space.stream->wait(*part.bucket.written);
     }
   }
   const std::size_t chunk = chunk_bytes_ / kLoadBytes * kLoadBytes / size_of(output.dtype);
@@ -139,14 +217,13 @@ void BucketSums::sum_chunk(std::size_t k, std::span<const std::size_t> owners, s
   void* const result = at(output.data, begin * size_of(output.dtype));
   void* total = result;
   if (rounding) {
-    round(k, owners, begin, count);
+    round(owners, begin, count);
     total = reserve(home.sums[0], count * size, *home.maker, *home.stream);
   } else {
-    for (Source& source : sources_) {
-      if (!has(source, k)) continue;
-      source.chunk = at(source.buckets[k].data, begin * size);
-      source.memory = source.buckets[k].memory;
-      source.place = source.space;
+    for (Part& part : parts_) {
+      part.chunk = at(part.bucket.data, begin * size);
+      part.memory = part.bucket.memory;
+      part.place = part.space;
     }
   }
   const std::size_t length = rounded_up((count + owners.size() - 1) / owners.size(), kLoadBytes);
@@ -158,16 +235,17 @@ void BucketSums::sum_chunk(std::size_t k, std::span<const std::size_t> owners, s
     if (slice.begin == slice.end) break;
     if (s == kHome) {
       slice.sum = at(total, slice.begin * size);
-      sum_slice(k, slice, dtype);
+      sum_slice(slice, dtype);
       continue;
     }
-    Space& space = spaces_[s];
+    Space& space = go_to(s);
     if (!rounding) space.stream->wait(*pulled_[parity_]);  // otherwise round() has waited
     slice.sum = reserve(space.sums[parity_], length * size, *space.maker, *space.stream);
-    sum_slice(k, slice, dtype);
+    sum_slice(slice, dtype);
     space.stream->record(*space.summed);
     elsewhere.push_back(slice);
   }
+  static_cast<void>(go_to(kHome));
   for (const Slice& slice : elsewhere) {
     home.stream->wait(*spaces_[slice.space].summed);
     home.stream->copy(at(total, slice.begin * size), rounding ? home.maker->place() : memory_of_outputs_[k], slice.sum,
@@ -179,34 +257,34 @@ void BucketSums::sum_chunk(std::size_t k, std::span<const std::size_t> owners, s
   parity_ = 1 - parity_;
 }
 
-void BucketSums::round(std::size_t k, std::span<const std::size_t> owners, std::size_t begin, std::size_t count) {
+void BucketSums::round(std::span<const std::size_t> owners, std::size_t begin, std::size_t count) {
   const std::size_t wide = count * sizeof(float);
   const std::size_t each = rounded_up(count * size_of(*travels_), kLoadBytes);
   std::vector<std::size_t> givers;
   for (std::size_t s = 0; s < spaces_.size(); ++s) {
-    const auto gives = [&](const Source& source) {
-      return has(source, k) && (spaces_[source.space].stream == nullptr ? kHome : source.space) == s;
+    const auto gives = [&](const Part& part) {
+      return (spaces_[part.space].stream == nullptr ? kHome : part.space) == s;
     };
-    const auto sources = static_cast<std::size_t>(std::ranges::count_if(sources_, gives));
-    if (sources == 0) continue;
+    const auto parts = static_cast<std::size_t>(std::ranges::count_if(parts_, gives));
+    if (parts == 0) continue;
     givers.push_back(s);
-    Space& space = spaces_[s];
+    Space& space = go_to(s);
     if (s != kHome) space.stream->wait(*pulled_[parity_]);
-    void* half = reserve(space.halves[parity_], sources * each, *space.maker, *space.stream);
-    for (Source& source : sources_) {
-      if (!gives(source)) continue;
-      const void* from = at(source.buckets[k].data, begin * sizeof(float));
-      if (source.space != s) {  // the host's
+    void* half = reserve(space.halves[parity_], parts * each, *space.maker, *space.stream);
+    for (Part& part : parts_) {
+      if (!gives(part)) continue;
+      const void* from = at(part.bucket.data, begin * sizeof(float));
+      if (part.space != s) {  // the host's
         void* const landing = reserve(space.landing, wide, *space.maker, *space.stream);
-        space.stream->copy(landing, space.maker->place(), from, source.buckets[k].memory, wide);
+        space.stream->copy(landing, space.maker->place(), from, part.bucket.memory, wide);
         from = landing;
-      } else if (source.stream != nullptr) {
-        space.stream->wait(*source.buckets[k].written);
+      } else if (part.bucket.written != nullptr) {
+        space.stream->wait(*part.bucket.written);
       }
       space.stream->convert(half, *travels_, from, DType::float32, count);
-      source.chunk = half;
-      source.memory = space.maker->place();
-      source.place = s;
+      part.chunk = half;
+      part.memory = space.maker->place();
+      part.place = s;
       half = at(half, each);
     }
     space.stream->record(*space.rounded);
@@ -218,12 +296,12 @@ void BucketSums::round(std::size_t k, std::span<const std::size_t> owners, std::
   }
 }
 
-void BucketSums::sum_slice(std::size_t k, const Slice& slice, DType dtype) {
-  Space& space = spaces_[slice.space];
+void BucketSums::sum_slice(const Slice& slice, DType dtype) {
+  Space& space = go_to(slice.space);
   const std::size_t offset = slice.begin * size_of(dtype), bytes = (slice.end - slice.begin) * size_of(dtype);
-  const auto comes = [&](const Source& source) { return has(source, k) && source.place != slice.space; };
+  const auto comes = [&](const Part& part) { return part.place != slice.space; };
   char* landed = nullptr;
-  if (const auto count = static_cast<std::size_t>(std::ranges::count_if(sources_, comes)); count > 0) {
+  if (const auto count = static_cast<std::size_t>(std::ranges::count_if(parts_, comes)); count > 0) {
     // The kernel loads 16 bytes at a time if all its buffers have the same alignment.
     const std::size_t shift = reinterpret_cast<std::uintptr_t>(slice.sum) % kLoadBytes;
     const std::size_t room = count * rounded_up(bytes, kLoadBytes) + shift;
@@ -238,16 +316,17 @@ void BucketSums::sum_slice(std::size_t k, const Slice& slice, DType dtype) {
   };
   std::vector<const void*> inputs;
   std::vector<Pull> pulls;
-  for (const Source& source : sources_) {
-    if (!has(source, k)) continue;
-    const void* const data = at(source.chunk, offset);
-    inputs.push_back(comes(source) ? landed : data);
-    if (!comes(source)) continue;
-    pulls.push_back({(source.place + spaces_.size() - slice.space) % spaces_.size(), landed, data, source.memory});
+  for (const Part& part : parts_) {
+    const void* const data = at(part.chunk, offset);
+    inputs.push_back(comes(part) ? landed : data);
+    if (!comes(part)) continue;
+    pulls.push_back({(part.place + spaces_.size() - slice.space) % spaces_.size(), landed, data, part.memory});
     landed += rounded_up(bytes, kLoadBytes);
   }
   std::ranges::stable_sort(pulls, {}, &Pull::distance);
-  for (const Pull& pull : pulls) space.stream->copy(pull.to, space.maker->place(), pull.from, pull.memory, bytes);
+  for (const Pull& pull : pulls) {
+    go_to(slice.space).stream->copy(pull.to, space.maker->place(), pull.from, pull.memory, bytes);
+  }
   if (!inputs.empty()) space.stream->reduce({inputs, slice.sum, bytes / size_of(dtype), dtype, scale_});
 }
 

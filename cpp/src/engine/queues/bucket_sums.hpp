@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <paceline/comm/buffer_view.hpp>
 #include <paceline/runtime/async_device.hpp>
+
+#include "runtime/issuing_thread.hpp"
 
 namespace paceline::internal {
 
@@ -38,6 +44,10 @@ struct SumSource {
 ///
 /// Each sum adds the devices in the order of the group, so that the result has the bits of the host's.
 ///
+/// The device that seals last is the slowest one, and the sum of a bucket of eight GPUs takes some 120 calls of the
+/// driver. So with a `pump` a thread makes these calls, and seal() only notes what is sealed. The order of the sums
+/// stays. The pump and others who use the streams take turns by settle(). finish() throws what the pump met.
+///
 /// With `travels`, sums of float32 go between GPUs in that half type. Each device's bucket is rounded to it once, then
 /// added in float32, and the sum is rounded once. What a GPU reads in its own memory is rounded, too, so the result
 /// does not depend on who sums what. The space that holds a bucket rounds it; home does so
@@ -55,32 +65,45 @@ struct SumSource {
 ///   5. What home's stream gets later runs after all reading: home waits for every sum, and a sum for its pulls.
 class BucketSums {
  public:
+  /// `pump`: a thread of this object enqueues the sums, and others wait for it for so long at most. Without it, the
+  /// thread that seals last enqueues them.
   BucketSums(std::vector<SumSpace> spaces, const std::vector<SumSource>& sources, std::size_t chunk_bytes,
-             std::optional<DType> travels = std::nullopt);
+             std::optional<DType> travels = std::nullopt, std::optional<std::chrono::nanoseconds> pump = std::nullopt);
 
-  /// Home's stream from now on. Memory for the old one returns in its order.
+  /// Home's stream from now on. Memory for the old one returns in its order. Requires: settle().
   void use(Stream& home);
   /// Begins a step. `takes_part`: per source; empty: all. outputs[k] = scale * the sum of all k-th buckets, at home.
   void begin(const std::vector<bool>& takes_part, std::span<const BufferView> outputs, double scale);
   /// The source's k-th bucket is final; work on its stream so far has written it, or what this event of the caller
   /// follows. Sealed again: it is summed again, in the end. Any thread.
   void seal(std::size_t source, std::size_t k, const BufferView& bucket, NativeEvent written = nullptr);
-  /// Sums what is left. Devices that have sealed nothing give nothing.
+  /// Sums what is left. Devices that have sealed nothing give nothing. @throws also what the pump met in this step
   void finish();
+  /// Returns when the pump has enqueued what it can, so that the caller may use the streams.
+  /// @throws Timeout naming the device whose call did not return; then the pump is left behind
+  void settle();
+  /// What owns this object and the streams. The pump keeps it while it works, because it may never come back.
+  void set_owner(std::weak_ptr<void> owner) { owner_ = std::move(owner); }
+  /// Ends the pump. If it does not return within `timeout`, it is left behind, and enqueues nothing more.
+  void close(std::chrono::nanoseconds timeout);
 
  private:
   struct Bucket {
     const void* data = nullptr;
-    MemoryPlace memory{};              // of the data, which mostly stays from step to step
-    std::unique_ptr<Event> own{};      // null without a stream
-    std::unique_ptr<Event> adopted{};  // of the caller, in place of our own
-    const Event* written = nullptr;    // one of the two
+    MemoryPlace memory{};                    // of the data, which mostly stays from step to step
+    std::shared_ptr<Event> own{};            // null without a stream
+    std::shared_ptr<const Event> written{};  // our own, or one of the caller's; null without a stream
     bool sealed = false;
   };
   struct Source : SumSource {
     bool takes_part = true;
     std::vector<Bucket> buckets{};
-    const void* chunk = nullptr;  // of the bucket that is being summed, in the type that travels
+  };
+  /// What a source gives to the bucket that is being summed, which may be sealed again meanwhile.
+  struct Part {
+    Bucket bucket{};
+    std::size_t space = 0;
+    const void* chunk = nullptr;  // in the type that travels
     MemoryPlace memory{};
     std::size_t place = 0;  // the space where the chunk is
   };
@@ -100,17 +123,28 @@ class BucketSums {
     void* sum = nullptr;
   };
 
+  enum class Pump { idle, runs, stopped };  // stopped: nobody wakes it before the next step
+
   [[nodiscard]] static bool has(const Source& source, std::size_t k);
-  [[nodiscard]] bool complete(std::size_t k) const;
+  /// Whether the next bucket can be summed.
+  [[nodiscard]] bool is_due() const;
+  void pump();
+  void stop_pump();
+  /// The space, for who is about to enqueue there.
+  [[nodiscard]] Space& go_to(std::size_t space);
+  /// Copies what the sources give to the bucket.
+  void take(std::size_t k);
+  void take_and_sum(std::size_t k);
   [[nodiscard]] std::vector<std::size_t> owners(std::size_t k) const;
+  /// Enqueues the sum of what was taken.
   void sum(std::size_t k);
   void sum_chunk(std::size_t k, std::span<const std::size_t> owners, std::size_t begin, std::size_t end);
   /// Rounds what each space gives to elements [begin, begin + count), and lets the owners wait for it.
-  void round(std::size_t k, std::span<const std::size_t> owners, std::size_t begin, std::size_t count);
-  void sum_slice(std::size_t k, const Slice& slice, DType dtype);
+  void round(std::span<const std::size_t> owners, std::size_t begin, std::size_t count);
+  void sum_slice(const Slice& slice, DType dtype);
   [[nodiscard]] bool rounds(DType dtype) const { return travels_.has_value() && dtype == DType::float32; }
 
-  std::mutex mutex_;
+  std::mutex mutex_;  // not held while the pump enqueues
   std::vector<Space> spaces_;
   std::vector<Source> sources_;
   std::size_t chunk_bytes_;
@@ -122,6 +156,13 @@ class BucketSums {
   double scale_ = 1.0;
   std::size_t next_ = 0;     // the buckets before it are summed
   std::vector<bool> again_;  // sealed again after that
+  std::vector<Part> parts_;  // of the bucket that is being summed
+  std::chrono::nanoseconds timeout_{};
+  std::atomic<std::size_t> at_ = kHome;  // the space whose device was called last
+  Pump pump_state_ = Pump::idle;
+  std::exception_ptr error_;  // of the pump, in this step
+  std::weak_ptr<void> owner_;
+  std::unique_ptr<IssuingThread> pump_;  // null: there is none
 };
 
 }  // namespace paceline::internal

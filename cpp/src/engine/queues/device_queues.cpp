@@ -16,6 +16,11 @@
 namespace paceline {
 namespace {
 
+// From so many GPUs on a bucket takes so many calls of the driver that the thread which seals last would be late.
+constexpr std::size_t kManyGpus = 4;
+// For the end of a thread that mostly is idle.
+constexpr std::chrono::nanoseconds kAfterAHang = std::chrono::seconds(1);
+
 std::size_t bytes_of(const BufferView& part) { return part.count * size_of(part.dtype); }
 
 }  // namespace
@@ -58,6 +63,7 @@ void DeviceQueues::State::find_spaces(const DeviceGroup& group) {
 }
 
 void DeviceQueues::State::use(NativeStream native) {
+  settle();
   AsyncDevice& device = home_device();
   const std::unique_ptr<Stream> before =
       std::exchange(home_stream, native != nullptr ? device.adopt_stream(native) : device.make_stream());
@@ -134,9 +140,12 @@ void DeviceQueues::State::prepare_sums() {
     from.push_back({queue.space, queue.device, queue.own_stream.get()});
   }
   if (collectives != nullptr) from.push_back({.space = kHome});
+  const bool many = gpu_space_count() >= kManyGpus;
   // Each chunk is cut into a slice for each GPU but home, and enqueuing takes as long for a small one.
-  const std::size_t chunk_bytes = gpu_space_count() < 4 ? options.chunk_bytes : 2 * options.chunk_bytes;
-  sums.emplace(std::move(where), from, chunk_bytes, options.reduce_dtype);
+  const std::size_t chunk_bytes = many ? 2 * options.chunk_bytes : options.chunk_bytes;
+  std::optional<std::chrono::nanoseconds> pump;
+  if (many && collectives == nullptr) pump = options.timeout;
+  sums.emplace(std::move(where), from, chunk_bytes, options.reduce_dtype, pump);
   sums->use(*home_stream);
 }
 
@@ -153,6 +162,7 @@ void DeviceQueues::State::begin(std::vector<bool> takes_part) {
 }
 
 void DeviceQueues::State::expect(std::span<const BufferView> the_outputs, double scale) {
+  settle();
   outputs.assign(the_outputs.begin(), the_outputs.end());
   std::vector<bool> sources = expected;
   if (collectives != nullptr) {
@@ -219,6 +229,22 @@ void DeviceQueues::State::await(const Event& event) {
   }
 }
 
+void DeviceQueues::State::settle() {
+  try {
+    if (sums.has_value()) sums->settle();
+  } catch (const Timeout&) {
+    *hung = true;
+    throw;
+  }
+}
+
+void DeviceQueues::State::settle_or_hang() noexcept {
+  try {
+    settle();
+  } catch (...) {
+  }
+}
+
 void DeviceQueues::State::check() const {
   if (!*hung) return;
   throw DeviceLost(
@@ -236,13 +262,17 @@ void DeviceQueues::State::drain(AsyncDevice* device, Stream* stream) {
 }
 
 DeviceQueues::DeviceQueues(const DeviceGroup& group, const DeviceQueueOptions& options)
-    : state_(std::make_unique<State>(group, options)) {}
+    : state_(std::make_shared<State>(group, options)) {
+  state_->sums->set_owner(state_);
+}
 
 DeviceQueues::~DeviceQueues() {
   try {
     drain();
   } catch (...) {  // interrupted: everything returns in the order of the streams
   }
+  const std::chrono::nanoseconds patience = *state_->hung ? kAfterAHang : state_->options.timeout;
+  state_->sums->close(patience);
 }
 
 std::vector<DeviceId> DeviceQueues::devices() const { return state_->queues.ids(); }
@@ -264,8 +294,14 @@ void DeviceQueues::release_memory() {
 }
 
 AsyncDevice& DeviceQueues::maker(std::size_t space) const noexcept { return *state_->spaces[space].maker; }
-Stream& DeviceQueues::home_stream() const noexcept { return *state_->home_stream; }
-Stream* DeviceQueues::copy_stream(std::size_t space) const noexcept { return state_->spaces[space].copies.get(); }
+Stream& DeviceQueues::home_stream() const noexcept {
+  state_->settle_or_hang();
+  return *state_->home_stream;
+}
+Stream* DeviceQueues::copy_stream(std::size_t space) const noexcept {
+  state_->settle_or_hang();
+  return state_->spaces[space].copies.get();
+}
 Stream* DeviceQueues::stream(DeviceId device) const noexcept { return state_->queues[device].stream; }
 Stream* DeviceQueues::source_stream(DeviceId device) const noexcept { return state_->queues[device].source.get(); }
 
@@ -318,6 +354,7 @@ void DeviceQueues::deliver(DeviceId device, const std::vector<BufferView>& parts
 
 void DeviceQueues::reduce() {
   State& state = *state_;
+  state.settle();
   if (state.collectives != nullptr && !state.outputs.empty()) state.collect();
   for (const State::Space& space : state.spaces) {
     if (space.copies != nullptr && space.takes_part) state.home_stream->wait(*space.arrived);
@@ -330,30 +367,10 @@ void DeviceQueues::reduce() {
 
 void DeviceQueues::end_step() { state_->step->end(*state_->home_stream); }
 
-void DeviceQueues::begin_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies) {
-  State& state = *state_;
-  if (state.left) drain();
-  state.check();
-  state.home_stream->record(*state.ready);
-  for (const DeviceId device : devices) state.queues[device].stream->wait(*state.ready);
-  for (const DeviceCopy& copy : copies) state.queues[copy.device].stream->copy(copy.to, copy.from, copy.bytes);
-}
-
-void DeviceQueues::end_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies) {
-  State& state = *state_;
-  for (const DeviceId device : devices) {
-    State::Queue& queue = state.queues[device];
-    queue.stream->record(*queue.delivered);
-    state.home_stream->wait(*queue.delivered);
-    for (const DeviceCopy& copy : copies) {
-      if (copy.device == device) state.home_stream->copy(copy.to, copy.from, copy.bytes);
-    }
-  }
-}
-
 void DeviceQueues::drain() {
   State& state = *state_;
   state.left = true;
+  state.settle_or_hang();
   if (state.collectives != nullptr && state.collectives->lost()) *state.hung = true;
   for (auto& [id, queue] : state.queues) state.drain(queue.device, queue.stream);
   for (auto& [id, queue] : state.queues) state.drain(&state.home_device(), queue.source.get());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a step's parameters come to the memory spaces, and what waits for them.
+// How a step's parameters come to the memory spaces, what waits for them, and how devices update parts of them between
+// two steps.
 #include <paceline/engine/device_queues.hpp>
 
 #include <utility>
@@ -102,6 +103,27 @@ void DeviceQueues::need(DeviceId device, std::size_t bucket) {
   state.step->begin_wait(device, *queue.device, *queue.stream);
   queue.stream->wait(*arrivals[bucket]);
   state.step->end_wait(device, *queue.stream);
+}
+
+void DeviceQueues::begin_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies) {
+  State& state = *state_;
+  if (state.left) drain();
+  state.check();
+  state.home_stream->record(*state.ready);
+  for (const DeviceId device : devices) state.queues[device].stream->wait(*state.ready);
+  for (const DeviceCopy& copy : copies) state.queues[copy.device].stream->copy(copy.to, copy.from, copy.bytes);
+}
+
+void DeviceQueues::end_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies) {
+  State& state = *state_;
+  for (const DeviceId device : devices) {
+    State::Queue& queue = state.queues[device];
+    queue.stream->record(*queue.delivered);
+    state.home_stream->wait(*queue.delivered);
+    for (const DeviceCopy& copy : copies) {
+      if (copy.device == device) state.home_stream->copy(copy.to, copy.from, copy.bytes);
+    }
+  }
 }
 
 }  // namespace paceline

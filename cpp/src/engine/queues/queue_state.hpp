@@ -80,6 +80,10 @@ struct DeviceQueues::State {
   void collect();
   /// Waits, and remembers a hang, because every later wait would take as long again.
   void await(const Event& event);
+  /// Waits until nobody else uses the streams of the sums, and remembers a hang. @throws Timeout
+  void settle();
+  /// The same, but only remembers a hang.
+  void settle_or_hang() noexcept;
   /// @throws DeviceLost after a hang.
   void check() const;
   /// Waits until the stream has no work left. A device that fails here has none left either.

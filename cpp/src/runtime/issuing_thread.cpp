@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "issuing_thread.hpp"
+#include "runtime/issuing_thread.hpp"
 
 #include <fmt/format.h>
 #include <pthread.h>
@@ -8,7 +8,6 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
-#include <optional>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -16,22 +15,21 @@
 #include <paceline/error.hpp>
 #include <paceline/runtime/blocking.hpp>
 
-#include "device_guard.hpp"
-#include "polled_wait.hpp"
 #include "runtime/deadline.hpp"
+#include "runtime/polled_wait.hpp"
 
-namespace paceline::nccl {
-
-using Clock = std::chrono::steady_clock;
+namespace paceline::internal {
 
 /// The thread shares it, so a thread that was given up still finds it.
 struct IssuingThread::State {
+  using Clock = std::chrono::steady_clock;
+
   std::mutex mutex;
   std::condition_variable changed;
   std::thread thread;
   Job job;
   LookAfter look_after;
-  Clock::time_point deadline;  // of the job
+  Clock::time_point deadline;  // of the job that run() gave
   std::exception_ptr error;
   bool idle = true;  // the last job is done
   bool stop = false;
@@ -39,16 +37,23 @@ struct IssuingThread::State {
   bool given_up = false;
   pid_t owner = getpid();
 
+  [[nodiscard]] bool forked() const { return getpid() != owner; }
   [[nodiscard]] bool left_behind() {
     const std::lock_guard lock(mutex);
     return given_up;
   }
 
-  void work(int device, std::chrono::nanoseconds interval) {
-    // NCCL switches devices itself. On a thread without a context its first call would make GPU 0's context.
-    std::optional<cuda::DeviceGuard> guard;
+  /// Requires the lock.
+  void give(Job next) {
+    job = std::move(next);
+    idle = false;
+    changed.notify_all();
+  }
+
+  void work(const Enter& enter, std::chrono::nanoseconds interval) {
+    std::shared_ptr<void> held;
     try {
-      guard.emplace(device);
+      if (enter != nullptr) held = enter();
     } catch (const Error&) {  // the first job meets the same error and can report it
     }
     bool busy = false;
@@ -58,7 +63,8 @@ struct IssuingThread::State {
       const auto wanted = [&] { return job != nullptr || stop; };
       const bool woken = busy ? changed.wait_until(lock, next_look, wanted) : (changed.wait(lock, wanted), true);
       if (woken && job == nullptr) break;
-      const Job current = std::exchange(job, nullptr);
+      Job current = std::exchange(job, nullptr);
+      const bool only_looks = current == nullptr;
       lock.unlock();
       std::exception_ptr thrown;
       try {
@@ -66,45 +72,50 @@ struct IssuingThread::State {
       } catch (...) {
         thrown = std::current_exception();
       }
+      current = nullptr;  // without the lock: it may own whoever owns this thread
       // Does not look after every job, because each look calls the driver and healthy work needs no look.
       if (!busy) next_look = Clock::now() + interval;
-      busy = true;
-      if (Clock::now() >= next_look && !left_behind()) {
+      busy = look_after != nullptr;
+      if (busy && Clock::now() >= next_look && !left_behind()) {
         busy = look_after();
         next_look = Clock::now() + interval;
       }
       lock.lock();
-      if (current == nullptr) continue;
+      if (only_looks) continue;
       error = std::move(thrown);
-      idle = true;
+      idle = job == nullptr;  // start() may have given the next one
       changed.notify_all();
     }
-    job = nullptr;
-    look_after = nullptr;  // destroys here what it owns, because the caller may be gone
+    // Destroys here what they own, because the caller may be gone. Without the lock, as above.
+    Job never_begun = std::exchange(job, nullptr);
+    lock.unlock();
+    never_begun = nullptr;
+    look_after = nullptr;
+    lock.lock();
     exited = true;
     changed.notify_all();
   }
 };
 
-IssuingThread::IssuingThread(const std::string& name, int device, LookAfter look_after,
+IssuingThread::IssuingThread(const std::string& name, Enter enter, LookAfter look_after,
                              std::chrono::nanoseconds interval)
     : state_(std::make_shared<State>()) {
   state_->look_after = std::move(look_after);
   try {
-    state_->thread = std::thread([state = state_, device, interval, name] {
+    state_->thread = std::thread([state = state_, enter = std::move(enter), interval, name] {
       pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
-      state->work(device, interval);
+      state->work(enter, interval);
     });
   } catch (const std::system_error& error) {
     throw Unavailable(
-        fmt::format("Communicator: no thread could be started for NCCL ({}). Raise the limit on threads "
+        fmt::format("GPUs: no thread could be started that gives them work ('{}': {}). Raise the limit on threads "
                     "(ulimit -u, or pids.max of the cgroup).",
-                    error.what()));
+                    name, error.what()));
   }
 }
 
 IssuingThread::~IssuingThread() {
-  if (getpid() != state_->owner) {
+  if (state_->forked()) {
     static_cast<void>(new std::shared_ptr<State>(state_));  // kept for good: this process does not have the thread
     return;
   }
@@ -116,7 +127,7 @@ IssuingThread::~IssuingThread() {
 }
 
 bool IssuingThread::run(Job job, std::chrono::nanoseconds timeout, Interrupt interrupt) {
-  timeout = internal::bounded(timeout);
+  timeout = bounded(timeout);
   BlockingRegion region;
   State& state = *state_;
   std::unique_lock lock(state.mutex);
@@ -127,15 +138,28 @@ bool IssuingThread::run(Job job, std::chrono::nanoseconds timeout, Interrupt int
     if (!back) state.given_up = true;
     return back;
   };
-  if (!state.idle && !await(state.deadline - Clock::now())) return false;
-  state.job = std::move(job);
-  state.deadline = Clock::now() + timeout;
+  if (!state.idle && !await(state.deadline - State::Clock::now())) return false;
+  state.deadline = State::Clock::now() + timeout;
   state.error = nullptr;
-  state.idle = false;
-  state.changed.notify_all();
+  state.give(std::move(job));
   if (!await(timeout)) return false;
   if (state.error != nullptr) std::rethrow_exception(std::exchange(state.error, nullptr));
   return true;
+}
+
+void IssuingThread::start(Job job) {
+  const std::lock_guard lock(state_->mutex);
+  state_->give(std::move(job));
+}
+
+bool IssuingThread::wait(std::chrono::nanoseconds timeout) {
+  State& state = *state_;
+  if (state.forked()) return true;
+  const BlockingRegion region;
+  std::unique_lock lock(state.mutex);
+  const auto over = [&] { return state.idle || state.given_up; };
+  if (!state.changed.wait_for(lock, bounded(timeout), over)) state.given_up = true;
+  return !state.given_up;
 }
 
 bool IssuingThread::given_up() const noexcept {
@@ -144,12 +168,13 @@ bool IssuingThread::given_up() const noexcept {
 }
 
 bool IssuingThread::close(std::chrono::nanoseconds timeout) {
+  if (state_->forked()) return true;
   const BlockingRegion region;
   std::unique_lock lock(state_->mutex);
-  if (!state_->thread.joinable()) return !state_->given_up;
+  if (!state_->thread.joinable() || state_->given_up) return !state_->given_up;
   state_->stop = true;
   state_->changed.notify_all();
-  if (!state_->changed.wait_for(lock, internal::bounded(timeout), [&] { return state_->exited; })) {
+  if (!state_->changed.wait_for(lock, bounded(timeout), [&] { return state_->exited; })) {
     state_->given_up = true;
     return false;
   }
@@ -167,4 +192,4 @@ void IssuingThread::leave(Job last) noexcept {
   state_->thread.detach();
 }
 
-}  // namespace paceline::nccl
+}  // namespace paceline::internal

@@ -6,13 +6,14 @@
 #include <memory>
 #include <string>
 
-namespace paceline::nccl {
+namespace paceline::internal {
 
 /// One thread that runs jobs in order, and in between looks after the work that they started.
 ///
-/// NCCL wants all calls for one set of communicators from one thread at a time, in one order. A call may never return.
-/// Then the thread is given up: nobody joins it, so its jobs must own everything that they use. One caller at a time,
-/// and none after fork(), because the child has no such thread.
+/// NCCL wants all calls for one set of communicators from one thread at a time, in one order. Sums of many GPUs would
+/// hold up whoever asks for them. A call of either may never return. Then the thread is given up: nobody joins it, so
+/// its jobs must own everything that they use. One caller at a time, except for start(). After fork() the child has no
+/// such thread: there wait() and close() return at once, and nothing else may be called.
 ///
 /// The poll hook of waits (Ctrl-C) can only end a wait for a job that uses nothing but its own data, such as connecting
 /// and closing: the job continues after the caller has left. A job that enqueues work on the caller's buffers is
@@ -20,11 +21,15 @@ namespace paceline::nccl {
 class IssuingThread {
  public:
   using Job = std::function<void()>;
+  /// The thread calls it first, and keeps what it returns until its end: the device that is current, for example. If it
+  /// throws an Error, the thread does without, because its first job meets the same error and can report it.
+  using Enter = std::function<std::shared_ptr<void>()>;
   /// Called every `interval` while it returns true; again after each job.
   using LookAfter = std::function<bool()>;
 
-  /// @param device the current GPU of the thread, one of those that it works for
-  IssuingThread(const std::string& name, int device, LookAfter look_after, std::chrono::nanoseconds interval);
+  /// @throws Unavailable if the system gives no thread
+  explicit IssuingThread(const std::string& name, Enter enter = {}, LookAfter look_after = {},
+                         std::chrono::nanoseconds interval = {});
   /// Gives the thread up if it has not ended yet.
   ~IssuingThread();
   IssuingThread(const IssuingThread&) = delete;
@@ -38,8 +43,13 @@ class IssuingThread {
   /// @throws with Interrupt::yes, what the poll hook of waits throws; then the job may still run, and the next one
   /// waits
   [[nodiscard]] bool run(Job job, std::chrono::nanoseconds timeout, Interrupt interrupt = Interrupt::no);
+  /// Gives the thread a job, and does not wait. The job does not throw. Requires: every job before it has begun. Any
+  /// thread.
+  void start(Job job);
+  /// Waits until the thread has run all jobs. False: it did not within `timeout`, now or before, and is given up.
+  [[nodiscard]] bool wait(std::chrono::nanoseconds timeout);
   [[nodiscard]] bool given_up() const noexcept;
-  /// Ends the thread. False: it did not return within `timeout`, and is given up.
+  /// Ends the thread after its jobs. False: it did not return within `timeout`, and is given up.
   [[nodiscard]] bool close(std::chrono::nanoseconds timeout);
   /// For a caller that was interrupted and will not call again. The thread finishes its job, runs `last` and ends.
   /// Nobody waits for it.
@@ -50,4 +60,4 @@ class IssuingThread {
   std::shared_ptr<State> state_;
 };
 
-}  // namespace paceline::nccl
+}  // namespace paceline::internal
