@@ -35,7 +35,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.on = False
-        self.seconds: collections.Counter[str] = collections.Counter()
+        self.seconds: dict[str, float] = collections.defaultdict(float)
         self.times: collections.Counter[str] = collections.Counter()
         self._open: dict[
             int, list[tuple[str, float]]
@@ -95,10 +95,8 @@ def measured(device: str | None) -> dict[str, Any]:
         until_forward()  # after which the worker tells, too
         found["milliseconds_told"] = statistics.median(until_forward(calls.begin) for _ in range(STEPS))
         sys.setprofile(None)
-    rows = [
-        [round(1e6 * seconds / STEPS, 1), calls.times[name] / STEPS, name]
-        for name, seconds in calls.seconds.most_common(ROWS)
-    ]
+    longest = sorted(calls.seconds, key=lambda name: -calls.seconds[name])[:ROWS]
+    rows = [[round(1e6 * calls.seconds[name] / STEPS, 1), calls.times[name] / STEPS, name] for name in longest]
     return {**{name: round(value, 3) for name, value in found.items()}, "microseconds_calls_function": rows}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,32 +20,16 @@ from paceline.comm import Transport
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.moving import Move, same
 from paceline.torch._devices import cuda
-from paceline.torch._devices.caller_state import NOTHING, set_own_threads
+from paceline.torch._devices.caller_state import NOTHING
 from paceline.torch._devices.worker_draws import WorkerGenerator, mixed_seed
+from paceline.torch._devices.worker_state import prepare_worker
 
 _HOST = torch.device("cpu")
-_worker = threading.local()
 _state = torch.Generator.get_state
 # The lock of Python stays held: a comparison of 5 kB takes less than to get it back.
 _differ = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ("memcmp", ctypes.PyDLL(None))
 )
-
-
-def prepare_worker(threads: int, gpu: int | None) -> None:
-    """Prepare the calling worker for computing with so many threads, or on a GPU, and undo what an earlier function has left set."""
-    if not torch.is_grad_enabled():
-        torch._C._set_grad_enabled(True)
-    if getattr(_worker, "prepared", False):
-        if torch.get_num_threads() != threads:
-            set_own_threads(threads)
-        return
-    set_own_threads(threads)
-    if gpu is not None:
-        cuda.prepare_worker(gpu)
-        # Otherwise backward runs on a thread that all devices of one GPU share. This is set for the thread's whole life.
-        torch.autograd.set_multithreading_enabled(False)
-    _worker.prepared = True
 
 
 class Places:

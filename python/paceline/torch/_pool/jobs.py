@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from paceline import DeviceGroup, InvalidArgument
 from paceline._core.engine import Pool as Engine
-from paceline.torch._devices.places import prepare_worker
+from paceline.torch._devices.worker_state import prepare_worker
 from paceline.torch._pool.figures import Figures
 from paceline.torch._pool.job import PoolFuture, Work
 

@@ -319,8 +319,6 @@ class Execution:
             for replica in self.replicas.list:
                 replica.clear_gradients()
 
-    # Other processes.
-
     def join(self, ranks: Ranks, *, synchronised: bool) -> None:
         """Train together with other processes from now on. `synchronised`: norms meet over all of them."""
         self.replicas.share()  # so that one device, too, refuses hooks on gradients of a part, and leaves .grad alone
