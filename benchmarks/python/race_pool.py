@@ -46,8 +46,9 @@ LABELS = {
 PARTS = (0.5, 0.7, 0.9)
 OVERLOAD = 1.2
 WITHIN = 10  # times a single request
-HALVINGS = 5  # of the interval in which the highest rate lies
+HALVINGS = 6  # of the interval in which the highest rate lies
 REQUESTS_AT_ONCE = 1500
+AT_FIRST = 150  # requests that tell how fast a rival is
 _PROCESS_SECONDS = 240.0
 
 
@@ -66,6 +67,7 @@ class Served:
             text=True,
         )
         self._watchdog = threading.Timer(_PROCESS_SECONDS, self._process.kill)
+        self._watchdog.daemon = True
         self._watchdog.start()
         self.first = self._answer()
 
@@ -128,13 +130,16 @@ class Race:
                 seed = 1000 * number + round(1000 * part)
                 return process.ask(rate=part * whole, seconds=self._seconds, seed=seed)
 
+            hopeless = {"p50": _PROCESS_SECONDS, "p99": _PROCESS_SECONDS, "requests": 1, "times": [_PROCESS_SECONDS]}
+            known = process.ask(all=AT_FIRST)["seconds"]
+            most_part = 1.5 * AT_FIRST / known / whole  # what it answers in a second, and half more
             for part in PARTS:
-                answer = at(part)
+                answer = at(part) if part <= most_part else hopeless  # its queue would only grow
                 for quantile in ("p50", "p99"):
                     found[f"{quantile}_at_{part}"].append(answer[quantile])
-            late = at(OVERLOAD)
+            late = at(OVERLOAD) if most_part >= OVERLOAD else hopeless
             found["in_time_overloaded"].append(sum(one <= most for one in late["times"]) / late["requests"])
-            low, high = 0.0, 1.5
+            low, high = 0.0, min(1.5, most_part)
             for _ in range(HALVINGS):
                 middle = (low + high) / 2
                 low, high = (middle, high) if at(middle)["p99"] <= most else (low, middle)
@@ -201,7 +206,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = command.parser(__doc__, steps=(0, "not used here"), time_limit=400.0)
+    parser = command.parser(__doc__, steps=(0, "not used here"), time_limit=1200.0)
     parser.add_argument("--seconds", type=float, default=2.5, help="of requests at each rate (default: 2.5)")
     parser.set_defaults(rounds=3)
     args = parser.parse_args()
