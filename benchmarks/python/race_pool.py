@@ -129,7 +129,12 @@ class Race:
                 seed = 1000 * number + round(1000 * part)
                 return process.ask(rate=part * whole, seconds=self._seconds, seed=seed)
 
-            hopeless = {"p50": _PROCESS_SECONDS, "p99": _PROCESS_SECONDS, "requests": 1, "times": [_PROCESS_SECONDS]}
+            hopeless: Any = {
+                "p50": _PROCESS_SECONDS,
+                "p99": _PROCESS_SECONDS,
+                "requests": 1,
+                "times": [_PROCESS_SECONDS],
+            }
             requests = REQUESTS_AT_ONCE // (10 if name == "executor" else 1)  # which takes ten times as long for each
             found["at_once"].append(requests / process.ask(all=requests)["seconds"])
             most_part = 1.2 * found["at_once"][-1] / whole  # beyond that its queue only grows

@@ -98,7 +98,7 @@ def test_the_gradient_is_that_of_the_whole_batch(on_ranks: Run, names: list[str]
 
 
 def watching(rank: int, names: list[str], sizes: list[int]) -> Any:
-    place, seen = place_of(names[rank]), []
+    place, seen = place_of(names[rank]), list[list[int]]()
     module, part = Deep().to(place), part_of((items(sum(sizes)),), rank, sizes)
     with small_buckets() as sent, trainer_of(module, rank, names) as trainer:
         for _ in range(WARM + 1):

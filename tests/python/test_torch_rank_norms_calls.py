@@ -183,8 +183,8 @@ def beginning_to_train(rank: int) -> Found:
     module: Any
     module, batch = case("rows", 10)
     x, y, weight = part_of((*batch, WEIGHT), rank, [6, 4])
+    module.eval()
     with trainer_of(module) as trainer, trainer.batch((x, y), weight=weight) as whole:
-        module.eval()
         whole.run(lambda m, b: b.backward(single(m, b.data)))
 
         def run() -> torch.Tensor:
