@@ -60,12 +60,12 @@ void HostPath::copy(std::span<const Receiver> receivers, const void* from, std::
     for (std::size_t begin = 0; begin < bytes; begin += chunk_bytes_) {
       move(receivers, from, begin, std::min(bytes - begin, chunk_bytes_));
     }
+    const Chunk& last = chunks_[1 - next_];
+    for (const Receiver& one : receivers) one.stream->wait(*last.emptied.at(one.target));
   } catch (...) {
     end_what_failed(receivers);
     throw;
   }
-  const Chunk& last = chunks_[1 - next_];
-  for (const Receiver& one : receivers) one.stream->wait(*last.emptied.at(one.target));
 }
 
 void HostPath::move(std::span<const Receiver> receivers, const void* from, std::size_t begin, std::size_t bytes) {
@@ -87,18 +87,23 @@ void HostPath::move(std::span<const Receiver> receivers, const void* from, std::
 }
 
 void HostPath::end_what_failed(std::span<const Receiver> receivers) noexcept {
-  try {
-    for (Chunk& chunk : chunks_) {
-      down_->record(*chunk.filled);
-      for (const Receiver& one : receivers) {
+  const auto unless_lost = [](const auto& call) {
+    try {
+      call();
+    } catch (const Error&) {  // that device has no work left; the others may have
+    }
+  };
+  for (Chunk& chunk : chunks_) {
+    unless_lost([&] { down_->record(*chunk.filled); });
+    for (const Receiver& one : receivers) {
+      unless_lost([&] {
+        one.stream->wait(*chunk.filled);
         Event& emptied = *chunk.emptied.at(one.target);
         targets_.at(one.target).up->record(emptied);
         chunk.uploads.push_back(&emptied);
-        one.stream->wait(*chunk.filled);
         one.stream->wait(emptied);
-      }
+      });
     }
-  } catch (const Error&) {  // the device is lost
   }
 }
 

@@ -179,7 +179,9 @@ TEST(BucketSumsOfGpus, AskTheDriverOnceWhereTheirMemoryLies) {
   const DeviceGroup group = group_of(std::vector<std::string>{"cuda:0", "cuda:1", "cuda:2", "host:0"});
   Buckets buckets(group, {});
   for (int step = 0; step < 3; ++step) {
+    const int asked = fake::pointer_queries();
     buckets.begin();
+    EXPECT_EQ(fake::pointer_queries() - asked, step == 0 ? std::size(kCounts) : 0U) << "outputs of step " << step;
     for (const DeviceId d : group.ids()) {
       buckets.queues.enter(d);
       for (std::size_t k = 0; k < std::size(kCounts); ++k) ASSERT_NO_FATAL_FAILURE(buckets.fill(d, k, 7));
@@ -206,6 +208,7 @@ TEST(BucketSumsOfGpus, AHalfTypeHalvesWhatLinksCarry) {
       EXPECT_NO_FATAL_FAILURE(buckets.fill(d, 0, 7));
       buckets.queues.seal(d, 0, buckets.view(d, 0));
     }
+    static_cast<void>(buckets.queues.home_stream());  // waits until the sums are enqueued
     buckets.queues.drain();
     return fake::bytes_between_gpus() - checked;
   };

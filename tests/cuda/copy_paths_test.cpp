@@ -23,6 +23,7 @@
 #include "helpers.hpp"
 #include "host_path.hpp"
 #include "orders.hpp"
+#include "push_path.hpp"
 #include "twins.hpp"
 
 namespace paceline::cuda {
@@ -168,7 +169,7 @@ class FailingHostPath : public ::testing::Test {
       wait_for(*events[k]);
     }
   }
-  void clear() {
+  void close() {
     path.reset();
     receivers.clear();
     memory.clear();
@@ -176,6 +177,9 @@ class FailingHostPath : public ::testing::Test {
     streams.clear();
     gpus.clear();
     EXPECT_EQ(fake::problems(), std::vector<std::string>{});
+  }
+  void clear() {
+    close();
     EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
   }
 
@@ -212,6 +216,39 @@ TEST_F(FailingHostPath, LetsTheStreamsWaitForWhatAFailedCopyHasEnqueued) {
     path->copy(receivers, memory[0]->data(), kBytes);
     await_the_streams();
     clear();
+  }
+}
+
+TEST_F(FailingHostPath, LetsTheStreamsWaitWhicheverEventFails) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed);
+    // After what both receivers have begun with: each fill, the wait and the end of each upload, the waits for uploads
+    // before a chunk is filled again, and both receivers' waits.
+    fake::fail_event(4 + static_cast<int>(seed % (3 * 5 + 2 + 2)));
+    EXPECT_THROW(path->copy(receivers, memory[0]->data(), kBytes), Error) << "seed " << seed;
+    await_the_streams();
+    ASSERT_EQ(fake::leftovers().queued, 0U) << "seed " << seed;
+    path->copy(receivers, memory[0]->data(), kBytes);
+    await_the_streams();
+    clear();
+  }
+}
+
+TEST_F(FailingHostPath, LetsTheOtherStreamsWaitWhereOneGpuIsLost) {
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot(seed);
+    fake::set_before_copy([left = std::make_shared<std::atomic<int>>(static_cast<int>(seed % 9))] {
+      if ((*left)-- == 0) fake::poison(1, cudaErrorIllegalAddress);
+      return cudaSuccess;
+    });
+    EXPECT_THROW(path->copy(receivers, memory[0]->data(), kBytes), DeviceLost) << "seed " << seed;
+    streams[2]->zero(memory[2]->data(), kBytes);  // comes after all that writes to it
+    streams[2]->record(*events[2]);
+    streams[0]->wait(*events[2]);
+    streams[0]->zero(memory[0]->data(), kBytes);  // and this after all that reads it
+    streams[0]->record(*events[0]);
+    wait_for(*events[0]);
+    close();
   }
 }
 
@@ -258,6 +295,33 @@ TEST(PushPath, CopiesInTheOrderOfTheStreamsAndHoldsNoThread) {
       }
       EXPECT_TRUE(source->push_to(*target, false));
       ASSERT_EQ(fake::synchronize_calls(), 0) << "seed " << seed;
+    }
+    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
+    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
+  }
+}
+
+TEST(PushPath, LetsTheStreamWaitWhicheverEventFails) {
+  constexpr std::size_t bytes = 100;
+  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+    boot_gpus({.seed = seed, .device_count = 2, .switch_size = 2});
+    {
+      const auto source = open_device(0), target = open_device(1);
+      const auto writer = source->make_stream(), stream = target->make_stream();
+      const auto from = source->allocate(bytes, *writer), to = target->allocate(bytes, *stream);
+      const auto written = source->make_event(false), begun = target->make_event(false);
+      writer->zero(from->data(), bytes);
+      writer->record(*written);
+      stream->wait(*written);
+      PushPath path(0, 1);
+      fake::fail_event(static_cast<int>(seed % 4));
+      EXPECT_THROW(path.copy(*stream, *begun, to->data(), from->data(), bytes), Error) << "seed " << seed;
+      stream->record(*begun);
+      wait_for(*begun);
+      ASSERT_EQ(fake::leftovers().queued, 0U) << "seed " << seed;
+      path.copy(*stream, *begun, to->data(), from->data(), bytes);
+      stream->record(*begun);
+      wait_for(*begun);
     }
     ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
     ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "fake_cuda.hpp"
+#include "helpers.hpp"
 #include "interrupts.hpp"
 
 namespace paceline {
@@ -130,6 +131,41 @@ TEST_F(IssuingThreadTest, IsGivenUpIfWhatAnInterruptedCallHasLeftDoesNotEnd) {
   goes_on = true;
   while (!first_done) std::this_thread::sleep_for(milliseconds(1));
   EXPECT_FALSE(second_done);
+}
+
+TEST_F(IssuingThreadTest, DropsWhatItIsGivenAfterItWasGivenUp) {
+  IssuingThread thread("pl test");
+  thread.start([this] {
+    while (!goes_on) std::this_thread::sleep_for(milliseconds(1));
+  });
+  EXPECT_FALSE(thread.wait(milliseconds(20)));
+  for (const bool has_ended : {false, true}) {
+    if (has_ended) {
+      goes_on = true;
+      await_the_thread("pl test");
+    }
+    auto owned = std::make_shared<int>(1);
+    const std::weak_ptr<int> seen = owned;
+    thread.start([this, owned = std::move(owned)] { second_done = true; });
+    EXPECT_TRUE(seen.expired());
+  }
+  EXPECT_FALSE(second_done);
+}
+
+TEST_F(IssuingThreadTest, LetsWhoIsInterruptedGoWhileAJobRuns) {
+  IssuingThread thread("pl test");
+  thread.start([this] {
+    while (!goes_on) std::this_thread::sleep_for(milliseconds(1));
+    first_done = true;
+  });
+  {
+    const Interrupting soon;
+    EXPECT_THROW(static_cast<void>(thread.wait(seconds(30), IssuingThread::Interrupt::yes)), Interrupt);
+  }
+  EXPECT_FALSE(thread.given_up());
+  goes_on = true;
+  EXPECT_TRUE(thread.wait(seconds(30), IssuingThread::Interrupt::yes));
+  EXPECT_TRUE(first_done);
 }
 
 }  // namespace

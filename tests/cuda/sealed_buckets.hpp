@@ -20,6 +20,7 @@
 
 #include "../cpp/comm/reference.hpp"
 #include "fake_cuda.hpp"
+#include "interrupts.hpp"
 #include "queued_steps.hpp"
 
 namespace paceline {
@@ -57,7 +58,10 @@ class Buckets {
     }
   }
   ~Buckets() {
-    queues.drain();
+    try {
+      queues.drain();
+    } catch (const Interrupt&) {
+    }
     for (const DeviceId d : group_.ids()) {
       if (queues.stream(d) == nullptr) buckets_[d.number()].clear();
     }

@@ -26,76 +26,14 @@
 #include "fake_cuda.hpp"
 #include "helpers.hpp"
 #include "orders.hpp"
+#include "pump_steps.hpp"
 #include "queued_steps.hpp"
 #include "sealed_buckets.hpp"
 
 namespace paceline {
 namespace {
 
-const std::vector<std::string> kFour{"cuda:0", "cuda:1", "cuda:2", "cuda:3"};
 const std::vector<std::string> kThree{"cuda:0", "cuda:1", "cuda:2"};
-const std::vector<std::vector<std::uint32_t>> kSeeds{{1, 2, 3}, {4, 5, 6}, {7, 8, 9}, {10, 11, 12}};
-constexpr const char* kThread = "pl sums";
-
-void enter_and_fill(Buckets& buckets) {
-  for (const DeviceId d : buckets.queues.devices()) {
-    buckets.queues.enter(d);
-    for (std::size_t k = 0; k < std::size(kCounts); ++k) {
-      ASSERT_NO_FATAL_FAILURE(buckets.fill(d, k, kSeeds[d.number()][k]));
-    }
-  }
-}
-
-void seal_all(Buckets& buckets) {
-  for (std::size_t k = 0; k < std::size(kCounts); ++k) {
-    for (const DeviceId d : buckets.queues.devices()) buckets.queues.seal(d, k, buckets.view(d, k));
-  }
-}
-
-/// A step up to its reduction, on this thread.
-void begin_and_seal(Buckets& buckets) {
-  buckets.begin();
-  ASSERT_NO_FATAL_FAILURE(enter_and_fill(buckets));
-  seal_all(buckets);
-  for (const DeviceId d : buckets.queues.devices()) buckets.deliver(d, {true, true, true});
-}
-
-void expect_a_step(Buckets& buckets) {
-  ASSERT_NO_FATAL_FAILURE(begin_and_seal(buckets));
-  buckets.end();
-  const auto count = static_cast<std::ptrdiff_t>(buckets.queues.devices().size());
-  ASSERT_NO_FATAL_FAILURE(buckets.expect_sums({kSeeds.begin(), kSeeds.begin() + count}));
-}
-
-/// Which threads enqueue copies, from now until its end.
-class Copiers {
- public:
-  Copiers() {
-    fake::set_before_copy([this] {
-      const std::lock_guard lock(mutex_);
-      threads_.insert(std::this_thread::get_id());
-      ++count_;
-      return cudaSuccess;
-    });
-  }
-  ~Copiers() { fake::set_before_copy(nullptr); }
-  Copiers(const Copiers&) = delete;
-  Copiers& operator=(const Copiers&) = delete;
-
-  [[nodiscard]] std::set<std::thread::id> threads() const {
-    const std::lock_guard lock(mutex_);
-    return threads_;
-  }
-  [[nodiscard]] int count() const {
-    const std::lock_guard lock(mutex_);
-    return count_;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::set<std::thread::id> threads_;
-  int count_ = 0;
-};
 
 TEST(SumPump, GivesTheBitsOfTheHostWhenEachDeviceSealsOnAThreadOfItsOwn) {
   for_each_order(kOrders / 8, [&](std::uint64_t seed) {
@@ -144,9 +82,9 @@ TEST(SumPump, LetsWhoSealsGoOn) {
     });
     seal_all(buckets);
     goes_on = true;
-    static_cast<void>(buckets.queues.copy_stream(1));  // waits for the pump
+    await_the_pump(buckets);
     fake::set_before_copy(nullptr);
-    for (const DeviceId d : buckets.queues.devices()) buckets.deliver(d, {true, true, true});
+    deliver_all(buckets);
     buckets.end();
     ASSERT_NO_FATAL_FAILURE(buckets.expect_sums(kSeeds));
   }
@@ -160,7 +98,7 @@ TEST(SumPump, IsThereFromFourGpusOnAndWithoutCollectives) {
     Buckets buckets(group_of(four ? kFour : kThree), {});
     const Copiers copiers;
     ASSERT_NO_FATAL_FAILURE(begin_and_seal(buckets));
-    static_cast<void>(buckets.queues.copy_stream(1));  // waits for the pump
+    await_the_pump(buckets);
     EXPECT_GT(copiers.count(), 0);
     EXPECT_EQ(copiers.threads() == this_one, !four);
     EXPECT_EQ(has_thread(kThread), four);
@@ -171,7 +109,7 @@ TEST(SumPump, IsThereFromFourGpusOnAndWithoutCollectives) {
   EXPECT_FALSE(has_thread(kThread));
 }
 
-TEST(SumPump, TellsInTheReductionWhichCopyFailedAndTheNextStepWorks) {
+TEST(SumPump, TellsInTheStepWhichCopyFailedAndTheNextStepWorks) {
   boot_with_writes(1, 4);
   {
     Buckets buckets(group_of(kFour), {});
@@ -179,15 +117,15 @@ TEST(SumPump, TellsInTheReductionWhichCopyFailedAndTheNextStepWorks) {
     const int copies = [&] {
       const Copiers copiers;
       EXPECT_NO_FATAL_FAILURE(begin_and_seal(buckets));
-      buckets.queues.drain();
+      await_the_pump(buckets);
       return copiers.count();
     }();
     ASSERT_GT(copies, 20);
     for (int k = 0; k < copies; ++k) {
       std::atomic<int> left{k};
       fake::set_before_copy([&left] { return left-- == 0 ? cudaErrorUnknown : cudaSuccess; });
-      ASSERT_NO_FATAL_FAILURE(begin_and_seal(buckets));
       try {
+        ASSERT_NO_FATAL_FAILURE(begin_and_seal(buckets));  // who seals after that is told, too
         buckets.queues.reduce();
         ADD_FAILURE() << "copy " << k << " failed, and nobody says so";
       } catch (const Error& error) {
@@ -238,7 +176,7 @@ TEST(SumPump, IsWaitedForByWhoeverEndsTheQueuesOrDrainsThem) {
   });
 }
 
-TEST(SumPump, TellsInTheReductionThatThereIsNoMemoryAndTheNextStepWorks) {
+TEST(SumPump, TellsInTheStepThatThereIsNoMemoryAndTheNextStepWorks) {
   int failed = 0;
   for (int allocation = 0; allocation == failed; ++allocation) {  // until none is left that could fail
     boot_with_writes(1, 4);
@@ -247,9 +185,9 @@ TEST(SumPump, TellsInTheReductionThatThereIsNoMemoryAndTheNextStepWorks) {
       buckets.begin();
       ASSERT_NO_FATAL_FAILURE(enter_and_fill(buckets));
       fake::fail_allocation(allocation);
-      seal_all(buckets);
-      for (const DeviceId d : buckets.queues.devices()) buckets.deliver(d, {true, true, true});
       try {
+        seal_all(buckets);
+        deliver_all(buckets);
         buckets.end();
         ASSERT_NO_FATAL_FAILURE(buckets.expect_sums(kSeeds)) << "allocation " << allocation;
       } catch (const OutOfMemory&) {
@@ -265,39 +203,64 @@ TEST(SumPump, TellsInTheReductionThatThereIsNoMemoryAndTheNextStepWorks) {
   EXPECT_GT(failed, 12);
 }
 
-TEST(SumPump, IsLeftBehindWhereCudaDoesNotComeBackAndEnqueuesNothingMore) {
-  for (const bool ends_first : {false, true}) {  // the queues, before the call comes back
-    boot_with_writes(1, 4, 4);
-    std::atomic<bool> comes_back{false};
-    std::atomic<int> copies{0};
-    {
-      Buckets buckets(group_of(kFour), {.timeout = std::chrono::milliseconds(50)});
-      fake::set_before_copy([&] {
-        if (++copies < 2) return cudaSuccess;
-        while (!comes_back) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        return ends_first ? cudaErrorUnknown : cudaSuccess;
-      });
-      ASSERT_NO_FATAL_FAILURE(begin_and_seal(buckets));
-      try {
-        buckets.queues.reduce();
-        ADD_FAILURE() << "it does not come back, and nobody says so";
-      } catch (const Timeout& error) {
-        EXPECT_EQ(error.device(), "cuda:1");
-        EXPECT_NE(std::string(error.what()).find(error.device()), std::string::npos) << error.what();
+TEST(SumPump, ThatGotNoMemoryTellsWhoSealsNextAndLeavesTheNextSumsToThoseWhoSeal) {
+  boot_with_writes(1, 4);
+  {
+    Buckets buckets(group_of(kFour), {});
+    const std::vector<DeviceId> devices = buckets.queues.devices();
+    for (const bool by_pump : {true, false}) {
+      buckets.begin();
+      ASSERT_NO_FATAL_FAILURE(enter_and_fill(buckets));
+      fake::fail_allocation(0);
+      for (const DeviceId d : devices) {
+        if (by_pump || d != devices.back()) {
+          EXPECT_NO_THROW(buckets.queues.seal(d, 0, buckets.view(d, 0)));
+        } else {
+          EXPECT_THROW(buckets.queues.seal(d, 0, buckets.view(d, 0)), OutOfMemory);
+        }
+      }
+      await_the_pump(buckets);
+      for (const DeviceId d : devices) {
+        if (!by_pump) break;
+        EXPECT_THROW(buckets.queues.seal(d, 1, buckets.view(d, 1)), OutOfMemory);
       }
       buckets.queues.drain();
-      EXPECT_THROW(buckets.begin(), DeviceLost);
-      EXPECT_TRUE(has_thread(kThread));
-      if (!ends_first) {
-        comes_back = true;
-        await_the_thread(kThread);
-      }
+      ASSERT_EQ(fake::leftovers().queued, 0U);
     }
-    comes_back = true;
-    await_the_thread(kThread);  // it has freed what it used
-    EXPECT_EQ(copies, 2);
+    for (const bool by_pump : {false, true}) {
+      {
+        const Copiers copiers;
+        ASSERT_NO_FATAL_FAILURE(begin_and_seal(buckets));
+        await_the_pump(buckets);
+        EXPECT_EQ(copiers.threads() != std::set{std::this_thread::get_id()}, by_pump);
+      }
+      buckets.end();
+      ASSERT_NO_FATAL_FAILURE(buckets.expect_sums(kSeeds));
+    }
+  }
+  ASSERT_NO_FATAL_FAILURE(expect_clean());
+}
+
+TEST(SumPump, TellsItsErrorToWhoWouldMeetOneThatFollowsFromIt) {
+  boot_with_writes(1, 4);
+  Buckets buckets(group_of(kFour), {});
+  buckets.begin();
+  ASSERT_NO_FATAL_FAILURE(enter_and_fill(buckets));
+  fake::set_before_copy([] {
+    fake::poison(2, cudaErrorIllegalAddress);
+    return cudaErrorIllegalAddress;
+  });
+  for (const DeviceId d : buckets.queues.devices()) buckets.queues.seal(d, 0, buckets.view(d, 0));
+  await_the_pump(buckets);
+  fake::set_before_copy(nullptr);
+  try {
+    buckets.queues.seal(2, 1, buckets.view(2, 1));
+    ADD_FAILURE() << "a copy has failed, and nobody says so";
+  } catch (const DeviceLost& error) {
+    EXPECT_NE(std::string(error.what()).find("copying"), std::string::npos) << error.what();
   }
 }
+
 #if !defined(__SANITIZE_THREAD__)  // the thread sanitizer does not support threads in a forked child
 TEST(SumPump, IsNotAwaitedInAForkedChild) {
   boot_with_writes(1, 4);

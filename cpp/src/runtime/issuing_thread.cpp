@@ -149,16 +149,19 @@ bool IssuingThread::run(Job job, std::chrono::nanoseconds timeout, Interrupt int
 
 void IssuingThread::start(Job job) {
   const std::lock_guard lock(state_->mutex);
-  state_->give(std::move(job));
+  if (!state_->given_up) state_->give(std::move(job));  // otherwise it ends with this call, without the lock
 }
 
-bool IssuingThread::wait(std::chrono::nanoseconds timeout) {
+bool IssuingThread::wait(std::chrono::nanoseconds timeout, Interrupt interrupt) {
   State& state = *state_;
   if (state.forked()) return true;
-  const BlockingRegion region;
+  timeout = bounded(timeout);
+  BlockingRegion region;
   std::unique_lock lock(state.mutex);
   const auto over = [&] { return state.idle || state.given_up; };
-  if (!state.changed.wait_for(lock, bounded(timeout), over)) state.given_up = true;
+  const bool back = interrupt == Interrupt::yes ? wait_polled(region, state.changed, lock, timeout, over)
+                                                : state.changed.wait_for(lock, timeout, over);
+  if (!back) state.given_up = true;
   return !state.given_up;
 }
 

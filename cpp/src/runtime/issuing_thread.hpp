@@ -17,7 +17,8 @@ namespace paceline::internal {
 ///
 /// The poll hook of waits (Ctrl-C) can only end a wait for a job that uses nothing but its own data, such as connecting
 /// and closing: the job continues after the caller has left. A job that enqueues work on the caller's buffers is
-/// waited for until it returns or is given up. Otherwise the caller might free what the job uses.
+/// waited for until it returns or is given up, or it is told before to enqueue nothing more. Otherwise the caller might
+/// free what the job uses.
 class IssuingThread {
  public:
   using Job = std::function<void()>;
@@ -44,10 +45,11 @@ class IssuingThread {
   /// waits
   [[nodiscard]] bool run(Job job, std::chrono::nanoseconds timeout, Interrupt interrupt = Interrupt::no);
   /// Gives the thread a job, and does not wait. The job does not throw. Requires: every job before it has begun. Any
-  /// thread.
+  /// thread. After given_up() the job is dropped.
   void start(Job job);
   /// Waits until the thread has run all jobs. False: it did not within `timeout`, now or before, and is given up.
-  [[nodiscard]] bool wait(std::chrono::nanoseconds timeout);
+  /// @throws with Interrupt::yes, what the poll hook of waits throws; then a job may still run
+  [[nodiscard]] bool wait(std::chrono::nanoseconds timeout, Interrupt interrupt = Interrupt::no);
   [[nodiscard]] bool given_up() const noexcept;
   /// Ends the thread after its jobs. False: it did not return within `timeout`, and is given up.
   [[nodiscard]] bool close(std::chrono::nanoseconds timeout);

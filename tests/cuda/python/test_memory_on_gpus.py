@@ -179,6 +179,25 @@ def test_memory_of_our_own_that_ran_out_is_asked_for_again(fake: Any) -> None:
         assert (fake.released, fake.streams_ended) == (1, 0), "streams of whole GPUs stay, and what belongs to them"
 
 
+@pytest.mark.parametrize("box", ["two", "four"])
+def test_micro_batches_become_smaller_where_their_sums_get_no_memory(fake: Any, box: str) -> None:
+    module, batch = module_and_batch()
+    whole = len(batch[0]) // len(BOXES[box])
+    smaller: list[int] = []
+
+    def loss_fn(one: Any, part: Any) -> Any:
+        if len(part[0]) < whole:
+            smaller.append(len(part[0]))
+        fake.library.paceline_fake_fail_allocation(-1 if smaller else 0)  # all backward passes come before the sums
+        return classify(one, part)
+
+    with DataParallel(module, BOXES[box], balance="even", transport="copies") as trainer:
+        expect_step(trainer, batch, loss_fn, whole=classify)
+        assert f"at most {whole // 2} items at once" in trainer.explain()
+    assert smaller == [whole // 2] * 2, "one device has halved its own"
+    fake.library.paceline_fake_fail_allocation(-1)
+
+
 @pytest.mark.parametrize("box", ["two", "four", "mixed"])
 def test_memory_of_our_own_may_run_out_anywhere_in_a_step(fake: Any, box: str) -> None:
     module, batch = module_and_batch()

@@ -80,6 +80,11 @@ void set_before_copy(std::function<cudaError_t()> call) {
   machine().before_copy = std::move(call);
 }
 
+void fail_event(int count) {
+  const std::lock_guard lock(machine().mutex);
+  machine().events_until_failure = count;
+}
+
 void set_peer_copy_seconds(double seconds) {
   const std::lock_guard lock(machine().mutex);
   machine().peer_copy_seconds = seconds;

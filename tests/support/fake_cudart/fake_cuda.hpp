@@ -98,6 +98,8 @@ void fail_allocation(int count);
 /// From now until the next boot this is called before each copy is enqueued, on the thread that enqueues it. What it
 /// returns is the copy's result, unless it is cudaSuccess.
 void set_before_copy(std::function<cudaError_t()> call);
+/// Makes one record of an event, or one wait of a stream for an event, fail after `count` further ones.
+void fail_event(int count);
 /// Makes memory of cudaMalloc look like an expandable segment of PyTorch: mapped without access for peers.
 void map_own(const void* data);
 /// From now on every call for `device` returns `error`, as after a kernel's illegal access.

@@ -78,7 +78,7 @@ void Machine::boot(const Settings& settings) {
   pointer_queries = 0;
   node_of_pinned_memory = -1;
   queries = 0;
-  allocations_until_failure = -1;
+  allocations_until_failure = events_until_failure = -1;
   before_copy = nullptr;
   next_stream_ = 1;
   host_ = {};

@@ -113,6 +113,8 @@ class Machine {
   [[nodiscard]] const Settings& settings() const { return settings_; }
   /// cudaSuccess, or the sticky error of the device.
   [[nodiscard]] cudaError_t health(int device) const;
+  /// Whether this record of an event, or wait for one, fails (fail_event).
+  bool event_failure_is_due() { return events_until_failure >= 0 && --events_until_failure < 0; }
   void break_down(int device, cudaError_t error);
   /// Whether the hardware lets one device access the other's memory.
   [[nodiscard]] bool can_access(int device, int peer) const;
@@ -175,6 +177,7 @@ class Machine {
   int node_of_pinned_memory = -1;
   std::uint64_t queries = 0;
   int allocations_until_failure = -1;
+  int events_until_failure = -1;  ///< records and waits
   std::function<cudaError_t()> before_copy;
   Operation* current = nullptr;
   Stream* current_stream = nullptr;

@@ -59,6 +59,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   use_context(__func__);
   fake::Stream* const target = as_stream(stream);
   if (const cudaError_t error = machine().health(target->device); error != cudaSuccess) return fail(error);
+  if (machine().event_failure_is_due()) return fail(cudaErrorUnknown);
   machine().wait(target, as_event(event));
   return cudaSuccess;
 }
@@ -93,6 +94,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   fake::Stream* const target = as_stream(stream);
   if (as_event(event)->device != target->device) return fail(cudaErrorInvalidResourceHandle);
   if (const cudaError_t error = machine().health(target->device); error != cudaSuccess) return fail(error);
+  if (machine().event_failure_is_due()) return fail(cudaErrorUnknown);
   machine().record(target, as_event(event));
   return cudaSuccess;
 }

@@ -36,7 +36,8 @@ struct DeviceQueueOptions {
   CommunicatorOptions collectives{};
   /// With NCCL: the most memory on each GPU for parameters under way, if they lie in the caller's memory.
   std::size_t staging_bytes = std::size_t{32} << 20;
-  /// The most bytes that go to a sum at once. By copies, each GPU has memory for about as much.
+  /// The most bytes that go to a sum at once; from four GPUs on, which sum a slice of them each, twice as many. By
+  /// copies, each GPU has memory for about as much.
   std::size_t chunk_bytes = std::size_t{25} << 20;
   /// float16 or bfloat16: sums of float32 go between GPUs in this type, which halves what links carry. Each device's
   /// part is rounded to it once, the parts are added in float32, and the sum is rounded once. By copies only. Without
@@ -198,13 +199,15 @@ class PACELINE_API DeviceQueues {
   void expect(std::span<const BufferView> outputs, double scale);
   /// The device's k-th bucket is final: work on its stream so far has written it, or only what comes before the
   /// caller's event `written` (cudaEvent_t), which a graph has recorded. Its sum begins when every device that takes
-  /// part has sealed it. A bucket that is sealed again is summed again, in the end. Any thread.
+  /// part has sealed it. A bucket that is sealed again is summed again, in the end. Any thread. @throws also what
+  /// failed when buckets were summed before, in this step
   void seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written = nullptr);
   /// The device has no more work. Seals its buckets; those without data are sealed already. Every device gives the same
   /// list of sizes. Host memory must be pinned. Not called for devices without work.
   void deliver(DeviceId device, const std::vector<BufferView>& parts);
   /// Sums what is not summed yet, on the home stream. @throws also what failed when buckets were summed before, naming
-  /// the device; Timeout if a call for a sum does not return: the queues are hung then
+  /// the device; Timeout if a call for a sum does not return: the queues are hung then. When that call returns it may
+  /// enqueue what it was made for, one copy for example, and nothing follows it
   void reduce();
   /// Marks the end of the step on the home stream.
   void end_step();
@@ -215,7 +218,8 @@ class PACELINE_API DeviceQueues {
   void begin_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies);
   /// The home stream waits for one device after the other and pulls its results (copies.to is in home's memory).
   void end_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies);
-  /// After a step that failed, or that did not start: returns when no enqueued work is left, or when it hangs.
+  /// After a step that failed, or that did not start: returns when no enqueued work is left, or when it hangs. With
+  /// copies from four GPUs on, sums of this step that are not enqueued yet never are.
   /// @throws what the poll hook of waits throws (Ctrl-C); then work may still run, and the next step first waits for
   /// it.
   void drain();

@@ -61,21 +61,28 @@ void BucketSums::begin(const std::vector<bool>& takes_part, std::span<const Buff
     sources_[d].takes_part = takes_part.empty() || takes_part[d];
     for (Bucket& bucket : sources_[d].buckets) bucket.sealed = false;
   }
-  memory_of_outputs_.resize(outputs.size());
-  for (std::size_t k = 0; k < outputs.size(); ++k) {
-    if (k < outputs_.size() && outputs_[k].data == outputs[k].data) continue;
-    memory_of_outputs_[k] = spaces_[kHome].stream->place_of(outputs[k].data);
+  if (outputs_.size() < outputs.size()) {
+    outputs_.resize(outputs.size());
+    memory_of_outputs_.resize(outputs.size());
   }
-  outputs_.assign(outputs.begin(), outputs.end());
+  count_ = 0;
+  for (const BufferView& output : outputs) {
+    BufferView& known = outputs_[count_];
+    if (known.data != output.data) memory_of_outputs_[count_] = spaces_[kHome].stream->place_of(output.data);
+    known = output;
+    ++count_;
+  }
   scale_ = scale;
   next_ = 0;
   again_.assign(outputs.size(), false);
   error_ = nullptr;
+  cancelled_ = false;
   pump_state_ = Pump::idle;
 }
 
 void BucketSums::seal(std::size_t index, std::size_t k, const BufferView& bucket, NativeEvent written) {
   const std::lock_guard lock(mutex_);
+  if (error_ != nullptr) std::rethrow_exception(error_);  // kept for others: it came first
   Source& source = sources_[index];
   if (source.buckets.size() <= k) source.buckets.resize(k + 1);
   Bucket& here = source.buckets[k];
@@ -92,7 +99,7 @@ void BucketSums::seal(std::size_t index, std::size_t k, const BufferView& bucket
   }
   here.sealed = true;
   if (k < next_) again_[k] = true;
-  if (pump_ == nullptr) {
+  if (pump_ == nullptr || pump_rests_) {
     while (is_due()) take_and_sum(next_++);
   } else if (pump_state_ == Pump::idle && is_due()) {
     pump_state_ = Pump::runs;
@@ -104,14 +111,21 @@ void BucketSums::finish() {
   stop_pump();
   const std::lock_guard lock(mutex_);
   if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
-  while (next_ < outputs_.size()) take_and_sum(next_++);
+  while (next_ < count_) take_and_sum(next_++);
   for (std::size_t k = 0; k < again_.size(); ++k) {
     if (again_[k]) take_and_sum(k);
   }
+  pump_rests_ = false;
 }
 
-void BucketSums::settle() {
-  if (pump_ == nullptr || pump_->wait(timeout_)) return;
+void BucketSums::cancel() {
+  if (pump_ == nullptr) return;
+  cancelled_ = true;  // without the lock, which a fork may have left held
+  settle(IssuingThread::Interrupt::yes);
+}
+
+void BucketSums::settle(IssuingThread::Interrupt interrupt) {
+  if (pump_ == nullptr || pump_->wait(timeout_, interrupt)) return;
   const std::string device = spaces_[at_].summed->device();
   throw Timeout(
       fmt::format("{}: CUDA did not come back within {:g} s from a call for the sum of gradients. The thread that made "
@@ -127,6 +141,11 @@ void BucketSums::close(std::chrono::nanoseconds timeout) {
 /// On its thread: enqueues the sums that are due.
 void BucketSums::pump() {
   std::unique_lock lock(mutex_);
+  const auto stop = [&] {
+    if (!lock.owns_lock()) lock.lock();
+    error_ = std::current_exception();
+    pump_state_ = Pump::stopped;
+  };
   try {
     while (pump_state_ == Pump::runs && is_due()) {
       const std::size_t k = next_++;
@@ -136,10 +155,11 @@ void BucketSums::pump() {
       lock.lock();
     }
     if (pump_state_ == Pump::runs) pump_state_ = Pump::idle;
+  } catch (const OutOfMemory&) {
+    stop();
+    pump_rests_ = true;
   } catch (...) {
-    if (!lock.owns_lock()) lock.lock();
-    error_ = std::current_exception();
-    pump_state_ = Pump::stopped;
+    stop();
   }
 }
 
@@ -152,10 +172,10 @@ void BucketSums::stop_pump() {
   settle();
 }
 
-BucketSums::Space& BucketSums::go_to(std::size_t space) {
+Stream& BucketSums::on(std::size_t space) {
   at_ = space;
-  if (pump_ != nullptr && pump_->given_up()) throw Cancelled("the sum of gradients was given up");
-  return spaces_[space];
+  if (cancelled_ || (pump_ != nullptr && pump_->given_up())) throw Cancelled("the sum of gradients was given up");
+  return *spaces_[space].stream;
 }
 
 bool BucketSums::has(const Source& source, std::size_t k) {
@@ -163,7 +183,7 @@ bool BucketSums::has(const Source& source, std::size_t k) {
 }
 
 bool BucketSums::is_due() const {
-  return next_ < outputs_.size() &&
+  return next_ < count_ &&
          std::ranges::all_of(sources_, [&](const Source& source) { return !source.takes_part || has(source, next_); });
 }
 
@@ -197,9 +217,8 @@ void BucketSums::sum(std::size_t k) {
   const std::vector<std::size_t> shares = owners(k);
   for (const std::size_t s : shares) {
     if (rounds(output.dtype)) break;  // round() waits
-    const Space& space = go_to(s);
     for (const Part& part : parts_) {
-      if (part.bucket.written != nullptr) space.stream->wait(*part.bucket.written);
+      if (part.bucket.written != nullptr) on(s).wait(*part.bucket.written);
     }
   }
   const std::size_t chunk = chunk_bytes_ / kLoadBytes * kLoadBytes / size_of(output.dtype);
@@ -218,7 +237,7 @@ void BucketSums::sum_chunk(std::size_t k, std::span<const std::size_t> owners, s
   void* total = result;
   if (rounding) {
     round(owners, begin, count);
-    total = reserve(home.sums[0], count * size, *home.maker, *home.stream);
+    total = reserve(home.sums[0], count * size, *home.maker, on(kHome));
   } else {
     for (Part& part : parts_) {
       part.chunk = at(part.bucket.data, begin * size);
@@ -238,22 +257,21 @@ void BucketSums::sum_chunk(std::size_t k, std::span<const std::size_t> owners, s
       sum_slice(slice, dtype);
       continue;
     }
-    Space& space = go_to(s);
-    if (!rounding) space.stream->wait(*pulled_[parity_]);  // otherwise round() has waited
-    slice.sum = reserve(space.sums[parity_], length * size, *space.maker, *space.stream);
+    Space& space = spaces_[s];
+    if (!rounding) on(s).wait(*pulled_[parity_]);  // otherwise round() has waited
+    slice.sum = reserve(space.sums[parity_], length * size, *space.maker, on(s));
     sum_slice(slice, dtype);
-    space.stream->record(*space.summed);
+    on(s).record(*space.summed);
     elsewhere.push_back(slice);
   }
-  static_cast<void>(go_to(kHome));
   for (const Slice& slice : elsewhere) {
-    home.stream->wait(*spaces_[slice.space].summed);
-    home.stream->copy(at(total, slice.begin * size), rounding ? home.maker->place() : memory_of_outputs_[k], slice.sum,
-                      spaces_[slice.space].maker->place(), (slice.end - slice.begin) * size);
+    on(kHome).wait(*spaces_[slice.space].summed);
+    on(kHome).copy(at(total, slice.begin * size), rounding ? home.maker->place() : memory_of_outputs_[k], slice.sum,
+                   spaces_[slice.space].maker->place(), (slice.end - slice.begin) * size);
   }
-  if (rounding) home.stream->convert(result, output.dtype, total, dtype, count);
+  if (rounding) on(kHome).convert(result, output.dtype, total, dtype, count);
   if (elsewhere.empty() && !rounding) return;
-  home.stream->record(*pulled_[parity_]);
+  on(kHome).record(*pulled_[parity_]);
   parity_ = 1 - parity_;
 }
 
@@ -268,36 +286,36 @@ void BucketSums::round(std::span<const std::size_t> owners, std::size_t begin, s
     const auto parts = static_cast<std::size_t>(std::ranges::count_if(parts_, gives));
     if (parts == 0) continue;
     givers.push_back(s);
-    Space& space = go_to(s);
-    if (s != kHome) space.stream->wait(*pulled_[parity_]);
-    void* half = reserve(space.halves[parity_], parts * each, *space.maker, *space.stream);
+    Space& space = spaces_[s];
+    if (s != kHome) on(s).wait(*pulled_[parity_]);
+    void* half = reserve(space.halves[parity_], parts * each, *space.maker, on(s));
     for (Part& part : parts_) {
       if (!gives(part)) continue;
       const void* from = at(part.bucket.data, begin * sizeof(float));
       if (part.space != s) {  // the host's
-        void* const landing = reserve(space.landing, wide, *space.maker, *space.stream);
-        space.stream->copy(landing, space.maker->place(), from, part.bucket.memory, wide);
+        void* const landing = reserve(space.landing, wide, *space.maker, on(s));
+        on(s).copy(landing, space.maker->place(), from, part.bucket.memory, wide);
         from = landing;
       } else if (part.bucket.written != nullptr) {
-        space.stream->wait(*part.bucket.written);
+        on(s).wait(*part.bucket.written);
       }
-      space.stream->convert(half, *travels_, from, DType::float32, count);
+      on(s).convert(half, *travels_, from, DType::float32, count);
       part.chunk = half;
       part.memory = space.maker->place();
       part.place = s;
       half = at(half, each);
     }
-    space.stream->record(*space.rounded);
+    on(s).record(*space.rounded);
   }
   for (const std::size_t owner : owners) {
     for (const std::size_t giver : givers) {
-      if (giver != owner) spaces_[owner].stream->wait(*spaces_[giver].rounded);
+      if (giver != owner) on(owner).wait(*spaces_[giver].rounded);
     }
   }
 }
 
 void BucketSums::sum_slice(const Slice& slice, DType dtype) {
-  Space& space = go_to(slice.space);
+  Space& space = spaces_[slice.space];
   const std::size_t offset = slice.begin * size_of(dtype), bytes = (slice.end - slice.begin) * size_of(dtype);
   const auto comes = [&](const Part& part) { return part.place != slice.space; };
   char* landed = nullptr;
@@ -305,7 +323,7 @@ void BucketSums::sum_slice(const Slice& slice, DType dtype) {
     // The kernel loads 16 bytes at a time if all its buffers have the same alignment.
     const std::size_t shift = reinterpret_cast<std::uintptr_t>(slice.sum) % kLoadBytes;
     const std::size_t room = count * rounded_up(bytes, kLoadBytes) + shift;
-    landed = static_cast<char*>(reserve(space.landing, room, *space.maker, *space.stream)) + shift;
+    landed = static_cast<char*>(reserve(space.landing, room, *space.maker, on(slice.space))) + shift;
   }
   // Each space pulls from the next one first. If all began with the same one, they would share its port.
   struct Pull {
@@ -325,9 +343,9 @@ void BucketSums::sum_slice(const Slice& slice, DType dtype) {
   }
   std::ranges::stable_sort(pulls, {}, &Pull::distance);
   for (const Pull& pull : pulls) {
-    go_to(slice.space).stream->copy(pull.to, space.maker->place(), pull.from, pull.memory, bytes);
+    on(slice.space).copy(pull.to, space.maker->place(), pull.from, pull.memory, bytes);
   }
-  if (!inputs.empty()) space.stream->reduce({inputs, slice.sum, bytes / size_of(dtype), dtype, scale_});
+  if (!inputs.empty()) on(slice.space).reduce({inputs, slice.sum, bytes / size_of(dtype), dtype, scale_});
 }
 
 }  // namespace paceline::internal

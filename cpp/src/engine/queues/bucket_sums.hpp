@@ -46,7 +46,14 @@ struct SumSource {
 ///
 /// The device that seals last is the slowest one, and the sum of a bucket of eight GPUs takes some 120 calls of the
 /// driver. So with a `pump` a thread makes these calls, and seal() only notes what is sealed. The order of the sums
-/// stays. The pump and others who use the streams take turns by settle(). finish() throws what the pump met.
+/// stays. The pump and others who use the streams take turns by settle(). What the pump met is thrown by each later
+/// seal() of the step, that is, where a device has a micro-batch to blame, and by finish(). After an OutOfMemory who
+/// seals makes the calls, until a step has got its sums: then the error comes with the micro-batch that is too large.
+///
+/// A pump that is left behind, because a call of its own does not return, enqueues nothing after that call. This one
+/// call may still enqueue its work when it returns: on the memory of buckets and outputs, which the caller may have
+/// freed. It is one copy, kernel or allocation, or all chunks of one copy through the host (cuda/host_path.hpp). The
+/// same holds for a pump whose cancel() was interrupted.
 ///
 /// With `travels`, sums of float32 go between GPUs in that half type. Each device's bucket is rounded to it once, then
 /// added in float32, and the sum is rounded once. What a GPU reads in its own memory is rounded, too, so the result
@@ -59,9 +66,8 @@ struct SumSource {
 ///   2. Home pulls a slice after its sum. Home's stream waits for the space's `summed`.
 ///   3. A space overwrites a sum after home has pulled it. Its stream waits for the `pulled` of two chunks before.
 ///   4. With `travels`, a space rounds its buckets after its devices have written them, and into memory that others
-///   have
-///      read: its stream waits for each `sealed` and for that `pulled`. A space reads what another one has rounded
-///      after the other's `rounded`.
+///      have read: its stream waits for each `sealed` and for that `pulled`. A space reads what another one has
+///      rounded after the other's `rounded`.
 ///   5. What home's stream gets later runs after all reading: home waits for every sum, and a sum for its pulls.
 class BucketSums {
  public:
@@ -75,13 +81,16 @@ class BucketSums {
   /// Begins a step. `takes_part`: per source; empty: all. outputs[k] = scale * the sum of all k-th buckets, at home.
   void begin(const std::vector<bool>& takes_part, std::span<const BufferView> outputs, double scale);
   /// The source's k-th bucket is final; work on its stream so far has written it, or what this event of the caller
-  /// follows. Sealed again: it is summed again, in the end. Any thread.
+  /// follows. Sealed again: it is summed again, in the end. Any thread. @throws also what the pump met in this step
   void seal(std::size_t source, std::size_t k, const BufferView& bucket, NativeEvent written = nullptr);
   /// Sums what is left. Devices that have sealed nothing give nothing. @throws also what the pump met in this step
   void finish();
   /// Returns when the pump has enqueued what it can, so that the caller may use the streams.
   /// @throws Timeout naming the device whose call did not return; then the pump is left behind
-  void settle();
+  void settle() { settle(IssuingThread::Interrupt::no); }
+  /// Like settle(), but lets the pump enqueue nothing more in this step.
+  /// @throws also what the poll hook of waits throws; then the pump may still be in a call
+  void cancel();
   /// What owns this object and the streams. The pump keeps it while it works, because it may never come back.
   void set_owner(std::weak_ptr<void> owner) { owner_ = std::move(owner); }
   /// Ends the pump. If it does not return within `timeout`, it is left behind, and enqueues nothing more.
@@ -130,8 +139,9 @@ class BucketSums {
   [[nodiscard]] bool is_due() const;
   void pump();
   void stop_pump();
-  /// The space, for who is about to enqueue there.
-  [[nodiscard]] Space& go_to(std::size_t space);
+  void settle(IssuingThread::Interrupt interrupt);
+  /// The space's stream, for one call. @throws Cancelled if the caller no longer waits for the sums
+  [[nodiscard]] Stream& on(std::size_t space);
   /// Copies what the sources give to the bucket.
   void take(std::size_t k);
   void take_and_sum(std::size_t k);
@@ -151,8 +161,9 @@ class BucketSums {
   std::optional<DType> travels_;
   std::unique_ptr<Event> pulled_[2];
   std::size_t parity_ = 0;
-  std::vector<BufferView> outputs_;
+  std::vector<BufferView> outputs_;  // the first count_ of them are this step's; others are of steps before
   std::vector<MemoryPlace> memory_of_outputs_;
+  std::size_t count_ = 0;
   double scale_ = 1.0;
   std::size_t next_ = 0;     // the buckets before it are summed
   std::vector<bool> again_;  // sealed again after that
@@ -160,7 +171,9 @@ class BucketSums {
   std::chrono::nanoseconds timeout_{};
   std::atomic<std::size_t> at_ = kHome;  // the space whose device was called last
   Pump pump_state_ = Pump::idle;
-  std::exception_ptr error_;  // of the pump, in this step
+  bool pump_rests_ = false;             // it ran out of memory, and no step has got its sums since
+  std::atomic<bool> cancelled_{false};  // in this step
+  std::exception_ptr error_;            // of the pump, in this step
   std::weak_ptr<void> owner_;
   std::unique_ptr<IssuingThread> pump_;  // null: there is none
 };

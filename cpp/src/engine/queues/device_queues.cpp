@@ -18,7 +18,7 @@ namespace {
 
 // From so many GPUs on a bucket takes so many calls of the driver that the thread which seals last would be late.
 constexpr std::size_t kManyGpus = 4;
-// For the end of a thread that mostly is idle.
+// For the end of a thread that mostly is idle, or whose call nobody wants to wait for.
 constexpr std::chrono::nanoseconds kAfterAHang = std::chrono::seconds(1);
 
 std::size_t bytes_of(const BufferView& part) { return part.count * size_of(part.dtype); }
@@ -271,7 +271,7 @@ DeviceQueues::~DeviceQueues() {
     drain();
   } catch (...) {  // interrupted: everything returns in the order of the streams
   }
-  const std::chrono::nanoseconds patience = *state_->hung ? kAfterAHang : state_->options.timeout;
+  const std::chrono::nanoseconds patience = *state_->hung || state_->left ? kAfterAHang : state_->options.timeout;
   state_->sums->close(patience);
 }
 
@@ -370,7 +370,11 @@ void DeviceQueues::end_step() { state_->step->end(*state_->home_stream); }
 void DeviceQueues::drain() {
   State& state = *state_;
   state.left = true;
-  state.settle_or_hang();
+  try {
+    state.sums->cancel();
+  } catch (const Timeout&) {
+    *state.hung = true;
+  }
   if (state.collectives != nullptr && state.collectives->lost()) *state.hung = true;
   for (auto& [id, queue] : state.queues) state.drain(queue.device, queue.stream);
   for (auto& [id, queue] : state.queues) state.drain(&state.home_device(), queue.source.get());
