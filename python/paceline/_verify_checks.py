@@ -108,7 +108,9 @@ def collectives(devices: Sequence[Device], seed: int) -> dict[str, Any]:
     failures = []
     cases = list(itertools.product(_COLLECTIVE_COUNTS, _COLLECTIVE_OPS, _COLLECTIVE_TYPES))
     drawn = {
-        count: torch.randint(-2, 3, (len(devices), -(-count // len(devices)) * len(devices)), generator=generator)
+        count: torch.randint(
+            -2, 3, (len(devices), -(-count // len(devices)) * len(devices)), generator=generator, device="cpu"
+        )
         for count in _COLLECTIVE_COUNTS
     }
     with DeviceGroup(list(devices)) as group:

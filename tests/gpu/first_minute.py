@@ -282,7 +282,9 @@ def _rank(rank: int, names: list[str], kind: str, folder: str) -> None:
     else:
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = (
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    )  # ranks tell their headers over gloo while backward goes on
     distributed.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=len(names))
     try:
         if kind == "ranks":

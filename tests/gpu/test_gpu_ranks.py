@@ -20,11 +20,12 @@ from gpu_support import TOLERANCE
 from paceline import Error
 from paceline.torch import BalancedRanks, DataParallel
 from rank_processes import BACKEND, Processes, Run, error_of, part_of
+from test_torch_rank_sums import WARM, Deep, items, small_buckets, squares
 from torch_support import classifier, classify, gradients, plain, worst_difference
 
 RANKS = 2
 LEAST_NCCL = 2, 30  # older ones refuse a second rank on a GPU
-STEPS = 6  # from the fourth on, gradients are sent while backward goes on
+STEPS = 6
 SIZES = [[14, 6], [0, 20]]
 
 
@@ -94,6 +95,28 @@ def test_the_gradient_is_that_of_the_whole_batch(on_ranks: Run, names: list[str]
         assert worst_difference(found, [2 * one for one in wanted if one is not None]) < TOLERANCE[torch.float64]
         assert [one.item() for one in losses] == pytest.approx([loss.item()] * 2, rel=1e-12)
         assert all(map(torch.equal, found, results[0][1])), "ranks differ in a bit"
+
+
+def watching(rank: int, names: list[str], sizes: list[int]) -> Any:
+    place, seen = place_of(names[rank]), list[list[int]]()
+    module, part = Deep().to(place), part_of((items(sum(sizes)),), rank, sizes)
+    with small_buckets() as sent, trainer_of(module, rank, names) as trainer:
+        for _ in range(WARM + 1):
+            module.zero_grad()
+            sent.clear()
+            seen.append([])
+            trainer.step(
+                lambda m, x: squares(lambda y: m(y, lambda left: seen[-1].append(len(sent))), x), part[0].to(place)
+            )
+    return seen[-1], on_host(gradients(module))
+
+
+@pytest.mark.skipif(BACKEND == "nccl", reason="without gloo beside it, ranks send at the end")
+def test_a_bucket_is_sent_before_the_backward_has_come_to_the_next_one(on_ranks: Run, names: list[str]) -> None:
+    wanted = plain(Deep(), squares, items())[1]
+    for seen, found in on_ranks(watching, names, [9, 8]):
+        assert seen == [0, 1, 2, 3]
+        assert worst_difference(found, wanted) < TOLERANCE[torch.float64]
 
 
 def training(rank: int, names: list[str], sizes: list[int], dtype: torch.dtype) -> Any:

@@ -35,7 +35,7 @@ def call(script: str, *arguments: str, build: Path) -> subprocess.CompletedProce
         ("tests/run --sanitize=memory", "it is --sanitize=thread or --sanitize=address"),
         ("tests/stubs --chekc", "there is no option --chekc"),
         ("tests/stubs --check twice", "there is no option --check twice"),
-        ("examples/run digit", "no example called digit: there are digits "),
+        ("examples/run digit", "no example called digit: there are batch_inference digits "),
         ("benchmarks/run --quik", "there is no option --quik"),
         (".ci/static --fxi", "there is no option --fxi"),
         (".ci/cuda12 --toolkits", "there is no option --toolkits"),

@@ -16,7 +16,7 @@ from paceline import Error, InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._run import rank_rounds
 from rank_processes import Run, error_of, part_of
-from test_torch_rank_norms import assert_like_one_device, on_one_device, stepping, trainer_of
+from test_torch_rank_norms import WEIGHT, Found, assert_like_one_device, on_one_device, single, stepping, trainer_of
 from torch_support import classify, hosts
 
 # Calls that ranks do not make together
@@ -176,3 +176,25 @@ def test_what_a_rank_waits_for_others_in_norms_is_not_its_own_work(on_ranks: Run
     for figures in on_ranks(2, waiting):
         assert min(rank_1 for _, rank_1 in figures) > 0.3
         assert max(rank_0 for rank_0, _ in figures) < 0.25
+
+
+def beginning_to_train(rank: int) -> Found:
+    """The norms train from after the batch was given on. All items of rank 1 are without weight."""
+    module: Any
+    module, batch = case("rows", 10)
+    x, y, weight = part_of((*batch, WEIGHT), rank, [6, 4])
+    module.eval()
+    with trainer_of(module) as trainer, trainer.batch((x, y), weight=weight) as whole:
+        whole.run(lambda m, b: b.backward(single(m, b.data)))
+
+        def run() -> torch.Tensor:
+            module.train()
+            return whole.run(lambda m, b: b.backward(single(m, b.data)))
+
+        return stepping(module, run, 1)
+
+
+def test_a_run_looks_at_the_module_as_it_is_then(on_ranks: Run) -> None:
+    module, batch = case("rows", 10)
+    wanted = on_one_device(module, lambda m, b: (single(m, b) * WEIGHT).sum() / WEIGHT.sum(), batch, 1)
+    assert_like_one_device(on_ranks(2, beginning_to_train), wanted)

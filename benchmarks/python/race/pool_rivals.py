@@ -25,7 +25,7 @@ from race.worker import say
 
 MAX_BATCH = 64
 FEATURES, HIDDEN = 1024, 4096
-MARGIN_SECONDS = 20.0  # after the last request: who has not answered by then has lost it
+MARGIN_SECONDS = 60.0  # after the last request: who has not answered by then has lost it
 
 
 class Rival(Protocol):
@@ -47,6 +47,16 @@ def pin(core: int) -> None:
     torch.set_num_threads(1)
 
 
+def when_done(future: Future[Any], told: Callable[[], None]) -> None:
+    def done(one: Future[Any]) -> None:
+        if (error := one.exception()) is not None:  # no answer, so it must not count as a fast one
+            print(f"a request has failed: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)
+        told()
+
+    future.add_done_callback(done)
+
+
 @torch.inference_mode()
 def answers(module: nn.Module, items: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [row.clone() for row in module(torch.stack(list(items)))]
@@ -60,7 +70,7 @@ class Paceline:
         self._batcher = self._pool.serve(network(), max_batch=MAX_BATCH)
 
     def submit(self, x: torch.Tensor, told: Callable[[], None]) -> None:
-        self._batcher(x).add_done_callback(lambda _: told())
+        when_done(self._batcher(x), told)
 
     def close(self) -> None:
         self._pool.close(cancel=True)
@@ -75,7 +85,7 @@ class Executor:
         self._pool = ThreadPoolExecutor(len(cores), initializer=lambda: pin(left.pop()))
 
     def submit(self, x: torch.Tensor, told: Callable[[], None]) -> None:
-        self._pool.submit(answers, self._module, [x]).add_done_callback(lambda _: told())
+        when_done(self._pool.submit(answers, self._module, [x]), told)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -140,12 +150,12 @@ class LeastOutstanding:
             index = self._open.index(min(self._open))
             self._open[index] += 1
 
-        def done(_: object) -> None:
+        def done() -> None:
             with self._lock:
                 self._open[index] -= 1
             told()
 
-        self.futures(index, x).add_done_callback(done)
+        when_done(self.futures(index, x), done)
 
 
 class Batched(LeastOutstanding):

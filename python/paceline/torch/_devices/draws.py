@@ -155,9 +155,9 @@ _FILLS: dict[Any, tuple[Any, Any]] = {  # the method that works in place, and th
 }
 # Names of methods and functions, by how their calls are handled.
 _IN_PLACE = "normal_ uniform_ random_ exponential_ cauchy_ geometric_ log_normal_ bernoulli_"
-_BY_TENSOR = "randperm bernoulli multinomial poisson binomial _standard_gamma _sample_dirichlet rrelu rrelu_"
+_BY_TENSOR = "bernoulli multinomial poisson binomial _standard_gamma _sample_dirichlet rrelu rrelu_"
 _CALLS: dict[Any, Callable[[Any, Any, Any], Draw | None]] = {
-    **dict.fromkeys((torch.rand, torch.randn, torch.randint, torch.normal), _factory),
+    **dict.fromkeys((torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal), _factory),
     **dict.fromkeys(_FILLS, _like),
     **{getattr(_Tensor, name): _in_place for name in _IN_PLACE.split()},
     **{getattr(torch, name): _by_tensor for name in _BY_TENSOR.split()},

@@ -76,7 +76,7 @@ class Training:
         return objective_over(batch, size, self.reduction, options.weight, pin, check, options.total, part)
 
     def _prepared(self, batch: Any, options: Options) -> tuple[Batch | None, Objective, list[float] | None]:
-        """The batch to train on, the objective over it, and the items' costs. With other ranks a batch that does not run is None."""
+        """The batch to train on, the objective over it, and the items' costs. With other ranks it may have no items, and the batch be None."""
         if self._execution.sampler is not None:
             self._execution.sampler.check_handed_out()
         ranks = self._execution.ranks
@@ -89,9 +89,12 @@ class Training:
         costs = None if whole is None else self.costs(options.cost, batch, whole)
         if isinstance(objective, Terms):
             objective.divide(ranks.weights(objective.described, objective.weights))
-        # In statistics over the batch of all ranks, items without weight count, too.
-        runs = objective.magnitude or (objective.size and self._execution.meets_ranks())
-        return whole if runs else None, objective, costs
+        return whole, objective, costs
+
+    def _runs(self, objective: Objective) -> bool:
+        """Whether this process runs its items now. In statistics over the batch of all ranks, items without weight count, too."""
+        ranks = self._execution.ranks
+        return ranks is None or bool(objective.magnitude or (objective.size and self._execution.meets_ranks()))
 
     def costs(self, cost: Cost | None, batch: Any, whole: Batch) -> list[float] | None:
         """What each item of the `whole` batch costs, if `cost` says it."""
@@ -133,7 +136,7 @@ class Training:
             return TrainRun(call, **given) if graphs is None else GraphRun(call, graphs, self._replicas, **given)
 
         outside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if whole is None:
+        if whole is None or not self._runs(objective):
             with self._recent.step(kind_of(None), self._execution):
                 loss, gradients = take_part(self._execution, objective, carries=carries)
         elif (proved := self._proved(loss_fn, whole, objective, scale, costs, carries=carries)) is not None:
@@ -232,7 +235,7 @@ class Training:
             with self._lifetime.between_steps("run"), together(f"run {name}"):
                 check_trains("run", fn)
                 check_scaler("run", scaler)
-                if whole is None:
+                if whole is None or not self._runs(objective):
                     self._scale_of(scaler)
                     with self._recent.step(kind_of(name), self._execution):
                         loss, _ = take_part(self._execution, objective, carries=False)
