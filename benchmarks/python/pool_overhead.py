@@ -4,7 +4,9 @@
     python benchmarks/python/pool_overhead.py --jobs 200 --json   quick; the last line is one JSON object
 
 Each job is empty and is submitted when the one before has ended, so the worker is parked each time. The rounds of the rivals alternate. `many`
-submits all jobs of a round and then waits for all. `request` is one request of a served function of one number, and `asked` the same by asyncio.
+submits all jobs of a round and then waits for all. There `submit` of the pool waits while eight jobs wait, which is the limit of its queue, so its
+caller and its worker take turns. The executor has no limit. `request` is one request of a served function of one number, and `asked` the same by
+asyncio.
 """
 
 from __future__ import annotations

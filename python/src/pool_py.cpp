@@ -67,7 +67,17 @@ const char* outcome_of(const std::exception_ptr& error, std::string& message) {
   return "failed";
 }
 
-/// A job of Python's: run(names of devices) -> int, and end(device, seconds, outcome, message), each called once.
+bool on_main_thread() {
+  try {
+    const py::module_ threading = py::module_::import("threading");
+    return threading.attr("current_thread")().is(threading.attr("main_thread")());
+  } catch (py::error_already_set&) {  // another signal, which only the main thread gets
+    return true;
+  }
+}
+
+/// A job of Python's: run(names of devices) -> int, called once, and end(device, seconds, outcome, message), called
+/// again if it raises.
 class PythonCall final : public internal::PoolCall {
  public:
   PythonCall(py::object job, std::shared_ptr<internal::JobState> state, bool batched)
@@ -86,18 +96,32 @@ class PythonCall final : public internal::PoolCall {
   void call_back() noexcept override {
     state_->call_back();
     if (interpreter_is_ending()) return;
-    on_any_thread([&] {
-      try {
-        job_.attr("end")(device_, seconds_, outcome_, message_);
-      } catch (py::error_already_set& failed) {
-        failed.discard_as_unraisable("the end of a job");
-      }
-    });
+    on_any_thread([&] { tell(); });
   }
   [[nodiscard]] bool batched() const noexcept override { return batched_; }
   [[nodiscard]] const py::object& job() const noexcept { return job_; }
 
  private:
+  /// A signal handler may raise anywhere in end(), on the main thread. Then end() goes on where it was, since somebody
+  /// may wait for the job, and the interrupt follows.
+  void tell() {
+    constexpr int most = 3;
+    bool interrupted = false;
+    for (int tries = 0; tries < most; ++tries) {
+      try {
+        job_.attr("end")(device_, seconds_, outcome_, message_);
+        break;
+      } catch (py::error_already_set& failed) {
+        if (failed.matches(PyExc_KeyboardInterrupt) && on_main_thread()) {
+          interrupted = true;
+        } else {
+          failed.discard_as_unraisable("the end of a job");
+        }
+      }
+    }
+    if (interrupted) PyErr_SetInterrupt();
+  }
+
   py::object job_;
   std::shared_ptr<internal::JobState> state_;
   bool batched_;
@@ -147,9 +171,16 @@ class PythonPool {
     return Pool::cancel(job);
   }
 
-  void retire(const std::string& device, bool retired) {
+  bool retire(const std::string& device, bool unless_last) {
     const BlockingRegion without_gil;
-    retired ? pool_.retire(device) : pool_.restore(device);
+    if (unless_last) return pool_.retire_unless_last(device);
+    pool_.retire(device);
+    return true;
+  }
+
+  void restore(const std::string& device) {
+    const BlockingRegion without_gil;
+    pool_.restore(device);
   }
 
   void close(bool cancel) {
@@ -210,11 +241,13 @@ void bind_pool(py::module_& module) {
       .def_static(
           "check_may_wait", [](const JobHandle& job) { internal::check_may_wait(job.pool); }, py::arg("job"),
           "Raise on a worker, and in a process that was forked from that of the pool.")
-      .def(
-          "retire", [](PythonPool& self, const std::string& device) { self.retire(device, true); }, py::arg("device"))
-      .def(
-          "restore", [](PythonPool& self, const std::string& device) { self.retire(device, false); }, py::arg("device"))
+      .def("retire", &PythonPool::retire, py::arg("device"), py::arg("unless_last") = false,
+           "Returns whether it did: not with `unless_last` if no other device is active.")
+      .def("restore", &PythonPool::restore, py::arg("device"))
       .def("close", &PythonPool::close, py::arg("cancel"), "Wait until every job has ended.")
+      .def_property_readonly(
+          "active", [](const PythonPool& self) { return self.pool().active(); },
+          "The names of the devices that start jobs: neither retired nor lost.")
       .def_property_readonly("waiting", [](const PythonPool& self) { return self.pool().waiting(); })
       .def_property_readonly("running", [](const PythonPool& self) { return self.pool().running(); })
       .def_property_readonly("backlog_seconds", [](const PythonPool& self) { return self.pool().backlog_seconds(); })

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,15 @@ from torch_support import hosts
 
 def pool_of(count: int = 2, **options: Any) -> Pool:
     return Pool(hosts(count), **options)
+
+
+def soon(condition: Callable[[], Any]) -> bool:
+    """Whether it holds within some seconds."""
+    for _ in range(2000):
+        if condition():
+            return True
+        time.sleep(0.005)
+    return False
 
 
 class Held:

@@ -7,6 +7,7 @@ import functools
 import threading
 import time
 import traceback
+import types
 import weakref
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import Cancelled, DeviceGroup, DeviceLost, Expired, InvalidArgument, Rejected, Unavailable
+from paceline import Cancelled, DeviceGroup, DeviceLost, Expired, InvalidArgument, Rejected, Unavailable, devices
 from paceline.torch import DataParallel, Pool, PoolFuture
 from pool_support import Held, pool_of
 from torch_support import classifier, classify, gradients, hosts, plain, worst_difference
@@ -292,6 +293,10 @@ def test_a_pool_of_a_trainer_runs_on_the_workers_of_its_devices() -> None:
         assert names <= found
         assert len(found) == 2
         trainer.step(loss_fn, torch.randn(8, 6))  # closing the pool leaves the workers to the trainer
+        with Pool(trainer) as pool:
+            trainer.close()
+            assert pool.submit(lambda _: 1).result() == 1
+            assert pool.report()["devices"].keys() == set(hosts(2))
 
 
 def test_figures_count_what_ran_and_how_it_ended() -> None:
@@ -317,3 +322,13 @@ def test_figures_count_what_ran_and_how_it_ended() -> None:
         assert all(one["busy_seconds"] > 0 for one in devices.values())
         assert [one["retired"] for one in devices.values()] == [False, True]
         assert repr(pool) == "<paceline.torch.Pool [host:0, host:1], closed>"
+
+
+def test_by_default_a_pool_has_the_host_devices_whatever_else_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = types.SimpleNamespace(name="cuda:0", kind="cuda")
+    found = [one for one in devices() if one.kind == "host"]
+    monkeypatch.setattr("paceline.torch._pool.pool.all_devices", lambda: [gpu, *found])
+    for pool in Pool(), Pool("host"):
+        with pool:
+            assert [one.name for one in pool.devices] == [one.name for one in found]
+            assert pool.submit(lambda _: 1).result() == 1

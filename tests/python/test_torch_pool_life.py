@@ -7,9 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from torch import nn
 
 from paceline import Cancelled, InvalidArgument
 from paceline.torch import PoolFuture
-from pool_support import Held, pool_of
+from pool_support import Held, pool_of, soon
 
 
 def program(text: str, status: int = 0) -> tuple[str, str]:
@@ -29,15 +27,6 @@ def program(text: str, status: int = 0) -> tuple[str, str]:
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout, done.stderr
-
-
-def soon(condition: Callable[[], Any]) -> bool:
-    """Whether it holds within some seconds."""
-    for _ in range(2000):
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
 
 
 def test_close_cancels_what_waits_if_asked() -> None:
@@ -129,6 +118,30 @@ def test_ctrl_c_leaves_close() -> None:
     assert out == "interrupted\nTrue\n"
 
 
+def test_ctrl_c_while_a_job_ends_comes_after_all_who_wait_were_told() -> None:
+    out, err = program(
+        """
+        go, told = threading.Event(), []
+        with Pool(["host:0"]) as pool:
+            pool.submit(lambda _: go.wait(20), kind="hold")
+            first, second = (pool.submit(lambda _: 1, kind="work") for _ in range(2))
+            for job in first, second:
+                job.add_done_callback(lambda _: signal.raise_signal(signal.SIGINT))
+                job.add_done_callback(told.append)
+            try:
+                first.cancel()
+            except KeyboardInterrupt:
+                print("interrupted", first.cancelled(), told == [first])
+            try:
+                pool.close(cancel=True)
+            except KeyboardInterrupt:
+                print("interrupted", type(second.exception()).__name__, told == [first, second])
+            go.set()
+        """
+    )
+    assert (out, err) == ("interrupted True True\ninterrupted Cancelled True\n", "")
+
+
 def test_a_program_that_ends_runs_the_jobs_that_wait() -> None:
     out, err = program(
         """
@@ -156,6 +169,18 @@ def test_a_program_that_fails_cancels_the_jobs_that_wait() -> None:
     )
     assert out == "ran\n"
     assert err.endswith("ValueError: mistake\n")
+
+
+def test_an_interactive_session_that_ends_runs_the_jobs_that_wait_whatever_failed_before() -> None:
+    out, err = program(
+        """
+        sys.ps1, sys.last_type = ">>> ", ValueError
+        pool = Pool(["host:0"])
+        pool.submit(lambda _: time.sleep(0.2))
+        job = pool.submit(lambda _: print("ran", flush=True), kind="print")
+        """
+    )
+    assert (out, err) == ("ran\n", "")
 
 
 def test_a_program_may_end_while_threads_submit_and_wait() -> None:
@@ -191,7 +216,7 @@ def test_a_forked_process_may_neither_use_nor_harm_the_pool() -> None:
             child = os.fork()
             if child == 0:
                 print(ended.result(), flush=True)
-                for call in (lambda: job.result(5), lambda: pool.submit(print), lambda: batcher(torch.ones(2))):
+                for call in (lambda: job.result(5), lambda: pool.submit(print), lambda: batcher(torch.ones(2)), pool.report):
                     try:
                         print(call())
                     except Exception as error:
@@ -204,7 +229,7 @@ def test_a_forked_process_may_neither_use_nor_harm_the_pool() -> None:
             print(job.result())
         """
     )
-    assert out.splitlines() == ["5", *["Unavailable"] * 3, "child 7", "True"], out + err
+    assert out.splitlines() == ["5", *["Unavailable"] * 4, "child 7", "True"], out + err
     assert err == ""
 
 

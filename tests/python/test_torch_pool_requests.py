@@ -312,6 +312,7 @@ def test_arguments_of_serve_are_checked() -> None:
             (lambda: serve(print, max_batch=0), "max_batch"),
             (lambda: serve(print, max_delay=float("nan")), "max_delay"),
             (lambda: serve(part), "training mode"),
+            (lambda: serve(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)).eval()), "keeps no statistics"),
             (lambda: serve(nn.Identity().eval(), initializer=print), "its own state"),
             (lambda: serve(print, replicate=print), "for modules"),
             (lambda: batcher([]), "has no tensor"),

@@ -93,6 +93,7 @@ OTHERS = {
         "_slotnames",
         "_loss_shifts_labels",
         "_update_count",
+        "_waiters",
     ),
     *("_global", "_celsius", "_hz", "_mhz", "_watts"),  # ends of names
 }

@@ -327,7 +327,10 @@ class Pool:
         """
     def explain(self) -> str: ...
     def restore(self, device: str) -> None: ...
-    def retire(self, device: str) -> None: ...
+    def retire(self, device: str, unless_last: bool = False) -> bool:
+        """
+        Returns whether it did: not with `unless_last` if no other device is active.
+        """
     def submit(
         self,
         job: typing.Any,
@@ -344,6 +347,11 @@ class Pool:
     ) -> Job:
         """
         Submit an object with run(devices) -> int and end(device, seconds, outcome, message).
+        """
+    @property
+    def active(self) -> list[str]:
+        """
+        The names of the devices that start jobs: neither retired nor lost.
         """
     @property
     def backlog_seconds(self) -> float: ...

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <span>
 #include <string>
+#include <vector>
 
 #include <paceline/engine/pool.hpp>
 #include <paceline/error.hpp>
@@ -36,7 +37,9 @@ TEST(PoolLostDevices, ALostDeviceIsRetiredAndThePoolGoesOnWithoutIt) {
   EXPECT_THROW(after.get(), Cancelled);
   EXPECT_THROW(pool.submit([](Job&) {}, {.needs = {"host:0"}}).get(), Rejected);
   for (int k = 0; k < 10; ++k) EXPECT_EQ(pool.submit(device_of).get(), "host:1");
-  EXPECT_NE(pool.explain().find("host:0: 0 jobs in 1 runs, 0.000 s; lost"), std::string::npos) << pool.explain();
+  EXPECT_EQ(pool.active(), std::vector<std::string>{"host:1"});
+  EXPECT_NE(pool.explain().find("host:0: 0 jobs in 1 runs"), std::string::npos) << pool.explain();
+  EXPECT_NE(pool.explain().find("; lost"), std::string::npos) << pool.explain();
 }
 
 TEST(PoolLostDevices, WithAllDevicesLostEverythingFailsUntilOneIsRestored) {

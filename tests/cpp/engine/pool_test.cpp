@@ -44,6 +44,11 @@ TEST(Pool, AJobThatThrowsFailsAlone) {
   const Future<int> good = pool.submit([](Job&) { return 1; });
   EXPECT_THROW((void)bad.get(), std::out_of_range);
   EXPECT_EQ(good.get(), 1);
+  const Future<void> slow = pool.submit([](Job&) {
+    std::this_thread::sleep_for(milliseconds(5));
+    throw std::out_of_range("no such row");
+  });
+  EXPECT_GE(slow.report().seconds, 0.005);
 }
 
 TEST(Pool, AllDevicesWorkAtOnce) {
@@ -231,6 +236,12 @@ TEST(Pool, RetiredDevicesStartNothing) {
   pool.retire("host:1");
   EXPECT_EQ(pool.submit([](Job& job) { return job.device().name; }).get(), "host:0");
   EXPECT_THROW(pool.retire("host:7"), InvalidArgument);
+  EXPECT_EQ(pool.active(), std::vector<std::string>{"host:0"});
+  EXPECT_FALSE(pool.retire_unless_last("host:0"));
+  EXPECT_TRUE(pool.retire_unless_last("host:1"));
+  pool.restore("host:1");
+  EXPECT_TRUE(pool.retire_unless_last("host:0"));
+  EXPECT_EQ(pool.active(), std::vector<std::string>{"host:1"});
 }
 
 TEST(Pool, CloseFinishesOrCancelsWhatWaits) {

@@ -282,6 +282,8 @@ class PACELINE_API Pool {
   /// @throws InvalidArgument if the pool has no such device.
   void retire(const std::string& device);
   void restore(const std::string& device);
+  /// Retires the device if another one is active. Returns whether.
+  bool retire_unless_last(const std::string& device);
 
   /// Takes no more jobs, and waits until every job has ended and its calls of then() have returned. `cancel`: what does
   /// not run yet is cancelled, and no batch runs again.
@@ -291,6 +293,8 @@ class PACELINE_API Pool {
   /// Jobs that wait, and runs on devices.
   [[nodiscard]] std::int64_t waiting() const;
   [[nodiscard]] std::int64_t running() const;
+  /// The names of the devices that start jobs: neither retired nor lost.
+  [[nodiscard]] std::vector<std::string> active() const;
   /// The seconds until all that waits now would be served, by measured times: the figure to scale on.
   [[nodiscard]] double backlog_seconds() const;
   /// Text: what each device has run, and why it leaves jobs waiting.

@@ -110,6 +110,7 @@ Pool::~Pool() {
 
 // The core is kept, since a call of then() may destroy the pool.
 void Pool::retire(const std::string& device) { std::shared_ptr(core_)->retire(device, true); }
+bool Pool::retire_unless_last(const std::string& device) { return std::shared_ptr(core_)->retire(device, true, true); }
 void Pool::restore(const std::string& device) { std::shared_ptr(core_)->retire(device, false); }
 
 void Pool::close(bool cancel) {
@@ -129,6 +130,7 @@ void Pool::close(bool cancel) {
 
 std::int64_t Pool::waiting() const { return core_->waiting(); }
 std::int64_t Pool::running() const { return core_->running(); }
+std::vector<std::string> Pool::active() const { return core_->active(); }
 double Pool::backlog_seconds() const { return core_->backlog_seconds(); }
 std::string Pool::explain() const { return core_->explain(); }
 

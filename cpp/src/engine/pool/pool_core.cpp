@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <iterator>
 #include <limits>
+#include <ranges>
 
 #include <paceline/error.hpp>
 #include <paceline/runtime/blocking.hpp>
@@ -238,7 +239,7 @@ void PoolCore::end_waiting(const std::exception_ptr& error, After& after) {
   }
 }
 
-void PoolCore::retire(const std::string& device, bool retired) {
+bool PoolCore::retire(const std::string& device, bool retired, bool unless_last) {
   check_process(retired ? "retire" : "restore");
   const auto found = std::ranges::find(group_.devices(), device, &paceline::Device::name);
   if (found == group_.devices().end()) {
@@ -249,16 +250,20 @@ void PoolCore::retire(const std::string& device, bool retired) {
   {
     const std::lock_guard lock(mutex_);
     if (retired) {
+      const auto stays = [&](std::size_t other) { return other != place && state_.active(other); };
+      if (unless_last && std::ranges::none_of(std::views::iota(std::size_t{0}, devices_.size()), stays)) return false;
+      devices_[place].retired = true;
       apply(state_.retire(now(), place), after);
       vacate(place, after);
     } else {
-      devices_[place].lost = false;
+      devices_[place].retired = devices_[place].lost = false;
       lost_ = nullptr;
       apply(state_.restore(now(), place), after);
       after.room = true;
     }
   }
   follow(std::move(after));
+  return true;
 }
 
 void PoolCore::close(bool cancel) noexcept {
@@ -292,6 +297,16 @@ std::int64_t PoolCore::running() const {
   check_process("running");
   const std::lock_guard lock(mutex_);
   return state_.running();
+}
+
+std::vector<std::string> PoolCore::active() const {
+  check_process("active");
+  const std::lock_guard lock(mutex_);
+  std::vector<std::string> names;
+  for (std::size_t place = 0; place < devices_.size(); ++place) {
+    if (!devices_[place].retired && !devices_[place].lost) names.push_back(group_.devices()[place].name);
+  }
+  return names;
 }
 
 double PoolCore::backlog_seconds() const {

@@ -76,7 +76,8 @@ class PoolCore final : public WorkSource {
   void add_batches(const std::string& kind, const BatchOptions& options, Pool::BatchCall call);
   JobId submit(std::unique_ptr<PoolCall> call, const JobOptions& options);
   bool cancel(JobId id);
-  void retire(const std::string& device, bool retired);
+  /// `unless_last`: not if no other device is active. Returns whether it did.
+  bool retire(const std::string& device, bool retired, bool unless_last = false);
   /// Takes no more jobs. `cancel`: ends those that wait.
   void close(bool cancel) noexcept;
   /// Once complete: whether every worker has let go of it, within a moment. One that is busy with work of others has
@@ -84,6 +85,7 @@ class PoolCore final : public WorkSource {
   [[nodiscard]] bool let_go();
   [[nodiscard]] std::int64_t waiting() const;
   [[nodiscard]] std::int64_t running() const;
+  [[nodiscard]] std::vector<std::string> active() const;
   [[nodiscard]] double backlog_seconds() const;
   [[nodiscard]] std::string explain() const;
 
@@ -109,9 +111,11 @@ class PoolCore final : public WorkSource {
     std::vector<PoolCall*> calls;
     std::size_t kind = 0;
     bool taken = false;
+    Clock::time_point began{};  // by the worker
   };
   struct Device {
     std::optional<plan::RunId> run;  // a gang's is that of its first device
+    bool retired = false;            // by the user
     bool lost = false;
     std::int64_t runs = 0;
     std::int64_t jobs = 0;
@@ -146,7 +150,9 @@ class PoolCore final : public WorkSource {
   void lose(const Run& run, const std::exception_ptr& error, After& after);
   void check_process(const char* call) const;
   void follow(After after) noexcept;
-  void finish(std::int64_t work, plan::RunResult result, double seconds, const std::exception_ptr& error) noexcept;
+  /// `timed`: the seconds by the worker, of a run that completed.
+  void finish(std::int64_t work, plan::RunResult result, std::optional<double> timed,
+              const std::exception_ptr& error) noexcept;
   [[nodiscard]] std::exception_ptr error_of(const plan::PoolEnd& end, const std::exception_ptr& thrown) const;
 
   DeviceGroup group_;

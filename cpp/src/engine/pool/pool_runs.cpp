@@ -51,6 +51,7 @@ void PoolCore::perform(DeviceId, std::int64_t work, Turn&) {
   {
     const std::lock_guard lock(mutex_);
     run = &runs_.at(static_cast<plan::RunId>(work));  // stays where it is
+    run->began = Clock::now();
     batch = &kind_list_[run->kind].call;
   }
   std::vector<const paceline::Device*> devices;
@@ -79,12 +80,12 @@ void PoolCore::failed(DeviceId, std::int64_t work, std::exception_ptr error) noe
     result = plan::RunResult::device_lost;
   } catch (...) {
   }
-  finish(work, result, 0.0, error);
+  finish(work, result, {}, error);
 }
 
 void PoolCore::cancel(std::exception_ptr) noexcept { close(true); }
 
-void PoolCore::finish(std::int64_t work, plan::RunResult result, double took,
+void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<double> timed,
                       const std::exception_ptr& error) noexcept {
   After after;
   {
@@ -92,6 +93,7 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, double took,
     const auto id = static_cast<plan::RunId>(work);
     const auto found = runs_.find(id);
     const Run run = std::move(found->second);
+    const double took = timed ? *timed : std::chrono::duration<double>(Clock::now() - run.began).count();
     runs_.erase(found);
     const std::size_t first = run.devices.front();
     for (const std::size_t place : run.devices) devices_[place].run.reset();

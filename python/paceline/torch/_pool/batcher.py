@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from paceline import InvalidArgument
-from paceline.torch._pool.job import DONE, FAILED, LOST, PoolFuture, Work, code_of
+from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, PoolFuture, Work, code_of
 from paceline.torch._pool.jobs import Jobs, Priority
 from paceline.torch._pool.progress import watched
 from paceline.torch._pool.served import Answer, Served
@@ -43,6 +44,8 @@ class _Request(Work):
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
         """See `Work`."""
         self.batcher, self.leaves, self.spec = None, [], None
+        if outcome in NEVER_RAN and not self.given_up:
+            self.error = None  # of a batch, half of which would have run again
         super().end(device, seconds, outcome, message)
 
 
@@ -50,7 +53,8 @@ class Batcher(Handle):
     """Answers requests in batches of what waits. `Pool.serve` makes it.
 
     Requests are items: tensors in host memory, or nests of tensors, without a dimension for the batch. Do not change them until they are answered.
-    Only requests of equal structure, shapes and types share a batch.
+    Only requests of equal structure, shapes and types share a batch. Each such kind is measured and queued on its own, and kept until the pool ends: pad
+    requests of many lengths to a few.
 
     Threads: any. Copies of a module that holds a batcher hold the same one.
     """
@@ -61,7 +65,7 @@ class Batcher(Handle):
         self._jobs, self._name = jobs, name
         self._served, self._max_batch, self._max_delay, self._idempotent = served, max_batch, max_delay, idempotent
         self._kinds: dict[Any, str] = {}  # by the structure, shapes and types of a request
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may submit while it is held
 
     def __repr__(self) -> str:
         return f"<paceline.torch.Batcher {self._name}, batches of up to {self._max_batch}>"
@@ -104,8 +108,20 @@ class Batcher(Handle):
         return future
 
     async def ask(self, item: Any, *, deadline: float | None = None, priority: Priority = "interactive") -> Any:
-        """The answer, for asyncio. Cancelling the task cancels a request that waits. A full queue raises `Rejected`."""
-        return await asyncio.wrap_future(self(item, deadline=deadline, priority=priority, wait=False))
+        """The answer, for asyncio. Cancelling the task cancels a request that waits. A full queue raises `Rejected`.
+
+        Raises
+        ------
+        InvalidArgument
+            In a job, whose device it would keep.
+        """
+        future = self(item, deadline=deadline, priority=priority, wait=False)
+        try:
+            future._check_wait()  # the loop of a job would wait for the job's own device
+        except BaseException:
+            future.cancel()
+            raise
+        return await asyncio.wrap_future(future)
 
     def map(
         self,
@@ -138,7 +154,7 @@ class Batcher(Handle):
         if total is None:
             with contextlib.suppress(TypeError):  # a generator
                 total = len(items)  # type: ignore[arg-type]
-        return watched(answers, total, self._jobs.figures.devices)
+        return watched(answers, total, self._jobs.devices_now)
 
     def _answers(self, items: Iterable[Any], priority: Priority) -> Iterator[Any]:
         most = _AHEAD * self._max_batch * len(self._jobs.devices)
@@ -147,9 +163,9 @@ class Batcher(Handle):
             for item in items:
                 waiting.append(self(item, priority=priority))
                 if len(waiting) >= most:
-                    yield waiting.popleft().result()
+                    yield _next_of(waiting)
             while waiting:
-                yield waiting.popleft().result()
+                yield _next_of(waiting)
         finally:
             for future in waiting:
                 future.cancel()
@@ -169,29 +185,36 @@ class Batcher(Handle):
 
     def _run(self, device: str, requests: list[_Request]) -> int:
         """Answer them. Called on a worker, for requests of one kind."""
+        if any(one.given_up for one in requests):  # the engine runs a batch that has failed again in halves
+            return FAILED
         for one in requests:
             one.begin()
-            if one.error is not None and (one.given_up or not self._idempotent):  # the half of a batch that has failed
-                return FAILED
+            one.error = None
+        begun = time.monotonic()
         try:
             self._jobs.prepare(device)
             answer = self._served.of(device)
         except BaseException as error:
             return self._without(device, requests, error)
         try:
-            self._answer(answer, requests)
+            answers = self._answer(answer, requests)
         except BaseException as error:
-            for request in requests:
-                request.error = error
-            return code_of(error, len(requests)) if self._idempotent else FAILED
+            return self._failed(device, begun, requests, error, again=self._idempotent)
+        try:
+            self._hand_out(answers, requests)
+        except BaseException as error:
+            again = self._idempotent and not isinstance(error, InvalidArgument)  # in halves it may look right by chance
+            return self._failed(device, begun, requests, error, again=again)
         requests[0].leads = True
         return DONE
 
-    def _answer(self, answer: Answer, requests: Sequence[_Request]) -> None:
+    def _answer(self, answer: Answer, requests: Sequence[_Request]) -> Any:
         spec = requests[0].spec
         with torch.inference_mode():
             batch = [torch.stack(leaves) for leaves in zip(*(one.leaves for one in requests), strict=True)]
-            answers = answer(batch[0] if spec is None else pytree.tree_unflatten(batch, spec))
+            return answer(batch[0] if spec is None else pytree.tree_unflatten(batch, spec))
+
+    def _hand_out(self, answers: Any, requests: Sequence[_Request]) -> None:
         leaves, spec = pytree.tree_flatten(answers)
         for leaf in leaves:
             if not (isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == len(requests)):
@@ -209,11 +232,19 @@ class Batcher(Handle):
         for index, request in enumerate(requests):
             request.value = pytree.tree_unflatten([row[index] for row in rows], spec)
 
+    def _failed(
+        self, device: str, begun: float, requests: Sequence[_Request], error: BaseException, *, again: bool
+    ) -> int:
+        ran = device, time.monotonic() - begun
+        for request in requests:
+            request.error, request.given_up, request.ran = error, not again, None if again else ran
+        return code_of(error, len(requests)) if again else FAILED
+
     def _without(self, device: str, requests: Sequence[_Request], error: BaseException) -> int:
         """The device could not be prepared: it is retired, and others answer, unless it is the last one."""
         for request in requests:
             request.error, request.given_up = error, True
-        if not self._jobs.retire_unless_last(device):
+        if not self._jobs.engine.retire(device, unless_last=True):
             return FAILED
         try:
             warnings.warn(
@@ -226,3 +257,9 @@ class Batcher(Handle):
         for request in requests:
             request.error, request.given_up = None, False
         return LOST
+
+
+def _next_of(waiting: deque[PoolFuture[Any]]) -> Any:
+    answer = waiting[0].result()  # an interrupt leaves it to be cancelled with the others
+    waiting.popleft()
+    return answer

@@ -20,7 +20,7 @@ class Figures:
     """What each device ran, how jobs ended, and how long they waited. Threads: any."""
 
     def __init__(self, devices: Sequence[str]) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # finalizers and signal handlers may come in while it is held
         self._devices = {name: {"jobs": 0, "runs": 0, "busy_seconds": 0.0} for name in devices}
         self._outcomes = dict.fromkeys(("completed", "failed", "rejected", "expired", "cancelled"), 0)
         self._waits = [0] * (len(BOUNDS) + 1)

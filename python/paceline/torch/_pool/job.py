@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures._base import LOGGER
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,13 +27,16 @@ _ERRORS: dict[str, type[Error]] = {
     "out_of_memory": OutOfMemory,
     "device_lost": DeviceLost,
 }
-_NEVER_RAN = ("rejected", "expired", "cancelled")
+NEVER_RAN = ("rejected", "expired", "cancelled")
+_OWN = __name__.rpartition(".")[0] + "."  # modules of pools
+_CANCELLED = "CANCELLED"  # the state of a future of the standard library before it tells
 
 
 class PoolFuture(Future[_T], Generic[_T]):
     """The result of a job, as `concurrent.futures` has it, so its ``wait`` and ``as_completed`` take it, and ``asyncio.wrap_future``.
 
-    `result` and `exception` refuse to wait on a worker: in a job, in a callback or in a step, which keeps its device meanwhile.
+    `result` and `exception` refuse to wait on a worker: in a job, in a callback or in a step, which keeps its device meanwhile. ``wait``,
+    ``as_completed`` and ``asyncio.wrap_future`` cannot tell: there they may wait for ever.
 
     Attributes
     ----------
@@ -45,6 +51,7 @@ class PoolFuture(Future[_T], Generic[_T]):
     _job: Any = None  # what the engine knows it by
     _begun = False
     _asked = False  # whether the user has cancelled it
+    _done_callbacks: list[Callable[[Future[_T]], object]]  # of the standard library
 
     def result(self, timeout: float | None = None) -> _T:
         """What the job has returned.
@@ -94,21 +101,49 @@ class PoolFuture(Future[_T], Generic[_T]):
         """Cancel a job that waits. False: it runs, or has ended."""
         if not self.done() and self._job is not None:
             self._asked = True
-            if Engine.cancel(self._job):
-                return True
+            Engine.cancel(self._job)
         return self.cancelled()
 
     def _end(self, outcome: str, message: str, error: BaseException | None, value: Any) -> None:
-        """Called once, by the pool."""
-        if outcome == "completed":
+        """Called by the pool; again after an interrupt, which may come anywhere in it. Then it does what is left."""
+        again = self.done()
+        if again:
+            pass
+        elif outcome == "completed":
             self.set_result(value)
         elif outcome == "cancelled" and self._asked:
             super().cancel()
-            self.set_running_or_notify_cancel()
-        elif error is None or outcome in _NEVER_RAN:
-            self.set_exception(_ERRORS.get(outcome, Error)(message))
         else:
-            self.set_exception(error)
+            self.set_exception(_ERRORS.get(outcome, Error)(message) if error is None else error)
+        if self._state == _CANCELLED:
+            self.set_running_or_notify_cancel()
+        if again:
+            self._tell()
+
+    def _let_go(self) -> None:
+        """Release the lock, which an interrupt leaves taken if it comes just before or after a block of the standard library that holds it."""
+        with contextlib.suppress(RuntimeError):  # not taken by this thread
+            while True:
+                self._condition.release()
+
+    def _tell(self) -> None:
+        """Wake all who wait and have not been told."""
+        tell = "add_cancelled" if self.cancelled() else "add_exception" if super().exception() else "add_result"
+        with self._condition:
+            for waiter in self._waiters:
+                if self not in waiter.finished_futures:
+                    getattr(waiter, tell)(self)
+            self._condition.notify_all()
+        self._invoke_callbacks()
+
+    def _invoke_callbacks(self) -> None:
+        # Each is taken out before it is called, so an interrupt in one of them leaves the others to be called.
+        while self._done_callbacks:
+            callback = self._done_callbacks.pop(0)
+            try:
+                callback(self)
+            except Exception:
+                LOGGER.exception("exception calling callback for %r", self)
 
 
 class Work:
@@ -121,7 +156,11 @@ class Work:
         self.future: PoolFuture[Any] | None = future
         self.value: Any = None
         self.error: BaseException | None = None
+        self.ran: tuple[str, float] | None = (
+            None  # device and seconds of the run that failed, if the engine runs it again to end it
+        )
         self.leads = True  # whether the seconds of its run are not those of another work, too
+        self._counted = False
         self._keeps, self._figures = keeps, figures
         self._submitted = time.monotonic()
         self._begun: float | None = None
@@ -133,15 +172,23 @@ class Work:
             self.future._begun = True
 
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
-        """Called once by the engine, when nothing of it runs any more."""
-        future, value, error = self.future, self.value, self.error
-        # The traceback refers to this object, by the frame of run().
+        """Called by the engine, when nothing of it runs any more; again if an interrupt comes in between. Then it does what is left."""
+        future = self.future
+        if future is None:
+            return
+        if self.error is not None:
+            _forget_own_frames(self.error)
+            if outcome in NEVER_RAN:  # after a run that failed
+                outcome = "failed"
+        future.device, future.seconds = device, seconds = self.ran or (device, seconds)
+        if self._counted:
+            future._let_go()
+        else:
+            self._counted = True
+            waited = None if self._begun is None else self._begun - self._submitted
+            self._figures.count(outcome, waited, device, seconds if self.leads else None)
+        future._end(outcome, message, self.error, self.value)
         self.future = self.value = self.error = self._keeps = None
-        waited = None if self._begun is None else self._begun - self._submitted
-        self._figures.count(outcome, waited, device, seconds if self.leads else None)
-        assert future is not None
-        future.device, future.seconds = device, seconds
-        future._end(outcome, message, error, value)
 
 
 class Job(Work):
@@ -167,6 +214,16 @@ class Job(Work):
         """See `Work`."""
         self._fn = self._args = self._kwargs = None
         super().end(device, seconds, outcome, message)
+
+
+def _forget_own_frames(error: BaseException) -> None:
+    """Let the traceback begin in the function that a pool has called. The frames before refer to the pool, and a batch's to all of its requests."""
+    trace = error.__traceback__
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith(_OWN):
+        with contextlib.suppress(RuntimeError):  # it runs
+            trace.tb_frame.clear()  # the next frame refers to it
+        trace = trace.tb_next
+    error.__traceback__ = trace
 
 
 def code_of(error: BaseException, requests: int) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import math
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -31,12 +31,10 @@ class Jobs:
         self.devices = group.devices
         self.engine = Engine(group, placement)
         self.figures = Figures([one.name for one in group.devices])
-        self.retired: set[str] = set()
         self.closed = False
         self._threads = {one.name: max(1, len(one.cores)) for one in group.devices}
         self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._served = 0
+        self._numbers = itertools.count(1)
         _open.add(self)
 
     def put(
@@ -79,28 +77,12 @@ class Jobs:
 
     def number(self) -> int:
         """The number of one more batcher."""
-        with self._lock:
-            self._served += 1
-            return self._served
+        return next(self._numbers)
 
-    def retire(self, device: str) -> None:
-        """Let a device start nothing until `restore`."""
-        self.engine.retire(device)
-        self.retired.add(device)
-
-    def restore(self, device: str) -> None:
-        """Let a device start jobs again."""
-        self.engine.restore(device)
-        self.retired.discard(device)
-
-    def retire_unless_last(self, device: str) -> bool:
-        """Retire a device, unless all others are retired. Returns whether it is."""
-        with self._lock:
-            if len(self.retired | {device}) == len(self.devices):
-                return False
-            self.retired.add(device)
-        self.engine.retire(device)
-        return True
+    def devices_now(self) -> dict[str, dict[str, Any]]:
+        """The figures of each device, and whether it is ``retired``, or lost."""
+        active = self.engine.active  # first: it raises in a forked process, where a lock may be held for ever
+        return {name: {**one, "retired": name not in active} for name, one in self.figures.devices().items()}
 
     def close(self, cancel: bool) -> None:
         """Wait until every job has ended. In another process than that of the pool it does nothing."""
@@ -115,7 +97,8 @@ _open: weakref.WeakSet[Jobs] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     """End the jobs before the interpreter ends. After an error nobody waits for what has not started."""
-    failed = getattr(sys, "last_type", None) is not None
+    # In an interactive session it is that of some earlier line.
+    failed = getattr(sys, "last_type", None) is not None and not hasattr(sys, "ps1")
     for jobs in list(_open):
         with contextlib.suppress(Exception):
             jobs.close(cancel=failed)

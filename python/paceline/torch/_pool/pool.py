@@ -30,7 +30,8 @@ class Pool(Handle):
     kind have run on a class of devices, every device takes what comes. Jobs start in the order of their deadlines; without one, of submit
     time and the patience of their priority: 0.1 s, 1 s, 60 s. Steps of trainers on the same devices come first, after each job.
 
-    Jobs of several devices share Python's lock: PyTorch's operators run without it. Pools run on host devices only.
+    Jobs are threads of one process. They share Python's lock, which PyTorch's operators run without, and PyTorch's default generator: give a job a
+    ``torch.Generator`` of its own if its random numbers are to be the same each time. Pools run on host devices only.
 
     A pool that is not closed ends its jobs when the program ends, as executors of `concurrent.futures` do. If an error has ended the program, it
     cancels what waits. Jobs keep their pool until they have ended.
@@ -38,8 +39,8 @@ class Pool(Handle):
     Parameters
     ----------
     devices
-        ``"auto"``: every device. ``"host"``: every host device, one for each core. A list of devices or a `DeviceGroup`. A trainer: its devices, on
-        whose workers jobs run between the trainer's steps.
+        ``"auto"``: every device that pools can use, today the host devices. ``"host"``: every host device, one for each core. A list of devices. A
+        `DeviceGroup`, whose end is that of the pool. A trainer: its devices, on whose workers jobs run between the trainer's steps.
     placement
         ``"auto"``, or for comparison: ``"any"``, ``"weighted"`` (in the ratio of measured speeds), ``"round_robin"``, ``"least_outstanding"``,
         ``"earliest_finish"``.
@@ -164,8 +165,10 @@ class Pool(Handle):
         Parameters
         ----------
         model
-            A module: each device has a copy, which shares the parameters and follows changes of buffers. Changes of attributes need another
-            `serve`. Or a function of a batch, ``fn(batch)``.
+            A module: each device has a copy, which shares the parameters. Each batch sees parameters and buffers that were written to or replaced
+            before, but not writes through ``.data`` to a buffer, or to one that inference mode has made. Other changes need another `serve`. A ``ScriptModule`` has
+            no copies: all devices call it. Or a function of a batch, ``fn(batch)``. The request is dimension 0 of every tensor of the batch and of
+            the answer.
         initializer
             Makes the state of a device on its worker, before its first batch. The function is then ``fn(state, batch)``. A device on which it raises
             is retired, unless it is the last one, whose requests get the error.
@@ -182,12 +185,13 @@ class Pool(Handle):
         Raises
         ------
         InvalidArgument
-            For a module in training mode, and for arguments that cannot be used.
+            For a module in training mode or with a batch norm that keeps no statistics, and for arguments that cannot be used.
         """
         is_module = isinstance(model, nn.Module)
         if isinstance(model, nn.Module) and _mixes_requests(model):
             raise InvalidArgument(
-                "serve: the module, or a batch norm in it, is in training mode, in which an answer may depend on other requests. Call eval() before. "
+                "serve: the module, or a batch norm in it, is in training mode, or a batch norm keeps no statistics (track_running_stats=False). "
+                "Then an answer may depend on other requests. Call eval() before. "
                 "If this is meant, give a function that calls the module."
             )
         if not callable(model):
@@ -216,11 +220,11 @@ class Pool(Handle):
 
     def retire(self, device: str) -> None:
         """Let a device start nothing until `restore`. What runs there goes on."""
-        self._jobs.retire(device)
+        self._jobs.engine.retire(device)
 
     def restore(self, device: str) -> None:
         """Let a device start jobs again."""
-        self._jobs.restore(device)
+        self._jobs.engine.restore(device)
 
     def close(self, *, cancel: bool = False) -> None:
         """Take no more jobs, and wait until every job has ended. With `cancel`, jobs that have not started are cancelled. A second call does nothing.
@@ -255,14 +259,11 @@ class Pool(Handle):
         -------
         dict
             ``devices``: by name ``jobs`` that completed, their ``runs`` alone or in batches, ``busy_seconds`` of these, and whether it is
-            ``retired``. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured times. ``outcomes``: how many jobs ended how.
-            ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds``, of all of them together.
+            ``retired``, or lost. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured times.
+            ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds``, of all of them together.
         """
-        devices = self._jobs.figures.devices()
-        for name, one in devices.items():
-            one["retired"] = name in self._jobs.retired
         return {
-            "devices": devices,
+            "devices": self._jobs.devices_now(),
             "waiting": self.waiting,
             "running": self.running,
             "backlog_seconds": self._jobs.engine.backlog_seconds,
@@ -300,15 +301,17 @@ def _group_of(devices: Any) -> DeviceGroup:
     if isinstance(devices, str):
         if devices not in ("auto", "host"):
             raise InvalidArgument(f"Pool: devices is {devices!r}; it must be 'auto', 'host', or a list of devices.")
-        return DeviceGroup([one.name for one in all_devices() if devices == "auto" or one.kind == "host"])
-    group = getattr(devices, "group", devices)  # of a trainer
-    return group if isinstance(group, DeviceGroup) else DeviceGroup(list(devices))
+        return DeviceGroup([one.name for one in all_devices() if one.kind == "host"])
+    if isinstance(devices, DeviceGroup):
+        return devices
+    group = getattr(devices, "group", None)  # of a trainer, which may be closed before the pool
+    return DeviceGroup(list(group.devices if isinstance(group, DeviceGroup) else devices))
 
 
 def _mixes_requests(model: nn.Module) -> bool:
     # Other parts may have the flag of training for no reason, as those that quantization makes.
     norms = (part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm))
-    return model.training or any(part.training for part in norms)
+    return model.training or any(part.training or part.running_mean is None for part in norms)
 
 
 def _name_of(fn: Any) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.torch._replicas.buffers import Pair
 from paceline.torch._replicas.copies import Replicate, alias_of, copied, made_by
 from paceline.torch._replicas.reach import Reach
 from paceline.torch._replicas.replica import Replica
 
 Answer = Callable[[Any], Any]
+Marks = tuple[
+    list[torch.Tensor | None], list[int]
+]  # tensors, which are kept so that no other one gets their identity, and versions
 
 
 class Served:
@@ -54,7 +59,8 @@ class Copies(Served):
 
     def __init__(self, module: nn.Module, devices: Sequence[str], replicate: Replicate | None) -> None:
         self._replicas: dict[str, Replica] = {}
-        self._seen: dict[str, list[tuple[int, int]]] = {}  # of the user's buffers
+        self._seen: dict[str, Marks] = {}  # of the user's buffers
+        self._shared: dict[str, list[Pair]] = {}  # the parameters
         reach = Reach(module)
         self._buffers = [(part._buffers, name) for _, part in reach.modules for name in part._buffers]
         parameters = [*module.parameters(), *reach.unregistered.values()]
@@ -70,16 +76,30 @@ class Copies(Served):
                     [one.requires_grad for one in parameters], [one.training for _, one in reach.modules], anew=False
                 )
                 self._seen[device] = marks
+                self._shared[device] = [
+                    (ours._parameters, theirs._parameters, name)
+                    for (_, ours), theirs in zip(reach.modules, replica.modules, strict=True)
+                    if theirs is not ours
+                    for name, one in ours._parameters.items()
+                    if type(one) is nn.Parameter and one.layout is torch.strided  # others may have no address
+                ]
 
-    def _marks(self) -> list[tuple[int, int]]:
-        found = (slots.get(name) for slots, name in self._buffers)
-        return [(id(one), 0 if one is None or one.is_inference() else one._version) for one in found]
+    def _marks(self) -> Marks:
+        found = [slots.get(name) for slots, name in self._buffers]
+        return found, [0 if one is None or one.is_inference() else one._version for one in found]
 
     def of(self, device: str) -> Answer:
-        """See `Served`. The copy gets the user's buffers if these have changed."""
-        replica, marks = self._replicas[device], self._marks()
-        if marks != self._seen[device]:
-            with torch.no_grad():
+        """See `Served`. The copy gets the user's buffers, and the memory of the user's parameters, if these have changed."""
+        replica, marks, seen = self._replicas[device], self._marks(), self._seen[device]
+        for ours, theirs, name in self._shared[device]:
+            value, alias = ours.get(name), theirs.get(name)
+            if value is None or alias is None:
+                continue
+            if value.data_ptr() != alias.data_ptr() or value.dtype != alias.dtype:
+                alias.data = value.data
+        if marks[1] != seen[1] or not all(map(operator.is_, marks[0], seen[0])):
+            # A forward may have left tensors of inference mode in the place of buffers. Elsewhere these cannot be written to.
+            with torch.inference_mode():
                 assert replica.buffers is not None
                 replica.buffers.pull()
             self._seen[device] = marks
