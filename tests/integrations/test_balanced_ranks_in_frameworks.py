@@ -44,6 +44,7 @@ BalancedRanks.__init__ = lambda self, items, batch_size: uneven(self, items, bat
 END = """
 torch.save(module.state_dict(), os.environ["OUT"] + os.environ["RANK"])
 dist.barrier()  # a rank that ends takes the store of the others with it
+dist.destroy_process_group()  # otherwise gloo's threads may end the process at its exit
 """
 
 ACCELERATE = """
