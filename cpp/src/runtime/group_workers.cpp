@@ -293,10 +293,12 @@ void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::functi
   };
   const Clock::time_point begin = Clock::now();
   const auto needed = [&](const auto& entry) { return needs(*entry.value.first); };
-  wait_until([&] { return std::ranges::none_of(places, needed); });
+  // What has ended while it waited for its worker is not needed, but is again while that worker takes it in to let it
+  // go.
+  const bool in_time = wait_until([&] { return std::ranges::none_of(places, needed); });
   const std::chrono::duration<double> waited = Clock::now() - begin;
   bool late = false;
-  for (auto& entry : places) late |= entry.value.late = needed(entry);
+  for (auto& entry : places) late |= entry.value.late = !in_time && needed(entry);
   for (const auto* list : {&state_->gangs, &state_->others}) {
     if (!late) break;
     any_of(*list, [](WorkSource& source) {
