@@ -6,6 +6,7 @@ per core, in batches of at most `MAX_BATCH`, but for the executor, which runs re
 
 from __future__ import annotations
 
+import abc
 import functools
 import json
 import os
@@ -135,15 +136,16 @@ class Delayed:
             thread.join()
 
 
-class LeastOutstanding:
+class LeastOutstanding(abc.ABC):
     """An instance for each core, which batches by itself. A request goes to the instance with the fewest open ones."""
 
     def __init__(self, cores: Sequence[int]) -> None:
         self._open = [0] * len(cores)
         self._lock = threading.Lock()
 
+    @abc.abstractmethod
     def futures(self, index: int, x: torch.Tensor) -> Future[Any]:
-        raise NotImplementedError
+        """The answer of one instance."""
 
     def submit(self, x: torch.Tensor, told: Callable[[], None]) -> None:
         with self._lock:

@@ -293,8 +293,8 @@ void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::functi
   };
   const Clock::time_point begin = Clock::now();
   const auto needed = [&](const auto& entry) { return needs(*entry.value.first); };
-  // What has ended while it waited for its worker is not needed, but is again while that worker takes it in to let it
-  // go.
+  // A source may end before its worker takes it in, and is not needed then. While the worker takes it in, needed() is
+  // true again for a moment. So the answer of this wait counts.
   const bool in_time = wait_until([&] { return std::ranges::none_of(places, needed); });
   const std::chrono::duration<double> waited = Clock::now() - begin;
   bool late = false;
