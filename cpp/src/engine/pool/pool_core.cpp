@@ -111,11 +111,10 @@ void PoolCore::add_batches(const std::string& kind, const BatchOptions& options,
     throw InvalidArgument(
         fmt::format("serve: max_batch is {}; it must be from 1 to {}.", options.max_batch, kLargestBatch));
   }
-  std::vector<std::int64_t> sizes;
-  for (std::int64_t size = 1; size < options.max_batch; size *= 2) sizes.push_back(size);
-  sizes.push_back(options.max_batch);
-  kinds_[kind] = state_.add_kind(
-      {.name = kind, .sizes = std::move(sizes), .max_delay_seconds = options.max_delay_seconds, .idempotent = true});
+  kinds_[kind] = state_.add_kind({.name = kind,
+                                  .sizes = plan::batch_sizes(options.max_batch),
+                                  .max_delay_seconds = options.max_delay_seconds,
+                                  .idempotent = true});
   kind_list_.push_back({.call = std::move(call), .times = std::vector<RunTimes>(devices_.size())});
 }
 

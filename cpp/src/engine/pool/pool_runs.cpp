@@ -3,6 +3,7 @@
 // What happens on the workers, and what follows from an event.
 #include <algorithm>
 #include <limits>
+#include <ranges>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -208,8 +209,11 @@ void PoolCore::follow(After after) noexcept {
   if (told > 0) {
     const Inside guard(*this);  // complete() waits for what is called here
     for (const Ended& one : after.ended) one.call->end(one.report, one.error);
-    for (const Ended& one : after.ended) one.call->call_back();
-    after.ended.clear();  // what jobs have captured, too
+    after.ended.front().call->together([&ended = after.ended] {
+      for (const Ended& one : ended) one.call->call_back();
+      for (Ended& one : ended | std::views::drop(1)) one.call.reset();  // what jobs have captured, too
+    });
+    after.ended.clear();
   }
   bool complete = false;
   {
