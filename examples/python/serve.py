@@ -229,7 +229,7 @@ async def drive(port: int, server: subprocess.Popen[str], args: argparse.Namespa
     """Load the server, and tell it to end."""
     load = Load(port, random.Random(args.seed))
     third = args.seconds / 3
-    capacity = await load.closed_loop(min(2 * args.batch * len(args.devices), 400), third / 2)
+    capacity = await load.closed_loop(min(2 * args.batch * len(args.devices), 400), max(third / 2, 1.5))
     rate = max(args.load * capacity, 1.0)
     print(f"{capacity:.0f} requests/s to clients that wait; now {rate:.0f} a second", flush=True)
     begin, devices = time.perf_counter(), []
@@ -326,7 +326,8 @@ def draw(run: Run, args: argparse.Namespace) -> None:
     middles = [(number + 0.5) * width for number in range(WINDOWS)]
     for part, label in ((0.5, "p50"), (0.99, "p99")):
         times.plot(middles, [quantile(window, part) for window in windows], marker=".", label=label)
-    times.set(yscale="log", ylabel="ms to the answer", title=f"POST /embed, {args.load:g} of the measured rate")
+    neighbour = f", a busy loop on {args.slow} in the shaded third" if args.slow else ""
+    times.set(yscale="log", ylabel="ms to the answer", title=f"POST /embed at {args.load:g} of its rate{neighbour}")
     for name in args.devices:
         pairs = list(zip(run.devices, run.devices[1:], strict=False))
         speeds = [(now[name] - before[name]) / (end - begin) for (begin, before), (end, now) in pairs]
