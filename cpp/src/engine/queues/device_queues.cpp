@@ -157,22 +157,20 @@ void DeviceQueues::State::begin(std::vector<bool> takes_part) {
     queue.parts.clear();
     if (takes_part[place++]) spaces[queue.space].takes_part = true;
   }
-  expected = std::move(takes_part);
-  expect({}, 1.0);
+  if (collectives != nullptr) {
+    for (std::size_t place = 0; const auto& [id, queue] : queues) {
+      takes_part[place] = takes_part[place] && on_host(queue.space);
+      ++place;
+    }
+    takes_part.push_back(true);
+  }
+  outputs.clear();
+  sums->begin(takes_part);
 }
 
 void DeviceQueues::State::expect(std::span<const BufferView> the_outputs, double scale) {
-  settle();
   outputs.assign(the_outputs.begin(), the_outputs.end());
-  std::vector<bool> sources = expected;
-  if (collectives != nullptr) {
-    for (std::size_t place = 0; const auto& [id, queue] : queues) {
-      sources[place] = sources[place] && on_host(queue.space);
-      ++place;
-    }
-    sources.push_back(true);
-  }
-  sums->begin(sources, outputs, scale);
+  sums->expect(outputs, scale);
 }
 
 void DeviceQueues::State::seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written) {
@@ -229,9 +227,9 @@ void DeviceQueues::State::await(const Event& event) {
   }
 }
 
-void DeviceQueues::State::settle() {
+void DeviceQueues::State::settle(std::optional<std::chrono::nanoseconds> timeout) {
   try {
-    if (sums.has_value()) sums->settle();
+    if (sums.has_value()) sums->settle(timeout);
   } catch (const Timeout&) {
     *hung = true;
     throw;
