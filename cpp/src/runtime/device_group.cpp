@@ -80,7 +80,7 @@ class CallSource final : public WorkSource {
 // The open groups, for close_all(). Weak pointers, so that the list keeps no worker alive.
 struct Registry {
   std::mutex mutex;
-  std::vector<std::weak_ptr<GroupWorkers>> groups;
+  std::vector<std::weak_ptr<internal::GroupWorkers>> groups;
 };
 
 // Never destroyed, because groups may be made and closed while static objects are being destroyed. In place, because
@@ -91,8 +91,9 @@ Registry& registry() noexcept {
   return *instance;
 }
 
-std::shared_ptr<GroupWorkers> start(std::vector<Device> devices, std::shared_ptr<GroupWorkers> whole = nullptr) {
-  auto workers = std::make_shared<GroupWorkers>(std::move(devices), std::move(whole));
+std::shared_ptr<internal::GroupWorkers> start(std::vector<Device> devices,
+                                              std::shared_ptr<internal::GroupWorkers> whole = nullptr) {
+  auto workers = std::make_shared<internal::GroupWorkers>(std::move(devices), std::move(whole));
   Registry& all = registry();
   const std::lock_guard lock(all.mutex);
   std::erase_if(all.groups, [](const auto& group) { return group.expired(); });
@@ -172,7 +173,7 @@ bool DeviceGroup::wait(WorkSource& source, const Between& between) {
   for (;;) {
     {
       const BlockingRegion region;
-      if (workers_->await(done, [&] { return signal->wait_for(kBetweenInterval, done); })) break;
+      if (workers_->await(done, [&] { return signal->wait_for(internal::kBetweenInterval, done); })) break;
     }
     if (between && !between()) return source.complete();
   }
@@ -191,17 +192,17 @@ bool DeviceGroup::closed() const noexcept { return workers_->closed(); }
 
 void DeviceGroup::close_all(std::chrono::nanoseconds timeout) noexcept {
   // Takes one after the other off the list, because there may be no memory for a list of them.
-  const auto take = []() -> std::shared_ptr<GroupWorkers> {
+  const auto take = []() -> std::shared_ptr<internal::GroupWorkers> {
     Registry& all = registry();
     const std::lock_guard lock(all.mutex);
     while (!all.groups.empty()) {
-      std::shared_ptr<GroupWorkers> workers = all.groups.back().lock();
+      std::shared_ptr<internal::GroupWorkers> workers = all.groups.back().lock();
       all.groups.pop_back();
       if (workers != nullptr) return workers;
     }
     return nullptr;
   };
-  while (const std::shared_ptr<GroupWorkers> workers = take()) {
+  while (const std::shared_ptr<internal::GroupWorkers> workers = take()) {
     try {
       workers->close(timeout);
     } catch (...) {

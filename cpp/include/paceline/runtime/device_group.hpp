@@ -21,8 +21,6 @@
 
 namespace paceline {
 
-class GroupWorkers;
-
 /// How a source is opened (DeviceGroup::open()).
 struct OpenOptions {
   /// A worker asks the source of the highest priority first, after each piece of work.
@@ -143,7 +141,7 @@ class PACELINE_API DeviceGroup {
   void open_call(std::function<void(const Device&)> call, std::function<void(const std::exception_ptr&)> fail,
                  int priority);
 
-  std::shared_ptr<GroupWorkers> workers_;
+  std::shared_ptr<internal::GroupWorkers> workers_;
 };
 
 }  // namespace paceline

@@ -22,9 +22,9 @@ namespace paceline {
 namespace {
 
 template <class T>
-std::shared_ptr<TrainerMemory<T>> make_memory(const DeviceGroup& group, const DataParallelOptions& options) {
-  if (group.asynchronous()) return make_async_memory<T>(group, options);
-  return std::make_shared<TrainerMemory<T>>(group.ids(), options.parameter_count);
+std::shared_ptr<internal::TrainerMemory<T>> make_memory(const DeviceGroup& group, const DataParallelOptions& options) {
+  if (group.asynchronous()) return internal::make_async_memory<T>(group, options);
+  return std::make_shared<internal::TrainerMemory<T>>(group.ids(), options.parameter_count);
 }
 
 StepLoopOptions step_loop_options(const DataParallelOptions& options) {
@@ -88,7 +88,7 @@ struct BasicDataParallel<T>::State {
                       weight));
     }
     step_loop.require_idle();  // the memory is still that step's
-    const std::shared_ptr<TrainerStep<T>> program = memory->make_step(body, weight);
+    const std::shared_ptr<internal::TrainerStep<T>> program = memory->make_step(body, weight);
     if (memory->failure_was_read()) {
       program->abandon();
       step_loop.forget_unsettled();
@@ -133,7 +133,7 @@ struct BasicDataParallel<T>::State {
     }
   }
 
-  std::shared_ptr<TrainerMemory<T>> memory;
+  std::shared_ptr<internal::TrainerMemory<T>> memory;
   StepLoop step_loop;
   std::vector<std::int64_t> shares;
 };

@@ -82,7 +82,7 @@ struct StepLoop::State {
   std::shared_ptr<balance::SizeSearch> last_search;
   observe::MetricsRecorder metrics;
   observe::History history;
-  HealthLog health;
+  internal::HealthLog health;
   observe::EventRing events;
   std::deque<std::shared_ptr<const Step>> pending;  // committed, until their times are known
   StepRecord record;
