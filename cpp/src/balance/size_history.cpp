@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "balance/bounded.hpp"
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -64,7 +64,7 @@ double SizeHistory::first_run_seconds(
   for (const FirstRun& run : first_runs_) {
     costs.push_back(run.seconds > 0.0 ? std::max(0.0, run.seconds - makespan(run.shares)) : 0.0);
   }
-  return median_in_place(costs);
+  return plan::median_in_place(costs);
 }
 
 }  // namespace paceline::balance

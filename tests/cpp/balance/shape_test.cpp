@@ -7,7 +7,7 @@
 
 #include <paceline/sim/random.hpp>
 
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {

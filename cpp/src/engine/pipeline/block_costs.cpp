@@ -7,6 +7,8 @@
 #include <optional>
 #include <tuple>
 
+#include "plan/statistics.hpp"
+
 namespace paceline::internal {
 namespace {
 
@@ -26,12 +28,6 @@ double weighted_median(std::vector<Ratio> ratios) {
     if ((left -= one.weight) <= 0.0) return one.value;
   }
   return ratios.back().value;
-}
-
-double median(const std::vector<double>& values) {
-  std::vector<Ratio> equal;
-  for (const double value : values) equal.push_back({value, 1.0});
-  return weighted_median(std::move(equal));
 }
 
 /// A block, whether it is its backward, and items.
@@ -108,7 +104,7 @@ BlockFit fit_costs(std::span<const BlockSample> samples, std::size_t device_coun
   }
   std::vector<std::map<Key, double>> times(device_count);
   for (std::size_t d = 0; d < device_count; ++d) {
-    for (const auto& [key, all] : seconds[d]) times[d][key] = median(all);
+    for (const auto& [key, all] : seconds[d]) times[d][key] = plan::median(all);
   }
   BlockFit fit{.speeds = speeds_of(times)};
   std::map<Key, std::vector<double>> of_classes;
@@ -123,7 +119,7 @@ BlockFit fit_costs(std::span<const BlockSample> samples, std::size_t device_coun
     std::vector<std::pair<double, double>> points[2];  // forward and backward
     for (const auto& [key, all] : of_classes) {
       const auto& [own, backward, items] = key;
-      if (own == class_of(b)) points[backward ? 1 : 0].emplace_back(static_cast<double>(items), median(all));
+      if (own == class_of(b)) points[backward ? 1 : 0].emplace_back(static_cast<double>(items), plan::median(all));
     }
     fit_line(points[0], blocks[b].forward_fixed, blocks[b].forward_per_item);
     fit_line(points[1], blocks[b].backward_fixed, blocks[b].backward_per_item);
