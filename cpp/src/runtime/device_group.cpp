@@ -2,6 +2,7 @@
 #include <paceline/runtime/device_group.hpp>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <atomic>
@@ -135,6 +136,15 @@ std::size_t DeviceGroup::size() const noexcept { return workers_->devices().size
 const std::vector<Device>& DeviceGroup::devices() const noexcept { return workers_->devices(); }
 const std::vector<DeviceId>& DeviceGroup::ids() const noexcept { return workers_->ids(); }
 const Device& DeviceGroup::device(DeviceId id) const { return devices()[place(id)]; }
+
+DeviceId DeviceGroup::id(std::string_view name) const {
+  std::vector<std::string_view> names;
+  for (const Device& device : devices()) {
+    if (device.name == name) return ids()[names.size()];
+    names.push_back(device.name);
+  }
+  throw InvalidArgument(fmt::format("the group has no device {}; it has {}", name, fmt::join(names, ", ")));
+}
 
 std::size_t DeviceGroup::place(DeviceId id) const {
   const std::size_t place = internal::place_of(ids(), id);

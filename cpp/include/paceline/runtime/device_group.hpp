@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -72,6 +73,8 @@ class PACELINE_API DeviceGroup {
   [[nodiscard]] const std::vector<Device>& devices() const noexcept;
   /// The ids of devices(), in the same order. A group gives them to its devices; a share has those of its group.
   [[nodiscard]] const std::vector<DeviceId>& ids() const noexcept;
+  /// @throws InvalidArgument if the group has no device of this name.
+  [[nodiscard]] DeviceId id(std::string_view name) const;
   /// @throws InvalidArgument for an id of no device of the group, as place().
   [[nodiscard]] const Device& device(DeviceId id) const;
   /// The device's place in devices(), and in every list that has a value per device of the group.

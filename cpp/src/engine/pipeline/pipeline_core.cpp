@@ -2,10 +2,8 @@
 #include "engine/pipeline/pipeline_core.hpp"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cmath>
 #include <exception>
 #include <mutex>
 #include <utility>
@@ -151,12 +149,7 @@ std::shared_ptr<StepMarks> PipelineCore::take_marks(const plan::StagePlan& plan)
 
 Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, double weight) {
   if (batch_size < 1) throw InvalidArgument(fmt::format("step: batch_size is {}; it must be 1 or more.", batch_size));
-  if (!std::isfinite(weight) || weight <= 0.0) {
-    throw InvalidArgument(fmt::format(
-        "step: the total weight is {}; the objective is divided by it, so it must be positive and finite. Skip batches "
-        "without weight.",
-        weight));
-  }
+  check_weight(weight);
   devices_.check();
   collect(planner_.awaits_samples() ? 0 : kStepsAhead - 1);
   const std::int64_t moves = planner_.move_count();
@@ -339,15 +332,6 @@ BlockMemory& PipelineCore::block(std::size_t index) {
 NativeStream PipelineCore::stream(DeviceId device) const {
   const Stream* const work = devices_.work(device);
   return work == nullptr ? nullptr : work->native();
-}
-
-std::size_t PipelineCore::place_of(std::string_view name) const {
-  std::vector<std::string> names;
-  for (const Device& device : group_.devices()) {
-    if (device.name == name) return names.size();
-    names.push_back(device.name);
-  }
-  throw InvalidArgument(fmt::format("the group has no device {}; it has {}", name, fmt::join(names, ", ")));
 }
 
 }  // namespace paceline::internal

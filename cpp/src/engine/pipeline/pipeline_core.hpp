@@ -7,7 +7,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <paceline/engine/pipeline.hpp>
@@ -35,8 +34,6 @@ class PipelineCore {
     return block == 0 ? 0 : blocks_[block - 1].output_count;
   }
   [[nodiscard]] NativeStream stream(DeviceId device) const;
-  /// The place in the group of the device with this name.
-  [[nodiscard]] std::size_t place_of(std::string_view name) const;
   [[nodiscard]] StagePlanner& planner() noexcept { return planner_; }
   [[nodiscard]] const plan::StagePlan& plan() const noexcept { return *plan_; }
   [[nodiscard]] const PipelineRecord& last_step() const noexcept { return last_step_; }
