@@ -38,6 +38,22 @@ double shrunk(double deviation, double count, double prior, double weight = kPri
 
 }  // namespace
 
+std::vector<plan::CostModel> completed_models(std::span<const std::optional<plan::CostModel>> models,
+                                              std::span<const std::size_t> classes) {
+  std::vector<plan::CostModel> all;
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    const auto rank = [&](std::size_t j) { return std::pair(classes[j] != classes[i], models[j]->seconds(1)); };
+    const std::size_t none = models.size();
+    std::size_t best = models[i] ? i : none;
+    for (std::size_t j = 0; !models[i] && j < models.size(); ++j) {
+      if (models[j] && (best == none || rank(j) < rank(best))) best = j;
+    }
+    if (best == none) return {};
+    all.push_back(*models[best]);
+  }
+  return all;
+}
+
 Estimator::Estimator(const std::vector<DeviceProfile>& profiles, bool proportional)
     : estimates_(profiles.size()), memory_(profiles.size()), pooled_noise_(kPriorNoise) {
   std::map<std::string, std::size_t> classes;
@@ -298,18 +314,13 @@ plan::CostModel Estimator::model(std::size_t device) const {
   if (estimates_[device].scale > 0.0) return affine(device);
   // A device that was never measured counts as fast as the fastest of its class, or else of all devices. So it gets
   // work and is measured, also if a hint says that it is too slow to help. Otherwise a wrong hint would hold for good.
-  std::size_t best = devices_.size();
-  bool best_in_class = false;
+  std::vector<std::optional<plan::CostModel>> known(devices_.size());
+  std::vector<std::size_t> classes;
   for (std::size_t i = 0; i < devices_.size(); ++i) {
-    if (estimates_[i].scale <= 0.0) continue;
-    const bool in_class = devices_[i].device_class == devices_[device].device_class;
-    const bool better = best == devices_.size() || (in_class && !best_in_class) ||
-                        (in_class == best_in_class && affine(i).seconds(1) < affine(best).seconds(1));
-    if (!better) continue;
-    best = i;
-    best_in_class = in_class;
+    classes.push_back(devices_[i].device_class);
+    if (estimates_[i].scale > 0.0) known[i] = affine(i);
   }
-  return affine(best);
+  return completed_models(known, classes)[device];
 }
 
 double Estimator::error_at(std::size_t device, double items) const {

@@ -13,9 +13,11 @@ namespace {
 constexpr std::size_t kSharesKept = 256;  // of one device: batches of any length have any number of them
 constexpr std::size_t kFirstRunsKept = 5;
 
-/// First start to last finish, by the clock or as the longest sum, excluded runs and all.
+}  // namespace
+
 double seconds_of(const StepTimings& timings) {
-  double longest = timings.step_seconds;
+  if (timings.step_seconds > 0.0) return timings.step_seconds;
+  double longest = 0.0;
   for (const auto& device : timings.devices) {
     double sum = 0.0;
     for (const MicroBatchTiming& timing : device) sum += timing.seconds;
@@ -29,8 +31,6 @@ bool any_excluded(const StepTimings& timings) {
     return std::any_of(device.begin(), device.end(), [](const MicroBatchTiming& timing) { return timing.excluded; });
   });
 }
-
-}  // namespace
 
 SizeHistory::SizeHistory(std::vector<std::size_t> class_of)
     : class_of_(std::move(class_of)), largest_(class_of_.size(), 0), ran_(class_of_.size()) {}
