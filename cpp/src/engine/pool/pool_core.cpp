@@ -18,6 +18,7 @@ namespace {
 constexpr std::chrono::milliseconds kBetweenLooksForRoom{50};
 constexpr std::chrono::milliseconds kLetGo{200};  // a thousand times what an idle worker needs
 constexpr std::int64_t kLargestBatch = 1 << 30;
+constexpr double kRunsKept = 0.9;  // in the times of runs: some ten count
 
 thread_local const Inside* innermost_pool = nullptr;
 
@@ -88,7 +89,7 @@ std::size_t PoolCore::kind_of(const std::string& name) {
   const auto known = kinds_.find(name);
   if (known != kinds_.end()) return known->second;
   const std::size_t kind = state_.add_kind({.name = name});
-  kind_list_.push_back({.call = {}, .times = std::vector<RunTimes>(devices_.size())});
+  kind_list_.push_back({.call = {}, .times = std::vector(devices_.size(), plan::LineFit(kRunsKept))});
   return kinds_[name] = kind;
 }
 
@@ -115,7 +116,7 @@ void PoolCore::add_batches(const std::string& kind, const BatchOptions& options,
                                   .sizes = plan::batch_sizes(options.max_batch),
                                   .max_delay_seconds = options.max_delay_seconds,
                                   .idempotent = true});
-  kind_list_.push_back({.call = std::move(call), .times = std::vector<RunTimes>(devices_.size())});
+  kind_list_.push_back({.call = std::move(call), .times = std::vector(devices_.size(), plan::LineFit(kRunsKept))});
 }
 
 JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options) {

@@ -104,8 +104,8 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<d
     device.jobs += completed ? static_cast<std::int64_t>(run.jobs.size()) : 0;
     device.seconds += took;
     if (completed) {
-      RunTimes& times = kind_list_[run.kind].times[first];
-      times.add(static_cast<std::int64_t>(run.jobs.size()), took);
+      plan::LineFit& times = kind_list_[run.kind].times[first];
+      times.add(static_cast<double>(run.jobs.size()), took);
       // The devices of the run are still taken, so this decides nothing about them.
       apply(state_.measure(now(), first, run.kind, times.model(), times.samples()), after);
     }

@@ -218,20 +218,11 @@ void DeviceQueues::State::collect() {
   }
 }
 
-void DeviceQueues::State::await(const Event& event) {
-  try {
-    wait_for(event, options.timeout);
-  } catch (const Timeout&) {
-    *hung = true;
-    throw;
-  }
-}
-
 void DeviceQueues::State::settle(std::optional<std::chrono::nanoseconds> timeout) {
   try {
     if (sums.has_value()) sums->settle(timeout);
   } catch (const Timeout&) {
-    *hung = true;
+    hung.note();
     throw;
   }
 }
@@ -240,22 +231,6 @@ void DeviceQueues::State::settle_or_hang() noexcept {
   try {
     settle();
   } catch (...) {
-  }
-}
-
-void DeviceQueues::State::check() const {
-  if (!*hung) return;
-  throw DeviceLost(
-      "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
-}
-
-void DeviceQueues::State::drain(AsyncDevice* device, Stream* stream) {
-  if (device == nullptr || stream == nullptr || *hung) return;
-  try {
-    const std::unique_ptr<Event> event = device->make_event(false);
-    stream->record(*event);
-    await(*event);
-  } catch (const Error&) {
   }
 }
 
@@ -269,7 +244,7 @@ DeviceQueues::~DeviceQueues() {
     drain();
   } catch (...) {  // interrupted: everything returns in the order of the streams
   }
-  const std::chrono::nanoseconds patience = *state_->hung || state_->left ? kAfterAHang : state_->options.timeout;
+  const std::chrono::nanoseconds patience = state_->hung || state_->left ? kAfterAHang : state_->options.timeout;
   state_->sums->close(patience);
 }
 
@@ -316,7 +291,7 @@ const Event* DeviceQueues::idle(DeviceId device) const { return state_->step->en
 std::chrono::nanoseconds DeviceQueues::patience() const noexcept { return state_->options.timeout; }
 
 void DeviceQueues::give_up(const Event& event) {
-  *state_->hung = true;
+  state_->hung.note();
   throw_late(event, state_->options.timeout);
 }
 
@@ -371,9 +346,9 @@ void DeviceQueues::drain() {
   try {
     state.sums->cancel();
   } catch (const Timeout&) {
-    *state.hung = true;
+    state.hung.note();
   }
-  if (state.collectives != nullptr && state.collectives->lost()) *state.hung = true;
+  if (state.collectives != nullptr && state.collectives->lost()) state.hung.note();
   for (auto& [id, queue] : state.queues) state.drain(queue.device, queue.stream);
   for (auto& [id, queue] : state.queues) state.drain(&state.home_device(), queue.source.get());
   for (State::Space& space : state.spaces) state.drain(space.maker, space.copies.get());

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <memory>
@@ -16,6 +15,7 @@
 
 #include "comm/memory_spaces.hpp"
 #include "comm/space_collectives.hpp"
+#include "engine/hang.hpp"
 #include "engine/queues/bucket_sums.hpp"
 #include "engine/queues/enqueued_buckets.hpp"
 #include "engine/queues/step_times.hpp"
@@ -87,16 +87,13 @@ struct DeviceQueues::State {
   [[nodiscard]] std::vector<const void*> parts_in(std::size_t space, std::size_t k) const;
   /// Sums the parts of all GPUs' devices at home, by the collectives.
   void collect();
-  /// Waits, and remembers a hang, because every later wait would take as long again.
-  void await(const Event& event);
+  void await(const Event& event) const { hung.await(event, options.timeout); }
   /// Waits until nobody else uses the streams of copies and sums, and remembers a hang. @throws Timeout
   void settle(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
   /// The same, but only remembers a hang.
   void settle_or_hang() noexcept;
-  /// @throws DeviceLost after a hang.
-  void check() const;
-  /// Waits until the stream has no work left. A device that fails here has none left either.
-  void drain(AsyncDevice* device, Stream* stream);
+  void check() const { hung.check("step"); }
+  void drain(AsyncDevice* device, Stream* stream) const { hung.drain(device, stream, options.timeout); }
 
   DeviceQueueOptions options;
   internal::MemorySpaces memory;
@@ -116,8 +113,8 @@ struct DeviceQueues::State {
   std::shared_ptr<internal::Evidence> evidence = std::make_shared<internal::Evidence>();  // of all steps
   std::shared_ptr<internal::SpareEvents> spare_events = std::make_shared<internal::SpareEvents>();
   std::shared_ptr<internal::RecordedTimes> step;
-  std::shared_ptr<std::atomic<bool>> hung = std::make_shared<std::atomic<bool>>(false);  // shared with the steps' times
-  bool left = false;                                                                     // a drain did not end
+  internal::Hang hung;  // shared with the steps' times
+  bool left = false;    // a drain did not end
 };
 
 }  // namespace paceline
