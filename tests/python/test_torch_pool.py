@@ -324,11 +324,18 @@ def test_figures_count_what_ran_and_how_it_ended() -> None:
         assert repr(pool) == "<paceline.torch.Pool [host:0, host:1], closed>"
 
 
-def test_by_default_a_pool_has_the_host_devices_whatever_else_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = types.SimpleNamespace(name="cuda:0", kind="cuda")
+def test_without_a_gpu_a_pool_has_the_host_devices_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = types.SimpleNamespace(name="cuda:9", kind="cuda")
     found = [one for one in devices() if one.kind == "host"]
+    monkeypatch.setattr("paceline.torch._pool.pool.all_devices", lambda: found)
+    with pytest.raises(InvalidArgument, match="there is no 'cuda' device here"):
+        Pool(["cuda"])
+    pools = [Pool(), Pool("host"), Pool(["host"])]
     monkeypatch.setattr("paceline.torch._pool.pool.all_devices", lambda: [gpu, *found])
-    for pool in Pool(), Pool("host"):
+    pools.append(Pool("host"))
+    with pytest.raises(InvalidArgument, match="cuda:9"):
+        Pool()
+    for pool in pools:
         with pool:
             assert [one.name for one in pool.devices] == [one.name for one in found]
             assert pool.submit(lambda _: 1).result() == 1

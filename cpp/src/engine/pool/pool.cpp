@@ -2,10 +2,13 @@
 #include <paceline/engine/pool.hpp>
 
 #include <chrono>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 #include <paceline/runtime/blocking.hpp>
 
+#include "engine/pool/added_device.hpp"
 #include "engine/pool/pool_core.hpp"
 
 namespace paceline {
@@ -75,14 +78,13 @@ void JobState::when_ended(std::function<void()> call) {
 
 }  // namespace internal
 
-namespace {
+/// Those of devices that came later, one each.
+struct internal::AddedGroups {
+  std::mutex mutex;
+  std::vector<DeviceGroup> groups;
+};
 
-DeviceGroup share_of(const DeviceGroup& group) {
-  if (group.asynchronous()) {
-    throw Unavailable("Pool: the group has a GPU, on which pools do not run yet. Make it of host devices.");
-  }
-  return group.share();
-}
+namespace {
 
 /// Ends the group, which would leave a worker behind that has other work for longer than ten seconds. Such a worker
 /// lets go of the pool later, and the last one ends the group.
@@ -90,20 +92,54 @@ void leave(DeviceGroup& group, internal::PoolCore& core) {
   if (!group.closed() && core.let_go()) group.close();
 }
 
+void leave(DeviceGroup& group, internal::AddedGroups& added, internal::PoolCore& core) {
+  leave(group, core);
+  std::vector<DeviceGroup> groups;
+  {
+    const std::lock_guard lock(added.mutex);
+    groups = added.groups;
+  }
+  for (DeviceGroup& one : groups) leave(one, core);
+}
+
 }  // namespace
 
 Pool::Pool(DeviceGroup group, plan::PoolOptions options)
-    : group_(share_of(group)), core_(std::make_shared<internal::PoolCore>(group_, std::move(options))) {
+    : group_(group.share()),
+      core_(std::make_shared<internal::PoolCore>(group_, std::move(options))),
+      added_(std::make_shared<internal::AddedGroups>()) {
   // Work of a trainer's steps comes first, after each job.
   group_.open(core_, {.priority = -1});
 }
+
+void Pool::add(const Device& device) {
+  const auto core = core_;
+  core->check_new(device.name);
+  auto queue = internal::JobQueue::of(device);
+  DeviceGroup group({device});
+  const auto source = std::make_shared<internal::AddedDevice>(core, group);
+  group.open(source, {.priority = -1});
+  {
+    const std::lock_guard lock(added_->mutex);
+    added_->groups.push_back(group);
+  }
+  try {
+    core->add(device, std::move(queue), source);
+  } catch (...) {
+    group.close();
+    throw;
+  }
+}
+
+Stream* Pool::stream(const std::string& device) const { return core_->stream(device); }
+void Pool::release() noexcept { core_->release(); }
 
 Pool::~Pool() {
   try {
     if (core_->forked()) return;
     core_->close(true);
     if (!internal::Inside::of(*core_)) group_.wait(*core_);  // what runs may use what is destroyed after the pool
-    if (!internal::Inside::any()) leave(group_, *core_);
+    if (!internal::Inside::any()) leave(group_, *added_, *core_);
   } catch (...) {  // nothing that a destructor could tell
   }
 }
@@ -116,6 +152,7 @@ void Pool::restore(const std::string& device) { std::shared_ptr(core_)->retire(d
 void Pool::close(bool cancel) {
   internal::check_may_wait(core_);
   const auto core = core_;
+  const auto added = added_;
   DeviceGroup group = group_;
   core->close(cancel);
   {
@@ -125,7 +162,7 @@ void Pool::close(bool cancel) {
       return true;
     });
   }
-  leave(group, *core);
+  leave(group, *added, *core);
 }
 
 std::int64_t Pool::waiting() const { return core_->waiting(); }

@@ -47,8 +47,7 @@ void check_may_wait(const std::weak_ptr<PoolCore>& pool) {
 }
 
 PoolCore::PoolCore(const DeviceGroup& group, plan::PoolOptions options)
-    : group_(group),
-      state_([&] {
+    : group_(group), state_([&] {
         // The user's function is asked where nothing may throw.
         if (options.choose) {
           options.choose = [choose = std::move(options.choose)](const plan::PoolQuestion& question) {
@@ -60,12 +59,10 @@ PoolCore::PoolCore(const DeviceGroup& group, plan::PoolOptions options)
           };
         }
         return std::move(options);
-      }()),
-      devices_(group.size()) {
-  for (const paceline::Device& device : group.devices()) {
-    (void)state_.add_device(0.0, {.name = device.name,
-                                  .device_class = device.device_class,
-                                  .labels = {device.kind == DeviceKind::host ? "host" : "cuda"}});
+      }()) {
+  for (const DeviceId id : group.ids()) {
+    const paceline::Device& device = group.device(id);
+    (void)place({.facts = device, .queue = JobQueue::of(device), .id = id});
   }
 }
 
@@ -88,7 +85,7 @@ std::size_t PoolCore::kind_of(const std::string& name) {
   const auto known = kinds_.find(name);
   if (known != kinds_.end()) return known->second;
   const std::size_t kind = state_.add_kind({.name = name});
-  kind_list_.push_back({.call = {}, .times = std::vector<RunTimes>(devices_.size())});
+  kind_list_.push_back({.call = {}, .times = std::deque<RunTimes>(devices_.size())});
   return kinds_[name] = kind;
 }
 
@@ -116,7 +113,7 @@ void PoolCore::add_batches(const std::string& kind, const BatchOptions& options,
   sizes.push_back(options.max_batch);
   kinds_[kind] = state_.add_kind(
       {.name = kind, .sizes = std::move(sizes), .max_delay_seconds = options.max_delay_seconds, .idempotent = true});
-  kind_list_.push_back({.call = std::move(call), .times = std::vector<RunTimes>(devices_.size())});
+  kind_list_.push_back({.call = std::move(call), .times = std::deque<RunTimes>(devices_.size())});
 }
 
 JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options) {
@@ -239,33 +236,6 @@ void PoolCore::end_waiting(const std::exception_ptr& error, After& after) {
   }
 }
 
-bool PoolCore::retire(const std::string& device, bool retired, bool unless_last) {
-  check_process(retired ? "retire" : "restore");
-  const auto found = std::ranges::find(group_.devices(), device, &paceline::Device::name);
-  if (found == group_.devices().end()) {
-    throw InvalidArgument(fmt::format("{}: the pool has no device '{}'.", retired ? "retire" : "restore", device));
-  }
-  const auto place = static_cast<std::size_t>(found - group_.devices().begin());
-  After after;
-  {
-    const std::lock_guard lock(mutex_);
-    if (retired) {
-      const auto stays = [&](std::size_t other) { return other != place && state_.active(other); };
-      if (unless_last && std::ranges::none_of(std::views::iota(std::size_t{0}, devices_.size()), stays)) return false;
-      devices_[place].retired = true;
-      apply(state_.retire(now(), place), after);
-      vacate(place, after);
-    } else {
-      devices_[place].retired = devices_[place].lost = false;
-      lost_ = nullptr;
-      apply(state_.restore(now(), place), after);
-      after.room = true;
-    }
-  }
-  follow(std::move(after));
-  return true;
-}
-
 void PoolCore::close(bool cancel) noexcept {
   if (forked()) return;
   After after;
@@ -299,16 +269,6 @@ std::int64_t PoolCore::running() const {
   return state_.running();
 }
 
-std::vector<std::string> PoolCore::active() const {
-  check_process("active");
-  const std::lock_guard lock(mutex_);
-  std::vector<std::string> names;
-  for (std::size_t place = 0; place < devices_.size(); ++place) {
-    if (!devices_[place].retired && !devices_[place].lost) names.push_back(group_.devices()[place].name);
-  }
-  return names;
-}
-
 double PoolCore::backlog_seconds() const {
   check_process("backlog_seconds");
   const std::lock_guard lock(mutex_);
@@ -321,8 +281,8 @@ std::string PoolCore::explain() const {
   std::string text;
   for (std::size_t place = 0; place < devices_.size(); ++place) {
     const Device& device = devices_[place];
-    text += fmt::format("{}: {} jobs in {} runs, {:.3f} s", group_.devices()[place].name, device.jobs, device.runs,
-                        device.seconds);
+    text +=
+        fmt::format("{}: {} jobs in {} runs, {:.3f} s", device.facts.name, device.jobs, device.runs, device.seconds);
     if (!state_.active(place)) text += device.lost ? "; lost" : "; retired";
     if (device.declined) text += "; " + state_.describe(*device.declined);
     text += "\n";

@@ -15,14 +15,29 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kLongestSleep = 1e6;  // seconds; clocks cannot count much longer ones
 
+plan::RunResult result_of(const std::exception_ptr& error) noexcept {
+  if (error == nullptr) return plan::RunResult::completed;
+  try {
+    std::rethrow_exception(error);
+  } catch (const OutOfMemory&) {
+    return plan::RunResult::out_of_memory;
+  } catch (const DeviceLost&) {
+    return plan::RunResult::device_lost;
+  } catch (...) {
+    return plan::RunResult::failed;
+  }
+}
+
 }  // namespace
 
-NextWork PoolCore::next(DeviceId device, Clock::time_point) noexcept {
+NextWork PoolCore::next(DeviceId device, Clock::time_point) noexcept { return next_at(group_.place(device)); }
+
+NextWork PoolCore::next_at(std::size_t place) noexcept {
+  const Event* const event = settle(place);
   After after;
   NextWork answer;
   {
     const std::lock_guard lock(mutex_);
-    const std::size_t place = group_.place(device);
     const auto assigned = [&] { return devices_[place].run && !runs_.at(*devices_[place].run).taken; };
     if (const double time = now(); !assigned() && time >= wake_seconds_) apply(state_.tick(time), after);
     if (assigned()) {
@@ -36,9 +51,9 @@ NextWork PoolCore::next(DeviceId device, Clock::time_point) noexcept {
     } else if (wake_seconds_ < kNever) {
       const double wake = std::min(wake_seconds_, now() + kLongestSleep);
       const auto until = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wake));
-      answer = NextWork::wait(nullptr, begin_ + until + Clock::duration(1));
+      answer = NextWork::wait(event, begin_ + until + Clock::duration(1));
     } else {
-      answer = NextWork::wait();
+      answer = NextWork::wait(event);
     }
   }
   follow(std::move(after));
@@ -48,39 +63,87 @@ NextWork PoolCore::next(DeviceId device, Clock::time_point) noexcept {
 void PoolCore::perform(DeviceId, std::int64_t work, Turn&) {
   Run* run = nullptr;
   const Pool::BatchCall* batch = nullptr;
+  std::vector<const paceline::Device*> devices;
+  std::vector<Stream*> streams;
+  std::vector<JobQueue*> queues;
   {
     const std::lock_guard lock(mutex_);
     run = &runs_.at(static_cast<plan::RunId>(work));  // stays where it is
     run->began = Clock::now();
     batch = &kind_list_[run->kind].call;
+    for (const std::size_t place : run->devices) {
+      Device& device = devices_[place];
+      devices.push_back(&device.facts);
+      streams.push_back(device.queue == nullptr ? nullptr : &device.queue->stream());
+      if (device.queue != nullptr) queues.push_back(device.queue.get());
+    }
   }
-  std::vector<const paceline::Device*> devices;
-  for (const std::size_t place : run->devices) devices.push_back(&group_.devices()[place]);
-  Job job(std::move(devices));
-  const Inside guard(*this);
-  if (*batch) {
-    (*batch)(job, run->calls);
-  } else {
-    run->calls.front()->run(job);
+  for (JobQueue* const queue : queues) queue->begin();
+  Job job(std::move(devices), std::move(streams));
+  std::exception_ptr error;
+  try {
+    const Inside guard(*this);
+    if (*batch) {
+      (*batch)(job, run->calls);
+    } else {
+      run->calls.front()->run(job);
+    }
+  } catch (...) {
+    error = std::current_exception();
   }
+  if (!queues.empty()) {
+    for (JobQueue* const queue : queues) queue->end();
+    const std::lock_guard lock(mutex_);
+    run->enqueued = true;
+  }
+  if (error != nullptr) std::rethrow_exception(error);
 }
 
+// Also what a call has enqueued before it threw uses what is freed when the job ends.
 void PoolCore::done(DeviceId, std::int64_t work, const WorkTiming& timing) noexcept {
+  if (is_enqueued(work, nullptr)) return;
   const double took = std::chrono::duration<double>(timing.finish - timing.start).count();
   finish(work, plan::RunResult::completed, took, {});
 }
 
 void PoolCore::failed(DeviceId, std::int64_t work, std::exception_ptr error) noexcept {
-  auto result = plan::RunResult::failed;
-  try {
-    std::rethrow_exception(error);
-  } catch (const OutOfMemory&) {
-    result = plan::RunResult::out_of_memory;
-  } catch (const DeviceLost&) {
-    result = plan::RunResult::device_lost;
-  } catch (...) {
+  if (is_enqueued(work, error)) return;
+  finish(work, result_of(error), {}, error);
+}
+
+bool PoolCore::is_enqueued(std::int64_t work, const std::exception_ptr& error) noexcept {
+  const std::lock_guard lock(mutex_);
+  Run& run = runs_.at(static_cast<plan::RunId>(work));
+  run.error = error;
+  return run.enqueued;
+}
+
+const Event* PoolCore::settle(std::size_t place) noexcept {
+  plan::RunId id{};
+  std::exception_ptr error;
+  std::vector<const JobQueue*> queues;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!devices_[place].run) return nullptr;
+    id = *devices_[place].run;
+    const Run& run = runs_.at(id);
+    if (!run.enqueued) return nullptr;
+    error = run.error;
+    for (const std::size_t one : run.devices) {
+      if (devices_[one].queue != nullptr) queues.push_back(devices_[one].queue.get());
+    }
   }
-  finish(work, result, {}, error);
+  std::optional<double> took;
+  try {
+    for (const JobQueue* const queue : queues) {
+      if (!queue->done()) return &queue->ended();
+    }
+    for (const JobQueue* const queue : queues) took = std::max(took.value_or(0.0), queue->seconds());
+  } catch (...) {  // what the GPU says comes before what the call has thrown, which may follow from it
+    error = std::current_exception();
+  }
+  finish(static_cast<std::int64_t>(id), result_of(error), took, error);
+  return nullptr;
 }
 
 void PoolCore::cancel(std::exception_ptr) noexcept { close(true); }
@@ -110,7 +173,7 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<d
     }
     if (result == plan::RunResult::device_lost) lose(run, error, after);
     apply(state_.finish(now(), id, result, took), after,
-          {.run = id, .error = error, .report = {.device = group_.devices()[first].name, .seconds = took}});
+          {.run = id, .error = error, .report = {.device = device.facts.name, .seconds = took}});
     for (const JobId job : run.jobs) {  // those that run again
       if (const auto again = jobs_.find(job); again != jobs_.end() && again->second.run == id) again->second.run = {};
     }
@@ -125,7 +188,7 @@ void PoolCore::lose(const Run& run, const std::exception_ptr& error, After& afte
     std::rethrow_exception(error);
   } catch (const Error& why) {
     for (const std::size_t one : run.devices) {
-      if (group_.devices()[one].name == why.device()) place = one;
+      if (devices_[one].facts.name == why.device()) place = one;
     }
   }
   devices_[place].lost = true;
@@ -188,7 +251,7 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
       run.calls.push_back(job.call.get());
     }
     devices_[start.devices.front()].run = start.run;
-    after.wake.push_back(start.devices.front());
+    after.wake.push_back(&devices_[start.devices.front()]);
     after.room = true;
     runs_.emplace(start.run, std::move(run));
   }
@@ -200,9 +263,9 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
 void PoolCore::follow(After after) noexcept {
   if (after.room || !after.ended.empty()) room_.notify_all();
   if (after.wake_all) {
-    wake_all();
+    wake_everyone();
   } else {
-    for (const std::size_t place : after.wake) wake(group_.ids()[place]);
+    for (const Device* const device : after.wake) wake(*device);
   }
   const std::size_t told = after.ended.size();
   if (told > 0) {
@@ -218,7 +281,7 @@ void PoolCore::follow(After after) noexcept {
     complete = closed_ && jobs_.empty() && ending_ == 0 && !complete_.exchange(true, std::memory_order_acq_rel);
   }
   if (complete) {
-    wake_all();
+    wake_everyone();
     wake_caller();
   }
 }
