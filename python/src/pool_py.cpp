@@ -145,8 +145,8 @@ void run_batch(Job& job, std::span<internal::PoolCall* const> calls) {
 /// A pool whose jobs are Python objects.
 class PythonPool {
  public:
-  PythonPool(const DeviceGroup& group, const std::string& placement)
-      : pool_(group, {.placement = placement_of(placement)}) {}
+  PythonPool(const DeviceGroup& group, const std::string& placement, double budget)
+      : pool_(group, {.placement = placement_of(placement)}, budget) {}
   ~PythonPool() {
     try {
       close(true);
@@ -231,7 +231,8 @@ class PythonPool {
 void bind_pool(py::module_& module) {
   py::class_<JobHandle>(module, "Job", "A job of a pool.");
   py::class_<PythonPool>(module, "Pool", "Runs jobs on the devices of a group, as the pool decides.")
-      .def(py::init<const DeviceGroup&, const std::string&>(), py::arg("group"), py::arg("placement") = "auto")
+      .def(py::init<const DeviceGroup&, const std::string&, double>(), py::arg("group"), py::arg("placement") = "auto",
+           py::arg("budget") = 0.1)
       .def(
           "submit",
           [](PythonPool& self, py::object job, std::string kind, int priority, double deadline, double not_before,

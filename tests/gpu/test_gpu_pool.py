@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpu_support import Box, delay, equal, synchronize
-from paceline import Device
+from paceline import find_device
 from paceline.torch import Pool
 from torch_support import output_of, run_script
 
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 def answers_of(net: Net, items: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = net(items.to(net.layers[0].weight.device)).cpu()
+        found: torch.Tensor = net(items.to(next(net.parameters()).device)).cpu()
     return found
 
 
@@ -49,8 +49,8 @@ def test_requests_are_answered_as_the_module_answers_and_follow_it(box: Box, at_
             found = torch.stack(list(batcher.map(items)))
             equal([found], [answers_of(net, items)], 1e-4)
             with torch.no_grad():
-                net.layers[0].weight.add_(0.1 * (round + 1))
-                net.layers[1].running_mean.add_(0.1)
+                next(net.parameters()).add_(0.1 * (round + 1))
+                next(net.buffers()).add_(0.1)
         assert not any(one["retired"] for one in pool.report()["devices"].values())
 
 
@@ -145,12 +145,11 @@ def test_a_device_joins(box: Box) -> None:
     first, *others = box.devices
     with Pool([first]) as pool:
         batcher = pool.serve(net, max_batch=8)
-        for device in [*others, "host:3"]:
+        for device in [*others, find_device("host:3")]:
             pool.add(device)
             pool.retire(pool.devices[-2].name)
             equal([torch.stack(list(batcher.map(items)))], [answers_of(net, items)], 1e-4)
-            name = device.name if isinstance(device, Device) else device
-            assert pool.report()["devices"][name]["jobs"] == 100
+            assert pool.report()["devices"][device.name]["jobs"] == 100
 
 
 PROGRAM = """

@@ -259,6 +259,8 @@ def test_arguments_are_checked() -> None:
         pool_of(placement="fastest")
     with pytest.raises(InvalidArgument, match="devices is 'gpu'"):
         Pool("gpu")
+    with pytest.raises(InvalidArgument, match="budget is 2"):
+        pool_of(budget=2.0)
     pool: Any
     with pool_of(1) as pool, pool_of(1) as other:
         for call, text in [
@@ -297,6 +299,29 @@ def test_a_pool_of_a_trainer_runs_on_the_workers_of_its_devices() -> None:
             trainer.close()
             assert pool.submit(lambda _: 1).result() == 1
             assert pool.report()["devices"].keys() == set(hosts(2))
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.0])
+def test_an_interactive_job_waits_for_a_micro_batch_of_a_step_and_not_for_the_step(budget: float) -> None:
+    order: list[Any] = []
+
+    def loss_fn(module: nn.Module, batch: torch.Tensor) -> Any:
+        if order == ["begin"]:
+            pool.submit(order.append, priority="interactive", kind="work")
+        order.append("micro-batch")
+        time.sleep(0.002)
+        return module(batch).square().mean()
+
+    with DataParallel(nn.Linear(6, 3), hosts(1), micro_batch=1) as trainer:
+        with Pool(trainer, budget=budget) as pool:
+            for _ in range(2):
+                trainer.step(loss_fn, torch.randn(80, 6))
+            order[:] = ["begin"]
+            trainer.step(loss_fn, torch.randn(80, 6))
+        assert order.count("micro-batch") == 80
+        ran = order.index(torch.device("cpu"))
+        assert ran < 40 if budget else ran > 70, order
+        assert ("beside steps" in pool.explain()) == bool(budget)
 
 
 def test_figures_count_what_ran_and_how_it_ended() -> None:

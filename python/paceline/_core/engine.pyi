@@ -311,7 +311,12 @@ class Pool:
         """
         Raise on a worker, and in a process that was forked from that of the pool.
         """
-    def __init__(self, group: paceline._core.runtime.DeviceGroup, placement: str = "auto") -> None: ...
+    def __init__(
+        self,
+        group: paceline._core.runtime.DeviceGroup,
+        placement: str = "auto",
+        budget: typing.SupportsFloat | typing.SupportsIndex = 0.1,
+    ) -> None: ...
     def add(self, device: paceline._core.runtime.Device) -> None:
         """
         One more device, which takes work at once.

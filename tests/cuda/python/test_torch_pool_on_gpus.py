@@ -73,6 +73,11 @@ def answers_of(net: Net, items: list[torch.Tensor]) -> torch.Tensor:
     return found
 
 
+def copies_of(batcher: Any) -> list[Any]:
+    """What each device has of a served module."""
+    return list(batcher._served._copies.values())
+
+
 def expect_answers(batcher: Any, net: Net, items: list[torch.Tensor]) -> None:
     found = list(batcher.map(items))
     assert all(one["y"].device.type == "cpu" and not one["y"].is_inference() for one in found)
@@ -93,12 +98,12 @@ def test_requests_are_answered_on_every_device_and_follow_the_users_module(
         batcher = pool.serve(net, max_batch=4)
         expect_answers(batcher, net, items)
         with torch.no_grad():
-            net.layers[0].weight.mul_(3)
+            next(net.parameters()).mul_(3)
             net.shift.add_(1)
         expect_answers(batcher, net, items)
         net.load_state_dict({name: torch.randn_like(one) for name, one in net.state_dict().items()}, assign=True)
         expect_answers(batcher, net, items)
-        net.layers[2].weight.data = torch.randn(3, 8, device=place)
+        list(net.parameters())[2].data = torch.randn(3, 8, device=place)
         net.shift = torch.full((3,), -1.0, device=place)
         expect_answers(batcher, net, items)
         report = pool.report()
@@ -114,10 +119,10 @@ def test_the_devices_of_a_memory_share_a_copy_of_the_parameters(streams: Any) ->
             answers = [batcher(one) for one in torch.randn(32, 6)]
         for one in answers:
             one.result()
-        copies = batcher._served._copies.values()
+        copies = copies_of(batcher)
         found = {one.replica.parameters[0].data_ptr() for one in copies if one.generation}
         assert len(found) == sum(one.generation > 0 for one in copies)
-        assert net.layers[0].weight.data_ptr() not in found
+        assert next(net.parameters()).data_ptr() not in found
 
 
 @pytest.mark.parametrize("devices", BOXES.values(), ids=BOXES)
@@ -150,6 +155,9 @@ def test_a_job_waits_for_what_computes_its_arguments_on_whatever_gpu(streams: An
         for name in GPUS:
             here, there = here * 1, there * 1
             assert pool.submit(job, here, both={"x": there}, needs=name).result() == 2000.0
+            here = here * 1
+            many = pool.submit(lambda device, all: float(all[-1].to(device).sum().cpu()), [here] * 20_000, needs=name)
+            assert many.result() == 1000.0
 
 
 def test_a_gang_has_the_streams_of_its_devices(streams: Any) -> None:
@@ -323,17 +331,17 @@ def test_devices_join_with_every_served_module_and_work(streams: Any) -> None:
             pool.add(name)
             pool.serve(net)
         assert [one.name for one in pool.devices] == ["host:0", GPUS[0], GPUS[1], "host:1", GPUS[2]]
-        for name in pool.devices:
-            job = pool.submit(lambda device: device, needs=name.name)
-            assert job.result() == home_of([name.name])
-            assert job.device == name.name
+        for one in pool.devices:
+            job = pool.submit(lambda device: device, needs=one.name)
+            assert job.result() == home_of([one.name])
+            assert job.device == one.name
         for name in "host:0", GPUS[0]:
             pool.retire(name)
         expect_answers(batcher, net, items)
         pool.retire(GPUS[1])
         pool.restore("host:0")
         with torch.no_grad():
-            net.layers[0].weight.mul_(2)
+            next(net.parameters()).mul_(2)
         expect_answers(batcher, net, items)
         report = pool.report()["devices"]
         assert sum(one["jobs"] for one in report.values()) == 3 * 40 + 5
@@ -385,7 +393,7 @@ def test_parts_of_a_gpu_share_the_parameters_and_are_given_back(fake: Any) -> No
     pool = Pool(names)
     batcher = pool.serve(net, max_batch=2)
     expect_answers(batcher, net, items)
-    assert len({one.replica.parameters[0].data_ptr() for one in batcher._served._copies.values()}) == 1
+    assert len({one.replica.parameters[0].data_ptr() for one in copies_of(batcher)}) == 1
     with pytest.raises(InvalidArgument, match="still in use"):
         paceline.release_partitions("cuda:0")
     pool.close()

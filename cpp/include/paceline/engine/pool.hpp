@@ -252,7 +252,11 @@ class Batcher {
 class PACELINE_API Pool {
  public:
   /// @throws InvalidArgument for options that are not valid; Error if a GPU refuses.
-  explicit Pool(DeviceGroup group, plan::PoolOptions options = {});
+  /// `budget`: the part of a device's time, from 0 to 1, that jobs may take from steps of trainers on its worker. On
+  /// the host: jobs of Priority::interactive, or with a deadline of less than a second, which then start before a
+  /// step's next micro-batch; all jobs start where a step has no work for the device. On a GPU: all jobs, which compute
+  /// beside the step.
+  explicit Pool(DeviceGroup group, plan::PoolOptions options = {}, double budget = 0.1);
   /// close(true). In a job, a step or a call of then() it waits only for what runs on other workers, and in one of this
   /// pool for nothing.
   ~Pool();

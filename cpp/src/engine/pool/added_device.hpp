@@ -16,12 +16,14 @@
 
 namespace paceline::internal {
 
-/// Gives the worker of a device that has come to a pool later the pool's runs: a source is opened once, for the devices
-/// that there are then. It is opened before the pool knows the device, since opening may fail.
+/// Asks a pool for one device. For a device that has come later: a source is opened once, for the devices that there
+/// are then. It is opened before the pool knows the device, since opening may fail. Or, `live`, for any device: asked
+/// before steps of trainers are, for jobs that may take time from these.
 class AddedDevice final : public WorkSource {
  public:
   /// `group`: of the device, which lives until its worker lets go of this.
-  AddedDevice(std::shared_ptr<PoolCore> pool, DeviceGroup group) : pool_(std::move(pool)), group_(std::move(group)) {}
+  AddedDevice(std::shared_ptr<PoolCore> pool, DeviceGroup group, bool live)
+      : pool_(std::move(pool)), group_(std::move(group)), live_(live) {}
 
   /// Called once: the pool has the device at this place.
   void seat(std::size_t place) noexcept {
@@ -31,7 +33,7 @@ class AddedDevice final : public WorkSource {
   void wake() noexcept { wake_all(); }
 
   [[nodiscard]] NextWork next(DeviceId, Clock::time_point) noexcept override {
-    if (place_ != kNone) return pool_->next_at(place_);
+    if (place_ != kNone) return live_ ? pool_->next_live(place_) : pool_->next_at(place_);
     return withdrawn_ ? NextWork::done() : NextWork::wait();
   }
   void perform(DeviceId device, std::int64_t work, Turn& turn) override { pool_->perform(device, work, turn); }
@@ -53,6 +55,7 @@ class AddedDevice final : public WorkSource {
   static constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
   std::shared_ptr<PoolCore> pool_;
   DeviceGroup group_;
+  bool live_;
   std::atomic<std::size_t> place_{kNone};
   std::atomic<bool> withdrawn_{false};
 };

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/engine/pool.hpp>
 
+#include <fmt/format.h>
+
 #include <chrono>
+#include <memory>
 #include <mutex>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -102,14 +106,33 @@ void leave(DeviceGroup& group, internal::AddedGroups& added, internal::PoolCore&
   for (DeviceGroup& one : groups) leave(one, core);
 }
 
+/// Work of a trainer's steps comes first, after each job, but for those that the budget allows.
+constexpr int kBesideSteps = -1;
+constexpr int kBeforeSteps = 1;
+
+double checked(double budget) {
+  if (!(budget >= 0.0 && budget <= 1.0)) {
+    throw InvalidArgument(
+        fmt::format("Pool: budget is {}; it must be a part of a device's time, from 0 to 1.", budget));
+  }
+  return budget;
+}
+
+std::shared_ptr<internal::AddedDevice> open_live(const std::shared_ptr<internal::PoolCore>& core, DeviceGroup group,
+                                                 DeviceId id) {
+  auto live = std::make_shared<internal::AddedDevice>(core, group, true);
+  group.open(live, {.priority = kBeforeSteps}, std::span(&id, 1));
+  return live;
+}
+
 }  // namespace
 
-Pool::Pool(DeviceGroup group, plan::PoolOptions options)
+Pool::Pool(DeviceGroup group, plan::PoolOptions options, double budget)
     : group_(group.share()),
-      core_(std::make_shared<internal::PoolCore>(group_, std::move(options))),
+      core_(std::make_shared<internal::PoolCore>(group_, std::move(options), checked(budget))),
       added_(std::make_shared<internal::AddedGroups>()) {
-  // Work of a trainer's steps comes first, after each job.
-  group_.open(core_, {.priority = -1});
+  group_.open(core_, {.priority = kBesideSteps});
+  for (const DeviceId id : group_.ids()) open_live(core_, group_, id)->seat(group_.place(id));
 }
 
 void Pool::add(const Device& device) {
@@ -117,14 +140,15 @@ void Pool::add(const Device& device) {
   core->check_new(device.name);
   auto queue = internal::JobQueue::of(device);
   DeviceGroup group({device});
-  const auto source = std::make_shared<internal::AddedDevice>(core, group);
-  group.open(source, {.priority = -1});
+  const auto source = std::make_shared<internal::AddedDevice>(core, group, false);
+  group.open(source, {.priority = kBesideSteps});
+  const auto live = open_live(core, group, group.ids().front());
   {
     const std::lock_guard lock(added_->mutex);
     added_->groups.push_back(group);
   }
   try {
-    core->add(device, std::move(queue), source);
+    core->add(device, std::move(queue), source, *live);
   } catch (...) {
     group.close();
     throw;

@@ -46,8 +46,8 @@ void check_may_wait(const std::weak_ptr<PoolCore>& pool) {
     throw Unavailable("wait: the pool's workers are in another process, the parent.");
 }
 
-PoolCore::PoolCore(const DeviceGroup& group, plan::PoolOptions options)
-    : group_(group), state_([&] {
+PoolCore::PoolCore(const DeviceGroup& group, plan::PoolOptions options, double budget)
+    : group_(group), budget_(budget), state_([&] {
         // The user's function is asked where nothing may throw.
         if (options.choose) {
           options.choose = [choose = std::move(options.choose)](const plan::PoolQuestion& question) {
@@ -159,7 +159,11 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
       ++ending_;
     } else {
       plan::PoolDecisions decisions = state_.submit(now(), job, id);
-      jobs_.emplace(id, Waiting{std::move(call)});
+      const bool live =
+          options.priority == Priority::interactive ||
+          options.deadline_seconds < state_.options().patience[static_cast<std::size_t>(Priority::normal)];
+      jobs_.emplace(id, Waiting{.call = std::move(call), .live = live});
+      if (live) ++waiting_live_;
       apply(std::move(decisions), after);
     }
     break;
@@ -203,10 +207,16 @@ bool PoolCore::cancel(JobId id) {
   return cancelled;
 }
 
+void PoolCore::set_run(Waiting& job, plan::RunId run) noexcept {
+  if (job.live) waiting_live_ += (run == plan::RunId{} ? 1 : 0) - (job.run == plan::RunId{} ? 1 : 0);
+  job.run = run;
+}
+
 void PoolCore::withdraw(plan::RunId id, std::optional<JobId> cancelled, After& after, const RunEnding& ending) {
   const auto found = runs_.find(id);
+  if (found->second.live) --live_;
   for (const std::size_t place : found->second.devices) devices_[place].run.reset();
-  for (const JobId job : found->second.jobs) jobs_.at(job).run = {};
+  for (const JobId job : found->second.jobs) set_run(jobs_.at(job), {});
   runs_.erase(found);
   apply(state_.withdraw(now(), id, cancelled), after, ending);
 }
@@ -283,6 +293,7 @@ std::string PoolCore::explain() const {
     const Device& device = devices_[place];
     text +=
         fmt::format("{}: {} jobs in {} runs, {:.3f} s", device.facts.name, device.jobs, device.runs, device.seconds);
+    if (device.lent_seconds > 0.0) text += fmt::format(", {:.3f} s of them beside steps", device.lent_seconds);
     if (!state_.active(place)) text += device.lost ? "; lost" : "; retired";
     if (device.declined) text += "; " + state_.describe(*device.declined);
     text += "\n";

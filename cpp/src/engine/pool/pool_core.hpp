@@ -51,6 +51,7 @@ class Inside {
   const Inside* outer_;
 };
 
+inline constexpr double kNever = std::numeric_limits<double>::infinity();  // seconds
 inline constexpr const char* kJobOnRequest = "The job was cancelled before it began.";
 inline constexpr const char* kJobOfClosedPool = "The job was cancelled: its pool was closed.";
 inline constexpr const char* kJobDependency =
@@ -69,7 +70,7 @@ struct RunEnding {
 /// Everything is under one mutex but the runs themselves and the ends of jobs, which may submit again.
 class PoolCore final : public WorkSource {
  public:
-  PoolCore(const DeviceGroup& group, plan::PoolOptions options);
+  PoolCore(const DeviceGroup& group, plan::PoolOptions options, double budget);
   ~PoolCore() override;
 
   /// Whether this is the child of the process that made the pool, which has none of its workers.
@@ -77,8 +78,9 @@ class PoolCore final : public WorkSource {
 
   /// @throws InvalidArgument if the pool has the device; Unavailable once closed
   void check_new(const std::string& device) const;
-  /// One more device, whose worker asks `source`. `queue`: as JobQueue::of(). @throws as check_new()
-  void add(const paceline::Device& device, std::unique_ptr<JobQueue> queue, const std::shared_ptr<AddedDevice>& source);
+  /// One more device, whose worker asks `source` and `live`. `queue`: as JobQueue::of(). @throws as check_new()
+  void add(const paceline::Device& device, std::unique_ptr<JobQueue> queue, const std::shared_ptr<AddedDevice>& source,
+           AddedDevice& live);
   /// The stream of a GPU; null for a host device. It ends with release(), or with the pool.
   [[nodiscard]] Stream* stream(const std::string& device) const;
   /// Once complete: gives the streams back.
@@ -102,6 +104,8 @@ class PoolCore final : public WorkSource {
   NextWork next(DeviceId device, Clock::time_point now) noexcept override;
   /// The same for the device at this place.
   [[nodiscard]] NextWork next_at(std::size_t place) noexcept;
+  /// For a device at whose worker a step may have work: only a job with a short patience, within the budget.
+  [[nodiscard]] NextWork next_live(std::size_t place) noexcept;
   void perform(DeviceId device, std::int64_t work, Turn& turn) override;
   void done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept override;
   void failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept override;
@@ -116,13 +120,16 @@ class PoolCore final : public WorkSource {
   struct Waiting {
     std::unique_ptr<PoolCall> call;
     plan::RunId run{};  // that it is in, if any
+    bool live = false;  // whether it may take time from steps
   };
   struct Run {
     std::vector<std::size_t> devices;
     std::vector<JobId> jobs;
     std::vector<PoolCall*> calls;
     std::size_t kind = 0;
+    bool live = false;  // whether one of its jobs is
     bool taken = false;
+    bool lent = false;              // whether a step was there when it was taken, so that it counts against the budget
     bool enqueued = false;          // its worker is done with it, but perhaps not the GPU
     std::exception_ptr error = {};  // of an enqueued run whose call has thrown
     Clock::time_point began{};      // by the worker
@@ -138,6 +145,9 @@ class PoolCore final : public WorkSource {
     std::int64_t runs = 0;
     std::int64_t jobs = 0;
     double seconds = 0.0;
+    double lent_seconds = 0.0;                       // of them, those that a step may have waited for
+    double spent_seconds = 0.0;                      // the same, less what the budget has given since
+    double spent_until = 0.0;                        // when that was
     std::optional<plan::PoolDecline> declined = {};  // what it leaves alone now
   };
   struct Ended {
@@ -156,6 +166,10 @@ class PoolCore final : public WorkSource {
   [[nodiscard]] plan::PoolDecisions place(Device device);
   [[nodiscard]] std::size_t place_of(const std::string& device, const char* call) const;
   /// Whether the GPU is still at a run whose call has returned, or thrown this.
+  void set_run(Waiting& job, plan::RunId run) noexcept;
+  [[nodiscard]] NextWork take(Run& run, plan::RunId id, bool lent) noexcept;
+  /// Seconds until the device may take time from steps again; 0: it may now.
+  [[nodiscard]] double until_budget(Device& device) const noexcept;
   [[nodiscard]] bool is_enqueued(std::int64_t work, const std::exception_ptr& error) noexcept;
   /// Ends the device's run if the GPU has done it. The event to wait for if it has not.
   [[nodiscard]] const Event* settle(std::size_t place) noexcept;
@@ -182,6 +196,9 @@ class PoolCore final : public WorkSource {
   [[nodiscard]] std::exception_ptr error_of(const plan::PoolEnd& end, const std::exception_ptr& thrown) const;
 
   DeviceGroup group_;
+  const double budget_;
+  std::atomic<int> live_{0};          // runs that no worker has begun, and that may take time from steps
+  std::atomic<int> waiting_live_{0};  // such jobs that are in no run
   const pid_t owner_ = getpid();
   const Clock::time_point begin_ = Clock::now();
   mutable std::mutex mutex_;

@@ -42,7 +42,7 @@ void PoolCore::check_new(const std::string& device) const {
 }
 
 void PoolCore::add(const paceline::Device& device, std::unique_ptr<JobQueue> queue,
-                   const std::shared_ptr<AddedDevice>& source) {
+                   const std::shared_ptr<AddedDevice>& source, AddedDevice& live) {
   check_new(device.name);
   After after;
   {
@@ -50,6 +50,7 @@ void PoolCore::add(const paceline::Device& device, std::unique_ptr<JobQueue> que
     if (closed_) throw Unavailable("add: the pool is closed. Make a new one.");
     plan::PoolDecisions decisions = place({.facts = device, .queue = std::move(queue), .source = source});
     source->seat(devices_.size() - 1);
+    live.seat(devices_.size() - 1);
     lost_ = nullptr;
     apply(std::move(decisions), after);
     after.room = true;

@@ -8,11 +8,12 @@
 #include <paceline/error.hpp>
 
 #include "engine/pool/pool_core.hpp"
+#include "runtime/worker.hpp"
 
 namespace paceline::internal {
 namespace {
 
-constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr double kBurst = 1.0;         // seconds, whose part of the budget may be spent at once
 constexpr double kLongestSleep = 1e6;  // seconds; clocks cannot count much longer ones
 
 plan::RunResult result_of(const std::exception_ptr& error) noexcept {
@@ -40,10 +41,15 @@ NextWork PoolCore::next_at(std::size_t place) noexcept {
     const std::lock_guard lock(mutex_);
     const auto assigned = [&] { return devices_[place].run && !runs_.at(*devices_[place].run).taken; };
     if (const double time = now(); !assigned() && time >= wake_seconds_) apply(state_.tick(time), after);
-    if (assigned()) {
-      Run& run = runs_.at(*devices_[place].run);
-      run.taken = true;
-      answer = NextWork::take(static_cast<std::int64_t>(*devices_[place].run));
+    // On the host a step that waits leaves its core idle, but a GPU is at its work meanwhile.
+    Device& here = devices_[place];
+    const bool lends = here.queue != nullptr && beside_gang_of_this_thread();
+    if (const double wait = assigned() && lends ? until_budget(here) : 0.0; wait > 0.0) {
+      answer =
+          NextWork::wait(nullptr, Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                                     std::chrono::duration<double>(std::min(wait, kLongestSleep))));
+    } else if (assigned()) {
+      answer = take(runs_.at(*here.run), *here.run, lends);
     } else if (complete()) {
       answer = NextWork::done();
       ++let_go_;
@@ -58,6 +64,41 @@ NextWork PoolCore::next_at(std::size_t place) noexcept {
   }
   follow(std::move(after));
   return answer;
+}
+
+NextWork PoolCore::next_live(std::size_t place) noexcept {
+  if (complete()) return NextWork::done();
+  if ((live_ == 0 && waiting_live_ == 0) || !beside_gang_of_this_thread()) return NextWork::wait();
+  After after;
+  NextWork answer = NextWork::wait();
+  {
+    const std::lock_guard lock(mutex_);
+    Device& here = devices_[place];
+    const auto begins = [&] { return here.run && !runs_.at(*here.run).taken; };
+    if (begins() && until_budget(here) == 0.0) {
+      // What was decided when the device was idle may be a job that a step comes before.
+      if (!runs_.at(*here.run).live && waiting_live_ > 0) withdraw(*here.run, {}, after);
+      if (begins() && runs_.at(*here.run).live) answer = take(runs_.at(*here.run), *here.run, true);
+    }
+  }
+  follow(std::move(after));
+  return answer;
+}
+
+NextWork PoolCore::take(Run& run, plan::RunId id, bool lent) noexcept {
+  run.taken = true;
+  run.lent = lent;
+  if (run.live) --live_;
+  return NextWork::take(static_cast<std::int64_t>(id));
+}
+
+double PoolCore::until_budget(Device& device) const noexcept {
+  const double time = now();
+  device.spent_seconds = std::max(0.0, device.spent_seconds - budget_ * (time - device.spent_until));
+  device.spent_until = time;
+  const double over = device.spent_seconds - budget_ * kBurst;
+  if (budget_ > 0.0 && over < 0.0) return 0.0;
+  return budget_ > 0.0 ? over / budget_ + 1e-3 : kNever;
 }
 
 void PoolCore::perform(DeviceId, std::int64_t work, Turn&) {
@@ -165,6 +206,10 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<d
     ++device.runs;
     device.jobs += completed ? static_cast<std::int64_t>(run.jobs.size()) : 0;
     device.seconds += took;
+    if (run.lent) {
+      device.lent_seconds += took;
+      device.spent_seconds += took;
+    }
     if (completed) {
       RunTimes& times = kind_list_[run.kind].times[first];
       times.add(static_cast<std::int64_t>(run.jobs.size()), took);
@@ -175,7 +220,8 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<d
     apply(state_.finish(now(), id, result, took), after,
           {.run = id, .error = error, .report = {.device = device.facts.name, .seconds = took}});
     for (const JobId job : run.jobs) {  // those that run again
-      if (const auto again = jobs_.find(job); again != jobs_.end() && again->second.run == id) again->second.run = {};
+      if (const auto again = jobs_.find(job); again != jobs_.end() && again->second.run == id)
+        set_run(again->second, {});
     }
     if (cancelling_) end_waiting(std::make_exception_ptr(Cancelled(kJobOfClosedPool)), after);
   }
@@ -238,6 +284,7 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
     if (of_run) one.report = ending.report;
     one.error = of_all ? ending.error : error_of(end, of_run ? ending.error : nullptr);
     one.call = std::move(job->second.call);
+    if (job->second.live && job->second.run == plan::RunId{}) --waiting_live_;
     jobs_.erase(job);
     ++ending_;
   }
@@ -247,9 +294,11 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
     Run run{.devices = start.devices, .jobs = start.jobs, .calls = {}, .kind = start.kind};
     for (const JobId id : start.jobs) {
       Waiting& job = jobs_.at(id);
-      job.run = start.run;
+      set_run(job, start.run);
+      run.live |= job.live;
       run.calls.push_back(job.call.get());
     }
+    if (run.live) ++live_;
     devices_[start.devices.front()].run = start.run;
     after.wake.push_back(&devices_[start.devices.front()]);
     after.room = true;

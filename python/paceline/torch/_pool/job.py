@@ -198,7 +198,7 @@ class Job(Work):
     def __init__(self, future: PoolFuture[Any], jobs: Any, fn: Any, args: Any, kwargs: Any, gang: int) -> None:
         super().__init__(future, jobs, jobs.figures)
         self._fn, self._args, self._kwargs, self._gang = fn, args, kwargs, gang
-        self._inputs = marks_of((args, kwargs)) if jobs.on_gpus else []
+        self._inputs = marks_of((args, kwargs), jobs.gpus) if jobs.gpus else []
 
     def run(self, devices: list[str]) -> int:
         """Called by the engine on a worker. Never raises."""
@@ -220,8 +220,9 @@ class Job(Work):
 
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
         """See `Work`."""
-        self._fn = self._args = self._kwargs = self._inputs = None
-        if outcome == "completed" and self._keeps is not None and self._keeps.on_gpus:
+        self._fn = self._args = self._kwargs = None
+        self._inputs = []
+        if outcome == "completed" and self._keeps is not None and self._keeps.gpus:
             with contextlib.suppress(RuntimeError):  # PyTorch's type, of a GPU that has failed since
                 hand_over(self.value)
         super().end(device, seconds, outcome, message)

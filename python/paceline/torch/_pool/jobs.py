@@ -31,9 +31,9 @@ _PRIORITIES = ("interactive", "normal", "batch", "background")
 class Jobs:
     """What a pool and its batchers share. Jobs keep it until they have ended, so a pool that nobody knows any more ends them first."""
 
-    def __init__(self, group: DeviceGroup, placement: Placement) -> None:
+    def __init__(self, group: DeviceGroup, placement: Placement, budget: float) -> None:
         self.devices = list(group.devices)
-        self.engine = Engine(group, placement)
+        self.engine = Engine(group, placement, budget)
         self.seats = {one.name: Seat(one, self.engine.stream) for one in group.devices}
         self._served: weakref.WeakSet[Served] = weakref.WeakSet()
         self._adding = threading.RLock()  # a device, or what is served
@@ -78,9 +78,9 @@ class Jobs:
         )
 
     @property
-    def on_gpus(self) -> bool:
-        """Whether one of the devices is a GPU, or a part of one."""
-        return any(seat.gpu is not None for seat in self.seats.values())
+    def gpus(self) -> set[int]:
+        """The numbers of the GPUs that are devices, or of which parts are."""
+        return {seat.gpu for seat in list(self.seats.values()) if seat.gpu is not None}
 
     def serve(self, make: Callable[[Sequence[Seat]], _S]) -> _S:
         """What `make` returns for the devices. Devices that are added later are told to it."""
@@ -122,7 +122,7 @@ class Jobs:
         """Wait until every job has ended. In another process than that of the pool it does nothing."""
         if os.getpid() == self._process:
             self.engine.close(cancel)
-            if self.on_gpus and not self.closed:
+            if self.gpus and not self.closed:
                 # PyTorch's type: a GPU that has failed releases nothing, and its jobs have said so.
                 with contextlib.suppress(RuntimeError):
                     cuda.release_memory(any(seat.is_part for seat in self.seats.values()))

@@ -28,7 +28,7 @@ class Pool(Handle):
 
     A job starts where it ends soonest by what was measured: a slow device leaves to faster ones what these end sooner. Until three jobs of a
     kind have run on a class of devices, every device takes what comes. Jobs start in the order of their deadlines; without one, of submit
-    time and the patience of their priority: 0.1 s, 1 s, 60 s. Steps of trainers on the same devices come first, after each job.
+    time and the patience of their priority: 0.1 s, 1 s, 60 s. Steps of trainers on the same devices come first, after each job, but for `budget`.
 
     Jobs are threads of one process. They share Python's lock, which PyTorch's operators run without, and PyTorch's default generator of each kind of
     device: give a job a ``torch.Generator`` of its own if its random numbers are to be the same each time.
@@ -48,11 +48,15 @@ class Pool(Handle):
     placement
         ``"auto"``, or for comparison: ``"any"``, ``"weighted"`` (in the ratio of measured speeds), ``"round_robin"``, ``"least_outstanding"``,
         ``"earliest_finish"``.
+    budget
+        The part of a device's time, from 0 to 1, that jobs may take from steps of trainers on the same device. Then a job of priority ``"interactive"``,
+        or with a deadline of less than a second, waits for one micro-batch, and not for the device's part of the step. All jobs run where a step has no work for the device,
+        whatever the budget. On a GPU, where jobs compute beside the step, it holds for all of them.
 
     Raises
     ------
     InvalidArgument
-        For devices or a placement that there is not.
+        For devices or a placement that there is not, and for another budget.
 
     Examples
     --------
@@ -62,9 +66,13 @@ class Pool(Handle):
     """
 
     def __init__(
-        self, devices: str | Sequence[str | Device] | DeviceGroup | Any = "auto", *, placement: Placement = "auto"
+        self,
+        devices: str | Sequence[str | Device] | DeviceGroup | Any = "auto",
+        *,
+        placement: Placement = "auto",
+        budget: float = 0.1,
     ) -> None:
-        self._jobs = Jobs(_group_of(devices), placement)
+        self._jobs = Jobs(_group_of(devices), placement, budget)
 
     @property
     def devices(self) -> list[Device]:

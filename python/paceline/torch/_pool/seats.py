@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from paceline import Device
 from paceline.torch._devices import cuda
 from paceline.torch._devices.caller_state import NOTHING
 from paceline.torch._devices.worker_state import prepare_worker
+
+_MOST_ENTRIES = 10_000  # of a job's arguments: looking at them takes a millisecond
 
 
 class Seat:
@@ -43,7 +45,7 @@ class Seat:
         if self.gpu is None:
             return torch.stack(list(items))
         first = items[0]
-        if any(type(one) is not torch.Tensor or one.layout is not torch.strided for one in items):
+        if any(type(one) is not torch.Tensor or one.layout is not torch.strided or one.is_quantized for one in items):
             return torch.stack(list(items)).to(self.device)
         batch = cuda.pinned(len(items) * first.numel(), first.dtype).view(len(items), *first.shape)
         return torch.stack(list(items), out=batch).to(self.device, non_blocking=True)
@@ -86,10 +88,27 @@ def entered(seats: Sequence[Seat]) -> Iterator[None]:
         yield
 
 
-def marks_of(values: Any) -> list[Any]:
-    """Events after what the calling thread's streams have to do, on the GPUs of the tensors in a nest."""
-    found = {one.device for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)}
-    return [cuda.mark_current(one.index) for one in found if one.type not in ("cpu", "meta")]
+def marks_of(values: Any, gpus: Iterable[int]) -> list[Any]:
+    """Events after what the calling thread's streams have to do on the GPUs of the tensors in lists, tuples and dictionaries.
+
+    In very many entries nobody looks. Then it is all of `gpus`.
+    """
+    found: set[int] = set()
+    left, seen = [values], 0
+    while left:
+        one = left.pop()
+        if isinstance(one, torch.Tensor):
+            if one.device.type not in ("cpu", "meta"):
+                found.add(one.device.index)
+        elif isinstance(one, (list, tuple)):
+            left += one
+        elif isinstance(one, dict):
+            left += one.values()
+        seen += 1
+        if seen + len(left) > _MOST_ENTRIES:
+            found.update(gpus)
+            break
+    return [cuda.mark_current(gpu) for gpu in found]
 
 
 def hand_over(value: Any) -> None:

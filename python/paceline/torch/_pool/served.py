@@ -135,8 +135,7 @@ class Copies(Served):
         if self._home is None and seat.device == self._place:
             self._home = seat.space
         reach = Reach(self._module)
-        named = {**dict(self._module.named_parameters()), **reach.unregistered}
-        parameters = list(named.values())
+        parameters = [*self._module.parameters(), *reach.unregistered.values()]
         with torch.inference_mode(False):
             if self._replicate is None:
                 made = copied(self._module, reach, alias_of, {}, detaches=True)
@@ -147,7 +146,7 @@ class Copies(Served):
                 [one.requires_grad for one in parameters], [one.training for _, one in reach.modules], anew=False
             )
         far = seat.space != self._home
-        shared = [
+        shared: list[Pair] = [
             (ours._parameters, theirs._parameters, name)
             for (_, ours), theirs in zip(reach.modules, replica.modules, strict=True)
             if theirs is not ours
@@ -233,9 +232,9 @@ def _same(marks: Marks, seen: Marks) -> bool:
 
 def _place_of(module: nn.Module) -> torch.device:
     """Where the module is."""
-    parameters = dict(module.named_parameters())
     places: dict[torch.device, str] = {}
-    for name, one in (parameters or dict(module.named_buffers())).items():
+    named: list[tuple[str, torch.Tensor]] = [*module.named_parameters()]
+    for name, one in named or module.named_buffers():
         places.setdefault(one.device, name)
     if not places:
         return torch.device("cpu")
