@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -151,8 +152,8 @@ void run_batch(Job& job, std::span<internal::PoolCall* const> calls) {
 /// A pool whose jobs are Python objects.
 class PythonPool {
  public:
-  PythonPool(const DeviceGroup& group, const std::string& placement)
-      : pool_(group, {.placement = placement_of(placement)}) {}
+  PythonPool(const DeviceGroup& group, const std::string& placement, double budget)
+      : pool_(group, {.placement = placement_of(placement)}, budget) {}
   ~PythonPool() {
     try {
       close(true);
@@ -190,9 +191,24 @@ class PythonPool {
     pool_.restore(device);
   }
 
+  void add(const Device& device) {
+    const BlockingRegion without_gil;
+    pool_.add(device);
+  }
+
+  [[nodiscard]] std::optional<std::uintptr_t> stream(const std::string& device) const {
+    const Stream* const stream = pool_.stream(device);
+    return stream == nullptr ? std::nullopt : std::optional(reinterpret_cast<std::uintptr_t>(stream->native()));
+  }
+
   void close(bool cancel) {
     const BlockingRegion without_gil;
     pool_.close(cancel);
+  }
+
+  void release() {
+    const BlockingRegion without_gil;
+    pool_.release();
   }
 
   [[nodiscard]] const Pool& pool() const noexcept { return pool_; }
@@ -222,7 +238,8 @@ class PythonPool {
 void bind_pool(py::module_& module) {
   py::class_<JobHandle>(module, "Job", "A job of a pool.");
   py::class_<PythonPool>(module, "Pool", "Runs jobs on the devices of a group, as the pool decides.")
-      .def(py::init<const DeviceGroup&, const std::string&>(), py::arg("group"), py::arg("placement") = "auto")
+      .def(py::init<const DeviceGroup&, const std::string&, double>(), py::arg("group"), py::arg("placement") = "auto",
+           py::arg("budget") = 0.1)
       .def(
           "submit",
           [](PythonPool& self, py::object job, std::string kind, int priority, double deadline, double not_before,
@@ -251,6 +268,9 @@ void bind_pool(py::module_& module) {
       .def("retire", &PythonPool::retire, py::arg("device"), py::arg("unless_last") = false,
            "Returns whether it did: not with `unless_last` if no other device is active.")
       .def("restore", &PythonPool::restore, py::arg("device"))
+      .def("add", &PythonPool::add, py::arg("device"), "One more device, which takes work at once.")
+      .def("stream", &PythonPool::stream, py::arg("device"), "CUDA's handle of a GPU's stream; None on the host.")
+      .def("release", &PythonPool::release, "Once closed: end the streams.")
       .def("close", &PythonPool::close, py::arg("cancel"), "Wait until every job has ended.")
       .def_property_readonly(
           "active", [](const PythonPool& self) { return self.pool().active(); },

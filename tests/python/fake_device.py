@@ -90,6 +90,9 @@ def replace(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "device", device)
     monkeypatch.setattr(cuda, "Queue", Queue)
     monkeypatch.setattr(cuda, "mark_current", lambda index: (built.record(built.current(index)), time.perf_counter()))
+    # The number of a device's default stream is that of the device.
+    monkeypatch.setattr(cuda, "mark_default", lambda index: (built.record(index), time.perf_counter()))
+    monkeypatch.setattr(cuda, "keep_for_default", lambda tensor: built.keep(tensor, tensor.device.index))
     monkeypatch.setattr(cuda, "wait_for_stream", lambda index: built.host_waits(built.record(built.current(index))))
     monkeypatch.setattr(cuda, "follow_on_current", lambda index, event: built.wait(built.current(index), event[0]))
     monkeypatch.setattr(cuda, "wait", lambda event: built.host_waits(event[0]))

@@ -259,6 +259,8 @@ def test_arguments_are_checked() -> None:
         pool_of(placement="fastest")
     with pytest.raises(InvalidArgument, match="devices is 'gpu'"):
         Pool("gpu")
+    with pytest.raises(InvalidArgument, match="budget is 2"):
+        pool_of(budget=2.0)
     pool: Any
     with pool_of(1) as pool, pool_of(1) as other:
         for call, text in [
@@ -299,6 +301,29 @@ def test_a_pool_of_a_trainer_runs_on_the_workers_of_its_devices() -> None:
             assert pool.report()["devices"].keys() == set(hosts(2))
 
 
+@pytest.mark.parametrize("budget", [0.1, 0.0])
+def test_an_interactive_job_waits_for_a_micro_batch_of_a_step_and_not_for_the_step(budget: float) -> None:
+    order: list[Any] = []
+
+    def loss_fn(module: nn.Module, batch: torch.Tensor) -> Any:
+        if order == ["begin"]:
+            pool.submit(order.append, priority="interactive", kind="work")
+        order.append("micro-batch")
+        time.sleep(0.002)
+        return module(batch).square().mean()
+
+    with DataParallel(nn.Linear(6, 3), hosts(1), micro_batch=1) as trainer:
+        with Pool(trainer, budget=budget) as pool:
+            for _ in range(2):
+                trainer.step(loss_fn, torch.randn(80, 6))
+            order[:] = ["begin"]
+            trainer.step(loss_fn, torch.randn(80, 6))
+        assert order.count("micro-batch") == 80
+        ran = order.index(torch.device("cpu"))
+        assert ran < 40 if budget else ran > 70, order
+        assert ("beside steps" in pool.explain()) == bool(budget)
+
+
 def test_figures_count_what_ran_and_how_it_ended() -> None:
     with pool_of() as pool:
         with Held(pool, 2):
@@ -324,11 +349,18 @@ def test_figures_count_what_ran_and_how_it_ended() -> None:
         assert repr(pool) == "<paceline.torch.Pool [host:0, host:1], closed>"
 
 
-def test_by_default_a_pool_has_the_host_devices_whatever_else_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = types.SimpleNamespace(name="cuda:0", kind="cuda")
+def test_without_a_gpu_a_pool_has_the_host_devices_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = types.SimpleNamespace(name="cuda:9", kind="cuda")
     found = [one for one in devices() if one.kind == "host"]
+    monkeypatch.setattr("paceline.torch._pool.pool.all_devices", lambda: found)
+    with pytest.raises(InvalidArgument, match="there is no 'cuda' device here"):
+        Pool(["cuda"])
+    pools = [Pool(), Pool("host"), Pool(["host"])]
     monkeypatch.setattr("paceline.torch._pool.pool.all_devices", lambda: [gpu, *found])
-    for pool in Pool(), Pool("host"):
+    pools.append(Pool("host"))
+    with pytest.raises(InvalidArgument, match="cuda:9"):
+        Pool()
+    for pool in pools:
         with pool:
             assert [one.name for one in pool.devices] == [one.name for one in found]
             assert pool.submit(lambda _: 1).result() == 1

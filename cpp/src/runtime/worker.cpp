@@ -34,6 +34,11 @@ const Device*& device_of_this_thread() noexcept {
   return device;
 }
 
+bool& beside_gang_of_this_thread() noexcept {
+  thread_local bool beside = false;
+  return beside;
+}
+
 Worker::Worker(Device device) : device_(std::move(device)) {}
 
 void Worker::start() {
@@ -128,6 +133,7 @@ std::list<Worker::Open>::iterator Worker::let_go(std::list<Open>::iterator one) 
 bool Worker::ask() {
   awaits_events_ = false;
   until_ = Clock::time_point::max();
+  beside_gang_of_this_thread() = std::ranges::any_of(open_, &Open::gang);
   for (auto one = open_.begin(); one != open_.end();) {
     const NextWork next = one->source->next(one->device, Clock::now());
     if (next.kind == NextWork::Kind::take) {

@@ -311,7 +311,16 @@ class Pool:
         """
         Raise on a worker, and in a process that was forked from that of the pool.
         """
-    def __init__(self, group: paceline._core.runtime.DeviceGroup, placement: str = "auto") -> None: ...
+    def __init__(
+        self,
+        group: paceline._core.runtime.DeviceGroup,
+        placement: str = "auto",
+        budget: typing.SupportsFloat | typing.SupportsIndex = 0.1,
+    ) -> None: ...
+    def add(self, device: paceline._core.runtime.Device) -> None:
+        """
+        One more device, which takes work at once.
+        """
     def add_batches(
         self,
         kind: str,
@@ -326,10 +335,18 @@ class Pool:
         Wait until every job has ended.
         """
     def explain(self) -> str: ...
+    def release(self) -> None:
+        """
+        Once closed: end the streams.
+        """
     def restore(self, device: str) -> None: ...
     def retire(self, device: str, unless_last: bool = False) -> bool:
         """
         Returns whether it did: not with `unless_last` if no other device is active.
+        """
+    def stream(self, device: str) -> int | None:
+        """
+        CUDA's handle of a GPU's stream; None on the host.
         """
     def submit(
         self,

@@ -71,7 +71,7 @@ def programs(setting: Setting) -> Stage:
     """The rest of the build. One file that does not compile costs neither the other programs nor what runs in Python."""
     command = ["cmake", "--build", str(setting.build), "--", "-k", "0"]
     why_not = f"they are those of {setting.build}" if setting.rehearsal or setting.given else ""
-    return Stage("programs", command, 19, ("build",), why_not)
+    return Stage("programs", command, 18.5, ("build",), why_not)
 
 
 def python_environment(setting: Setting) -> dict[str, str]:
@@ -125,10 +125,10 @@ def after_build(setting: Setting) -> list[Stage]:
     verified = ["--partition", "0.75,0.25"] if gpu else setting.on_host
     return [
         programs(setting),
-        paceline("info", "info", "--json", limit=3, on_fake=setting.rehearsal),
-        *(cpp(setting, name, limit) for name, limit in (("reduction", 12), ("device", 3), ("trainer", 8), ("nccl", 7))),
-        program(setting, "sum_bandwidth", "tests/gpu/gpu_sum_bandwidth", 3, json_result=True),
-        program(setting, "digits_cuda", "examples/cpp/digits_cuda", 3, ["cuda:0"] if gpu else []),
+        paceline("info", "info", "--json", limit=2, on_fake=setting.rehearsal),
+        *(cpp(setting, name, limit) for name, limit in (("reduction", 10), ("device", 2), ("trainer", 7), ("nccl", 5))),
+        program(setting, "sum_bandwidth", "tests/gpu/gpu_sum_bandwidth", 2, json_result=True),
+        program(setting, "digits_cuda", "examples/cpp/digits_cuda", 2, ["cuda:0"] if gpu else []),
         script("measure", GPU_TESTS / "measure.py", *setting.on_host, limit=25),
         script("before_forward", GPU_TESTS / "before_forward.py", *setting.on_host, limit=8),
         race("race_gpu", *(["--parts", "d"] if setting.rehearsal else []), limit=112),
@@ -140,6 +140,8 @@ def after_build(setting: Setting) -> list[Stage]:
         pytest("python_parts", PARTS, 24),
         script("digits", digits, "--partition", "0.75,0.25", limit=16, json=False, why_not=why_no_digits),
         *sanitizer.stages(folder, gpu=gpu),
+        # Side by side: a part of a GPU that hangs costs the others nothing, and each of its children loads PyTorch.
+        pytest("pool", ("test_gpu_pool.py",), 18, side_by_side=True),
         pytest("python_children", CHILDREN, 48, side_by_side=True, rehearsed="compile or closed"),
         pytest("allocators", ("test_gpu_allocators.py",), 24),
         pytest("sticky", ("test_gpu_sticky.py",), 24),

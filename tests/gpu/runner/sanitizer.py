@@ -35,7 +35,7 @@ def stages(folder: Path, *, gpu: bool) -> list[Stage]:
         command = [tool or "compute-sanitizer", "--tool", check, "--error-exitcode", str(_FOUND)]
         command += [str(program), f"--gtest_filter={what}"]
         found.append(
-            Stage(f"{check}_{test}", command, 5, (f"cpp_{test}",), why_not, says_why_it_cannot=why_it_could_not)
+            Stage(f"{check}_{test}", command, 3, (f"cpp_{test}",), why_not, says_why_it_cannot=why_it_could_not)
         )
     return found
 

@@ -20,6 +20,7 @@
 #include <paceline/error.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/pool_types.hpp>
+#include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/device_group.hpp>
 
@@ -33,17 +34,24 @@ class Pool;
 /// Where a job runs. A reference is good while the job runs.
 class PACELINE_API Job {
  public:
-  explicit Job(std::vector<const Device*> devices) : devices_(std::move(devices)) {}
+  explicit Job(std::vector<const Device*> devices, std::vector<Stream*> streams = {})
+      : devices_(std::move(devices)), streams_(std::move(streams)) {}
   /// The device on whose worker the job runs.
   [[nodiscard]] const Device& device() const noexcept { return *devices_.front(); }
   /// All devices of a gang: the job's own, and those that run nothing of this pool meanwhile.
   [[nodiscard]] std::span<const Device* const> devices() const noexcept { return devices_; }
+  /// On a GPU: the stream for what the job enqueues. The job ends when the GPU has done it. Null on a host device.
+  [[nodiscard]] Stream* stream() const noexcept { return streams_.empty() ? nullptr : streams_.front(); }
+  /// Those of devices(), which must end, too.
+  [[nodiscard]] std::span<Stream* const> streams() const noexcept { return streams_; }
 
  private:
   std::vector<const Device*> devices_;
+  std::vector<Stream*> streams_;
 };
 
 namespace internal {
+struct AddedGroups;
 class JobState;
 class PoolCore;
 }  // namespace internal
@@ -235,6 +243,10 @@ class Batcher {
 /// between its jobs; pools on the same devices take turns. A device that a job reports as lost (DeviceLost) is retired:
 /// batches that ran there run elsewhere, other jobs fail, and so do those that no other device can run.
 ///
+/// On a GPU a job enqueues its work on Job::stream() and returns. It ends, and its result is handed over, when the GPU
+/// has done that work; no thread waits for it. One job or batch at a time is on each GPU. Work of steps on the same GPU
+/// is on other streams, so the GPU does both at once.
+///
 ///   paceline::Pool pool(paceline::DeviceGroup::all(paceline::DeviceKind::host));
 ///   paceline::Future<double> f = pool.submit([](paceline::Job& job) { return score(job.device()); });
 ///   f.get();
@@ -242,8 +254,12 @@ class Batcher {
 /// Threads: any thread may submit, a job too.
 class PACELINE_API Pool {
  public:
-  /// @throws Unavailable for a group with a GPU; InvalidArgument for options that are not valid.
-  explicit Pool(DeviceGroup group, plan::PoolOptions options = {});
+  /// @throws InvalidArgument for options that are not valid; Error if a GPU refuses.
+  /// `budget`: the part of a device's time, from 0 to 1, that jobs may take from steps of trainers on its worker. On
+  /// the host: jobs of Priority::interactive, or with a deadline of less than a second, which then start before a
+  /// step's next micro-batch; all jobs start where a step has no work for the device. On a GPU: all jobs, which compute
+  /// beside the step.
+  explicit Pool(DeviceGroup group, plan::PoolOptions options = {}, double budget = 0.1);
   /// close(true). In a job, a step or a call of then() it waits only for what runs on other workers, and in one of this
   /// pool for nothing.
   ~Pool();
@@ -285,6 +301,9 @@ class PACELINE_API Pool {
   /// @throws InvalidArgument if the pool has no such device.
   void retire(const std::string& device);
   void restore(const std::string& device);
+  /// One more device joins, with a worker. It takes work at once.
+  /// @throws InvalidArgument if the pool has it; Unavailable once closed; Error if a GPU refuses
+  void add(const Device& device);
   /// Retires the device if another one is active. Returns whether.
   bool retire_unless_last(const std::string& device);
 
@@ -304,6 +323,10 @@ class PACELINE_API Pool {
   [[nodiscard]] std::string explain() const;
 
   // For bindings to other languages.
+  /// What Job::stream() is on that device.
+  [[nodiscard]] Stream* stream(const std::string& device) const;
+  /// Once closed: ends the streams of GPUs, which otherwise end with the pool.
+  void release() noexcept;
   using BatchCall = std::function<void(Job&, std::span<internal::PoolCall* const>)>;
   /// `state`: what the call's end() ends.
   JobHandle submit_call(std::unique_ptr<internal::PoolCall> call, std::shared_ptr<const internal::JobState> state,
@@ -321,6 +344,7 @@ class PACELINE_API Pool {
 
   DeviceGroup group_;
   std::shared_ptr<internal::PoolCore> core_;
+  std::shared_ptr<internal::AddedGroups> added_;
 };
 
 template <class T>

@@ -1,11 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/engine/pool.hpp>
 
+#include <fmt/format.h>
+
 #include <chrono>
+#include <memory>
+#include <mutex>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include <paceline/runtime/blocking.hpp>
 
+#include "engine/pool/added_device.hpp"
 #include "engine/pool/pool_core.hpp"
 
 namespace paceline {
@@ -75,14 +82,13 @@ void JobState::when_ended(std::function<void()> call) {
 
 }  // namespace internal
 
-namespace {
+/// Those of devices that came later, one each.
+struct internal::AddedGroups {
+  std::mutex mutex;
+  std::vector<DeviceGroup> groups;
+};
 
-DeviceGroup share_of(const DeviceGroup& group) {
-  if (group.asynchronous()) {
-    throw Unavailable("Pool: the group has a GPU, on which pools do not run yet. Make it of host devices.");
-  }
-  return group.share();
-}
+namespace {
 
 /// Ends the group, which would leave a worker behind that has other work for longer than ten seconds. Such a worker
 /// lets go of the pool later, and the last one ends the group.
@@ -90,20 +96,74 @@ void leave(DeviceGroup& group, internal::PoolCore& core) {
   if (!group.closed() && core.let_go()) group.close();
 }
 
+void leave(DeviceGroup& group, internal::AddedGroups& added, internal::PoolCore& core) {
+  leave(group, core);
+  std::vector<DeviceGroup> groups;
+  {
+    const std::lock_guard lock(added.mutex);
+    groups = added.groups;
+  }
+  for (DeviceGroup& one : groups) leave(one, core);
+}
+
+/// Work of a trainer's steps comes first, after each job, but for those that the budget allows.
+constexpr int kBesideSteps = -1;
+constexpr int kBeforeSteps = 1;
+
+double checked(double budget) {
+  if (!(budget >= 0.0 && budget <= 1.0)) {
+    throw InvalidArgument(
+        fmt::format("Pool: budget is {}; it must be a part of a device's time, from 0 to 1.", budget));
+  }
+  return budget;
+}
+
+std::shared_ptr<internal::AddedDevice> open_live(const std::shared_ptr<internal::PoolCore>& core, DeviceGroup group,
+                                                 DeviceId id) {
+  auto live = std::make_shared<internal::AddedDevice>(core, group, true);
+  group.open(live, {.priority = kBeforeSteps}, std::span(&id, 1));
+  return live;
+}
+
 }  // namespace
 
-Pool::Pool(DeviceGroup group, plan::PoolOptions options)
-    : group_(share_of(group)), core_(std::make_shared<internal::PoolCore>(group_, std::move(options))) {
-  // Work of a trainer's steps comes first, after each job.
-  group_.open(core_, {.priority = -1});
+Pool::Pool(DeviceGroup group, plan::PoolOptions options, double budget)
+    : group_(group.share()),
+      core_(std::make_shared<internal::PoolCore>(group_, std::move(options), checked(budget))),
+      added_(std::make_shared<internal::AddedGroups>()) {
+  group_.open(core_, {.priority = kBesideSteps});
+  for (const DeviceId id : group_.ids()) open_live(core_, group_, id)->seat(group_.place(id));
 }
+
+void Pool::add(const Device& device) {
+  const auto core = core_;
+  core->check_new(device.name);
+  auto queue = internal::JobQueue::of(device);
+  DeviceGroup group({device});
+  const auto source = std::make_shared<internal::AddedDevice>(core, group, false);
+  group.open(source, {.priority = kBesideSteps});
+  const auto live = open_live(core, group, group.ids().front());
+  {
+    const std::lock_guard lock(added_->mutex);
+    added_->groups.push_back(group);
+  }
+  try {
+    core->add(device, std::move(queue), source, *live);
+  } catch (...) {
+    group.close();
+    throw;
+  }
+}
+
+Stream* Pool::stream(const std::string& device) const { return core_->stream(device); }
+void Pool::release() noexcept { core_->release(); }
 
 Pool::~Pool() {
   try {
     if (core_->forked()) return;
     core_->close(true);
     if (!internal::Inside::of(*core_)) group_.wait(*core_);  // what runs may use what is destroyed after the pool
-    if (!internal::Inside::any()) leave(group_, *core_);
+    if (!internal::Inside::any()) leave(group_, *added_, *core_);
   } catch (...) {  // nothing that a destructor could tell
   }
 }
@@ -116,6 +176,7 @@ void Pool::restore(const std::string& device) { std::shared_ptr(core_)->retire(d
 void Pool::close(bool cancel) {
   internal::check_may_wait(core_);
   const auto core = core_;
+  const auto added = added_;
   DeviceGroup group = group_;
   core->close(cancel);
   {
@@ -125,7 +186,7 @@ void Pool::close(bool cancel) {
       return true;
     });
   }
-  leave(group, *core);
+  leave(group, *added, *core);
 }
 
 std::int64_t Pool::waiting() const { return core_->waiting(); }

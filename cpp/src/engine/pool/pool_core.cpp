@@ -18,7 +18,6 @@ namespace {
 constexpr std::chrono::milliseconds kBetweenLooksForRoom{50};
 constexpr std::chrono::milliseconds kLetGo{200};  // a thousand times what an idle worker needs
 constexpr std::int64_t kLargestBatch = 1 << 30;
-constexpr double kRunsKept = 0.9;  // in the times of runs: some ten count
 
 thread_local const Inside* innermost_pool = nullptr;
 
@@ -47,9 +46,8 @@ void check_may_wait(const std::weak_ptr<PoolCore>& pool) {
     throw Unavailable("wait: the pool's workers are in another process, the parent.");
 }
 
-PoolCore::PoolCore(const DeviceGroup& group, plan::PoolOptions options)
-    : group_(group),
-      state_([&] {
+PoolCore::PoolCore(const DeviceGroup& group, plan::PoolOptions options, double budget)
+    : group_(group), budget_(budget), state_([&] {
         // The user's function is asked where nothing may throw.
         if (options.choose) {
           options.choose = [choose = std::move(options.choose)](const plan::PoolQuestion& question) {
@@ -61,12 +59,10 @@ PoolCore::PoolCore(const DeviceGroup& group, plan::PoolOptions options)
           };
         }
         return std::move(options);
-      }()),
-      devices_(group.size()) {
-  for (const paceline::Device& device : group.devices()) {
-    (void)state_.add_device(0.0, {.name = device.name,
-                                  .device_class = device.device_class,
-                                  .labels = {device.kind == DeviceKind::host ? "host" : "cuda"}});
+      }()) {
+  for (const DeviceId id : group.ids()) {
+    const paceline::Device& device = group.device(id);
+    (void)place({.facts = device, .queue = JobQueue::of(device), .id = id});
   }
 }
 
@@ -89,7 +85,7 @@ std::size_t PoolCore::kind_of(const std::string& name) {
   const auto known = kinds_.find(name);
   if (known != kinds_.end()) return known->second;
   const std::size_t kind = state_.add_kind({.name = name});
-  kind_list_.push_back({.call = {}, .times = std::vector(devices_.size(), plan::LineFit(kRunsKept))});
+  kind_list_.push_back({.call = {}, .times = std::deque<plan::LineFit>(devices_.size(), plan::LineFit(kRunsKept))});
   return kinds_[name] = kind;
 }
 
@@ -116,7 +112,8 @@ void PoolCore::add_batches(const std::string& kind, const BatchOptions& options,
                                   .sizes = plan::batch_sizes(options.max_batch),
                                   .max_delay_seconds = options.max_delay_seconds,
                                   .idempotent = true});
-  kind_list_.push_back({.call = std::move(call), .times = std::vector(devices_.size(), plan::LineFit(kRunsKept))});
+  kind_list_.push_back(
+      {.call = std::move(call), .times = std::deque<plan::LineFit>(devices_.size(), plan::LineFit(kRunsKept))});
 }
 
 JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options) {
@@ -162,7 +159,11 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
       ++ending_;
     } else {
       plan::PoolDecisions decisions = state_.submit(now(), job, id);
-      jobs_.emplace(id, Waiting{std::move(call)});
+      const bool live =
+          options.priority == Priority::interactive ||
+          options.deadline_seconds < state_.options().patience[static_cast<std::size_t>(Priority::normal)];
+      jobs_.emplace(id, Waiting{.call = std::move(call), .live = live});
+      if (live) ++waiting_live_;
       apply(std::move(decisions), after);
     }
     break;
@@ -206,10 +207,16 @@ bool PoolCore::cancel(JobId id) {
   return cancelled;
 }
 
+void PoolCore::set_run(Waiting& job, plan::RunId run) noexcept {
+  if (job.live) waiting_live_ += (run == plan::RunId{} ? 1 : 0) - (job.run == plan::RunId{} ? 1 : 0);
+  job.run = run;
+}
+
 void PoolCore::withdraw(plan::RunId id, std::optional<JobId> cancelled, After& after, const RunEnding& ending) {
   const auto found = runs_.find(id);
+  if (found->second.live) --live_;
   for (const std::size_t place : found->second.devices) devices_[place].run.reset();
-  for (const JobId job : found->second.jobs) jobs_.at(job).run = {};
+  for (const JobId job : found->second.jobs) set_run(jobs_.at(job), {});
   runs_.erase(found);
   apply(state_.withdraw(now(), id, cancelled), after, ending);
 }
@@ -237,33 +244,6 @@ void PoolCore::end_waiting(const std::exception_ptr& error, After& after) {
     bool cancelled = false;
     apply(state_.cancel(now(), id, cancelled), after, ending);
   }
-}
-
-bool PoolCore::retire(const std::string& device, bool retired, bool unless_last) {
-  check_process(retired ? "retire" : "restore");
-  const auto found = std::ranges::find(group_.devices(), device, &paceline::Device::name);
-  if (found == group_.devices().end()) {
-    throw InvalidArgument(fmt::format("{}: the pool has no device '{}'.", retired ? "retire" : "restore", device));
-  }
-  const auto place = static_cast<std::size_t>(found - group_.devices().begin());
-  After after;
-  {
-    const std::lock_guard lock(mutex_);
-    if (retired) {
-      const auto stays = [&](std::size_t other) { return other != place && state_.active(other); };
-      if (unless_last && std::ranges::none_of(std::views::iota(std::size_t{0}, devices_.size()), stays)) return false;
-      devices_[place].retired = true;
-      apply(state_.retire(now(), place), after);
-      vacate(place, after);
-    } else {
-      devices_[place].retired = devices_[place].lost = false;
-      lost_ = nullptr;
-      apply(state_.restore(now(), place), after);
-      after.room = true;
-    }
-  }
-  follow(std::move(after));
-  return true;
 }
 
 void PoolCore::close(bool cancel) noexcept {
@@ -299,16 +279,6 @@ std::int64_t PoolCore::running() const {
   return state_.running();
 }
 
-std::vector<std::string> PoolCore::active() const {
-  check_process("active");
-  const std::lock_guard lock(mutex_);
-  std::vector<std::string> names;
-  for (std::size_t place = 0; place < devices_.size(); ++place) {
-    if (!devices_[place].retired && !devices_[place].lost) names.push_back(group_.devices()[place].name);
-  }
-  return names;
-}
-
 double PoolCore::backlog_seconds() const {
   check_process("backlog_seconds");
   const std::lock_guard lock(mutex_);
@@ -321,8 +291,9 @@ std::string PoolCore::explain() const {
   std::string text;
   for (std::size_t place = 0; place < devices_.size(); ++place) {
     const Device& device = devices_[place];
-    text += fmt::format("{}: {} jobs in {} runs, {:.3f} s", group_.devices()[place].name, device.jobs, device.runs,
-                        device.seconds);
+    text +=
+        fmt::format("{}: {} jobs in {} runs, {:.3f} s", device.facts.name, device.jobs, device.runs, device.seconds);
+    if (device.lent_seconds > 0.0) text += fmt::format(", {:.3f} s of them beside steps", device.lent_seconds);
     if (!state_.active(place)) text += device.lost ? "; lost" : "; retired";
     if (device.declined) text += "; " + state_.describe(*device.declined);
     text += "\n";

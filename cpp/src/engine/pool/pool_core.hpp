@@ -25,10 +25,12 @@
 #include <paceline/runtime/device_group.hpp>
 #include <paceline/runtime/work_source.hpp>
 
+#include "engine/pool/job_queue.hpp"
 #include "plan/line_fit.hpp"
 
 namespace paceline::internal {
 
+class AddedDevice;
 class PoolCore;
 
 /// While it lives, the calling thread runs a job of the pool or tells how its jobs ended.
@@ -49,6 +51,8 @@ class Inside {
   const Inside* outer_;
 };
 
+inline constexpr double kNever = std::numeric_limits<double>::infinity();  // seconds
+inline constexpr double kRunsKept = 0.9;                                   // in the times of runs: some ten count
 inline constexpr const char* kJobOnRequest = "The job was cancelled before it began.";
 inline constexpr const char* kJobOfClosedPool = "The job was cancelled: its pool was closed.";
 inline constexpr const char* kJobDependency =
@@ -67,12 +71,21 @@ struct RunEnding {
 /// Everything is under one mutex but the runs themselves and the ends of jobs, which may submit again.
 class PoolCore final : public WorkSource {
  public:
-  PoolCore(const DeviceGroup& group, plan::PoolOptions options);
+  PoolCore(const DeviceGroup& group, plan::PoolOptions options, double budget);
   ~PoolCore() override;
 
   /// Whether this is the child of the process that made the pool, which has none of its workers.
   [[nodiscard]] bool forked() const noexcept;
 
+  /// @throws InvalidArgument if the pool has the device; Unavailable once closed
+  void check_new(const std::string& device) const;
+  /// One more device, whose worker asks `source` and `live`. `queue`: as JobQueue::of(). @throws as check_new()
+  void add(const paceline::Device& device, std::unique_ptr<JobQueue> queue, const std::shared_ptr<AddedDevice>& source,
+           AddedDevice& live);
+  /// The stream of a GPU; null for a host device. It ends with release(), or with the pool.
+  [[nodiscard]] Stream* stream(const std::string& device) const;
+  /// Once complete: gives the streams back.
+  void release() noexcept;
   void add_batches(const std::string& kind, const BatchOptions& options, Pool::BatchCall call);
   JobId submit(std::unique_ptr<PoolCall> call, const JobOptions& options);
   bool cancel(JobId id);
@@ -90,6 +103,10 @@ class PoolCore final : public WorkSource {
   [[nodiscard]] std::string explain() const;
 
   NextWork next(DeviceId device, Clock::time_point now) noexcept override;
+  /// The same for the device at this place.
+  [[nodiscard]] NextWork next_at(std::size_t place) noexcept;
+  /// For a device at whose worker a step may have work: only a job with a short patience, within the budget.
+  [[nodiscard]] NextWork next_live(std::size_t place) noexcept;
   void perform(DeviceId device, std::int64_t work, Turn& turn) override;
   void done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept override;
   void failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept override;
@@ -98,29 +115,41 @@ class PoolCore final : public WorkSource {
 
  private:
   struct Kind {
-    Pool::BatchCall call;              // empty: its jobs run alone
-    std::vector<plan::LineFit> times;  // of runs, per device
+    Pool::BatchCall call;             // empty: its jobs run alone
+    std::deque<plan::LineFit> times;  // of runs, per device
   };
   struct Waiting {
     std::unique_ptr<PoolCall> call;
     plan::RunId run{};  // that it is in, if any
+    bool live = false;  // whether it may take time from steps
   };
   struct Run {
     std::vector<std::size_t> devices;
     std::vector<JobId> jobs;
     std::vector<PoolCall*> calls;
     std::size_t kind = 0;
+    bool live = false;  // whether one of its jobs is
     bool taken = false;
-    Clock::time_point began{};  // by the worker
+    bool lent = false;              // whether a step was there when it was taken, so that it counts against the budget
+    bool enqueued = false;          // its worker is done with it, but perhaps not the GPU
+    std::exception_ptr error = {};  // of an enqueued run whose call has thrown
+    Clock::time_point began{};      // by the worker
   };
   struct Device {
-    std::optional<plan::RunId> run;  // a gang's is that of its first device
-    bool retired = false;            // by the user
+    paceline::Device facts;
+    std::unique_ptr<JobQueue> queue = nullptr;  // of a GPU
+    DeviceId id{};                              // by which its worker is woken, if it was there at the start
+    std::weak_ptr<AddedDevice> source = {};     // otherwise what wakes it
+    std::optional<plan::RunId> run = {};        // a gang's is that of its first device
+    bool retired = false;                       // by the user
     bool lost = false;
     std::int64_t runs = 0;
     std::int64_t jobs = 0;
     double seconds = 0.0;
-    std::optional<plan::PoolDecline> declined;  // what it leaves alone now
+    double lent_seconds = 0.0;                       // of them, those that a step may have waited for
+    double spent_seconds = 0.0;                      // the same, less what the budget has given since
+    double spent_until = 0.0;                        // when that was
+    std::optional<plan::PoolDecline> declined = {};  // what it leaves alone now
   };
   struct Ended {
     std::unique_ptr<PoolCall> call;
@@ -130,11 +159,23 @@ class PoolCore final : public WorkSource {
   /// What follows from an event, once the mutex is free.
   struct After {
     std::vector<Ended> ended;
-    std::vector<std::size_t> wake;
+    std::vector<const Device*> wake;
     bool wake_all = false;
     bool room = false;
   };
 
+  [[nodiscard]] plan::PoolDecisions place(Device device);
+  [[nodiscard]] std::size_t place_of(const std::string& device, const char* call) const;
+  /// Whether the GPU is still at a run whose call has returned, or thrown this.
+  void set_run(Waiting& job, plan::RunId run) noexcept;
+  [[nodiscard]] NextWork take(Run& run, plan::RunId id, bool lent) noexcept;
+  /// Seconds until the device may take time from steps again; 0: it may now.
+  [[nodiscard]] double until_budget(Device& device) const noexcept;
+  [[nodiscard]] bool is_enqueued(std::int64_t work, const std::exception_ptr& error) noexcept;
+  /// Ends the device's run if the GPU has done it. The event to wait for if it has not.
+  [[nodiscard]] const Event* settle(std::size_t place) noexcept;
+  void wake(const Device& device) noexcept;
+  void wake_everyone() noexcept;
   [[nodiscard]] double now() const;  // of the pool's clock; under the mutex, so that times do not decrease
   [[nodiscard]] std::size_t kind_of(const std::string& name);
   [[nodiscard]] std::size_t need_of(std::vector<std::string> labels);
@@ -156,6 +197,9 @@ class PoolCore final : public WorkSource {
   [[nodiscard]] std::exception_ptr error_of(const plan::PoolEnd& end, const std::exception_ptr& thrown) const;
 
   DeviceGroup group_;
+  const double budget_;
+  std::atomic<int> live_{0};          // runs that no worker has begun, and that may take time from steps
+  std::atomic<int> waiting_live_{0};  // such jobs that are in no run
   const pid_t owner_ = getpid();
   const Clock::time_point begin_ = Clock::now();
   mutable std::mutex mutex_;
@@ -166,7 +210,7 @@ class PoolCore final : public WorkSource {
   std::deque<Kind> kind_list_;               // a run refers to its kind
   std::unordered_map<JobId, Waiting> jobs_;  // that have not ended
   std::unordered_map<plan::RunId, Run> runs_;
-  std::vector<Device> devices_;
+  std::deque<Device> devices_;  // jobs refer to the facts
   double wake_seconds_ = std::numeric_limits<double>::infinity();
   std::size_t ending_ = 0;  // jobs that have ended and are being told
   std::size_t let_go_ = 0;  // workers

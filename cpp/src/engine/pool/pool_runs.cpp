@@ -9,27 +9,48 @@
 #include <paceline/error.hpp>
 
 #include "engine/pool/pool_core.hpp"
+#include "runtime/worker.hpp"
 
 namespace paceline::internal {
 namespace {
 
-constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr double kBurst = 1.0;         // seconds, whose part of the budget may be spent at once
 constexpr double kLongestSleep = 1e6;  // seconds; clocks cannot count much longer ones
+
+plan::RunResult result_of(const std::exception_ptr& error) noexcept {
+  if (error == nullptr) return plan::RunResult::completed;
+  try {
+    std::rethrow_exception(error);
+  } catch (const OutOfMemory&) {
+    return plan::RunResult::out_of_memory;
+  } catch (const DeviceLost&) {
+    return plan::RunResult::device_lost;
+  } catch (...) {
+    return plan::RunResult::failed;
+  }
+}
 
 }  // namespace
 
-NextWork PoolCore::next(DeviceId device, Clock::time_point) noexcept {
+NextWork PoolCore::next(DeviceId device, Clock::time_point) noexcept { return next_at(group_.place(device)); }
+
+NextWork PoolCore::next_at(std::size_t place) noexcept {
+  const Event* const event = settle(place);
   After after;
   NextWork answer;
   {
     const std::lock_guard lock(mutex_);
-    const std::size_t place = group_.place(device);
     const auto assigned = [&] { return devices_[place].run && !runs_.at(*devices_[place].run).taken; };
     if (const double time = now(); !assigned() && time >= wake_seconds_) apply(state_.tick(time), after);
-    if (assigned()) {
-      Run& run = runs_.at(*devices_[place].run);
-      run.taken = true;
-      answer = NextWork::take(static_cast<std::int64_t>(*devices_[place].run));
+    // On the host a step that waits leaves its core idle, but a GPU is at its work meanwhile.
+    Device& here = devices_[place];
+    const bool lends = here.queue != nullptr && beside_gang_of_this_thread();
+    if (const double wait = assigned() && lends ? until_budget(here) : 0.0; wait > 0.0) {
+      answer =
+          NextWork::wait(nullptr, Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                                     std::chrono::duration<double>(std::min(wait, kLongestSleep))));
+    } else if (assigned()) {
+      answer = take(runs_.at(*here.run), *here.run, lends);
     } else if (complete()) {
       answer = NextWork::done();
       ++let_go_;
@@ -37,51 +58,134 @@ NextWork PoolCore::next(DeviceId device, Clock::time_point) noexcept {
     } else if (wake_seconds_ < kNever) {
       const double wake = std::min(wake_seconds_, now() + kLongestSleep);
       const auto until = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wake));
-      answer = NextWork::wait(nullptr, begin_ + until + Clock::duration(1));
+      answer = NextWork::wait(event, begin_ + until + Clock::duration(1));
     } else {
-      answer = NextWork::wait();
+      answer = NextWork::wait(event);
     }
   }
   follow(std::move(after));
   return answer;
 }
 
+NextWork PoolCore::next_live(std::size_t place) noexcept {
+  if (complete()) return NextWork::done();
+  if ((live_ == 0 && waiting_live_ == 0) || !beside_gang_of_this_thread()) return NextWork::wait();
+  After after;
+  NextWork answer = NextWork::wait();
+  {
+    const std::lock_guard lock(mutex_);
+    Device& here = devices_[place];
+    const auto begins = [&] { return here.run && !runs_.at(*here.run).taken; };
+    if (begins() && until_budget(here) == 0.0) {
+      // What was decided when the device was idle may be a job that a step comes before.
+      if (!runs_.at(*here.run).live && waiting_live_ > 0) withdraw(*here.run, {}, after);
+      if (begins() && runs_.at(*here.run).live) answer = take(runs_.at(*here.run), *here.run, true);
+    }
+  }
+  follow(std::move(after));
+  return answer;
+}
+
+NextWork PoolCore::take(Run& run, plan::RunId id, bool lent) noexcept {
+  run.taken = true;
+  run.lent = lent;
+  if (run.live) --live_;
+  return NextWork::take(static_cast<std::int64_t>(id));
+}
+
+double PoolCore::until_budget(Device& device) const noexcept {
+  const double time = now();
+  device.spent_seconds = std::max(0.0, device.spent_seconds - budget_ * (time - device.spent_until));
+  device.spent_until = time;
+  const double over = device.spent_seconds - budget_ * kBurst;
+  if (budget_ > 0.0 && over < 0.0) return 0.0;
+  return budget_ > 0.0 ? over / budget_ + 1e-3 : kNever;
+}
+
 void PoolCore::perform(DeviceId, std::int64_t work, Turn&) {
   Run* run = nullptr;
   const Pool::BatchCall* batch = nullptr;
+  std::vector<const paceline::Device*> devices;
+  std::vector<Stream*> streams;
+  std::vector<JobQueue*> queues;
   {
     const std::lock_guard lock(mutex_);
     run = &runs_.at(static_cast<plan::RunId>(work));  // stays where it is
     run->began = Clock::now();
     batch = &kind_list_[run->kind].call;
+    for (const std::size_t place : run->devices) {
+      Device& device = devices_[place];
+      devices.push_back(&device.facts);
+      streams.push_back(device.queue == nullptr ? nullptr : &device.queue->stream());
+      if (device.queue != nullptr) queues.push_back(device.queue.get());
+    }
   }
-  std::vector<const paceline::Device*> devices;
-  for (const std::size_t place : run->devices) devices.push_back(&group_.devices()[place]);
-  Job job(std::move(devices));
-  const Inside guard(*this);
-  if (*batch) {
-    (*batch)(job, run->calls);
-  } else {
-    run->calls.front()->run(job);
+  for (JobQueue* const queue : queues) queue->begin();
+  Job job(std::move(devices), std::move(streams));
+  std::exception_ptr error;
+  try {
+    const Inside guard(*this);
+    if (*batch) {
+      (*batch)(job, run->calls);
+    } else {
+      run->calls.front()->run(job);
+    }
+  } catch (...) {
+    error = std::current_exception();
   }
+  if (!queues.empty()) {
+    for (JobQueue* const queue : queues) queue->end();
+    const std::lock_guard lock(mutex_);
+    run->enqueued = true;
+  }
+  if (error != nullptr) std::rethrow_exception(error);
 }
 
+// Also what a call has enqueued before it threw uses what is freed when the job ends.
 void PoolCore::done(DeviceId, std::int64_t work, const WorkTiming& timing) noexcept {
+  if (is_enqueued(work, nullptr)) return;
   const double took = std::chrono::duration<double>(timing.finish - timing.start).count();
   finish(work, plan::RunResult::completed, took, {});
 }
 
 void PoolCore::failed(DeviceId, std::int64_t work, std::exception_ptr error) noexcept {
-  auto result = plan::RunResult::failed;
-  try {
-    std::rethrow_exception(error);
-  } catch (const OutOfMemory&) {
-    result = plan::RunResult::out_of_memory;
-  } catch (const DeviceLost&) {
-    result = plan::RunResult::device_lost;
-  } catch (...) {
+  if (is_enqueued(work, error)) return;
+  finish(work, result_of(error), {}, error);
+}
+
+bool PoolCore::is_enqueued(std::int64_t work, const std::exception_ptr& error) noexcept {
+  const std::lock_guard lock(mutex_);
+  Run& run = runs_.at(static_cast<plan::RunId>(work));
+  run.error = error;
+  return run.enqueued;
+}
+
+const Event* PoolCore::settle(std::size_t place) noexcept {
+  plan::RunId id{};
+  std::exception_ptr error;
+  std::vector<const JobQueue*> queues;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!devices_[place].run) return nullptr;
+    id = *devices_[place].run;
+    const Run& run = runs_.at(id);
+    if (!run.enqueued) return nullptr;
+    error = run.error;
+    for (const std::size_t one : run.devices) {
+      if (devices_[one].queue != nullptr) queues.push_back(devices_[one].queue.get());
+    }
   }
-  finish(work, result, {}, error);
+  std::optional<double> took;
+  try {
+    for (const JobQueue* const queue : queues) {
+      if (!queue->done()) return &queue->ended();
+    }
+    for (const JobQueue* const queue : queues) took = std::max(took.value_or(0.0), queue->seconds());
+  } catch (...) {  // what the GPU says comes before what the call has thrown, which may follow from it
+    error = std::current_exception();
+  }
+  finish(static_cast<std::int64_t>(id), result_of(error), took, error);
+  return nullptr;
 }
 
 void PoolCore::cancel(std::exception_ptr) noexcept { close(true); }
@@ -103,6 +207,10 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<d
     ++device.runs;
     device.jobs += completed ? static_cast<std::int64_t>(run.jobs.size()) : 0;
     device.seconds += took;
+    if (run.lent) {
+      device.lent_seconds += took;
+      device.spent_seconds += took;
+    }
     if (completed) {
       plan::LineFit& times = kind_list_[run.kind].times[first];
       times.add(static_cast<double>(run.jobs.size()), took);
@@ -111,9 +219,10 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<d
     }
     if (result == plan::RunResult::device_lost) lose(run, error, after);
     apply(state_.finish(now(), id, result, took), after,
-          {.run = id, .error = error, .report = {.device = group_.devices()[first].name, .seconds = took}});
+          {.run = id, .error = error, .report = {.device = device.facts.name, .seconds = took}});
     for (const JobId job : run.jobs) {  // those that run again
-      if (const auto again = jobs_.find(job); again != jobs_.end() && again->second.run == id) again->second.run = {};
+      if (const auto again = jobs_.find(job); again != jobs_.end() && again->second.run == id)
+        set_run(again->second, {});
     }
     if (cancelling_) end_waiting(std::make_exception_ptr(Cancelled(kJobOfClosedPool)), after);
   }
@@ -126,7 +235,7 @@ void PoolCore::lose(const Run& run, const std::exception_ptr& error, After& afte
     std::rethrow_exception(error);
   } catch (const Error& why) {
     for (const std::size_t one : run.devices) {
-      if (group_.devices()[one].name == why.device()) place = one;
+      if (devices_[one].facts.name == why.device()) place = one;
     }
   }
   devices_[place].lost = true;
@@ -176,6 +285,7 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
     if (of_run) one.report = ending.report;
     one.error = of_all ? ending.error : error_of(end, of_run ? ending.error : nullptr);
     one.call = std::move(job->second.call);
+    if (job->second.live && job->second.run == plan::RunId{}) --waiting_live_;
     jobs_.erase(job);
     ++ending_;
   }
@@ -185,11 +295,13 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
     Run run{.devices = start.devices, .jobs = start.jobs, .calls = {}, .kind = start.kind};
     for (const JobId id : start.jobs) {
       Waiting& job = jobs_.at(id);
-      job.run = start.run;
+      set_run(job, start.run);
+      run.live |= job.live;
       run.calls.push_back(job.call.get());
     }
+    if (run.live) ++live_;
     devices_[start.devices.front()].run = start.run;
-    after.wake.push_back(start.devices.front());
+    after.wake.push_back(&devices_[start.devices.front()]);
     after.room = true;
     runs_.emplace(start.run, std::move(run));
   }
@@ -201,9 +313,9 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
 void PoolCore::follow(After after) noexcept {
   if (after.room || !after.ended.empty()) room_.notify_all();
   if (after.wake_all) {
-    wake_all();
+    wake_everyone();
   } else {
-    for (const std::size_t place : after.wake) wake(group_.ids()[place]);
+    for (const Device* const device : after.wake) wake(*device);
   }
   const std::size_t told = after.ended.size();
   if (told > 0) {
@@ -222,7 +334,7 @@ void PoolCore::follow(After after) noexcept {
     complete = closed_ && jobs_.empty() && ending_ == 0 && !complete_.exchange(true, std::memory_order_acq_rel);
   }
   if (complete) {
-    wake_all();
+    wake_everyone();
     wake_caller();
   }
 }

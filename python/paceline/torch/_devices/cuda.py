@@ -200,6 +200,16 @@ def mark_current(index: int) -> Any:
     return _marked(torch.cuda.current_stream(index))
 
 
+def mark_default(index: int) -> Any:
+    """The same of that GPU's default stream."""
+    return _marked(torch.cuda.default_stream(index))
+
+
+def keep_for_default(tensor: torch.Tensor) -> None:
+    """Keep PyTorch from reusing the tensor's memory while the default stream of its GPU may use it."""
+    tensor.record_stream(torch.cuda.default_stream(tensor.device))
+
+
 def follow_on_current(index: int, event: Any) -> None:
     """Let the calling thread's stream on that GPU wait for the event."""
     torch.cuda.current_stream(index).wait_event(event)

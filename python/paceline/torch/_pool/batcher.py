@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from paceline import InvalidArgument
+from paceline import DeviceLost, InvalidArgument
 from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, PoolFuture, Work, code_of
 from paceline.torch._pool.jobs import Jobs, Priority
 from paceline.torch._pool.progress import watched
+from paceline.torch._pool.seats import Fetched, Seat
 from paceline.torch._pool.served import Answer, Served
 from paceline.torch._replicas.reach import Handle
 
@@ -35,6 +36,7 @@ class _Request(Work):
         self.leaves, self.spec = leaves, spec
         self.leads = False
         self.given_up = False  # whether another run cannot end otherwise
+        self.fetched: tuple[Fetched, int] | None = None  # its answer, while it is on its way from a GPU
 
     def run_batch(self, devices: list[str], requests: list[_Request]) -> int:
         """Called by the engine on a worker, for the first request of a batch. The engine knows no batcher, which would be a cycle."""
@@ -44,6 +46,12 @@ class _Request(Work):
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
         """See `Work`."""
         self.batcher, self.leaves, self.spec = None, [], None
+        if self.fetched is not None and outcome == "completed":
+            try:
+                self.value = self.fetched[0].of(self.fetched[1])
+            except BaseException as error:
+                outcome, self.error = "failed", error
+        self.fetched = None
         if outcome in NEVER_RAN and not self.given_up:
             self.error = None  # of a batch, half of which would have run again
         super().end(device, seconds, outcome, message)
@@ -98,7 +106,8 @@ class Batcher(Handle):
             one = bad[0] if bad else None
             what = f"a tensor on {one.device}" if isinstance(one, torch.Tensor) else f"a {type(one).__name__}"
             raise InvalidArgument(
-                f"{self._name}: a request has {what if bad else 'no tensor'}. It must be a tensor in host memory, or a nest of such tensors."
+                f"{self._name}: a request has {what if bad else 'no tensor'}. It must be a tensor in host memory, or a nest of such tensors: devices copy "
+                "their batches from there."
             )
         request = _Request(self, leaves, spec)
         future = request.future
@@ -186,35 +195,46 @@ class Batcher(Handle):
     def _run(self, device: str, requests: list[_Request]) -> int:
         """Answer them. Called on a worker, for requests of one kind."""
         if any(one.given_up for one in requests):  # the engine runs a batch that has failed again in halves
+            for one in requests:
+                one.error = one.error or DeviceLost(
+                    f"{self._name}: a device was lost at this batch, which may not run again. Say idempotent=True if it may."
+                )
             return FAILED
         for one in requests:
             one.begin()
-            one.error = None
-        begun = time.monotonic()
+            one.error, one.fetched, one.leads = None, None, False
+        begun, seat, answered = time.monotonic(), self._jobs.seats[device], False
         try:
-            self._jobs.prepare(device)
-            answer = self._served.of(device)
+            with contextlib.ExitStack() as stack:
+                try:
+                    seat.prepare()
+                    stack.enter_context(seat.entered())
+                    answer = self._served.of(seat)
+                except BaseException as error:
+                    return self._without(device, requests, error)
+                answers = self._answer(seat, answer, requests)
+                answered = True
+                self._hand_out(seat, answers, requests)
         except BaseException as error:
-            return self._without(device, requests, error)
-        try:
-            answers = self._answer(answer, requests)
-        except BaseException as error:
-            return self._failed(device, begun, requests, error, again=self._idempotent)
-        try:
-            self._hand_out(answers, requests)
-        except BaseException as error:
-            again = self._idempotent and not isinstance(error, InvalidArgument)  # in halves it may look right by chance
+            if isinstance(error, torch.OutOfMemoryError):
+                seat.release_memory()
+            by_chance = answered and isinstance(error, InvalidArgument)  # it may look right in halves
+            again = self._idempotent and not by_chance
             return self._failed(device, begun, requests, error, again=again)
         requests[0].leads = True
+        if seat.gpu is not None and not self._idempotent:
+            # The GPU may be lost before it has done the batch, which must not run elsewhere then.
+            for one in requests:
+                one.given_up = True
         return DONE
 
-    def _answer(self, answer: Answer, requests: Sequence[_Request]) -> Any:
+    def _answer(self, seat: Seat, answer: Answer, requests: Sequence[_Request]) -> Any:
         spec = requests[0].spec
         with torch.inference_mode():
-            batch = [torch.stack(leaves) for leaves in zip(*(one.leaves for one in requests), strict=True)]
+            batch = [seat.stacked(leaves) for leaves in zip(*(one.leaves for one in requests), strict=True)]
             return answer(batch[0] if spec is None else pytree.tree_unflatten(batch, spec))
 
-    def _hand_out(self, answers: Any, requests: Sequence[_Request]) -> None:
+    def _hand_out(self, seat: Seat, answers: Any, requests: Sequence[_Request]) -> None:
         leaves, spec = pytree.tree_flatten(answers)
         for leaf in leaves:
             if not (isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == len(requests)):
@@ -228,9 +248,12 @@ class Batcher(Handle):
                     "dimension 0 is the request."
                 )
         # Copies: a view would keep the answers of the whole batch. They are no inference tensors, so autograd takes them.
-        rows = [[row.clone() for row in leaf.detach().unbind()] for leaf in leaves]
+        fetched = Fetched([seat.fetched(leaf).unbind() for leaf in leaves], spec, seat.mark())
         for index, request in enumerate(requests):
-            request.value = pytree.tree_unflatten([row[index] for row in rows], spec)
+            if seat.gpu is None:
+                request.value = fetched.of(index)
+            else:
+                request.fetched = fetched, index
 
     def _failed(
         self, device: str, begun: float, requests: Sequence[_Request], error: BaseException, *, again: bool

@@ -21,10 +21,22 @@ class Figures:
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._lock = threading.RLock()  # finalizers and signal handlers may come in while it is held
-        self._devices = {name: {"jobs": 0, "runs": 0, "busy_seconds": 0.0} for name in devices}
+        self._devices: dict[str, dict[str, float]] = {}
+        for name in devices:
+            self.add(name)
         self._outcomes = dict.fromkeys(("completed", "failed", "rejected", "expired", "cancelled"), 0)
         self._waits = [0] * (len(BOUNDS) + 1)
         self._waited = 0.0
+
+    def add(self, device: str) -> None:
+        """One more device."""
+        with self._lock:
+            self._devices[device] = {"jobs": 0, "runs": 0, "busy_seconds": 0.0}
+
+    def remove(self, device: str) -> None:
+        """A device that could not be added."""
+        with self._lock:
+            del self._devices[device]
 
     def count(self, outcome: str, waited: float | None, device: str, run: float | None) -> None:
         """Count a job that has ended. `waited`: seconds from its submit to its start, None if it never ran. `run`: seconds of its run, if no other job has these, too."""

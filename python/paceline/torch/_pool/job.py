@@ -14,6 +14,7 @@ import torch
 from paceline import Cancelled, DeviceLost, Error, Expired, InvalidArgument, OutOfMemory, Rejected
 from paceline._core.engine import Pool as Engine
 from paceline.torch._pool.figures import Figures
+from paceline.torch._pool.seats import entered, hand_over, marks_of
 
 _T = TypeVar("_T")
 
@@ -197,22 +198,33 @@ class Job(Work):
     def __init__(self, future: PoolFuture[Any], jobs: Any, fn: Any, args: Any, kwargs: Any, gang: int) -> None:
         super().__init__(future, jobs, jobs.figures)
         self._fn, self._args, self._kwargs, self._gang = fn, args, kwargs, gang
+        self._inputs = marks_of((args, kwargs), jobs.gpus) if jobs.gpus else []
 
     def run(self, devices: list[str]) -> int:
         """Called by the engine on a worker. Never raises."""
         self.begin()
         try:
-            self._keeps.prepare(devices[0])
-            place = torch.device("cpu")
-            self.value = self._fn(place if self._gang == 1 else [place] * len(devices), *self._args, **self._kwargs)
+            seats = [self._keeps.seats[name] for name in devices]
+            seats[0].prepare()
+            with seats[0].entered() if self._gang == 1 else entered(seats):
+                for seat in seats if self._inputs else ():
+                    seat.follow(self._inputs)
+                places = [seat.device for seat in seats]
+                self.value = self._fn(places[0] if self._gang == 1 else places, *self._args, **self._kwargs)
         except BaseException as error:
             self.error = error
+            if isinstance(error, torch.OutOfMemoryError):
+                seats[0].release_memory()
             return LOST if isinstance(error, DeviceLost) else FAILED
         return DONE
 
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
         """See `Work`."""
         self._fn = self._args = self._kwargs = None
+        self._inputs = []
+        if outcome == "completed" and self._keeps is not None and self._keeps.gpus:
+            with contextlib.suppress(RuntimeError):  # PyTorch's type, of a GPU that has failed since
+                hand_over(self.value)
         super().end(device, seconds, outcome, message)
 
 

@@ -8,31 +8,37 @@ import itertools
 import math
 import os
 import sys
+import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
-from paceline import DeviceGroup, InvalidArgument
+from paceline import Device, DeviceGroup, InvalidArgument
 from paceline._core.engine import Pool as Engine
-from paceline.torch._devices.worker_state import prepare_worker
+from paceline.torch._devices import cuda
 from paceline.torch._pool.figures import Figures
 from paceline.torch._pool.job import PoolFuture, Work
+from paceline.torch._pool.seats import Seat
+from paceline.torch._pool.served import Served
 
 Priority = Literal["interactive", "normal", "batch", "background"]
 Placement = Literal["auto", "any", "weighted", "round_robin", "least_outstanding", "earliest_finish"]
 
+_S = TypeVar("_S", bound=Served)
 _PRIORITIES = ("interactive", "normal", "batch", "background")
 
 
 class Jobs:
     """What a pool and its batchers share. Jobs keep it until they have ended, so a pool that nobody knows any more ends them first."""
 
-    def __init__(self, group: DeviceGroup, placement: Placement) -> None:
-        self.devices = group.devices
-        self.engine = Engine(group, placement)
+    def __init__(self, group: DeviceGroup, placement: Placement, budget: float) -> None:
+        self.devices = list(group.devices)
+        self.engine = Engine(group, placement, budget)
+        self.seats = {one.name: Seat(one, self.engine.stream) for one in group.devices}
+        self._served: weakref.WeakSet[Served] = weakref.WeakSet()
+        self._adding = threading.RLock()  # a device, or what is served
         self.figures = Figures([one.name for one in group.devices])
         self.closed = False
-        self._threads = {one.name: max(1, len(one.cores)) for one in group.devices}
         self._process = os.getpid()
         self._numbers = itertools.count(1)
         _open.add(self)
@@ -71,9 +77,37 @@ class Jobs:
             batched=batched,
         )
 
-    def prepare(self, device: str) -> None:
-        """Prepare the calling worker."""
-        prepare_worker(self._threads[device], None)
+    @property
+    def gpus(self) -> set[int]:
+        """The numbers of the GPUs that are devices, or of which parts are."""
+        return {seat.gpu for seat in list(self.seats.values()) if seat.gpu is not None}
+
+    def serve(self, make: Callable[[Sequence[Seat]], _S]) -> _S:
+        """What `make` returns for the devices. Devices that are added later are told to it."""
+        with self._adding:
+            served = make(list(self.seats.values()))
+            self._served.add(served)
+            return served
+
+    def add(self, device: Device) -> None:
+        """One more device."""
+        with self._adding:
+            if device.name in self.seats:
+                raise InvalidArgument(
+                    f"add: the pool has {device.name} already. restore() takes back a device that is retired."
+                )
+            seat = Seat(device, self.engine.stream)
+            for served in list(self._served):
+                served.add(seat)
+            self.figures.add(device.name)
+            self.seats[device.name] = seat  # before the first job
+            try:
+                self.engine.add(device)
+            except BaseException:
+                del self.seats[device.name]
+                self.figures.remove(device.name)
+                raise
+            self.devices.append(device)
 
     def number(self) -> int:
         """The number of one more batcher."""
@@ -88,6 +122,11 @@ class Jobs:
         """Wait until every job has ended. In another process than that of the pool it does nothing."""
         if os.getpid() == self._process:
             self.engine.close(cancel)
+            if self.gpus and not self.closed:
+                # PyTorch's type: a GPU that has failed releases nothing, and its jobs have said so.
+                with contextlib.suppress(RuntimeError):
+                    cuda.release_memory(any(seat.is_part for seat in self.seats.values()))
+                self.engine.release()
             self.closed = True
 
 

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from paceline import Device, DeviceGroup, InvalidArgument, Rejected
+from paceline import Device, DeviceGroup, InvalidArgument, Rejected, find_device
 from paceline import devices as all_devices
 from paceline.torch._pool.batcher import Batcher
 from paceline.torch._pool.figures import Collector
 from paceline.torch._pool.job import Job, PoolFuture
 from paceline.torch._pool.jobs import Jobs, Placement, Priority
-from paceline.torch._pool.served import Copies, Served, ServedFunction, WithState
+from paceline.torch._pool.served import Copies, Served, ServedFunction, ServedScript, WithState
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.reach import Handle
 
@@ -28,10 +28,13 @@ class Pool(Handle):
 
     A job starts where it ends soonest by what was measured: a slow device leaves to faster ones what these end sooner. Until three jobs of a
     kind have run on a class of devices, every device takes what comes. Jobs start in the order of their deadlines; without one, of submit
-    time and the patience of their priority: 0.1 s, 1 s, 60 s. Steps of trainers on the same devices come first, after each job.
+    time and the patience of their priority: 0.1 s, 1 s, 60 s. Steps of trainers on the same devices come first, after each job, but for `budget`.
 
-    Jobs are threads of one process. They share Python's lock, which PyTorch's operators run without, and PyTorch's default generator: give a job a
-    ``torch.Generator`` of its own if its random numbers are to be the same each time. Pools run on host devices only.
+    Jobs are threads of one process. They share Python's lock, which PyTorch's operators run without, and PyTorch's default generator of each kind of
+    device: give a job a ``torch.Generator`` of its own if its random numbers are to be the same each time.
+
+    On a GPU a job works on a stream of the pool, and has ended when the GPU has done its work, for which no thread waits. A GPU has one job or batch
+    at a time.
 
     A pool that is not closed ends its jobs when the program ends, as executors of `concurrent.futures` do. If an error has ended the program, it
     cancels what waits. Jobs keep their pool until they have ended.
@@ -39,16 +42,21 @@ class Pool(Handle):
     Parameters
     ----------
     devices
-        ``"auto"``: every device that pools can use, today the host devices. ``"host"``: every host device, one for each core. A list of devices. A
-        `DeviceGroup`, whose end is that of the pool. A trainer: its devices, on whose workers jobs run between the trainer's steps.
+        ``"auto"``: every GPU, or every host device if there is no GPU. ``"cuda"``: every GPU. ``"host"``: every host device, one for each core. A
+        list of devices, in which these two may be, too. A `DeviceGroup`, whose end is that of the pool. A trainer: its devices, on whose workers
+        jobs run between the trainer's steps.
     placement
         ``"auto"``, or for comparison: ``"any"``, ``"weighted"`` (in the ratio of measured speeds), ``"round_robin"``, ``"least_outstanding"``,
         ``"earliest_finish"``.
+    budget
+        The part of a device's time, from 0 to 1, that jobs may take from steps of trainers on the same device. Then a job of priority ``"interactive"``,
+        or with a deadline of less than a second, waits for one micro-batch, and not for the device's part of the step. All jobs run where a step has no work for the device,
+        whatever the budget. On a GPU, where jobs compute beside the step, it holds for all of them.
 
     Raises
     ------
     InvalidArgument
-        For devices or a placement that there is not, and for GPUs.
+        For devices or a placement that there is not, and for another budget.
 
     Examples
     --------
@@ -58,16 +66,18 @@ class Pool(Handle):
     """
 
     def __init__(
-        self, devices: str | Sequence[str | Device] | DeviceGroup | Any = "auto", *, placement: Placement = "auto"
+        self,
+        devices: str | Sequence[str | Device] | DeviceGroup | Any = "auto",
+        *,
+        placement: Placement = "auto",
+        budget: float = 0.1,
     ) -> None:
-        group = _group_of(devices)
-        gpus = [one.name for one in group.devices if one.kind != "host"]
-        if gpus:
-            raise InvalidArgument(
-                f"Pool: {gpus[0]} is a GPU, on which pools do not run yet. Give devices='host', or host devices."
-            )
-        self.devices = group.devices
-        self._jobs = Jobs(group, placement)
+        self._jobs = Jobs(_group_of(devices), placement, budget)
+
+    @property
+    def devices(self) -> list[Device]:
+        """The devices, those that are retired included."""
+        return list(self._jobs.devices)
 
     def submit(
         self,
@@ -91,7 +101,10 @@ class Pool(Handle):
         Parameters
         ----------
         fn
-            `device` is a ``torch.device``. PyTorch has as many threads as the device has cores.
+            `device` is a ``torch.device``. On the host PyTorch has as many threads as the device has cores. On a GPU the current stream is the
+            pool's: work on other streams has to be waited for. Tensors of GPUs in the arguments may still be computed, on the stream that is
+            current at the submit. What `fn` returns stays where it is. A tensor on a GPU may then be used on the default stream; call
+            ``record_stream`` for another one, as after every change of streams.
         priority
             How long the job is content to wait. ``"background"`` starts only where nothing else waits.
         deadline
@@ -103,7 +116,7 @@ class Pool(Handle):
         after
             Jobs of this pool that must complete first. If one does not, this job is cancelled.
         needs
-            Labels that the device must have: its name, or ``"host"``.
+            Labels that the device must have: its name, or ``"host"``, or ``"cuda"``.
         kind
             Jobs of one kind take about the same time. None: the name of `fn`.
         wait
@@ -165,10 +178,12 @@ class Pool(Handle):
         Parameters
         ----------
         model
-            A module: each device has a copy, which shares the parameters. Each batch sees parameters and buffers that were written to or replaced
-            before, but not writes through ``.data`` to a buffer, or to one that inference mode has made. Other changes need another `serve`. A ``ScriptModule`` has
-            no copies: all devices call it. Or a function of a batch, ``fn(batch)``. The request is dimension 0 of every tensor of the batch and of
-            the answer.
+            A module on the host or on a GPU: each device has a copy, which shares the parameters, or a copy of them in each other memory. Each
+            batch sees parameters and buffers that were written to or replaced before, on a GPU by its default stream. It does not see writes
+            through ``.data`` to a buffer, to a tensor that inference mode has made, or in another memory than the module's. Other changes need
+            another `serve`. A ``ScriptModule`` has no copies: all devices call it, and must be where it is. Or a function of a batch,
+            ``fn(batch)``. The request is dimension 0 of every tensor of the batch, which is on the device, and of the answer, which may be
+            anywhere.
         initializer
             Makes the state of a device on its worker, before its first batch. The function is then ``fn(state, batch)``. A device on which it raises
             is retired, unless it is the last one, whose requests get the error.
@@ -206,7 +221,11 @@ class Pool(Handle):
             raise InvalidArgument("serve: replicate= is for modules.")
         served: Served
         if isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule):
-            served = Copies(model, [one.name for one in self.devices], replicate)
+            module = model
+            served = self._jobs.serve(lambda seats: Copies(module, seats, replicate))
+        elif isinstance(model, torch.jit.ScriptModule):
+            script = model
+            served = self._jobs.serve(lambda seats: ServedScript(script, seats))
         else:
             served = ServedFunction(model) if initializer is None else WithState(model, initializer)
         return Batcher(
@@ -217,6 +236,18 @@ class Pool(Handle):
             max_delay=max_delay,
             idempotent=is_module if idempotent is None else idempotent,
         )
+
+    def add(self, device: str | Device) -> None:
+        """Let one more device join, with its worker and a copy of every served module. It takes work at once.
+
+        Raises
+        ------
+        InvalidArgument
+            If there is no such device, if the pool has it already, or if a module that is served cannot be there.
+        Unavailable
+            If the pool is closed.
+        """
+        self._jobs.add(find_device(device) if isinstance(device, str) else device)
 
     def retire(self, device: str) -> None:
         """Let a device start nothing until `restore`. What runs there goes on."""
@@ -299,13 +330,29 @@ class Pool(Handle):
 
 def _group_of(devices: Any) -> DeviceGroup:
     if isinstance(devices, str):
-        if devices not in ("auto", "host"):
-            raise InvalidArgument(f"Pool: devices is {devices!r}; it must be 'auto', 'host', or a list of devices.")
-        return DeviceGroup([one.name for one in all_devices() if one.kind == "host"])
+        if devices not in ("auto", "cuda", "host"):
+            raise InvalidArgument(
+                f"Pool: devices is {devices!r}; it must be 'auto', 'cuda', 'host', or a list of devices."
+            )
+        return DeviceGroup(_of_kind("cuda") or _of_kind("host") if devices == "auto" else _some_of_kind(devices))
     if isinstance(devices, DeviceGroup):
         return devices
     group = getattr(devices, "group", None)  # of a trainer, which may be closed before the pool
-    return DeviceGroup(list(group.devices if isinstance(group, DeviceGroup) else devices))
+    if isinstance(group, DeviceGroup):
+        return DeviceGroup(list(group.devices))
+    found = [_some_of_kind(one) if one in ("cuda", "host") else [one] for one in devices]
+    return DeviceGroup([one for some in found for one in some])
+
+
+def _of_kind(kind: str) -> list[str]:
+    return [one.name for one in all_devices() if one.kind == kind]
+
+
+def _some_of_kind(kind: str) -> list[str]:
+    found = _of_kind(kind)
+    if not found:
+        raise InvalidArgument(f"Pool: there is no {kind!r} device here. `paceline info` says why.")
+    return found
 
 
 def _mixes_requests(model: nn.Module) -> bool:

@@ -1,0 +1,137 @@
+"""PyTorch on the devices of a pool: streams, how requests get to a GPU and answers back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from paceline import Device
+from paceline.torch._devices import cuda
+from paceline.torch._devices.caller_state import NOTHING
+from paceline.torch._devices.worker_state import prepare_worker
+
+_MOST_ENTRIES = 10_000  # of a job's arguments: looking at them takes a millisecond
+
+
+class Seat:
+    """One device. What is done between `prepare` and the end of a job belongs to its worker. One job at a time is on the device."""
+
+    def __init__(self, device: Device, stream_of: Callable[[str], int | None]) -> None:
+        self.name, self.space = device.name, device.memory_space
+        self.gpu = device.index if device.kind == "cuda" else None
+        self.is_part = device.part is not None
+        self.device = torch.device("cpu") if self.gpu is None else cuda.device(self.gpu)
+        # A GPU's thread launches. With a team of OpenMP threads it would crowd out the others.
+        self._threads = max(1, len(device.cores)) if self.gpu is None else 1
+        self._stream_of = stream_of
+
+    def prepare(self) -> None:
+        """Prepare the calling worker."""
+        prepare_worker(self._threads, self.gpu)
+
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """Send the operators of the calling thread to the stream of the pool's jobs. The job ends when the GPU has done them."""
+        if self.gpu is None or (stream := self._stream_of(self.name)) is None:
+            return NOTHING
+        return cuda.on_stream(self.gpu, stream)
+
+    def stacked(self, items: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A batch of the items on the device. The host does not wait for the copy."""
+        if self.gpu is None:
+            return torch.stack(list(items))
+        first = items[0]
+        if any(type(one) is not torch.Tensor or one.layout is not torch.strided or one.is_quantized for one in items):
+            return torch.stack(list(items)).to(self.device)
+        batch = cuda.pinned(len(items) * first.numel(), first.dtype).view(len(items), *first.shape)
+        return torch.stack(list(items), out=batch).to(self.device, non_blocking=True)
+
+    def fetched(self, answer: torch.Tensor) -> torch.Tensor:
+        """The answer in host memory: from a GPU it is there when the GPU has come to what `mark` returns afterwards."""
+        answer = answer.detach()
+        if self.gpu is None:
+            return answer
+        if answer.device != self.device or answer.layout is not torch.strided:
+            return answer.cpu()
+        answer = answer.contiguous()  # otherwise the copy would go through memory that is not pinned
+        return cuda.pinned_like(answer).copy_(answer, non_blocking=True)
+
+    def mark(self) -> Any:
+        """An event after all that the stream has to do; None on the host."""
+        return None if self.gpu is None else cuda.mark_current(self.gpu)
+
+    def follow(self, events: Sequence[Any]) -> None:
+        """Let the device wait for events of GPUs."""
+        for event in events:
+            if self.gpu is None:
+                cuda.wait(event)
+            else:
+                cuda.follow_on_current(self.gpu, event)
+
+    def release_memory(self) -> None:
+        """Give back what PyTorch keeps of a GPU's memory without using it, after memory ran out."""
+        if self.gpu is not None:
+            with contextlib.suppress(RuntimeError):  # of a GPU that has failed, which the job reports
+                cuda.release_memory(False)
+
+
+@contextlib.contextmanager
+def entered(seats: Sequence[Seat]) -> Iterator[None]:
+    """The streams of a gang. The GPU of the first device is the current one."""
+    with contextlib.ExitStack() as stack:
+        for seat in reversed(seats):
+            stack.enter_context(seat.entered())
+        yield
+
+
+def marks_of(values: Any, gpus: Iterable[int]) -> list[Any]:
+    """Events after what the calling thread's streams have to do on the GPUs of the tensors in lists, tuples and dictionaries.
+
+    In very many entries nobody looks. Then it is all of `gpus`.
+    """
+    found: set[int] = set()
+    left, seen = [values], 0
+    while left:
+        one = left.pop()
+        if isinstance(one, torch.Tensor):
+            if one.device.type not in ("cpu", "meta"):
+                found.add(one.device.index)
+        elif isinstance(one, (list, tuple)):
+            left += one
+        elif isinstance(one, dict):
+            left += one.values()
+        seen += 1
+        if seen + len(left) > _MOST_ENTRIES:
+            found.update(gpus)
+            break
+    return [cuda.mark_current(gpu) for gpu in found]
+
+
+def hand_over(value: Any) -> None:
+    """Keep PyTorch from reusing memory of a job's stream while its result may be in use on the GPU's default stream.
+
+    Called when the stream has done its work. Looks at tensors and modules in a nest.
+    """
+    for leaf in pytree.tree_leaves(value):
+        tensors = [*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, nn.Module) else [leaf]
+        for one in tensors:
+            if isinstance(one, torch.Tensor) and one.device.type not in ("cpu", "meta"):
+                cuda.keep_for_default(one)
+
+
+class Fetched:
+    """The answers of a batch on their way from a GPU to the host."""
+
+    def __init__(self, rows: Sequence[Sequence[torch.Tensor]], spec: Any, arrived: Any) -> None:
+        self._rows, self._spec, self._arrived = rows, spec, arrived
+
+    def of(self, index: int) -> Any:
+        """The answer of a request, in memory of its own. The GPU has done the batch, so this does not wait."""
+        if self._arrived is not None:
+            cuda.wait(self._arrived)
+            self._arrived = None
+        return pytree.tree_unflatten([rows[index].clone() for rows in self._rows], self._spec)

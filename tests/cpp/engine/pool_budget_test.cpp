@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Jobs between the micro-batches of a step that always has work.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <paceline/engine/pool.hpp>
+#include <paceline/error.hpp>
+#include <paceline/runtime/work_source.hpp>
+
+#include "errors.hpp"
+#include "host_group.hpp"
+
+namespace paceline {
+namespace {
+
+/// A step of so many micro-batches on one device, with a call in each.
+class BusyStep final : public WorkSource {
+ public:
+  BusyStep(std::int64_t count, std::function<void(std::int64_t)> call) : count_(count), call_(std::move(call)) {}
+  NextWork next(DeviceId, Clock::time_point) noexcept override {
+    return done_ < count_ ? NextWork::take(done_) : NextWork::done();
+  }
+  void perform(DeviceId, std::int64_t work, Turn&) override { call_(work); }
+  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override {
+    ++done_;
+    wake_caller();
+  }
+  void failed(DeviceId, std::int64_t, std::exception_ptr) noexcept override { done_ = count_; }
+  void cancel(std::exception_ptr) noexcept override {}
+  [[nodiscard]] bool complete() const noexcept override { return done_ >= count_; }
+  [[nodiscard]] std::int64_t ran() const { return done_; }
+
+ private:
+  std::int64_t count_;
+  std::function<void(std::int64_t)> call_;
+  std::atomic<std::int64_t> done_{0};
+};
+
+/// After how many micro-batches of a step each job ran that was submitted in its first one.
+std::vector<std::int64_t> ran_after(double budget, const std::vector<JobOptions>& jobs, double seconds) {
+  std::vector<std::int64_t> after(jobs.size());
+  DeviceGroup group = host_group(1);
+  Pool pool(group, {}, budget);
+  std::shared_ptr<BusyStep> step;
+  step = std::make_shared<BusyStep>(100, [&](std::int64_t work) {
+    for (std::size_t k = 0; work == 0 && k < jobs.size(); ++k) {
+      pool.submit(
+          [&, k](Job&) {
+            after[k] = step->ran();
+            std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+          },
+          jobs[k]);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  group.run(step);
+  pool.close();
+  return after;
+}
+
+const JobOptions kInteractive{.priority = Priority::interactive};
+
+TEST(PoolBudget, AnInteractiveJobWaitsForOneMicroBatchAndOthersForTheStep) {
+  const auto after =
+      ran_after(0.1, {{.kind = "batch"}, {.kind = "deadline", .deadline_seconds = 0.9}, kInteractive}, 0.0);
+  EXPECT_EQ(after[0], 100) << "it has a patience of a second";
+  EXPECT_LT(after[1], 10);
+  EXPECT_LT(after[2], 10);
+}
+
+TEST(PoolBudget, WithoutABudgetTheStepComesFirst) { EXPECT_EQ(ran_after(0.0, {kInteractive}, 0.0)[0], 100); }
+
+TEST(PoolBudget, JobsTakeNoMoreThanTheirPartFromAStep) {
+  // The first job spends what the budget gives in six seconds.
+  const auto after = ran_after(0.01, {kInteractive, kInteractive, kInteractive}, 0.06);
+  EXPECT_LT(after[0], 10);
+  EXPECT_EQ(after[1], 100);
+  EXPECT_EQ(after[2], 100);
+}
+
+TEST(PoolBudget, ADeviceThatJoinedLendsItsTimeToo) {
+  DeviceGroup group(std::vector<Device>{find_device("host:1")});
+  Pool pool(host_group(1));
+  pool.add(find_device("host:1"));
+  std::atomic<std::int64_t> after{-1};
+  std::shared_ptr<BusyStep> step;
+  step = std::make_shared<BusyStep>(100, [&](std::int64_t work) {
+    if (work == 0) {
+      pool.submit([&](Job&) { after = step->ran(); }, {.priority = Priority::interactive, .needs = {"host:1"}});
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  group.run(step);
+  pool.close();
+  EXPECT_LT(after, 10);
+  EXPECT_TRUE(says(pool.explain(), "of them beside steps"));
+}
+
+TEST(PoolBudget, IsAPartOfADevicesTime) {
+  for (const double budget : {-0.1, 1.5}) {
+    EXPECT_TRUE(says(message_of([&] { Pool pool(host_group(1), {}, budget); }), "budget is"));
+  }
+}
+
+}  // namespace
+}  // namespace paceline

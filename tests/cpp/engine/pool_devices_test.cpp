@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Devices that join a pool later.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <paceline/engine/pool.hpp>
+#include <paceline/error.hpp>
+
+#include "errors.hpp"
+#include "gate.hpp"
+#include "host_group.hpp"
+
+namespace paceline {
+namespace {
+
+std::string name_of(Job& job) { return job.device().name; }
+
+TEST(PoolDevices, ADeviceThatJoinsTakesWhatWaits) {
+  Gate gate;
+  Pool pool(host_group(1));
+  const Future<void> held = pool.submit([&](Job&) { gate.pass(); }, {.kind = "hold"});
+  std::vector<Future<std::string>> jobs;
+  for (int k = 0; k < 5; ++k) jobs.push_back(pool.submit(name_of));
+  pool.add(find_device("host:1"));
+  for (const auto& job : jobs) EXPECT_EQ(job.get(), "host:1");
+  const Future<std::size_t> both = pool.submit([](Job& job) { return job.devices().size(); }, {.gang = 2});
+  gate.open();
+  EXPECT_EQ(both.get(), 2U);
+  EXPECT_EQ(pool.active(), (std::vector<std::string>{"host:0", "host:1"}));
+}
+
+TEST(PoolDevices, WhatJoinsIsRetiredRestoredAndMeasuredLikeTheOthers) {
+  Pool pool(host_group(1));
+  pool.add(find_device("host:1"));
+  auto batcher = pool.serve<int, int>(
+      [](Job&, std::span<int> requests, std::span<int> answers) {
+        for (std::size_t k = 0; k < requests.size(); ++k) answers[k] = requests[k] + 1;
+      },
+      {.max_batch = 2});
+  pool.add(find_device("host:2"));
+  for (int k = 0; k < 60; ++k) EXPECT_EQ(batcher.submit(k).get(), k + 1);
+  pool.retire("host:0");
+  pool.retire("host:1");
+  EXPECT_EQ(pool.submit(name_of).get(), "host:2");
+  EXPECT_EQ(batcher.submit(1).report().device, "host:2");
+  pool.restore("host:1");
+  EXPECT_EQ(pool.submit(name_of, {.needs = {"host:1"}}).get(), "host:1");
+  EXPECT_TRUE(says(pool.explain(), "host:2: "));
+  EXPECT_TRUE(says(message_of([&] { pool.add(find_device("host:2")); }), "the pool has host:2 already"));
+}
+
+TEST(PoolDevices, ADeviceJoinsAPoolThatHasLostAllOthers) {
+  Pool pool(host_group(1));
+  EXPECT_THROW(pool.submit([](Job&) { throw DeviceLost("gone"); }).get(), DeviceLost);
+  EXPECT_THROW(pool.submit(name_of), DeviceLost);
+  pool.add(find_device("host:1"));
+  EXPECT_EQ(pool.submit(name_of).get(), "host:1");
+}
+
+TEST(PoolDevices, DevicesJoinWhileThreadsSubmit) {
+  for (int round = 0; round < 20; ++round) {
+    std::atomic<int> ran{0};
+    Pool pool(host_group(1));
+    std::vector<std::thread> threads;
+    for (int k = 0; k < 3; ++k) {
+      threads.emplace_back([&] {
+        for (int i = 0; i < 50; ++i) pool.submit([&](Job&) { ++ran; });
+      });
+    }
+    for (const char* name : {"host:1", "host:2", "host:3"}) pool.add(find_device(name));
+    for (std::thread& thread : threads) thread.join();
+    pool.close();
+    EXPECT_EQ(ran, 150);
+    EXPECT_THROW(pool.add(find_device("host:4")), Unavailable);
+  }
+}
+
+TEST(PoolDevices, AWorkerThatIsBusyElsewhereHoldsUpNeitherTheAdditionNorTheEnd) {
+  for (const bool before : {true, false}) {
+    Gate gate;
+    std::atomic<bool> inside{false};
+    DeviceGroup other(std::vector<Device>{find_device("host:1")});
+    std::optional<Pool> pool(host_group(1));
+    if (!before) pool->add(find_device("host:1"));
+    std::future<void> busy = other.async([&](const Device&) {
+      inside = true;
+      gate.pass();
+    });
+    while (!inside) std::this_thread::yield();
+    if (before) pool->add(find_device("host:1"));
+    EXPECT_EQ(pool->submit(name_of, {.needs = {"host:0"}}).get(), "host:0");
+    const auto begin = std::chrono::steady_clock::now();
+    pool.reset();
+    // A group that is closed while its worker is busy waits ten seconds.
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(8));
+    gate.open();
+    busy.get();
+    EXPECT_EQ(other.async([](const Device& device) { return device.name; }).get(), "host:1");
+  }
+}
+
+TEST(PoolDevices, ACallOfThenMayAddADevice) {
+  std::promise<std::string> told;
+  Pool pool(host_group(1));
+  pool.submit([](Job&) {}).then([&](const Future<void>&) {
+    pool.add(find_device("host:1"));
+    pool.submit(name_of, {.needs = {"host:1"}}).then([&](const Future<std::string>& one) {
+      told.set_value(one.get());
+    });
+  });
+  EXPECT_EQ(told.get_future().get(), "host:1");
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Pools on GPUs: a job ends when its GPUs have done what it has enqueued, whatever order the fake runs things in.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <paceline/engine/pool.hpp>
+#include <paceline/error.hpp>
+#include <paceline/runtime/work_source.hpp>
+
+#include "errors.hpp"
+#include "fake_cuda.hpp"
+#include "helpers.hpp"
+#include "twins.hpp"
+
+namespace paceline {
+namespace {
+
+inline std::atomic<int> ran{0};
+inline void count_kernel(double) {}
+
+void set_up(std::uint64_t seed, int gpus) {
+  fake::boot({.seed = seed, .device_count = gpus});
+  fake::set_twins();
+  ran = 0;
+  fake::twin(&count_kernel, [](const fake::Launch&, double seconds) {
+    fake::takes(seconds);
+    ++ran;
+  });
+}
+
+void launch(int device, Stream* stream, double seconds = 0.001) {
+  void* pointers[] = {&seconds};
+  EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
+  EXPECT_EQ(
+      cudaLaunchKernel(reinterpret_cast<const void*>(&count_kernel), dim3(1), dim3(1), pointers, 0, stream->native()),
+      cudaSuccess);
+}
+
+TEST(CudaPool, AJobEndsWhenItsGpuHasDoneItsWork) {
+  for_each_order(20, [](std::uint64_t seed) {
+    set_up(seed, 1);
+    Pool pool(group_of({"cuda:0"}));
+    for (int k = 1; k <= 3; ++k) {
+      const Future<int> job = pool.submit([&](Job& here) {
+        EXPECT_NE(here.stream(), nullptr);
+        for (int i = 0; i < 5; ++i) launch(0, here.stream(), 0.125);
+        return 7;
+      });
+      EXPECT_EQ(job.get(), 7);
+      EXPECT_EQ(ran, 5 * k);
+      EXPECT_GE(job.report().seconds, 5 * 0.125) << "not by the device's clock";
+    }
+  });
+}
+
+TEST(CudaPool, AGangEndsWhenAllItsGpusHaveDoneTheirWork) {
+  for_each_order(20, [](std::uint64_t seed) {
+    set_up(seed, 2);
+    Pool pool(group_of({"cuda:0", "host:0", "cuda:1"}));
+    pool.submit(
+            [&](Job& here) {
+              ASSERT_EQ(here.streams().size(), 3U);
+              for (std::size_t k = 0; k < 3; ++k) {
+                const bool gpu = here.devices()[k]->kind == DeviceKind::cuda;
+                ASSERT_EQ(here.streams()[k] != nullptr, gpu);
+                if (gpu) launch(here.devices()[k]->index, here.streams()[k]);
+              }
+            },
+            {.gang = 3})
+        .get();
+    EXPECT_EQ(ran, 2);
+  });
+}
+
+TEST(CudaPool, ACallThatThrowsEndsAfterWhatItHasEnqueued) {
+  for_each_order(20, [](std::uint64_t seed) {
+    set_up(seed, 1);
+    Pool pool(group_of({"cuda:0"}));
+    const Future<void> job = pool.submit([&](Job& here) {
+      launch(0, here.stream());
+      throw std::runtime_error("no");
+    });
+    EXPECT_THROW(job.get(), std::runtime_error);
+    EXPECT_EQ(ran, 1);
+  });
+}
+
+TEST(CudaPool, NoThreadWaitsForAGpuThatIsLate) {
+  set_up(0, 1);
+  {
+    Pool pool(group_of({"cuda:0"}));
+    Stream* const stream = pool.stream("cuda:0");
+    fake::hang(stream->native());
+    std::atomic<bool> enqueued{false};
+    const Future<void> job = pool.submit([&](Job& here) {
+      launch(0, here.stream());
+      enqueued = true;
+    });
+    while (!enqueued) std::this_thread::yield();
+    DeviceGroup other = group_of({"cuda:0"});
+    EXPECT_EQ(other.async([](const Device& device) { return device.name; }).get(), "cuda:0") << "its worker is free";
+    EXPECT_FALSE(job.ready());
+    EXPECT_FALSE(job.cancel());
+    fake::go_on(stream->native());
+    job.get();
+    EXPECT_EQ(ran, 1);
+  }
+  expect_clean();
+}
+
+TEST(CudaPool, ABatchRunsElsewhereWhenItsGpuFailsAfterTheCall) {
+  set_up(0, 2);
+  {
+    Pool pool(group_of({"cuda:0", "cuda:1"}));
+    pool.retire("cuda:1");
+    std::atomic<int> calls{0};
+    auto batcher = pool.serve<int, int>([&](Job& here, std::span<int> requests, std::span<int> answers) {
+      for (std::size_t k = 0; k < requests.size(); ++k) answers[k] = requests[k] + 1;
+      launch(here.device().index, here.stream());
+      if (++calls == 1) fake::poison(0, cudaErrorIllegalAddress);
+    });
+    const Future<int> answer = batcher.submit(3);
+    while (calls == 0) std::this_thread::yield();
+    pool.restore("cuda:1");
+    EXPECT_EQ(answer.get(), 4);
+    EXPECT_EQ(answer.report().device, "cuda:1");
+    EXPECT_EQ(pool.active(), std::vector<std::string>{"cuda:1"});
+    const auto lost = message_of([&] { pool.submit([](Job&) {}, {.needs = {"cuda:0"}}).get(); });
+    EXPECT_TRUE(says(lost, "too few devices")) << lost;
+  }
+}
+
+TEST(CudaPool, AJobWhoseGpuFailsHasTheErrorOfTheGpu) {
+  set_up(0, 1);
+  Pool pool(group_of({"cuda:0"}));
+  const Future<void> job = pool.submit([&](Job&) {
+    fake::poison(0, cudaErrorIllegalAddress);
+    throw std::runtime_error("what follows from it");
+  });
+  EXPECT_THROW(job.get(), DeviceLost);
+  EXPECT_THROW(pool.submit([](Job&) {}), DeviceLost);
+}
+
+/// A step that has no work to give until it ends, as one whose micro-batches are all enqueued.
+class WaitingStep final : public WorkSource {
+ public:
+  NextWork next(DeviceId, Clock::time_point) noexcept override {
+    asked_ = true;
+    return ended_ ? NextWork::done() : NextWork::wait();
+  }
+  void perform(DeviceId, std::int64_t, Turn&) override {}
+  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override {}
+  void failed(DeviceId, std::int64_t, std::exception_ptr) noexcept override {}
+  void cancel(std::exception_ptr) noexcept override { end(); }
+  [[nodiscard]] bool complete() const noexcept override { return ended_; }
+  [[nodiscard]] bool asked() const noexcept { return asked_; }
+  void end() noexcept {
+    ended_ = true;
+    wake_all();
+    wake_caller();
+  }
+
+ private:
+  std::atomic<bool> asked_{false};
+  std::atomic<bool> ended_{false};
+};
+
+TEST(CudaPool, BesideAStepJobsStartWithinTheBudget) {
+  for (const double budget : {0.1, 0.0}) {
+    set_up(0, 1);
+    {
+      DeviceGroup group = group_of({"cuda:0"});
+      Pool pool(group, {}, budget);
+      const auto step = std::make_shared<WaitingStep>();
+      group.submit(step);
+      while (!step->asked()) std::this_thread::yield();
+      // The first one spends what the budget gives in ten seconds.
+      const Future<void> first = pool.submit([&](Job& here) { launch(0, here.stream(), 1.0); });
+      const Future<void> second = pool.submit([&](Job& here) { launch(0, here.stream(), 1.0); });
+      if (budget > 0.0) first.get();
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      EXPECT_EQ(first.ready(), budget > 0.0);
+      EXPECT_FALSE(second.ready());
+      step->end();
+      group.wait(*step);
+      first.get();
+      second.get();
+      EXPECT_EQ(ran, 2);
+    }
+    expect_clean();
+  }
+}
+
+TEST(CudaPool, AGpuThatJoinsTakesWorkAndItsStreamGoesWithTheOthers) {
+  set_up(0, 2);
+  Pool pool(group_of({"host:0"}));
+  pool.add(find_device("cuda:1"));
+  EXPECT_EQ(pool.stream("host:0"), nullptr);
+  const Future<std::string> job = pool.submit(
+      [&](Job& here) {
+        launch(1, here.stream());
+        return here.device().name;
+      },
+      {.needs = {"cuda"}});
+  EXPECT_EQ(job.get(), "cuda:1");
+  EXPECT_EQ(ran, 1);
+  pool.close();
+  pool.release();
+  expect_clean();
+}
+
+}  // namespace
+}  // namespace paceline
