@@ -12,8 +12,7 @@ from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.torch._batch.objective import Reduction
-from paceline.torch._devices.lanes import SharedPlaces
-from paceline.torch._devices.places import Places
+from paceline.torch._devices.places import Places, places_of
 from paceline.torch._devices.stages import StagePlaces
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.execution import PipelineExecution
@@ -272,7 +271,7 @@ class Pipeline(StagesTrainer):
                 at_end.append(without_memory.fill())
                 without_memory = None
             known = nn.Module() if without_memory is not None else module  # what has to be where the devices are
-            places = StagePlaces(local, module) if on_gpus else Places(local, known, 600.0, "auto")
+            places = StagePlaces(local, module) if on_gpus else places_of(local, known)
             limits = memory_limits("Pipeline", memory, local)
             if isinstance(places, StagePlaces):
                 free = places.free_bytes(module)
@@ -290,7 +289,7 @@ class Pipeline(StagesTrainer):
             planner.finds_order = blocks is None and not on_gpus
             self._planner = planner
             works = PipelineWorks(local, places, planner)
-            replicas = LaneReplicas(module, SharedPlaces(places), replicate)
+            replicas = LaneReplicas(module, places, replicate)
             execution = (
                 PlacedExecution(local, module, places, replicas, found)
                 if isinstance(places, StagePlaces)

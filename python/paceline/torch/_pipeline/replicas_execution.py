@@ -15,8 +15,7 @@ from paceline._core.engine import Lanes, LaneThreads
 from paceline.plan import BlockCost
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.failures import Failure, note_others
-from paceline.torch._devices.lanes import SharedPlaces
-from paceline.torch._devices.places import Places
+from paceline.torch._devices.places import Places, places_of
 from paceline.torch._pipeline.blocks import Block, Blocks, blocks_of
 from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.gates import OnLanes
@@ -225,9 +224,9 @@ class PipelineReplicas(StagesTrainer):
                 planner.begin_with(costs, own_speeds)
                 planners.append(planner)
             self._planner = ReplicasPlanner(groups, planners)
-            places = Places(local, module, 600.0, "auto")
+            places = places_of(local, module)
             works = PipelineWorks(local, places, self._planner)
-            replicas = LaneReplicas(module, SharedPlaces(places, len(groups)), replicate)
+            replicas = LaneReplicas(module, places, replicate, len(groups))
             execution = ReplicasExecution(local, module, places, replicas, found, groups)
         except BaseException:
             for group in (local, *groups):

@@ -81,6 +81,11 @@ class Replicas:
         with torch.inference_mode(False):
             self._build()
 
+    @property
+    def _spaces(self) -> list[int]:
+        """The memory space of each replica."""
+        return self._places.spaces
+
     def _build(self) -> None:
         reach = Reach(self._module)
         check_trainable(self._module, reach, self.shared)
@@ -93,7 +98,7 @@ class Replicas:
             copies = self._sent.memory_for(named)
             random = RandomStates(self._places)
             try:
-                made = [self._make(device, copies, reach, parameters) for device in range(len(self._places))]
+                made = [self._make(device, copies, reach, parameters) for device in range(len(self._spaces))]
             finally:  # a new module draws initial weights, although the user's parameters replace them
                 random.restore()
             self._flat = FlatBuffers(self._places)
@@ -128,7 +133,7 @@ class Replicas:
     def _make(
         self, device: int, copies: dict[int, dict[int, torch.Tensor]], reach: Reach, parameters: list[torch.Tensor]
     ) -> Replica:
-        storages = copies.get(self._places.spaces[device], {})
+        storages = copies.get(self._spaces[device], {})
 
         def alias(parameter: torch.Tensor) -> torch.Tensor:
             return self._alias(parameter, storages.get(id(parameter)), device)

@@ -12,7 +12,7 @@ from torch import nn
 from paceline import DeviceGroup, InvalidArgument
 from paceline.comm import Transport
 from paceline.torch._batch.objective import Reduction
-from paceline.torch._devices.places import Places
+from paceline.torch._devices.places import places_of
 from paceline.torch._features.every import every_feature
 from paceline.torch._features.synchronised import SynchronisedNorms
 from paceline.torch._features.watchdog import Watchdog
@@ -283,7 +283,7 @@ class DataParallel(Trainer, AsModule):
         owned = local is not named
         try:
             _, weights = policy_of(balance, count=len(local))
-            places = Places(local, module, timeout, transport, reduce_dtype)
+            places = places_of(local, module, timeout, transport, reduce_dtype)
             if graphs:
                 check_graphs(places.names, places.on_gpu)
             check_batch_norm(batch_norm, micro_batch=micro_batch, memory=memory, hold_back=hold_back, graphs=graphs)
