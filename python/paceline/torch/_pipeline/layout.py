@@ -22,7 +22,7 @@ from paceline.torch._pipeline.materialise import Init, unfilled
 from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import plan_of
-from paceline.torch._pipeline.replicas_execution import PipelineReplicas
+from paceline.torch._pipeline.replicas_source import PipelineReplicas
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.train_run import LossFunction, TrainRun
@@ -301,9 +301,9 @@ def _measure(pipeline: Pipeline, loss_fn: LossFunction, batch: Any, options: Opt
         whole, objective, _ = pipeline._training.prepared(batch, options)
         execution.places.begin(whole)
 
-        if pipeline._execution.unfilled is not None:
+        if pipeline._stages.unfilled is not None:
             assert isinstance(work, PipelineWork)
-            execution.measure(work, whole, loss_fn)
+            pipeline._stages.measure(work, whole, loss_fn)
             return whole.size
 
         def executor(call: Call) -> TrainRun:

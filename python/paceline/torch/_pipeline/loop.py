@@ -235,9 +235,6 @@ class PipelineLoop:
     def hint(self, speeds: Sequence[tuple[float, float] | None], by_cost: bool = False) -> None:
         """Ignore what another trainer has measured, since blocks are measured anew."""
 
-    def set_least_items(self, items: int) -> None:
-        """Nothing: the planner is told before each plan."""
-
 
 class PipelineWork(Workload):
     """One kind of work of a pipeline."""

@@ -24,7 +24,6 @@ from paceline.torch._check.prover import Prover
 from paceline.torch._check.state import Result, Snapshot, State, close
 from paceline.torch._devices.noise import SliceNoise
 from paceline.torch._pipeline.carried import watched
-from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._replicas.batch_norm import using_batch_statistics
 from paceline.torch._run.call import Asked, Call
@@ -237,13 +236,13 @@ class StageProofs(Proofs):
     _proves_one_device = True
 
     def due(self, loss_fn: Any, batch: Batch, objective: Objective, **options: Any) -> bool:
-        execution = cast(PipelineExecution, self._execution)  # blocks are measured before there is memory
-        return execution.unfilled is None and super().due(loss_fn, batch, objective, **options)
+        # Blocks are measured before there is memory.
+        return self._execution.source.unfilled is None and super().due(loss_fn, batch, objective, **options)
 
     def forward(self, call: str, fn: Any, batch: Batch, *, graph: bool, pad: float | None = None) -> None:
         """Prove a prediction, if that is due. The devices run it in any case."""
-        execution = cast(PipelineExecution, self._execution)
-        skipped = self._prove is None or batch.size < 2 or execution.unfilled is not None
+        execution = self._execution
+        skipped = self._prove is None or batch.size < 2 or execution.source.unfilled is not None
         if skipped or not self._counts(self._kind(fn, batch, call)):
             return
         kind, number = self._now

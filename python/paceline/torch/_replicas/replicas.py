@@ -214,6 +214,11 @@ class Replicas:
         self._sent.release()
         self._flat = None
 
+    def clear_gradients(self) -> None:
+        """Drop the gradients of the copies. The user's own stay."""
+        for replica in self.list if self.shared else ():
+            replica.clear_gradients()
+
     def share(self) -> None:
         """From now on a single device has a copy of the module, too. The copy's parameters have no hooks, and a ``.grad`` of their own."""
         if not self.shared:

@@ -170,7 +170,7 @@ class Saving:
             states = (
                 None if optimizer is None else {name: one.state_dict() for name, one in _named(optimizer, "save_async")}
             )
-            self._execution.fill()
+            self._execution.source.fill()
             model = self._module.state_dict()
             parts = {
                 "model": model,
@@ -244,7 +244,7 @@ class Saving:
             _check_state("load", parts["trainer"])
             self._data.check(parts["trainer"])
             try:
-                self._execution.fill()
+                self._execution.source.fill()
                 model: Any = OrderedDict(parts["model"])
                 model._metadata = parts["versions"]
                 self._module.load_state_dict(model)

@@ -23,8 +23,8 @@ from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.graphs import Graphs
-from paceline.torch._run.pushing import Pushing
 from paceline.torch._run.reducer import Reducer
+from paceline.torch._run.source import Shares
 from paceline.torch._trainer.arguments import (
     Balance,
     BatchNorm,
@@ -307,8 +307,7 @@ class DataParallel(Trainer, AsModule):
                 works.steps.alone = AloneTrials()
             replicas = Replicas(module, places, replicate, common=Common() if proves and len(places) > 1 else None)
             features = every_feature(replicas, synchronised=SynchronisedNorms(ranks) if synchronised else None)
-            execution = Execution(local, module, places, replicas, features)
-            execution.pushing = Pushing(replicas, places, rules)
+            execution = Execution(module, places, replicas, Shares(places, replicas, features, rules))
             if graphs:
                 replicas.share()  # so that gradients in static memory are not the user's own
                 execution.graphs = Graphs(places, execution.flat)

@@ -100,6 +100,8 @@ class Training:
         """What each item of the `whole` batch costs, if `cost` says it."""
         if cost is None:
             return None
+        if why := self._execution.source.without_costs:
+            raise InvalidArgument(f"cost=: {why}")
         costs = costs_of(cost, batch, whole.size, self._places.check_values)
         if costs is not None and whole.in_order:
             raise InvalidArgument(
