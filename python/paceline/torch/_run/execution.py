@@ -17,6 +17,7 @@ from paceline import Error, OutOfMemory
 from paceline.torch._batch.edits import Edits
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._batch.joining import concatenate
+from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import NOTHING, NoGrad
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.replicas import Replicas
@@ -24,9 +25,9 @@ from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.executor import Executor, PredictRun
 from paceline.torch._run.flat_gradients import FlatGradients
 from paceline.torch._run.graphs import Graphs
-from paceline.torch._run.journal import Done, Journal
+from paceline.torch._run.journal import Done, Gradients, Journal
 from paceline.torch._run.outside import OutsideGradients
-from paceline.torch._run.participants import of_forward, of_step, refuse_outside_of_ranks
+from paceline.torch._run.participants import of_forward, of_part, of_step, refuse_outside_of_ranks
 from paceline.torch._run.rank_sums import LastBackward, SentEarly
 from paceline.torch._run.ranks import Ranks
 from paceline.torch._run.recipe import Retry, RetryError
@@ -60,9 +61,9 @@ class Execution:
         self.sampler: GlobalBatchSampler | None = None  # the trainer's own; it is told what was trained on
         self.flat = FlatGradients(replicas, places) if places.queues is not None and len(places) > 1 else None
         self.outside = OutsideGradients()
-        self.took_part = 0  # the number of the last call that was committed without items of this rank
-        # A dropped trainer must end without the garbage collector.
-        self._journal = Journal(of_step(weakref.proxy(self)))
+        itself = weakref.proxy(self)  # a dropped trainer must end without the garbage collector
+        self._of_steps, self._of_parts = Journal(of_step(itself)), Journal(of_part(itself))
+        self._of_forwards = Journal(of_forward(itself))
         self._edits = Edits()
         self._enqueued: Any = None  # the last outcome, committed or not
         self._random: RandomStates | None = None  # the generators' states when the present attempt began
@@ -74,22 +75,37 @@ class Execution:
 
         With `keep` the user's ``.grad``, the buffers and the balancer get the results of the step. Without, all three are as before.
         """
-        return self._repeated(asked, lambda call: self._train(call, asked.executor(call), keep), keep=keep)
+        return self._repeated(asked, lambda call: self._train(call, keep), keep=keep)
 
     def forward(self, asked: Asked) -> Any:
         """Run forward, and commit what it wrote. Returns what `asked.executor` made."""
-        return self._repeated(asked, lambda call: self._forward(asked.executor(call)))
+        return self._repeated(asked, self._forward)
 
     def predict(self, asked: Asked) -> Any:
         """What the function returned, for the whole batch."""
 
         def attempt(call: Call) -> Any:
-            run: PredictRun = self._forward(asked.executor(call))
+            run: PredictRun = self._forward(call)
             with NoGrad():
                 own = self.places.owned if run.items is None else run.items.restored
                 return concatenate(run.outputs, self.places.to_home, own, pad=run.pad)
 
         return self._repeated(asked, attempt)
+
+    def take_part(self, objective: Objective, *, carries: bool) -> Done:
+        """What `train` returns on a rank without items: the objective of all ranks, and its gradients."""
+        ranks, replicas = self.ranks, self.replicas
+        assert ranks is not None
+        replicas.refresh(hooks=carries)
+        self.calls, self.failed_on = self.calls + 1, None
+        none: Gradients = [None] * len(replicas.parameters)
+        part = Done(None, None, torch.empty(0, device="cpu"), none, [0] * len(self.places), carries=carries)
+
+        def summed(done: Done) -> tuple[torch.Tensor, Gradients]:
+            return ranks.sum(replicas, objective, None, none, steps=self.steps)
+
+        with self.features.around_call(self.calls, lambda: self.running):
+            return self.settle(self._of_parts, None, lambda: part, summed)
 
     def rehearse(self, asked: Asked) -> None:
         """Prepare a call as often as it takes, and run nothing."""
@@ -141,32 +157,72 @@ class Execution:
         self.source.plan(call)
         return call
 
-    def _train(self, call: Call, run: TrainRun, keep: bool) -> Done:
+    def _train(self, call: Call, keep: bool) -> Done:
+        run: TrainRun = call.asked.executor(call)
         ranks = self.ranks if keep else None
         run.part = ranks is not None
-        journal, done = self._journal, None
-        try:
-            journal.prepare(run)
+
+        def attempt() -> Done:
             if ranks is not None:
                 self._open(ranks, run)
             outcome = self._execute(run)
-            journal.check()
+            self._of_steps.check()
             run.check()
             for check in run.recipe.check:
                 check(run, outcome)
             with NoGrad():
-                loss = self.places.to_home(run.loss())
                 extras = run.extras.whole(run.items, self.places.to_home)
-                done = Done(run, outcome, loss, run.sink.totals(), extras, carries=run.carries)
-                if ranks is not None:
-                    self._check_for_ranks(ranks, run, outcome)
-                    summed = ranks.close(run.objective, loss, done.totals, scale=run.scale, steps=self.steps)
-                    done = done._replace(loss=summed[0], totals=summed[1])
+                loss, totals = self.places.to_home(run.loss()), run.sink.totals()
+                return Done(run, outcome, loss, totals, outcome.items, extras, carries=run.carries)
+
+        def summed(done: Done) -> Any:
+            assert ranks is not None
+            self._check_for_ranks(ranks, run, done.outcome)
+            return ranks.close(run.objective, done.loss, done.totals, scale=run.scale, steps=self.steps)
+
+        try:
+            done = self.settle(self._of_steps, run, attempt, None if ranks is None else summed, keep=keep)
+            run.seconds = time.perf_counter() - call.began
+            return done
+        finally:
+            if self._early is not None:
+                self._early.end()
+            self.drop_gradients()
+
+    def _forward(self, call: Call) -> Any:
+        run = call.asked.executor(call)
+
+        def attempt() -> Done:
+            outcome = self._execute(run)
+            for check in run.recipe.check:
+                check(run, outcome)
+            return Done(run, outcome, torch.empty(0, device="cpu"), [], [])
+
+        self.settle(self._of_forwards, run, attempt)
+        return run
+
+    def settle(
+        self,
+        journal: Journal,
+        run: Any,
+        attempt: Callable[[], Done],
+        summed: Callable[[Done], tuple[torch.Tensor, Gradients]] | None = None,
+        *,
+        keep: bool = True,
+    ) -> Done:
+        """Commit what an attempt returns, or put everything back. With other ranks: what is `summed` over them, or what all have agreed on."""
+        ranks, done = None if summed is None else self.ranks, None
+        try:
+            journal.prepare(run)
+            done = attempt()
+            with NoGrad():
+                if summed is not None:
+                    loss, totals = summed(done)
+                    done = done._replace(loss=loss, totals=totals)
                 if keep:
                     journal.commit(done)
                 else:
                     journal.rollback()
-            run.seconds = time.perf_counter() - call.began
             return done
         except BaseException:
             agreed = None if ranks is None else ranks.agreed
@@ -178,22 +234,6 @@ class Execution:
             raise
         finally:
             journal.release()
-            if self._early is not None:
-                self._early.end()
-            self.drop_gradients()
-
-    def _forward(self, run: Any) -> Any:
-        outcome = self._execute(run)
-        for check in run.recipe.check:
-            check(run, outcome)
-        journal, done = Journal(of_forward(self)), Done(run, outcome, torch.empty(0, device="cpu"), [])
-        with NoGrad():
-            try:
-                journal.commit(done)
-            except BaseException:  # interrupted in the middle of writing
-                journal.commit(done)
-                raise
-        return run
 
     def _execute(self, run: Executor) -> Any:
         """Run everything, on all devices. Raises what the user's code has raised, or why the run does not count."""
@@ -327,7 +367,7 @@ class Execution:
     def release(self) -> None:
         """Drop what was kept for the devices to read. Requires: the devices have ended."""
         self.committed = self._enqueued = None
-        self._journal.end()
+        self._of_steps.end()
         if self.graphs is not None:
             self.graphs.clear()
         if self.flat is not None:

@@ -24,7 +24,6 @@ from paceline.torch._run.carried import Carried
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.graph_run import GraphRun
 from paceline.torch._run.group_ranks import GroupRanks
-from paceline.torch._run.taking_part import take_part
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import check_scaler, check_trains
 from paceline.torch._trainer.claims import ClaimScript
@@ -140,7 +139,8 @@ class Training:
         outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         if whole is None or not self._runs(objective):
             with self._recent.step(kind_of(None), self._execution):
-                loss, gradients = take_part(self._execution, objective, carries=carries)
+                done = self._execution.take_part(objective, carries=carries)
+                loss, gradients = done.loss, done.totals
         elif (proved := self._proved(loss_fn, whole, objective, scale, costs, carries=carries)) is not None:
             loss, gradients, outside = proved
         else:
@@ -240,7 +240,7 @@ class Training:
                 if whole is None or not self._runs(objective):
                     self._scale_of(scaler)
                     with self._recent.step(kind_of(name), self._execution):
-                        loss, _ = take_part(self._execution, objective, carries=False)
+                        loss = self._execution.take_part(objective, carries=False).loss
                 else:
                     scale = self._scale_of(scaler)
                     proved = self._proved(
