@@ -16,13 +16,12 @@ from torch import nn
 from paceline import Error, OutOfMemory
 from paceline.torch._batch.edits import Edits
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
-from paceline.torch._batch.joining import concatenate
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import NOTHING, NoGrad
 from paceline.torch._devices.places import Places, RandomStates
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.call import Asked, Call
-from paceline.torch._run.executor import Executor, PredictRun
+from paceline.torch._run.executor import Executor
 from paceline.torch._run.flat_gradients import FlatGradients
 from paceline.torch._run.graphs import Graphs
 from paceline.torch._run.journal import Done, Gradients, Journal
@@ -80,17 +79,6 @@ class Execution:
     def forward(self, asked: Asked) -> Any:
         """Run forward, and commit what it wrote. Returns what `asked.executor` made."""
         return self._repeated(asked, self._forward)
-
-    def predict(self, asked: Asked) -> Any:
-        """What the function returned, for the whole batch."""
-
-        def attempt(call: Call) -> Any:
-            run: PredictRun = self._forward(call)
-            with NoGrad():
-                own = self.places.owned if run.items is None else run.items.restored
-                return concatenate(run.outputs, self.places.to_home, own, pad=run.pad)
-
-        return self._repeated(asked, attempt)
 
     def take_part(self, objective: Objective, *, carries: bool) -> Done:
         """What `train` returns on a rank without items: the objective of all ranks, and its gradients."""

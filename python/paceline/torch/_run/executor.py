@@ -253,10 +253,9 @@ class Executor:
 class PredictRun(Executor):
     """Forward only."""
 
-    def __init__(self, call: Call, *, fn: Callable[[nn.Module, Any], Any], pad: float | None = None) -> None:
+    def __init__(self, call: Call, *, fn: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__(call)
         self.fn = fn
-        self.pad = pad  # what fills rows of outputs up
         self.outputs: list[tuple[int, int, Any]] = []
 
     @property
