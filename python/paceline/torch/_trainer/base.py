@@ -24,7 +24,7 @@ from paceline.torch._trainer.data import Data
 from paceline.torch._trainer.host_workers import HostWorkers
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.optimizer import made_of, spread
-from paceline.torch._trainer.parts import carried_out_by
+from paceline.torch._trainer.parts import Core, carried_out_by
 from paceline.torch._trainer.predictions import Predictions
 from paceline.torch._trainer.proofs import Proofs
 from paceline.torch._trainer.recent_steps import RecentSteps
@@ -67,15 +67,16 @@ class Trainer:
         self.module, self.group = module, group
         self._works, self._execution = works, execution
         self._gaps, self._recent = StepGaps(), RecentSteps(on_gpu=any(execution.places.on_gpu))
-        self._lifetime = lifetime = Lifetime(group, owned, execution, works, self._gaps, self._recent)
+        self._lifetime = Lifetime(group, owned, execution, works, self._gaps, self._recent)
+        core = Core(works, execution, self._lifetime)
         self._proofs = proofs = self._kind_of_proofs(prove, works, execution)
-        self._training = Training(works, execution, lifetime, self._recent, reduction, proofs)
-        self._predictions = Predictions(works, execution, lifetime, self._training, proofs)
-        self._trials = Trials(works, execution, lifetime, self._training)
-        self._verification = Verification(works, execution, lifetime, self._training, verify_every)
-        self._reports = self._kind_of_reports(module, works, execution, lifetime, self._gaps)
-        self._data = Data(execution, lifetime, group)
-        self._saving = Saving(module, works, execution, lifetime, self._data)
+        self._training = Training(core, self._recent, reduction, proofs)
+        self._predictions = Predictions(core, self._training, proofs)
+        self._trials = Trials(core, self._training)
+        self._verification = Verification(core, self._training, verify_every)
+        self._reports = self._kind_of_reports(core, self._gaps)
+        self._data = Data(core)
+        self._saving = Saving(core, self._data)
         self._alarms = Alarms(self._reports.report, works, group.devices)
         self._tracing = self._kind_of_tracing(module, works.names, self._recent, self._gaps, self._alarms)
 

@@ -15,11 +15,9 @@ from paceline._words import plural
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.joining import joined
 from paceline.torch._run.call import Asked, Call
-from paceline.torch._run.execution import Execution
 from paceline.torch._run.halves import BackwardRun, ForwardRun
-from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.proofs import Proofs
-from paceline.torch._trainer.works import Works
 
 _Gradients = Sequence[torch.Tensor | None]
 
@@ -63,15 +61,13 @@ class PassesClock:
         return f"{text}Faster: {gains}\n"
 
 
-class Passes:
+class Passes(Part):
     """Runs forward and backward apart. Devices run in a backward what they ran in its forward."""
 
-    def __init__(self, works: Works, execution: Execution, lifetime: Lifetime, proofs: Proofs) -> None:
-        self._works = works
-        self._execution = execution
-        self._lifetime = lifetime
+    def __init__(self, core: Core, proofs: Proofs) -> None:
+        super().__init__(core)
         self._proofs = proofs
-        self.clock = PassesClock(on_gpu=any(execution.places.on_gpu))
+        self.clock = PassesClock(on_gpu=any(core.execution.places.on_gpu))
 
     def forward(self, fn: Callable[..., Any], batch: Any) -> Any:
         """What ``fn(module, slice)`` returns for the whole batch, with a graph that leads to the parameters and to `batch`."""

@@ -20,23 +20,17 @@ from paceline.torch._devices.caller_state import NoGrad
 from paceline.torch._devices.failures import noted
 from paceline.torch._replicas.batch_norm import using_batch_statistics
 from paceline.torch._run.call import Asked
-from paceline.torch._run.execution import Execution
 from paceline.torch._run.executor import PredictRun
-from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.proofs import Proofs
 from paceline.torch._trainer.training import Training
-from paceline.torch._trainer.works import Works
 
 
-class Predictions:
+class Predictions(Part):
     """Runs the module forward on all devices."""
 
-    def __init__(
-        self, works: Works, execution: Execution, lifetime: Lifetime, training: Training, proofs: Proofs
-    ) -> None:
-        self._works = works
-        self._execution = execution
-        self._lifetime = lifetime
+    def __init__(self, core: Core, training: Training, proofs: Proofs) -> None:
+        super().__init__(core)
         self._training = training
         self._proofs = proofs
 

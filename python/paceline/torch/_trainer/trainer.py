@@ -52,7 +52,7 @@ from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.data import Data
 from paceline.torch._trainer.launched import Group, check_ranks_meet, ranks_of
 from paceline.torch._trainer.module import AsModule
-from paceline.torch._trainer.parts import carried_out_by
+from paceline.torch._trainer.parts import Core, carried_out_by
 from paceline.torch._trainer.passes import Passes
 from paceline.torch._trainer.proofs import Prove, prove_of
 from paceline.torch._trainer.reports import Reports
@@ -329,7 +329,7 @@ class DataParallel(Trainer, AsModule):
             verify_every=verify_every,
             prove=proves,
         )
-        self._reports.passes = self._passes = Passes(works, execution, self._lifetime, self._proofs)
+        self._reports.passes = self._passes = Passes(Core(works, execution, self._lifetime), self._proofs)
 
     def _is_unused(self) -> bool:
         auto = self._arguments["devices"] in (None, "auto") and self._arguments["device_ids"] in (None, "auto")

@@ -21,7 +21,6 @@ from paceline.torch._batch.splits import Split
 from paceline.torch._batch.terms import Terms, objective_over
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.carried import Carried
-from paceline.torch._run.execution import Execution
 from paceline.torch._run.graph_run import GraphRun
 from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._run.train_run import LossFunction, TrainRun
@@ -29,31 +28,20 @@ from paceline.torch._trainer.arguments import check_scaler, check_trains
 from paceline.torch._trainer.claims import ClaimScript
 from paceline.torch._trainer.function_proof import FunctionProver
 from paceline.torch._trainer.global_batch import FunctionRun, GlobalBatch, RunFunction
-from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.proofs import Proofs, Proved
 from paceline.torch._trainer.recent_steps import RecentSteps
-from paceline.torch._trainer.works import Works, kind_of
+from paceline.torch._trainer.works import kind_of
 
 
-class Training:
+class Training(Part):
     """Trains on batches: as the balancer plans, or as the claims that are replayed say."""
 
-    def __init__(
-        self,
-        works: Works,
-        execution: Execution,
-        lifetime: Lifetime,
-        recent: RecentSteps,
-        reduction: Reduction,
-        proofs: Proofs,
-    ) -> None:
+    def __init__(self, core: Core, recent: RecentSteps, reduction: Reduction, proofs: Proofs) -> None:
+        super().__init__(core)
         self.reduction: Reduction = reduction
         self._proofs = proofs
-        self._works = works
-        self._execution = execution
-        self._places = execution.places
-        self._replicas = execution.replicas
-        self._lifetime = lifetime
+        self._places, self._replicas = core.execution.places, core.execution.replicas
         self._recent = recent
         self._scripts: dict[str, ClaimScript] = {}  # the ledgers that are being replayed, by kind of work
 

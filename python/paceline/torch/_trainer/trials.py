@@ -14,24 +14,20 @@ from paceline.torch._batch.splits import Split
 from paceline.torch._check.check import check
 from paceline.torch._check.report import CheckReport
 from paceline.torch._replicas.buffers import KeptAttributes
-from paceline.torch._run.execution import Execution
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.arguments import check_trains
 from paceline.torch._trainer.batch_size import BatchSizeSearch, check_arguments, check_size, search
-from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.step_timer import StepTimer
 from paceline.torch._trainer.training import Training
-from paceline.torch._trainer.works import Works
 
 
-class Trials:
+class Trials(Part):
     """Runs that commit nothing."""
 
-    def __init__(self, works: Works, execution: Execution, lifetime: Lifetime, training: Training) -> None:
-        self._works = works
-        self._execution = execution
-        self._lifetime = lifetime
+    def __init__(self, core: Core, training: Training) -> None:
+        super().__init__(core)
         self._training = training
 
     def check(
