@@ -26,8 +26,8 @@ from paceline.torch._run.flat_gradients import FlatGradients
 from paceline.torch._run.graphs import Graphs
 from paceline.torch._run.journal import Done, Gradients, Journal
 from paceline.torch._run.outside import OutsideGradients
-from paceline.torch._run.participants import of_forward, of_part, of_step, refuse_outside_of_ranks
-from paceline.torch._run.rank_sums import LastBackward, SentEarly
+from paceline.torch._run.participants import of_forward, of_part, of_step
+from paceline.torch._run.rank_steps import LastBackward, check_sums, open_sums
 from paceline.torch._run.ranks import Ranks
 from paceline.torch._run.recipe import Retry, RetryError
 from paceline.torch._run.source import Source
@@ -152,7 +152,7 @@ class Execution:
 
         def attempt() -> Done:
             if ranks is not None:
-                self._open(ranks, run)
+                open_sums(ranks, run, self._early, self.steps)
             outcome = self._execute(run)
             self._of_steps.check()
             run.check()
@@ -165,7 +165,7 @@ class Execution:
 
         def summed(done: Done) -> Any:
             assert ranks is not None
-            self._check_for_ranks(ranks, run, done.outcome)
+            check_sums(ranks, run, done.outcome)
             return ranks.close(run.objective, done.loss, done.totals, scale=run.scale, steps=self.steps)
 
         try:
@@ -322,28 +322,6 @@ class Execution:
             return False
         self.replicas.refresh(hooks=True)
         return self.synchronised
-
-    def _open(self, ranks: Ranks, run: TrainRun) -> None:
-        """Agree with the other ranks on what is summed. The only device of a rank sends its gradients in its last backward."""
-        several, sends, early = ranks.prepare(self.replicas), run.call.work.sends_early, self._early
-        run.objective.divisor = ranks.divisor(run.objective)
-        if ranks.opened or ranks.norms or (early is not None and several and sends is not False):
-            sums = ranks.open(run.objective, scale=run.scale, steps=self.steps)
-            run.objective.divisor = sums.divisor  # all ranks agree on another one where norms meet
-            if early is not None:
-                run.sink = early.begin(sums, sends=sends is True)
-
-    def _check_for_ranks(self, ranks: Ranks, run: TrainRun, outcome: Any) -> None:
-        """Raise for what only this rank knows: a device that has failed, and gradients that have no place in the sum."""
-        if isinstance(run.sink, SentEarly):
-            ranks.buckets.found(run.sink.order)
-            if run.sink.came_again:
-                run.call.work.sends_early = False
-                raise RetryError(Retry("a gradient changed after it had been sent to the other ranks", complete=True))
-        if self.places.queues is not None:
-            self.places.drain()
-            _ = outcome.settled  # raises the error of a device that has failed
-        refuse_outside_of_ranks(self.outside.reached)
 
     # Life.
 
