@@ -138,8 +138,8 @@ class Trials:
 
         def trial(call: Call) -> TrialRun:
             mine = probe.objective if call.items is None else call.items.objective(probe.objective)
-            options = {"loss_fn": probe.loss_fn, "objective": mine, "scale": None, "names": self.names}
-            run = TrialRun(call, **options, leaves=probe.outside, noise=probe.noise)
+            options: dict[str, Any] = {"leaves": probe.outside, "noise": probe.noise}
+            run = TrialRun(call, loss_fn=probe.loss_fn, objective=mine, **options)
             if alone is not None:
                 run.run_alone(alone)
             return run

@@ -195,7 +195,7 @@ class Prover(BaseProver):
 
     def _trial(self, call: Call, **options: Any) -> TrialRun:
         """A run on the devices that repeats the draws of the whole batch."""
-        return TrialRun(call, loss_fn=self._function, names=self._replicas.names, carries=self.hooks, **options)
+        return TrialRun(call, loss_fn=self._function, carries=self.hooks, **options)
 
     def _distances(self, own: Result, got: Result) -> dict[str, float]:
         """How far a result is from the wanted one: the loss, under an empty name, and the gradients."""

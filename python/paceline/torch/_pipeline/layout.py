@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,7 +25,7 @@ from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import plan_of
 from paceline.torch._pipeline.replicas_source import PipelineReplicas
 from paceline.torch._replicas.copies import Replicate
-from paceline.torch._run.call import Asked, Call
+from paceline.torch._run.call import Asked
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import Memory, check_trains
 from paceline.torch._trainer.base import Trainer
@@ -306,10 +307,7 @@ def _measure(pipeline: Pipeline, loss_fn: LossFunction, batch: Any, options: Opt
             pipeline._stages.measure(work, whole, loss_fn)
             return whole.size
 
-        def executor(call: Call) -> TrainRun:
-            names = execution.replicas.names
-            return TrainRun(call, loss_fn=loss_fn, objective=objective, scale=None, names=names)
-
+        executor = partial(TrainRun, loss_fn=loss_fn, objective=objective)
         random = RandomStates(execution.places)
         try:
             while planner.measures:

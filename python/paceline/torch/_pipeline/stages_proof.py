@@ -184,7 +184,7 @@ class StagesProver(_TwoNumbers, Prover):
     def _trial(self, call: Call, **options: Any) -> TrialRun:
         self._count(call)
         self._words = f"in {self.counts[0]} micro-batches", f"in {self.counts[1]}"
-        return _StagesTrial(call, loss_fn=self._function, names=self._replicas.names, carries=self.hooks, **options)
+        return _StagesTrial(call, loss_fn=self._function, carries=self.hooks, **options)
 
 
 class StagesForwardProver(_TwoNumbers, ForwardProver):

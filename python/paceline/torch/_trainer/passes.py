@@ -14,7 +14,7 @@ from paceline import InvalidArgument
 from paceline._words import plural
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.joining import joined
-from paceline.torch._run.call import Asked, Call
+from paceline.torch._run.call import Asked
 from paceline.torch._run.halves import BackwardRun, ForwardRun
 from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.proofs import Proofs
@@ -133,9 +133,7 @@ class Passes(Part):
                 # Checkpointing sets the generator that its forward has read: the worker's own, also where that forward drew nothing.
                 work.seen.drawing.draws = forward.draws.seeds or forward.draws.drew
 
-            def executor(call: Call) -> BackwardRun:
-                return BackwardRun(call, forward, gradients, self._execution.replicas.names)
-
+            executor = partial(BackwardRun, forward=forward, gradients=gradients)
             asked = Asked(work, whole, fn, executor, hooks=True, like=forward.constraints, before=draw_as_forward)
             done = self._execution.train(asked)
             by_leaf = {id(leaf): gradient for leaf, gradient in done.run.outside_gradients}

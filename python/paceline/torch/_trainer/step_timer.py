@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.places import RandomStates
-from paceline.torch._run.call import Asked, Call
+from paceline.torch._run.call import Asked
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._run.workload import Workload
@@ -45,9 +46,6 @@ class StepTimer:
         return statistics.median(times[_WARM_UP:])
 
     def _step(self, work: Workload, batch: Batch, objective: Objective) -> None:
-        def executor(call: Call) -> TrainRun:
-            names = self._execution.replicas.names
-            return TrainRun(call, loss_fn=self._loss_fn, objective=objective, scale=None, names=names)
-
+        executor = partial(TrainRun, loss_fn=self._loss_fn, objective=objective)
         done = self._execution.train(Asked(work, batch, self._loss_fn, executor), keep=False)
         work.step_loop.commit(done.outcome)

@@ -117,12 +117,11 @@ class Training(Part):
                 "loss_fn": loss_fn,
                 "objective": objective,
                 "scale": scale,
-                "names": self._replicas.names,  # brought up to date by now
                 "carries": carries,
                 "finite": call.passage is None or not any(self._places.on_gpu),
             }
             graphs = self._execution.graphs
-            return TrainRun(call, **given) if graphs is None else GraphRun(call, graphs, self._replicas, **given)
+            return TrainRun(call, **given) if graphs is None else GraphRun(call, graphs, **given)
 
         outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         if whole is None or not self._runs(objective):
@@ -220,7 +219,7 @@ class Training(Part):
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
             def run_of(call: Call, objective: Objective) -> TrainRun:
-                return FunctionRun(call, fn, objective, self._scale_of(scaler), self._replicas, wanted)
+                return FunctionRun(call, fn, objective, self._scale_of(scaler), wanted)
 
             with self._lifetime.between_steps("run"), together(f"run {name}"):
                 check_trains("run", fn)
