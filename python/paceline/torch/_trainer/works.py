@@ -115,7 +115,7 @@ class Works:
         searches, on_gpu = options.pop("searches", False), self._places.on_gpu
         loop = StepLoop(self._group, memory_limits=[limit or 0 for limit in limits], search_sizes=searches, **options)
         fixed = options.get("balance") != "auto"
-        corrects = len(limits) > 1 and not any(on_gpu) and options.get("balance", "auto") == "auto"
+        corrects = len(limits) > 1 and not any(on_gpu) and not fixed
         corrects &= not options.get("micro_batch") and options.get("corrections") is None
         work = Workload(loop, limits, on_gpu, searches=searches, fixed=fixed, corrects=corrects)
         for index in self.retired:
