@@ -31,7 +31,7 @@ from paceline.torch._run.executor import Executor
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._run.workload import Workload
-from paceline.torch._trainer.proofs import TRIES, Proofs, name_of, words_of
+from paceline.torch._trainer.proofs import TRIES, Proofs, Wanted, name_of, words_of
 
 _PLANNED = (
     "The number of micro-batches is planned by measured times, so the result depends on these. micro_batches= fixes it."
@@ -281,19 +281,8 @@ class StageProofs(Proofs):
             self._tries[kind] += 1
             self._steps[kind] -= 1  # the next step tries again
 
-    def _step(
-        self,
-        loss_fn: LossFunction,
-        batch: Batch,
-        objective: Objective,
-        *,
-        scale: torch.Tensor | None,
-        costs: list[float] | None,
-        carries: bool,
-        reduction: Any,
-        **_: Any,
-    ) -> None:
-        execution = self._execution
+    def _step(self, loss_fn: LossFunction, batch: Batch, objective: Objective, wanted: Wanted) -> None:
+        execution, (scale, costs, carries, reduction, *_) = self._execution, wanted
         execution.places.begin(batch)
         execution.replicas.refresh(hooks=carries)
 

@@ -6,14 +6,14 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from paceline import Error, InvalidArgument
 from paceline.torch._batch.batch import Batch
-from paceline.torch._batch.objective import Objective
+from paceline.torch._batch.objective import Objective, Reduction
 from paceline.torch._batch.terms import Terms
 from paceline.torch._check.check import check
 from paceline.torch._check.forward import ForwardProver
@@ -67,6 +67,17 @@ def prove_of(value: Prove | None) -> Literal["warn", "raise"] | None:
             f"{where} {given!r}; it must be 'warn', 'raise' or {'off' if value is None else 'False'}."
         )
     return named[given]  # type: ignore[return-value]
+
+
+class Wanted(NamedTuple):
+    """What a step that is proved is asked for, beside its function, batch and objective."""
+
+    scale: torch.Tensor | None
+    costs: list[float] | None
+    carries: bool
+    reduction: Reduction
+    work: str  # the kind
+    prover_of: Callable[..., Prover] = Prover
 
 
 class Proofs:
@@ -159,30 +170,19 @@ class Proofs:
         mode = self._execution.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         return _signature(function), batch.structure, mode, self._names[1], self._hooks[1], *more
 
-    def step(self, *given: Any, **options: Any) -> Proved | None:
+    def step(self, loss_fn: LossFunction, batch: Batch, objective: Objective, wanted: Wanted) -> Proved | None:
         """The objective, the gradients of the parameters, and outside tensors with theirs. Commits them, unless the caller's loss `carries` them.
 
         None, and all as before, in a run that was resumed: its devices run the step, as they would have without the interruption.
         """
         try:
-            return self._step(*given, **options)
+            return self._step(loss_fn, batch, objective, wanted)
         except BaseException:
             self._steps[self._now[0]] -= 1  # the next step is proved
             raise
 
-    def _step(
-        self,
-        loss_fn: LossFunction,
-        batch: Batch,
-        objective: Objective,
-        *,
-        scale: torch.Tensor | None,
-        costs: list[float] | None,
-        carries: bool,
-        reduction: Any,
-        prover_of: Callable[..., Prover] = Prover,
-        work: str,
-    ) -> Proved | None:
+    def _step(self, loss_fn: LossFunction, batch: Batch, objective: Objective, wanted: Wanted) -> Proved | None:
+        scale, costs, carries, reduction, work, prover_of = wanted
         execution, kind, of_kind = self._execution, self._now[0], self._works.of(work)
         execution.places.begin(batch)
         execution.replicas.refresh(hooks=carries)
