@@ -31,8 +31,7 @@ from paceline.torch._check.report import Cause, CheckReport, Kind, SplitResult
 from paceline.torch._check.state import close
 from paceline.torch._check.weights import known_tensors
 from paceline.torch._devices.noise import Noise
-from paceline.torch._devices.places import RandomStates
-from paceline.torch._devices.run_draws import replayed_draws
+from paceline.torch._devices.run_draws import RandomStates, replayed_draws
 from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
 from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._replicas.compiled import is_compiled, is_compiled_function

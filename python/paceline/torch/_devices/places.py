@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,11 +24,6 @@ from paceline.torch._devices.worker_draws import WorkerGenerator, mixed_seed
 from paceline.torch._devices.worker_state import prepare_worker
 
 _HOST = torch.device("cpu")
-_state = torch.Generator.get_state
-# The lock of Python stays held: a comparison of 5 kB takes less than to get it back.
-_differ = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ("memcmp", ctypes.PyDLL(None))
-)
 
 
 class Place(NamedTuple):
@@ -387,26 +381,3 @@ def _check_home(module: nn.Module, home: torch.device, first_gpu: str) -> None:
                     "reset_parameters(). Pipeline(init=) takes a module on meta as it is."
                 )
             raise InvalidArgument(f"paceline: parameter {name} is on {parameter.device}, but {why}. {how}")
-
-
-class RandomStates:
-    """The present state of the random generators of a trainer's devices, to go back to."""
-
-    def __init__(self, places: Places) -> None:
-        generators = places.generators
-        self._kept = dict(zip(generators, map(_state, generators), strict=True))
-
-    @property
-    def moved(self) -> bool:
-        """Whether somebody has drawn since then."""
-        return any(not torch.equal(generator.get_state(), state) for generator, state in self._kept.items())
-
-    def moved_of(self, generator: torch.Generator) -> bool:
-        """Whether somebody has drawn from this generator. No operator runs."""
-        then, now = self._kept[generator], generator.get_state()
-        return bool(_differ(then.data_ptr(), now.data_ptr(), now.numel()))
-
-    def restore(self) -> None:
-        """Go back to that state: the same draws follow again."""
-        for generator, state in self._kept.items():
-            generator.set_state(state)

@@ -16,7 +16,7 @@ from paceline.torch._batch.objective import Reduction, Weight
 from paceline.torch._batch.options import Options
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
-from paceline.torch._devices.places import RandomStates
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.materialise import Init, unfilled

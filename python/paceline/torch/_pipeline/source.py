@@ -13,7 +13,8 @@ from paceline._core.engine import LaneThreads
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.lanes import LanePlaces
-from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._devices.places import Places
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._features.every import every_feature
 from paceline.torch._pipeline.blocks import Block, OtherOrderError
 from paceline.torch._pipeline.carried import Carried

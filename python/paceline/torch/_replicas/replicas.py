@@ -13,7 +13,8 @@ from torch import nn
 
 from paceline._core.engine import ModuleContents
 from paceline.torch._devices.caller_state import NoGrad
-from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._devices.places import Places
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._replicas.attributes import Attributes, carry, is_of_a_forward
 from paceline.torch._replicas.buffers import sparse_slots
 from paceline.torch._replicas.common import Common

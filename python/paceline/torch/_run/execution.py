@@ -18,7 +18,8 @@ from paceline.torch._batch.edits import Edits
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import NOTHING, NoGrad
-from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._devices.places import Places
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.executor import Executor

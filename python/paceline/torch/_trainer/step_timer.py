@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from paceline.torch._devices.places import RandomStates
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._run.call import Asked
 from paceline.torch._run.execution import Execution
 
