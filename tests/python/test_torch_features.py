@@ -127,7 +127,7 @@ class Noting(Participant):
 
 def test_a_journal_only_goes_forward_once_begun_and_rolls_back_the_last_one_first() -> None:
     said: list[str] = []
-    done = Done(None, None, torch.zeros(()), [])
+    done = Done(None, None, torch.zeros(()), [], [])
     journal = Journal([Noting(name, said) for name in "123"])
     journal.prepare(None)
     with pytest.raises(KeyboardInterrupt):

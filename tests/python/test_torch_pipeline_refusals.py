@@ -189,6 +189,8 @@ def test_costs_of_items() -> None:
     with Pipeline(chain(), TWO, **TWO_STAGES) as trainer:
         with pytest.raises(InvalidArgument, match=r"cost=.*Leave it out"):
             trainer.step(squares, BATCH, cost=torch.ones(8))
+        with pytest.raises(InvalidArgument, match=r"cost=.*Leave it out"):
+            trainer.check(squares, BATCH, cost=torch.ones(8))
         trainer.step(squares, BATCH)
 
 

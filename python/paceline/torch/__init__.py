@@ -17,7 +17,7 @@ from paceline.torch._devices.run_draws import UnseededDrawsWarning
 from paceline.torch._devices.whole_gpu_kernels import WholeGpuKernelsWarning
 from paceline.torch._pipeline.layout import Candidate, Layout, layout
 from paceline.torch._pipeline.pipeline import Pipeline
-from paceline.torch._pipeline.replicas_execution import PipelineReplicas
+from paceline.torch._pipeline.replicas_source import PipelineReplicas
 from paceline.torch._pool.batcher import Batcher
 from paceline.torch._pool.job import PoolFuture
 from paceline.torch._pool.pool import Pool

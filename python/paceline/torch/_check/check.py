@@ -31,8 +31,7 @@ from paceline.torch._check.report import Cause, CheckReport, Kind, SplitResult
 from paceline.torch._check.state import close
 from paceline.torch._check.weights import known_tensors
 from paceline.torch._devices.noise import Noise
-from paceline.torch._devices.places import RandomStates
-from paceline.torch._devices.run_draws import replayed_draws
+from paceline.torch._devices.run_draws import RandomStates, replayed_draws
 from paceline.torch._replicas.batch_norm import standing_still, using_batch_statistics
 from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._replicas.compiled import is_compiled, is_compiled_function
@@ -68,8 +67,8 @@ def check(
     """Check on the user's own module, whose result the devices have to reproduce. `work` is for this check alone."""
     if batch.size < 2:
         raise InvalidArgument("check: the batch has one item, which cannot be split. Use a batch of at least 8.")
-    execution.fill()
-    execution.gather()
+    execution.source.fill()
+    execution.source.gather()
     execution.replicas.refresh()
     return _Check(execution, work, batch, objective, loss_fn, tolerance, reduction, micro_batch, costs).run()
 
@@ -138,8 +137,8 @@ class Trials:
 
         def trial(call: Call) -> TrialRun:
             mine = probe.objective if call.items is None else call.items.objective(probe.objective)
-            options = {"loss_fn": probe.loss_fn, "objective": mine, "scale": None, "names": self.names}
-            run = TrialRun(call, **options, leaves=probe.outside, noise=probe.noise)
+            options: dict[str, Any] = {"leaves": probe.outside, "noise": probe.noise}
+            run = TrialRun(call, loss_fn=probe.loss_fn, objective=mine, **options)
             if alone is not None:
                 run.run_alone(alone)
             return run
@@ -162,7 +161,7 @@ class _Check(Trials):
         self.norms = [norm for _, norm in together]
         self.by_cost: tuple[Probe, list[Span]] | None = None  # the slices that the costs give
         if costs is not None:
-            execution.constrain(work)
+            work.constrain(execution.features.constraints(execution.replicas, work), execution.replicas)
             plan = work.step_loop.plan(costs)
             items = Items(list(plan.order), batch, execution.places.pin, costs)
             spans = [span for span in pairwise(plan.bounds) if span[0] < span[1]]
@@ -180,7 +179,7 @@ class _Check(Trials):
         try:
             done = self.on_devices(self._costs)
         finally:
-            self._execution.gather()
+            self._execution.source.gather()
         found = [None if one is None else places.to_home(one) for one in (*done.totals, *done.run.reached)]
         return dict(zip(places.names, done.outcome.items, strict=True)), done.loss.item(), found
 
@@ -325,7 +324,7 @@ class _Check(Trials):
         if norms:
             text = (
                 f"{modules}{more} normalises over the micro-batch instead of the batch, and its running statistics depend on the split. "
-                f"{self._execution.cure_of_running_statistics}"
+                f"{self._execution.source.cure}"
             )
         self._add("running statistics", text, owners)
 

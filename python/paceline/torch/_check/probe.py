@@ -17,7 +17,8 @@ from paceline.torch._batch.objective import Objective
 from paceline.torch._batch.terms import Terms
 from paceline.torch._devices.caller_state import outside_autocast
 from paceline.torch._devices.noise import Noise, OtherGenerators
-from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._devices.places import Places
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._replicas.buffers import KeptBuffers
 from paceline.torch._replicas.kept_parameters import KeptParameters
 from paceline.torch._run.gradients import OwnStorages

@@ -63,7 +63,7 @@ class Prover(BaseProver):
     ) -> None:
         """`explain` names the cause of a difference, if it can."""
         super().__init__(execution, make_work, batch, loss_fn)
-        self._objective, self._scale, self._costs, self.hooks = objective, scale, costs, carries
+        self._objective, self._scale, self._costs, self.hooks, self.carries = objective, scale, costs, carries, carries
         self._micro_batch, self._explain = micro_batch or batch.size, explain
         self.outside = OutsideLeaves(self._replicas.parameters, hooks_rest=carries)
         self._rules: dict[str, BufferRule] = {}  # that give buffers the values of one device
@@ -106,6 +106,10 @@ class Prover(BaseProver):
     def _lasting(self, found: Found, after: State, proof: Proof) -> Found:
         self._tries_rules = self._knows_rules and any(text.startswith("buffer") for text in found.values())
         return super()._lasting(found, after, proof)
+
+    def reached(self, result: Result) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The leaves outside of the module, with their gradients in a result."""
+        return list(zip(self.outside.leaves, result.outside, strict=False))
 
     def _settle(self) -> None:
         self.outside.settle()
@@ -191,7 +195,7 @@ class Prover(BaseProver):
 
     def _trial(self, call: Call, **options: Any) -> TrialRun:
         """A run on the devices that repeats the draws of the whole batch."""
-        return TrialRun(call, loss_fn=self._function, names=self._replicas.names, carries=self.hooks, **options)
+        return TrialRun(call, loss_fn=self._function, carries=self.hooks, **options)
 
     def _distances(self, own: Result, got: Result) -> dict[str, float]:
         """How far a result is from the wanted one: the loss, under an empty name, and the gradients."""

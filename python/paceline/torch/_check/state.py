@@ -15,7 +15,8 @@ from paceline.torch._batch.joining import is_array
 from paceline.torch._batch.nest import entries_of
 from paceline.torch._check.around import KeptAround
 from paceline.torch._devices.noise import OtherGenerators
-from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._devices.places import Places
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._replicas.attributes import HOOKS
 from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers, as_tensor
 from paceline.torch._replicas.kept_parameters import KeptParameters

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,75 +24,65 @@ from paceline.torch._devices.worker_draws import WorkerGenerator, mixed_seed
 from paceline.torch._devices.worker_state import prepare_worker
 
 _HOST = torch.device("cpu")
-_state = torch.Generator.get_state
-# The lock of Python stays held: a comparison of 5 kB takes less than to get it back.
-_differ = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ("memcmp", ctypes.PyDLL(None))
-)
+
+
+class Place(NamedTuple):
+    """Where one device computes."""
+
+    name: str
+    gpu: int | None = None  # its number; None: the host
+    threads: int = 1  # of PyTorch, on the device's worker
+    memory: str = ""  # the name of its memory
+    is_part: bool = False  # of a GPU, so that its streams end with it
+
+
+def places_in(group: DeviceGroup) -> list[Place]:
+    """The places of the devices of a group.
+
+    A GPU's thread launches. With a team of OpenMP threads for each GPU, operators on the host would crowd out the launches of others.
+    """
+    return [
+        Place(one.name, None, max(1, len(one.cores)), one.memory_space)
+        if one.kind == "host"
+        else Place(one.name, one.index, 1, one.memory_space, one.part is not None)
+        for one in group.devices
+    ]
 
 
 class Places:
     """The devices of a trainer, in PyTorch's words.
 
     *Home* is where the module is: the memory of the group's first GPU, or the host's memory if there is no GPU. With GPUs the group has
-    `queues`, and steps are ordered on the caller's stream of the home GPU.
+    `queues`, and steps are ordered on the caller's stream of the home GPU. `reduce_dtype`: what gradients are rounded to.
     """
 
     def __init__(
         self,
-        group: DeviceGroup,
-        module: nn.Module,
-        timeout: float,
-        transport: Transport,
+        places: Sequence[Place],
+        home: torch.device,
+        own_generators: list[WorkerGenerator | None],
+        queues: DeviceQueues | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        gpus = [device for device in group.devices if device.kind == "cuda"]
-        self._name(group)
-        self.any_part = any(device.part is not None for device in gpus)  # a part's streams end with it
-        self._home_name = gpus[0].name if gpus else ""
-        self._home_gpu = gpus[0].index if gpus else None
-        self.home = _HOST if self._home_gpu is None else cuda.device(self._home_gpu)
-        self.types = sorted({device.type for device in self.devices})
-        # A GPU's thread launches. With a team of OpenMP threads for each GPU, operators on the host would crowd out the launches of others.
-        self._threads = [max(1, len(one.cores)) if one.kind == "host" else 1 for one in group.devices]
-        _check_home(module, self.home, self._home_name)
-        self.queues: DeviceQueues | None = None
-        several_spaces = len({device.memory_space for device in gpus}) > 1
-        self.reduce_dtype = reduce_dtype if several_spaces else None  # what gradients are rounded to
-        if self._home_gpu is not None:
-            if several_spaces:
-                find_installed_nccl()
-                cuda.meet_peers(sorted({device.index for device in gpus}))
-            stream = cuda.current_stream(self._home_gpu)
-            half = None if self.reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
-            self.queues = DeviceQueues(group, stream=stream, timeout=timeout, transport=transport, reduce_dtype=half)
-        self.transport = self.queues.transport if self.queues is not None else ""
-        self.links = self.queues.links if self.queues is not None else []
-        self.spaces = self.queues.spaces if self.queues is not None else [0] * len(group)
-        self.home_space = self.queues.home_space if self.queues is not None else 0
-        hosts = self._gpu.count(None)
-        # If there are several host devices, each has a generator of its own. PyTorch has one for all of them.
-        self.own_generators = [WorkerGenerator() if gpu is None and hosts > 1 else None for gpu in self._gpu]
-        self._copies: dict[int, cuda.CopyStream] = {}
-        self._pool_peaks: dict[str, int] = {}
-        self._derive()
-
-    def _name(self, group: DeviceGroup) -> None:
-        self.names = [device.name for device in group.devices]
-        self.space_names = [device.memory_space for device in group.devices]
-        self._gpu = [device.index if device.kind == "cuda" else None for device in group.devices]
+        self.home, self.own_generators, self.queues, self.reduce_dtype = home, own_generators, queues, reduce_dtype
+        self.names, self.space_names = [place.name for place in places], [place.memory for place in places]
+        self._gpu, self._threads = [place.gpu for place in places], [place.threads for place in places]
+        self._home_gpu = next((gpu for gpu in self._gpu if gpu is not None), None)
         self.devices = [_HOST if gpu is None else cuda.device(gpu) for gpu in self._gpu]
-
-    def _derive(self) -> None:
-        """What every step asks, from what the constructor has set."""
-        for cached in ("generators", "device_generators"):
-            vars(self).pop(cached, None)
+        self.types = sorted({device.type for device in self.devices})
+        self.transport = queues.transport if queues is not None else ""
+        self.links = queues.links if queues is not None else []
+        self.spaces = queues.spaces if queues is not None else [0] * len(places)
+        self.home_space = queues.home_space if queues is not None else 0
+        self.any_part = any(place.is_part for place in places)
         self.on_gpu = [gpu is not None for gpu in self._gpu]  # or a part of a GPU
         self.on_host = [gpu is None for gpu in self._gpu]
         self.any_host = None in self._gpu  # whether some device is a worker on the host's cores
         self.share_gpu = len(set(self._gpu) - {None}) < sum(self.on_gpu)  # whether two devices are parts of one GPU
         self.share_generators = len(set(self._gpu)) < len(self._gpu)  # as host devices and the parts of one GPU do
-        self.hosts_share = any(generator is not None for generator in self.own_generators)
+        self.hosts_share = any(generator is not None for generator in own_generators)
+        self._copies: dict[int, cuda.CopyStream] = {}
+        self._pool_peaks: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -130,11 +119,12 @@ class Places:
         try:
             return cuda.is_capturing()
         except RuntimeError as error:  # PyTorch's type for a failure of a GPU, now or earlier
+            name = self.names[self.on_gpu.index(True)]
             lost = DeviceLost(
-                f"step: {self._home_name}: asking for the state of its stream failed: {str(error).splitlines()[0]}. After such an "
+                f"step: {name}: asking for the state of its stream failed: {str(error).splitlines()[0]}. After such an "
                 "error nothing runs on the GPU any more: start a new process from the last checkpoint."
             )
-            lost.device = self._home_name
+            lost.device = name
             raise lost from error
 
     def prepare_worker(self, device: int) -> None:
@@ -339,6 +329,35 @@ class Places:
             self.queues = None
 
 
+def places_of(
+    group: DeviceGroup,
+    module: nn.Module,
+    timeout: float = 600.0,
+    transport: Transport = "auto",
+    reduce_dtype: torch.dtype | None = None,
+) -> Places:
+    """The places of devices that each have a replica of the module."""
+    gpus = [device for device in group.devices if device.kind == "cuda"]
+    home = cuda.device(gpus[0].index) if gpus else _HOST
+    _check_home(module, home, gpus[0].name if gpus else "")
+    several_spaces = len({device.memory_space for device in gpus}) > 1
+    rounded_to = reduce_dtype if several_spaces else None
+    queues = None
+    if gpus:
+        if several_spaces:
+            find_installed_nccl()
+            cuda.meet_peers(sorted({device.index for device in gpus}))
+        half = None if rounded_to is None else str(rounded_to).removeprefix("torch.")
+        stream = cuda.current_stream(gpus[0].index)
+        queues = DeviceQueues(group, stream=stream, timeout=timeout, transport=transport, reduce_dtype=half)
+    places = places_in(group)
+    # If there are several host devices, each has a generator of its own. PyTorch has one for all of them.
+    own = len(places) - len(gpus) > 1
+    return Places(
+        places, home, [WorkerGenerator() if own and one.gpu is None else None for one in places], queues, rounded_to
+    )
+
+
 @contextlib.contextmanager
 def _on_streams(*streams: tuple[int | None, int | None]) -> Iterator[None]:
     """Enter these streams, each given by its GPU and its handle. Without one of the two there is nothing to enter."""
@@ -362,26 +381,3 @@ def _check_home(module: nn.Module, home: torch.device, first_gpu: str) -> None:
                     "reset_parameters(). Pipeline(init=) takes a module on meta as it is."
                 )
             raise InvalidArgument(f"paceline: parameter {name} is on {parameter.device}, but {why}. {how}")
-
-
-class RandomStates:
-    """The present state of the random generators of a trainer's devices, to go back to."""
-
-    def __init__(self, places: Places) -> None:
-        generators = places.generators
-        self._kept = dict(zip(generators, map(_state, generators), strict=True))
-
-    @property
-    def moved(self) -> bool:
-        """Whether somebody has drawn since then."""
-        return any(not torch.equal(generator.get_state(), state) for generator, state in self._kept.items())
-
-    def moved_of(self, generator: torch.Generator) -> bool:
-        """Whether somebody has drawn from this generator. No operator runs."""
-        then, now = self._kept[generator], generator.get_state()
-        return bool(_differ(then.data_ptr(), now.data_ptr(), now.numel()))
-
-    def restore(self) -> None:
-        """Go back to that state: the same draws follow again."""
-        for generator, state in self._kept.items():
-            generator.set_state(state)

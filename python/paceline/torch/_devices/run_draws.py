@@ -1,15 +1,47 @@
-"""The random draws of one run. They are seeded where possible, else noticed, and refused where a gradient would be wrong."""
+"""The random draws of one run, and where generators were before it. Draws are seeded where possible, else noticed, and refused where a gradient would be wrong."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import operator
+
+import torch
 
 from paceline import InvalidArgument
 from paceline.torch._devices.caller_state import NOTHING, RecomputeWatch
 from paceline.torch._devices.noise import OtherGenerators
-from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._devices.places import Places
 from paceline.torch._devices.worker_draws import WorkerDraws, of_each_thread
+
+_state = torch.Generator.get_state
+# The lock of Python stays held: a comparison of 5 kB takes less than to get it back.
+_differ = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memcmp", ctypes.PyDLL(None))
+)
+
+
+class RandomStates:
+    """The present state of the random generators of a trainer's devices, to go back to."""
+
+    def __init__(self, places: Places) -> None:
+        generators = places.generators
+        self._kept = dict(zip(generators, map(_state, generators), strict=True))
+
+    @property
+    def moved(self) -> bool:
+        """Whether somebody has drawn since then."""
+        return any(not torch.equal(generator.get_state(), state) for generator, state in self._kept.items())
+
+    def moved_of(self, generator: torch.Generator) -> bool:
+        """Whether somebody has drawn from this generator. No operator runs."""
+        then, now = self._kept[generator], generator.get_state()
+        return bool(_differ(then.data_ptr(), now.data_ptr(), now.numel()))
+
+    def restore(self) -> None:
+        """Go back to that state: the same draws follow again."""
+        for generator, state in self._kept.items():
+            generator.set_state(state)
 
 
 class UnseededDrawsWarning(UserWarning):

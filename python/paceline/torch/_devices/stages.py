@@ -17,7 +17,7 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.moving import Move
 from paceline.torch._devices import cuda
 from paceline.torch._devices.lanes import LanePlaces
-from paceline.torch._devices.places import Places
+from paceline.torch._devices.places import Places, places_in
 
 _HOST = torch.device("cpu")
 _COPIES = 2**14, 2**23  # bytes: one that is mostly latency, and one that is mostly bandwidth
@@ -33,20 +33,9 @@ class StagePlaces(Places):
     """
 
     def __init__(self, group: DeviceGroup, module: nn.Module) -> None:
-        self._name(group)
+        super().__init__(places_in(group), _HOST, [None] * len(group))
         self.home = _home_of(module, self.devices)
         self.types = sorted({device.type for device in (*self.devices, _HOST)})
-        self.any_part = False
-        self._threads = [max(1, len(one.cores)) if one.kind == "host" else 1 for one in group.devices]
-        self.queues = None
-        self.transport = ""
-        self.reduce_dtype = None
-        self.links = []
-        self.spaces = [0] * len(group)  # the lanes' modules share parameters, wherever these are
-        self.home_space = 0
-        self.own_generators = [None] * len(group)
-        self._pool_peaks = {}
-        self._derive()
         self._open = True
         self._links: dict[tuple[int, int], tuple[float, float]] = {}
         self._gpus = [gpu for gpu in self._gpu if gpu is not None]

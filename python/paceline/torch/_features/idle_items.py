@@ -8,6 +8,7 @@ from paceline.torch._run.call import Call
 from paceline.torch._run.executor import Executor
 from paceline.torch._run.feature import Bound, Feature
 from paceline.torch._run.recipe import Retry
+from paceline.torch._run.train_run import TrainRun
 
 
 class IdleItems(Feature):
@@ -19,7 +20,7 @@ class IdleItems(Feature):
 
 class _Idle(Bound):
     def retry(self, run: Executor, outcome: Any, *, failed: bool) -> Retry | None:
-        if failed or not run.lacks_extras:
+        if failed or not isinstance(run, TrainRun) or not run.lacks_extras:
             return None
         run.note_extras()
         return Retry("items without weight have extras")

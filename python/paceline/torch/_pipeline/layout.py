@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,16 +16,16 @@ from paceline.torch._batch.objective import Reduction, Weight
 from paceline.torch._batch.options import Options
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
-from paceline.torch._devices.places import RandomStates
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
 from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.materialise import Init, unfilled
 from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import plan_of
-from paceline.torch._pipeline.replicas_execution import PipelineReplicas
+from paceline.torch._pipeline.replicas_source import PipelineReplicas
 from paceline.torch._replicas.copies import Replicate
-from paceline.torch._run.call import Asked, Call
+from paceline.torch._run.call import Asked
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import Memory, check_trains
 from paceline.torch._trainer.base import Trainer
@@ -301,15 +302,12 @@ def _measure(pipeline: Pipeline, loss_fn: LossFunction, batch: Any, options: Opt
         whole, objective, _ = pipeline._training.prepared(batch, options)
         execution.places.begin(whole)
 
-        if pipeline._execution.unfilled is not None:
+        if pipeline._stages.unfilled is not None:
             assert isinstance(work, PipelineWork)
-            execution.measure(work, whole, loss_fn)
+            pipeline._stages.measure(work, whole, loss_fn)
             return whole.size
 
-        def executor(call: Call) -> TrainRun:
-            names = execution.replicas.names
-            return TrainRun(call, loss_fn=loss_fn, objective=objective, scale=None, names=names)
-
+        executor = partial(TrainRun, loss_fn=loss_fn, objective=objective)
         random = RandomStates(execution.places)
         try:
             while planner.measures:

@@ -12,8 +12,6 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.places import Places
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.plans import Action, PipelinePlan
-from paceline.torch._run.launch import LaunchClock
-from paceline.torch._run.seen import Seen
 from paceline.torch._run.workload import Workload
 
 
@@ -235,25 +233,16 @@ class PipelineLoop:
     def hint(self, speeds: Sequence[tuple[float, float] | None], by_cost: bool = False) -> None:
         """Ignore what another trainer has measured, since blocks are measured anew."""
 
-    def set_least_items(self, items: int) -> None:
-        """Nothing: the planner is told before each plan."""
-
 
 class PipelineWork(Workload):
     """One kind of work of a pipeline."""
 
+    step_loop: Any  # a PipelineLoop
+
     def __init__(self, group: DeviceGroup, places: Places, planner: Planner) -> None:
-        self.step_loop: Any = PipelineLoop(group, planner)
+        super().__init__(PipelineLoop(group, planner), [None], [False])
         self.planner = planner
-        self.predicts = False
-        self.limits = [None] * len(group)
-        self.searches = self.fixed = self.corrects = self.normalises = False
-        self.seen = Seen(1)
-        self.launches = LaunchClock([False])
-        self.writes_buffers = False
-        self.mode = None
-        self.given = None
-        self.alone = self.recipe = self.sends_early = None
+        self.predicts = self.writes_buffers = False
         self.resizes: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None  # micro-batches, for a trial
 
     def follow(self, whole: Batch, least: int) -> None:

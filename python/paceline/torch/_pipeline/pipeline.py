@@ -12,19 +12,19 @@ from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline.torch._batch.objective import Reduction
-from paceline.torch._devices.lanes import SharedPlaces
-from paceline.torch._devices.places import Places
+from paceline.torch._devices.places import Places, places_of
 from paceline.torch._devices.stages import StagePlaces
 from paceline.torch._pipeline.blocks import Blocks, blocks_of
-from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.materialise import Init, unfilled
-from paceline.torch._pipeline.placed_execution import PlacedExecution
+from paceline.torch._pipeline.placed_source import PlacedStages
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.reports import PipelineReports, PipelineTracing
+from paceline.torch._pipeline.source import Stages
 from paceline.torch._pipeline.stages_proof import StageProofs
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.lane_replicas import LaneReplicas
+from paceline.torch._run.execution import Execution
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.arguments import (
     Memory,
@@ -113,10 +113,10 @@ class StagesTrainer(Trainer):
     ) -> torch.optim.Optimizer:
         self._planner.optimized_by(cls, options)
         made = super().optimizer(cls, parameters, **options)
-        execution = weakref.ref(self._execution)
+        source = weakref.ref(self._execution.source)
 
         def before_load(optimizer: Any, state: Any) -> None:
-            owner = execution()
+            owner = source()
             if owner is not None:
                 owner.fill()  # a state goes to where its parameters are
 
@@ -218,7 +218,6 @@ class Pipeline(StagesTrainer):
     """
 
     _planner: Planner
-    _execution: PipelineExecution
 
     def __init__(
         self,
@@ -272,7 +271,7 @@ class Pipeline(StagesTrainer):
                 at_end.append(without_memory.fill())
                 without_memory = None
             known = nn.Module() if without_memory is not None else module  # what has to be where the devices are
-            places = StagePlaces(local, module) if on_gpus else Places(local, known, 600.0, "auto")
+            places = StagePlaces(local, module) if on_gpus else places_of(local, known)
             limits = memory_limits("Pipeline", memory, local)
             if isinstance(places, StagePlaces):
                 free = places.free_bytes(module)
@@ -290,13 +289,14 @@ class Pipeline(StagesTrainer):
             planner.finds_order = blocks is None and not on_gpus
             self._planner = planner
             works = PipelineWorks(local, places, planner)
-            replicas = LaneReplicas(module, SharedPlaces(places), replicate)
-            execution = (
-                PlacedExecution(local, module, places, replicas, found)
+            replicas = LaneReplicas(module, places, replicate)
+            self._stages = (
+                PlacedStages(local, module, places, replicas, found)
                 if isinstance(places, StagePlaces)
-                else PipelineExecution(local, module, places, replicas, found)
+                else Stages(local, module, places, replicas, found)
             )
-            execution.unfilled, execution.at_end = without_memory, at_end
+            self._stages.unfilled, self._stages.at_end = without_memory, at_end
+            execution = Execution(module, places, replicas, self._stages)
         except BaseException:
             if owned:
                 local.close()

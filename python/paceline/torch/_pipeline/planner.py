@@ -72,7 +72,7 @@ class Planner(StagePlanner):
         ]
         super().__init__(guesses, devices, micro_batches=micro_batches, cuts=list(cuts or []), schedule=schedule)
 
-    # What `PipelineExecution` asks
+    # What `Stages` asks
 
     def renewed(self, parameters: Sequence[torch.Tensor]) -> None:
         """Others have taken the place of the module's parameters, or not. Those that are not registered come last."""

@@ -24,7 +24,6 @@ from paceline.torch._check.prover import Prover
 from paceline.torch._check.state import Result, Snapshot, State, close
 from paceline.torch._devices.noise import SliceNoise
 from paceline.torch._pipeline.carried import watched
-from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._replicas.batch_norm import using_batch_statistics
 from paceline.torch._run.call import Asked, Call
@@ -32,7 +31,7 @@ from paceline.torch._run.executor import Executor
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._run.workload import Workload
-from paceline.torch._trainer.proofs import TRIES, Proofs, name_of, words_of
+from paceline.torch._trainer.proofs import TRIES, Proofs, Wanted, name_of, words_of
 
 _PLANNED = (
     "The number of micro-batches is planned by measured times, so the result depends on these. micro_batches= fixes it."
@@ -185,7 +184,7 @@ class StagesProver(_TwoNumbers, Prover):
     def _trial(self, call: Call, **options: Any) -> TrialRun:
         self._count(call)
         self._words = f"in {self.counts[0]} micro-batches", f"in {self.counts[1]}"
-        return _StagesTrial(call, loss_fn=self._function, names=self._replicas.names, carries=self.hooks, **options)
+        return _StagesTrial(call, loss_fn=self._function, carries=self.hooks, **options)
 
 
 class StagesForwardProver(_TwoNumbers, ForwardProver):
@@ -237,13 +236,13 @@ class StageProofs(Proofs):
     _proves_one_device = True
 
     def due(self, loss_fn: Any, batch: Batch, objective: Objective, **options: Any) -> bool:
-        execution = cast(PipelineExecution, self._execution)  # blocks are measured before there is memory
-        return execution.unfilled is None and super().due(loss_fn, batch, objective, **options)
+        # Blocks are measured before there is memory.
+        return self._execution.source.unfilled is None and super().due(loss_fn, batch, objective, **options)
 
     def forward(self, call: str, fn: Any, batch: Batch, *, graph: bool, pad: float | None = None) -> None:
         """Prove a prediction, if that is due. The devices run it in any case."""
-        execution = cast(PipelineExecution, self._execution)
-        skipped = self._prove is None or batch.size < 2 or execution.unfilled is not None
+        execution = self._execution
+        skipped = self._prove is None or batch.size < 2 or execution.source.unfilled is not None
         if skipped or not self._counts(self._kind(fn, batch, call)):
             return
         kind, number = self._now
@@ -282,19 +281,8 @@ class StageProofs(Proofs):
             self._tries[kind] += 1
             self._steps[kind] -= 1  # the next step tries again
 
-    def _step(
-        self,
-        loss_fn: LossFunction,
-        batch: Batch,
-        objective: Objective,
-        *,
-        scale: torch.Tensor | None,
-        costs: list[float] | None,
-        carries: bool,
-        reduction: Any,
-        **_: Any,
-    ) -> None:
-        execution = self._execution
+    def _step(self, loss_fn: LossFunction, batch: Batch, objective: Objective, wanted: Wanted) -> None:
+        execution, (scale, costs, carries, reduction, *_) = self._execution, wanted
         execution.places.begin(batch)
         execution.replicas.refresh(hooks=carries)
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from paceline._core.engine import ModuleContents
 from paceline.torch._devices.caller_state import NoGrad
-from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._devices.places import Places
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._replicas.attributes import Attributes, carry, is_of_a_forward
 from paceline.torch._replicas.buffers import sparse_slots
 from paceline.torch._replicas.common import Common
@@ -81,6 +82,11 @@ class Replicas:
         with torch.inference_mode(False):
             self._build()
 
+    @property
+    def _spaces(self) -> list[int]:
+        """The memory space of each replica."""
+        return self._places.spaces
+
     def _build(self) -> None:
         reach = Reach(self._module)
         check_trainable(self._module, reach, self.shared)
@@ -93,7 +99,7 @@ class Replicas:
             copies = self._sent.memory_for(named)
             random = RandomStates(self._places)
             try:
-                made = [self._make(device, copies, reach, parameters) for device in range(len(self._places))]
+                made = [self._make(device, copies, reach, parameters) for device in range(len(self._spaces))]
             finally:  # a new module draws initial weights, although the user's parameters replace them
                 random.restore()
             self._flat = FlatBuffers(self._places)
@@ -128,7 +134,7 @@ class Replicas:
     def _make(
         self, device: int, copies: dict[int, dict[int, torch.Tensor]], reach: Reach, parameters: list[torch.Tensor]
     ) -> Replica:
-        storages = copies.get(self._places.spaces[device], {})
+        storages = copies.get(self._spaces[device], {})
 
         def alias(parameter: torch.Tensor) -> torch.Tensor:
             return self._alias(parameter, storages.get(id(parameter)), device)
@@ -208,6 +214,11 @@ class Replicas:
         self._seen = []
         self._sent.release()
         self._flat = None
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients of the copies. The user's own stay."""
+        for replica in self.list if self.shared else ():
+            replica.clear_gradients()
 
     def share(self) -> None:
         """From now on a single device has a copy of the module, too. The copy's parameters have no hooks, and a ``.grad`` of their own."""

@@ -12,7 +12,8 @@ import torch
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.items import Items, OrderedBatch
 from paceline.torch._devices.caller_state import CallerState
-from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._devices.places import Places
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._replicas.replica import Replica
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.flat_gradients import FlatGradients

@@ -7,36 +7,32 @@ import gc
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from paceline import DeviceGroup, Error, OutOfMemory
+from paceline import Error, OutOfMemory
 from paceline.torch._batch.edits import Edits
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
-from paceline.torch._batch.items import Items
-from paceline.torch._batch.joining import concatenate
+from paceline.torch._batch.objective import Objective
 from paceline.torch._devices.caller_state import NOTHING, NoGrad
-from paceline.torch._devices.places import Places, RandomStates
-from paceline.torch._replicas.batch_norm import CURE
+from paceline.torch._devices.places import Places
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.call import Asked, Call
-from paceline.torch._run.executor import Executor, PredictRun
-from paceline.torch._run.failing import Failing
-from paceline.torch._run.feature import Feature, Features
+from paceline.torch._run.executor import Executor
 from paceline.torch._run.flat_gradients import FlatGradients
 from paceline.torch._run.graphs import Graphs
-from paceline.torch._run.journal import Done, Journal
+from paceline.torch._run.journal import Done, Gradients, Journal
 from paceline.torch._run.outside import OutsideGradients
-from paceline.torch._run.participants import of_forward, of_step, refuse_outside_of_ranks
-from paceline.torch._run.pushing import Pushing
-from paceline.torch._run.rank_sums import LastBackward, SentEarly
+from paceline.torch._run.participants import of_forward, of_part, of_step
+from paceline.torch._run.rank_steps import LastBackward, check_sums, open_sums
 from paceline.torch._run.ranks import Ranks
 from paceline.torch._run.recipe import Retry, RetryError
+from paceline.torch._run.source import Source
 from paceline.torch._run.train_run import TrainRun
-from paceline.torch._run.workload import Workload
 
 _T = TypeVar("_T")
 _PROOFS = 8  # that are kept to be told of
@@ -45,18 +41,10 @@ _PROOFS = 8  # that are kept to be told of
 class Execution:
     """Runs one call at a time. It uses the replicas' gradients freely meanwhile, and writes the user's at the end."""
 
-    cure_of_norms = CURE  # that normalise over a part of the batch
-    # The cure of norms over micro-batches where `check` has found out: there is no device yet whose statistics count.
-    cure_of_running_statistics = (
-        "Use DataParallel(..., batch_norm='synchronised'), GroupNorm or LayerNorm, or evaluation mode for these."
-    )
-
-    def __init__(
-        self, group: DeviceGroup, module: nn.Module, places: Places, replicas: Replicas, features: Sequence[Feature]
-    ) -> None:
-        self.features = Features(features)
-        self.module, self.places, self.replicas, self._names = module, places, replicas, places.names
-        self.items = [0] * len(group)  # how many each device ran in the last committed step
+    def __init__(self, module: nn.Module, places: Places, replicas: Replicas, source: Source) -> None:
+        self.module, self.places, self.replicas, self.source = module, places, replicas, source
+        self.features = source.features
+        self.items = [0] * len(places)  # how many each device ran in the last committed step
         self.steps = 0  # how many runs that train were committed, also in earlier processes if a state was loaded
         self.resumed = False  # whether they were, so that the first steps here are not the first ones of the run
         self.extras: Any = None  # what loss_fn returned beside the loss in that step
@@ -71,12 +59,11 @@ class Execution:
         self.ranks: Ranks | None = None  # the other processes that train the module
         self._early: LastBackward | None = None  # set if its gradients are sent to them while backward goes on
         self.sampler: GlobalBatchSampler | None = None  # the trainer's own; it is told what was trained on
-        self.pushing, self.failing = Pushing(replicas, places), Failing(places.names)
         self.flat = FlatGradients(replicas, places) if places.queues is not None and len(places) > 1 else None
         self.outside = OutsideGradients()
-        self.took_part = 0  # the number of the last call that was committed without items of this rank
-        # A dropped trainer must end without the garbage collector.
-        self._journal = Journal(of_step(weakref.proxy(self)))
+        itself = weakref.proxy(self)  # a dropped trainer must end without the garbage collector
+        self._of_steps, self._of_parts = Journal(of_step(itself)), Journal(of_part(itself))
+        self._of_forwards = Journal(of_forward(itself))
         self._edits = Edits()
         self._enqueued: Any = None  # the last outcome, committed or not
         self._random: RandomStates | None = None  # the generators' states when the present attempt began
@@ -88,22 +75,26 @@ class Execution:
 
         With `keep` the user's ``.grad``, the buffers and the balancer get the results of the step. Without, all three are as before.
         """
-        return self._repeated(asked, lambda call: self._train(call, asked.executor(call), keep), keep=keep)
+        return self._repeated(asked, lambda call: self._train(call, keep), keep=keep)
 
     def forward(self, asked: Asked) -> Any:
         """Run forward, and commit what it wrote. Returns what `asked.executor` made."""
-        return self._repeated(asked, lambda call: self._forward(asked.executor(call)))
+        return self._repeated(asked, self._forward)
 
-    def predict(self, asked: Asked) -> Any:
-        """What the function returned, for the whole batch."""
+    def take_part(self, objective: Objective, *, carries: bool) -> Done:
+        """What `train` returns on a rank without items: the objective of all ranks, and its gradients."""
+        ranks, replicas = self.ranks, self.replicas
+        assert ranks is not None
+        replicas.refresh(hooks=carries)
+        self.calls, self.failed_on = self.calls + 1, None
+        none: Gradients = [None] * len(replicas.parameters)
+        part = Done(None, None, torch.empty(0, device="cpu"), none, [0] * len(self.places), carries=carries)
 
-        def attempt(call: Call) -> Any:
-            run: PredictRun = self._forward(asked.executor(call))
-            with NoGrad():
-                own = self.places.owned if run.items is None else run.items.restored
-                return concatenate(run.outputs, self.places.to_home, own, pad=run.pad)
+        def summed(done: Done) -> tuple[torch.Tensor, Gradients]:
+            return ranks.sum(replicas, objective, None, none, steps=self.steps)
 
-        return self._repeated(asked, attempt)
+        with self.features.around_call(self.calls, lambda: self.running):
+            return self.settle(self._of_parts, None, lambda: part, summed)
 
     def rehearse(self, asked: Asked) -> None:
         """Prepare a call as often as it takes, and run nothing."""
@@ -142,54 +133,85 @@ class Execution:
             self._edits.end()
 
     def prepare(self, asked: Asked, *, keep: bool = False) -> Call:
-        """Bring the replicas up to date with the module, and bind the features."""
+        """Bring the replicas up to date with the module, bind the features, and let the source plan."""
+        self.source.begin(asked)
         self.places.separate_generators()
         self._random = random = RandomStates(self.places)
         self._edits.begin(asked.batch)
         self.replicas.refresh(hooks=asked.hooks)
         call = Call(asked, self.replicas, self.places, random, number=self.calls, keep=keep)
-        call.seen.follow(self.replicas, self.module, asked.fn, call.state, captures=self.graphs is not None)
-        limits = self.features.recipe_of(call).constraints
-        call.work.constrain(limits, self.replicas)
-        if asked.order is not None:
-            call.items = Items(asked.order, call.whole, self.places.pin, asked.costs)
-        elif asked.costs is not None:
-            plan = call.work.step_loop.plan(asked.costs)
-            call.items = Items(list(plan.order), call.whole, self.places.pin, asked.costs, plan)
-        if call.items is not None:
-            call.batch = call.items.batch
-        may_divide = limits.least == 1 and not limits.undivided and call.work.writes_buffers is not True
-        call.searches = call.items is None and may_divide and self._searches(call.work)
-        call.divides = may_divide and (call.work.corrects or call.searches)
         call.flat = self.flat
+        call.seen.follow(self.replicas, self.module, asked.fn, call.state, captures=self.graphs is not None)
+        self.features.recipe_of(call)
+        self.source.plan(call)
         return call
 
-    def _train(self, call: Call, run: TrainRun, keep: bool) -> Done:
+    def _train(self, call: Call, keep: bool) -> Done:
+        run: TrainRun = call.asked.executor(call)
         ranks = self.ranks if keep else None
         run.part = ranks is not None
-        journal, done = self._journal, None
-        try:
-            journal.prepare(run)
+
+        def attempt() -> Done:
             if ranks is not None:
-                self._open(ranks, run)
+                open_sums(ranks, run, self._early, self.steps)
             outcome = self._execute(run)
-            journal.check()
+            self._of_steps.check()
             run.check()
             for check in run.recipe.check:
                 check(run, outcome)
             with NoGrad():
-                loss = self.places.to_home(run.loss())
                 extras = run.extras.whole(run.items, self.places.to_home)
-                done = Done(run, outcome, loss, run.sink.totals(), extras, carries=run.carries)
-                if ranks is not None:
-                    self._check_for_ranks(ranks, run, outcome)
-                    summed = ranks.close(run.objective, loss, done.totals, scale=run.scale, steps=self.steps)
-                    done = done._replace(loss=summed[0], totals=summed[1])
+                loss, totals = self.places.to_home(run.loss()), run.sink.totals()
+                return Done(run, outcome, loss, totals, outcome.items, extras, carries=run.carries)
+
+        def summed(done: Done) -> Any:
+            assert ranks is not None
+            check_sums(ranks, run, done.outcome)
+            return ranks.close(run.objective, done.loss, done.totals, scale=run.scale, steps=self.steps)
+
+        try:
+            done = self.settle(self._of_steps, run, attempt, None if ranks is None else summed, keep=keep)
+            run.seconds = time.perf_counter() - call.began
+            return done
+        finally:
+            if self._early is not None:
+                self._early.end()
+            self.drop_gradients()
+
+    def _forward(self, call: Call) -> Any:
+        run = call.asked.executor(call)
+
+        def attempt() -> Done:
+            outcome = self._execute(run)
+            for check in run.recipe.check:
+                check(run, outcome)
+            return Done(run, outcome, torch.empty(0, device="cpu"), [], [])
+
+        self.settle(self._of_forwards, run, attempt)
+        return run
+
+    def settle(
+        self,
+        journal: Journal,
+        run: Any,
+        attempt: Callable[[], Done],
+        summed: Callable[[Done], tuple[torch.Tensor, Gradients]] | None = None,
+        *,
+        keep: bool = True,
+    ) -> Done:
+        """Commit what an attempt returns, or put everything back. With other ranks: what is `summed` over them, or what all have agreed on."""
+        ranks, done = None if summed is None else self.ranks, None
+        try:
+            journal.prepare(run)
+            done = attempt()
+            with NoGrad():
+                if summed is not None:
+                    loss, totals = summed(done)
+                    done = done._replace(loss=loss, totals=totals)
                 if keep:
                     journal.commit(done)
                 else:
                     journal.rollback()
-            run.seconds = time.perf_counter() - call.began
             return done
         except BaseException:
             agreed = None if ranks is None else ranks.agreed
@@ -201,28 +223,12 @@ class Execution:
             raise
         finally:
             journal.release()
-            if self._early is not None:
-                self._early.end()
-            self.drop_gradients()
-
-    def _forward(self, run: Any) -> Any:
-        outcome = self._execute(run)
-        for check in run.recipe.check:
-            check(run, outcome)
-        journal, done = Journal(of_forward(self)), Done(run, outcome, torch.empty(0, device="cpu"), [])
-        with NoGrad():
-            try:
-                journal.commit(done)
-            except BaseException:  # interrupted in the middle of writing
-                journal.commit(done)
-                raise
-        return run
 
     def _execute(self, run: Executor) -> Any:
         """Run everything, on all devices. Raises what the user's code has raised, or why the run does not count."""
         self.running = run
         run.queues_empty = self._queues_are_empty()
-        outcome = self._run_devices(run.call.work, run)
+        outcome = self.source.run(run)
         failed = bool(run.failures) or outcome.failed
         self._enqueued = None if failed or self.places.queues is None else outcome
         for retry in run.recipe.retry:
@@ -237,30 +243,17 @@ class Execution:
             self._fail(run, outcome)
         if outcome.failed:
             device = outcome.failed_device
-            where = "the reduction" if device is None else self._names[device]
+            where = "the reduction" if device is None else self.places.names[device]
             raise Error(f"step: {where} failed outside of user code. Nothing was committed.")
         self._edits.check()
         return outcome
 
-    def _run_devices(self, work: Workload, run: Executor) -> Any:
-        """Let the devices run everything. Returns the outcome, also of a run that has failed."""
-        step_loop, queues = work.step_loop, self.places.queues
-        calls = (run.body, run.end, queues, None if queues is None else run.sums())
-        plan = run.items.plan if run.items is not None else None
-        if plan is None:
-            shapes = run.batch.item_shapes
-            speed = work.kind((shapes, run.seen.mode, self.replicas.generation)) if run.searches else 0
-            plan = step_loop.plan(run.batch.size, work.kind(shapes), speed, run.searches)
-        run.plan = plan
-        with run.surrounded():
-            return step_loop.run(plan, *calls, run.claims, run.pieces)
-
     def _fail(self, run: Executor, outcome: Any) -> None:
         """Raise the first failure, or why it may not come again."""
-        device, begin, end, error = self.failing.first(run, outcome)
-        others = self.failing.others(run, device, begin, end)
+        device, begin, end, error = self.source.failing.first(run, outcome)
+        others = self.source.failing.others(run, device, begin, end)
         failed = outcome.failed_device
-        self.failed_on = None if failed is None else self._names[failed]
+        self.failed_on = None if failed is None else self.places.names[failed]
         run.failures.clear()
         run.failed_device = device
         mended: Retry | BaseException = error
@@ -269,7 +262,7 @@ class Execution:
             if isinstance(mended, Retry):
                 self.out_of_memory += mended.out_of_memory
                 raise RetryError(mended) from error
-            self.failing.fail(run, outcome, (device, begin, end), mended, others)
+            self.source.failing.fail(run, outcome, (device, begin, end), mended, others)
         finally:
             # They refer to this frame, and a dropped trainer must end without the garbage collector.
             del error, others, mended
@@ -288,11 +281,6 @@ class Execution:
             if replica.written is not None:
                 replica.written.undo()
 
-    def _searches(self, work: Workload) -> bool:
-        """Whether to search for sizes. Not if other sizes have to be compiled, or would draw other random numbers under fixed shares."""
-        repeatable = work.fixed and self.places.any_host and work.seen.drawing.draws is not False
-        return work.searches and not work.seen.tunes and not repeatable
-
     def _queues_are_empty(self) -> bool:
         """Whether the devices have finished their last step. After a failure they have, because the failed step was waited for."""
         if self._enqueued is None:
@@ -308,16 +296,14 @@ class Execution:
     def push(self, outcome: Any, *, buffers: bool = True) -> None:
         """Give the user's module what the forwards have written."""
         if buffers:
-            self.pushing.buffers(outcome)
-        self.pushing.attributes(outcome, [] if self.running is None else self.running.ran)
+            self.source.pushing.buffers(outcome)
+        self.source.pushing.attributes(outcome, [] if self.running is None else self.running.ran)
 
     def drop_gradients(self) -> None:
         """Drop the replicas' gradients. The user's own stay."""
         if self.flat is not None:
             self.flat.drop_sums()
-        if self.replicas.shared:
-            for replica in self.replicas.list:
-                replica.clear_gradients()
+        self.replicas.clear_gradients()
 
     def join(self, ranks: Ranks, *, synchronised: bool) -> None:
         """Train together with other processes from now on. `synchronised`: norms meet over all of them."""
@@ -338,60 +324,24 @@ class Execution:
         self.replicas.refresh(hooks=True)
         return self.synchronised
 
-    def _open(self, ranks: Ranks, run: TrainRun) -> None:
-        """Agree with the other ranks on what is summed. The only device of a rank sends its gradients in its last backward."""
-        several, sends, early = ranks.prepare(self.replicas), run.call.work.sends_early, self._early
-        run.objective.divisor = ranks.divisor(run.objective)
-        if ranks.opened or ranks.norms or (early is not None and several and sends is not False):
-            sums = ranks.open(run.objective, scale=run.scale, steps=self.steps)
-            run.objective.divisor = sums.divisor  # all ranks agree on another one where norms meet
-            if early is not None:
-                run.sink = early.begin(sums, sends=sends is True)
-
-    def _check_for_ranks(self, ranks: Ranks, run: TrainRun, outcome: Any) -> None:
-        """Raise for what only this rank knows: a device that has failed, and gradients that have no place in the sum."""
-        if isinstance(run.sink, SentEarly):
-            ranks.buckets.found(run.sink.order)
-            if run.sink.came_again:
-                run.call.work.sends_early = False
-                raise RetryError(Retry("a gradient changed after it had been sent to the other ranks", complete=True))
-        if self.places.queues is not None:
-            self.places.drain()
-            _ = outcome.settled  # raises the error of a device that has failed
-        refuse_outside_of_ranks(self.outside.reached)
-
     # Life.
-
-    def constrain(self, work: Workload) -> None:
-        """Before a plan that no call makes: fit the micro-batches to the modules as they are now."""
-        work.constrain(self.features.constraints(self.replicas, work), self.replicas)
 
     @property
     def synchronised(self) -> bool:
         """Whether the module, as it is now, has batch normalisation that is over the batch of all devices."""
         return self.features.constraints(self.replicas, None).undivided
 
-    def fill(self) -> None:
-        """Give the module memory and values, if it has none yet."""
-
-    def gather(self) -> None:
-        """Bring the user's module to one device, until the next run."""
-
-    def end(self) -> None:
-        """Called when the workers have ended, or are left behind."""
-        self.features.close()
-
     def release(self) -> None:
         """Drop what was kept for the devices to read. Requires: the devices have ended."""
         self.committed = self._enqueued = None
-        self._journal.end()
-        self.pushing.release()
+        self._of_steps.end()
         if self.graphs is not None:
             self.graphs.clear()
         if self.flat is not None:
             self.flat.release()
         if self._early is not None:
             self._early.release()
+        self.source.release()
 
     def explain(self) -> str:
         """Lines about gradients that are summed early, features, graphs and proofs; empty if there is nothing to say."""

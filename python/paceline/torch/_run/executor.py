@@ -46,6 +46,7 @@ class Executor:
     """Runs the micro-batches of one attempt: the caller's state around every slice, and failures with their traceback."""
 
     repeatable = True  # whether it may run a second time, if memory runs out
+    kept = "gradients and buffers are as before the step"  # what a failure does not change, in words
 
     def __init__(self, call: Call) -> None:
         self.call, self.recipe, self.places = call, call.recipe, call.places
@@ -116,11 +117,6 @@ class Executor:
         self._interrupted = True
         for thread in list(self._inside.values()):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Cancelled))
-
-    @property
-    def kept(self) -> str:
-        """What a failure does not change, in words."""
-        return "gradients and buffers are as before the step"
 
     @property
     def inside(self) -> dict[int, int]:
@@ -235,14 +231,6 @@ class Executor:
         """Whether the device's next micro-batch, of this size, will be captured."""
         return False
 
-    @property
-    def lacks_extras(self) -> bool:
-        """Whether the run has to be repeated for what `loss_fn` returns beside the loss."""
-        return False
-
-    def note_extras(self) -> None:
-        """Let the next run have what this one lacks."""
-
     def launched(self, device: int, seconds: float) -> None:
         """Called after each piece on a GPU, with the seconds from the arrival of its items until it was enqueued or, on the host, had run."""
 
@@ -253,15 +241,12 @@ class Executor:
 class PredictRun(Executor):
     """Forward only."""
 
-    def __init__(self, call: Call, *, fn: Callable[[nn.Module, Any], Any], pad: float | None = None) -> None:
+    kept = "gradients are untouched"
+
+    def __init__(self, call: Call, *, fn: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__(call)
         self.fn = fn
-        self.pad = pad  # what fills rows of outputs up
         self.outputs: list[tuple[int, int, Any]] = []
-
-    @property
-    def kept(self) -> str:
-        return "gradients are untouched"
 
     def compute(self, device: int, begin: int, end: int) -> bool:
         part = self.bring(device, begin, end)

@@ -10,7 +10,7 @@ import torch
 
 from paceline import InvalidArgument
 from paceline.torch._batch.extras import parted
-from paceline.torch._devices.places import RandomStates
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers
 
 

@@ -10,7 +10,6 @@ from paceline import InvalidArgument
 from paceline.torch._batch.extras import parted
 from paceline.torch._batch.joining import joined
 from paceline.torch._batch.terms import Terms
-from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.call import Call
 from paceline.torch._run.gradients import View
 from paceline.torch._run.graphs import Captured, Graphs, Inputs, key_of
@@ -21,9 +20,9 @@ from paceline.torch._run.train_run import TrainRun
 class GraphRun(TrainRun):
     """Runs micro-batches without a graph as `TrainRun` does, and captures those that were seen often enough."""
 
-    def __init__(self, call: Call, graphs: Graphs, replicas: Replicas, **options: Any) -> None:
+    def __init__(self, call: Call, graphs: Graphs, **options: Any) -> None:
         super().__init__(call, **options)
-        graphs.follow(replicas)
+        graphs.follow(call.all_replicas)
         if isinstance(self.objective, Terms):
             raise InvalidArgument(
                 "step: graphs=True together with a weight= that is a mapping. The terms that a slice has weight in differ from slice to slice, and a "

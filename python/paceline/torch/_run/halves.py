@@ -103,11 +103,9 @@ class BackwardRun(TrainRun):
 
     repeatable = False  # the graphs are gone
 
-    def __init__(
-        self, call: Call, forward: ForwardRun, gradients: Sequence[torch.Tensor | None], names: list[str]
-    ) -> None:
+    def __init__(self, call: Call, forward: ForwardRun, gradients: Sequence[torch.Tensor | None]) -> None:
         objective = Objective(None, call.batch.size, "sum", None)
-        super().__init__(call, loss_fn=forward.fn, objective=objective, scale=None, names=names, carries=True)
+        super().__init__(call, loss_fn=forward.fn, objective=objective, carries=True)
         if any(map(operator.is_not, self.replicas, forward.replicas)):
             raise RuntimeError(
                 "backward: the module was changed since its forward (another structure, or other parameters), so the devices have new copies of "

@@ -29,8 +29,6 @@ class Committing(Protocol):
     items: list[int]
     extras: Any
     steps: int
-    calls: int
-    took_part: int
 
     def push(self, outcome: Any, *, buffers: bool = True) -> None:
         """Give the user's module what the forwards have written."""
@@ -47,9 +45,9 @@ def of_step(execution: Committing) -> list[Participant]:
     ]
 
 
-def of_part(execution: Committing) -> list[Participant]:
-    """What a step changes on a rank without items."""
-    return [_Gradients(execution), _PartCounters(execution)]
+def of_part(execution: Committing, *own: Participant) -> list[Participant]:
+    """What a step changes that the devices do not run: on a rank without items, or a proof, which has some of its `own`."""
+    return [_Gradients(execution), *own, _Counters(execution)]
 
 
 def of_forward(execution: Committing) -> list[Participant]:
@@ -152,42 +150,38 @@ class _Pushed(Participant):
         """`always`: buffers also follow in evaluation mode."""
         self._execution, self._always = execution, always
 
+    written = False
+
     def commit(self, done: Done) -> None:
+        self.written = True
         self._execution.push(done.outcome, buffers=self._always or self._execution.module.training)
+
+    def release(self) -> None:
+        self.written = False
 
 
 class _Counters(Participant):
     """What is counted and measured of committed steps. What must not be done twice is marked before, with no call in between."""
 
     def __init__(self, execution: Committing) -> None:
-        self._execution = execution
+        self._execution, self._counted = execution, False
 
     def commit(self, done: Done) -> None:
-        execution, outcome, work = self._execution, done.outcome, done.run.call.work
-        if execution.committed is not outcome:
-            items = outcome.items
-            execution.committed, execution.items, execution.extras = outcome, items, done.extras
+        execution, outcome = self._execution, done.outcome
+        if not self._counted:
+            self._counted, execution.items, execution.extras = True, done.items, done.extras
             execution.steps += 1
-            work.step_loop.commit(outcome)
-            work.launches.add(done.run.launches)
-            if work.sends_early is None:
-                work.sends_early = True
+            if outcome is not None:
+                execution.committed, work = outcome, done.run.call.work
+                work.step_loop.commit(outcome)
+                work.launches.add(done.run.launches)
+                if work.sends_early is None:
+                    work.sends_early = True
         if execution.sampler is not None:
             execution.sampler.trained()
 
-
-class _PartCounters(Participant):
-    def __init__(self, execution: Committing) -> None:
-        self._execution = execution
-
-    def commit(self, done: Done) -> None:
-        execution = self._execution
-        if execution.took_part != execution.calls:
-            items = [0] * len(execution.items)
-            execution.took_part, execution.items, execution.extras = execution.calls, items, None
-            execution.steps += 1
-        if execution.sampler is not None:
-            execution.sampler.trained()
+    def release(self) -> None:
+        self._counted = False
 
 
 class _Times(Participant):
@@ -201,6 +195,9 @@ class _Times(Participant):
         if self._told is not outcome:
             self._told = outcome
             step_loop.commit(outcome)
+
+    def release(self) -> None:
+        self._told = None
 
 
 def refuse_outside_of_ranks(shape: torch.Size | None) -> None:

@@ -35,8 +35,7 @@ class TrainRun(Executor):
         *,
         loss_fn: LossFunction,
         objective: Objective,
-        scale: torch.Tensor | None,
-        names: list[str],
+        scale: torch.Tensor | None = None,
         carries: bool = False,
         finite: bool = False,
     ) -> None:
@@ -50,10 +49,9 @@ class TrainRun(Executor):
         self._finite = finite  # whether loss_fn's result must be finite in each slice, if it is for the whole batch
         self.extras = Extras(objective)
         self._skipped = False  # whether items without weight did not run
-        self.names = names
         self.terms: list[list[tuple[int, torch.Tensor]]] = [[] for _ in replicas]
         self.launches: list[Launch] = []
-        self.sink: Sink = PerTensor(replicas, names) if call.flat is None else call.flat
+        self.sink: Sink = PerTensor(replicas, call.all_replicas.names) if call.flat is None else call.flat
         if call.flat is not None:
             call.flat.begin()
         self.outside: OutsideGradients | None = None  # set if they are put back after a failure
@@ -149,8 +147,6 @@ class TrainRun(Executor):
         return scale
 
     def launched(self, device: int, seconds: float) -> None:
-        if self.passage is not None:
-            return
         # When a later piece of a step comes, the device may still be busy with the piece before. Nothing tells whether it is.
         room = self.queues_empty if not self._begun[device] else None
         self.launches.append(Launch(device, seconds, room))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from paceline import DeviceGroup
 from paceline._core.engine import StepLoop
-from paceline.torch._devices.places import Places
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.launch import LaunchClock
@@ -24,19 +22,22 @@ class Workload:
     proved = 0  # steps that one device ran, as proofs; they are not among those of `step_loop`
 
     def __init__(
-        self, group: DeviceGroup, places: Places, limits: list[int | None], *, searches: bool = False, **options: Any
+        self,
+        step_loop: Any,
+        limits: Sequence[int | None],
+        on_gpu: Sequence[bool],
+        *,
+        searches: bool = False,
+        fixed: bool = False,
+        corrects: bool = False,
     ) -> None:
-        self.step_loop = StepLoop(
-            group, memory_limits=[limit or 0 for limit in limits], search_sizes=searches, **options
-        )
+        self.step_loop: StepLoop = step_loop
         self.limits = limits
         self.searches = searches  # whether to search for the size of micro-batches
-        self.fixed = options.get("balance") != "auto"  # whether shares stay the same whatever the times
-        self.seen = Seen(len(group))
-        self.launches = LaunchClock(places.on_gpu)
-        # Whether corrections are on by default.
-        self.corrects = len(group) > 1 and not any(places.on_gpu) and options.get("balance", "auto") == "auto"
-        self.corrects &= not options.get("micro_batch") and options.get("corrections") is None
+        self.fixed = fixed  # whether shares stay the same whatever the times
+        self.corrects = corrects  # whether corrections are on by default
+        self.seen = Seen(len(on_gpu))
+        self.launches = LaunchClock(on_gpu)
         # Whether the forward writes buffers. If it does, the number of forwards changes the result. None: not known yet.
         self.writes_buffers: bool | None = None
         self.mode: Any = None  # the mode in which `writes_buffers` was found out

@@ -283,14 +283,11 @@ def _memory_bytes(device: Device) -> int:
 
 def check_sizes(micro_batch: int | None, granularity: int | None) -> None:
     """Raise if one of them, which both count items, is not a positive integer."""
-    if micro_batch is not None and (not isinstance(micro_batch, int) or micro_batch < 1):
-        raise InvalidArgument(
-            f"DataParallel: micro_batch is {micro_batch}; it must be an integer of at least 1, or None to have it planned."
-        )
-    if granularity is not None and (not isinstance(granularity, int) or granularity < 1):
-        raise InvalidArgument(
-            f"DataParallel: granularity is {granularity}; it must be an integer of at least 1, or None to have it chosen."
-        )
+    for name, value in (("micro_batch", micro_batch), ("granularity", granularity)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise InvalidArgument(
+                f"DataParallel: {name} is {value}; it must be an integer of at least 1, or None to have it chosen."
+            )
 
 
 def check_timeout(call: str, timeout: object) -> None:

@@ -19,19 +19,19 @@ from paceline.torch._batch.splits import Split
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._trainer.alarms import Alarms
-from paceline.torch._trainer.arguments import check_shard
+from paceline.torch._trainer.arguments import check_optimizer, check_shard
 from paceline.torch._trainer.data import Data
 from paceline.torch._trainer.host_workers import HostWorkers
 from paceline.torch._trainer.lifetime import Lifetime
-from paceline.torch._trainer.optimizer import spread
-from paceline.torch._trainer.parts import carried_out_by
+from paceline.torch._trainer.optimizer import made_of, spread
+from paceline.torch._trainer.parts import Core, carried_out_by
 from paceline.torch._trainer.predictions import Predictions
 from paceline.torch._trainer.proofs import Proofs
 from paceline.torch._trainer.recent_steps import RecentSteps
 from paceline.torch._trainer.reports import Reports
 from paceline.torch._trainer.saving import Saving
-from paceline.torch._trainer.sharded_optimizer import sharded, why_unsharded
-from paceline.torch._trainer.shards import Shards
+from paceline.torch._trainer.sharded_optimizer import Sharded, why_unsharded
+from paceline.torch._trainer.shards import Shards, unsharded
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.tracing import Tracing
 from paceline.torch._trainer.training import Training
@@ -67,15 +67,16 @@ class Trainer:
         self.module, self.group = module, group
         self._works, self._execution = works, execution
         self._gaps, self._recent = StepGaps(), RecentSteps(on_gpu=any(execution.places.on_gpu))
-        self._lifetime = lifetime = Lifetime(group, owned, execution, works, self._gaps, self._recent)
+        self._lifetime = Lifetime(group, owned, execution, works, self._gaps, self._recent)
+        core = Core(works, execution, self._lifetime)
         self._proofs = proofs = self._kind_of_proofs(prove, works, execution)
-        self._training = Training(works, execution, lifetime, self._recent, reduction, proofs)
-        self._predictions = Predictions(works, execution, lifetime, self._training, proofs)
-        self._trials = Trials(works, execution, lifetime, self._training)
-        self._verification = Verification(works, execution, lifetime, self._training, verify_every)
-        self._reports = self._kind_of_reports(module, works, execution, lifetime, self._gaps)
-        self._data = Data(execution, lifetime, group)
-        self._saving = Saving(module, works, execution, lifetime, self._data)
+        self._training = Training(core, self._recent, reduction, proofs)
+        self._predictions = Predictions(core, self._training, proofs)
+        self._trials = Trials(core, self._training)
+        self._verification = Verification(core, self._training, verify_every)
+        self._reports = self._kind_of_reports(core, self._gaps)
+        self._data = Data(core)
+        self._saving = Saving(core, self._data)
         self._alarms = Alarms(self._reports.report, works, group.devices)
         self._tracing = self._kind_of_tracing(module, works.names, self._recent, self._gaps, self._alarms)
 
@@ -302,12 +303,15 @@ class Trainer:
         workers = HostWorkers(self._lifetime, self._recent.optimizer_times)
         parameters = self.module.parameters() if parameters is None else parameters
         check_shard(shard)
+        check_optimizer(cls, parameters)
         why = why_unsharded(cls, shard, self._execution.places)
         if not why:
-            return sharded(cls, parameters, Shards(cls, self._lifetime, always=shard is True), workers, options)
+            shards = Shards(cls, self._lifetime, always=shard is True)
+            made: torch.optim.Optimizer = made_of(Sharded, cls)(parameters, shards=shards, workers=workers, **options)
+            return made
         optimizer = spread(cls, parameters, workers, options)
         if shard is True:
-            self._lifetime.unsharded[optimizer] = f"Optimizer: {cls.__name__} is not sharded, since {why}.\n"
+            self._lifetime.unsharded[optimizer] = unsharded(cls, why)
         return optimizer
 
     def retire(self, device: str | Device) -> None:

@@ -6,24 +6,21 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from paceline import DeviceGroup, InvalidArgument
+from paceline import InvalidArgument
 from paceline._words import plural
 from paceline.torch._batch.by_cost import Cost
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
-from paceline.torch._run.execution import Execution
 from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._trainer.arguments import Balance, policy_of
-from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.sampler_arguments import Items, Ledger, ledger_of, sampler_of
 
 
-class Data:
+class Data(Part):
     """The sampler of a trainer, if it has one."""
 
-    def __init__(self, execution: Execution, lifetime: Lifetime, group: DeviceGroup) -> None:
-        self._execution = execution
-        self._lifetime = lifetime
-        self._group = group
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
         self._loaded: Mapping[str, Any] | None = None  # the state for a sampler that is yet to be made
 
     def batch_sampler(
@@ -135,7 +132,7 @@ class Data:
                 decided()
                 sampler = make(0, 1)
             else:
-                devices = sorted((device.kind, device.sm_count or 0) for device in self._group.devices)
+                devices = sorted((device.kind, device.sm_count or 0) for device in self._lifetime.group.devices)
                 kind = zlib.crc32(repr(devices).encode())
                 sampler = ranks.deal(make, decided, kind, meets)
             self._execution.sampler, self._loaded = sampler, None

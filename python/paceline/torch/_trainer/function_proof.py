@@ -73,4 +73,4 @@ class FunctionProver(Prover):
         raise without_gradient(self._given is not None)
 
     def _trial(self, call: Call, **options: Any) -> TrialRun:
-        return _Trial(call, fn=self._function, replicas=self._replicas, parameters=self._given, **options)
+        return _Trial(call, fn=self._function, parameters=self._given, **options)

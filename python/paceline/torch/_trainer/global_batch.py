@@ -10,7 +10,6 @@ from torch import nn
 
 from paceline import InvalidArgument, Unavailable
 from paceline.torch._batch.objective import Objective
-from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.call import Call
 from paceline.torch._run.train_run import Loss, TrainRun
 
@@ -156,10 +155,10 @@ class FunctionRun(TrainRun):
         fn: RunFunction,
         objective: Objective,
         scale: torch.Tensor | None,
-        replicas: Replicas,
         parameters: list[nn.Parameter] | None,
     ) -> None:
-        super().__init__(call, loss_fn=fn, objective=objective, scale=scale, names=replicas.names)
+        super().__init__(call, loss_fn=fn, objective=objective, scale=scale)
+        replicas = call.all_replicas
         self._wanted: list[list[torch.Tensor]] | None = (
             None  # per device, those of the parameters that may have a gradient
         )

@@ -90,7 +90,7 @@ class Lifetime:
         self._cancel()
         self._finalizer()
         CallerThreads.here().settle()
-        self._execution.end()
+        self._execution.source.end()
         self._release_if_idle()
 
     def leave(self, raised: bool) -> None:

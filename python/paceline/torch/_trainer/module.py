@@ -128,16 +128,11 @@ class AsModule(nn.Module):
                     f"{kind}: {name} is {probe.dtype} on {probe.device}, and would become {became.dtype} on {became.device}, away from the devices that "
                     f"train it. Move the module before it is wrapped: {kind}(module.to(...)). Or close() this one, move the module, and make a new {kind}."
                 )
-            before = dict(vars(self))
             self.close()
             module._apply(fn, recurse)
-            try:
-                vars(self).clear()
-                type(self).__init__(self, module, **before["_arguments"])  # "auto" follows the module
-            except BaseException:
-                vars(self).update(before)  # closed, but whole
-                raise
-            vars(self).update({name: value for name, value in before.items() if name not in vars(self)})
+            vars(self).update(
+                vars(type(self)(module, **self._arguments))
+            )  # its parts are those of a new one: "auto" follows the module
             return self
         module._apply(fn, recurse)
         return self

@@ -13,7 +13,6 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from paceline.plan import split_items
-from paceline.torch._trainer.arguments import check_optimizer
 
 # Optimizers that update each parameter from its own gradient and state alone, so that any division gives the same bits. Others run as they
 # are. So do subclasses, since they may do anything.
@@ -41,66 +40,76 @@ class Workers(Protocol):
         """Note that a step of the optimizer began then, in seconds of ``time.perf_counter``, and ends now."""
 
 
-def spread(cls: type[Optimizer], parameters: Iterable[Any], workers: Workers, options: dict[str, Any]) -> Optimizer:
-    """``cls(parameters, **options)``, whose step divides the parameters over the workers if that changes nothing but the time.
+class Divided(Optimizer):
+    """What a trainer adds to a class of PyTorch: `made_of` makes a subclass of both. A copy or a pickle of an instance is a plain one."""
 
-    It is an instance of `cls` with all of its state in its own ``state``. A copy or a pickle of it is a plain `cls`.
-    """
-    check_optimizer(cls, parameters)
+    _plain: type[Optimizer]
+
+    def __init__(self, parameters: Iterable[Any], *, workers: Workers, **options: Any) -> None:
+        self._workers = workers
+        super().__init__(parameters, **options)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        began = time.perf_counter()
+        step = unhooked(self._plain.step)
+        if not self._runs(step):
+            step(self)
+        self._workers.stepped(began)
+        return loss
+
+    def _runs(self, step: Callable[[Any], Any]) -> bool:
+        """Run the step, divided. False: nothing was run."""
+        raise TypeError("Divided._runs is for subclasses")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (self._plain,), self.__getstate__()
+
+
+_made: dict[Any, Any] = {}
+
+
+def made_of(kind: type[Divided], cls: type[Optimizer]) -> Any:
+    """A subclass of both, with the name of `cls`."""
+    if (kind, cls) not in _made:
+        names = {name: getattr(cls, name) for name in ("__qualname__", "__doc__", "__module__")}
+        _made[kind, cls] = type(cls.__name__, (kind, cls), {**names, "_plain": cls})
+    return _made[kind, cls]
+
+
+class Spread(Divided):
+    """Divides the parameters over the workers in its step, if that changes nothing but the time. Its state is all in its own ``state``."""
+
+    _parts: tuple[Any, list[set[int]]] = ((), [])  # the key that the parts were made for, and the parts
+
+    def _runs(self, step: Callable[[Any], Any]) -> bool:
+        if is_observed():
+            return False
+        parts = self._divided(self._workers.part_count())
+        tasks = [functools.partial(step, _part(self._plain, self, part)) for part in parts]
+        return bool(tasks) and self._workers.run_parts(tasks)
+
+    def _divided(self, count: int) -> list[set[int]]:
+        """The parameters of each part, by identity, of all groups together."""
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        key = (count, tuple(map(id, parameters)))
+        if self._parts[0] != key:
+            self._parts = (key, _parts_of(parameters, count, _is_loop(self)))
+        return self._parts[1]
+
+
+def spread(cls: type[Optimizer], parameters: Iterable[Any], workers: Workers, options: dict[str, Any]) -> Optimizer:
+    """``cls(parameters, **options)``, whose step is spread over the workers if it can be."""
     if cls not in SEPARABLE:
         return cls(parameters, **options)
-    if cls not in _spread_classes:
-        _spread_classes[cls] = _spread_class(cls)
-    optimizer: Optimizer = _spread_classes[cls](parameters, workers=workers, **options)
-    return optimizer
+    made: Optimizer = made_of(Spread, cls)(parameters, workers=workers, **options)
+    return made
 
 
-_spread_classes: dict[type[Optimizer], Any] = {}
-
-
-def _spread_class(cls: type[Optimizer]) -> Any:
-    class Spread(cls):  # type: ignore[misc, valid-type]
-        def __init__(self, parameters: Iterable[Any], *, workers: Workers, **options: Any) -> None:
-            super().__init__(parameters, **options)
-            self._workers = workers
-            self._parts: tuple[Any, list[set[int]]] = ((), [])  # the key that the parts were made for, and the parts
-
-        def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            began = time.perf_counter()
-            step = unhooked(cls.step)
-            if not self._runs_in_parts(step):
-                step(self)
-            self._workers.stepped(began)
-            return loss
-
-        def _runs_in_parts(self, step: Callable[[Any], Any]) -> bool:
-            if is_observed():
-                return False
-            parts = self._divided(self._workers.part_count())
-            tasks = [functools.partial(step, _part(cls, self, part)) for part in parts]
-            return bool(tasks) and self._workers.run_parts(tasks)
-
-        def _divided(self, count: int) -> list[set[int]]:
-            """The parameters of each part, by identity, of all groups together."""
-            parameters = [one for group in self.param_groups for one in group["params"]]
-            key = (count, tuple(map(id, parameters)))
-            if self._parts[0] != key:
-                self._parts = (key, _parts_of(parameters, count, _is_loop(self)))
-            return self._parts[1]
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return empty, (cls,), self.__getstate__()
-
-    Spread.__name__, Spread.__qualname__, Spread.__doc__ = cls.__name__, cls.__qualname__, cls.__doc__
-    Spread.__module__ = cls.__module__
-    return Spread
-
-
-def empty(cls: type[Optimizer]) -> Optimizer:
+def _empty(cls: type[Optimizer]) -> Optimizer:
     """An object of the class without state, for `copy` and `pickle`."""
     return cls.__new__(cls)
 

@@ -1,10 +1,14 @@
-"""Public methods of a trainer that one of its parts carries out."""
+"""The parts of a trainer, which carry out its public methods."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from paceline.torch._run.execution import Execution
+from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.works import Works
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -20,3 +24,18 @@ def carried_out_by(part: str, method: Callable[Concatenate[Any, _P], _R]) -> Cal
 
     call.__qualname__ = f"DataParallel.{method.__name__}"
     return call
+
+
+class Core(NamedTuple):
+    """What all parts of a trainer use."""
+
+    works: Works
+    execution: Execution
+    lifetime: Lifetime
+
+
+class Part:
+    """One of several objects that carry out the calls of a trainer."""
+
+    def __init__(self, core: Core) -> None:
+        self._works, self._execution, self._lifetime = core

@@ -14,12 +14,10 @@ from paceline import InvalidArgument
 from paceline._words import plural
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.joining import joined
-from paceline.torch._run.call import Asked, Call
-from paceline.torch._run.execution import Execution
+from paceline.torch._run.call import Asked
 from paceline.torch._run.halves import BackwardRun, ForwardRun
-from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.proofs import Proofs
-from paceline.torch._trainer.works import Works
 
 _Gradients = Sequence[torch.Tensor | None]
 
@@ -63,15 +61,13 @@ class PassesClock:
         return f"{text}Faster: {gains}\n"
 
 
-class Passes:
+class Passes(Part):
     """Runs forward and backward apart. Devices run in a backward what they ran in its forward."""
 
-    def __init__(self, works: Works, execution: Execution, lifetime: Lifetime, proofs: Proofs) -> None:
-        self._works = works
-        self._execution = execution
-        self._lifetime = lifetime
+    def __init__(self, core: Core, proofs: Proofs) -> None:
+        super().__init__(core)
         self._proofs = proofs
-        self.clock = PassesClock(on_gpu=any(execution.places.on_gpu))
+        self.clock = PassesClock(on_gpu=any(core.execution.places.on_gpu))
 
     def forward(self, fn: Callable[..., Any], batch: Any) -> Any:
         """What ``fn(module, slice)`` returns for the whole batch, with a graph that leads to the parameters and to `batch`."""
@@ -137,9 +133,7 @@ class Passes:
                 # Checkpointing sets the generator that its forward has read: the worker's own, also where that forward drew nothing.
                 work.seen.drawing.draws = forward.draws.seeds or forward.draws.drew
 
-            def executor(call: Call) -> BackwardRun:
-                return BackwardRun(call, forward, gradients, self._execution.replicas.names)
-
+            executor = partial(BackwardRun, forward=forward, gradients=gradients)
             asked = Asked(work, whole, fn, executor, hooks=True, like=forward.constraints, before=draw_as_forward)
             done = self._execution.train(asked)
             by_leaf = {id(leaf): gradient for leaf, gradient in done.run.outside_gradients}

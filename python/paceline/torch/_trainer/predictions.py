@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,29 +12,25 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._batch.batch import Batch, BatchDim
 from paceline.torch._batch.items import Cost
+from paceline.torch._batch.joining import concatenate
 from paceline.torch._batch.options import Options
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
+from paceline.torch._devices.caller_state import NoGrad
 from paceline.torch._devices.failures import noted
 from paceline.torch._replicas.batch_norm import using_batch_statistics
-from paceline.torch._run.call import Asked, Call
-from paceline.torch._run.execution import Execution
+from paceline.torch._run.call import Asked
 from paceline.torch._run.executor import PredictRun
-from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.proofs import Proofs
 from paceline.torch._trainer.training import Training
-from paceline.torch._trainer.works import Works
 
 
-class Predictions:
+class Predictions(Part):
     """Runs the module forward on all devices."""
 
-    def __init__(
-        self, works: Works, execution: Execution, lifetime: Lifetime, training: Training, proofs: Proofs
-    ) -> None:
-        self._works = works
-        self._execution = execution
-        self._lifetime = lifetime
+    def __init__(self, core: Core, training: Training, proofs: Proofs) -> None:
+        super().__init__(core)
         self._training = training
         self._proofs = proofs
 
@@ -111,12 +108,12 @@ class Predictions:
         if (proved := self._proofs.forward("predict", fn, whole, graph=False, pad=pad)) is not None:
             return proved[0]
         self._execution.places.begin(whole)
-        work = self._works.of("predict")
-
-        def executor(call: Call) -> PredictRun:
-            return PredictRun(call, fn=fn, pad=pad)
-
-        return self._execution.predict(Asked(work, whole, fn, executor, costs, hooks=True))
+        work, executor = self._works.of("predict"), partial(PredictRun, fn=fn)
+        run: PredictRun = self._execution.forward(Asked(work, whole, fn, executor, costs, hooks=True))
+        places = self._execution.places
+        with NoGrad():
+            own = places.owned if run.items is None else run.items.restored
+            return concatenate(run.outputs, places.to_home, own, pad=pad)
 
 
 def _forward(module: nn.Module, part: Any) -> Any:

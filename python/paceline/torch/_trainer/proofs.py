@@ -6,14 +6,14 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from paceline import Error, InvalidArgument
 from paceline.torch._batch.batch import Batch
-from paceline.torch._batch.objective import Objective
+from paceline.torch._batch.objective import Objective, Reduction
 from paceline.torch._batch.terms import Terms
 from paceline.torch._check.check import check
 from paceline.torch._check.forward import ForwardProver
@@ -24,10 +24,10 @@ from paceline.torch._devices.failures import warn_caller
 from paceline.torch._features.faults import Faults
 from paceline.torch._replicas.hooks import hooks_of
 from paceline.torch._run.execution import Execution
-from paceline.torch._run.gradients import UserGradients
+from paceline.torch._run.journal import Done, Journal, Participant
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.outside import code_of
-from paceline.torch._run.participants import refuse_outside_of_ranks
+from paceline.torch._run.participants import of_part, refuse_outside_of_ranks
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.works import Works
@@ -67,6 +67,17 @@ def prove_of(value: Prove | None) -> Literal["warn", "raise"] | None:
             f"{where} {given!r}; it must be 'warn', 'raise' or {'off' if value is None else 'False'}."
         )
     return named[given]  # type: ignore[return-value]
+
+
+class Wanted(NamedTuple):
+    """What a step that is proved is asked for, beside its function, batch and objective."""
+
+    scale: torch.Tensor | None
+    costs: list[float] | None
+    carries: bool
+    reduction: Reduction
+    work: str  # the kind
+    prover_of: Callable[..., Prover] = Prover
 
 
 class Proofs:
@@ -159,31 +170,20 @@ class Proofs:
         mode = self._execution.module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         return _signature(function), batch.structure, mode, self._names[1], self._hooks[1], *more
 
-    def step(self, *given: Any, **options: Any) -> Proved | None:
+    def step(self, loss_fn: LossFunction, batch: Batch, objective: Objective, wanted: Wanted) -> Proved | None:
         """The objective, the gradients of the parameters, and outside tensors with theirs. Commits them, unless the caller's loss `carries` them.
 
         None, and all as before, in a run that was resumed: its devices run the step, as they would have without the interruption.
         """
         try:
-            return self._step(*given, **options)
+            return self._step(loss_fn, batch, objective, wanted)
         except BaseException:
             self._steps[self._now[0]] -= 1  # the next step is proved
             raise
 
-    def _step(
-        self,
-        loss_fn: LossFunction,
-        batch: Batch,
-        objective: Objective,
-        *,
-        scale: torch.Tensor | None,
-        costs: list[float] | None,
-        carries: bool,
-        reduction: Any,
-        prover_of: Callable[..., Prover] = Prover,
-        work: str,
-    ) -> Proved | None:
-        execution, kind, done = self._execution, self._now[0], self._works.of(work)
+    def _step(self, loss_fn: LossFunction, batch: Batch, objective: Objective, wanted: Wanted) -> Proved | None:
+        scale, costs, carries, reduction, work, prover_of = wanted
+        execution, kind, of_kind = self._execution, self._now[0], self._works.of(work)
         execution.places.begin(batch)
         execution.replicas.refresh(hooks=carries)
         proof = Proof(name_of(loss_fn), execution.steps + 1, batch.size, "step" if prover_of is Prover else "run")
@@ -201,41 +201,40 @@ class Proofs:
             draws = ("random draws", "shared draws", "running statistics")
             return " ".join(cause.text for cause in report.causes if cause.kind not in draws)
 
-        user = UserGradients(execution.replicas, adds=not carries)
+        options = {"scale": scale, "costs": costs, "carries": carries, "micro_batch": micro_batch}
+        prover = prover_of(execution, self._make_work, batch, objective, loss_fn, explain=explained, **options)
+
+        def attempt() -> Done:
+            whole: Result = prover.run(proof)
+            proof.seconds = time.perf_counter() - began
+            if proof.is_wrong and self._prove == "raise":
+                raise Error(f"{words_of(proof)} Nothing was committed.")
+            home = execution.places.devices.index(execution.places.home)
+            items = [batch.size if device == home else 0 for device in range(len(execution.places))]
+            return Done(whole, None, whole.loss, whole.gradients, items, whole.extras, carries)
+
+        def summed(done: Done) -> Any:
+            """The result for the batch of all ranks, from that of this rank's part."""
+            refuse_outside_of_ranks(
+                next((leaf.shape for leaf, one in prover.reached(done.run) if one is not None), None)
+            )
+            assert execution.ranks is not None
+            given = execution.replicas, objective, done.loss, done.totals
+            return execution.ranks.sum(*given, scale=scale, steps=execution.steps)
+
+        journal, keep = Journal(of_part(execution, _Proved(prover, of_kind))), not execution.resumed
         with self._works.no_trace():
-            options = {"scale": scale, "costs": costs, "carries": carries, "micro_batch": micro_batch}
-            prover = prover_of(execution, self._make_work, batch, objective, loss_fn, explain=explained, **options)
-            try:
-                whole = prover.run(proof)
-                proof.seconds = time.perf_counter() - began
-                if proof.is_wrong and self._prove == "raise":
-                    raise Error(f"{words_of(proof)} Nothing was committed.")
-                if not execution.resumed:
-                    self._sum_over_ranks(prover, whole, objective, scale)
-            except BaseException:
-                if execution.ranks is None or execution.ranks.agreed is None:
-                    prover.take_back()
-                    prover.outside.restore()
-                    user.restore()
-                else:  # interrupted when all ranks commit already
-                    whole.loss, whole.gradients = execution.ranks.agreed
-                    self._commit(user, prover, whole, done, carries=carries)
-                raise
-        if execution.resumed:  # the interrupted run has this step from its devices
-            prover.take_back()
-            prover.outside.restore()
-            user.restore()
-            self._tell(proof)
-            return None
-        self._commit(user, prover, whole, done, carries=carries)
+            done = execution.settle(
+                journal, prover, attempt, None if execution.ranks is None or not keep else summed, keep=keep
+            )
         self._tell(proof)
-        if proof.unproved and not whole.finite and self._tries.setdefault(kind, 0) < TRIES:
+        if not keep:  # the interrupted run has this step from its devices
+            return None
+        if proof.unproved and not done.run.finite and self._tries.setdefault(kind, 0) < TRIES:
             self._tries[kind] += 1
             self._steps[kind] -= 1  # the next step tries again
-        outside = [
-            (leaf, one) for leaf, one in zip(prover.outside.leaves, whole.outside, strict=False) if one is not None
-        ]
-        return whole.loss, whole.gradients, outside if carries else []
+        outside = [(leaf, one) for leaf, one in prover.reached(done.run) if one is not None]
+        return done.loss, done.totals, outside if carries else []
 
     def _make_work(self) -> Workload:
         """Work for a run that is thrown away."""
@@ -251,52 +250,31 @@ class Proofs:
             self._warned.add((self._now[0], said))
             warn_caller(said, ProofWarning)
 
-    def _sum_over_ranks(self, prover: Prover, whole: Result, objective: Objective, scale: torch.Tensor | None) -> None:
-        """Bring the result of this rank's part to that of the batch of all ranks, as every step does."""
-        execution = self._execution
-        if execution.ranks is None:
-            return
-        reached = (
-            leaf.shape for leaf, one in zip(prover.outside.leaves, whole.outside, strict=False) if one is not None
-        )
-        refuse_outside_of_ranks(next(reached, None))
-        with torch.no_grad():
-            whole.loss, whole.gradients = execution.ranks.sum(
-                execution.replicas, objective, whole.loss, whole.gradients, scale=scale, steps=execution.steps
-            )
 
-    def _commit(self, user: UserGradients, prover: Prover, whole: Result, work: Workload, *, carries: bool) -> None:
-        """Write everything. An interrupted call is repeated."""
-        execution, steps = self._execution, self._execution.steps
-        reached = [] if carries else list(zip(prover.outside.leaves, whole.outside, strict=False))
-        totals: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+class _Proved(Participant):
+    """What a proof has kept: the state from before the step, and the gradients of tensors outside of the module."""
 
-        def write() -> None:
-            user.commit([None] * len(whole.gradients) if carries else whole.gradients)
-            prover.outside.restore()
-            if not totals:
-                totals[:] = [
-                    (leaf, one if one is None or leaf.grad is None else leaf.grad + one) for leaf, one in reached
-                ]
-            for leaf, total in totals:
-                if total is not None and leaf.grad is not None:
-                    leaf.grad.copy_(total)
-                elif total is not None:
-                    leaf.grad = total
-            if execution.steps == steps:
-                execution.items = items
-                execution.extras, execution.steps = whole.extras, steps + 1
-                work.proved += 1
-            if execution.sampler is not None:
-                execution.sampler.trained()
+    def __init__(self, prover: Prover, work: Workload) -> None:
+        self._prover, self._work = prover, work
+        self._totals: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
-        home = execution.places.devices.index(execution.places.home)
-        items = [prover.size if device == home else 0 for device in range(len(execution.places))]
-        try:
-            write()
-        except BaseException:
-            write()
-            raise
+    def commit(self, done: Done) -> None:
+        self._prover.outside.restore()
+        if self._totals is None:
+            self._totals = [
+                (leaf, one if one is None or leaf.grad is None else leaf.grad + one)
+                for leaf, one in (() if done.carries else self._prover.reached(done.run))
+            ]
+            self._work.proved += 1
+        for leaf, total in self._totals:
+            if total is not None and leaf.grad is not None:
+                leaf.grad.copy_(total)
+            elif total is not None:
+                leaf.grad = total
+
+    def rollback(self) -> None:
+        self._prover.take_back()
+        self._prover.outside.restore()
 
 
 def words_of(proof: Proof) -> str:

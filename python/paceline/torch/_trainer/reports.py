@@ -8,22 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 
 import torch
-from torch import nn
 
 from paceline import InvalidArgument
 from paceline.balance import Balancer, WhatIfAnswer
 from paceline.torch._batch.extras import explain_large
 from paceline.torch._run.alone import Measured
-from paceline.torch._run.execution import Execution
 from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._run.rank_shares import explain_shares
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.exports import Collector, Scalars
 from paceline.torch._trainer.figures import Report, WorkFigures
-from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.passes import Passes
 from paceline.torch._trainer.step_gaps import StepGaps
-from paceline.torch._trainer.works import Works, kind_of
+from paceline.torch._trainer.works import kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,21 +31,17 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class Reports:
+class Reports(Part):
     """Everything that can be read about a trainer. Nothing here changes what its steps do.
 
     Figures, rows, events, pictures and `what_if` are about `step`. `report` and `explain` are also about `predict` and the runs of `batch`, by name.
     """
 
-    def __init__(
-        self, module: nn.Module, works: Works, execution: Execution, lifetime: Lifetime, gaps: StepGaps
-    ) -> None:
+    def __init__(self, core: Core, gaps: StepGaps) -> None:
+        super().__init__(core)
         self.loss: torch.Tensor | None = None  # of the last step; the trainer sets it
         self.passes: Passes | None = None  # of a trainer that can be called, which sets it
-        self._module = module
-        self._works = works
-        self._execution = execution
-        self._lifetime = lifetime
+        self._module = core.execution.module
         self._gaps = gaps
         self._scalars = Scalars()
 

@@ -12,21 +12,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._devices.caller_state import bytes_of
 from paceline.torch._devices.failures import noted
-from paceline.torch._run.execution import Execution
 from paceline.torch._save.background import PendingSave
 from paceline.torch._save.folder import commit, newest
 from paceline.torch._save.nest import Packed
 from paceline.torch._save.tensor_file import Staging
 from paceline.torch._trainer.arguments import is_whole
 from paceline.torch._trainer.data import Data
-from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.speeds import read, written
-from paceline.torch._trainer.works import Works
 
 _VERSION = 1
 
@@ -41,16 +38,12 @@ class Stateful(Protocol):
         """Go on from a state."""
 
 
-class Saving:
+class Saving(Part):
     """Saves training runs and goes on with them, on any devices."""
 
-    def __init__(self, module: nn.Module, works: Works, execution: Execution, lifetime: Lifetime, data: Data) -> None:
-        self._module = module
-        self._works = works
-        self._execution = execution
-        self._places = execution.places
-        self._lifetime = lifetime
-        self._data = data
+    def __init__(self, core: Core, data: Data) -> None:
+        super().__init__(core)
+        self._module, self._places, self._data = core.execution.module, core.execution.places, data
         self._staging = Staging()
 
     def training_state(self) -> dict[str, Any]:
@@ -170,7 +163,7 @@ class Saving:
             states = (
                 None if optimizer is None else {name: one.state_dict() for name, one in _named(optimizer, "save_async")}
             )
-            self._execution.fill()
+            self._execution.source.fill()
             model = self._module.state_dict()
             parts = {
                 "model": model,
@@ -244,7 +237,7 @@ class Saving:
             _check_state("load", parts["trainer"])
             self._data.check(parts["trainer"])
             try:
-                self._execution.fill()
+                self._execution.source.fill()
                 model: Any = OrderedDict(parts["model"])
                 model._metadata = parts["versions"]
                 self._module.load_state_dict(model)

@@ -34,6 +34,11 @@ State = dict[torch.Tensor, dict[str, Any]]
 _Copy = tuple[int, int, int, int]  # the owner's device, to, from, bytes
 
 
+def unsharded(cls: type, why: str) -> str:
+    """A line of `explain`."""
+    return f"Optimizer: {cls.__name__} is not sharded, since {why}.\n"
+
+
 class Shards:
     """Keeps an optimizer's state in ranges on the GPUs of a trainer. Does not keep the trainer alive.
 
@@ -109,7 +114,7 @@ class Shards:
             counts[owner.device] += piece.end - piece.begin
         total = counts.total()
         if self._why_not:
-            return f"Optimizer: {self._cls.__name__} is not sharded, since {self._why_not}.\n"
+            return unsharded(self._cls, self._why_not)
         if not total:
             return ""
         held, names = self._held(), self._places.names

@@ -12,7 +12,7 @@ from torch import nn
 from paceline import DeviceGroup, InvalidArgument
 from paceline.comm import Transport
 from paceline.torch._batch.objective import Reduction
-from paceline.torch._devices.places import Places
+from paceline.torch._devices.places import places_of
 from paceline.torch._features.every import every_feature
 from paceline.torch._features.synchronised import SynchronisedNorms
 from paceline.torch._features.watchdog import Watchdog
@@ -23,8 +23,8 @@ from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.graphs import Graphs
-from paceline.torch._run.pushing import Pushing
 from paceline.torch._run.reducer import Reducer
+from paceline.torch._run.source import Shares
 from paceline.torch._trainer.arguments import (
     Balance,
     BatchNorm,
@@ -52,7 +52,7 @@ from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.data import Data
 from paceline.torch._trainer.launched import Group, check_ranks_meet, ranks_of
 from paceline.torch._trainer.module import AsModule
-from paceline.torch._trainer.parts import carried_out_by
+from paceline.torch._trainer.parts import Core, carried_out_by
 from paceline.torch._trainer.passes import Passes
 from paceline.torch._trainer.proofs import Prove, prove_of
 from paceline.torch._trainer.reports import Reports
@@ -283,7 +283,7 @@ class DataParallel(Trainer, AsModule):
         owned = local is not named
         try:
             _, weights = policy_of(balance, count=len(local))
-            places = Places(local, module, timeout, transport, reduce_dtype)
+            places = places_of(local, module, timeout, transport, reduce_dtype)
             if graphs:
                 check_graphs(places.names, places.on_gpu)
             check_batch_norm(batch_norm, micro_batch=micro_batch, memory=memory, hold_back=hold_back, graphs=graphs)
@@ -307,8 +307,7 @@ class DataParallel(Trainer, AsModule):
                 works.steps.alone = AloneTrials()
             replicas = Replicas(module, places, replicate, common=Common() if proves and len(places) > 1 else None)
             features = every_feature(replicas, synchronised=SynchronisedNorms(ranks) if synchronised else None)
-            execution = Execution(local, module, places, replicas, features)
-            execution.pushing = Pushing(replicas, places, rules)
+            execution = Execution(module, places, replicas, Shares(places, replicas, features, rules))
             if graphs:
                 replicas.share()  # so that gradients in static memory are not the user's own
                 execution.graphs = Graphs(places, execution.flat)
@@ -330,7 +329,7 @@ class DataParallel(Trainer, AsModule):
             verify_every=verify_every,
             prove=proves,
         )
-        self._reports.passes = self._passes = Passes(works, execution, self._lifetime, self._proofs)
+        self._reports.passes = self._passes = Passes(Core(works, execution, self._lifetime), self._proofs)
 
     def _is_unused(self) -> bool:
         auto = self._arguments["devices"] in (None, "auto") and self._arguments["device_ids"] in (None, "auto")

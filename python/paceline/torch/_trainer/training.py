@@ -21,40 +21,28 @@ from paceline.torch._batch.splits import Split
 from paceline.torch._batch.terms import Terms, objective_over
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.carried import Carried
-from paceline.torch._run.execution import Execution
 from paceline.torch._run.graph_run import GraphRun
 from paceline.torch._run.group_ranks import GroupRanks
-from paceline.torch._run.taking_part import take_part
+from paceline.torch._run.journal import Done
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._trainer.arguments import check_scaler, check_trains
 from paceline.torch._trainer.claims import ClaimScript
 from paceline.torch._trainer.function_proof import FunctionProver
 from paceline.torch._trainer.global_batch import FunctionRun, GlobalBatch, RunFunction
-from paceline.torch._trainer.lifetime import Lifetime
-from paceline.torch._trainer.proofs import Proofs, Proved
+from paceline.torch._trainer.parts import Core, Part
+from paceline.torch._trainer.proofs import Proofs, Proved, Wanted
 from paceline.torch._trainer.recent_steps import RecentSteps
-from paceline.torch._trainer.works import Works, kind_of
+from paceline.torch._trainer.works import kind_of
 
 
-class Training:
+class Training(Part):
     """Trains on batches: as the balancer plans, or as the claims that are replayed say."""
 
-    def __init__(
-        self,
-        works: Works,
-        execution: Execution,
-        lifetime: Lifetime,
-        recent: RecentSteps,
-        reduction: Reduction,
-        proofs: Proofs,
-    ) -> None:
+    def __init__(self, core: Core, recent: RecentSteps, reduction: Reduction, proofs: Proofs) -> None:
+        super().__init__(core)
         self.reduction: Reduction = reduction
         self._proofs = proofs
-        self._works = works
-        self._execution = execution
-        self._places = execution.places
-        self._replicas = execution.replicas
-        self._lifetime = lifetime
+        self._places, self._replicas = core.execution.places, core.execution.replicas
         self._recent = recent
         self._scripts: dict[str, ClaimScript] = {}  # the ledgers that are being replayed, by kind of work
 
@@ -100,6 +88,8 @@ class Training:
         """What each item of the `whole` batch costs, if `cost` says it."""
         if cost is None:
             return None
+        if why := self._execution.source.without_costs:
+            raise InvalidArgument(f"cost=: {why}")
         costs = costs_of(cost, batch, whole.size, self._places.check_values)
         if costs is not None and whole.in_order:
             raise InvalidArgument(
@@ -128,22 +118,13 @@ class Training:
                 "loss_fn": loss_fn,
                 "objective": objective,
                 "scale": scale,
-                "names": self._replicas.names,  # brought up to date by now
                 "carries": carries,
                 "finite": call.passage is None or not any(self._places.on_gpu),
             }
             graphs = self._execution.graphs
-            return TrainRun(call, **given) if graphs is None else GraphRun(call, graphs, self._replicas, **given)
+            return TrainRun(call, **given) if graphs is None else GraphRun(call, graphs, **given)
 
-        outside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if whole is None or not self._runs(objective):
-            with self._recent.step(kind_of(None), self._execution):
-                loss, gradients = take_part(self._execution, objective, carries=carries)
-        elif (proved := self._proved(loss_fn, whole, objective, scale, costs, carries=carries)) is not None:
-            loss, gradients, outside = proved
-        else:
-            loss, gradients, run = self._train(kind_of(None), whole, objective, costs, loss_fn, run_of, hooks=carries)
-            outside = run.outside_gradients
+        loss, gradients, outside = self._ran(loss_fn, whole, objective, scale, costs, run_of, carries=carries)
         if not carries:
             return already_backward(loss)
         leaves = zip(self._replicas.parameters, gradients, strict=True)
@@ -153,31 +134,36 @@ class Training:
         carried = Carried(wanted, [leaf for leaf, _ in found], [gradient for _, gradient in found], scale)
         return carried.loss(loss)
 
-    def _proved(
+    def _ran(
         self,
-        loss_fn: LossFunction,
-        whole: Batch,
+        fn: Callable[..., Any],
+        whole: Batch | None,
         objective: Objective,
         scale: torch.Tensor | None,
         costs: list[float] | None,
+        run_of: Callable[[Call, Objective], TrainRun],
         *,
-        carries: bool,
+        carries: bool = False,
         name: str | None = None,
         parameters: list[nn.Parameter] | None = None,
-    ) -> Proved | None:
-        """What a step, or a run with a `name`, gives if it is proved. None if the devices run it."""
+    ) -> Proved:
+        """What a step gives, or a run with a `name`: from the devices, from a proof, or from other ranks alone."""
+        kind, execution = kind_of(name), self._execution
+        if whole is None or not self._runs(objective):
+            with self._recent.step(kind, execution):
+                done = execution.take_part(objective, carries=carries)
+            return done.loss, done.totals, []
         run = None if name is None else (name, None if parameters is None else frozenset(map(id, parameters)))
-        if not self._proofs.due(loss_fn, whole, objective, carries=carries, run=run):
-            return None
-        options: dict[str, Any] = {"scale": scale, "costs": costs, "carries": carries, "reduction": self.reduction}
-        options["work"] = kind_of(name)
-        if name is not None:
-            options["prover_of"] = partial(FunctionProver, parameters=parameters)
-        noted = (
-            self._recent.step(kind_of(name), self._execution) if self._proofs.runs_step else contextlib.nullcontext()
-        )
-        with noted:
-            return self._proofs.step(loss_fn, whole, objective, **options)
+        if self._proofs.due(fn, whole, objective, carries=carries, run=run):
+            wanted = Wanted(scale, costs, carries, self.reduction, kind)
+            if name is not None:
+                wanted = wanted._replace(prover_of=partial(FunctionProver, parameters=parameters))
+            with self._recent.step(kind, execution) if self._proofs.runs_step else contextlib.nullcontext():
+                proved = self._proofs.step(fn, whole, objective, wanted)
+            if proved is not None:
+                return proved
+        done = self._train(kind, whole, objective, costs, fn, run_of, hooks=carries)
+        return done.loss, done.totals, done.run.outside_gradients
 
     def batch(
         self,
@@ -229,22 +215,15 @@ class Training:
             whole, objective, costs = self._prepared(batch, options)
 
         def start(fn: RunFunction, wanted: list[nn.Parameter] | None, scaler: Any, name: str) -> torch.Tensor:
-            def run_of(call: Call, objective: Objective) -> TrainRun:
-                return FunctionRun(call, fn, objective, self._scale_of(scaler), self._replicas, wanted)
-
             with self._lifetime.between_steps("run"), together(f"run {name}"):
                 check_trains("run", fn)
                 check_scaler("run", scaler)
-                if whole is None or not self._runs(objective):
-                    self._scale_of(scaler)
-                    with self._recent.step(kind_of(name), self._execution):
-                        loss, _ = take_part(self._execution, objective, carries=False)
-                else:
-                    scale = self._scale_of(scaler)
-                    proved = self._proved(
-                        fn, whole, objective, scale, costs, carries=False, name=name, parameters=wanted
-                    )
-                    loss, *_ = proved or self._train(kind_of(name), whole, objective, costs, fn, run_of)
+                scale = self._scale_of(scaler)
+
+                def run_of(call: Call, objective: Objective) -> TrainRun:
+                    return FunctionRun(call, fn, objective, scale, wanted)
+
+                loss, *_ = self._ran(fn, whole, objective, scale, costs, run_of, name=name, parameters=wanted)
                 return already_backward(loss)
 
         return GlobalBatch(0 if whole is None else whole.size, start)
@@ -293,11 +272,11 @@ class Training:
         fn: Callable[..., Any],
         run_of: Callable[[Call, Objective], TrainRun],
         *,
-        hooks: bool = False,
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None], TrainRun]:
+        hooks: bool,
+    ) -> Done:
         """Run the batch as the balancer plans this kind of work, or as the claims say that are replayed for this kind.
 
-        Returns the objective, the gradients of the batch and the run. `hooks`: whether parameters may have gradient hooks.
+        `hooks`: whether parameters may have gradient hooks.
         """
         self._places.begin(whole)
         execution, script = self._execution, self._scripts.get(kind)
@@ -335,4 +314,4 @@ class Training:
                 trials.add_alone(done.run.seconds, busy)
             elif trials is not None:
                 trials.add(of_kind, whole.size, done.run.seconds)
-            return done.loss, done.totals, done.run
+            return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from paceline.torch._batch.batch import BatchDim
@@ -14,24 +15,21 @@ from paceline.torch._batch.splits import Split
 from paceline.torch._check.check import check
 from paceline.torch._check.report import CheckReport
 from paceline.torch._replicas.buffers import KeptAttributes
-from paceline.torch._run.execution import Execution
-from paceline.torch._run.train_run import LossFunction
+from paceline.torch._run.call import Asked
+from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.arguments import check_trains
 from paceline.torch._trainer.batch_size import BatchSizeSearch, check_arguments, check_size, search
-from paceline.torch._trainer.lifetime import Lifetime
-from paceline.torch._trainer.step_timer import StepTimer
+from paceline.torch._trainer.parts import Core, Part
+from paceline.torch._trainer.step_timer import median_seconds
 from paceline.torch._trainer.training import Training
-from paceline.torch._trainer.works import Works
 
 
-class Trials:
+class Trials(Part):
     """Runs that commit nothing."""
 
-    def __init__(self, works: Works, execution: Execution, lifetime: Lifetime, training: Training) -> None:
-        self._works = works
-        self._execution = execution
-        self._lifetime = lifetime
+    def __init__(self, core: Core, training: Training) -> None:
+        super().__init__(core)
         self._training = training
 
     def check(
@@ -148,22 +146,20 @@ class Trials:
             check_arguments(make_batch, weight, seconds)
             given = Options(weight, None, total, None, collate, batch_dim, split)
             own = self._works.options["micro_batch"]
-
-            def workload(micro_batch: int | None) -> Workload:
-                options = {**self._works.options, "micro_batch": micro_batch or own}
-                if options["micro_batch"]:
-                    options["corrections"] = None
-                return self._works.temporary(**options)
-
             self._execution.replicas.refresh()
             kept = KeptAttributes(self._execution.replicas.all_modules)
-            timer = StepTimer(self._execution, loss_fn, workload)
+            works: dict[int | None, Workload] = {}
 
             def measure(size: int, micro_batch: int | None) -> float:
                 whole, objective, _ = self._training.prepared(make_batch(size), given)
                 check_size(whole.size, size)
                 self._execution.places.begin(whole)
-                return timer.seconds(whole, objective, micro_batch, seconds)
+                if micro_batch not in works:
+                    options = {**self._works.options, "micro_batch": micro_batch or own}
+                    options |= {"corrections": None} if options["micro_batch"] else {}
+                    works[micro_batch] = self._works.temporary(**options)
+                executor = partial(TrainRun, loss_fn=loss_fn, objective=objective)
+                return median_seconds(self._execution, Asked(works[micro_batch], whole, loss_fn, executor), seconds)
 
             devices = len(self._works.names)
             smaller = not own and not self._execution.synchronised

@@ -11,23 +11,17 @@ from paceline.torch._batch.options import Options
 from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._check.agreement import ReplicaReport, verify
-from paceline.torch._run.execution import Execution
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._trainer.arguments import check_trains
-from paceline.torch._trainer.lifetime import Lifetime
+from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.training import Training
-from paceline.torch._trainer.works import Works
 
 
-class Verification:
+class Verification(Part):
     """Compares the devices on request, and before each step whose number is a multiple of `every`."""
 
-    def __init__(
-        self, works: Works, execution: Execution, lifetime: Lifetime, training: Training, every: int | None
-    ) -> None:
-        self._works = works
-        self._execution = execution
-        self._lifetime = lifetime
+    def __init__(self, core: Core, training: Training, every: int | None) -> None:
+        super().__init__(core)
         self._training = training
         self._every = every
         self._steps = 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline import Device, DeviceGroup, InvalidArgument
+from paceline._core.engine import StepLoop
 from paceline.torch._devices.places import Places
 from paceline.torch._run.alone import AloneTrials
 from paceline.torch._run.workload import Workload
@@ -111,7 +112,12 @@ class Works:
 
     def _new(self, options: dict[str, Any], *, limited: bool = True) -> Workload:
         limits: list[int | None] = self.limits if limited else [None] * len(self.names)
-        work = Workload(self._group, self._places, limits, **options)
+        searches, on_gpu = options.pop("searches", False), self._places.on_gpu
+        loop = StepLoop(self._group, memory_limits=[limit or 0 for limit in limits], search_sizes=searches, **options)
+        fixed = options.get("balance") != "auto"
+        corrects = len(limits) > 1 and not any(on_gpu) and not fixed
+        corrects &= not options.get("micro_batch") and options.get("corrections") is None
+        work = Workload(loop, limits, on_gpu, searches=searches, fixed=fixed, corrects=corrects)
         for index in self.retired:
             work.step_loop.retire(index)
         return work

@@ -1,9 +1,9 @@
-"""Runs one call of a pipeline of which some devices are GPUs."""
+"""What an `Execution` has the devices of a pipeline run, if some are GPUs."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -16,10 +16,10 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.lanes import LanePlaces
 from paceline.torch._devices.stages import StageLanePlaces, StagePlaces
 from paceline.torch._pipeline.blocks import Block
-from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._pipeline.placed import PlacedPassage
 from paceline.torch._pipeline.plans import PipelinePlan
+from paceline.torch._pipeline.source import Stages
 from paceline.torch._pipeline.visited import visited_in
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._run.executor import Executor
@@ -136,10 +136,10 @@ class Strays(Feature):
         return Retry("a tensor is in another memory")
 
 
-class PlacedExecution(PipelineExecution):
-    """A `PipelineExecution` whose stages have memories of their own."""
+class PlacedStages(Stages):
+    """`Stages` with memories of their own."""
 
-    places: StagePlaces
+    _places: StagePlaces
 
     def __init__(
         self, group: DeviceGroup, module: nn.Module, places: StagePlaces, replicas: LaneReplicas, blocks: list[Block]
@@ -148,10 +148,10 @@ class PlacedExecution(PipelineExecution):
         super().__init__(group, module, places, replicas, blocks, self._strays)
         self._placement = Placement(module, blocks, places)
 
-    def _place(self, plan: PipelinePlan, fn: Callable[..., Any], *, hooks: bool) -> bool:
+    def _place(self, plan: PipelinePlan, *, hooks: bool) -> bool:
         moved = self._placement.follow(plan)
         if moved:
-            self.replicas.refresh(hooks=hooks)
+            self._replicas.refresh(hooks=hooks)
         return moved
 
     def _must_run_alone(self, work: PipelineWork, whole: Batch, plan: PipelinePlan) -> bool:
@@ -160,25 +160,17 @@ class PlacedExecution(PipelineExecution):
         return not work.predicts and (moves or super()._must_run_alone(work, whole, plan))
 
     def _places_of(self, plan: PipelinePlan) -> LanePlaces:
-        return StageLanePlaces(self.places, plan.lanes, plan.order[-1])
+        return StageLanePlaces(self._places, plan.lanes, plan.order[-1])
 
     def _passage_of(self, plan: PipelinePlan) -> PlacedPassage:
-        visited, compiled = visited_in(self.replicas.named_modules, self.blocks)
-        replica = self.replicas.list[0]
-        return PlacedPassage(
-            self.blocks,
-            plan,
-            replica,
-            self.places,
-            self._placement.called,
-            visited,
-            compiled,
-            strays=self._strays.looks or self._comes_back(plan),
-        )
+        visited, compiled = visited_in(self._replicas.named_modules, self._blocks)
+        replica = self._replicas.list[0]
+        called, strays = self._placement.called, self._strays.looks or self._comes_back(plan)
+        return PlacedPassage(self._blocks, plan, replica, self._places, called, visited, compiled, strays=strays)
 
     def _comes_back(self, plan: PipelinePlan) -> bool:
         """Whether stages of one memory have another one between them. No operator fails there on a tensor that has a later copy."""
-        memories = [memory for memory, _ in groupby(self.places.devices[device] for device in plan.order)]
+        memories = [memory for memory, _ in groupby(self._places.devices[device] for device in plan.order)]
         return len(set(memories)) < len(memories)
 
     def gather(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs one call on several pipelines at the same time. It commits everything, or nothing."""
+"""`PipelineReplicas`, whose steps run on several pipelines at the same time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from paceline._core.engine import Lanes, LaneThreads
 from paceline.plan import BlockCost
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.failures import Failure, note_others
-from paceline.torch._devices.lanes import SharedPlaces
-from paceline.torch._devices.places import Places
+from paceline.torch._devices.places import Places, places_of
 from paceline.torch._pipeline.blocks import Block, Blocks, blocks_of
-from paceline.torch._pipeline.execution import PipelineExecution
 from paceline.torch._pipeline.gates import OnLanes
 from paceline.torch._pipeline.loop import Outcome
 from paceline.torch._pipeline.passage import Passage
 from paceline.torch._pipeline.pipeline import PipelineWorks, StagesTrainer, check_on_host
 from paceline.torch._pipeline.planner import Planner
 from paceline.torch._pipeline.replicas_plan import ReplicasPlan, ReplicasPlanner
+from paceline.torch._pipeline.source import Stages
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.lane_replicas import LaneReplicas
 from paceline.torch._replicas.replica import Replica
+from paceline.torch._run.execution import Execution
 from paceline.torch._run.executor import Executor
 from paceline.torch._trainer.arguments import Memory, memory_limits
 from paceline.torch._trainer.proofs import prove_of
@@ -143,8 +143,8 @@ def add_up(pipelines: Iterable[Replica]) -> None:
             gradients[0].add_(gradient)
 
 
-class ReplicasExecution(PipelineExecution):
-    """An `Execution` whose devices are the stages of several copies of the module."""
+class ReplicatedStages(Stages):
+    """The devices are the stages of several copies of the module."""
 
     def __init__(
         self, group: DeviceGroup, module: nn.Module, places: Places, replicas: LaneReplicas, blocks: list[Block],
@@ -159,12 +159,12 @@ class ReplicasExecution(PipelineExecution):
             raise Unavailable(
                 "step: an earlier step has not ended: its workers are still inside user code. Wait for it, or close the trainer."
             )
-        self.drop_gradients()  # after a second Ctrl-C, workers that were left behind may have made some
+        self._replicas.clear_gradients()  # after a second Ctrl-C, workers that were left behind may have made some
         passages, lane = [], 0
         for (number, part), item in zip(plan.parts, plan.first_items, strict=True):
-            passages.append(Passage(self.blocks, part, self._lane_replicas.of(number)[0], item, lane))
+            passages.append(Passage(self._blocks, part, self._replicas.of(number)[0], item, lane))
             lane += part.lanes
-        return _Passages(passages, plan, self._groups, self._all_threads, len(self._names))
+        return _Passages(passages, plan, self._groups, self._all_threads, len(self._places))
 
     def end(self) -> None:
         super().end()
@@ -225,13 +225,15 @@ class PipelineReplicas(StagesTrainer):
                 planner.begin_with(costs, own_speeds)
                 planners.append(planner)
             self._planner = ReplicasPlanner(groups, planners)
-            places = Places(local, module, 600.0, "auto")
+            places = places_of(local, module)
             works = PipelineWorks(local, places, self._planner)
-            replicas = LaneReplicas(module, SharedPlaces(places, len(groups)), replicate)
-            execution = ReplicasExecution(local, module, places, replicas, found, groups)
+            replicas = LaneReplicas(module, places, replicate, len(groups))
+            source = ReplicatedStages(local, module, places, replicas, found, groups)
         except BaseException:
             for group in (local, *groups):
                 group.close()
             raise
         options: dict[str, Any] = {"reduction": reduction, "prove": proves}
-        self._assemble(module, local, owned=True, works=works, execution=execution, **options)
+        self._assemble(
+            module, local, owned=True, works=works, execution=Execution(module, places, replicas, source), **options
+        )

@@ -1,4 +1,4 @@
-"""Runs one call of a pipeline on its devices. It commits everything, or nothing."""
+"""What an `Execution` has the devices of a pipeline run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from paceline._core.engine import LaneThreads
 from paceline.torch._batch.batch import Batch
 from paceline.torch._devices.caller_state import CallerState
 from paceline.torch._devices.lanes import LanePlaces
-from paceline.torch._devices.places import Places, RandomStates
+from paceline.torch._devices.places import Places
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._features.every import every_feature
 from paceline.torch._pipeline.blocks import Block, OtherOrderError
 from paceline.torch._pipeline.carried import Carried
@@ -27,15 +28,13 @@ from paceline.torch._pipeline.passage import Passage
 from paceline.torch._pipeline.plans import PipelinePlan
 from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers
 from paceline.torch._replicas.lane_replicas import LaneReplicas
-from paceline.torch._replicas.replica import Replica
 from paceline.torch._run.call import Asked, Call
-from paceline.torch._run.execution import Execution
 from paceline.torch._run.executor import Executor
 from paceline.torch._run.failing import Failing
 from paceline.torch._run.feature import Feature
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.pushing import Pushing
-from paceline.torch._run.workload import Workload
+from paceline.torch._run.source import Source
 
 CURE_OF_NORMS = (
     "Their number is planned from measured times. Fix it with micro_batches=, so that runs repeat, and as small as memory allows; 1 gives the "
@@ -74,10 +73,10 @@ class FailingOnStages(Failing):
         return "the pipeline"
 
 
-class PipelineExecution(Execution):
-    """An `Execution` whose devices are the stages of one copy of the module."""
+class Stages(Source):
+    """The devices are the stages of one copy of the module. Each micro-batch passes through all of them, on a lane."""
 
-    cure_of_running_statistics = CURE_OF_NORMS
+    without_costs = "a pipeline runs the items in their order, in micro-batches of equal size, so costs have nothing to balance. Leave it out."
 
     def __init__(
         self,
@@ -90,57 +89,64 @@ class PipelineExecution(Execution):
     ) -> None:
         mends = OtherOrder(), Carried(blocks), *mends
         features = every_feature(replicas, cure_of_norms=CURE_OF_NORMS, mends=mends)
-        super().__init__(group, module, places, replicas, features)
-        self.pushing, self.failing = PushingOfLanes(replicas, places), FailingOnStages(places.names)
-        self.blocks = blocks
-        self._lane_replicas = replicas
+        super().__init__(features, PushingOfLanes(replicas, places), FailingOnStages(places.names), CURE_OF_NORMS)
+        self._group, self._module, self._places, self._replicas, self._blocks = group, module, places, replicas, blocks
         self._generation = replicas.generation
         self._count = len(replicas.parameters)
         self.unfilled: Unfilled | None = None  # if the module has no memory yet
         self.at_end: list[Callable[[], None]] = []  # what takes away what was registered for the trainer
-        self.threads = LaneThreads()
-        self._group = group
+        self._threads = LaneThreads()
 
-    def prepare(self, asked: Asked, *, keep: bool = False) -> Call:
+    def begin(self, asked: Asked) -> None:
         work = asked.work
-        if asked.costs is not None:
-            raise InvalidArgument(
-                "cost=: a pipeline runs the items in their order, in micro-batches of equal size, so costs have nothing to balance. Leave it out."
-            )
         assert isinstance(work, PipelineWork)
         if self.unfilled is not None and not work.predicts:
             self.measure(work, asked.batch, asked.fn)
             work.planner.plan_step(asked.batch.size)  # which tells whether it fits, before it has any memory
         self.fill()
-        call = super().prepare(asked, keep=keep)
-        if self.replicas.generation != self._generation:
+
+    def plan(self, call: Call) -> None:
+        work, replicas = call.work, self._replicas
+        assert isinstance(work, PipelineWork)
+        if replicas.generation != self._generation:
             self._check_module()
-            work.planner.renewed(self.replicas.parameters)
+            work.planner.renewed(replicas.parameters)
         plan = work.plan_for(call.whole, call.recipe.constraints.least)
         if self._must_run_alone(work, call.whole, plan):
             plan = plan.in_one_stage() if work.predicts else plan.alone()
-        if self._place(plan, asked.fn, hooks=asked.hooks):
-            work.seen.follow(self.replicas, self.module, asked.fn, call.state)
+        if self._place(plan, hooks=call.asked.hooks):
+            work.seen.follow(replicas, self._module, call.fn, call.state)
         lanes = plan.lanes
         work.seen.sizes = [work.seen.sizes[0]] * lanes
         work.seen.ever = [work.seen.ever[0]] * lanes
-        call.places = self._places_of(plan)
-        call.replicas, call.limits = self._replicas_of_lanes(plan), [None] * lanes
-        call.state = CallerState(self.places.types, lanes, caches_casts=False)
-        call.searches = call.divides = False
+        replicas.need(plan.lanes_of)
+        call.replicas = [one for pipeline, count in plan.lanes_of.items() for one in replicas.of(pipeline)[:count]]
+        call.places, call.limits = self._places_of(plan), [None] * lanes
+        call.state = CallerState(self._places.types, lanes, caches_casts=False)
         call.passage = self._passage_of(plan)
-        return call
+
+    def run(self, run: Executor) -> Any:
+        passage: Any = run.passage
+        work = run.call.work
+        assert isinstance(work, PipelineWork)
+        try:
+            with run.surrounded():
+                outcome = passage.run(work.planner, run, self._group, self._threads, work.step_loop.begin)
+            if work.planner.plans_micro_batches:
+                outcome.micro_batches = len(outcome.bounds)
+            return outcome
+        finally:
+            work.step_loop.lanes = None
 
     def measure(self, work: PipelineWork, whole: Batch, fn: Callable[..., Any]) -> None:
         """Measure the blocks of a module without memory one after the other."""
         planner = work.planner
         if self.unfilled is None or not planner.measures:
             return
-        self.constrain(work)
-        work.follow(whole, self.features.constraints(self.replicas, work).least)
-        chain = Chain(self.module, self.blocks, self.unfilled.outside, planner.glue, reorders=planner.finds_order)
-        parts = list(self.module.modules())
-        random, attributes, buffers = RandomStates(self.places), KeptAttributes(parts), KeptBuffers(parts)
+        work.follow(whole, self.features.constraints(self._replicas, work).least)
+        chain = Chain(self._module, self._blocks, self.unfilled.outside, planner.glue, reorders=planner.finds_order)
+        parts = list(self._module.modules())
+        random, attributes, buffers = RandomStates(self._places), KeptAttributes(parts), KeptBuffers(parts)
 
         def run(size: int, counts: bool) -> BlockClock:
             return chain.run(fn, whole.slice(0, size, torch.clone), counts=counts)
@@ -166,54 +172,37 @@ class PipelineExecution(Execution):
         if self.unfilled is not None:
             self.at_end.append(self.unfilled.fill())
             self.unfilled = None
-            self.replicas.renew()
+            self._replicas.renew()
 
     def _check_module(self) -> None:
         """Raise if the module has other blocks or parameters than when it was cut."""
-        parts = dict(self.replicas.named_modules)
-        if len(self.replicas.parameters) != self._count or any(
-            parts.get(name) is not part for name, part in self.blocks
+        parts = dict(self._replicas.named_modules)
+        if len(self._replicas.parameters) != self._count or any(
+            parts.get(name) is not part for name, part in self._blocks
         ):
             raise InvalidArgument(
                 "Pipeline: the module has other blocks or parameters than when the Pipeline was made, so it is cut in the wrong places: parts were "
                 "replaced, added or tied since. Close this one and make a new Pipeline."
             )
-        self._generation = self.replicas.generation
+        self._generation = self._replicas.generation
 
-    def _place(self, plan: PipelinePlan, fn: Callable[..., Any], *, hooks: bool) -> bool:
+    def _place(self, plan: PipelinePlan, *, hooks: bool) -> bool:
         """Bring the module to where the plan's stages are. Returns whether anything has moved."""
         return False
 
     def _places_of(self, plan: PipelinePlan) -> LanePlaces:
-        return LanePlaces(self.places, plan.lanes)
-
-    def _replicas_of_lanes(self, plan: Any) -> list[Replica]:
-        self._lane_replicas.need(plan.lanes_of)
-        return [one for pipeline, count in plan.lanes_of.items() for one in self._lane_replicas.of(pipeline)[:count]]
+        return LanePlaces(self._places, plan.lanes)
 
     def _passage_of(self, plan: Any) -> Any:
-        return Passage(self.blocks, plan, self.replicas.list[0])
+        return Passage(self._blocks, plan, self._replicas.list[0])
 
     def _must_run_alone(self, work: PipelineWork, whole: Batch, plan: PipelinePlan) -> bool:
         """Whether some block may compile for the sizes of a plan. Dynamo is not thread-safe, so micro-batches then run one after the other."""
         sizes = work.seen.sizes[0]
         return work.seen.compiled and any(work.seen.size_of(whole, *bounds) not in sizes for bounds in plan.bounds)
 
-    def _run_devices(self, work: Workload, run: Executor) -> Any:
-        passage: Any = run.passage
-        assert isinstance(work, PipelineWork)
-        loop = work.step_loop
-        try:
-            with run.surrounded():
-                outcome = passage.run(work.planner, run, self._group, self.threads, loop.begin)
-            if work.planner.plans_micro_batches:
-                outcome.micro_batches = len(outcome.bounds)
-            return outcome
-        finally:
-            loop.lanes = None
-
     def end(self) -> None:
         super().end()
         while self.at_end:
             self.at_end.pop()()
-        self.threads.close()
+        self._threads.close()
