@@ -36,6 +36,7 @@ RULES = [
         (_CHANGES, "const bool is_outlier = std::abs(apart) > allowed;", "const bool is_outlier = apart > 1e300;"),
     ),
     _rule("a change point needs two outliers", 5, (_CHANGES, "kLeastRun = 2;", "kLeastRun = 1;")),
+    _rule("a large change is believed at once", 8, (_CHANGES, "size <= kKeepsWork &&", "size <= 0.0 &&")),
     _rule(
         "memory of excursions", 25, (_CHANGES, "if (size > kActedUponAtOnce) return 0;", "if (size >= 0.0) return 0;")
     ),

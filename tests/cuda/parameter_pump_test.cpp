@@ -303,11 +303,9 @@ TEST(ParameterPump, EnqueuesNothingMoreForWhoIsInterruptedWhileItDrainsAndTellsW
     ASSERT_NO_FATAL_FAILURE(parameters.begin());
     copy->await();
     {
+      const Interrupting soon;  // only this thread
       const std::jthread waits([&] { EXPECT_THROW(parameters.queues.enter(1), Cancelled); });
-      {
-        const Interrupting soon;
-        EXPECT_THROW(parameters.queues.drain(), Interrupt);
-      }
+      EXPECT_THROW(parameters.queues.drain(), Interrupt);
       copy->comes_back = true;
     }
     parameters.await_the_pump();

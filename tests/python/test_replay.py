@@ -253,7 +253,7 @@ def test_a_table_tells_every_split_and_why(ledger: Path, capsys: pytest.CaptureF
     assert lines[1] == "401 decisions, 400 recorded steps, 4 moves. All of them came out the same."
     assert lines[3].split() == ["step", "steps", "batch", "shares", "promised", "measured", "why"]
     rows = lines[4:]
-    assert [int(row.split()[0]) for row in rows][-3:] == [102, 302, 350]
+    assert [int(row.split()[0]) for row in rows][-3:] == [101, 301, 350]
     assert sum(int(row.split()[1]) for row in rows) == 400
     assert sum("moved: promises" in row for row in rows) == 3
     assert "sim:2 left; " in rows[-1]

@@ -28,7 +28,7 @@ def test_json_has_all_policies_events_and_the_configuration(capsys: pytest.Captu
     summary = run_json(capsys, *words)
     assert set(summary["policies"]) == {"auto", "even", "weighted"}
     auto = summary["policies"]["auto"]
-    assert auto["steps_to_recover"] == [2, 2]
+    assert auto["steps_to_recover"] == [1, 1]
     assert auto["loss_to_ideal"] < 0.02 < 0.3 < summary["policies"]["even"]["loss_to_ideal"]
     assert auto["moves_per_100_steps"] == auto["moves"] / 4
     assert sum(auto["final_shares"]) == 512

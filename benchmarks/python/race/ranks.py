@@ -70,9 +70,9 @@ class OwnTime:
     def __init__(self, ranks: BalancedRanks) -> None:
         self.seconds = 0.0
         self._ranks: Any = ranks
-        for name in ("_begin", "weigh", "_backward_begins", "_end"):
-            setattr(ranks, name, self._counted(getattr(ranks, name)))
-        self._ranks._clock.stop = self._counted(self._ranks._clock.stop)
+        names = ("_begin", "weigh", "_backward_begins", "_end")
+        for owner, name in (*((ranks, name) for name in names), (ranks._clock, "stop")):
+            setattr(owner, name, self._counted(getattr(owner, name)))
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
         return self._each(self._ranks.batches(_Loader(loader, self)), 1)

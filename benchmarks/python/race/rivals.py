@@ -53,14 +53,14 @@ class Variant:
 def plain_step(module: nn.Module, part: Callable[[model.Pair], list[model.Pair]]) -> Step:
     """Forward, backward and optimizer over the parts of a batch that this process runs. DDP sums gradients in the last backward."""
     optimizer = model.optimizer(module)
+    ddp = module if isinstance(module, nn.parallel.DistributedDataParallel) else None
 
     def step(batch: model.Pair) -> float:
         loss = torch.zeros(())
         parts = part(batch)
         total = sum(len(labels) for _, labels in parts)
         for number, (inputs, labels) in enumerate(parts, 1):
-            sums_later = number < len(parts) and isinstance(module, nn.parallel.DistributedDataParallel)
-            with module.no_sync() if sums_later else contextlib.nullcontext():
+            with ddp.no_sync() if ddp is not None and number < len(parts) else contextlib.nullcontext():
                 term = model.loss_fn(module, (inputs, labels)) * (len(labels) / total)
                 term.backward()
             loss += term.detach()

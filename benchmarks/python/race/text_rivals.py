@@ -101,7 +101,8 @@ def ddp_padded(job: Job) -> Answer:
     module = replicate(setting.module, job)
     lengths = setting.data["length"]
     ranks = BalancedRanks(lengths, job.batch, padded=True, balance="even")
-    loader: Any = DataLoader(range(len(lengths)), batch_sampler=ranks.sampler, collate_fn=torch.tensor)
+    data: Any = range(len(lengths))
+    loader: Any = DataLoader(data, batch_sampler=ranks.sampler, collate_fn=torch.tensor)
 
     def step(items: torch.Tensor) -> float:
         batch = setting.take(items)

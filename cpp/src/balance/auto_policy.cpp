@@ -21,11 +21,14 @@ constexpr std::int64_t kFirmSteps = 32;
 constexpr std::int64_t kMostFirmSteps = 2048;
 
 /// The fewest samples of a device that has work. A device that always came too late has none; its starts count instead.
+/// After a change point one sample is enough: the estimator has believed it.
 std::size_t fewest_samples(const PolicyContext& context, const std::vector<std::int64_t>& present) {
   std::size_t fewest = kSettledSamples;
   for (std::size_t i = 0; i < present.size(); ++i) {
     if (present[i] == 0 || context.limits[i].maximum == 0) continue;
-    const std::size_t timed = context.estimator.devices()[i].samples;
+    const DeviceEstimate& estimate = context.estimator.devices()[i];
+    const bool changed = estimate.samples > 0 && estimate.change_points > 0;
+    const std::size_t timed = changed ? std::max(estimate.samples, kLeastStepsMeasured) : estimate.samples;
     fewest = std::min(fewest, timed > 0 ? timed : context.startup.samples(i));
   }
   return fewest;

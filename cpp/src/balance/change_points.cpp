@@ -13,12 +13,14 @@ namespace paceline::balance {
 namespace {
 
 constexpr std::size_t kFirstJudged = 3;  // samples; the median of fewer does not show outliers
-constexpr std::size_t kNextJudged = 2;   // after a change point, which two samples have agreed on
+constexpr std::size_t kNextJudged = 1;   // after a change point
 constexpr double kJump = 0.08;           // smaller shifts reach the median in time
 constexpr double kJumpSigmas = 3.5;
 constexpr double kShapeSigmas = 3.0;
 constexpr std::size_t kLeastRun = 2;            // outliers: one alone may be a spike
 constexpr double kActedUponAtOnce = 0.336;      // log of 1.4, by which two devices lose a sixth of a step
+constexpr double kClear = 2.0;                  // times what chance explains
+constexpr double kKeepsWork = 1.3;              // log of 3.7; what seems slower may lose all work by one spike
 constexpr double kAlikeExcursion = 1.5;         // an excursion counts for changes up to this many times its size
 constexpr std::size_t kExcursions = 32;         // remembered
 constexpr std::int64_t kLongestExcursion = 64;  // steps; moves can follow what lasts longer
@@ -48,13 +50,14 @@ void Estimator::take(std::size_t index, Evidence evidence) {
   const double apart = deviation(index, evidence.sample);
   const bool is_outlier = std::abs(apart) > allowed;
   if (!outliers.empty() && !(is_outlier && deviation(index, outliers.back().sample) * apart > 0.0)) {
-    if (outliers.size() > 1) undone(run_size(index), outliers.back().step - device.last_step);  // one was alone
+    const double size = run_size(index);
+    if (outliers.size() > 1 || size > kActedUponAtOnce) undone(size, outliers.back().step - device.last_step);
     outliers.clear();
   }
   if (!is_outlier) return accept(index, evidence);
   const std::int64_t lasts = evidence.step - device.last_step;
   outliers.push_back(std::move(evidence));
-  if (outliers.size() < kLeastRun) return;
+  if (outliers.size() < kLeastRun && !believes_one(std::abs(apart), allowed)) return;
   if (is_back(index, allowed) || lasts >= steps_to_believe(run_size(index))) change(index, allowed);
 }
 
@@ -74,6 +77,13 @@ double Estimator::run_size(std::size_t index) const {
   return plan::median_in_place(sizes);
 }
 
+/// Whether one sample is enough. A wrong belief costs a step or two, so the first spike ends this.
+bool Estimator::believes_one(double size, double allowed) const {
+  const auto is_spike = [](const Excursion& one) { return one.steps <= 1; };
+  return size > std::max(kActedUponAtOnce, kClear * allowed) && size <= kKeepsWork &&
+         std::ranges::none_of(excursions_, is_spike);
+}
+
 /// For how many steps a change of that size has to last.
 std::int64_t Estimator::steps_to_believe(double size) const {
   if (size > kActedUponAtOnce) return 0;
@@ -85,7 +95,7 @@ std::int64_t Estimator::steps_to_believe(double size) const {
 }
 
 void Estimator::undone(double size, std::int64_t steps) {
-  if (steps > kLongestExcursion || size > kActedUponAtOnce) return;
+  if (steps > kLongestExcursion || (steps > 1 && size > kActedUponAtOnce)) return;
   keep_last(excursions_, {size, steps}, kExcursions);
 }
 

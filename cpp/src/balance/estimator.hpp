@@ -47,7 +47,10 @@ struct DeviceEstimate {
 ///   no common noise.
 /// - Error: the standard error of the median of samples that are correlated as measured (NoiseMemory).
 /// - Change point: two successive samples on the same side, beyond max(8 %, 3.5 sigma). The window restarts with them.
-///   A single such sample is dropped. If the size changed, the tolerance grows by the uncertainty of the shape.
+///   A single such sample is dropped. But a change between 1.4 and 3.7 times, and beyond twice the tolerance, is
+///   believed at once, as long as no change beyond 1.4 times was gone after one step. So a device that another program
+///   slows down costs two steps on GPUs, whose times come a step late. If the size changed, the tolerance grows by the
+///   uncertainty of the shape.
 /// - Excursion: a change that was undone. While excursions of any device are remembered, a change of their size or less
 ///   must first outlast them. Changes beyond 1.4 times, and the way back, are believed at once. On two quiet cores of a
 ///   shared host times changed by 20 % for 5 to 20 steps, which no move can follow in time.
@@ -134,6 +137,7 @@ class Estimator {
   void change(std::size_t device, double allowed);
   void undone(double size, std::int64_t steps);
   [[nodiscard]] double run_size(std::size_t device) const;
+  [[nodiscard]] bool believes_one(double size, double allowed) const;
   [[nodiscard]] std::int64_t steps_to_believe(double size) const;
   void follow_drift(std::size_t device, std::int64_t step);
   void accept(std::size_t device, const Evidence& evidence);

@@ -6,6 +6,9 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include <paceline/plan/random.hpp>
 #include <paceline/sim/box.hpp>
@@ -133,10 +136,40 @@ TEST(Estimator, AStragglerThatComesAndGoesIsBelievedEachTime) {
   }
 }
 
+TEST(Estimator, BelievesALargeChangeAtOnceUntilOneWasASpike) {
+  Feed feed{Estimator(profiles(2)), 0.01};
+  const auto at = [&](double factor) {
+    feed.run(1, {64, 64}, [&](std::int64_t, std::size_t device) { return device == 0 ? factor : 1.0; });
+    return feed.estimator.devices()[0].change_points;
+  };
+  feed.run(10, {64, 64});
+  const double before = feed.estimator.devices()[0].own_scale;
+  EXPECT_EQ(at(3.0), 1);
+  EXPECT_NEAR(feed.estimator.devices()[0].own_scale / before, 3.0, 0.1);
+  feed.run(5, {64, 64}, [](std::int64_t, std::size_t device) { return device == 0 ? 3.0 : 1.0; });
+  EXPECT_EQ(at(1.0), 2);
+  EXPECT_NEAR(feed.estimator.devices()[0].own_scale / before, 1.0, 0.05);
+  feed.run(5, {64, 64});
+  EXPECT_EQ(at(2.0), 3);
+  EXPECT_EQ(at(1.0), 4);  // it was a spike
+  EXPECT_EQ(at(1.0), 4);
+  EXPECT_EQ(at(2.0), 4);
+  EXPECT_EQ(at(2.0), 5);
+}
+
+TEST(Estimator, BelievesNoSingleSampleThatWouldCostADeviceItsWorkOrIsNotClear) {
+  for (const auto& [noise, factor] : {std::pair(0.01, 4.0), std::pair(0.01, 1.35), std::pair(0.1, 1.7)}) {
+    Feed feed{Estimator(profiles(1)), noise};
+    feed.run(40, {64});
+    feed.run(1, {64}, [&, by = factor](std::int64_t, std::size_t) { return by; });
+    EXPECT_EQ(feed.estimator.devices()[0].change_points, 0) << factor;
+  }
+}
+
 TEST(Estimator, TakesOutliersOnBothSidesAsNoise) {
   Feed feed{Estimator(profiles(1)), 0.01};
   feed.run(10, {64});
-  feed.run(6, {64}, [](std::int64_t step, std::size_t) { return step % 2 == 0 ? 1.5 : 0.6; });
+  feed.run(6, {64}, [](std::int64_t step, std::size_t) { return step % 2 == 0 ? 1.35 : 0.75; });
   EXPECT_EQ(feed.estimator.devices()[0].change_points, 0);
 }
 

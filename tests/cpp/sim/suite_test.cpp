@@ -48,6 +48,7 @@ TEST(ScenarioResult, SaysWhichBoundsWereMissed) {
   scenario.most_regret = 0.0;
   scenario.most_moves_per_100_steps = 0.0;
   scenario.most_steps_to_recover = 1;
+  scenario.options.box.throttles[0].factor = 1.3;  // a larger change is followed in the next step
   EXPECT_EQ(run_scenario(scenario, 1).missed.size(), 3u);
   scenario.options.policy = Balance::even;
   scenario.most_regret = 1.0;

@@ -93,7 +93,6 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
   if (state.left) drain();
   state.check();
   if (state.collectives != nullptr) state.collectives->check();
-  state.settle();  // it may still record what comes to the step before
   state.step = std::make_shared<internal::RecordedTimes>(state.evidence, state.spare_events, state.space_of_device(),
                                                          state.home_device(), state.options.timeout, state.hung,
                                                          state.collectives);

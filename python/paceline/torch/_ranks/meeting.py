@@ -62,9 +62,8 @@ class Meeting:
     def gather(self, mine: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Start to bring the numbers of all ranks to this one. The result waits for them."""
         found = torch.empty(self.size, len(mine), dtype=torch.float64, device="cpu")
-        work = dist.all_gather(
-            list(found), torch.tensor(mine, dtype=torch.float64, device="cpu"), group=self._group, async_op=True
-        )
+        # dist.all_gather() calls this after 40 us of checks and records.
+        work = self._group.allgather([list(found)], [torch.tensor(mine, dtype=torch.float64, device="cpu")])
 
         def numbers() -> list[list[float]]:
             work.wait()
