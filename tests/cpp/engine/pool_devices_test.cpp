@@ -22,14 +22,14 @@
 namespace paceline {
 namespace {
 
-std::string name_of(Job& job) { return job.device().name; }
+std::string where_it_ran(Job& job) { return job.device().name; }
 
 TEST(PoolDevices, ADeviceThatJoinsTakesWhatWaits) {
   Gate gate;
   Pool pool(host_group(1));
   const Future<void> held = pool.submit([&](Job&) { gate.pass(); }, {.kind = "hold"});
   std::vector<Future<std::string>> jobs;
-  for (int k = 0; k < 5; ++k) jobs.push_back(pool.submit(name_of));
+  for (int k = 0; k < 5; ++k) jobs.push_back(pool.submit(where_it_ran));
   pool.add(find_device("host:1"));
   for (const auto& job : jobs) EXPECT_EQ(job.get(), "host:1");
   const Future<std::size_t> both = pool.submit([](Job& job) { return job.devices().size(); }, {.gang = 2});
@@ -50,10 +50,10 @@ TEST(PoolDevices, WhatJoinsIsRetiredRestoredAndMeasuredLikeTheOthers) {
   for (int k = 0; k < 60; ++k) EXPECT_EQ(batcher.submit(k).get(), k + 1);
   pool.retire("host:0");
   pool.retire("host:1");
-  EXPECT_EQ(pool.submit(name_of).get(), "host:2");
+  EXPECT_EQ(pool.submit(where_it_ran).get(), "host:2");
   EXPECT_EQ(batcher.submit(1).report().device, "host:2");
   pool.restore("host:1");
-  EXPECT_EQ(pool.submit(name_of, {.needs = {"host:1"}}).get(), "host:1");
+  EXPECT_EQ(pool.submit(where_it_ran, {.needs = {"host:1"}}).get(), "host:1");
   EXPECT_TRUE(says(pool.explain(), "host:2: "));
   EXPECT_TRUE(says(message_of([&] { pool.add(find_device("host:2")); }), "the pool has host:2 already"));
 }
@@ -61,9 +61,9 @@ TEST(PoolDevices, WhatJoinsIsRetiredRestoredAndMeasuredLikeTheOthers) {
 TEST(PoolDevices, ADeviceJoinsAPoolThatHasLostAllOthers) {
   Pool pool(host_group(1));
   EXPECT_THROW(pool.submit([](Job&) { throw DeviceLost("gone"); }).get(), DeviceLost);
-  EXPECT_THROW(pool.submit(name_of), DeviceLost);
+  EXPECT_THROW(pool.submit(where_it_ran), DeviceLost);
   pool.add(find_device("host:1"));
-  EXPECT_EQ(pool.submit(name_of).get(), "host:1");
+  EXPECT_EQ(pool.submit(where_it_ran).get(), "host:1");
 }
 
 TEST(PoolDevices, DevicesJoinWhileThreadsSubmit) {
@@ -97,7 +97,7 @@ TEST(PoolDevices, AWorkerThatIsBusyElsewhereHoldsUpNeitherTheAdditionNorTheEnd) 
     });
     while (!inside) std::this_thread::yield();
     if (before) pool->add(find_device("host:1"));
-    EXPECT_EQ(pool->submit(name_of, {.needs = {"host:0"}}).get(), "host:0");
+    EXPECT_EQ(pool->submit(where_it_ran, {.needs = {"host:0"}}).get(), "host:0");
     const auto begin = std::chrono::steady_clock::now();
     pool.reset();
     // A group that is closed while its worker is busy waits ten seconds.
@@ -113,7 +113,7 @@ TEST(PoolDevices, ACallOfThenMayAddADevice) {
   Pool pool(host_group(1));
   pool.submit([](Job&) {}).then([&](const Future<void>&) {
     pool.add(find_device("host:1"));
-    pool.submit(name_of, {.needs = {"host:1"}}).then([&](const Future<std::string>& one) {
+    pool.submit(where_it_ran, {.needs = {"host:1"}}).then([&](const Future<std::string>& one) {
       told.set_value(one.get());
     });
   });
