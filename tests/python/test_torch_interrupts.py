@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.torch import DataParallel
+from paceline.torch._run import participants
 from paceline.torch._run.pushing import Pushing
 from torch_support import TWO, gradients, output_of, plain, run_script, worst_difference
 
@@ -222,6 +223,25 @@ def counting() -> nn.Module:
 @pytest.fixture
 def batch() -> torch.Tensor:
     return torch.randn(8, 4, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+
+
+def test_ctrl_c_while_a_step_lets_go_of_what_it_noted_leaves_the_next_step_whole(
+    batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, presses = participants._Gradients.release, iter([KeyboardInterrupt])
+
+    def press_and_release(self: Any) -> None:
+        for press in presses:
+            raise press
+        release(self)
+
+    monkeypatch.setattr(participants._Gradients, "release", press_and_release)
+    with DataParallel(counting(), TWO) as trainer:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(loss_of, batch)
+        assert trainer.report()["steps"] == 1
+        trainer.step(loss_of, batch)
+        assert trainer.report()["steps"] == 2
 
 
 CALLS = [("step", 1), ("step", 2), ("loss", 2)]

@@ -51,7 +51,8 @@ void Estimator::take(std::size_t index, Evidence evidence) {
   const bool is_outlier = std::abs(apart) > allowed;
   if (!outliers.empty() && !(is_outlier && deviation(index, outliers.back().sample) * apart > 0.0)) {
     const double size = run_size(index);
-    if (outliers.size() > 1 || size > kActedUponAtOnce) undone(size, outliers.back().step - device.last_step);
+    if (outliers.size() > 1 || size > kActedUponAtOnce)
+      undone(size, outliers.back().step - device.last_step, outliers.size());
     outliers.clear();
   }
   if (!is_outlier) return accept(index, evidence);
@@ -94,9 +95,10 @@ std::int64_t Estimator::steps_to_believe(double size) const {
   return longest + 1;
 }
 
-void Estimator::undone(double size, std::int64_t steps) {
-  if (steps > kLongestExcursion || (steps > 1 && size > kActedUponAtOnce)) return;
-  keep_last(excursions_, {size, steps}, kExcursions);
+void Estimator::undone(double size, std::int64_t steps, std::size_t samples) {
+  const bool large = size > kActedUponAtOnce;
+  if (large ? samples > 1 : steps > kLongestExcursion) return;
+  keep_last(excursions_, {size, large ? 1 : steps}, kExcursions);  // steps without a sample do not make a spike longer
 }
 
 /// The outliers are the device's new level.
@@ -114,7 +116,7 @@ void Estimator::change(std::size_t index, double allowed) {
   if (mixed) ratios.erase(ratios.begin());
   device.relative_scale = plan::median_in_place(ratios);  // residuals refer to this from now on
   // On the way back, the change that ends now was an excursion. The way back itself is none.
-  if (back) undone(device.change_size, run.front().step - estimate.since_step);
+  if (back) undone(device.change_size, run.front().step - estimate.since_step, device.window.size());
   const double size = std::abs(std::log(device.relative_scale * common_level_ / estimate.own_scale));
   device.change_size = back ? 0.0 : size;
   estimate.scale_before = estimate.own_scale;

@@ -48,7 +48,7 @@ struct DeviceEstimate {
 /// - Error: the standard error of the median of samples that are correlated as measured (NoiseMemory).
 /// - Change point: two successive samples on the same side, beyond max(8 %, 3.5 sigma). The window restarts with them.
 ///   A single such sample is dropped. But a change between 1.4 and 3.7 times, and beyond twice the tolerance, is
-///   believed at once, as long as no change beyond 1.4 times was gone after one step. So a device that another program
+///   believed at once, as long as no change is remembered that was gone after one. So a device that another program
 ///   slows down costs two steps on GPUs, whose times come a step late. If the size changed, the tolerance grows by the
 ///   uncertainty of the shape.
 /// - Excursion: a change that was undone. While excursions of any device are remembered, a change of their size or less
@@ -135,7 +135,7 @@ class Estimator {
   void take(std::size_t device, Evidence evidence);
   [[nodiscard]] bool is_back(std::size_t device, double allowed) const;
   void change(std::size_t device, double allowed);
-  void undone(double size, std::int64_t steps);
+  void undone(double size, std::int64_t steps, std::size_t samples);
   [[nodiscard]] double run_size(std::size_t device) const;
   [[nodiscard]] bool believes_one(double size, double allowed) const;
   [[nodiscard]] std::int64_t steps_to_believe(double size) const;

@@ -137,24 +137,45 @@ TEST(Estimator, AStragglerThatComesAndGoesIsBelievedEachTime) {
 }
 
 TEST(Estimator, BelievesALargeChangeAtOnceUntilOneWasASpike) {
-  Feed feed{Estimator(profiles(2)), 0.01};
-  const auto at = [&](double factor) {
-    feed.run(1, {64, 64}, [&](std::int64_t, std::size_t device) { return device == 0 ? factor : 1.0; });
-    return feed.estimator.devices()[0].change_points;
-  };
-  feed.run(10, {64, 64});
-  const double before = feed.estimator.devices()[0].own_scale;
-  EXPECT_EQ(at(3.0), 1);
-  EXPECT_NEAR(feed.estimator.devices()[0].own_scale / before, 3.0, 0.1);
-  feed.run(5, {64, 64}, [](std::int64_t, std::size_t device) { return device == 0 ? 3.0 : 1.0; });
-  EXPECT_EQ(at(1.0), 2);
-  EXPECT_NEAR(feed.estimator.devices()[0].own_scale / before, 1.0, 0.05);
-  feed.run(5, {64, 64});
-  EXPECT_EQ(at(2.0), 3);
-  EXPECT_EQ(at(1.0), 4);  // it was a spike
-  EXPECT_EQ(at(1.0), 4);
-  EXPECT_EQ(at(2.0), 4);
-  EXPECT_EQ(at(2.0), 5);
+  for (const int gap : {0, 1}) {  // steps without work for the device after each of its own
+    Feed feed{Estimator(profiles(2)), 0.01};
+    const auto run = [&](int steps, double factor) {
+      for (int k = 0; k < steps; ++k) {
+        feed.run(1, {64, 64}, [&](std::int64_t, std::size_t device) { return device == 0 ? factor : 1.0; });
+        feed.run(gap, {0, 64});
+      }
+      return feed.estimator.devices()[0].change_points;
+    };
+    run(10, 1.0);
+    const double before = feed.estimator.devices()[0].own_scale;
+    EXPECT_EQ(run(1, 3.0), 1);
+    EXPECT_NEAR(feed.estimator.devices()[0].own_scale / before, 3.0, 0.1);
+    run(5, 3.0);
+    EXPECT_EQ(run(1, 1.0), 2);
+    EXPECT_NEAR(feed.estimator.devices()[0].own_scale / before, 1.0, 0.05);
+    run(5, 1.0);
+    EXPECT_EQ(run(1, 2.0), 3);
+    EXPECT_EQ(run(1, 1.0), 4);  // it was a spike
+    EXPECT_EQ(run(1, 1.0), 4);
+    EXPECT_EQ(run(1, 2.0), 4) << gap;
+    EXPECT_EQ(run(1, 2.0), 5) << gap;
+  }
+}
+
+TEST(Estimator, RemembersASpikeThatWasTooLargeToBeBelievedAlsoAfterAGap) {
+  for (const int gap : {0, 1}) {
+    Feed feed{Estimator(profiles(2)), 0.01};
+    const auto at = [&](double factor) {
+      feed.run(1, {64, 64}, [&](std::int64_t, std::size_t device) { return device == 0 ? factor : 1.0; });
+      feed.run(gap, {0, 64});
+      return feed.estimator.devices()[0].change_points;
+    };
+    for (int k = 0; k < 10; ++k) at(1.0);
+    EXPECT_EQ(at(5.0), 0);
+    EXPECT_EQ(at(1.0), 0);
+    EXPECT_EQ(at(2.0), 0) << gap;
+    EXPECT_EQ(at(2.0), 1) << gap;
+  }
 }
 
 TEST(Estimator, BelievesNoSingleSampleThatWouldCostADeviceItsWorkOrIsNotClear) {

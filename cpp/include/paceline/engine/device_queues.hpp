@@ -172,7 +172,7 @@ class PACELINE_API DeviceQueues {
 
   /// `takes_part`: Step::takes_part(); empty: all devices. By copies, a memory space whose devices all stay out of the
   /// step gets no parameters, and nobody waits for it. NCCL needs every GPU, so with NCCL all GPUs get them.
-  /// Uses `copies` only during the call; their memory until all workers have delivered, or until drain().
+  /// Uses `copies` only during the call; their memory until reduce() or drain() has returned.
   /// @throws DeviceLost after a hang; a failure of NCCL in an earlier step.
   [[nodiscard]] std::shared_ptr<const StepTimes> begin_step(std::span<const SpaceCopy> copies,
                                                             const std::vector<bool>& takes_part = {});

@@ -13,13 +13,13 @@ Gradients = list[torch.Tensor | None]
 
 
 class Done(NamedTuple):
-    """A run that has succeeded: on the devices, as a proof (without an outcome), or that of a rank without items (also without a run)."""
+    """A run that has succeeded: a step or a forward on the devices, a proof (without an outcome), or that of a rank without items (also without a run)."""
 
     run: Any
     outcome: Any
     loss: torch.Tensor
     totals: Gradients
-    items: list[int]  # of each device
+    items: list[int]  # of each device; empty for a forward
     extras: Any = None  # what loss_fn returned beside the loss
     carries: bool = False  # whether the gradients go to whoever calls backward, and not to ``.grad``
 
@@ -28,7 +28,7 @@ class Participant:
     """One thing that steps change. A method that a class does not override is never called."""
 
     def prepare(self, run: Any) -> None:
-        """Note the state before the step. `run`: its `TrainRun` or `Prover`; None on a rank without items."""
+        """Note the state before the step. `run`: its `TrainRun`, `PredictRun` or `Prover`; None on a rank without items."""
 
     @property
     def written(self) -> bool:

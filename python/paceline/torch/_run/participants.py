@@ -152,6 +152,9 @@ class _Pushed(Participant):
 
     written = False
 
+    def prepare(self, run: Any) -> None:
+        self.written = False  # a release may have been interrupted
+
     def commit(self, done: Done) -> None:
         self.written = True
         self._execution.push(done.outcome, buffers=self._always or self._execution.module.training)
@@ -165,6 +168,9 @@ class _Counters(Participant):
 
     def __init__(self, execution: Committing) -> None:
         self._execution, self._counted = execution, False
+
+    def prepare(self, run: Any) -> None:
+        self._counted = False  # a release may have been interrupted
 
     def commit(self, done: Done) -> None:
         execution, outcome = self._execution, done.outcome
