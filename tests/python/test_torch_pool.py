@@ -266,7 +266,6 @@ def test_arguments_are_checked() -> None:
             (lambda: pool.submit(print, priority="high"), "priority is 'high'"),
             (lambda: pool.submit(print, deadline=-1), "deadline"),
             (lambda: pool.submit(print, gang=0), "gang"),
-            (lambda: pool.submit(print, memory=4e9), "memory= is not there yet"),
             (lambda: pool.submit(print, after=[other.submit(lambda _: 1)]), "after="),
             (lambda: pool.submit(print, after=[concurrent.futures.Future()]), "after="),
             (lambda: pool.serve(4), "not a module"),

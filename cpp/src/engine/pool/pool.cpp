@@ -92,8 +92,8 @@ void leave(DeviceGroup& group, internal::PoolCore& core) {
 
 }  // namespace
 
-Pool::Pool(DeviceGroup group, plan::PoolOptions options)
-    : group_(share_of(group)), core_(std::make_shared<internal::PoolCore>(group_, std::move(options))) {
+Pool::Pool(DeviceGroup group, plan::PoolOptions options, const std::map<std::string, double>& memory_bytes)
+    : group_(share_of(group)), core_(std::make_shared<internal::PoolCore>(group_, std::move(options), memory_bytes)) {
   // Work of a trainer's steps comes first, after each job.
   group_.open(core_, {.priority = -1});
 }
@@ -150,6 +150,11 @@ JobHandle Pool::submit_to(const std::weak_ptr<internal::PoolCore>& pool, std::un
 bool Pool::cancel(const JobHandle& job) {
   const auto core = job.pool.lock();
   return core != nullptr && core->cancel(job.id);
+}
+
+void Pool::visit_runs_over(double seconds, const Visit& visit) const { core_->visit_runs_over(seconds, visit); }
+bool Pool::give_up(plan::RunId run, const std::exception_ptr& error) {
+  return std::shared_ptr(core_)->give_up(run, error);
 }
 
 void Pool::add_batches(const std::string& kind, const BatchOptions& options, BatchCall call) {

@@ -67,7 +67,7 @@ struct RunEnding {
 /// Everything is under one mutex but the runs themselves and the ends of jobs, which may submit again.
 class PoolCore final : public WorkSource {
  public:
-  PoolCore(const DeviceGroup& group, plan::PoolOptions options);
+  PoolCore(const DeviceGroup& group, plan::PoolOptions options, const std::map<std::string, double>& memory_bytes);
   ~PoolCore() override;
 
   /// Whether this is the child of the process that made the pool, which has none of its workers.
@@ -78,6 +78,9 @@ class PoolCore final : public WorkSource {
   bool cancel(JobId id);
   /// `unless_last`: not if no other device is active. Returns whether it did.
   bool retire(const std::string& device, bool retired, bool unless_last = false);
+  /// See Pool.
+  void visit_runs_over(double seconds, const Pool::Visit& visit) const;
+  bool give_up(plan::RunId run, const std::exception_ptr& error);
   /// Takes no more jobs. `cancel`: ends those that wait.
   void close(bool cancel) noexcept;
   /// Once complete: whether every worker has let go of it, within a moment. One that is busy with work of others has
@@ -98,11 +101,12 @@ class PoolCore final : public WorkSource {
 
  private:
   struct Kind {
+    std::string name;
     Pool::BatchCall call;         // empty: its jobs run alone
     std::vector<RunTimes> times;  // per device
   };
   struct Waiting {
-    std::unique_ptr<PoolCall> call;
+    std::shared_ptr<PoolCall> call;
     plan::RunId run{};  // that it is in, if any
   };
   struct Run {
@@ -110,8 +114,13 @@ class PoolCore final : public WorkSource {
     std::vector<JobId> jobs;
     std::vector<PoolCall*> calls;
     std::size_t kind = 0;
+    double cost = 0.0;       // what its seconds are of
+    double predicted = 0.0;  // seconds; NaN if unknown
     bool taken = false;
-    Clock::time_point began{};  // by the worker
+    Clock::time_point began{};                      // by the worker
+    double excluded = 0.0;                          // seconds that do not count; infinity: none does
+    std::optional<double> loaded{};                 // seconds of loading the model of its kind
+    std::vector<std::shared_ptr<PoolCall>> kept{};  // that have ended, of a run that was given up
   };
   struct Device {
     std::optional<plan::RunId> run;  // a gang's is that of its first device
@@ -121,9 +130,10 @@ class PoolCore final : public WorkSource {
     std::int64_t jobs = 0;
     double seconds = 0.0;
     std::optional<plan::PoolDecline> declined;  // what it leaves alone now
+    std::vector<std::string> evict;             // models that the next run there lets go of first
   };
   struct Ended {
-    std::unique_ptr<PoolCall> call;
+    std::shared_ptr<PoolCall> call;
     JobReport report;
     std::exception_ptr error;
   };
@@ -136,8 +146,11 @@ class PoolCore final : public WorkSource {
   };
 
   [[nodiscard]] double now() const;  // of the pool's clock; under the mutex, so that times do not decrease
-  [[nodiscard]] std::size_t kind_of(const std::string& name);
-  [[nodiscard]] std::size_t need_of(std::vector<std::string> labels);
+  /// The kind of a job that is not served: those that need other memory are measured apart.
+  [[nodiscard]] std::size_t kind_of(const JobOptions& options);
+  [[nodiscard]] std::size_t need_of(const JobOptions& options);
+  /// Why no device can run it.
+  [[nodiscard]] std::exception_ptr no_device(const JobOptions& options, std::size_t kind) const;
   void wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind);
   void apply(plan::PoolDecisions decisions, After& after, const RunEnding& ending = {});
   /// Ends what no worker has begun, and starts nothing any more.
@@ -161,11 +174,12 @@ class PoolCore final : public WorkSource {
   mutable std::mutex mutex_;
   std::condition_variable room_;  // a queue has room, or a worker has let go
   plan::PoolState state_;
-  std::map<std::string, std::size_t> kinds_;
-  std::map<std::vector<std::string>, std::size_t> needs_;
+  std::map<std::pair<std::string, double>, std::size_t> kinds_;  // by name, and the memory of a job
+  std::map<std::pair<std::vector<std::string>, std::vector<std::string>>, std::size_t> needs_;
   std::deque<Kind> kind_list_;               // a run refers to its kind
   std::unordered_map<JobId, Waiting> jobs_;  // that have not ended
   std::unordered_map<plan::RunId, Run> runs_;
+  std::unordered_map<plan::RunId, Run> given_up_;  // that go on
   std::vector<Device> devices_;
   double wake_seconds_ = std::numeric_limits<double>::infinity();
   std::size_t ending_ = 0;  // jobs that have ended and are being told

@@ -2,6 +2,7 @@
 //
 // What happens on the workers, and what follows from an event.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -48,21 +49,29 @@ NextWork PoolCore::next(DeviceId device, Clock::time_point) noexcept {
 void PoolCore::perform(DeviceId, std::int64_t work, Turn&) {
   Run* run = nullptr;
   const Pool::BatchCall* batch = nullptr;
+  std::vector<Job::Eviction> evicted;
   {
     const std::lock_guard lock(mutex_);
     run = &runs_.at(static_cast<plan::RunId>(work));  // stays where it is
     run->began = Clock::now();
     batch = &kind_list_[run->kind].call;
+    for (const std::size_t place : run->devices) {
+      for (std::string& model : devices_[place].evict)
+        evicted.push_back({group_.devices()[place].name, std::move(model)});
+      devices_[place].evict.clear();
+    }
   }
   std::vector<const paceline::Device*> devices;
   for (const std::size_t place : run->devices) devices.push_back(&group_.devices()[place]);
-  Job job(std::move(devices));
+  Job job(std::move(devices), std::move(evicted));
   const Inside guard(*this);
   if (*batch) {
     (*batch)(job, run->calls);
   } else {
     run->calls.front()->run(job);
   }
+  run->excluded = job.excluded_seconds();  // for finish(), on this thread
+  run->loaded = job.load_seconds();
 }
 
 void PoolCore::done(DeviceId, std::int64_t work, const WorkTiming& timing) noexcept {
@@ -88,10 +97,15 @@ void PoolCore::cancel(std::exception_ptr) noexcept { close(true); }
 void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<double> timed,
                       const std::exception_ptr& error) noexcept {
   After after;
+  decltype(given_up_)::node_type gone;  // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
     const auto id = static_cast<plan::RunId>(work);
     const auto found = runs_.find(id);
+    if (found == runs_.end()) {
+      gone = given_up_.extract(id);
+      return;
+    }
     const Run run = std::move(found->second);
     const double took = timed ? *timed : std::chrono::duration<double>(Clock::now() - run.began).count();
     runs_.erase(found);
@@ -102,14 +116,17 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<d
     ++device.runs;
     device.jobs += completed ? static_cast<std::int64_t>(run.jobs.size()) : 0;
     device.seconds += took;
-    if (completed) {
+    const bool counts = std::isfinite(run.excluded);
+    const double counted = counts ? std::max(took - run.excluded, 0.0) : run.predicted >= 0.0 ? run.predicted : 0.0;
+    if (completed && counts) {
+      if (run.loaded && !state_.kind(run.kind).model.empty()) apply(state_.loaded(now(), run.kind, *run.loaded), after);
       RunTimes& times = kind_list_[run.kind].times[first];
-      times.add(static_cast<std::int64_t>(run.jobs.size()), took);
+      times.add(run.cost, counted);
       // The devices of the run are still taken, so this decides nothing about them.
       apply(state_.measure(now(), first, run.kind, times.model(), times.samples()), after);
     }
     if (result == plan::RunResult::device_lost) lose(run, error, after);
-    apply(state_.finish(now(), id, result, took), after,
+    apply(state_.finish(now(), id, result, counted), after,
           {.run = id, .error = error, .report = {.device = group_.devices()[first].name, .seconds = took}});
     for (const JobId job : run.jobs) {  // those that run again
       if (const auto again = jobs_.find(job); again != jobs_.end() && again->second.run == id) again->second.run = {};
@@ -181,7 +198,13 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
   for (Device& device : devices_) device.declined.reset();
   for (const plan::PoolDecline& one : decisions.declines) devices_[one.device].declined = one;
   for (plan::PoolStart& start : decisions.starts) {
-    Run run{.devices = start.devices, .jobs = start.jobs, .calls = {}, .kind = start.kind};
+    Run run{.devices = start.devices,
+            .jobs = start.jobs,
+            .calls = {},
+            .kind = start.kind,
+            .cost = start.cost,
+            .predicted = start.predicted_seconds};
+    for (plan::PoolEviction& one : start.evict) devices_[one.device].evict.push_back(std::move(one.model));
     for (const JobId id : start.jobs) {
       Waiting& job = jobs_.at(id);
       job.run = start.run;

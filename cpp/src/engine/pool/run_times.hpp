@@ -8,12 +8,11 @@
 
 namespace paceline::internal {
 
-/// The seconds of a kind of job on a device, as a line in the size of the batch: least squares over the last runs,
-/// which count less the older they are.
+/// The seconds of a kind of job on a device, as a line in the size of the batch, or in what it costs with its padding:
+/// least squares over the last runs, which count less the older they are.
 class RunTimes {
  public:
-  void add(std::int64_t size, double seconds) noexcept {
-    const auto n = static_cast<double>(size);
+  void add(double n, double seconds) noexcept {
     for (double* sum : {&weight_, &n_, &t_, &nn_, &nt_}) *sum *= kKept;
     weight_ += 1.0;
     n_ += n;

@@ -13,6 +13,7 @@ import torch
 
 from paceline import Cancelled, DeviceLost, Error, Expired, InvalidArgument, OutOfMemory, Rejected
 from paceline._core.engine import Pool as Engine
+from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.figures import Figures
 
 _T = TypeVar("_T")
@@ -198,10 +199,11 @@ class Job(Work):
         super().__init__(future, jobs, jobs.figures)
         self._fn, self._args, self._kwargs, self._gang = fn, args, kwargs, gang
 
-    def run(self, devices: list[str]) -> int:
+    def run(self, devices: list[str], evicted: list[tuple[str, str]]) -> int:
         """Called by the engine on a worker. Never raises."""
         self.begin()
         try:
+            self._keeps.evict(evicted)
             self._keeps.prepare(devices[0])
             place = torch.device("cpu")
             self.value = self._fn(place if self._gang == 1 else [place] * len(devices), *self._args, **self._kwargs)
@@ -228,6 +230,6 @@ def _forget_own_frames(error: BaseException) -> None:
 
 def code_of(error: BaseException, requests: int) -> int:
     """What the engine is told of an exception of a batch. Out of memory halves the device's batches, so it cannot help a single request."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) and requests > 1:
+    if requests > 1 and is_out_of_memory(error):
         return OUT_OF_MEMORY
     return LOST if isinstance(error, DeviceLost) else FAILED

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from paceline import DeviceGroup, InvalidArgument
@@ -17,9 +17,12 @@ from paceline._core.engine import Pool as Engine
 from paceline.torch._devices.worker_state import prepare_worker
 from paceline.torch._pool.figures import Figures
 from paceline.torch._pool.job import PoolFuture, Work
+from paceline.torch._pool.needs import ANY, Place
+from paceline.torch._pool.served import Served
 
 Priority = Literal["interactive", "normal", "batch", "background"]
 Placement = Literal["auto", "any", "weighted", "round_robin", "least_outstanding", "earliest_finish"]
+Evicted = list[tuple[str, str]]  # devices, and models that leave their memory
 
 _PRIORITIES = ("interactive", "normal", "batch", "background")
 
@@ -27,9 +30,11 @@ _PRIORITIES = ("interactive", "normal", "batch", "background")
 class Jobs:
     """What a pool and its batchers share. Jobs keep it until they have ended, so a pool that nobody knows any more ends them first."""
 
-    def __init__(self, group: DeviceGroup, placement: Placement) -> None:
+    def __init__(self, group: DeviceGroup, placement: Placement, memory: Mapping[str, float]) -> None:
         self.devices = group.devices
-        self.engine = Engine(group, placement)
+        self.memory = memory
+        self.engine = Engine(group, placement, dict(memory))
+        self.served: weakref.WeakValueDictionary[str, Served] = weakref.WeakValueDictionary()  # by the batcher's name
         self.figures = Figures([one.name for one in group.devices])
         self.closed = False
         self._threads = {one.name: max(1, len(one.cores)) for one in group.devices}
@@ -48,7 +53,9 @@ class Jobs:
         not_before: float = 0.0,
         gang: int = 1,
         after: Sequence[PoolFuture[Any]] = (),
-        needs: Sequence[str] = (),
+        place: Place = ANY,
+        cost: float = 1.0,
+        memory: float = 0.0,
         batched: bool = False,
     ) -> None:
         """Give the engine a piece of work, and its future what the engine knows it by."""
@@ -66,7 +73,10 @@ class Jobs:
             not_before=not_before,
             gang=gang,
             after=[one._job for one in after],
-            needs=list(needs),
+            needs=place.labels,
+            devices=place.names,
+            cost=cost,
+            memory=memory,
             wait=wait,
             batched=batched,
         )
@@ -74,6 +84,13 @@ class Jobs:
     def prepare(self, device: str) -> None:
         """Prepare the calling worker."""
         prepare_worker(self._threads[device], None)
+
+    def evict(self, models: Evicted) -> None:
+        """Let devices forget models. Called on a worker, before what needs the memory."""
+        for device, name in models:
+            served = self.served.get(name)
+            if served is not None:
+                served.drop(device)
 
     def number(self) -> int:
         """The number of one more batcher."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,8 @@ from paceline.torch._pool.batcher import Batcher
 from paceline.torch._pool.figures import Collector
 from paceline.torch._pool.job import Job, PoolFuture
 from paceline.torch._pool.jobs import Jobs, Placement, Priority
-from paceline.torch._pool.served import Copies, Served, ServedFunction, WithState
+from paceline.torch._pool.needs import ANY, Needs, place_of
+from paceline.torch._pool.serving import batcher_of, bytes_of
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.reach import Handle
 
@@ -44,6 +44,9 @@ class Pool(Handle):
     placement
         ``"auto"``, or for comparison: ``"any"``, ``"weighted"`` (in the ratio of measured speeds), ``"round_robin"``, ``"least_outstanding"``,
         ``"earliest_finish"``.
+    memory
+        Bytes of a device's memory that jobs may use, by its name: ``{"host:0": 8e9}``. Other devices have no limit. What jobs use is what their ``memory=``
+        says. It is not measured.
 
     Raises
     ------
@@ -58,7 +61,11 @@ class Pool(Handle):
     """
 
     def __init__(
-        self, devices: str | Sequence[str | Device] | DeviceGroup | Any = "auto", *, placement: Placement = "auto"
+        self,
+        devices: str | Sequence[str | Device] | DeviceGroup | Any = "auto",
+        *,
+        placement: Placement = "auto",
+        memory: Mapping[str, float] | None = None,
     ) -> None:
         group = _group_of(devices)
         gpus = [one.name for one in group.devices if one.kind != "host"]
@@ -67,7 +74,8 @@ class Pool(Handle):
                 f"Pool: {gpus[0]} is a GPU, on which pools do not run yet. Give devices='host', or host devices."
             )
         self.devices = group.devices
-        self._jobs = Jobs(group, placement)
+        caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in (memory or {}).items()}
+        self._jobs = Jobs(group, placement, caps)
 
     def submit(
         self,
@@ -79,7 +87,8 @@ class Pool(Handle):
         not_before: float = 0.0,
         gang: int = 1,
         after: Sequence[PoolFuture[Any]] = (),
-        needs: str | Sequence[str] = (),
+        needs: Needs = (),
+        memory: float = 0.0,
         kind: str | None = None,
         wait: bool = True,
         **kwargs: Any,
@@ -103,9 +112,13 @@ class Pool(Handle):
         after
             Jobs of this pool that must complete first. If one does not, this job is cancelled.
         needs
-            Labels that the device must have: its name, or ``"host"``.
+            What the device must have: a label, which is its name or ``"host"``; a function of its facts (``name``, ``kind``, ``device_class``, ``cores``,
+            ``memory`` in bytes) that returns whether it will do, ``lambda facts: facts.memory > 4e9``; or a list of these, all of which must hold. A
+            function is called once for each device, by `submit`.
+        memory
+            Bytes that the job needs on each of its devices while it runs. It waits until they are there, and is `Rejected` where no device has as much.
         kind
-            Jobs of one kind take about the same time. None: the name of `fn`.
+            Jobs of one kind take about the same time. None: the name of `fn`. Those that need other `memory` are measured apart.
         wait
             Whether to wait while the queue of the kind is full. Otherwise the future has `Rejected`, as inside of a job.
 
@@ -124,10 +137,6 @@ class Pool(Handle):
         """
         if not callable(fn):
             raise InvalidArgument(f"submit: its first argument is a {type(fn).__name__}, not a function.")
-        if "memory" in kwargs:
-            raise InvalidArgument(
-                "submit: memory= is not there yet: pools know no memory. An argument of the job with this name goes into a functools.partial."
-            )
         future: PoolFuture[_T] = PoolFuture()
         self._jobs.put(
             Job(future, self._jobs, fn, args, kwargs, gang),
@@ -137,7 +146,8 @@ class Pool(Handle):
             not_before=not_before,
             gang=gang,
             after=after,
-            needs=[needs] if isinstance(needs, str) else list(needs),
+            place=place_of(needs, self.devices, self._jobs.memory) if needs else ANY,
+            memory=bytes_of("submit", "memory", memory),
             wait=wait,
         )
         return future
@@ -159,6 +169,12 @@ class Pool(Handle):
         max_delay: float = 0.0,
         idempotent: bool | None = None,
         replicate: Replicate | None = None,
+        pad: Any = None,
+        cost: Callable[[Any], float] | None = None,
+        length_dim: int = 0,
+        memory: float = 0.0,
+        resident: float = 0.0,
+        needs: Needs = (),
     ) -> Batcher:
         """Answer requests in batches of what waits, of the sizes that end soonest over all devices. Answers are computed in inference mode.
 
@@ -181,41 +197,43 @@ class Pool(Handle):
             requests of the batch get its error.
         replicate
             ``replicate(module)`` returns a new module of the same structure, for modules that ``copy.deepcopy`` cannot copy.
+        pad
+            Let requests of different lengths share batches. Tensors are filled up at their end with this number, to the longest of the batch; or a nest of
+            numbers, with the structure of a request. The model must leave padding out of the answers of others, by a mask. Answers come back
+            without the padding where their dimensions are lengths of the request. Which ones are is learned: the first time that requests are padded, the
+            shortest one also runs alone. If its answer differs, the batch fails.
+        cost
+            Of a request, a number above 0: batches hold requests of like costs, and take as long as their number times the largest cost. None: the length.
+        length_dim
+            The dimension of a request's tensors that is padded. Others must be equal in a batch, and tensors without it.
+        memory
+            Bytes that a request of a batch needs while it runs, with `pad` the longest one. Batches are no larger than fits into the pool's ``memory=``.
+        resident
+            Bytes of the state that `initializer` makes. Where the memory is needed for others the state is dropped, that first which is made anew in the
+            least time for its bytes. It is made anew when it is needed.
+        needs
+            Which devices answer, as in `submit`.
 
         Raises
         ------
         InvalidArgument
             For a module in training mode or with a batch norm that keeps no statistics, and for arguments that cannot be used.
         """
-        is_module = isinstance(model, nn.Module)
-        if isinstance(model, nn.Module) and _mixes_requests(model):
-            raise InvalidArgument(
-                "serve: the module, or a batch norm in it, is in training mode, or a batch norm keeps no statistics (track_running_stats=False). "
-                "Then an answer may depend on other requests. Call eval() before. "
-                "If this is meant, give a function that calls the module."
-            )
-        if not callable(model):
-            raise InvalidArgument(f"serve: its first argument is a {type(model).__name__}, not a module or a function.")
-        if not (isinstance(max_batch, int) and max_batch >= 1 and 0 <= max_delay < math.inf):
-            raise InvalidArgument(
-                f"serve: max_batch={max_batch!r} must be at least 1, and max_delay={max_delay!r} finite and not negative."
-            )
-        if is_module and initializer is not None:
-            raise InvalidArgument("serve: initializer= is for a function fn(state, batch). A module is its own state.")
-        if not is_module and replicate is not None:
-            raise InvalidArgument("serve: replicate= is for modules.")
-        served: Served
-        if isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule):
-            served = Copies(model, [one.name for one in self.devices], replicate)
-        else:
-            served = ServedFunction(model) if initializer is None else WithState(model, initializer)
-        return Batcher(
+        return batcher_of(
             self._jobs,
-            served,
-            f"{_name_of(model).rpartition('.')[2]} {self._jobs.number()}",
+            model,
+            _name_of(model).rpartition(".")[2],
+            initializer=initializer,
+            replicate=replicate,
+            resident=resident,
             max_batch=max_batch,
             max_delay=max_delay,
-            idempotent=is_module if idempotent is None else idempotent,
+            idempotent=idempotent,
+            cost=cost,
+            pad=pad,
+            length_dim=length_dim,
+            memory=memory,
+            needs=needs,
         )
 
     def retire(self, device: str) -> None:
@@ -306,12 +324,6 @@ def _group_of(devices: Any) -> DeviceGroup:
         return devices
     group = getattr(devices, "group", None)  # of a trainer, which may be closed before the pool
     return DeviceGroup(list(group.devices if isinstance(group, DeviceGroup) else devices))
-
-
-def _mixes_requests(model: nn.Module) -> bool:
-    # Other parts may have the flag of training for no reason, as those that quantization makes.
-    norms = (part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm))
-    return model.training or any(part.training or part.running_mean is None for part in norms)
 
 
 def _name_of(fn: Any) -> str:
