@@ -38,6 +38,7 @@ class BatchOptions:
     padding: Padding | None = None
     memory: float = 0.0
     place: Place = ANY
+    autocast: torch.dtype | None = None
 
 
 class _Request(Work):
@@ -238,19 +239,20 @@ class Batcher(Handle):
         except BaseException as error:
             return self._without(device, requests, error), 0.0, None
         try:
-            answers = self._answer(answer, requests)
+            answers, excluded = self._answer(device, answer, requests)
         except BaseException as error:
             return self._failed(device, begun, requests, error, again=self._idempotent), 0.0, None
         try:
-            excluded = self._hand_out(answers, answer, requests)
+            excluded += self._hand_out(device, answers, answer, requests)
         except BaseException as error:
             again = self._idempotent and not isinstance(error, InvalidArgument)  # in halves it may look right by chance
             return self._failed(device, begun, requests, error, again=again), 0.0, None
         requests[0].leads = True
         return DONE, excluded, loaded
 
-    def _answer(self, answer: Answer, requests: Sequence[_Request]) -> Any:
-        kind, spec = requests[0].kind, requests[0].spec
+    def _answer(self, device: str, answer: Answer, requests: Sequence[_Request]) -> tuple[Any, float]:
+        """Their answers, and the seconds that say nothing of the device's speed."""
+        kind, spec, dtype = requests[0].kind, requests[0].spec, self._options.autocast
         rows = [one.leaves for one in requests]
         with torch.inference_mode():
             if self._padding is None:
@@ -258,7 +260,9 @@ class Batcher(Handle):
             else:
                 batch = self._padding.stack(rows, self._values[kind])
             given = batch[0] if spec is None else pytree.tree_unflatten(batch, spec)
-            return answer(given)
+            casts = contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+            with self._served.running(device, kind, tuple(one.shape for one in batch)) as excluded, casts:
+                return answer(given), excluded
 
     def _checked(self, answers: Any, count: int) -> tuple[list[torch.Tensor], Any]:
         leaves, spec = pytree.tree_flatten(answers)
@@ -275,7 +279,7 @@ class Batcher(Handle):
                 )
         return [leaf.detach() for leaf in leaves], spec
 
-    def _hand_out(self, answers: Any, answer: Answer, requests: Sequence[_Request]) -> float:
+    def _hand_out(self, device: str, answers: Any, answer: Answer, requests: Sequence[_Request]) -> float:
         """Give each its answer. Returns the seconds of running some of them alone."""
         alone = 0.0
         leaves, spec = self._checked(answers, len(requests))
@@ -286,7 +290,7 @@ class Batcher(Handle):
             def run(some: Sequence[int]) -> tuple[list[torch.Tensor], Any]:
                 nonlocal alone
                 begun = time.monotonic()
-                some_answers = self._answer(answer, [requests[index] for index in some])
+                some_answers, _ = self._answer(device, answer, [requests[index] for index in some])
                 alone += time.monotonic() - begun
                 return self._checked(some_answers, len(some))
 

@@ -175,6 +175,8 @@ class Pool(Handle):
         memory: float = 0.0,
         resident: float = 0.0,
         needs: Needs = (),
+        autocast: torch.dtype | None = None,
+        compile: bool | Mapping[str, Any] = False,
     ) -> Batcher:
         """Answer requests in batches of what waits, of the sizes that end soonest over all devices. Answers are computed in inference mode.
 
@@ -213,6 +215,11 @@ class Pool(Handle):
             least time for its bytes. It is made anew when it is needed.
         needs
             Which devices answer, as in `submit`.
+        autocast
+            ``torch.bfloat16`` or ``torch.float16``: answer under ``torch.autocast``.
+        compile
+            Compile each device's copy: True, or options of ``torch.compile`` as a dictionary. A module that is compiled may be served, too. The first
+            batches of each size compile alone, which counts for no device's speed.
 
         Raises
         ------
@@ -225,6 +232,7 @@ class Pool(Handle):
             _name_of(model).rpartition(".")[2],
             initializer=initializer,
             replicate=replicate,
+            compile=compile,
             resident=resident,
             max_batch=max_batch,
             max_delay=max_delay,
@@ -234,6 +242,7 @@ class Pool(Handle):
             length_dim=length_dim,
             memory=memory,
             needs=needs,
+            autocast=autocast,
         )
 
     def retire(self, device: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ from paceline.torch._pool.jobs import Jobs
 from paceline.torch._pool.needs import Needs, place_of
 from paceline.torch._pool.padding import Padding
 from paceline.torch._pool.served import Copies, Served, ServedFunction, WithState
+from paceline.torch._replicas.compiled import is_compiled
 from paceline.torch._replicas.copies import Replicate
+
+_LOOSE = 5e-2  # how far padding may move an answer, of the largest value, in half precision
 
 
 def bytes_of(call: str, name: str, value: Any) -> float:
@@ -32,6 +35,7 @@ def batcher_of(
     *,
     initializer: Callable[[torch.device], Any] | None,
     replicate: Replicate | None,
+    compile: bool | Mapping[str, Any],
     resident: float,
     max_batch: int,
     max_delay: float,
@@ -41,12 +45,15 @@ def batcher_of(
     length_dim: int,
     memory: float,
     needs: Needs,
+    autocast: torch.dtype | None,
 ) -> Batcher:
     """A batcher of what answers requests, by the arguments of `Pool.serve`."""
     if not (isinstance(max_batch, int) and max_batch >= 1 and 0 <= max_delay < math.inf):
         raise InvalidArgument(
             f"serve: max_batch={max_batch!r} must be at least 1, and max_delay={max_delay!r} finite and not negative."
         )
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise InvalidArgument(f"serve: autocast={autocast!r} must be torch.bfloat16, torch.float16 or None.")
     if pad is None and cost is not None:
         raise InvalidArgument(
             "serve: cost= is for requests of different lengths that share batches. Say what they are padded with: pad=0, for example."
@@ -58,11 +65,11 @@ def batcher_of(
             "serve: with pad= some requests also run alone, to see which part of an answer is padding. Say idempotent=True if the function may be called again."
         )
     bytes_of("serve", "resident", resident)
-    served = _served(jobs, model, initializer, replicate, resident)
+    served = _served(jobs, model, initializer, replicate, compile, resident)
     name = f"{called} {jobs.number()}"
     padding = None
     if pad is not None:
-        padding = Padding(name, pad, length_dim, cost)
+        padding = Padding(name, pad, length_dim, cost, **({} if autocast is None else {"tolerance": _LOOSE}))
     options = BatchOptions(
         max_batch=max_batch,
         max_delay=max_delay,
@@ -70,6 +77,7 @@ def batcher_of(
         padding=padding,
         memory=bytes_of("serve", "memory", memory),
         place=place_of(needs, jobs.devices, jobs.memory),
+        autocast=autocast,
     )
     jobs.served[name] = served
     return Batcher(jobs, served, name, options)
@@ -80,18 +88,22 @@ def _served(
     model: Any,
     initializer: Callable[[torch.device], Any] | None,
     replicate: Replicate | None,
+    compile: bool | Mapping[str, Any],
     resident: float,
 ) -> Served:
+    count = len(jobs.devices)
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise InvalidArgument(f"serve: its first argument is a {type(model).__name__}, not a module or a function.")
         if replicate is not None:
             raise InvalidArgument("serve: replicate= is for modules.")
+        if compile is not False:
+            raise InvalidArgument("serve: compile= is for modules. Give a function that torch.compile has compiled.")
         if initializer is not None:
-            return WithState(model, initializer, resident)
+            return WithState(model, initializer, count, resident)
         if resident:
             raise InvalidArgument("serve: resident= is for the state that initializer= makes, which this call has not.")
-        return ServedFunction(model)
+        return ServedFunction(model, count)
     if _mixes_requests(model):
         raise InvalidArgument(
             "serve: the module, or a batch norm in it, is in training mode, or a batch norm keeps no statistics (track_running_stats=False). "
@@ -104,9 +116,19 @@ def _served(
         raise InvalidArgument(
             "serve: resident= is for the state that initializer= makes. Copies of a module share its parameters."
         )
+    if compile is not False:
+        if isinstance(model, torch.jit.ScriptModule) or is_compiled(model):
+            raise InvalidArgument(
+                "serve: compile= is for a module that is not compiled. This one is: leave compile= out."
+            )
+        if compile is not True and not isinstance(compile, Mapping):
+            raise InvalidArgument(
+                f"serve: compile={compile!r} must be True, False or a dictionary of options of torch.compile."
+            )
     if isinstance(model, torch.jit.ScriptModule):
-        return ServedFunction(model)
-    return Copies(model, [one.name for one in jobs.devices], replicate)
+        return ServedFunction(model, count)
+    options = None if compile is False else {} if compile is True else dict(compile)
+    return Copies(model, [one.name for one in jobs.devices], replicate, options)
 
 
 def _mixes_requests(model: nn.Module) -> bool:
