@@ -63,6 +63,11 @@ class _Request(Work):
         self.batcher._jobs.evict(evicted)
         return self.batcher._run(devices[0], requests)
 
+    def hang(self, device: str) -> None:
+        """See `Work`. The thread that hangs keeps what it uses."""
+        if batcher := self.batcher:
+            batcher._served.drop(device)
+
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
         """See `Work`."""
         self.batcher, self.leaves, self.spec = None, [], None
@@ -314,6 +319,8 @@ class Batcher(Handle):
         """The device could not be prepared: it is retired, and others answer, unless it is the last one."""
         for request in requests:
             request.error, request.given_up = error, True
+        if requests[0].future is None:  # the run was given up, and its end says nothing of the device
+            return FAILED
         if not self._jobs.engine.retire(device, unless_last=True):
             return FAILED
         try:

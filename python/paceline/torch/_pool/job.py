@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from paceline import Cancelled, DeviceLost, Error, Expired, InvalidArgument, OutOfMemory, Rejected
+from paceline import Cancelled, DeviceLost, Error, Expired, InvalidArgument, OutOfMemory, Rejected, Timeout
 from paceline._core.engine import Pool as Engine
 from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.figures import Figures
@@ -27,6 +28,7 @@ _ERRORS: dict[str, type[Error]] = {
     "cancelled": Cancelled,
     "out_of_memory": OutOfMemory,
     "device_lost": DeviceLost,
+    "timeout": Timeout,
 }
 NEVER_RAN = ("rejected", "expired", "cancelled")
 _OWN = __name__.rpartition(".")[0] + "."  # modules of pools
@@ -69,6 +71,8 @@ class PoolFuture(Future[_T], Generic[_T]):
             After `timeout` seconds.
         InvalidArgument
             On a worker, if the job has not ended.
+        Timeout
+            If it ran for longer than the pool's ``hang_seconds``.
         Unavailable
             In a process that was forked from that of the pool, if the job has not ended.
         """
@@ -165,12 +169,17 @@ class Work:
         self._keeps, self._figures = keeps, figures
         self._submitted = time.monotonic()
         self._begun: float | None = None
+        self.thread: int | None = None  # that runs it
 
     def begin(self) -> None:
         """Called on the worker, before each run."""
+        self.thread = threading.get_ident()
         if self._begun is None and self.future is not None:
             self._begun = time.monotonic()
             self.future._begun = True
+
+    def hang(self, device: str) -> None:
+        """Called before its run there is given up, which goes on."""
 
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
         """Called by the engine, when nothing of it runs any more; again if an interrupt comes in between. Then it does what is left."""

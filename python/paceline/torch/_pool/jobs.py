@@ -19,6 +19,7 @@ from paceline.torch._pool.figures import Figures
 from paceline.torch._pool.job import PoolFuture, Work
 from paceline.torch._pool.needs import ANY, Place
 from paceline.torch._pool.served import Served
+from paceline.torch._pool.watchdog import Watchdog
 
 Priority = Literal["interactive", "normal", "batch", "background"]
 Placement = Literal["auto", "any", "weighted", "round_robin", "least_outstanding", "earliest_finish"]
@@ -30,11 +31,14 @@ _PRIORITIES = ("interactive", "normal", "batch", "background")
 class Jobs:
     """What a pool and its batchers share. Jobs keep it until they have ended, so a pool that nobody knows any more ends them first."""
 
-    def __init__(self, group: DeviceGroup, placement: Placement, memory: Mapping[str, float]) -> None:
+    def __init__(
+        self, group: DeviceGroup, placement: Placement, memory: Mapping[str, float], hang_seconds: float | None
+    ) -> None:
         self.devices = group.devices
         self.memory = memory
         self.engine = Engine(group, placement, dict(memory))
         self.served: weakref.WeakValueDictionary[str, Served] = weakref.WeakValueDictionary()  # by the batcher's name
+        self.watchdog = None if hang_seconds is None else Watchdog(self, hang_seconds)
         self.figures = Figures([one.name for one in group.devices])
         self.closed = False
         self._threads = {one.name: max(1, len(one.cores)) for one in group.devices}
@@ -106,6 +110,8 @@ class Jobs:
         if os.getpid() == self._process:
             self.engine.close(cancel)
             self.closed = True
+            if self.watchdog is not None:
+                self.watchdog.end()
 
 
 _open: weakref.WeakSet[Jobs] = weakref.WeakSet()

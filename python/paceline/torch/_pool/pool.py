@@ -47,6 +47,9 @@ class Pool(Handle):
     memory
         Bytes of a device's memory that jobs may use, by its name: ``{"host:0": 8e9}``. Other devices have no limit. What jobs use is what their ``memory=``
         says. It is not measured.
+    hang_seconds
+        A job or a batch that runs for longer is given up: its future has `Timeout`, a warning names the job, the device and the line, and another thread
+        takes the jobs of the device. The thread that hangs goes on. More than any job takes, with compiling and loading.
 
     Raises
     ------
@@ -66,6 +69,7 @@ class Pool(Handle):
         *,
         placement: Placement = "auto",
         memory: Mapping[str, float] | None = None,
+        hang_seconds: float | None = None,
     ) -> None:
         group = _group_of(devices)
         gpus = [one.name for one in group.devices if one.kind != "host"]
@@ -75,7 +79,7 @@ class Pool(Handle):
             )
         self.devices = group.devices
         caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in (memory or {}).items()}
-        self._jobs = Jobs(group, placement, caps)
+        self._jobs = Jobs(group, placement, caps, hang_seconds)
 
     def submit(
         self,
@@ -287,13 +291,14 @@ class Pool(Handle):
         dict
             ``devices``: by name ``jobs`` that completed, their ``runs`` alone or in batches, ``busy_seconds`` of these, and whether it is
             ``retired``, or lost. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured times.
-            ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds``, of all of them together.
+            ``hangs``: the last runs that were given up, each with ``device``, ``kind``, ``jobs``, ``where`` and ``time``. ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds``, of all of them together.
         """
         return {
             "devices": self._jobs.devices_now(),
             "waiting": self.waiting,
             "running": self.running,
             "backlog_seconds": self._jobs.engine.backlog_seconds,
+            "hangs": [] if self._jobs.watchdog is None else list(self._jobs.watchdog.hangs),
             **self._jobs.figures.report(),
         }
 
