@@ -253,6 +253,7 @@ class Batcher(Handle):
             again = self._idempotent and not isinstance(error, InvalidArgument)  # in halves it may look right by chance
             return self._failed(device, begun, requests, error, again=again), 0.0, None
         requests[0].leads = True
+        requests[0].note_run([device], len(requests), "completed")
         return DONE, excluded, loaded
 
     def _answer(self, device: str, answer: Answer, requests: Sequence[_Request]) -> tuple[Any, float]:
@@ -310,6 +311,7 @@ class Batcher(Handle):
     def _failed(
         self, device: str, begun: float, requests: Sequence[_Request], error: BaseException, *, again: bool
     ) -> int:
+        requests[0].note_run([device], len(requests), "failed")
         ran = device, time.monotonic() - begun
         for request in requests:
             request.error, request.given_up, request.ran = error, not again, None if again else ran

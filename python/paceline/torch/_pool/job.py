@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures._base import LOGGER
 from typing import Any, Generic, TypeVar
@@ -16,6 +16,7 @@ from paceline import Cancelled, DeviceLost, Error, Expired, InvalidArgument, Out
 from paceline._core.engine import Pool as Engine
 from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.figures import Figures
+from paceline.torch._pool.tracing import Run
 
 _T = TypeVar("_T")
 
@@ -169,14 +170,26 @@ class Work:
         self._keeps, self._figures = keeps, figures
         self._submitted = time.monotonic()
         self._begun: float | None = None
+        self._run_begun = 0.0  # its last run
+        self.kind = ""
         self.thread: int | None = None  # that runs it
 
     def begin(self) -> None:
         """Called on the worker, before each run."""
-        self.thread = threading.get_ident()
+        self.thread, self._run_begun = threading.get_ident(), time.monotonic()
         if self._begun is None and self.future is not None:
-            self._begun = time.monotonic()
+            self._begun = self._run_begun
             self.future._begun = True
+
+    def note_run(self, devices: Sequence[str], jobs: int, outcome: str) -> None:
+        """Note its run, of so many jobs, which is over. One that was given up was noted then."""
+        if self.future is not None:
+            self._figures.runs.add(self.run_until_now(devices, jobs, outcome))
+
+    def run_until_now(self, devices: Sequence[str], jobs: int, outcome: str) -> Run:
+        """Its run, as it is noted."""
+        waited = (self._begun or self._submitted) - self._submitted
+        return Run(devices, self.kind, self._run_begun, time.monotonic(), jobs, waited, outcome)
 
     def hang(self, device: str) -> None:
         """Called before its run there is given up, which goes on."""
@@ -197,6 +210,8 @@ class Work:
             self._counted = True
             waited = None if self._begun is None else self._begun - self._submitted
             self._figures.count(outcome, waited, device, seconds if self.leads else None)
+            if outcome in NEVER_RAN:
+                self._figures.runs.never_ran(self.kind, outcome)
         future._end(outcome, message, self.error, self.value)
         self.future = self.value = self.error = self._keeps = None
 
@@ -218,7 +233,9 @@ class Job(Work):
             self.value = self._fn(place if self._gang == 1 else [place] * len(devices), *self._args, **self._kwargs)
         except BaseException as error:
             self.error = error
+            self.note_run(devices, 1, "failed")
             return LOST if isinstance(error, DeviceLost) else FAILED
+        self.note_run(devices, 1, "completed")
         return DONE
 
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:

@@ -69,6 +69,7 @@ class Jobs:
             raise InvalidArgument("submit: after= has something else than futures of this pool.")
         future = work.future
         assert future is not None
+        work.kind = kind
         future._job = self.engine.submit(
             work,
             kind=kind,

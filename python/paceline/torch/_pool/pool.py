@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from paceline.torch._pool.job import Job, PoolFuture
 from paceline.torch._pool.jobs import Jobs, Placement, Priority
 from paceline.torch._pool.needs import ANY, Needs, place_of
 from paceline.torch._pool.serving import batcher_of, bytes_of
+from paceline.torch._pool.tracing import Scalars
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.reach import Handle
 
@@ -80,6 +82,7 @@ class Pool(Handle):
         self.devices = group.devices
         caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in (memory or {}).items()}
         self._jobs = Jobs(group, placement, caps, hang_seconds)
+        self._scalars = Scalars()
 
     def submit(
         self,
@@ -301,6 +304,43 @@ class Pool(Handle):
             "hangs": [] if self._jobs.watchdog is None else list(self._jobs.watchdog.hangs),
             **self._jobs.figures.report(),
         }
+
+    def scalars(self, prefix: str = "paceline/pool/") -> dict[str, float]:
+        """Figures by flat names, for what logs numbers, such as TensorBoard.
+
+        Returns
+        -------
+        dict
+            ``waiting``, ``running`` and ``backlog_seconds`` are of now. What counts, is of the time since the call before, or since the pool was made: how
+            many jobs ended how, such as ``completed``; ``wait_seconds``, the mean wait; and by device, with ``_`` in place of ``:``,
+            ``jobs_per_second/host_0``, ``busy_ratio/host_0`` and ``retired/host_0``.
+
+        Examples
+        --------
+        >>> for name, value in pool.scalars().items():                                # doctest: +SKIP
+        ...     writer.add_scalar(name, value, step)
+        """
+        return self._scalars.of(self.report(), prefix)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last 10,000 runs as a trace for https://ui.perfetto.dev or chrome://tracing.
+
+        Each device has a row with its jobs and batches. A click shows how many requests a batch has, how long its first one has waited, and how it ended.
+        Jobs that never ran are instants in a row of their own. Works after `close`, too.
+
+        Parameters
+        ----------
+        path
+            The JSON file. An existing one is replaced when the new one is complete.
+
+        Raises
+        ------
+        Unavailable
+            Before the first job.
+        OSError
+            If the file cannot be written.
+        """
+        self._jobs.figures.runs.write(path, [one.name for one in self.devices])
 
     def prometheus(self, /, **labels: str) -> Collector:
         """A collector of ``prometheus_client`` with the figures of `report`, which you register. It starts no server.

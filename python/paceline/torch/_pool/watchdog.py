@@ -51,8 +51,10 @@ class Watchdog:
         for work in works:
             work.hang(device)
         told = f"{message} The pool has given it up. Its thread goes on, and another one runs the jobs of {device}."
+        known = works[0].run_until_now([device], len(works), "given up")
         if not jobs.engine.give_up(run, told, device):
             return
+        jobs.figures.runs.add(known)
         self.hangs.append({"device": device, "kind": kind, "jobs": len(works), "where": where, "time": time.time()})
         with contextlib.suppress(Exception):  # such as the warning itself, where warnings are errors
             warnings.warn(f"paceline {told}", RuntimeWarning, stacklevel=1)
