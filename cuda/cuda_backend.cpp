@@ -219,7 +219,7 @@ Device CudaBackend::find(std::string_view name) const {
 
 // Best effort: without it everything works, but from more distant cores.
 void CudaBackend::prepare_worker(const Device& device) const noexcept {
-  pin_this_thread(device.cores);
+  internal::pin_this_thread(device.cores);
   // The thread is ours, so its current device may change. An error here comes again in a call that can report it.
   static_cast<void>(cudaSetDevice(device.index));
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;

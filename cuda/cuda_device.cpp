@@ -120,7 +120,7 @@ class PinnedBuffer final : public CudaBuffer {
     if (bytes == 0) return;
     const DeviceGuard guard(device);
     // Pages lie near the thread that touches them, and the caller's thread may run on any core.
-    const PreferredNode near(attribute(cudaDevAttrHostNumaId, device, -1));
+    const internal::PreferredNode near(attribute(cudaDevAttrHostNumaId, device, -1));
     const cudaError_t error = cudaHostAlloc(&data_, bytes, cudaHostAllocPortable);
     if (error == cudaErrorMemoryAllocation) {
       static_cast<void>(cudaGetLastError());

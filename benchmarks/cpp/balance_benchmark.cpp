@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
-#include <paceline/sim/random.hpp>
+#include <paceline/plan/random.hpp>
 
 namespace paceline::balance {
 namespace {
@@ -24,7 +24,7 @@ Balancer balancer(std::int64_t devices) {
 }
 
 /// One step as the engine reports it: a large micro-batch and `corrections` small ones on every device.
-StepTimings timings(const StepPlan& plan, std::int64_t corrections, double slowdown, sim::Random& random) {
+StepTimings timings(const StepPlan& plan, std::int64_t corrections, double slowdown, plan::Random& random) {
   StepTimings result;
   for (std::size_t i = 0; i < plan.shares.size(); ++i) {
     std::vector<MicroBatchTiming>& device = result.devices.emplace_back();
@@ -44,7 +44,7 @@ StepTimings timings(const StepPlan& plan, std::int64_t corrections, double slowd
 /// slower, or as fast as before.
 void decide(benchmark::State& state, double slowdown) {
   Balancer subject = balancer(state.range(0));
-  sim::Random random(1, 0, 0);
+  plan::Random random(1, 0, 0);
   StepPlan plan = subject.next_plan(kBatchSize);
   for (auto _ : state) {
     state.PauseTiming();
@@ -64,7 +64,7 @@ BENCHMARK(decide_throttled)->ArgNames({"devices", "corrections"})->ArgsProduct({
 
 void explain(benchmark::State& state) {
   Balancer subject = balancer(state.range(0));
-  sim::Random random(1, 0, 0);
+  plan::Random random(1, 0, 0);
   for (int step = 0; step < 50; ++step) subject.record(timings(subject.next_plan(kBatchSize), 0, 1.0, random));
   for (auto _ : state) benchmark::DoNotOptimize(subject.explain());
 }

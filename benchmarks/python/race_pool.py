@@ -1,4 +1,4 @@
-"""Race servers of one model on two cores: `paceline.torch.Pool`, an executor, batches with a fixed delay, and packages that batch.
+"""Race servers of one model on two cores: `paceline.torch.Pool`, an executor, batches with a fixed delay, and packages that batch, some over HTTP.
 
     python race_pool.py --busy            run it alone on the machine; a busy loop halves the last core
     python race_pool.py                   both cores free
@@ -13,6 +13,11 @@ batches of 64, under the same load. Counted from when a request was due:
 - all at once, as when a data set is run through the model: requests a second.
 
 `batched` and torchrl (with tensordict) take part if they are installed; both run an instance on each core, behind the least outstanding one.
+
+LitServe and mosec, if they are installed, answer over HTTP on loopback, with a process for each core. They are compared with a pool behind Starlette and
+uvicorn, on which LitServe is built, too. All three get the same bytes from the same client, which runs on the same cores. What HTTP costs is shown apart, not
+subtracted: the same server with a model that returns what it is given, for a request alone, and for requests that come all at once. LitServe and mosec
+collect for 10 ms, for a request alone, too.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.metadata
 import json
 import os
 import statistics
@@ -30,7 +36,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from race import command
+from race import command, http_rivals
 from race.command import Command
 from race.pool_rivals import RIVALS
 from race.processes import FOLDER, busy_loop, end
@@ -42,12 +48,17 @@ LABELS = {
     "delayed": "batches, 10 ms delay, one queue",
     "batched": "batched, least outstanding",
     "torchrl": "torchrl, least outstanding",
+    "http:paceline": "Pool, Starlette, uvicorn",
+    "http:litserve": "LitServe",
+    "http:mosec": "mosec",
 }
+HTTP = [f"http:{server}" for server in http_rivals.SERVERS]
 PARTS = (0.5, 0.7, 0.9)
 OVERLOAD = 1.2
 WITHIN = 10  # times a single request
 HALVINGS = 6  # of the interval in which the highest rate lies
 REQUESTS_AT_ONCE = 1500
+REQUESTS_ALONE = 200
 _PROCESS_SECONDS = 240.0
 
 
@@ -85,6 +96,10 @@ class Served:
 
     def end(self) -> None:
         self._watchdog.cancel()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.stdin.close()  # it ends what it has started
+            self._process.wait(10)
         end(self._process)
 
 
@@ -115,7 +130,7 @@ class Race:
                 alone.append(process.first)
         self.rates.append(sum(one["rate"] for one in alone))
         self.singles.append(min(one["single"] for one in alone))
-        command.in_turn([functools.partial(self._race, name, number) for name in RIVALS], number)
+        command.in_turn([functools.partial(self._race, name, number) for name in (*RIVALS, *HTTP)], number)
 
     def _race(self, name: str, number: int) -> None:
         whole, most = self.rates[-1], WITHIN * self.singles[-1]
@@ -149,6 +164,10 @@ class Race:
                 middle = (low + high) / 2
                 low, high = (middle, high) if at(middle)["p99"] <= most else (low, middle)
             found["highest_part"].append(low)
+        if name in HTTP:
+            with served(name.replace("http:", "empty:"), self._cores) as process:
+                found["p50_of_http_alone"].append(process.ask(alone=REQUESTS_ALONE)["seconds"])
+                found["http_at_once"].append(REQUESTS_AT_ONCE / process.ask(all=REQUESTS_AT_ONCE)["seconds"])
 
     def summary(self) -> dict[str, Any]:
         """Medians over rounds; times in milliseconds."""
@@ -159,19 +178,28 @@ class Race:
                 what: round(1e3 * value, 2) if what.startswith("p") else round(value, 3) for what, value in row.items()
             }
             rows[name]["at_once_of_sum"] = round(row["at_once"] / statistics.median(self.rates), 3)
-        others = {name: row for name, row in rows.items() if name != "paceline"}
-        batching = {name: row for name, row in others.items() if name != "executor"}
-        ours, over = rows["paceline"], {}
-        over["highest_rate"] = ratio(ours["highest_part"], max(row["highest_part"] for row in batching.values()))
-        over["highest_rate_over_delay"] = ratio(ours["highest_part"], rows["delayed"]["highest_part"])
-        over["p99_at_0.7"] = ratio(ours["p99_at_0.7"], min(row["p99_at_0.7"] for row in batching.values()))
-        over["at_once"] = ratio(ours["at_once"], max(row["at_once"] for row in others.values()))
+        inside = [name for name in rows if name not in ("paceline", *HTTP)]
+        over = over_best(rows, "paceline", [name for name in inside if name != "executor"])
+        over["highest_rate_over_delay"] = ratio(rows["paceline"]["highest_part"], rows["delayed"]["highest_part"])
+        over["at_once"] = ratio(rows["paceline"]["at_once"], max(rows[name]["at_once"] for name in inside))
         return {
             "rivals": rows,
             "ours_over_best": over,
+            "ours_over_best_http": over_best(rows, HTTP[0], [name for name in HTTP[1:] if name in rows]),
             "cores_alone": round(statistics.median(self.rates), 1),
             "single_ms": round(1e3 * statistics.median(self.singles), 2),
         }
+
+
+def over_best(rows: dict[str, Any], ours: str, others: list[str]) -> dict[str, float | None]:
+    """Ours over the best of the others; nothing if one of them is not there."""
+    if ours not in rows or not others:
+        return {}
+    return {
+        "highest_rate": ratio(rows[ours]["highest_part"], max(rows[name]["highest_part"] for name in others)),
+        "p99_at_0.7": ratio(rows[ours]["p99_at_0.7"], min(rows[name]["p99_at_0.7"] for name in others)),
+        "at_once": ratio(rows[ours]["at_once"], max(rows[name]["at_once"] for name in others)),
+    }
 
 
 def ratio(ours: float, best: float) -> float | None:
@@ -195,6 +223,14 @@ def text(found: dict[str, Any]) -> str:
         f"The cores' sum is {found['cores_alone']:.0f} requests/s in batches of 64; one request takes {found['single_ms']:.1f} ms on the fastest core."
     )
     lines.append(f"ours over the best rival: {found['ours_over_best']}")
+    for name in HTTP:
+        if name in found["rivals"]:
+            row = found["rivals"][name]
+            lines.append(
+                f"{LABELS[name]}, over HTTP; with an empty model: {row['p50_of_http_alone']:.2f} ms a request alone, {row['http_at_once']:.0f} requests/s"
+            )
+    if found["ours_over_best_http"]:
+        lines.append(f"ours over the best rival, over HTTP: {found['ours_over_best_http']}")
     return "\n".join(lines)
 
 
@@ -209,8 +245,17 @@ def main() -> int:
     for name, why in race.missing.items():
         print(f"{LABELS[name]} is not installed: skipped ({why})")
     if args.json:
-        print(json.dumps(found | {"seconds_of_a_rate": args.seconds} | run.record({})))
+        print(json.dumps(found | {"seconds_of_a_rate": args.seconds} | run.record(versions())))
     return 0
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part, as far as it is installed."""
+    found = {}
+    for name in ("torch", "batched", "torchrl", "starlette", "uvicorn", "litserve", "mosec"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def arguments() -> argparse.Namespace:

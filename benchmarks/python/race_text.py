@@ -5,7 +5,7 @@
 
 All rivals train the transformer of examples/python/text.py on the same pieces of text, one epoch per round, each in its own processes
 while the others wait. DDP runs one pinned process per core over gloo: with random batches, with batches of similar length (a
-length-grouped sampler), and with paceline's BalancedBatchSampler(padded=True). paceline runs with `cost=` on random batches. Every rival
+length-grouped sampler), and with paceline's BalancedRanks(padded=True). paceline runs with `cost=` on random batches. Every rival
 trims what it runs at once to its longest piece. Each round runs the rivals in another order. Figures are milliseconds per step, as the mean
 over an epoch (so that every rival has run the same pieces), then the median over rounds, ± half of their range.
 
@@ -33,7 +33,7 @@ from race.pinned import Answers, Pinned
 LABELS: dict[Rival, str] = {
     "text-ddp-random": "DDP, gloo, random batches",
     "text-ddp-grouped": "DDP, gloo, length-grouped batches",
-    "text-ddp-padded": "DDP, gloo, BalancedBatchSampler, padded",
+    "text-ddp-padded": "DDP, gloo, BalancedRanks, padded",
     "text-paceline": "paceline, cost=",
 }
 FIGURES = ("split_of_ideal", "padded", "contiguous", "error")

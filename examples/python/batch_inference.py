@@ -1,6 +1,6 @@
-"""Compute embeddings of passages of a text on all host devices of this machine, and compare the speed with that of each device alone.
+"""Compute embeddings of passages of a text on all devices of this machine that pools can use, and compare the speed with that of each device alone.
 
-    python batch_inference.py                              all host devices; about ten seconds on two cores
+    python batch_inference.py                              all devices; about ten seconds on two cores
     python batch_inference.py --devices host:0,host:1 --passages 500
 
 The text, alice.txt, is the beginning of Lewis Carroll's "Alice's Adventures in Wonderland" (1865), which is in the public domain. The encoder
@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline import devices as all_devices
 from paceline.torch import Batcher, Pool
 
 TEXT = Path(__file__).with_name("alice.txt")
@@ -71,9 +70,8 @@ def main() -> int:
     torch.manual_seed(0)
     model = Encoder().eval()
     items = list(passages(args.passages))
-    names = (
-        [one.name for one in all_devices() if one.kind == "host"] if args.devices == "host" else args.devices.split(",")
-    )
+    with Pool(args.devices.split(",") if args.devices else "auto") as pool:
+        names = [one.name for one in pool.devices]
     alone = {}
     for name in names:
         with Pool([name]) as pool:
@@ -86,6 +84,10 @@ def main() -> int:
         embeddings = torch.stack(list(embed.map(items, progress=True)))
         print(pool.explain(), end="")
     whole = sum(alone.values())
+    print(
+        f"sum of the devices alone: {whole:.0f} passages/s (batches of up to {args.batch}; each device while the others were idle; "
+        f"passages counted for {args.seconds:g} s, after {args.seconds:g} s that do not count)"
+    )
     print(
         f"all devices: {together:.0f} passages/s, {together / whole:.2f} of the sum of the devices' speeds, "
         f"{together / alone[names[0]]:.2f} times {names[0]} alone"
@@ -103,7 +105,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", default="host", help="names with commas between them (default: all host devices)")
+    parser.add_argument("--devices", help="names with commas between them (default: all that pools can use)")
     parser.add_argument("--passages", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=32, help="passages of a batch at most (default: 32)")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement (default: 1)")

@@ -10,8 +10,6 @@ from paceline import InvalidArgument
 from paceline._words import numbers, plural
 
 PLACEMENTS = ("auto", "any", "weighted", "least_outstanding", "earliest_finish", "round_robin")
-# Few sizes have to be warmed, and a batch is at most a third smaller than planned.
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _ARGUMENTS = (  # that --json prints
     *("speeds", "believed", "load", "max_batch", "max_delay_ms", "fixed_ms", "per_item_ms"),
     *("length_variation", "variation", "burst", "deadline_ms", "requests", "seed"),
@@ -40,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate all placements and print. Returns the exit status."""
+    from paceline._core.sim import batch_sizes
     from paceline.sim import simulate_pool
 
     if args.speeds is None:
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidArgument(f"{option} is not for pools; --variation and --believed are")
     if args.max_batch < 1:
         raise InvalidArgument(f"--max-batch is {args.max_batch}; it must be at least 1")
-    sizes = [size for size in _SIZES if size < args.max_batch] + [args.max_batch]
+    sizes = batch_sizes(args.max_batch)
     found = {
         placement: simulate_pool(
             args.speeds,

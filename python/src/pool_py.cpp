@@ -111,6 +111,13 @@ class PythonCall final : public internal::PoolCall {
     if (interpreter_is_ending()) return;
     on_any_thread([&] { tell(); });
   }
+  void together(const std::function<void()>& calls) noexcept override {
+    if (interpreter_is_ending()) {
+      calls();
+    } else {
+      on_any_thread(calls);
+    }
+  }
   [[nodiscard]] bool batched() const noexcept override { return batched_; }
   [[nodiscard]] const py::object& job() const noexcept { return job_; }
 
@@ -177,7 +184,7 @@ class PythonPool {
   JobHandle submit(py::object job, const JobOptions& options, bool batched) {
     const auto state = std::make_shared<internal::JobState>();
     auto call = std::make_unique<PythonCall>(std::move(job), state, batched);
-    const BlockingRegion without_gil;
+    // With the interpreter's lock, which only a wait for room gives up: nobody asks for it under the pool's mutex.
     return pool_.submit_call(std::move(call), state, options);
   }
 

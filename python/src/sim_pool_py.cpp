@@ -130,6 +130,7 @@ InvalidArgument
 Notes
 -----
 Requests are independent. Launching, the GIL and transfers take no time. The pool knows the mean of each time, not the time itself.)");
+  module.def("batch_sizes", &plan::batch_sizes, py::arg("most"), "The sizes of a pool's batches of at most so many.");
 }
 
 }  // namespace paceline::python

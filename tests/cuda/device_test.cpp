@@ -30,6 +30,8 @@
 namespace paceline {
 namespace {
 
+using internal::PreferredNode;
+
 void boot_machine(const fake::Settings& settings = {}) {
   fake::boot(settings);
   fake::set_twins();

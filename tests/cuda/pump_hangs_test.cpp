@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The thread that enqueues the sums of four GPUs and more, in a call of CUDA's that does not come back.
-#include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <optional>
 #include <string>
-#include <thread>
 
 #include <paceline/engine/device_queues.hpp>
 #include <paceline/error.hpp>
@@ -25,42 +21,6 @@
 namespace paceline {
 namespace {
 
-constexpr std::chrono::milliseconds kShort(50);
-
-/// One copy of a step does not come back until this says so.
-class HangingCopy {
- public:
-  ~HangingCopy() { fake::set_before_copy(nullptr); }
-  HangingCopy() = default;
-  HangingCopy(const HangingCopy&) = delete;
-  HangingCopy& operator=(const HangingCopy&) = delete;
-
-  /// The copy with this number from now on. Making queues copies, too.
-  void arm(int which, cudaError_t result = cudaSuccess) {
-    fake::set_before_copy([this, which, result] {
-      if (copies++ != which) return cudaSuccess;
-      EXPECT_EQ(cudaGetDevice(&device), cudaSuccess);
-      hangs = true;
-      while (!comes_back) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      return result;
-    });
-  }
-
-  void await() const {
-    while (!hangs) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  /// The pump has freed what it used.
-  void end() {
-    comes_back = true;
-    await_the_thread(kThread);
-  }
-
-  std::atomic<int> copies{0};
-  int device = -1;
-  std::atomic<bool> hangs{false};
-  std::atomic<bool> comes_back{false};
-};
-
 void expect_a_timeout(Buckets& buckets, int device) {
   try {
     buckets.queues.reduce();
@@ -69,13 +29,6 @@ void expect_a_timeout(Buckets& buckets, int device) {
     EXPECT_EQ(error.device(), "cuda:" + std::to_string(device));
     EXPECT_NE(std::string(error.what()).find(error.device()), std::string::npos) << error.what();
   }
-}
-
-/// From now on work is enqueued and does not run.
-void hang_all_streams(const DeviceQueues& queues) {
-  for (const DeviceId d : queues.devices()) fake::hang(queues.stream(d)->native());
-  for (std::size_t s = 1; s < queues.space_count(); ++s) fake::hang(queues.copy_stream(s)->native());
-  fake::hang(queues.home_stream().native());
 }
 
 TEST(SumPump, IsLeftBehindWhereCudaDoesNotComeBackAndEnqueuesNothingMore) {

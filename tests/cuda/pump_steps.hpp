@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Steps of four GPUs whose sums a thread enqueues, and who has enqueued copies.
+// Steps of four GPUs whose copies and sums a thread enqueues, who has enqueued copies, and copies that hang.
 #pragma once
 
+#include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -15,6 +18,7 @@
 #include <vector>
 
 #include "fake_cuda.hpp"
+#include "helpers.hpp"
 #include "sealed_buckets.hpp"
 
 namespace paceline {
@@ -22,6 +26,7 @@ namespace paceline {
 inline const std::vector<std::string> kFour{"cuda:0", "cuda:1", "cuda:2", "cuda:3"};
 inline const std::vector<std::vector<std::uint32_t>> kSeeds{{1, 2, 3}, {4, 5, 6}, {7, 8, 9}, {10, 11, 12}};
 inline constexpr const char* kThread = "pl sums";
+inline constexpr std::chrono::milliseconds kShort(50);
 
 inline void enter_and_fill(Buckets& buckets) {
   for (const DeviceId d : buckets.queues.devices()) {
@@ -88,5 +93,46 @@ class Copiers {
   std::set<std::thread::id> threads_;
   int count_ = 0;
 };
+
+/// One copy of a step does not come back until this says so.
+class HangingCopy {
+ public:
+  ~HangingCopy() { fake::set_before_copy(nullptr); }
+  HangingCopy() = default;
+  HangingCopy(const HangingCopy&) = delete;
+  HangingCopy& operator=(const HangingCopy&) = delete;
+
+  /// The copy with this number from now on. Making queues copies, too.
+  void arm(int which, cudaError_t result = cudaSuccess) {
+    fake::set_before_copy([this, which, result] {
+      if (copies++ != which) return cudaSuccess;
+      EXPECT_EQ(cudaGetDevice(&device), cudaSuccess);
+      hangs = true;
+      while (!comes_back) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      return result;
+    });
+  }
+
+  void await() const {
+    while (!hangs) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  /// The pump has freed what it used.
+  void end() {
+    comes_back = true;
+    await_the_thread(kThread);
+  }
+
+  std::atomic<int> copies{0};
+  int device = -1;
+  std::atomic<bool> hangs{false};
+  std::atomic<bool> comes_back{false};
+};
+
+/// From now on work is enqueued and does not run.
+inline void hang_all_streams(const DeviceQueues& queues) {
+  for (const DeviceId d : queues.devices()) fake::hang(queues.stream(d)->native());
+  for (std::size_t s = 1; s < queues.space_count(); ++s) fake::hang(queues.copy_stream(s)->native());
+  fake::hang(queues.home_stream().native());
+}
 
 }  // namespace paceline

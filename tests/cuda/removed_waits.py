@@ -31,6 +31,7 @@ OF_COLLECTIVES = ["cuda_collectives"]
 OF_PIPELINES = ["cuda_pipeline"]
 # Each source, and the test programs that run it.
 SOURCES = {
+    ROOMS / "engine" / "hang.cpp": OF_STEPS + OF_PIPELINES,
     ROOMS / "engine" / "queues" / "bucket_sums.cpp": OF_STEPS,
     ROOMS / "engine" / "queues" / "device_queues.cpp": OF_STEPS,
     ROOMS / "engine" / "queues" / "parameter_copies.cpp": OF_STEPS,

@@ -157,6 +157,8 @@ def test_batch_inference_compares_all_devices_with_each_alone() -> None:
     )
     assert len(alone) == 2
     assert found
+    (whole,) = re.findall(r"^sum of the devices alone: (\d+) passages/s \(.* counted for 0\.2 s", output, re.MULTILINE)
+    assert float(whole) == pytest.approx(sum(alone), abs=1.1)
     assert float(found[2]) == pytest.approx(float(found[1]) / sum(alone), abs=0.02)
     assert float(found[3]) == pytest.approx(float(found[1]) / alone[0], rel=0.05)
     assert re.search(r"host:0: \d+ jobs in \d+ runs", output)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.torch import BalancedBatchSampler, DataParallel
+from paceline.torch import DataParallel, GlobalBatchSampler
+from paceline.torch._batch.by_cost import ByCost
 from rank_processes import Run, part_of
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, plain
 
@@ -76,7 +77,7 @@ def test_checks_and_draws(made: Any) -> None:
 def test_samplers_give_the_same_items() -> None:
     def drawn() -> list[list[int]]:
         lengths = [1.0 + item % 3 for item in range(20)]
-        return list(BalancedBatchSampler(lengths, batch_size=8, ranks=2, rank=0, seed=3))
+        return list(GlobalBatchSampler(20, 8, ranks=2, seed=3, by_cost=ByCost(lengths, None, padded=False)))
 
     wanted = drawn()
     with torch.device("meta"):

@@ -47,7 +47,7 @@ def test_batches_are_no_larger_than_fits() -> None:
         with pytest.raises(Rejected, match="have the memory"):
             pool.serve(answer, memory=400)(torch.tensor(1)).result()
     assert max(size for name, size in sizes if name == small) <= 2
-    assert 2 < max(size for name, size in sizes if name != small) <= 4
+    assert 2 < max(size for name, size in sizes if name != small) <= 7
 
 
 def test_states_are_dropped_when_the_memory_is_needed_and_made_again() -> None:

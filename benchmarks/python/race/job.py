@@ -15,6 +15,7 @@ Rival = Literal[
     "paceline",
     "ranks",
     "ddp-balanced",
+    "ddp-micro-batches",
     "ratio",
     "alone",
     "together",
@@ -57,7 +58,9 @@ class Job:
     rendezvous: str = ""  # for DDP, a file
     tolerance: float = 0.0  # ratio: the wanted width of the interval
     seconds: float = 0.0  # ratio: the time limit; together: the time from the start, with warm-up
-    sizes: list[int] = dataclasses.field(default_factory=list)  # all-reduce: bytes per buffer
+    sizes: list[int] = dataclasses.field(
+        default_factory=list
+    )  # all-reduce: bytes per buffer; DDP: of micro-batches, by rank
     micro_batches: int = 1  # pipelines: how many in a batch
     blocks: int = 0  # pipelines: of the transformer
     width: int = 0  # pipelines: of its blocks

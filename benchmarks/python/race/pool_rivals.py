@@ -1,7 +1,8 @@
 """One process of `race_pool.py` (``python -m race.pool_rivals RIVAL CORES``): answers requests at the rates that it is told on standard input.
 
 A rival answers one request by ``submit(x, told)``, which calls ``told()`` when the answer is there. Every rival runs the same module on one thread
-per core, in batches of at most `MAX_BATCH`, but for the executor, which runs requests one by one.
+per core, in batches of at most `MAX_BATCH`, but for the executor, which runs requests one by one. RIVAL is a name of `RIVALS`, or "http:" and a server of
+`http_rivals`, or "empty:" and a server, whose model then returns what it is given.
 """
 
 from __future__ import annotations
@@ -241,6 +242,15 @@ RIVALS: dict[str, Callable[[Sequence[int]], Rival]] = {
 }
 
 
+def made(name: str, cores: Sequence[int]) -> Rival:
+    kind, _, server = name.partition(":")
+    if not server:
+        return RIVALS[name](cores)
+    from race.http_rivals import OverHttp
+
+    return OverHttp(cores, server, empty=kind == "empty")
+
+
 class Tally:
     """Counts answers as they come, on any thread."""
 
@@ -290,6 +300,11 @@ def closed_loop(rival: Rival, items: Sequence[torch.Tensor], requests: int) -> f
     return time.perf_counter() - begin
 
 
+def one_by_one(rival: Rival, items: Sequence[torch.Tensor], requests: int) -> float:
+    """Seconds of a request that is alone, the median."""
+    return sorted(closed_loop(rival, [items[index % len(items)]], 1) for index in range(requests))[requests // 2]
+
+
 def alone(core: int) -> dict[str, float]:
     """One core: seconds of a single request, and requests a second in full batches."""
     pin(core)
@@ -312,7 +327,7 @@ def main() -> None:
         say(alone(cores[0]))
         return
     try:
-        rival = RIVALS[name](cores)
+        rival = made(name, cores)
     except ImportError as error:
         say({"missing": str(error)})
         return
@@ -328,6 +343,8 @@ def main() -> None:
             break
         if "all" in what:
             say({"seconds": closed_loop(rival, items, what["all"])})
+        elif "alone" in what:
+            say({"seconds": one_by_one(rival, items, what["alone"])})
         else:
             say(at_rate(rival, items, what["rate"], what["seconds"], what["seed"]))
     rival.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,16 +51,18 @@ class Variant:
 
 
 def plain_step(module: nn.Module, part: Callable[[model.Pair], list[model.Pair]]) -> Step:
-    """Forward, backward and optimizer over the parts of a batch that this process runs."""
+    """Forward, backward and optimizer over the parts of a batch that this process runs. DDP sums gradients in the last backward."""
     optimizer = model.optimizer(module)
 
     def step(batch: model.Pair) -> float:
         loss = torch.zeros(())
         parts = part(batch)
         total = sum(len(labels) for _, labels in parts)
-        for inputs, labels in parts:
-            term = model.loss_fn(module, (inputs, labels)) * (len(labels) / total)
-            term.backward()
+        for number, (inputs, labels) in enumerate(parts, 1):
+            sums_later = number < len(parts) and isinstance(module, nn.parallel.DistributedDataParallel)
+            with module.no_sync() if sums_later else contextlib.nullcontext():
+                term = model.loss_fn(module, (inputs, labels)) * (len(labels) / total)
+                term.backward()
             loss += term.detach()
         optimizer.step()
         optimizer.zero_grad()
@@ -73,16 +76,24 @@ def cut(batch: model.Pair, parts: int) -> list[model.Pair]:
 
 
 def ddp(job: Job) -> Answer:
-    """DistributedDataParallel over gloo: this process is one rank, and runs its part of each batch on one thread."""
+    """DistributedDataParallel over gloo: this process is one rank, and runs its part of each batch on one thread.
+
+    `ddp-micro-batches` runs it in pieces of the size that paceline found for this rank.
+    """
     torch.set_num_threads(1)
     module = ranks.replicate(model.network(job.network), job)
-    variant = Variant(plain_step(module, lambda batch: [cut(batch, job.parts)[job.rank]]), job)
+
+    def part(batch: model.Pair) -> list[model.Pair]:
+        mine = cut(batch, job.parts)[job.rank]
+        return cut(mine, -(-len(mine[1]) // job.sizes[job.rank])) if job.sizes else [mine]
+
+    variant = Variant(plain_step(module, part), job)
     distributed.barrier()
     seconds = variant.run(job.steps)
     items = torch.empty(job.batch).tensor_split(job.parts)[job.rank].numel()
     loss = torch.tensor(variant.checked_loss * items / job.batch)
     distributed.all_reduce(loss)
-    return {"ddp": [seconds]}, [float(loss)]
+    return {job.rival: [seconds]}, [float(loss)]
 
 
 def threads(job: Job) -> Answer:
@@ -139,14 +150,21 @@ def in_ranks(job: Job) -> Answer:
     trainer = DataParallel(model.network(job.network), group=distributed.group.WORLD)
     sampler = trainer.batch_sampler(len(data), job.batch, shuffle=False)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=tuple)
+    sizes: list[int] = []  # of all micro-batches
 
-    variant = Variant(paceline_step(trainer), job, batches=endless(lambda: sampler.batches(loader)))
+    def loss_fn(module: nn.Module, pair: model.Pair) -> torch.Tensor:
+        sizes.append(len(pair[1]))
+        return model.loss_fn(module, pair)
+
+    variant = Variant(paceline_step(trainer, loss_fn), job, batches=endless(lambda: sampler.batches(loader)))
     distributed.barrier()
-    return {"ranks": [variant.run(job.steps)]}, [variant.checked_loss]
+    sizes.clear()
+    seconds = variant.run(job.steps)
+    return {"ranks": [seconds], "figures": [[statistics.median_high(sizes)]]}, [variant.checked_loss]
 
 
 def ddp_balanced(job: Job) -> Answer:
-    """DDP over gloo as above, with the parts of each batch that `BalancedRanks` measures out."""
+    """DDP over gloo as above, with the parts of each batch that `BalancedRanks` measures out. Also the milliseconds of its own code in a step."""
     from paceline.torch import BalancedRanks
 
     torch.set_num_threads(1)
@@ -155,6 +173,7 @@ def ddp_balanced(job: Job) -> Answer:
     data = ranks.in_memory(job)
     balanced = BalancedRanks(len(data), job.batch, shuffle=False)
     loader = DataLoader(data, batch_sampler=balanced.sampler, collate_fn=tuple)
+    own = ranks.OwnTime(balanced)
 
     def step(batch: model.Pair) -> float:
         with balanced.step():
@@ -164,12 +183,13 @@ def ddp_balanced(job: Job) -> Answer:
         optimizer.zero_grad()
         return float(loss.detach())
 
-    variant = Variant(step, job, batches=endless(lambda: balanced.batches(loader)))
+    variant = Variant(step, job, batches=endless(lambda: own.batches(loader)))
     distributed.barrier()
+    own.seconds = 0.0
     seconds = variant.run(job.steps)
     loss = torch.tensor(variant.checked_loss / job.parts)
     distributed.all_reduce(loss)
-    return {"ddp-balanced": [seconds]}, [float(loss)]
+    return {"ddp-balanced": [seconds], "figures": [[1e3 * own.seconds / job.steps]]}, [float(loss)]
 
 
 def endless(epoch: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -178,11 +198,13 @@ def endless(epoch: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         yield from epoch()
 
 
-def paceline_step(trainer: DataParallel) -> Step:
+def paceline_step(
+    trainer: DataParallel, loss_fn: Callable[[nn.Module, model.Pair], torch.Tensor] = model.loss_fn
+) -> Step:
     optimizer = model.optimizer(trainer.module)
 
     def step(batch: model.Pair) -> float:
-        loss = trainer.step(model.loss_fn, batch)
+        loss = trainer.step(loss_fn, batch)
         optimizer.step()
         optimizer.zero_grad()
         return float(loss)
@@ -221,6 +243,7 @@ def take_until_tight(variants: dict[str, Variant], job: Job) -> Blocks:
 
 RIVALS: dict[str, Callable[[Job], Answer]] = {
     "ddp": ddp,
+    "ddp-micro-batches": ddp,
     "threads": threads,
     "alone": alone,
     "together": together,

@@ -7,12 +7,14 @@ piece.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.utils.data import DataLoader
 
 from race import example
 from race.job import Job
@@ -61,24 +63,10 @@ def grouped_ranks(setting: Setting, job: Job, epoch: int) -> list[Ranks]:
     return [[batches[k][rank :: job.parts] for rank in range(job.parts)] for k in order]
 
 
-def padded_ranks(setting: Setting, job: Job, epoch: int) -> list[Ranks]:
-    """The batches of paceline's sampler for DDP: random, with ranks that take equally long with their padding."""
-    from paceline.torch import BalancedBatchSampler
-
-    samplers = [
-        BalancedBatchSampler(setting.data["length"], ranks=job.parts, rank=rank, batch_size=job.batch, padded=True)
-        for rank in range(job.parts)
-    ]
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
-    return [[torch.tensor(items) for items in ranks] for ranks in zip(*samplers, strict=True)]
-
-
 def ddp(job: Job) -> Answer:
     deal: Callable[[Setting, Job, int], list[Ranks]] = {
         "text-ddp-random": random_ranks,
         "text-ddp-grouped": grouped_ranks,
-        "text-ddp-padded": padded_ranks,
     }[job.rival]
     torch.set_num_threads(1)
     setting = Setting(job)
@@ -99,6 +87,35 @@ def ddp(job: Job) -> Answer:
     for ranks in deal(setting, job, 0)[: job.warm_up]:
         step(ranks)
     seconds, losses = timed(deal(setting, job, 1), step, distributed.barrier)
+    loss = torch.tensor(losses[-1])
+    distributed.all_reduce(loss)
+    return {job.rival: [seconds]}, [float(loss)]
+
+
+def ddp_padded(job: Job) -> Answer:
+    """DDP with random batches, and ranks that take equally long with their padding, by `BalancedRanks`."""
+    from paceline.torch import BalancedRanks
+
+    torch.set_num_threads(1)
+    setting = Setting(job)
+    module = replicate(setting.module, job)
+    lengths = setting.data["length"]
+    ranks = BalancedRanks(lengths, job.batch, padded=True, balance="even")
+    loader: Any = DataLoader(range(len(lengths)), batch_sampler=ranks.sampler, collate_fn=torch.tensor)
+
+    def step(items: torch.Tensor) -> float:
+        batch = setting.take(items)
+        with ranks.step():
+            loss = ranks.weigh(setting.example.loss_fn(module, batch), weight=batch["length"].sum())
+            loss.backward()
+        setting.optimizer.step()
+        setting.optimizer.zero_grad()
+        return float(loss.detach()) / job.parts
+
+    for items in itertools.islice(ranks.batches(loader), job.warm_up):
+        step(items)
+    ranks.sampler.set_epoch(1)
+    seconds, losses = timed(ranks.batches(loader), step, distributed.barrier)
     loss = torch.tensor(losses[-1])
     distributed.all_reduce(loss)
     return {job.rival: [seconds]}, [float(loss)]
@@ -145,7 +162,7 @@ def split_figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[f
 
 
 def timed(
-    batches: list[Any], step: Callable[[Any], float], before: Callable[[], Any]
+    batches: Iterable[Any], step: Callable[[Any], float], before: Callable[[], Any]
 ) -> tuple[list[float], list[float]]:
     before()
     seconds, losses = [], []
@@ -159,7 +176,7 @@ def timed(
 RIVALS: dict[str, Callable[[Job], Answer]] = {
     "text-ddp-random": ddp,
     "text-ddp-grouped": ddp,
-    "text-ddp-padded": ddp,
+    "text-ddp-padded": ddp_padded,
     "text-paceline": paceline,
     "text-alone": paceline,
 }

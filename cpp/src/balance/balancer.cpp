@@ -68,20 +68,6 @@ std::vector<std::size_t> classes_of(const Estimator& estimator, std::size_t coun
   return classes;
 }
 
-/// By the clock, or the slowest device's sum. 0 where a compilation or first run makes the step incomparable.
-double makespan_of(const StepTimings& timings) {
-  double longest = 0.0;
-  for (const auto& device : timings.devices) {
-    double sum = 0.0;
-    for (const MicroBatchTiming& timing : device) {
-      if (timing.excluded) return 0.0;
-      sum += timing.seconds;
-    }
-    longest = std::max(longest, sum);
-  }
-  return timings.step_seconds > 0.0 ? timings.step_seconds : longest;
-}
-
 }  // namespace
 
 Balancer::State::State(BalancerOptions given)
@@ -210,7 +196,7 @@ void Balancer::record(const StepTimings& timings) {
   state.sizes.record(state.plan->shares, timings);
   const auto working = static_cast<std::size_t>(
       std::count_if(timings.devices.begin(), timings.devices.end(), [](const auto& runs) { return !runs.empty(); }));
-  double seconds = makespan_of(timings);
+  double seconds = any_excluded(timings) ? 0.0 : seconds_of(timings);  // 0: it compares with no other step
   if (seconds > 0.0) {
     state.startup.record(timings.startup_seconds, seconds);
     for (std::size_t i = 0; i < state.limits.size(); ++i) state.limits[i].startup_seconds = state.startup.seconds(i);
@@ -260,7 +246,7 @@ void Balancer::hint(std::span<const std::optional<plan::CostModel>> models) {
            plural(state.options.devices.size(), "device"));
   }
   if (state.estimator.has_evidence()) return;
-  std::vector<plan::CostModel> hints = completed_models(models, state.options.devices);
+  std::vector<plan::CostModel> hints = completed_models(models, classes_of(state.estimator, models.size()));
   if (hints.empty()) return;
   state.hints = std::move(hints);
   state.hinted.assign(models.begin(), models.end());

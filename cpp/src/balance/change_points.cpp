@@ -7,7 +7,7 @@
 
 #include "balance/bounded.hpp"
 #include "balance/estimator.hpp"
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -71,7 +71,7 @@ bool Estimator::is_back(std::size_t index, double allowed) const {
 double Estimator::run_size(std::size_t index) const {
   std::vector<double> sizes;
   for (const Evidence& one : devices_[index].outliers) sizes.push_back(std::abs(deviation(index, one.sample)));
-  return median_in_place(sizes);
+  return plan::median_in_place(sizes);
 }
 
 /// For how many steps a change of that size has to last.
@@ -102,7 +102,7 @@ void Estimator::change(std::size_t index, double allowed) {
   const bool mixed = std::abs(std::log(ratios.front() / ratios.back())) > std::numbers::sqrt2 * allowed;
   const auto begin = run.begin() + (mixed ? 1 : 0);
   if (mixed) ratios.erase(ratios.begin());
-  device.relative_scale = median_in_place(ratios);  // residuals refer to this from now on
+  device.relative_scale = plan::median_in_place(ratios);  // residuals refer to this from now on
   // On the way back, the change that ends now was an excursion. The way back itself is none.
   if (back) undone(device.change_size, run.front().step - estimate.since_step);
   const double size = std::abs(std::log(device.relative_scale * common_level_ / estimate.own_scale));

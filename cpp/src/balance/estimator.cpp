@@ -9,7 +9,7 @@
 
 #include "balance/bounded.hpp"
 #include "balance/clusters.hpp"
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -37,6 +37,22 @@ double shrunk(double deviation, double count, double prior, double weight = kPri
 }
 
 }  // namespace
+
+std::vector<plan::CostModel> completed_models(std::span<const std::optional<plan::CostModel>> models,
+                                              std::span<const std::size_t> classes) {
+  std::vector<plan::CostModel> all;
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    const auto rank = [&](std::size_t j) { return std::pair(classes[j] != classes[i], models[j]->seconds(1)); };
+    const std::size_t none = models.size();
+    std::size_t best = models[i] ? i : none;
+    for (std::size_t j = 0; !models[i] && j < models.size(); ++j) {
+      if (models[j] && (best == none || rank(j) < rank(best))) best = j;
+    }
+    if (best == none) return {};
+    all.push_back(*models[best]);
+  }
+  return all;
+}
 
 Estimator::Estimator(const std::vector<DeviceProfile>& profiles, bool proportional)
     : estimates_(profiles.size()), memory_(profiles.size()), pooled_noise_(kPriorNoise) {
@@ -116,7 +132,7 @@ double Estimator::shape_error(std::size_t index, const Sample& sample) const {
 }
 
 double Estimator::error_of(double noise, std::size_t samples) const {
-  return median_error(noise, samples, memory_.variance_factor(samples));
+  return plan::median_error(noise, samples, memory_.variance_factor(samples));
 }
 
 /// Takes out of all samples of a step the factor that is common to them.
@@ -181,7 +197,7 @@ void Estimator::follow_drift(std::size_t index, std::int64_t step) {
   const auto centre = [&](auto begin, auto end) {
     ratios.clear();
     for (auto sample = begin; sample != end; ++sample) ratios.push_back(ratio(index, *sample));
-    const double middle = median_in_place(ratios);
+    const double middle = plan::median_in_place(ratios);
     for (auto sample = begin; sample != end; ++sample) {
       if (sample->to_own > 0.0) residuals.push_back(std::abs(ratio(index, *sample) / middle - 1.0) * sample->to_own);
     }
@@ -190,8 +206,8 @@ void Estimator::follow_drift(std::size_t index, std::int64_t step) {
   const double before = centre(window.begin(), first);
   const double recent = centre(first, window.end());
   const auto count = static_cast<double>(residuals.size());
-  const double noise =
-      std::max(kLeastNoise, shrunk(from_median_deviation(median_in_place(residuals)), count, pooled_noise_));
+  const double noise = std::max(
+      kLeastNoise, shrunk(plan::from_median_deviation(plan::median_in_place(residuals)), count, pooled_noise_));
   const double error = std::hypot(error_of(noise, kRecent), error_of(noise, window.size() - kRecent));
   // This device is part of the common factor, which therefore follows some of the drift.
   const double drift = std::abs(recent / before - 1.0) * window.back().to_own;
@@ -206,11 +222,11 @@ void Estimator::follow_drift(std::size_t index, std::int64_t step) {
 }
 
 void Estimator::measure_common_noise() {
-  const double level = median(log_factors_);
+  const double level = plan::median(log_factors_);
   common_level_ = std::exp(level);
   std::vector<double> factors;
   for (const double factor : log_factors_) factors.push_back(std::abs(factor - level));
-  const double deviation = from_median_deviation(median_in_place(factors));
+  const double deviation = plan::from_median_deviation(plan::median_in_place(factors));
   // The mean over few devices contains their own noise.
   common_noise_ = std::sqrt(std::max(0.0, deviation * deviation - pooled_noise_ * pooled_noise_ / known_devices_));
 }
@@ -235,7 +251,7 @@ void Estimator::measure_scales() {
       ratios.push_back(ratio(i, sample));
     }
     estimate.centre_items = items / count;
-    devices_[i].relative_scale = median(ratios);
+    devices_[i].relative_scale = plan::median(ratios);
     estimate.own_scale = devices_[i].relative_scale * common_level_;
     // Residuals about the median of few samples, or of correlated ones, are too small by this factor.
     const auto n = static_cast<double>(window.size());
@@ -250,13 +266,13 @@ void Estimator::measure_scales() {
       if (j + kPooledSamples >= ratios.size()) all.push_back(residual);
     }
     counts[i] = static_cast<double>(residuals.size());
-    deviations[i] = from_median_deviation(median_in_place(residuals));
+    deviations[i] = plan::from_median_deviation(plan::median_in_place(residuals));
   }
   const auto total = static_cast<double>(all.size());
   // A guess counts for less, the more was measured on other devices.
   const double weight = kPriorNoiseSamples / (1.0 + total / kPriorNoiseSamples);
-  pooled_noise_ =
-      std::max(kLeastNoise, shrunk(from_median_deviation(median_in_place(all)), total, kPriorNoise, weight));
+  pooled_noise_ = std::max(kLeastNoise,
+                           shrunk(plan::from_median_deviation(plan::median_in_place(all)), total, kPriorNoise, weight));
   for (std::size_t i = 0; i < devices_.size(); ++i) {
     estimates_[i].noise = std::max(kLeastNoise, shrunk(deviations[i], counts[i], pooled_noise_));
   }
@@ -298,18 +314,13 @@ plan::CostModel Estimator::model(std::size_t device) const {
   if (estimates_[device].scale > 0.0) return affine(device);
   // A device that was never measured counts as fast as the fastest of its class, or else of all devices. So it gets
   // work and is measured, also if a hint says that it is too slow to help. Otherwise a wrong hint would hold for good.
-  std::size_t best = devices_.size();
-  bool best_in_class = false;
+  std::vector<std::optional<plan::CostModel>> known(devices_.size());
+  std::vector<std::size_t> classes;
   for (std::size_t i = 0; i < devices_.size(); ++i) {
-    if (estimates_[i].scale <= 0.0) continue;
-    const bool in_class = devices_[i].device_class == devices_[device].device_class;
-    const bool better = best == devices_.size() || (in_class && !best_in_class) ||
-                        (in_class == best_in_class && affine(i).seconds(1) < affine(best).seconds(1));
-    if (!better) continue;
-    best = i;
-    best_in_class = in_class;
+    classes.push_back(devices_[i].device_class);
+    if (estimates_[i].scale > 0.0) known[i] = affine(i);
   }
-  return affine(best);
+  return completed_models(known, classes)[device];
 }
 
 double Estimator::error_at(std::size_t device, double items) const {

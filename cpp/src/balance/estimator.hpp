@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
@@ -29,6 +30,11 @@ struct DeviceEstimate {
   double pooled_centre_items = 0.0;  ///< the same of `scale`
   std::size_t cluster = 0;           ///< equal devices have equal numbers; each class has its own
 };
+
+/// A model for each device, of these classes. Those that have none take the fastest one's of their class, or else of
+/// all devices. None at all if no device has one.
+[[nodiscard]] std::vector<plan::CostModel> completed_models(std::span<const std::optional<plan::CostModel>> models,
+                                                            std::span<const std::size_t> classes);
 
 /// Estimates the devices' times from their timings: t_i(n) = scale_i * shape_class(n).
 ///

@@ -5,9 +5,9 @@
 #include <cmath>
 #include <utility>
 
-#include "balance/statistics.hpp"
 #include "balance/target.hpp"
 #include "plan/numbers.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -156,7 +156,7 @@ std::optional<Shares> Explorer::calibrate(const PolicyContext& context, const Sh
   const double most = std::min(1.0, kLargestRise * raised / dropped);
   std::vector<double> times;
   for (const std::size_t i : active) times.push_back(even_seconds(context, even, i));
-  const double typical = median_in_place(times);
+  const double typical = plan::median_in_place(times);
   Shares shares = even;
   std::int64_t released = 0;
   for (const std::size_t i : active) {

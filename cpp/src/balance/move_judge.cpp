@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "balance/bounded.hpp"
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -95,13 +95,14 @@ std::optional<MoveJudge::Verdict> MoveJudge::observe(std::int64_t batch_size, do
 
 std::optional<MoveJudge::Verdict> MoveJudge::judge(const std::vector<double>& after, double noise) {
   const std::vector<double>& before = pending_->before;
-  const double median_before = median(before);
-  const double median_after = median(after);
+  const double median_before = plan::median(before);
+  const double median_after = plan::median(after);
   std::vector<double> spread;
   for (const double seconds : before) spread.push_back(std::abs(seconds / median_before - 1.0));
   for (const double seconds : after) spread.push_back(std::abs(seconds / median_after - 1.0));
-  const double deviation = std::max(from_median_deviation(median_in_place(spread)), kMaxOverNoise * noise);
-  const double error = std::hypot(median_error(deviation, before.size()), median_error(deviation, after.size()));
+  const double deviation = std::max(plan::from_median_deviation(plan::median_in_place(spread)), kMaxOverNoise * noise);
+  const double error =
+      std::hypot(plan::median_error(deviation, before.size()), plan::median_error(deviation, after.size()));
   MoveReport& move = moves_.back();
   move.measured_gain = 1.0 - median_after / median_before;
   move.resolution = std::max(kLeastResolution, kResolutionErrors * error);

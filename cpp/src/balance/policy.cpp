@@ -90,24 +90,6 @@ std::vector<std::int64_t> split_by_weights(const PolicyContext& context, const s
   return plan::split_batch(context.batch_size, models, options).shares;
 }
 
-std::vector<plan::CostModel> completed_models(std::span<const std::optional<plan::CostModel>> models,
-                                              const std::vector<DeviceProfile>& devices) {
-  std::vector<plan::CostModel> all;
-  for (std::size_t i = 0; i < models.size(); ++i) {
-    const auto rank = [&](std::size_t j) {
-      return std::pair(devices[j].device_class != devices[i].device_class, models[j]->seconds(1));
-    };
-    const std::size_t none = models.size();
-    std::size_t best = models[i] ? i : none;
-    for (std::size_t j = 0; !models[i] && j < models.size(); ++j) {
-      if (models[j] && (best == none || rank(j) < rank(best))) best = j;
-    }
-    if (best == none) return {};
-    all.push_back(*models[best]);
-  }
-  return all;
-}
-
 double makespan(const PolicyContext& context, const std::vector<plan::CostModel>& models,
                 const std::vector<std::int64_t>& shares) {
   double longest = 0.0;

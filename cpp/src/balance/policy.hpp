@@ -52,11 +52,6 @@ struct Proposal {
 /// The split options of a context, without a previous split.
 [[nodiscard]] plan::SplitOptions split_options(const PolicyContext& context);
 
-/// A model for each device. Those that have none take the fastest one's of their class, or else of all devices, as
-/// Estimator::model does. None at all if no device has one.
-[[nodiscard]] std::vector<plan::CostModel> completed_models(std::span<const std::optional<plan::CostModel>> models,
-                                                            const std::vector<DeviceProfile>& devices);
-
 /// Makespan of `shares` by `models`, start-up and the reduction of as many devices as have work included.
 [[nodiscard]] double makespan(const PolicyContext& context, const std::vector<plan::CostModel>& models,
                               const std::vector<std::int64_t>& shares);

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "balance/bounded.hpp"
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -34,7 +34,7 @@ void ReductionCost::estimate(double compute_seconds) {
   std::vector<Known> known;
   for (std::size_t k = 1; k < measured_.size(); ++k) {
     if (measured_[k].size() >= kLeastReductions) {
-      known.push_back({k, median(measured_[k])});
+      known.push_back({k, plan::median(measured_[k])});
     } else if (!given_.empty()) {
       known.push_back({k, given_[k]});
     } else if (k == 1) {

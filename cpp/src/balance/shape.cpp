@@ -5,7 +5,7 @@
 #include <cmath>
 #include <utility>
 
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -58,7 +58,7 @@ void ShapeEstimator::add(std::size_t index, std::int64_t step, std::int64_t item
   }
   if (cell->log_seconds.size() == kSamplesPerCell) return;
   cell->log_seconds.push_back(std::log(seconds));
-  cell->middle = median(cell->log_seconds);
+  cell->middle = plan::median(cell->log_seconds);
   stale_ = stale_ || group.cells.size() > 1;
 }
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "balance/bounded.hpp"
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -13,9 +13,11 @@ namespace {
 constexpr std::size_t kSharesKept = 256;  // of one device: batches of any length have any number of them
 constexpr std::size_t kFirstRunsKept = 5;
 
-/// First start to last finish, by the clock or as the longest sum, excluded runs and all.
+}  // namespace
+
 double seconds_of(const StepTimings& timings) {
-  double longest = timings.step_seconds;
+  if (timings.step_seconds > 0.0) return timings.step_seconds;
+  double longest = 0.0;
   for (const auto& device : timings.devices) {
     double sum = 0.0;
     for (const MicroBatchTiming& timing : device) sum += timing.seconds;
@@ -29,8 +31,6 @@ bool any_excluded(const StepTimings& timings) {
     return std::any_of(device.begin(), device.end(), [](const MicroBatchTiming& timing) { return timing.excluded; });
   });
 }
-
-}  // namespace
 
 SizeHistory::SizeHistory(std::vector<std::size_t> class_of)
     : class_of_(std::move(class_of)), largest_(class_of_.size(), 0), ran_(class_of_.size()) {}
@@ -64,7 +64,7 @@ double SizeHistory::first_run_seconds(
   for (const FirstRun& run : first_runs_) {
     costs.push_back(run.seconds > 0.0 ? std::max(0.0, run.seconds - makespan(run.shares)) : 0.0);
   }
-  return median_in_place(costs);
+  return plan::median_in_place(costs);
 }
 
 }  // namespace paceline::balance

@@ -10,6 +10,11 @@
 
 namespace paceline::balance {
 
+/// From the first start to the last finish: by the clock, or the longest sum of a device. Excluded runs count.
+[[nodiscard]] double seconds_of(const StepTimings& timings);
+/// Whether a compilation or another first run makes the step incomparable.
+[[nodiscard]] bool any_excluded(const StepTimings& timings);
+
 /// Which shares each device has run, and what the first run of a share costs: compilation, a search for the best
 /// algorithm, a captured graph, a layer that moves.
 ///

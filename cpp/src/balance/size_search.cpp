@@ -6,7 +6,7 @@
 #include <limits>
 #include <numbers>
 
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -24,10 +24,10 @@ constexpr double kWhole = std::numeric_limits<double>::infinity();  // as a size
 
 /// The median deviation of few values is often too small, so a term for few values is added.
 double variance_of_median(const std::vector<double>& values) {
-  const double middle = median(values);
+  const double middle = plan::median(values);
   std::vector<double> deviations;
   for (const double value : values) deviations.push_back(std::abs(value - middle));
-  const double deviation = from_median_deviation(median_in_place(deviations));
+  const double deviation = plan::from_median_deviation(plan::median_in_place(deviations));
   const auto count = static_cast<double>(values.size());
   return (1.0 + 4.0 / count) * std::numbers::pi / 2.0 * deviation * deviation / count;
 }
@@ -168,7 +168,7 @@ std::map<double, SizeSearch::Ratio> SizeSearch::result() const {
     for (const auto& [size, values] : one.others) {
       const double weight = static_cast<double>(one.items) / items[size];
       auto& [ratio, variance] = sums[size];
-      ratio += weight * (median(one.first) + median(values));
+      ratio += weight * (plan::median(one.first) + plan::median(values));
       variance += weight * weight * (variance_of_median(one.first) + variance_of_median(values));
     }
   }

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "balance/bounded.hpp"
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -156,8 +156,8 @@ void StageKnowledge::settle(std::size_t id, const plan::StagePlan& plan) {
 void StageKnowledge::correct_blocks(std::size_t id, const plan::StagePlan& plan, const Sample& middle) {
   const Device& device = devices_[id];
   const DeviceEstimate& estimate = estimator_.devices()[id];
-  const double chance =
-      std::max(kLeastCorrection, kDeviationErrors * std::hypot(estimate.error, median_error(estimate.noise, kSettled)));
+  const double chance = std::max(
+      kLeastCorrection, kDeviationErrors * std::hypot(estimate.error, plan::median_error(estimate.noise, kSettled)));
   if (device.judging) {
     const auto known = [&](std::size_t b) { return b >= device.known.begin && b < device.known.end; };
     Sample came;
@@ -237,7 +237,7 @@ plan::StageProblem StageKnowledge::problem(std::int64_t step) const {
   for (std::size_t id = 0; id < devices_.size(); ++id) {
     plan::StageDevice& device = out.devices[id];
     device.speed /= trying_again(id, step) ? best_scale() : scale(id);
-    if (devices_[id].action_noise.size() >= kSettled) device.noise = median(devices_[id].action_noise);
+    if (devices_[id].action_noise.size() >= kSettled) device.noise = plan::median(devices_[id].action_noise);
   }
   return out;
 }

@@ -2,7 +2,7 @@
 #include "balance/startup_cost.hpp"
 
 #include "balance/bounded.hpp"
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -34,7 +34,7 @@ void StartupCost::record(const std::vector<std::optional<double>>& seconds, doub
     keep_last(device.samples, *seconds[i], kStartsKept);
     device.seconds = device.given;
     if (device.samples.size() < kLeastStarts) continue;
-    const double typical = median(device.samples);
+    const double typical = plan::median(device.samples);
     device.seconds = typical > kNegligibleStart * compute_seconds ? typical : 0.0;
   }
 }

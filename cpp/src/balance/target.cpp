@@ -5,8 +5,8 @@
 #include <cmath>
 #include <utility>
 
-#include "balance/statistics.hpp"
 #include "plan/numbers.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -62,7 +62,7 @@ std::vector<std::int64_t> best_split(const PolicyContext& context, const std::ve
   const auto working = std::count_if(context.limits.begin(), context.limits.end(),
                                      [](const plan::ShareLimits& limits) { return limits.maximum > 0; });
   if (!cautious || working < 3) return plain;  // of two devices the quantile is the median
-  const double quantile = normal_quantile(1.0 - 1.0 / static_cast<double>(working));
+  const double quantile = plan::normal_quantile(1.0 - 1.0 / static_cast<double>(working));
   std::vector<plan::CostModel> careful;
   for (std::size_t i = 0; i < models.size(); ++i) {
     careful.push_back(models[i].scaled(1.0 + quantile * error_with(context, i, plain[i])));

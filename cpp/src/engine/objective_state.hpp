@@ -12,6 +12,11 @@
 
 namespace paceline {
 
+namespace internal {
+/// @throws InvalidArgument if an objective cannot be divided by this.
+void check_weight(double total_weight);
+}  // namespace internal
+
 /// The number, or the error that reading it has thrown, or what reads it. Readers call that, perhaps several at once,
 /// without the lock, because it waits for devices. The first outcome counts. If it throws anything but an Error, that
 /// is no outcome, and the next reader calls it again. Any thread.

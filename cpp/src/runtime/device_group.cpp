@@ -2,6 +2,7 @@
 #include <paceline/runtime/device_group.hpp>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <atomic>
@@ -80,7 +81,7 @@ class CallSource final : public WorkSource {
 // The open groups, for close_all(). Weak pointers, so that the list keeps no worker alive.
 struct Registry {
   std::mutex mutex;
-  std::vector<std::weak_ptr<GroupWorkers>> groups;
+  std::vector<std::weak_ptr<internal::GroupWorkers>> groups;
 };
 
 // Never destroyed, because groups may be made and closed while static objects are being destroyed. In place, because
@@ -91,8 +92,9 @@ Registry& registry() noexcept {
   return *instance;
 }
 
-std::shared_ptr<GroupWorkers> start(std::vector<Device> devices, std::shared_ptr<GroupWorkers> whole = nullptr) {
-  auto workers = std::make_shared<GroupWorkers>(std::move(devices), std::move(whole));
+std::shared_ptr<internal::GroupWorkers> start(std::vector<Device> devices,
+                                              std::shared_ptr<internal::GroupWorkers> whole = nullptr) {
+  auto workers = std::make_shared<internal::GroupWorkers>(std::move(devices), std::move(whole));
   Registry& all = registry();
   const std::lock_guard lock(all.mutex);
   std::erase_if(all.groups, [](const auto& group) { return group.expired(); });
@@ -135,6 +137,15 @@ const std::vector<Device>& DeviceGroup::devices() const noexcept { return worker
 const std::vector<DeviceId>& DeviceGroup::ids() const noexcept { return workers_->ids(); }
 const Device& DeviceGroup::device(DeviceId id) const { return devices()[place(id)]; }
 
+DeviceId DeviceGroup::id(std::string_view name) const {
+  std::vector<std::string_view> names;
+  for (const Device& device : devices()) {
+    if (device.name == name) return ids()[names.size()];
+    names.push_back(device.name);
+  }
+  throw InvalidArgument(fmt::format("the group has no device {}; it has {}", name, fmt::join(names, ", ")));
+}
+
 std::size_t DeviceGroup::place(DeviceId id) const {
   const std::size_t place = internal::place_of(ids(), id);
   if (place == size()) internal::throw_no_device(id);
@@ -172,7 +183,7 @@ bool DeviceGroup::wait(WorkSource& source, const Between& between) {
   for (;;) {
     {
       const BlockingRegion region;
-      if (workers_->await(done, [&] { return signal->wait_for(kBetweenInterval, done); })) break;
+      if (workers_->await(done, [&] { return signal->wait_for(internal::kBetweenInterval, done); })) break;
     }
     if (between && !between()) return source.complete();
   }
@@ -196,17 +207,17 @@ bool DeviceGroup::closed() const noexcept { return workers_->closed(); }
 
 void DeviceGroup::close_all(std::chrono::nanoseconds timeout) noexcept {
   // Takes one after the other off the list, because there may be no memory for a list of them.
-  const auto take = []() -> std::shared_ptr<GroupWorkers> {
+  const auto take = []() -> std::shared_ptr<internal::GroupWorkers> {
     Registry& all = registry();
     const std::lock_guard lock(all.mutex);
     while (!all.groups.empty()) {
-      std::shared_ptr<GroupWorkers> workers = all.groups.back().lock();
+      std::shared_ptr<internal::GroupWorkers> workers = all.groups.back().lock();
       all.groups.pop_back();
       if (workers != nullptr) return workers;
     }
     return nullptr;
   };
-  while (const std::shared_ptr<GroupWorkers> workers = take()) {
+  while (const std::shared_ptr<internal::GroupWorkers> workers = take()) {
     try {
       workers->close(timeout);
     } catch (...) {

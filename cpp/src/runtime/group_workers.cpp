@@ -28,10 +28,7 @@
 #include "runtime/start_timeout.hpp"
 #include "runtime/worker_registry.hpp"
 
-namespace paceline {
-
-using internal::Worker;
-using internal::WorkerRegistry;
+namespace paceline::internal {
 
 struct GroupWorkers::State {
   static std::uint64_t next_number() noexcept {
@@ -128,13 +125,13 @@ GroupWorkers::GroupWorkers(std::vector<Device> devices, std::shared_ptr<GroupWor
 
 // A worker that does not start within the timeout means a machine in trouble.
 void GroupWorkers::await_ready() {
-  const std::chrono::seconds timeout = internal::start_timeout(devices_);
+  const std::chrono::seconds timeout = start_timeout(devices_);
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   for (const auto& [id, one] : state_->places) {
     while (!one.first->ready()) {
       if (std::chrono::steady_clock::now() > deadline) {
         const Device& device = one.first->device();
-        throw Timeout(internal::late_start(device, timeout), device.name);
+        throw Timeout(late_start(device, timeout), device.name);
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
@@ -279,7 +276,7 @@ void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::functi
   bool patient = true;
   std::exception_ptr thrown;
   const auto wait_until = [&](const auto& done) {
-    const Clock::time_point end = Clock::now() + internal::bounded(timeout);
+    const Clock::time_point end = Clock::now() + bounded(timeout);
     while (!done()) {
       const Clock::time_point look_up = std::min(end, Clock::now() + kBetweenInterval);
       {
@@ -338,4 +335,4 @@ void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::functi
                 names.front());
 }
 
-}  // namespace paceline
+}  // namespace paceline::internal

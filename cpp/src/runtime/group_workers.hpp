@@ -17,7 +17,7 @@
 
 #include "runtime/short_wait.hpp"
 
-namespace paceline {
+namespace paceline::internal {
 
 // The longest time that a wait goes without calling `between`.
 inline constexpr std::chrono::milliseconds kBetweenInterval{50};
@@ -58,15 +58,15 @@ class GroupWorkers {
   [[nodiscard]] bool on_a_workers_core() const noexcept;
   [[nodiscard]] bool forked() const noexcept;
   void close_own(std::chrono::nanoseconds timeout, const std::function<bool()>& between);
-  [[nodiscard]] bool needs(internal::Worker& first) const noexcept;
+  [[nodiscard]] bool needs(Worker& first) const noexcept;
 
   std::vector<Device> devices_;
   std::vector<DeviceId> ids_;  // of each; they ascend
   std::shared_ptr<GroupWorkers> whole_;
   pid_t owner_;
   std::atomic<bool> closed_{false};
-  internal::ShortWait callers_wait_;
+  ShortWait callers_wait_;
   State* state_;  // leaked on purpose in a forked child
 };
 
-}  // namespace paceline
+}  // namespace paceline::internal

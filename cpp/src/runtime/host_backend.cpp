@@ -39,12 +39,12 @@ class HostBackend final : public Backend {
                     name, max_index));
   }
 
-  void prepare_worker(const Device& device) const noexcept override { pin_this_thread(device.cores); }
+  void prepare_worker(const Device& device) const noexcept override { internal::pin_this_thread(device.cores); }
 
   [[nodiscard]] bool asynchronous() const noexcept override { return false; }
 
   [[nodiscard]] std::vector<DeviceHealth> health(std::span<const Device> devices) const override {
-    const HostCounters counters("/", sysconf(_SC_CLK_TCK));
+    const internal::HostCounters counters("/", sysconf(_SC_CLK_TCK));
     std::vector<DeviceHealth> health;
     for (const Device& device : devices) health.emplace_back(counters.health_of(device.cores));
     return health;

@@ -9,13 +9,9 @@
 
 #include "runtime/text_file.hpp"
 
-namespace paceline {
+namespace paceline::internal {
 namespace {
 
-using internal::parse_integer;
-using internal::read_text_file;
-using internal::split;
-using internal::trim;
 namespace fs = std::filesystem;
 
 std::optional<double> read_clock(const fs::path& directory, const char* file) {
@@ -152,4 +148,4 @@ DeviceHealth HostCounters::health_of(const std::vector<int>& cores) const {
   return health;
 }
 
-}  // namespace paceline
+}  // namespace paceline::internal

@@ -11,7 +11,7 @@
 
 #include <paceline/runtime/device_health.hpp>
 
-namespace paceline {
+namespace paceline::internal {
 
 /// CPU time of a core in kernel ticks.
 struct CoreTicks {
@@ -53,4 +53,4 @@ class HostCounters {
   std::optional<QuotaPeriods> quota_;
 };
 
-}  // namespace paceline
+}  // namespace paceline::internal

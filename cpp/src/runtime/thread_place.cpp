@@ -14,7 +14,7 @@
 
 // The memory policy is set by system calls, because libnuma would be one more library to install for two lines.
 
-namespace paceline {
+namespace paceline::internal {
 namespace {
 
 constexpr int kBits = std::numeric_limits<unsigned long>::digits;
@@ -66,4 +66,4 @@ int PreferredNode::current() noexcept {
   return -1;
 }
 
-}  // namespace paceline
+}  // namespace paceline::internal

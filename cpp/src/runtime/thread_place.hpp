@@ -4,7 +4,7 @@
 #include <array>
 #include <vector>
 
-namespace paceline {
+namespace paceline::internal {
 
 /// Pins the calling thread to these cores; an empty list means no change. Best effort: if the system refuses the mask,
 /// because cores were taken away since discovery, the thread stays where it was.
@@ -33,4 +33,4 @@ class PreferredNode {
   Nodes nodes_before_{};
 };
 
-}  // namespace paceline
+}  // namespace paceline::internal

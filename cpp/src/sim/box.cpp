@@ -7,8 +7,8 @@
 #include <cmath>
 #include <utility>
 
+#include <paceline/plan/random.hpp>
 #include <paceline/plan/split.hpp>
-#include <paceline/sim/random.hpp>
 
 #include "refuse.hpp"
 
@@ -171,7 +171,7 @@ double Box::lasting_noise(std::size_t device, std::int64_t step) {
       for (std::size_t i = 0; i < count; ++i) {
         // The independent noise draws from the keys of the devices, so these keys are above them.
         const std::size_t key = (t + 1) * (count + 1) + (terms[t].common ? count : i);
-        lasting_[t][i] = kept * lasting_[t][i] + fresh * Random(options_.seed, k, key).normal();
+        lasting_[t][i] = kept * lasting_[t][i] + fresh * plan::Random(options_.seed, k, key).normal();
         sums[i] += lasting_[t][i];
       }
     }
@@ -193,7 +193,7 @@ StepOutcome Box::run(std::int64_t step, const std::vector<std::int64_t>& shares)
       outcome.failed_device = outcome.failed_device.value_or(i);
       continue;
     }
-    Random random(options_.seed, static_cast<std::uint64_t>(step), i);
+    plan::Random random(options_.seed, static_cast<std::uint64_t>(step), i);
     const double noise = options_.noise * random.normal() + lasting_noise(i, step);
     double seconds = truth[i].seconds(shares[i]) * std::exp(noise);
     if (random.uniform() < options_.spike_probability) seconds *= options_.spike_factor;

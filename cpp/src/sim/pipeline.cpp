@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-#include <paceline/sim/random.hpp>
+#include <paceline/plan/random.hpp>
 
 #include "plan/stages/dataflow.hpp"
 #include "plan/stages/stage_costs.hpp"
@@ -53,7 +53,7 @@ PipelineOutcome PipelineBox::run(std::int64_t step, const plan::StagePlan& plan)
   out.timings.resize(stages);
   out.actions.resize(stages);
   double busy = 0.0;
-  std::vector<Random> noises;
+  std::vector<plan::Random> noises;
   for (std::size_t i = 0; i < stages; ++i) {
     out.timings[i].forwards.assign(plan.sizes.size(), 0.0);
     out.timings[i].backwards.assign(plan.sizes.size(), 0.0);

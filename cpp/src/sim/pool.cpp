@@ -8,7 +8,7 @@
 #include <queue>
 #include <unordered_map>
 
-#include <paceline/sim/random.hpp>
+#include <paceline/plan/random.hpp>
 
 #include "plan/pool/job_slots.hpp"
 #include "refuse.hpp"
@@ -19,6 +19,7 @@ namespace {
 using plan::CostModel;
 using plan::JobId;
 using plan::PoolDecisions;
+using plan::Random;
 using plan::RunId;
 
 enum class Stream : std::uint64_t { arrival, burst, work, deadline, length };

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <utility>
 
-#include <paceline/sim/random.hpp>
+#include <paceline/plan/random.hpp>
 #include <paceline/sim/scenario.hpp>
 
 namespace paceline::sim {
@@ -73,7 +73,7 @@ SimulationOptions two_real_cores(std::vector<Throttle> throttles) {
 SimulationOptions bursts() {
   SimulationOptions options = box_of({1, 1}, 0.01, 1600);
   for (std::size_t i = 0; i < 2; ++i) {
-    Random random(1, 0, i);
+    plan::Random random(1, 0, i);
     const auto steps = [&](double mean) {
       return static_cast<std::int64_t>(std::ceil(-mean * std::log(1.0 - random.uniform())));
     };
@@ -91,7 +91,7 @@ std::vector<Drift> random_walks() {
   std::vector<Drift> drifts;
   for (std::size_t i = 0; i < 8; ++i) {
     for (std::int64_t from = 0; from < kScenarioSteps; from += kSegment) {
-      Random random(1, static_cast<std::uint64_t>(from), i);
+      plan::Random random(1, static_cast<std::uint64_t>(from), i);
       drifts.push_back({i, 1.0, std::exp(0.03 * random.normal()), from, from + kSegment});
     }
   }

@@ -1,4 +1,4 @@
-"""PyTorch on all devices of one machine: `DataParallel`, also in place of `torch.nn.DataParallel`, `Pipeline` for modules larger than a device, `Pool` for independent jobs; for those who stay on DDP or FSDP, `BalancedRanks` and `BalancedBatchSampler`.
+"""PyTorch on all devices of one machine: `DataParallel`, also in place of `torch.nn.DataParallel`, `Pipeline` for modules larger than a device, `Pool` for independent jobs; for those who stay on DDP or FSDP, `BalancedRanks`.
 
 Needs PyTorch, which this package does not install by itself: ``pip install "paceline[torch]"``.
 """
@@ -9,7 +9,6 @@ except ImportError as error:
     raise ImportError("paceline.torch needs PyTorch, which is not installed: pip install 'paceline[torch]'") from error
 
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
-from paceline.torch._batch.sampler import BalancedBatchSampler
 from paceline.torch._batch.splits import Splitter
 from paceline.torch._check.agreement import ReplicaReport
 from paceline.torch._check.proof import proving
@@ -34,7 +33,6 @@ from paceline.torch._trainer.trainer import DataParallel
 
 __all__ = [
     "Alarm",
-    "BalancedBatchSampler",
     "BalancedRanks",
     "BatchSizeSearch",
     "Batcher",

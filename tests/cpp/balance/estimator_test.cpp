@@ -7,8 +7,8 @@
 #include <cmath>
 #include <functional>
 
+#include <paceline/plan/random.hpp>
 #include <paceline/sim/box.hpp>
-#include <paceline/sim/random.hpp>
 
 namespace paceline::balance {
 namespace {
@@ -31,7 +31,7 @@ struct Feed {
     for (int k = 0; k < steps; ++k, ++step) {
       StepTimings timings;
       for (std::size_t i = 0; i < items.size(); ++i) {
-        sim::Random random(seed, static_cast<std::uint64_t>(step), i);
+        plan::Random random(seed, static_cast<std::uint64_t>(step), i);
         const double seconds = (0.004 + 0.0001 * static_cast<double>(items[i])) * slow(step, i);
         timings.devices.push_back({{items[i], seconds * std::exp(noise * random.normal())}});
       }

@@ -9,8 +9,8 @@
 #include <string>
 
 #include <paceline/balance/balancer.hpp>
+#include <paceline/plan/random.hpp>
 #include <paceline/sim/box.hpp>
-#include <paceline/sim/random.hpp>
 
 #include "errors.hpp"
 #include "sim_box.hpp"
@@ -94,7 +94,7 @@ TEST(MoveGate, NeverAsksForMoreThanAllOfTheTime) {
     const StepPlan plan = balancer.next_plan(400);
     StepTimings timings;
     for (std::size_t i = 0; i < 2; ++i) {
-      const double slowness = std::exp(3.0 * sim::Random(1, step, i).normal());
+      const double slowness = std::exp(3.0 * plan::Random(1, step, i).normal());
       timings.devices.push_back({{plan.shares[i], 0.0001 * static_cast<double>(plan.shares[i]) * slowness}});
     }
     balancer.record(timings);

@@ -5,9 +5,9 @@
 
 #include <cmath>
 
-#include <paceline/sim/random.hpp>
+#include <paceline/plan/random.hpp>
 
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -15,7 +15,7 @@ namespace {
 constexpr double kFixed = 4.0;
 constexpr double kPerItem = 0.1;
 
-double seconds(std::int64_t items, double noise, sim::Random& random) {
+double seconds(std::int64_t items, double noise, plan::Random& random) {
   return (kFixed + kPerItem * static_cast<double>(items)) * std::exp(noise * random.normal());
 }
 
@@ -25,7 +25,7 @@ TEST(ShapeEstimator, ErrorCoversTheTruthOverManySeeds) {
   int outside = 0;
   for (std::uint64_t seed = 0; seed < 200; ++seed) {
     ShapeEstimator shape(2);
-    sim::Random random(seed, 0, 0);
+    plan::Random random(seed, 0, 0);
     shape.set_reference(64.0);
     for (int k = 0; k < 8; ++k) {
       shape.add(0, k, k < 2 ? 16 : 64, seconds(k < 2 ? 16 : 64, 0.03, random));
@@ -39,7 +39,7 @@ TEST(ShapeEstimator, ErrorCoversTheTruthOverManySeeds) {
 
 TEST(ShapeEstimator, AWildSampleCountsLittle) {
   ShapeEstimator shape(1);
-  sim::Random random(4, 0, 0);
+  plan::Random random(4, 0, 0);
   shape.set_reference(64.0);
   for (int k = 0; k < 6; ++k) {
     shape.add(0, k, 64, seconds(64, 0.01, random));

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <paceline/balance/stage_balancer.hpp>
-#include <paceline/sim/random.hpp>
+#include <paceline/plan/random.hpp>
 
 namespace paceline::balance {
 
@@ -51,7 +51,7 @@ struct Box {
     const std::int64_t step = balancer.steps();
     std::vector<MeasuredStage> timings(plan.cuts.size());
     for (std::size_t i = 0; i < plan.cuts.size(); ++i) {
-      sim::Random random(seed, static_cast<std::uint64_t>(step), plan.order[i]);
+      plan::Random random(seed, static_cast<std::uint64_t>(step), plan.order[i]);
       const std::size_t end = i + 1 < plan.cuts.size() ? plan.cuts[i + 1] : truth.blocks.size();
       const double factor = slow(step, plan.order[i]) / truth.devices[plan.order[i]].speed;
       for (const std::int64_t size : plan.sizes) {

@@ -13,7 +13,7 @@
 #include "engine/loop/health_log.hpp"
 #include "host_group.hpp"
 
-namespace paceline {
+namespace paceline::internal {
 namespace {
 
 using std::chrono::seconds;
@@ -135,4 +135,4 @@ TEST(HealthLog, AsksAgainIfTheFirstSampleFailed) {
 }
 
 }  // namespace
-}  // namespace paceline
+}  // namespace paceline::internal

@@ -29,11 +29,13 @@ TEST(DeviceId, IsTheNumberThatADeviceGotWhenItJoined) {
     const DeviceId id = group.ids()[place];
     EXPECT_EQ(id.number(), place);
     EXPECT_EQ(group.place(id), place);
+    EXPECT_EQ(group.id(group.devices()[place].name), id);
     EXPECT_EQ(&group.device(id), &group.devices()[place]);
   }
   EXPECT_EQ(group.share().ids(), group.ids());
   EXPECT_TRUE(says(thrown_by<InvalidArgument>([&] { (void)group.place(3); }), "no device 3"));
   EXPECT_THROW((void)group.device(7), InvalidArgument);
+  EXPECT_TRUE(says(thrown_by<InvalidArgument>([&] { (void)group.id("host:9"); }), "no device host:9; it has host:0"));
 }
 
 TEST(DeviceId, IsOrderedAndHasAHash) {

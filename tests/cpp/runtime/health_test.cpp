@@ -12,7 +12,7 @@
 
 #include "made_up_system.hpp"
 
-namespace paceline {
+namespace paceline::internal {
 namespace {
 
 using std::chrono::milliseconds;
@@ -230,4 +230,4 @@ TEST(HostHealth, OfThisMachineCountsOurWorkAsOurs) {
 }
 
 }  // namespace
-}  // namespace paceline
+}  // namespace paceline::internal

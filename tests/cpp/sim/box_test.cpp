@@ -8,7 +8,7 @@
 #include <limits>
 
 #include <paceline/error.hpp>
-#include <paceline/sim/random.hpp>
+#include <paceline/plan/random.hpp>
 
 #include "correlation.hpp"
 
@@ -27,11 +27,11 @@ BoxOptions two_devices() {
 }
 
 TEST(Random, IsAFunctionOfItsKey) {
-  Random a(1, 2, 3);
-  Random b(1, 2, 3);
+  plan::Random a(1, 2, 3);
+  plan::Random b(1, 2, 3);
   EXPECT_EQ(a.next(), b.next());
-  EXPECT_NE(Random(1, 2, 3).next(), Random(1, 3, 2).next());
-  EXPECT_NE(Random(1, 2, 3).next(), Random(2, 1, 3).next());
+  EXPECT_NE(plan::Random(1, 2, 3).next(), plan::Random(1, 3, 2).next());
+  EXPECT_NE(plan::Random(1, 2, 3).next(), plan::Random(2, 1, 3).next());
 }
 
 TEST(Random, NormalNumbersHaveTheirMoments) {
@@ -40,7 +40,7 @@ TEST(Random, NormalNumbersHaveTheirMoments) {
   int beyond = 0;
   constexpr int kCount = 40000;
   for (int k = 0; k < kCount; ++k) {
-    const double z = Random(7, static_cast<std::uint64_t>(k), 0).normal();
+    const double z = plan::Random(7, static_cast<std::uint64_t>(k), 0).normal();
     sum += z;
     squares += z * z;
     beyond += std::abs(z) > 2.0;

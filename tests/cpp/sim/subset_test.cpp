@@ -11,8 +11,8 @@
 #include <vector>
 
 #include <paceline/balance/balancer.hpp>
+#include <paceline/plan/random.hpp>
 #include <paceline/sim/box.hpp>
-#include <paceline/sim/random.hpp>
 
 namespace paceline::sim {
 namespace {
@@ -30,7 +30,7 @@ struct RandomBox {
 /// Two to six devices of one or two classes, up to 50 times slower than the fastest one. Fixed, start-up and reduction
 /// costs range from nothing to more than the step.
 RandomBox random_box(std::uint64_t seed) {
-  Random random(seed, 0, 0);
+  plan::Random random(seed, 0, 0);
   const auto between = [&](double low, double high) { return low + (high - low) * random.uniform(); };
   const auto log_between = [&](double low, double high) { return low * std::pow(high / low, random.uniform()); };
   RandomBox box;

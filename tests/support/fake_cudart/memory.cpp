@@ -161,7 +161,7 @@ cudaError_t cudaHostAlloc(void** data, std::size_t bytes, unsigned int) {
   if (const cudaError_t error = machine().health(fake::current_device()); error != cudaSuccess) return fail(error);
   fake::Allocation* const made = machine().allocate(-1, bytes);
   if (made == nullptr) return fail(cudaErrorMemoryAllocation);
-  machine().node_of_pinned_memory = paceline::PreferredNode::current();
+  machine().node_of_pinned_memory = paceline::internal::PreferredNode::current();
   *data = made->data;
   return cudaSuccess;
 }

@@ -85,8 +85,9 @@ class PACELINE_API StepTimes {
 ///      Several other GPUs form a chain: each pulls a bucket from the one before it (relayed_copies.hpp). If none of
 ///      them has access to home's memory, a bucket goes to the host once, and each uploads it from there.
 ///   2. A bucket is summed after every device has written it (bucket_sums.hpp).
-///      From four GPUs on a thread of the queues enqueues the sums. Who else uses the streams of the sums first waits
-///      until that thread has enqueued what it can.
+///      By copies from four GPUs on, a thread of the queues enqueues these sums, and before them the copies of
+///      parameters. A device's worker first waits until the copies that it needs are enqueued. Who else uses the
+///      streams of copies and sums first waits until that thread has enqueued what it can.
 ///   3. The caller's work after the step runs after the last sum, and after all work of the devices: it is on the home
 ///      stream, which waits for what each device delivered.
 ///   4. The next step writes gradients after this reduction has read them: the writes wait for the next `ready`.
@@ -119,7 +120,8 @@ class PACELINE_API StepTimes {
 /// Lifecycle of a step: begin_step() and expect() on the caller's thread. On each worker enter(); for every micro-batch
 /// slot(), then begin_run() and end_run() around it; seal() when a bucket is final; deliver() at the end. When all
 /// workers have delivered, reduce() and end_step() on any one thread. These calls wait on the host only for pacing, for
-/// parameters of host workers, and until the calls of NCCL, or of the thread that enqueues sums, have returned.
+/// parameters of host workers, and until the calls of NCCL, or of the thread that enqueues copies and sums, have
+/// returned.
 class PACELINE_API DeviceQueues {
  public:
   /// Makes NCCL's connections, or measures links if asked to, if there are several GPUs.
@@ -170,13 +172,16 @@ class PACELINE_API DeviceQueues {
 
   /// `takes_part`: Step::takes_part(); empty: all devices. By copies, a memory space whose devices all stay out of the
   /// step gets no parameters, and nobody waits for it. NCCL needs every GPU, so with NCCL all GPUs get them.
+  /// Uses `copies` only during the call; their memory until all workers have delivered, or until drain().
   /// @throws DeviceLost after a hang; a failure of NCCL in an earlier step.
   [[nodiscard]] std::shared_ptr<const StepTimes> begin_step(std::span<const SpaceCopy> copies,
                                                             const std::vector<bool>& takes_part = {});
   /// The first call of a step makes the device's queue wait for the parameters, and returns true. If not `at_once`, it
-  /// waits only for `ready`, and by copies each bucket of parameters has to be waited for by need().
+  /// waits only for `ready`, and by copies each bucket of parameters has to be waited for by need(). @throws also what
+  /// failed when a thread enqueued the copies of this step, naming the device; Timeout if a call for them does not
+  /// return: the queues are hung then
   bool enter(DeviceId device, bool at_once = true);
-  /// Makes the device's queue wait for this bucket of the parameters. On the device's worker.
+  /// Makes the device's queue wait for this bucket of the parameters. On the device's worker. @throws like enter()
   void need(DeviceId device, std::size_t bucket);
   /// The event after which the device has at most run_ahead micro-batches in addition to the one that it computes.
   /// Null: it has no more than that now.
@@ -219,7 +224,7 @@ class PACELINE_API DeviceQueues {
   /// The home stream waits for one device after the other and pulls its results (copies.to is in home's memory).
   void end_update(std::span<const DeviceId> devices, std::span<const DeviceCopy> copies);
   /// After a step that failed, or that did not start: returns when no enqueued work is left, or when it hangs. With
-  /// copies from four GPUs on, sums of this step that are not enqueued yet never are.
+  /// copies from four GPUs on, copies and sums of this step that are not enqueued yet never are.
   /// @throws what the poll hook of waits throws (Ctrl-C); then work may still run, and the next step first waits for
   /// it.
   void drain();

@@ -93,7 +93,7 @@ struct JobOptions {
 
 /// How a kind of job runs in batches.
 struct BatchOptions {
-  std::int64_t max_batch = 32;     ///< sizes are 1, 2, 4, ... up to it
+  std::int64_t max_batch = 32;     ///< the largest size; four lie between a power of two and the next one
   double max_delay_seconds = 0.0;  ///< how long a batch may wait to become larger
   bool padded = false;  ///< requests have costs, and a batch takes as long as its number of the costliest one
   double bytes_per_request = 0.0;  ///< memory that a batch needs while it runs
@@ -123,6 +123,9 @@ class PACELINE_API PoolCall {
   /// `error`: null if the job has completed.
   virtual void end(const JobReport& report, std::exception_ptr error) noexcept = 0;
   virtual void call_back() noexcept = 0;
+  /// Runs `calls`, the call_back() of all jobs that ended at the same time, and what frees them. Example: holds an
+  /// interpreter lock meanwhile, which is cheaper than once for each.
+  virtual void together(const std::function<void()>& calls) noexcept { calls(); }
   /// Whether it only runs in batches of its kind.
   [[nodiscard]] virtual bool batched() const noexcept { return false; }
 };

@@ -52,6 +52,10 @@ struct PoolNeed {
   std::function<bool(const PoolDevice&)> accepts = {};
 };
 
+/// Few sizes of batches, which can all be warmed: 1 to 8, then four between a power of two and the next one, up to
+/// `most`. A batch is at most a fifth smaller than planned.
+[[nodiscard]] PACELINE_API std::vector<std::int64_t> batch_sizes(std::int64_t most);
+
 /// A kind of work: a function, or one version of a model for inputs of one shape. A batch holds jobs of one kind.
 struct PoolKind {
   std::string name = {};

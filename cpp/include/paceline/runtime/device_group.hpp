@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -20,8 +21,6 @@
 #include <paceline/runtime/work_source.hpp>
 
 namespace paceline {
-
-class GroupWorkers;
 
 /// How a source is opened (DeviceGroup::open()).
 struct OpenOptions {
@@ -74,6 +73,8 @@ class PACELINE_API DeviceGroup {
   [[nodiscard]] const std::vector<Device>& devices() const noexcept;
   /// The ids of devices(), in the same order. A group gives them to its devices; a share has those of its group.
   [[nodiscard]] const std::vector<DeviceId>& ids() const noexcept;
+  /// @throws InvalidArgument if the group has no device of this name.
+  [[nodiscard]] DeviceId id(std::string_view name) const;
   /// @throws InvalidArgument for an id of no device of the group, as place().
   [[nodiscard]] const Device& device(DeviceId id) const;
   /// The device's place in devices(), and in every list that has a value per device of the group.
@@ -149,7 +150,7 @@ class PACELINE_API DeviceGroup {
   void open_call(std::function<void(const Device&)> call, std::function<void(const std::exception_ptr&)> fail,
                  int priority);
 
-  std::shared_ptr<GroupWorkers> workers_;
+  std::shared_ptr<internal::GroupWorkers> workers_;
 };
 
 }  // namespace paceline

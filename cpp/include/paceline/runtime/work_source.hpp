@@ -21,6 +21,7 @@ namespace paceline {
 
 namespace internal {
 class TaskSignal;
+class GroupWorkers;
 class Worker;
 class WorkerRegistry;
 }  // namespace internal
@@ -104,7 +105,7 @@ class PACELINE_API WorkSource {
   virtual void opened(std::span<const DeviceId> devices);
 
   friend class DeviceGroup;
-  friend class GroupWorkers;
+  friend class internal::GroupWorkers;
   friend class internal::Worker;
   friend class internal::WorkerRegistry;
   using Workers = std::vector<std::pair<DeviceId, std::weak_ptr<internal::Worker>>>;

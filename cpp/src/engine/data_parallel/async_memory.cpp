@@ -15,7 +15,7 @@
 #include "engine/data_parallel/trainer_memory.hpp"
 #include "engine/objective_state.hpp"
 
-namespace paceline {
+namespace paceline::internal {
 namespace {
 
 /// The memory of a trainer on devices that work after the call. DeviceQueues decides who waits for whom.
@@ -234,4 +234,4 @@ std::shared_ptr<TrainerMemory<T>> make_async_memory(const DeviceGroup& group, co
 template std::shared_ptr<TrainerMemory<float>> make_async_memory(const DeviceGroup&, const DataParallelOptions&);
 template std::shared_ptr<TrainerMemory<double>> make_async_memory(const DeviceGroup&, const DataParallelOptions&);
 
-}  // namespace paceline
+}  // namespace paceline::internal

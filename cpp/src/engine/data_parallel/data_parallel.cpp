@@ -2,10 +2,8 @@
 #include <paceline/engine/data_parallel.hpp>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cmath>
 #include <exception>
 #include <new>
 #include <stdexcept>
@@ -17,14 +15,15 @@
 
 #include "engine/data_parallel/trainer_memory.hpp"
 #include "engine/loop/item_work.hpp"
+#include "engine/objective_state.hpp"
 
 namespace paceline {
 namespace {
 
 template <class T>
-std::shared_ptr<TrainerMemory<T>> make_memory(const DeviceGroup& group, const DataParallelOptions& options) {
-  if (group.asynchronous()) return make_async_memory<T>(group, options);
-  return std::make_shared<TrainerMemory<T>>(group.ids(), options.parameter_count);
+std::shared_ptr<internal::TrainerMemory<T>> make_memory(const DeviceGroup& group, const DataParallelOptions& options) {
+  if (group.asynchronous()) return internal::make_async_memory<T>(group, options);
+  return std::make_shared<internal::TrainerMemory<T>>(group.ids(), options.parameter_count);
 }
 
 StepLoopOptions step_loop_options(const DataParallelOptions& options) {
@@ -37,15 +36,6 @@ StepLoopOptions step_loop_options(const DataParallelOptions& options) {
           .memory_limits = options.memory_limits,
           .search_sizes = options.search_sizes.value_or(options.balance == Balance::automatic &&
                                                         options.corrections.value_or(true))};
-}
-
-DeviceId id_of(const DeviceGroup& group, std::string_view name) {
-  std::vector<std::string> names;
-  for (const DeviceId id : group.ids()) {
-    if (group.device(id).name == name) return id;
-    names.push_back(group.device(id).name);
-  }
-  throw InvalidArgument(fmt::format("the group has no device {}; it has {}", name, fmt::join(names, ", ")));
 }
 
 constexpr std::size_t kUpdateBlock = 1024;                // elements; parts made of whole blocks share no cache line
@@ -81,14 +71,9 @@ struct BasicDataParallel<T>::State {
   /// `batch`: how many items, or the cost of each.
   template <class Batch>
   Objective run(const Batch& batch, const Body& body, double weight) {
-    if (!std::isfinite(weight) || weight <= 0.0) {
-      throw InvalidArgument(
-          fmt::format("step: the total weight is {}; the objective is divided by it, so it must be "
-                      "positive and finite. Skip batches without weight.",
-                      weight));
-    }
+    internal::check_weight(weight);
     step_loop.require_idle();  // the memory is still that step's
-    const std::shared_ptr<TrainerStep<T>> program = memory->make_step(body, weight);
+    const std::shared_ptr<internal::TrainerStep<T>> program = memory->make_step(body, weight);
     if (memory->failure_was_read()) {
       program->abandon();
       step_loop.forget_unsettled();
@@ -133,7 +118,7 @@ struct BasicDataParallel<T>::State {
     }
   }
 
-  std::shared_ptr<TrainerMemory<T>> memory;
+  std::shared_ptr<internal::TrainerMemory<T>> memory;
   StepLoop step_loop;
   std::vector<std::int64_t> shares;
 };
@@ -197,11 +182,11 @@ void BasicDataParallel<T>::update(const Update& body) {
 
 template <class T>
 void BasicDataParallel<T>::retire(std::string_view device) {
-  state_->step_loop.retire(id_of(group(), device));
+  state_->step_loop.retire(group().id(device));
 }
 template <class T>
 void BasicDataParallel<T>::restore(std::string_view device) {
-  state_->step_loop.restore(id_of(group(), device));
+  state_->step_loop.restore(group().id(device));
 }
 template <class T>
 std::vector<std::optional<plan::CostModel>> BasicDataParallel<T>::speeds(bool by_cost) {

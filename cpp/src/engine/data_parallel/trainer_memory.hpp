@@ -22,7 +22,7 @@
 
 #include "engine/dtype_of.hpp"
 
-namespace paceline {
+namespace paceline::internal {
 
 template <class T>
 class TrainerStep;
@@ -153,4 +153,4 @@ template <class T>
 [[nodiscard]] std::shared_ptr<TrainerMemory<T>> make_async_memory(const DeviceGroup& group,
                                                                   const DataParallelOptions& options);
 
-}  // namespace paceline
+}  // namespace paceline::internal

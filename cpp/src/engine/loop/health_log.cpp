@@ -11,7 +11,7 @@
 
 #include <paceline/runtime/blocking.hpp>
 
-namespace paceline {
+namespace paceline::internal {
 namespace {
 
 // The system counts CPU time in hundredths of a second, so smaller shares are mostly rounding.
@@ -66,4 +66,4 @@ std::vector<std::string> HealthLog::causes(const balance::BalanceReport& report)
   return texts;
 }
 
-}  // namespace paceline
+}  // namespace paceline::internal

@@ -11,7 +11,7 @@
 #include <paceline/balance/report.hpp>
 #include <paceline/runtime/device_health.hpp>
 
-namespace paceline {
+namespace paceline::internal {
 
 /// Whether a device runs slower than the rest of its class, or slower than before. Only then explain() asks for causes.
 [[nodiscard]] bool needs_causes(const balance::DeviceReport& device) noexcept;
@@ -42,4 +42,4 @@ class HealthLog {
   std::int64_t steps_ = 0;  // how many had run when after_ was taken
 };
 
-}  // namespace paceline
+}  // namespace paceline::internal

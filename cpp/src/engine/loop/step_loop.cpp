@@ -178,12 +178,12 @@ void StepLoop::commit(std::shared_ptr<const Step> step) {
     throw InvalidArgument("step: commit() is for steps that a StepLoop has prepared.");
   }
   step->pieces()->commit();
-  state_->pending.push_back(std::move(step));
+  state_->pending.add(std::move(step));
   state_->collect(State::kMostPending);
 }
 
 void StepLoop::settle() { state_->collect(0); }
-void StepLoop::forget_unsettled() noexcept { state_->pending.clear(); }
+void StepLoop::forget_unsettled() noexcept { state_->pending.forget(); }
 
 void StepLoop::write_to(std::shared_ptr<balance::LedgerWriter> ledger) {
   if (ledger != nullptr && has_planned()) {

@@ -160,19 +160,7 @@ void StepLoop::State::note(const Step& done) {
 }
 
 void StepLoop::State::collect(std::size_t most) {
-  while (!pending.empty()) {
-    const Step& oldest = *pending.front();
-    try {
-      if (pending.size() <= most && !oldest.settled()) return;
-      oldest.settle();
-    } catch (const Error&) {
-      pending.clear();  // so that a failed device is reported only once
-      throw;
-    }
-    const std::shared_ptr<const Step> taken = std::move(pending.front());
-    pending.pop_front();
-    note(*taken);
-  }
+  pending.settle(most, [this](const Step& done) { note(done); });
 }
 
 void StepLoop::State::note_events(const BatchPlan& ran_by, const StepRecord& done) {

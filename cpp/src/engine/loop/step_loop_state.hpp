@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -21,6 +20,7 @@
 #include "engine/loop/item_work.hpp"
 #include "engine/loop/planner.hpp"
 #include "engine/step/memory_caps.hpp"
+#include "engine/unsettled.hpp"
 
 namespace paceline {
 
@@ -59,7 +59,7 @@ struct StepLoop::State {
   void change_devices(const std::function<void(balance::Balancer&)>& change);
 
   void note(const Step& done);
-  /// Notes the oldest steps, waiting for them, until at most `most` are left. Then notes those that are done.
+  /// Unsettled::settle()
   void collect(std::size_t most);
   void note_events(const BatchPlan& ran_by, const StepRecord& done);
 
@@ -82,9 +82,9 @@ struct StepLoop::State {
   std::shared_ptr<balance::SizeSearch> last_search;
   observe::MetricsRecorder metrics;
   observe::History history;
-  HealthLog health;
+  internal::HealthLog health;
   observe::EventRing events;
-  std::deque<std::shared_ptr<const Step>> pending;  // committed, until their times are known
+  internal::Unsettled<std::shared_ptr<const Step>> pending;
   StepRecord record;
   std::chrono::steady_clock::time_point origin;
   std::mutex cancel_mutex;

@@ -7,6 +7,9 @@
 #include <optional>
 #include <tuple>
 
+#include "plan/line_fit.hpp"
+#include "plan/statistics.hpp"
+
 namespace paceline::internal {
 namespace {
 
@@ -26,12 +29,6 @@ double weighted_median(std::vector<Ratio> ratios) {
     if ((left -= one.weight) <= 0.0) return one.value;
   }
   return ratios.back().value;
-}
-
-double median(const std::vector<double>& values) {
-  std::vector<Ratio> equal;
-  for (const double value : values) equal.push_back({value, 1.0});
-  return weighted_median(std::move(equal));
 }
 
 /// A block, whether it is its backward, and items.
@@ -78,26 +75,6 @@ std::vector<double> speeds_of(const std::vector<std::map<Key, double>>& times) {
   return result;
 }
 
-/// seconds = fixed + per_item * items, neither below 0.
-void fit_line(const std::vector<std::pair<double, double>>& points, double& fixed, double& per_item) {
-  if (points.empty()) return;
-  const auto count = static_cast<double>(points.size());
-  double x = 0.0;
-  double y = 0.0;
-  for (const auto& [items, seconds] : points) {
-    x += items / count;
-    y += seconds / count;
-  }
-  double xx = 0.0;
-  double xy = 0.0;
-  for (const auto& [items, seconds] : points) {
-    xx += (items - x) * (items - x);
-    xy += (items - x) * (seconds - y);
-  }
-  per_item = xx > 0.0 ? std::clamp(xy / xx, 0.0, y / x) : y / x;
-  fixed = std::max(y - per_item * x, 0.0);  // rounding may bring it below 0
-}
-
 }  // namespace
 
 BlockFit fit_costs(std::span<const BlockSample> samples, std::size_t device_count, std::vector<plan::BlockCost>& blocks,
@@ -108,7 +85,7 @@ BlockFit fit_costs(std::span<const BlockSample> samples, std::size_t device_coun
   }
   std::vector<std::map<Key, double>> times(device_count);
   for (std::size_t d = 0; d < device_count; ++d) {
-    for (const auto& [key, all] : seconds[d]) times[d][key] = median(all);
+    for (const auto& [key, all] : seconds[d]) times[d][key] = plan::median(all);
   }
   BlockFit fit{.speeds = speeds_of(times)};
   std::map<Key, std::vector<double>> of_classes;
@@ -120,13 +97,19 @@ BlockFit fit_costs(std::span<const BlockSample> samples, std::size_t device_coun
     }
   }
   for (std::size_t b = 0; b < blocks.size(); ++b) {
-    std::vector<std::pair<double, double>> points[2];  // forward and backward
+    plan::LineFit forward, backward;
     for (const auto& [key, all] : of_classes) {
-      const auto& [own, backward, items] = key;
-      if (own == class_of(b)) points[backward ? 1 : 0].emplace_back(static_cast<double>(items), median(all));
+      const auto& [own, is_backward, items] = key;
+      if (own == class_of(b)) (is_backward ? backward : forward).add(static_cast<double>(items), plan::median(all));
     }
-    fit_line(points[0], blocks[b].forward_fixed, blocks[b].forward_per_item);
-    fit_line(points[1], blocks[b].backward_fixed, blocks[b].backward_per_item);
+    const auto write = [](const plan::LineFit& line, double& fixed, double& per_item) {
+      if (line.samples() == 0) return;
+      const plan::CostModel model = line.model();
+      fixed = model.fixed_seconds();
+      per_item = model.per_item_seconds();
+    };
+    write(forward, blocks[b].forward_fixed, blocks[b].forward_per_item);
+    write(backward, blocks[b].backward_fixed, blocks[b].backward_per_item);
   }
   return fit;
 }

@@ -99,12 +99,12 @@ NativeStream BasicPipeline<T>::stream(std::size_t block) const {
 
 template <class T>
 void BasicPipeline<T>::retire(std::string_view device) {
-  state_->core.planner().retire(state_->core.place_of(device));
+  state_->core.planner().retire(group().place(group().id(device)));
 }
 
 template <class T>
 void BasicPipeline<T>::restore(std::string_view device) {
-  state_->core.planner().restore(state_->core.place_of(device));
+  state_->core.planner().restore(group().place(group().id(device)));
 }
 
 template <class T>

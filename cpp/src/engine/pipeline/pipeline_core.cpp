@@ -2,10 +2,8 @@
 #include "engine/pipeline/pipeline_core.hpp"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cmath>
 #include <exception>
 #include <mutex>
 #include <utility>
@@ -151,14 +149,9 @@ std::shared_ptr<StepMarks> PipelineCore::take_marks(const plan::StagePlan& plan)
 
 Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, double weight) {
   if (batch_size < 1) throw InvalidArgument(fmt::format("step: batch_size is {}; it must be 1 or more.", batch_size));
-  if (!std::isfinite(weight) || weight <= 0.0) {
-    throw InvalidArgument(fmt::format(
-        "step: the total weight is {}; the objective is divided by it, so it must be positive and finite. Skip batches "
-        "without weight.",
-        weight));
-  }
+  check_weight(weight);
   devices_.check();
-  collect();
+  collect(planner_.awaits_samples() ? 0 : kStepsAhead - 1);
   const std::int64_t moves = planner_.move_count();
   for (;;) {
     const std::shared_ptr<const plan::StagePlan> plan = planner_.plan(batch_size);
@@ -200,14 +193,15 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
     }
     planner_.ran();
     plan_ = plan;
-    pending_.push_back({plan, marks, step.record(), started, first, measures, planner_.move_count() != moves});
+    pending_.add(std::make_unique<Pending>(
+        Pending{plan, marks, step.record(), started, first, measures, planner_.move_count() != moves, &devices_}));
     if (!devices_.asynchronous()) {
-      settle();
+      collect(0);
       return Objective(run->loss() / weight);
     }
     return Objective::State::objective(std::make_shared<Objective::State>(
         [marks = std::move(marks), known = run->loss(), weight, timeout = devices_.timeout(), hung = devices_.hung()] {
-          marks->wait(timeout, *hung);
+          marks->wait(timeout, hung);
           const double there = marks->loss == nullptr ? 0.0 : *static_cast<const double*>(marks->loss->data());
           return (there + known) / weight;
         }));
@@ -243,25 +237,21 @@ void PipelineCore::on_stages(const char* call, const std::function<void(std::siz
   });
 }
 
-void PipelineCore::collect() {
+void PipelineCore::Pending::settle() const {
+  // Any of the devices may be the last.
+  marks->wait(devices->timeout(), devices->hung());
+}
+
+void PipelineCore::collect(std::size_t most) {
   try {
-    while (!pending_.empty() &&
-           (pending_.size() >= kStepsAhead || planner_.awaits_samples() || pending_.front().marks->done())) {
-      settle();
-    }
-  } catch (...) {
-    pending_.clear();  // so that a failed device is reported only once
+    pending_.settle(most, [this](Pending& step) { note(step); });
+  } catch (const Error&) {
     planner_.forget_unrecorded();
     throw;
   }
 }
 
-void PipelineCore::settle() {
-  Pending step = std::move(pending_.front());
-  pending_.pop_front();
-  for (const auto& event : step.marks->over) {
-    if (event != nullptr) devices_.await(*event);
-  }
+void PipelineCore::note(Pending& step) {
   if (step.measures) {
     planner_.record(samples(step));
   } else {
@@ -342,15 +332,6 @@ BlockMemory& PipelineCore::block(std::size_t index) {
 NativeStream PipelineCore::stream(DeviceId device) const {
   const Stream* const work = devices_.work(device);
   return work == nullptr ? nullptr : work->native();
-}
-
-std::size_t PipelineCore::place_of(std::string_view name) const {
-  std::vector<std::string> names;
-  for (const Device& device : group_.devices()) {
-    if (device.name == name) return names.size();
-    names.push_back(device.name);
-  }
-  throw InvalidArgument(fmt::format("the group has no device {}; it has {}", name, fmt::join(names, ", ")));
 }
 
 }  // namespace paceline::internal

@@ -4,11 +4,9 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <paceline/engine/pipeline.hpp>
@@ -18,6 +16,7 @@
 
 #include "engine/pipeline/pipeline_memory.hpp"
 #include "engine/pipeline/pipeline_run.hpp"
+#include "engine/unsettled.hpp"
 
 namespace paceline::internal {
 
@@ -35,8 +34,6 @@ class PipelineCore {
     return block == 0 ? 0 : blocks_[block - 1].output_count;
   }
   [[nodiscard]] NativeStream stream(DeviceId device) const;
-  /// The place in the group of the device with this name.
-  [[nodiscard]] std::size_t place_of(std::string_view name) const;
   [[nodiscard]] StagePlanner& planner() noexcept { return planner_; }
   [[nodiscard]] const plan::StagePlan& plan() const noexcept { return *plan_; }
   [[nodiscard]] const PipelineRecord& last_step() const noexcept { return last_step_; }
@@ -53,15 +50,17 @@ class PipelineCore {
     bool first = false;  // with these stages
     bool measures = false;
     bool moved = false;
+    const StageDevices* devices = nullptr;
+    [[nodiscard]] bool settled() const { return marks->done(); }
+    void settle() const;
   };
 
   /// The device of each stage of a plan.
   [[nodiscard]] std::vector<DeviceId> devices_of(const plan::StagePlan& plan) const;
   [[nodiscard]] std::shared_ptr<StepMarks> take_marks(const plan::StagePlan& plan);
-  /// Hands on the times of the steps that are done, and of as many others as must be known before the next one.
-  void collect();
-  /// Hands the times of the oldest pending step on. Waits for them.
-  void settle();
+  /// Hands on the times of the oldest steps, until at most `most` are left, and of others that are done.
+  void collect(std::size_t most);
+  void note(Pending& step);
   [[nodiscard]] std::vector<BlockSample> samples(const Pending& step) const;
   void stamp(Pending& step) const;
   [[noreturn]] void rethrow(const PipelineRun& run, const PipelineFailure& failure) const;
@@ -77,7 +76,7 @@ class PipelineCore {
   StageLog log_;
   std::shared_ptr<const plan::StagePlan> plan_;
   std::vector<std::shared_ptr<StepMarks>> marks_;
-  std::deque<Pending> pending_;
+  Unsettled<std::unique_ptr<Pending>> pending_;
   PipelineMemory memory_;  // goes before the marks, when the devices have written to them for the last time
   PipelineRecord last_step_;
 };

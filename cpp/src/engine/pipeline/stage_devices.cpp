@@ -71,28 +71,10 @@ void StageDevices::zero(DeviceId device, void* data, std::size_t bytes) const {
   }
 }
 
-void StageDevices::await(const Event& event) {
-  try {
-    wait_for(event, timeout_);
-  } catch (const Timeout&) {
-    *hung_ = true;
-    throw;
-  }
-}
-
-void StageDevices::check() const {
-  if (!*hung_) return;
-  throw DeviceLost(
-      "pipeline: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
-}
-
 void StageDevices::drain(AsyncDevice* device, Stream* stream) noexcept {
-  if (device == nullptr || stream == nullptr || *hung_) return;
   try {
-    const std::unique_ptr<Event> event = device->make_event(false);
-    stream->record(*event);
-    await(*event);
-  } catch (...) {  // a device that fails has no work left
+    hung_.drain(device, stream, timeout_);
+  } catch (...) {  // interrupted
   }
 }
 

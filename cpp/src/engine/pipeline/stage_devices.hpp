@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <memory>
@@ -12,6 +11,8 @@
 #include <paceline/per_device.hpp>
 #include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/device_group.hpp>
+
+#include "engine/hang.hpp"
 
 namespace paceline::internal {
 
@@ -42,11 +43,9 @@ class StageDevices {
   void zero(DeviceId device, void* data, std::size_t bytes) const;
 
   /// @throws Timeout; from then on check() throws.
-  void await(const Event& event);
-  /// Whether a device hangs, also as others find who wait for it.
-  [[nodiscard]] const std::shared_ptr<std::atomic<bool>>& hung() const noexcept { return hung_; }
-  /// @throws DeviceLost after a hang.
-  void check() const;
+  void await(const Event& event) const { hung_.await(event, timeout_); }
+  [[nodiscard]] const Hang& hung() const noexcept { return hung_; }
+  void check() const { hung_.check("pipeline"); }
   /// Returns when a stream has no work left, or its device has failed or hangs.
   void drain(AsyncDevice* device, Stream* stream) noexcept;
   /// The same for every device's stream.
@@ -62,7 +61,7 @@ class StageDevices {
   PerDevice<Entry> devices_;
   AsyncDevice* pinning_ = nullptr;  // the first GPU, or null
   std::chrono::nanoseconds timeout_;
-  std::shared_ptr<std::atomic<bool>> hung_ = std::make_shared<std::atomic<bool>>(false);
+  Hang hung_;
 };
 
 }  // namespace paceline::internal

@@ -2,16 +2,16 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
-#include <paceline/error.hpp>
 #include <paceline/plan/schedule.hpp>
 #include <paceline/runtime/async_device.hpp>
+
+#include "engine/hang.hpp"
 
 namespace paceline::internal {
 
@@ -66,17 +66,9 @@ struct StepMarks {
     }
     return true;
   }
-  /// Sets `hung` if a device is late. A second wait would take as long again.
-  void wait(std::chrono::nanoseconds timeout, std::atomic<bool>& hung) const {
+  void wait(std::chrono::nanoseconds timeout, const Hang& hung) const {
     for (const auto& event : over) {
-      if (event == nullptr) continue;
-      if (hung && !event->done()) throw_late(*event, timeout);
-      try {
-        wait_for(*event, timeout);
-      } catch (const Timeout&) {
-        hung = true;
-        throw;
-      }
+      if (event != nullptr) hung.await(*event, timeout);
     }
   }
 

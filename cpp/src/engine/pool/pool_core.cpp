@@ -20,6 +20,7 @@ namespace {
 constexpr std::chrono::milliseconds kBetweenLooksForRoom{50};
 constexpr std::chrono::milliseconds kLetGo{200};  // a thousand times what an idle worker needs
 constexpr std::int64_t kLargestBatch = 1 << 30;
+constexpr double kRunsKept = 0.9;  // in the times of runs: some ten count
 
 thread_local const Inside* innermost_pool = nullptr;
 
@@ -99,7 +100,8 @@ std::size_t PoolCore::kind_of(const JobOptions& options) {
   const auto known = kinds_.find(key);
   if (known != kinds_.end()) return known->second;
   const std::size_t kind = state_.add_kind({.name = options.kind, .peak_bytes = options.memory_bytes});
-  kind_list_.push_back({.name = options.kind, .call = {}, .times = std::vector<RunTimes>(devices_.size())});
+  kind_list_.push_back(
+      {.name = options.kind, .call = {}, .times = std::vector(devices_.size(), plan::LineFit(kRunsKept))});
   return kinds_[key] = kind;
 }
 
@@ -148,18 +150,16 @@ void PoolCore::add_batches(const std::string& kind, const BatchOptions& options,
     throw InvalidArgument(
         fmt::format("serve: max_batch is {}; it must be from 1 to {}.", options.max_batch, kLargestBatch));
   }
-  std::vector<std::int64_t> sizes;
-  for (std::int64_t size = 1; size < options.max_batch; size *= 2) sizes.push_back(size);
-  sizes.push_back(options.max_batch);
   kinds_[{kind, 0.0}] = state_.add_kind({.name = kind,
-                                         .sizes = std::move(sizes),
+                                         .sizes = plan::batch_sizes(options.max_batch),
                                          .max_delay_seconds = options.max_delay_seconds,
                                          .padded = options.padded,
                                          .idempotent = true,
                                          .model = options.model,
                                          .resident_bytes = options.resident_bytes,
                                          .peak_bytes_per_item = options.bytes_per_request});
-  kind_list_.push_back({.name = kind, .call = std::move(call), .times = std::vector<RunTimes>(devices_.size())});
+  kind_list_.push_back(
+      {.name = kind, .call = std::move(call), .times = std::vector(devices_.size(), plan::LineFit(kRunsKept))});
 }
 
 JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options) {

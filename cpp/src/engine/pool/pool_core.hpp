@@ -25,7 +25,7 @@
 #include <paceline/runtime/device_group.hpp>
 #include <paceline/runtime/work_source.hpp>
 
-#include "engine/pool/run_times.hpp"
+#include "plan/line_fit.hpp"
 
 namespace paceline::internal {
 
@@ -102,8 +102,8 @@ class PoolCore final : public WorkSource {
  private:
   struct Kind {
     std::string name;
-    Pool::BatchCall call;         // empty: its jobs run alone
-    std::vector<RunTimes> times;  // per device
+    Pool::BatchCall call;              // empty: its jobs run alone
+    std::vector<plan::LineFit> times;  // of runs, per device
   };
   struct Waiting {
     std::shared_ptr<PoolCall> call;

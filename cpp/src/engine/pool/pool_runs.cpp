@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <ranges>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -120,7 +121,7 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<d
     const double counted = counts ? std::max(took - run.excluded, 0.0) : run.predicted >= 0.0 ? run.predicted : 0.0;
     if (completed && counts) {
       if (run.loaded && !state_.kind(run.kind).model.empty()) apply(state_.loaded(now(), run.kind, *run.loaded), after);
-      RunTimes& times = kind_list_[run.kind].times[first];
+      plan::LineFit& times = kind_list_[run.kind].times[first];
       times.add(run.cost, counted);
       // The devices of the run are still taken, so this decides nothing about them.
       apply(state_.measure(now(), first, run.kind, times.model(), times.samples()), after);
@@ -231,8 +232,11 @@ void PoolCore::follow(After after) noexcept {
   if (told > 0) {
     const Inside guard(*this);  // complete() waits for what is called here
     for (const Ended& one : after.ended) one.call->end(one.report, one.error);
-    for (const Ended& one : after.ended) one.call->call_back();
-    after.ended.clear();  // what jobs have captured, too
+    after.ended.front().call->together([&ended = after.ended] {
+      for (const Ended& one : ended) one.call->call_back();
+      for (Ended& one : ended | std::views::drop(1)) one.call.reset();  // what jobs have captured, too
+    });
+    after.ended.clear();
   }
   bool complete = false;
   {

@@ -54,30 +54,42 @@ void BucketSums::use(Stream& home) {
   for (auto& event : pulled_) home.record(*event);
 }
 
-void BucketSums::begin(const std::vector<bool>& takes_part, std::span<const BufferView> outputs, double scale) {
+void BucketSums::begin(const std::vector<bool>& takes_part) {
   stop_pump();
   const std::lock_guard lock(mutex_);
   for (std::size_t d = 0; d < sources_.size(); ++d) {
     sources_[d].takes_part = takes_part.empty() || takes_part[d];
     for (Bucket& bucket : sources_[d].buckets) bucket.sealed = false;
   }
+  count_ = next_ = 0;
+  again_.clear();
+  error_ = nullptr;
+  cancelled_ = false;
+  pump_state_ = Pump::idle;
+}
+
+void BucketSums::first(std::function<void()> work) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (pump_ != nullptr && !pump_rests_) return start_pump(std::move(work));
+  }
+  work();
+}
+
+void BucketSums::expect(std::span<const BufferView> outputs, double scale) {
+  const std::lock_guard lock(mutex_);
   if (outputs_.size() < outputs.size()) {
     outputs_.resize(outputs.size());
     memory_of_outputs_.resize(outputs.size());
   }
-  count_ = 0;
-  for (const BufferView& output : outputs) {
+  for (count_ = 0; const BufferView& output : outputs) {
     BufferView& known = outputs_[count_];
     if (known.data != output.data) memory_of_outputs_[count_] = spaces_[kHome].stream->place_of(output.data);
     known = output;
     ++count_;
   }
   scale_ = scale;
-  next_ = 0;
   again_.assign(outputs.size(), false);
-  error_ = nullptr;
-  cancelled_ = false;
-  pump_state_ = Pump::idle;
 }
 
 void BucketSums::seal(std::size_t index, std::size_t k, const BufferView& bucket, NativeEvent written) {
@@ -102,8 +114,7 @@ void BucketSums::seal(std::size_t index, std::size_t k, const BufferView& bucket
   if (pump_ == nullptr || pump_rests_) {
     while (is_due()) take_and_sum(next_++);
   } else if (pump_state_ == Pump::idle && is_due()) {
-    pump_state_ = Pump::runs;
-    pump_->start([this, owner = owner_.lock()] { this->pump(); });
+    start_pump({});
   }
 }
 
@@ -121,16 +132,17 @@ void BucketSums::finish() {
 void BucketSums::cancel() {
   if (pump_ == nullptr) return;
   cancelled_ = true;  // without the lock, which a fork may have left held
-  settle(IssuingThread::Interrupt::yes);
+  settle({}, IssuingThread::Interrupt::yes);
 }
 
-void BucketSums::settle(IssuingThread::Interrupt interrupt) {
-  if (pump_ == nullptr || pump_->wait(timeout_, interrupt)) return;
+void BucketSums::settle(std::optional<std::chrono::nanoseconds> timeout, IssuingThread::Interrupt interrupt) {
+  if (pump_ == nullptr || pump_->wait(timeout.value_or(timeout_), interrupt)) return;
   const std::string device = spaces_[at_].summed->device();
   throw Timeout(
-      fmt::format("{}: CUDA did not come back within {:g} s from a call for the sum of gradients. The thread that made "
-                  "it was left behind. Start a new process.",
-                  device, std::chrono::duration<double>(timeout_).count()),
+      fmt::format(
+          "{}: CUDA did not come back within {:g} s from a call for parameters or for the sum of gradients. The "
+          "thread that made it was left behind. Start a new process.",
+          device, std::chrono::duration<double>(timeout_).count()),
       device);
 }
 
@@ -138,15 +150,23 @@ void BucketSums::close(std::chrono::nanoseconds timeout) {
   if (pump_ != nullptr) static_cast<void>(pump_->close(timeout));
 }
 
-/// On its thread: enqueues the sums that are due.
-void BucketSums::pump() {
-  std::unique_lock lock(mutex_);
+/// Requires the lock.
+void BucketSums::start_pump(std::function<void()> first) {
+  pump_state_ = Pump::runs;
+  pump_->start([this, first = std::move(first), owner = owner_.lock()] { pump(first); });
+}
+
+/// On its thread: does what comes first, then enqueues the sums that are due.
+void BucketSums::pump(const std::function<void()>& first) {
+  std::unique_lock lock(mutex_, std::defer_lock);
   const auto stop = [&] {
     if (!lock.owns_lock()) lock.lock();
     error_ = std::current_exception();
     pump_state_ = Pump::stopped;
   };
   try {
+    if (first != nullptr) first();
+    lock.lock();
     while (pump_state_ == Pump::runs && is_due()) {
       const std::size_t k = next_++;
       take(k);
@@ -172,9 +192,13 @@ void BucketSums::stop_pump() {
   settle();
 }
 
-Stream& BucketSums::on(std::size_t space) {
+void BucketSums::check(std::size_t space) {
   at_ = space;
-  if (cancelled_ || (pump_ != nullptr && pump_->given_up())) throw Cancelled("the sum of gradients was given up");
+  if (cancelled_ || (pump_ != nullptr && pump_->given_up())) throw Cancelled("the work of this step was given up");
+}
+
+Stream& BucketSums::on(std::size_t space) {
+  check(space);
   return *spaces_[space].stream;
 }
 

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstddef>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -50,6 +51,8 @@ struct SumSource {
 /// seal() of the step, that is, where a device has a micro-batch to blame, and by finish(). After an OutOfMemory who
 /// seals makes the calls, until a step has got its sums: then the error comes with the micro-batch that is too large.
 ///
+/// The pump also does what comes before the sums of a step, by the same rules: first().
+///
 /// A pump that is left behind, because a call of its own does not return, enqueues nothing after that call. This one
 /// call may still enqueue its work when it returns: on the memory of buckets and outputs, which the caller may have
 /// freed. It is one copy, kernel or allocation, or all chunks of one copy through the host (cuda/host_path.hpp). The
@@ -78,16 +81,25 @@ class BucketSums {
 
   /// Home's stream from now on. Memory for the old one returns in its order. Requires: settle().
   void use(Stream& home);
-  /// Begins a step. `takes_part`: per source; empty: all. outputs[k] = scale * the sum of all k-th buckets, at home.
-  void begin(const std::vector<bool>& takes_part, std::span<const BufferView> outputs, double scale);
+  /// Begins a step. `takes_part`: per source; empty: all. Nothing is summed before expect().
+  void begin(const std::vector<bool>& takes_part);
+  /// Lets the pump do this before the step's sums. Without one, or if it has run out of memory, does it at once. Before
+  /// each call of a device the work calls check().
+  void first(std::function<void()> work);
+  /// Notes whose device is called next. @throws Cancelled if the caller no longer waits for the work
+  void check(std::size_t space);
+  /// Before anybody seals: outputs[k] = scale * the sum of all k-th buckets, at home.
+  void expect(std::span<const BufferView> outputs, double scale);
   /// The source's k-th bucket is final; work on its stream so far has written it, or what this event of the caller
   /// follows. Sealed again: it is summed again, in the end. Any thread. @throws also what the pump met in this step
   void seal(std::size_t source, std::size_t k, const BufferView& bucket, NativeEvent written = nullptr);
   /// Sums what is left. Devices that have sealed nothing give nothing. @throws also what the pump met in this step
   void finish();
   /// Returns when the pump has enqueued what it can, so that the caller may use the streams.
-  /// @throws Timeout naming the device whose call did not return; then the pump is left behind
-  void settle() { settle(IssuingThread::Interrupt::no); }
+  /// @throws Timeout naming the device whose call did not return in that time (without one: in the pump's); then the
+  /// pump is left behind
+  void settle(std::optional<std::chrono::nanoseconds> timeout = std::nullopt,
+              IssuingThread::Interrupt interrupt = IssuingThread::Interrupt::no);
   /// Like settle(), but lets the pump enqueue nothing more in this step.
   /// @throws also what the poll hook of waits throws; then the pump may still be in a call
   void cancel();
@@ -137,9 +149,9 @@ class BucketSums {
   [[nodiscard]] static bool has(const Source& source, std::size_t k);
   /// Whether the next bucket can be summed.
   [[nodiscard]] bool is_due() const;
-  void pump();
+  void start_pump(std::function<void()> first);
+  void pump(const std::function<void()>& first);
   void stop_pump();
-  void settle(IssuingThread::Interrupt interrupt);
   /// The space's stream, for one call. @throws Cancelled if the caller no longer waits for the sums
   [[nodiscard]] Stream& on(std::size_t space);
   /// Copies what the sources give to the bucket.

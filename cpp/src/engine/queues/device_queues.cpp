@@ -157,22 +157,20 @@ void DeviceQueues::State::begin(std::vector<bool> takes_part) {
     queue.parts.clear();
     if (takes_part[place++]) spaces[queue.space].takes_part = true;
   }
-  expected = std::move(takes_part);
-  expect({}, 1.0);
+  if (collectives != nullptr) {
+    for (std::size_t place = 0; const auto& [id, queue] : queues) {
+      takes_part[place] = takes_part[place] && on_host(queue.space);
+      ++place;
+    }
+    takes_part.push_back(true);
+  }
+  outputs.clear();
+  sums->begin(takes_part);
 }
 
 void DeviceQueues::State::expect(std::span<const BufferView> the_outputs, double scale) {
-  settle();
   outputs.assign(the_outputs.begin(), the_outputs.end());
-  std::vector<bool> sources = expected;
-  if (collectives != nullptr) {
-    for (std::size_t place = 0; const auto& [id, queue] : queues) {
-      sources[place] = sources[place] && on_host(queue.space);
-      ++place;
-    }
-    sources.push_back(true);
-  }
-  sums->begin(sources, outputs, scale);
+  sums->expect(outputs, scale);
 }
 
 void DeviceQueues::State::seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written) {
@@ -220,20 +218,11 @@ void DeviceQueues::State::collect() {
   }
 }
 
-void DeviceQueues::State::await(const Event& event) {
+void DeviceQueues::State::settle(std::optional<std::chrono::nanoseconds> timeout) {
   try {
-    wait_for(event, options.timeout);
+    if (sums.has_value()) sums->settle(timeout);
   } catch (const Timeout&) {
-    *hung = true;
-    throw;
-  }
-}
-
-void DeviceQueues::State::settle() {
-  try {
-    if (sums.has_value()) sums->settle();
-  } catch (const Timeout&) {
-    *hung = true;
+    hung.note();
     throw;
   }
 }
@@ -242,22 +231,6 @@ void DeviceQueues::State::settle_or_hang() noexcept {
   try {
     settle();
   } catch (...) {
-  }
-}
-
-void DeviceQueues::State::check() const {
-  if (!*hung) return;
-  throw DeviceLost(
-      "step: a device did not end what an earlier step gave it, and may still be at it. Start a new process.");
-}
-
-void DeviceQueues::State::drain(AsyncDevice* device, Stream* stream) {
-  if (device == nullptr || stream == nullptr || *hung) return;
-  try {
-    const std::unique_ptr<Event> event = device->make_event(false);
-    stream->record(*event);
-    await(*event);
-  } catch (const Error&) {
   }
 }
 
@@ -271,7 +244,7 @@ DeviceQueues::~DeviceQueues() {
     drain();
   } catch (...) {  // interrupted: everything returns in the order of the streams
   }
-  const std::chrono::nanoseconds patience = *state_->hung || state_->left ? kAfterAHang : state_->options.timeout;
+  const std::chrono::nanoseconds patience = state_->hung || state_->left ? kAfterAHang : state_->options.timeout;
   state_->sums->close(patience);
 }
 
@@ -318,7 +291,7 @@ const Event* DeviceQueues::idle(DeviceId device) const { return state_->step->en
 std::chrono::nanoseconds DeviceQueues::patience() const noexcept { return state_->options.timeout; }
 
 void DeviceQueues::give_up(const Event& event) {
-  *state_->hung = true;
+  state_->hung.note();
   throw_late(event, state_->options.timeout);
 }
 
@@ -373,9 +346,9 @@ void DeviceQueues::drain() {
   try {
     state.sums->cancel();
   } catch (const Timeout&) {
-    *state.hung = true;
+    state.hung.note();
   }
-  if (state.collectives != nullptr && state.collectives->lost()) *state.hung = true;
+  if (state.collectives != nullptr && state.collectives->lost()) state.hung.note();
   for (auto& [id, queue] : state.queues) state.drain(queue.device, queue.stream);
   for (auto& [id, queue] : state.queues) state.drain(&state.home_device(), queue.source.get());
   for (State::Space& space : state.spaces) state.drain(space.maker, space.copies.get());

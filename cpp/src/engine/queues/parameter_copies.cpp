@@ -4,9 +4,11 @@
 // two steps.
 #include <paceline/engine/device_queues.hpp>
 
+#include <algorithm>
+#include <chrono>
+#include <exception>
 #include <utility>
-
-#include <paceline/error.hpp>
+#include <vector>
 
 #include "engine/queues/queue_state.hpp"
 #include "engine/queues/relayed_copies.hpp"
@@ -15,45 +17,74 @@ namespace paceline {
 
 void DeviceQueues::State::distribute(std::span<const SpaceCopy> copies) {
   home_stream->record(*ready);
+  for (const SpaceCopy& copy : copies) {
+    if (collectives != nullptr && !on_host(copy.space)) continue;
+    Space& space = spaces[copy.space];
+    while (space.arrivals.size() <= copy.bucket) space.arrivals.push_back(space.maker->make_event(false));
+  }
+  enqueued.set(0);
+  sums->first([this, list = std::vector(copies.begin(), copies.end())] {
+    try {
+      enqueue(list);
+      enqueued.set(internal::EnqueuedBuckets::kAll);
+    } catch (...) {
+      enqueued.fail(std::current_exception());
+      throw;
+    }
+  });
+}
+
+Stream& DeviceQueues::State::copies_to(std::size_t space) {
+  sums->check(on_host(space) ? kHome : space);
+  return *spaces[space].copies;
+}
+
+void DeviceQueues::State::enqueue(std::span<const SpaceCopy> copies) {
+  const auto gets_some = [&](std::size_t s) { return spaces[s].copies != nullptr && spaces[s].takes_part; };
   for (std::size_t s = 0; s < spaces.size(); ++s) {
-    Space& space = spaces[s];
-    if (space.copies == nullptr || !space.takes_part) continue;
-    space.copies->wait(*ready);
-    if (s != kHome) step->begin_arrival(s, *space.maker, *space.copies);
+    if (!gets_some(s)) continue;
+    copies_to(s).wait(*ready);
+    if (s != kHome) step->begin_arrival(s, *spaces[s].maker, copies_to(s));
   }
   if (collectives != nullptr) collectives->broadcast(copies);
-  for (std::size_t i = 0; i < copies.size();) {
-    std::vector<std::size_t> gets;  // this bucket
-    std::vector<internal::CopyTarget> host, chain, from_home;
-    for (const std::size_t bucket = copies[i].bucket; i < copies.size() && copies[i].bucket == bucket;) {
-      const std::size_t begin = i;
-      const std::size_t s = copies[i].space;
-      auto& alike = on_host(s) ? host : copies[i].relayed ? chain : from_home;
-      while (i < copies.size() && copies[i].bucket == bucket && copies[i].space == s &&
-             copies[i].relayed == copies[begin].relayed) {
-        ++i;
-      }
-      if (!spaces[s].takes_part || (collectives != nullptr && !on_host(s))) continue;
-      alike.push_back({spaces[s].copies.get(), spaces[s].relayed.get(), copies.subspan(begin, i - begin)});
-      gets.push_back(s);
-    }
-    for (const internal::CopyTarget& part : host) internal::copy_to_all(home_device(), {&part, 1}, false);
-    internal::copy_to_all(home_device(), from_home, false);
-    internal::copy_to_all(home_device(), chain, relays);
-    for (const std::size_t s : gets) note_arrival(spaces[s], s, copies[i - 1].bucket);
+  while (!copies.empty()) {
+    const std::size_t bucket = copies.front().bucket;
+    const auto end = std::ranges::find_if(copies, [&](const SpaceCopy& copy) { return copy.bucket != bucket; });
+    const auto count = static_cast<std::size_t>(end - copies.begin());
+    enqueue_bucket(copies.first(count));
+    enqueued.set(bucket + 1);
+    copies = copies.subspan(count);
   }
   for (std::size_t s = 0; s < spaces.size(); ++s) {
-    Space& space = spaces[s];
-    if (space.copies == nullptr || !space.takes_part) continue;
-    if (s != kHome) step->end_arrival(s, *space.copies);
-    space.copies->record(*space.arrived);
+    if (!gets_some(s)) continue;
+    if (s != kHome) step->end_arrival(s, copies_to(s));
+    copies_to(s).record(*spaces[s].arrived);
   }
 }
 
-void DeviceQueues::State::note_arrival(Space& space, std::size_t index, std::size_t bucket) {
-  while (space.arrivals.size() <= bucket) space.arrivals.push_back(space.maker->make_event(false));
-  space.copies->record(*space.arrivals[bucket]);
-  step->note_first_arrival(index, *space.maker, *space.copies);
+void DeviceQueues::State::enqueue_bucket(std::span<const SpaceCopy> copies) {
+  std::vector<std::size_t> gets;
+  std::vector<internal::CopyTarget> host, chain, from_home;
+  for (std::size_t i = 0; i < copies.size();) {
+    const std::size_t begin = i, s = copies[i].space;
+    auto& alike = on_host(s) ? host : copies[i].relayed ? chain : from_home;
+    while (i < copies.size() && copies[i].space == s && copies[i].relayed == copies[begin].relayed) ++i;
+    if (!spaces[s].takes_part || (collectives != nullptr && !on_host(s))) continue;
+    const auto on = [this, s]() -> Stream& { return copies_to(s); };
+    alike.push_back({spaces[s].maker, on, spaces[s].relayed.get(), copies.subspan(begin, i - begin)});
+    gets.push_back(s);
+  }
+  for (const internal::CopyTarget& part : host) internal::copy_to_all(home_device(), {&part, 1}, false);
+  internal::copy_to_all(home_device(), from_home, false);
+  internal::copy_to_all(home_device(), chain, relays);
+  for (const std::size_t s : gets) {
+    copies_to(s).record(*spaces[s].arrivals[copies.front().bucket]);
+    step->note_first_arrival(s, *spaces[s].maker, copies_to(s));
+  }
+}
+
+void DeviceQueues::State::await_enqueued(std::size_t buckets) {
+  while (!enqueued.wait(buckets, options.timeout)) settle(std::chrono::nanoseconds::zero());
 }
 
 std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceCopy> copies,
@@ -62,6 +93,7 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
   if (state.left) drain();
   state.check();
   if (state.collectives != nullptr) state.collectives->check();
+  state.settle();  // it may still record what comes to the step before
   state.step = std::make_shared<internal::RecordedTimes>(state.evidence, state.spare_events, state.space_of_device(),
                                                          state.home_device(), state.options.timeout, state.hung,
                                                          state.collectives);
@@ -78,8 +110,10 @@ std::shared_ptr<const StepTimes> DeviceQueues::begin_step(std::span<const SpaceC
 bool DeviceQueues::enter(DeviceId device, bool at_once) {
   State& state = *state_;
   State::Queue& queue = state.queues[device];
-  if (std::exchange(queue.entered, true)) return false;
+  if (queue.entered) return false;
   const bool needs_none = queue.space == State::kHome || !(at_once || state.collectives != nullptr);
+  if (!needs_none) state.await_enqueued(internal::EnqueuedBuckets::kAll);
+  queue.entered = true;
   state.step->enter(device, !needs_none);
   const Event& arrival = needs_none ? *state.ready : *state.spaces[queue.space].arrived;
   if (queue.source != nullptr) queue.source->wait(*state.ready);
@@ -96,6 +130,7 @@ void DeviceQueues::need(DeviceId device, std::size_t bucket) {
   State::Queue& queue = state.queues[device];
   const auto& arrivals = state.spaces[queue.space].arrivals;
   if (queue.space == State::kHome || bucket >= arrivals.size()) return;
+  state.await_enqueued(bucket + 1);
   if (queue.stream == nullptr) {
     state.await(*arrivals[bucket]);
     return;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <optional>
@@ -15,7 +15,9 @@
 
 #include "comm/memory_spaces.hpp"
 #include "comm/space_collectives.hpp"
+#include "engine/hang.hpp"
 #include "engine/queues/bucket_sums.hpp"
+#include "engine/queues/enqueued_buckets.hpp"
 #include "engine/queues/step_times.hpp"
 
 namespace paceline {
@@ -71,23 +73,27 @@ struct DeviceQueues::State {
   void begin(std::vector<bool> takes_part);
   void expect(std::span<const BufferView> the_outputs, double scale);
   void seal(DeviceId device, std::size_t k, const BufferView& bucket, NativeEvent written = nullptr);
-  /// Copies home's parameters to the other spaces, once they are ready.
+  /// Copies home's parameters to the other spaces, once they are ready. If there is a thread for it, that thread
+  /// enqueues the copies.
   void distribute(std::span<const SpaceCopy> copies);
-  void note_arrival(Space& space, std::size_t index, std::size_t bucket);
+  void enqueue(std::span<const SpaceCopy> copies);
+  /// Enqueues the copies of one bucket, to one space after the other.
+  void enqueue_bucket(std::span<const SpaceCopy> copies);
+  /// The stream that brings parameters to the space, for one call. @throws Cancelled if nobody waits for them any more
+  [[nodiscard]] Stream& copies_to(std::size_t space);
+  /// Waits until so many buckets of parameters are enqueued, and remembers a hang. @throws what has failed, or Timeout
+  void await_enqueued(std::size_t buckets);
   /// What the space's devices have delivered as their k-th part.
   [[nodiscard]] std::vector<const void*> parts_in(std::size_t space, std::size_t k) const;
   /// Sums the parts of all GPUs' devices at home, by the collectives.
   void collect();
-  /// Waits, and remembers a hang, because every later wait would take as long again.
-  void await(const Event& event);
-  /// Waits until nobody else uses the streams of the sums, and remembers a hang. @throws Timeout
-  void settle();
+  void await(const Event& event) const { hung.await(event, options.timeout); }
+  /// Waits until nobody else uses the streams of copies and sums, and remembers a hang. @throws Timeout
+  void settle(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
   /// The same, but only remembers a hang.
   void settle_or_hang() noexcept;
-  /// @throws DeviceLost after a hang.
-  void check() const;
-  /// Waits until the stream has no work left. A device that fails here has none left either.
-  void drain(AsyncDevice* device, Stream* stream);
+  void check() const { hung.check("step"); }
+  void drain(AsyncDevice* device, Stream* stream) const { hung.drain(device, stream, options.timeout); }
 
   DeviceQueueOptions options;
   internal::MemorySpaces memory;
@@ -99,7 +105,7 @@ struct DeviceQueues::State {
   bool relays = true;                                       // of parameters between GPUs
   std::shared_ptr<internal::SpaceCollectives> collectives;  // null: copies are used
   std::optional<internal::BucketSums> sums;
-  std::vector<bool> expected;  // which of `queues` take part in this step
+  internal::EnqueuedBuckets enqueued;  // in this step
   std::vector<BufferView> outputs;
   std::unique_ptr<Stream> home_stream;
   bool owns_home_stream = false;
@@ -107,8 +113,8 @@ struct DeviceQueues::State {
   std::shared_ptr<internal::Evidence> evidence = std::make_shared<internal::Evidence>();  // of all steps
   std::shared_ptr<internal::SpareEvents> spare_events = std::make_shared<internal::SpareEvents>();
   std::shared_ptr<internal::RecordedTimes> step;
-  std::shared_ptr<std::atomic<bool>> hung = std::make_shared<std::atomic<bool>>(false);  // shared with the steps' times
-  bool left = false;                                                                     // a drain did not end
+  internal::Hang hung;  // shared with the steps' times
+  bool left = false;    // a drain did not end
 };
 
 }  // namespace paceline

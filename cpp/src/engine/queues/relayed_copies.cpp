@@ -40,7 +40,7 @@ void pull(const CopyTarget& target, const CopyTarget* source, std::size_t begin,
       const char* const next_from =
           static_cast<const char*>(source != nullptr ? source->copies[i].to : copy.from) + (first - passed);
       if (source == nullptr || next_to != to + bytes || next_from != from + bytes) {
-        target.stream->copy(to, from, bytes);
+        target.on().copy(to, from, bytes);
         to = next_to;
         from = next_from;
         bytes = 0;
@@ -49,7 +49,7 @@ void pull(const CopyTarget& target, const CopyTarget* source, std::size_t begin,
     }
     passed += copy.bytes;
   }
-  target.stream->copy(to, from, bytes);
+  target.on().copy(to, from, bytes);
 }
 
 }  // namespace
@@ -64,18 +64,24 @@ void copy_to_all(AsyncDevice& home, std::span<const CopyTarget> targets, bool re
   }
   if (!relays || total < kLeastRelayed) {
     for (std::size_t i = 0; i < targets.front().copies.size(); ++i) {
-      std::vector<Receiver> receivers;
-      for (const CopyTarget& target : targets) receivers.push_back({target.stream, target.copies[i].to});
-      home.copy_to_all(receivers, targets.front().copies[i].from, targets.front().copies[i].bytes);
+      const SpaceCopy& first = targets.front().copies[i];
+      std::vector<Receiver> by_host;
+      for (const CopyTarget& target : targets) {
+        by_host.push_back({&target.on(), target.copies[i].to});
+        if (!home.accesses(*target.device)) continue;
+        home.copy_to_all({&by_host.back(), 1}, first.from, first.bytes);
+        by_host.pop_back();
+      }
+      home.copy_to_all(by_host, first.from, first.bytes);
     }
     return;
   }
   for (std::size_t begin = 0; begin < total; begin += kPiece) {
     const CopyTarget* last = nullptr;
     for (const CopyTarget& target : targets) {
-      if (last != nullptr) target.stream->wait(*last->relayed);
+      if (last != nullptr) target.on().wait(*last->relayed);
       pull(target, last, begin, std::min(begin + kPiece, total));
-      target.stream->record(*target.relayed);
+      target.on().record(*target.relayed);
       last = &target;
     }
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
 #include <span>
 
 #include <paceline/comm/space_copy.hpp>
@@ -8,10 +9,11 @@
 
 namespace paceline::internal {
 
-/// A GPU that gets copies of home's memory, on this stream.
+/// A GPU that gets copies of home's memory.
 struct CopyTarget {
-  Stream* stream = nullptr;
-  Event* relayed = nullptr;  ///< of the stream's device
+  AsyncDevice* device = nullptr;
+  std::function<Stream&()> on{};  ///< the stream for it, asked for before each call
+  Event* relayed = nullptr;       ///< of the stream's device
   std::span<const SpaceCopy> copies{};
 };
 

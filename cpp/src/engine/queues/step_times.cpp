@@ -106,13 +106,7 @@ void RecordedTimes::wait() const {
   if (!ended_.load(std::memory_order_acquire)) {
     throw InvalidArgument("step: it has not come to end_step(), so nobody can wait for its devices. Use drain().");
   }
-  if (*hung_ && !over_->done()) throw_late(*over_, timeout_);  // a second wait would take as long again
-  try {
-    wait_for(*over_, timeout_);
-  } catch (const Timeout&) {
-    *hung_ = true;
-    throw;
-  }
+  hung_.await(*over_, timeout_);
   // A collective that was given up lets its stream go on, and that is known by then.
   if (const auto collectives = collectives_.lock()) collectives->check();
 }

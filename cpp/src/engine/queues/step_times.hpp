@@ -16,6 +16,8 @@
 #include <paceline/per_device.hpp>
 #include <paceline/runtime/async_device.hpp>
 
+#include "engine/hang.hpp"
+
 namespace paceline::internal {
 
 class SpaceCollectives;
@@ -69,10 +71,10 @@ class SpareEvents {
 class RecordedTimes final : public StepTimes {
  public:
   /// `evidence` and `spare`: of all steps of the group. `home`, the device of space 0, makes the event that ends the
-  /// step; `timeout` is for wait(). `hung`: whether a device of the group did not end its work in that time.
+  /// step; `timeout` is for wait(). `hung`: of the group.
   RecordedTimes(std::shared_ptr<Evidence> evidence, std::shared_ptr<SpareEvents> spare,
                 const PerDevice<std::size_t>& space_of_device, AsyncDevice& home, std::chrono::nanoseconds timeout,
-                std::shared_ptr<std::atomic<bool>> hung, std::weak_ptr<SpaceCollectives> collectives)
+                Hang hung, std::weak_ptr<SpaceCollectives> collectives)
       : over_(spare->take_end(home)),
         evidence_(std::move(evidence)),
         spare_(std::move(spare)),
@@ -136,7 +138,7 @@ class RecordedTimes final : public StepTimes {
   std::shared_ptr<Evidence> evidence_;
   std::shared_ptr<SpareEvents> spare_;
   std::chrono::nanoseconds timeout_;
-  std::shared_ptr<std::atomic<bool>> hung_;
+  Hang hung_;
   std::weak_ptr<SpaceCollectives> collectives_;
   mutable PerDevice<char> strict_;  // the answer of Evidence::classify(), under its lock; empty: not asked yet
 };

@@ -9,6 +9,7 @@
 #include <paceline/error.hpp>
 #include <paceline/plan/corrections.hpp>
 
+#include "plan/batch/monotone.hpp"
 #include "plural.hpp"
 
 namespace paceline::internal {
@@ -25,13 +26,10 @@ std::optional<std::uint64_t> key_of(const BatchPlan& plan) {
 /// The end of the longest run of items from `begin` on whose size is at most `most`, moved to the nearest place that
 /// leaves `least` items on both sides.
 std::int64_t end_of(const BatchPlan& plan, std::int64_t begin, std::int64_t end, double most, std::int64_t least = 1) {
-  std::int64_t fits = 0;
-  std::int64_t too_many = end - begin + 1;
-  while (too_many - fits > 1) {
-    const std::int64_t middle = fits + (too_many - fits) / 2;
-    (plan.memory_size(begin, begin + middle) <= most ? fits : too_many) = middle;
-  }
-  return begin + plan::fitting_piece(fits, end - begin, least);
+  const std::int64_t items = plan::last_that_fits(std::int64_t{0}, end - begin + 1, [&](std::int64_t count) {
+    return plan.memory_size(begin, begin + count) <= most;
+  });
+  return begin + plan::fitting_piece(items, end - begin, least);
 }
 
 template <class Kinds, class Key>

@@ -7,7 +7,17 @@
 namespace paceline::plan {
 
 /// The last n in [low, high) for which `fits(n)` holds. Requires that it holds at `low`, not at `high`, and changes
-/// once.
+/// once. Neither of the two is asked.
+template <class Integer, class Fits>
+Integer last_that_fits(Integer low, Integer high, const Fits& fits) {
+  while (low + 1 < high) {
+    const Integer middle = low + (high - low) / 2;
+    (fits(middle) ? low : high) = middle;
+  }
+  return low;
+}
+
+/// The same with a guess.
 ///
 /// `guess` comes from a formula in floating point. It is nearly always exact or one off, so its neighbours are looked
 /// at first. If rounding makes long runs of equal values, the search widens by doubling and stays O(log).
@@ -23,11 +33,7 @@ std::int64_t last_that_fits(std::int64_t low, std::int64_t high, std::int64_t gu
     (fit ? low : high) = probe;
     if (fit != upwards) break;
   }
-  while (high - low > 1) {
-    const std::int64_t middle = low + (high - low) / 2;
-    (fits(middle) ? low : high) = middle;
-  }
-  return low;
+  return last_that_fits(low, high, fits);
 }
 
 /// A double as a count of items, saturating at `limit`; NaN and negatives give 0.

@@ -72,6 +72,17 @@ void stop(PoolState::State& state, double now, std::size_t device) {
 
 }  // namespace
 
+std::vector<std::int64_t> batch_sizes(std::int64_t most) {
+  require(most >= 1, "the largest batch is {}; it must be at least 1", most);
+  std::vector<std::int64_t> sizes;
+  for (std::int64_t size = 1, power = 1; size < most; size += std::max<std::int64_t>(power / 4, 1)) {
+    sizes.push_back(size);
+    power = size >= 2 * power ? 2 * power : power;
+  }
+  sizes.push_back(most);
+  return sizes;
+}
+
 PoolState::PoolState(PoolOptions options) : state_(std::make_unique<State>()) {
   require((options.placement == Placement::custom) == static_cast<bool>(options.choose),
           "PoolOptions::choose is needed with Placement::custom, and only then");

@@ -33,7 +33,6 @@ class Finalists {
   [[nodiscard]] double best_seconds() const { return best_; }
   /// The quickest; nullptr if there is none.
   [[nodiscard]] const FoundPlan* best() const;
-  [[nodiscard]] const std::vector<std::vector<FoundPlan>>& quickest() const { return quickest_; }
 
   void offer(const Partition& partition, std::int64_t micro_batches, const Depths& depths);
   /// The plan that wins. There must be one.

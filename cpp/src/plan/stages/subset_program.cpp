@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "plan/batch/monotone.hpp"
 #include "plan/numbers.hpp"
 
 namespace paceline::plan {
@@ -93,13 +94,8 @@ void SubsetProgram::extend(const PartitionGoal& goal, bool exact, std::size_t fi
       reaches(blocks);
       if (!exact) continue;
     }
-    std::size_t low = from;
-    std::size_t high = left == 0 ? blocks : blocks - left + 1;
-    while (low + 1 < high) {
-      const std::size_t middle = low + (high - low) / 2;
-      (fits(middle) ? low : high) = middle;
-    }
-    for (std::size_t to = exact ? from + 1 : low; to > from && to <= low; ++to) reaches(to);
+    const std::size_t last = last_that_fits(from, left == 0 ? blocks : blocks - left + 1, fits);
+    for (std::size_t to = exact ? from + 1 : last; to > from && to <= last; ++to) reaches(to);
   }
 }
 

@@ -198,7 +198,7 @@ class Pool(Handle):
             Makes the state of a device on its worker, before its first batch. The function is then ``fn(state, batch)``. A device on which it raises
             is retired, unless it is the last one, whose requests get the error.
         max_batch
-            Requests of a batch at most. Sizes are 1, 2, 4, ... up to it.
+            Requests of a batch at most. Few sizes run: four between a power of two and the next one.
         max_delay
             Seconds that a batch may wait to become larger, from its first request on.
         idempotent

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "balance/statistics.hpp"
+#include "plan/statistics.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <numbers>
 
-namespace paceline::balance {
+namespace paceline::plan {
 namespace {
 
 /// Like std::nth_element: quickselect (Hoare's FIND), with a partition that has no branch on the values. On noise each
@@ -73,4 +73,4 @@ double normal_quantile(double probability) {
   return above / below - t;
 }
 
-}  // namespace paceline::balance
+}  // namespace paceline::plan

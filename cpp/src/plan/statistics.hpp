@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-namespace paceline::balance {
+namespace paceline::plan {
 
 /// The median of `values`, the mean of the two middle ones when their number is even; 0 for none.
 [[nodiscard]] double median(std::vector<double> values);
@@ -25,4 +25,4 @@ namespace paceline::balance {
 /// z with P(Z <= z) = `probability` for a standard normal Z, to 4.5e-4 (Abramowitz & Stegun, 26.2.23).
 [[nodiscard]] double normal_quantile(double probability);
 
-}  // namespace paceline::balance
+}  // namespace paceline::plan

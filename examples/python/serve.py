@@ -1,0 +1,371 @@
+"""Serve a model over HTTP on all host devices of this machine, and load it while another program takes half of a core away.
+
+    python serve.py                          about 25 seconds on two cores; draws serve.png
+    python serve.py --slow host:1            a busy loop takes half of host:1 away in the middle third
+    python serve.py --listen 8000            only the server, until SIGTERM or Ctrl-C
+
+    curl -d "Down the Rabbit-Hole" -H "X-Deadline-Seconds: 0.5" http://127.0.0.1:8000/embed
+
+The model is the encoder of batch_inference.py. The server is Starlette on uvicorn, in a process of its own. `Pool.serve` answers the requests in batches.
+
+- A request that finds the queue full is answered at once with 503, and Retry-After says when what waits will be done.
+- A request with a deadline that cannot be met, or was not met, is answered with 504.
+- A client that closes its connection cancels its request, if that still waits.
+- After SIGTERM the server goes on for a moment, says so on /health, answers everything that has come, and ends.
+
+The load is an open loop (http_load.py): its rate is a part of what the server was measured to answer. Some clients have a deadline, some give up.
+In the end many requests come at once, more than the queue holds, and SIGTERM right after them. No request may be lost, and every answer must be that
+of the model itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import paceline
+from batch_inference import LENGTH, Encoder, passages
+from http_load import WAIT_SECONDS, Client, open_loop, quantile
+from paceline import Expired, Rejected
+from paceline.torch import Pool
+from pipeline import busy_loop
+
+DEADLINE = "X-Deadline-Seconds"
+DRAIN_SECONDS = (
+    1.0  # how long the server goes on after SIGTERM, so that a load balancer that asks /health sends no more
+)
+HAS_DEADLINE, DEADLINE_SECONDS = 0.05, 0.03  # the part of the clients, and their deadline
+GIVES_UP, PATIENCE_SECONDS = 0.03, 0.01
+WINDOWS = 30  # of the picture
+
+
+def network() -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(width=128, layers=4).eval()
+
+
+def tokens(text: bytes) -> torch.Tensor:
+    """The bytes of a text, with zeros up to LENGTH."""
+    return torch.frombuffer(bytearray(text.ljust(LENGTH, b"\0")), dtype=torch.uint8).long()
+
+
+class Service:
+    """Answers ``POST /embed`` with the embedding of the text in the body."""
+
+    def __init__(self, devices: Sequence[str], max_batch: int) -> None:
+        self.pool = Pool(devices)
+        self.draining = False
+        self.explanation = ""
+        self._embed = self.pool.serve(network(), max_batch=max_batch)
+        routes = [
+            Route("/embed", self._answer, methods=["POST"]),
+            Route("/health", self._health),
+            Route("/devices", self._devices),
+        ]
+        self.app = Starlette(routes=routes, lifespan=self._lifespan)
+
+    def run(self, listener: socket.socket, stop_after: float) -> None:
+        """Serve until SIGTERM or Ctrl-C, or for so many seconds."""
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_keep_alive=60))
+        self._stop_after = stop_after
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it once it has ended
+            self._server.run(sockets=[listener])
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._drain)
+        if self._stop_after < math.inf:
+            loop.call_later(self._stop_after, self._drain)
+        yield
+        self.explanation = self.pool.explain()
+        await asyncio.to_thread(self.pool.close)  # uvicorn has waited for every answer
+
+    def _drain(self) -> None:
+        self.draining = True
+        asyncio.get_running_loop().call_later(DRAIN_SECONDS, setattr, self._server, "should_exit", True)
+
+    async def _answer(self, request: Request) -> Response:
+        text = b""
+        async for part in request.stream():
+            text += part
+            if len(text) > LENGTH:
+                return self._problem(413, f"The text is longer than {LENGTH} bytes.")
+        try:
+            deadline = float(request.headers[DEADLINE]) if DEADLINE in request.headers else None
+        except ValueError:
+            deadline = math.nan
+        if deadline is not None and not 0 < deadline < math.inf:
+            return self._problem(400, f"{DEADLINE} must be a positive number of seconds.")
+        asked = asyncio.ensure_future(self._embed.ask(tokens(text), deadline=deadline))
+        gone = asyncio.ensure_future(disconnected(request))
+        try:
+            # The pool itself tells of a deadline that is over when a device is free the next time.
+            await asyncio.wait({asked, gone}, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            asked.cancel()  # if it has no answer yet, this takes the request out of the queue
+        if not asked.done():
+            return Response(status_code=499) if gone.done() else self._problem(504, "The deadline is over.")
+        try:
+            return JSONResponse({"embedding": asked.result().tolist()}, headers=self._headers())
+        except (Expired, Rejected) as error:
+            if deadline is not None:
+                return self._problem(504, str(error))
+            seconds = math.ceil(self.pool.report()["backlog_seconds"])
+            return self._problem(503, str(error), {"Retry-After": str(max(seconds, 1))})
+
+    async def _health(self, _: Request) -> Response:
+        return self._problem(503, "The server ends.") if self.draining else JSONResponse({"status": "ok"})
+
+    async def _devices(self, _: Request) -> Response:
+        return JSONResponse(self.pool.report()["devices"])
+
+    def _problem(self, status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+        return JSONResponse({"error": message}, status, {**self._headers(), **(headers or {})})
+
+    def _headers(self) -> dict[str, str]:
+        return {"Connection": "close"} if self.draining else {}
+
+
+async def disconnected(request: Request) -> None:
+    """Return when the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Sent(NamedTuple):
+    due: float  # by time.perf_counter
+    seconds: float  # until it ended
+    outcome: str
+
+
+class Load:
+    """The clients. They send passages of a text, and compare the answers with what the model itself says."""
+
+    def __init__(self, port: int, draws: random.Random) -> None:
+        rows = passages(200)
+        self._texts = [bytes(row.tolist()) for row in rows]
+        with torch.no_grad():
+            self._expected = network()(rows)
+        self.client, self.draws = Client("127.0.0.1", port), draws
+        self.sent: list[Sent] = []
+        self.difference = 0.0
+        self.retry_after: set[str] = set()
+
+    async def mixed(self, due: float) -> None:
+        """Send a request. Some have a deadline, and some clients give up."""
+        draw = self.draws.random()
+        deadline = DEADLINE_SECONDS if draw < HAS_DEADLINE else None
+        patience = PATIENCE_SECONDS if HAS_DEADLINE <= draw < HAS_DEADLINE + GIVES_UP else WAIT_SECONDS
+        await self.one(due, deadline, patience)
+
+    async def one(self, due: float, deadline: float | None = None, patience: float = WAIT_SECONDS) -> None:
+        """Send a request, and write down how it ended."""
+        index = self.draws.randrange(len(self._texts))
+        headers = {} if deadline is None else {DEADLINE: str(deadline)}
+        try:
+            sending = self.client.request("POST", "/embed", self._texts[index], headers)
+            reply = await asyncio.wait_for(sending, patience)
+        except asyncio.TimeoutError:
+            outcome = "given up" if patience < WAIT_SECONDS else "lost"
+        except (OSError, EOFError) as error:
+            print(f"lost: {error!r}", file=sys.stderr)
+            outcome = "lost"
+        else:
+            outcome = {200: "answered", 503: "refused", 504: "too late"}.get(reply.status, f"failed ({reply.status})")
+            if outcome == "refused":
+                self.retry_after.add(reply.headers.get("retry-after", "missing"))
+            if outcome == "answered":
+                answer = torch.tensor(json.loads(reply.body)["embedding"])
+                self.difference = max(self.difference, float((answer - self._expected[index]).abs().max()))
+        self.sent.append(Sent(due, time.perf_counter() - due, outcome))
+
+    async def closed_loop(self, clients: int, seconds: float) -> float:
+        """Answers a second to so many clients, each of which sends its next request when it has an answer. The first third of the time does not count."""
+        begin = time.perf_counter()
+
+        async def client() -> None:
+            while time.perf_counter() < begin + seconds:
+                await self.one(time.perf_counter())
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+        ends = [one.due + one.seconds for one in self.sent if one.outcome == "answered"]
+        return sum(begin + seconds / 3 <= end < begin + seconds for end in ends) / (2 / 3 * seconds)
+
+    async def jobs(self) -> dict[str, int]:
+        """How many requests each device has answered."""
+        reply = await self.client.request("GET", "/devices")
+        return {name: one["jobs"] for name, one in json.loads(reply.body).items()}
+
+
+class Run(NamedTuple):
+    load: Load
+    begin: float
+    devices: list[tuple[float, dict[str, int]]]  # at some moments: what each has answered by then
+
+
+async def drive(port: int, server: subprocess.Popen[str], args: argparse.Namespace) -> Run:
+    """Load the server, and tell it to end."""
+    load = Load(port, random.Random(args.seed))
+    third = args.seconds / 3
+    capacity = await load.closed_loop(min(2 * args.batch * len(args.devices), 400), max(third / 2, 1.5))
+    rate = max(args.load * capacity, 1.0)
+    print(f"{capacity:.0f} requests/s to clients that wait; now {rate:.0f} a second", flush=True)
+    begin, devices = time.perf_counter(), []
+
+    async def neighbour() -> None:
+        await asyncio.sleep(third)
+        with busy_loop(args.slow) if args.slow else contextlib.nullcontext():
+            await asyncio.sleep(third)
+
+    async def watch() -> None:
+        while True:
+            devices.append((time.perf_counter(), await load.jobs()))
+            await asyncio.sleep(args.seconds / WINDOWS)
+
+    watching, beside = asyncio.ensure_future(watch()), asyncio.ensure_future(neighbour())
+    await open_loop(load.mixed, rate, args.seconds, load.draws)
+    watching.cancel()
+    await beside
+    await load.client.open(args.burst)
+    now = time.perf_counter()
+    last = [asyncio.ensure_future(load.one(now)) for _ in range(args.burst)]
+    await asyncio.sleep(0)  # each sends its request
+    server.send_signal(signal.SIGTERM)
+    await asyncio.gather(*last)
+    load.client.close()
+    return Run(load, begin, devices)
+
+
+def main() -> int:
+    args = arguments()
+    if args.listen is not None:
+        return serve(args)
+    most = 4 * args.seconds + 2 * WAIT_SECONDS  # it ends by itself if this process is gone
+    command = [sys.executable, __file__, "--listen", "0", "--stop-after", str(most), "--batch", str(args.batch)]
+    server = subprocess.Popen([*command, "--devices", ",".join(args.devices)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        head = server.stdout.readline().split()
+        if not head:
+            raise SystemExit("serve: the server did not start")
+        run = asyncio.run(drive(int(head[-1]), server, args))
+        said, _ = server.communicate(timeout=WAIT_SECONDS)
+    finally:
+        server.kill()
+        server.wait()
+    return show(run, server.returncode, said, args)
+
+
+def serve(args: argparse.Namespace) -> int:
+    service = Service(args.devices, args.batch)
+    # asyncio turns Nagle's algorithm off only for sockets that name TCP. With it an answer may wait 40 ms for an acknowledgement.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", args.listen))
+        listener.listen(2048)
+        print(f"listening on 127.0.0.1 port {listener.getsockname()[1]}", flush=True)
+        service.run(listener, args.stop_after)
+    print(service.explanation, end="")
+    print(json.dumps(service.pool.report()["outcomes"]))
+    return 0
+
+
+def show(run: Run, status: int, said: str, args: argparse.Namespace) -> int:
+    load, third = run.load, args.seconds / 3
+    for number in range(3):
+        first, end = run.begin + number * third, run.begin + (number + 1) * third
+        times = [one.seconds for one in load.sent if first <= one.due < end and one.outcome == "answered"]
+        mark = f"  <- busy loop on {args.slow}" if args.slow and number == 1 else ""
+        p50, p99 = (1e3 * quantile(times, part) for part in (0.5, 0.99))
+        print(f"{number * third:5.1f} to {(number + 1) * third:5.1f} s: p50 {p50:6.1f} ms, p99 {p99:6.1f} ms{mark}")
+    print(said, end="")
+    outcomes = Counter(one.outcome for one in load.sent)
+    print(f"{len(load.sent)} requests: {', '.join(f'{count} {what}' for what, count in outcomes.most_common())}")
+    print(f"lost: {outcomes['lost']}; largest difference from the model itself: {load.difference:.1e}")
+    print(f"the server ended with status {status}; Retry-After: {', '.join(sorted(load.retry_after)) or 'none'}")
+    draw(run, args)
+    counted = json.loads(said.splitlines()[-1]) if said else Counter()
+    asked = outcomes["answered"], outcomes["answered"] + outcomes["given up"]
+    right = status == 0 and load.difference < 1e-4 and asked[0] <= counted["completed"] <= asked[1]
+    return 0 if right and set(outcomes) <= {"answered", "refused", "too late", "given up"} else 1
+
+
+def draw(run: Run, args: argparse.Namespace) -> None:
+    """p50 and p99 over time, and what each device has answered."""
+    import matplotlib.pyplot as plt
+
+    figure, (times, rates) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
+    width = args.seconds / WINDOWS
+    windows: list[list[float]] = [[] for _ in range(WINDOWS)]
+    for one in run.load.sent:
+        number = int((one.due - run.begin) // width)
+        if one.outcome == "answered" and 0 <= number < WINDOWS:
+            windows[number].append(1e3 * one.seconds)
+    middles = [(number + 0.5) * width for number in range(WINDOWS)]
+    for part, label in ((0.5, "p50"), (0.99, "p99")):
+        times.plot(middles, [quantile(window, part) for window in windows], marker=".", label=label)
+    neighbour = f", a busy loop on {args.slow} in the shaded third" if args.slow else ""
+    times.set(yscale="log", ylabel="ms to the answer", title=f"POST /embed at {args.load:g} of its rate{neighbour}")
+    for name in args.devices:
+        pairs = list(zip(run.devices, run.devices[1:], strict=False))
+        speeds = [(now[name] - before[name]) / (end - begin) for (begin, before), (end, now) in pairs]
+        rates.plot([end - run.begin for _, (end, _) in pairs], speeds, marker=".", label=name)
+    rates.set(ylim=(0, None), xlabel="seconds", ylabel="answers/s of each device")
+    for axes in (times, rates):
+        if args.slow:
+            axes.axvspan(args.seconds / 3, 2 * args.seconds / 3, color="tab:red", alpha=0.12, lw=0)
+        axes.legend()
+    figure.savefig(args.plot, dpi=150)
+    print(f"drawn: {args.plot}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", help="names with commas between them (default: all host devices)")
+    parser.add_argument("--slow", metavar="DEVICE", help="hold a busy loop on this device's core in the middle third")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of load (default: 15)")
+    parser.add_argument(
+        "--load", type=float, default=0.6, help="of the rate at which clients that wait are answered (default: 0.6)"
+    )
+    parser.add_argument("--burst", type=int, default=400, help="requests that come at once in the end (default: 400)")
+    parser.add_argument("--batch", type=int, default=16, help="requests of a batch at most (default: 16)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", default=Path("serve.png"), help="(default: serve.png)")
+    parser.add_argument("--listen", type=int, metavar="PORT", help="only serve; 0: any free port")
+    parser.add_argument("--stop-after", type=float, default=math.inf, help="with --listen: end after so many seconds")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    hosts = [one.name for one in paceline.devices() if one.kind == "host"]
+    args.devices = args.devices.split(",") if args.devices else hosts
+    if not (args.seconds > 0 and args.load > 0 and args.burst >= 0 and args.batch >= 1):
+        parser.error("--seconds, --load and --batch must be positive, and --burst not negative")
+    if args.slow and (args.slow not in args.devices or not paceline.find_device(args.slow).cores):
+        parser.error(
+            f"--slow {args.slow}: not a device of this run with cores of its own; there are {', '.join(args.devices)}"
+        )
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
