@@ -11,6 +11,7 @@ import test_torch_pool
 import test_torch_pool_failures
 import test_torch_pool_life
 import test_torch_pool_modules
+import test_torch_pool_padding
 import test_torch_pool_requests
 from gpu_cases import GPUS, ON_A_GPU
 from paceline.torch import Pool
@@ -20,6 +21,7 @@ _MODULES = (
     test_torch_pool_failures,
     test_torch_pool_life,
     test_torch_pool_modules,
+    test_torch_pool_padding,
     test_torch_pool_requests,
 )
 # These name host devices, or undo what the fakes replace.
