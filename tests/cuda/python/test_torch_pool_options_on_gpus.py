@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_pool_on_gpus import streams as streams
 from torch import nn
 
 from gpu_cases import BOXES, GPUS, gpu_type, home_of
