@@ -96,7 +96,7 @@ def test_the_table_of_waits_names_every_wait_in_the_code() -> None:
 
 def test_a_row_that_the_table_of_waits_lacks_or_has_too_many_is_noticed() -> None:
     rows = (ROOT / "cuda" / "README.md").read_text()
-    row = "| step_times.cpp | wait | `wait_for(*over_, timeout_);` |"
+    row = "| step_times.cpp | wait | `hung_.await(*over_, timeout_);` |"
     assert row in rows
     assert removed_waits().differences(rows.replace(row, row.replace("over_", "gone_"))) == [
         f"the table lacks the row {row}",

@@ -8,6 +8,7 @@ __all__: list[str] = [
     "Scenario",
     "ScenarioResult",
     "SimulationResult",
+    "batch_sizes",
     "launch_rate",
     "run_suite",
     "scenarios",
@@ -195,6 +196,11 @@ class SimulationResult:
         """
         The total time, noise and lost steps included, divided by the oracle's noise-free time.
         """
+
+def batch_sizes(most: typing.SupportsInt | typing.SupportsIndex) -> list[int]:
+    """
+    The sizes of a pool's batches of at most so many.
+    """
 
 def launch_rate(threads: typing.SupportsInt | typing.SupportsIndex) -> float:
     """
