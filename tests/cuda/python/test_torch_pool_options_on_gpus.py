@@ -45,9 +45,7 @@ def test_requests_of_different_lengths_share_batches(streams: Any, devices: list
             for name, one in found.items():
                 assert one.device.type == "cpu"
                 torch.testing.assert_close(one, wanted[name][0])
-        report = pool.report()["devices"]
-        assert sum(one["jobs"] for one in report.values()) == len(items)
-        assert sum(one["runs"] for one in report.values()) < len(items)
+        assert sum(one["runs"] for one in pool.report()["devices"].values()) < len(items)
 
 
 def test_a_model_that_reads_padding_is_refused_on_a_gpu(streams: Any) -> None:
@@ -66,7 +64,8 @@ def test_autocast_is_that_of_the_device(streams: Any, devices: list[str]) -> Non
 
     def answer(x: torch.Tensor) -> torch.Tensor:
         types.update(one for one in ("cpu", gpu_type()) if torch.is_autocast_enabled(one) and x.device.type == one)
-        return x + 1
+        with torch.autocast(x.device.type, enabled=False):  # the fake device has no operators for it
+            return x + 1
 
     with Pool(devices) as pool:
         batcher = pool.serve(answer, autocast=torch.bfloat16, max_batch=2)
