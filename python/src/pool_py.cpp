@@ -4,10 +4,13 @@
 
 #include <cstdint>
 #include <exception>
+#include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -41,6 +44,13 @@ std::vector<std::string> names_of(const Job& job) {
   return names;
 }
 
+/// Names of devices and of models.
+std::vector<std::pair<std::string, std::string>> evicted_by(const Job& job) {
+  std::vector<std::pair<std::string, std::string>> all;
+  for (const Job::Eviction& one : job.evicted()) all.emplace_back(one.device, one.model);
+  return all;
+}
+
 const char* outcome_of(const std::exception_ptr& error, std::string& message) {
   if (!error) return "completed";
   try {
@@ -60,6 +70,9 @@ const char* outcome_of(const std::exception_ptr& error, std::string& message) {
   } catch (const DeviceLost& why) {
     message = why.what();
     return "device_lost";
+  } catch (const Timeout& why) {
+    message = why.what();
+    return "timeout";
   } catch (const std::exception& why) {
     message = why.what();
   } catch (...) {
@@ -77,15 +90,15 @@ bool on_main_thread() {
   }
 }
 
-/// A job of Python's: run(names of devices) -> int, called once, and end(device, seconds, outcome, message), called
-/// again if it raises.
+/// A job of Python's: run(names of devices, evicted models) -> int, called once, and end(device, seconds, outcome,
+/// message), called again if it raises.
 class PythonCall final : public internal::PoolCall {
  public:
   PythonCall(py::object job, std::shared_ptr<internal::JobState> state, bool batched)
       : job_(std::move(job)), state_(std::move(state)), batched_(batched) {}
   ~PythonCall() override { drop(job_); }
   void run(Job& job) override {
-    check(with_interpreter([&] { return job_.attr("run")(names_of(job)).cast<int>(); }));
+    check(with_interpreter([&] { return job_.attr("run")(names_of(job), evicted_by(job)).cast<int>(); }));
   }
   void end(const JobReport& report, std::exception_ptr error) noexcept override {
     device_ = report.device;
@@ -139,21 +152,28 @@ class PythonCall final : public internal::PoolCall {
   std::string message_{};
 };
 
-/// Requests run as run_batch(names of devices, requests) -> int of the first of them. So the pool refers to what
-/// answers requests only while some wait, and Python's collector sees every cycle that lasts.
+/// Requests run as run_batch(names of devices, evicted models, requests) of the first of them. It returns a code, the
+/// seconds that do not count, and those of loading the model. So the pool refers to what answers requests only while
+/// some wait, and Python's collector sees every cycle that lasts.
 void run_batch(Job& job, std::span<internal::PoolCall* const> calls) {
   check(with_interpreter([&] {
     py::list jobs;
     for (auto* const call : calls) jobs.append(static_cast<PythonCall*>(call)->job());
-    return jobs[0].attr("run_batch")(names_of(job), jobs).cast<int>();
+    const auto [code, excluded, loaded] = jobs[0]
+                                              .attr("run_batch")(names_of(job), evicted_by(job), jobs)
+                                              .cast<std::tuple<int, double, std::optional<double>>>();
+    job.exclude(excluded);
+    if (loaded) job.loaded(*loaded);
+    return code;
   }));
 }
 
 /// A pool whose jobs are Python objects.
 class PythonPool {
  public:
-  PythonPool(const DeviceGroup& group, const std::string& placement, double budget)
-      : pool_(group, {.placement = placement_of(placement)}, budget) {}
+  PythonPool(const DeviceGroup& group, const std::string& placement, double budget,
+             const std::map<std::string, double>& memory)
+      : pool_(group, {.placement = placement_of(placement)}, budget, memory) {}
   ~PythonPool() {
     try {
       close(true);
@@ -170,8 +190,25 @@ class PythonPool {
     return pool_.submit_call(std::move(call), state, options);
   }
 
-  void add_batches(const std::string& kind, std::int64_t max_batch, double max_delay) {
-    pool_.add_batches(kind, {.max_batch = max_batch, .max_delay_seconds = max_delay}, run_batch);
+  void add_batches(const std::string& kind, const BatchOptions& options) {
+    pool_.add_batches(kind, options, run_batch);
+  }
+
+  /// Called with the interpreter's lock, which no one who has the pool's waits for.
+  [[nodiscard]] py::list runs_over(double seconds) const {
+    py::list found;
+    pool_.visit_runs_over(seconds, [&](plan::RunId run, const Device& device, const std::string& kind,
+                                       std::span<internal::PoolCall* const> calls) {
+      py::list jobs;
+      for (auto* const call : calls) jobs.append(static_cast<PythonCall*>(call)->job());
+      found.append(py::make_tuple(static_cast<std::uint64_t>(run), device.name, kind, jobs));
+    });
+    return found;
+  }
+
+  bool give_up(std::uint64_t run, const std::string& message, const std::string& device) {
+    const BlockingRegion without_gil;
+    return pool_.give_up(static_cast<plan::RunId>(run), std::make_exception_ptr(Timeout(message, device)));
   }
 
   static bool cancel(const JobHandle& job) {
@@ -191,9 +228,9 @@ class PythonPool {
     pool_.restore(device);
   }
 
-  void add(const Device& device) {
+  void add(const Device& device, std::optional<double> memory) {
     const BlockingRegion without_gil;
-    pool_.add(device);
+    pool_.add(device, memory.value_or(std::numeric_limits<double>::infinity()));
   }
 
   [[nodiscard]] std::optional<std::uintptr_t> stream(const std::string& device) const {
@@ -238,12 +275,14 @@ class PythonPool {
 void bind_pool(py::module_& module) {
   py::class_<JobHandle>(module, "Job", "A job of a pool.");
   py::class_<PythonPool>(module, "Pool", "Runs jobs on the devices of a group, as the pool decides.")
-      .def(py::init<const DeviceGroup&, const std::string&, double>(), py::arg("group"), py::arg("placement") = "auto",
-           py::arg("budget") = 0.1)
+      .def(py::init<const DeviceGroup&, const std::string&, double, const std::map<std::string, double>&>(),
+           py::arg("group"), py::arg("placement") = "auto", py::arg("budget") = 0.1,
+           py::arg("memory") = std::map<std::string, double>{})
       .def(
           "submit",
           [](PythonPool& self, py::object job, std::string kind, int priority, double deadline, double not_before,
-             std::int64_t gang, std::vector<JobHandle> after, std::vector<std::string> needs, bool wait, bool batched) {
+             std::int64_t gang, std::vector<JobHandle> after, std::vector<std::string> needs,
+             std::vector<std::string> devices, double cost, double memory, bool wait, bool batched) {
             return self.submit(std::move(job),
                                {.kind = std::move(kind),
                                 .priority = static_cast<Priority>(priority),
@@ -252,14 +291,35 @@ void bind_pool(py::module_& module) {
                                 .gang = gang,
                                 .after = std::move(after),
                                 .needs = std::move(needs),
+                                .devices = std::move(devices),
+                                .cost = cost,
+                                .memory_bytes = memory,
                                 .wait_for_room = wait},
                                batched);
           },
           py::arg("job"), py::kw_only(), py::arg("kind"), py::arg("priority"), py::arg("deadline"),
-          py::arg("not_before"), py::arg("gang"), py::arg("after"), py::arg("needs"), py::arg("wait"),
-          py::arg("batched"), "Submit an object with run(devices) -> int and end(device, seconds, outcome, message).")
-      .def("add_batches", &PythonPool::add_batches, py::arg("kind"), py::arg("max_batch"), py::arg("max_delay"),
-           "Let jobs of this kind run in batches: run_batch(devices, jobs) -> int of the first one.")
+          py::arg("not_before"), py::arg("gang"), py::arg("after"), py::arg("needs"), py::arg("devices"),
+          py::arg("cost"), py::arg("memory"), py::arg("wait"), py::arg("batched"),
+          "Submit an object with run(devices, evicted) -> int and end(device, seconds, outcome, message).")
+      .def(
+          "add_batches",
+          [](PythonPool& self, const std::string& kind, std::int64_t max_batch, double max_delay, bool padded,
+             double memory, std::string model, double resident) {
+            self.add_batches(kind, {.max_batch = max_batch,
+                                    .max_delay_seconds = max_delay,
+                                    .padded = padded,
+                                    .bytes_per_request = memory,
+                                    .model = std::move(model),
+                                    .resident_bytes = resident});
+          },
+          py::arg("kind"), py::kw_only(), py::arg("max_batch"), py::arg("max_delay"), py::arg("padded"),
+          py::arg("memory"), py::arg("model"), py::arg("resident"),
+          "Let jobs of this kind run in batches: run_batch(devices, evicted, jobs) of the first one, which returns a "
+          "code, the seconds that do not count, and those of loading the model or None.")
+      .def("runs_over", &PythonPool::runs_over, py::arg("seconds"),
+           "Of runs that have taken longer: number, device, kind, jobs.")
+      .def("give_up", &PythonPool::give_up, py::arg("run"), py::arg("message"), py::arg("device"),
+           "End the jobs of a run that goes on, and replace its worker. False: it has ended.")
       .def_static("cancel", &PythonPool::cancel, py::arg("job"),
                   "Cancel a job that waits. False: it runs, or has ended.")
       .def_static(
@@ -268,7 +328,8 @@ void bind_pool(py::module_& module) {
       .def("retire", &PythonPool::retire, py::arg("device"), py::arg("unless_last") = false,
            "Returns whether it did: not with `unless_last` if no other device is active.")
       .def("restore", &PythonPool::restore, py::arg("device"))
-      .def("add", &PythonPool::add, py::arg("device"), "One more device, which takes work at once.")
+      .def("add", &PythonPool::add, py::arg("device"), py::arg("memory") = py::none(),
+           "One more device, which takes work at once.")
       .def("stream", &PythonPool::stream, py::arg("device"), "CUDA's handle of a GPU's stream; None on the host.")
       .def("release", &PythonPool::release, "Once closed: end the streams.")
       .def("close", &PythonPool::close, py::arg("cancel"), "Wait until every job has ended.")

@@ -220,5 +220,104 @@ TEST(CudaPool, AGpuThatJoinsTakesWorkAndItsStreamGoesWithTheOthers) {
   expect_clean();
 }
 
+/// Gives up the runs that have taken longer than some milliseconds, until there was one.
+void give_up_one(Pool& pool) {
+  for (bool found = false; !found;) {
+    std::vector<plan::RunId> over;
+    pool.visit_runs_over(0.01, [&](plan::RunId run, auto&&...) { over.push_back(run); });
+    for (const plan::RunId run : over) found |= pool.give_up(run, std::make_exception_ptr(Timeout("it hangs")));
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+TEST(CudaPool, AJobWhoseGpuHangsIsGivenUpAndKeepsWhatItUsesUntilTheGpuHasDoneIt) {
+  set_up(0, 1);
+  const auto used = std::make_shared<int>(7);
+  {
+    Pool pool(group_of({"cuda:0"}));
+    Stream* const stream = pool.stream("cuda:0");
+    const cudaStream_t native = stream->native();
+    fake::hang(native);
+    const Future<void> job = pool.submit([used, native](Job& here) {
+      EXPECT_EQ(here.stream()->native(), native);
+      launch(0, here.stream());
+    });
+    give_up_one(pool);
+    EXPECT_THROW(job.get(), Timeout);
+    EXPECT_NE(pool.stream("cuda:0"), stream);
+    pool.submit([&](Job& here) {
+          EXPECT_NE(here.stream()->native(), native);
+          launch(0, here.stream());
+        })
+        .get();
+    EXPECT_EQ(ran, 1) << "the job that hangs holds up the next one";
+    EXPECT_EQ(used.use_count(), 2) << "freed, and the GPU may write there";
+    fake::go_on(native);
+    while (used.use_count() > 1) pool.submit([](Job&) {}).get();
+    EXPECT_EQ(ran, 2);
+  }
+  expect_clean();
+}
+
+TEST(CudaPool, ACallThatHangsOnAGpuEndsOnItsOwnStream) {
+  for_each_order(20, [](std::uint64_t seed) {
+    set_up(seed, 1);
+    std::atomic<bool> open{false};
+    const auto used = std::make_shared<int>(7);
+    {
+      Pool pool(group_of({"host:0"}));
+      pool.add(find_device("cuda:0"));
+      const JobOptions there{.needs = {"cuda"}};
+      const Future<void> job = pool.submit(
+          [&open, used](Job& here) {
+            while (!open) std::this_thread::yield();
+            for (int k = 0; k < 5; ++k) launch(0, here.stream());
+          },
+          there);
+      give_up_one(pool);
+      EXPECT_THROW(job.get(), Timeout);
+      const auto one = [&](Job& here) { launch(0, here.stream()); };
+      pool.submit(one, there).get();
+      EXPECT_EQ(ran, 1);
+      open = true;
+      while (used.use_count() > 1) pool.submit(one, there).get();
+    }
+    expect_clean();
+  });
+}
+
+TEST(CudaPool, WhatAGpuThatHangsMayUseIsNeverFreed) {
+  set_up(0, 1);
+  auto* const used = new std::shared_ptr<int>(std::make_shared<int>(7));
+  {
+    Pool pool(group_of({"cuda:0"}));
+    fake::hang(pool.stream("cuda:0")->native());
+    const Future<void> job = pool.submit([kept = *used](Job& here) { launch(0, here.stream()); });
+    give_up_one(pool);
+    EXPECT_THROW(job.get(), Timeout);
+    pool.close();
+    pool.release();
+  }
+  EXPECT_EQ(used->use_count(), 2);
+  delete used;
+}
+
+TEST(CudaPool, WhatAJobExcludesDoesNotCountAndItsMemoryIsThatOfItsGpu) {
+  set_up(0, 2);
+  Pool pool(group_of({"cuda:0", "cuda:1"}), {}, 0.1, {{"cuda:0", 10.0}, {"cuda:1", 40.0}});
+  for (int k = 0; k < 4; ++k) {
+    const Future<std::string> job = pool.submit(
+        [&](Job& here) {
+          launch(here.device().index, here.stream(), 8.0);
+          here.exclude(7.5);
+          return here.device().name;
+        },
+        {.memory_bytes = 20.0});
+    EXPECT_EQ(job.get(), "cuda:1");
+    EXPECT_GE(job.report().seconds, 8.0);
+  }
+  EXPECT_NO_THROW(pool.submit([](Job&) {}, {.deadline_seconds = 4.0, .memory_bytes = 20.0}).get());
+}
+
 }  // namespace
 }  // namespace paceline

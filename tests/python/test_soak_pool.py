@@ -37,8 +37,8 @@ def every(count: int) -> Callable[[], bool]:
 def swap_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     hand_out = Batcher._hand_out
 
-    def swapped(self: Batcher, seat: Any, answers: Any, requests: Any) -> None:
-        hand_out(self, seat, answers.roll(1, 0) if len(requests) > 1 else answers, requests)
+    def swapped(self: Batcher, seat: Any, answers: Any, answer: Any, requests: Any) -> float:
+        return hand_out(self, seat, answers.roll(1, 0) if len(requests) > 1 else answers, answer, requests)
 
     monkeypatch.setattr(Batcher, "_hand_out", swapped)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline.torch import DataParallel, Pipeline
-from paceline.torch._run.seen import CompileGate
+from paceline.torch._devices.compile_gate import CompileGate
 from torch_support import TWO, assert_same_gradients, classifier, classify, plain
 
 COMPILE: dict[str, Any] = {
@@ -108,7 +108,7 @@ def test_a_compiled_loss_function_is_seen_too(monkeypatch: pytest.MonkeyPatch) -
             entered.append(first)
             return super().enter(first, call)
 
-    monkeypatch.setattr("paceline.torch._run.seen._of_process", NotingGate())
+    monkeypatch.setattr("paceline.torch._devices.compile_gate._of_process", NotingGate())
     module, _ = classifier()
     compiled = torch.compile(classify, backend="eager")
     with DataParallel(module, TWO, balance="even") as trainer:

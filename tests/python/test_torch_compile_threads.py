@@ -15,8 +15,8 @@ import torch
 import torch._dynamo
 
 from paceline.torch import DataParallel
+from paceline.torch._devices import compile_gate
 from paceline.torch._devices import compiling as compiler
-from paceline.torch._run import seen
 from torch_support import TWO, classifier, noting
 
 
@@ -114,7 +114,7 @@ def test_two_trainers_compile_one_after_the_other() -> None:
             if name == "host:0":
                 compiling.set()
                 deadline = time.monotonic() + 30
-                while not came.is_set() and not seen._of_process._condition._waiters:  # type: ignore[attr-defined]
+                while not came.is_set() and not compile_gate._of_process._condition._waiters:  # type: ignore[attr-defined]
                     assert time.monotonic() < deadline
                     time.sleep(1e-3)
             else:
@@ -131,7 +131,7 @@ def test_two_trainers_compile_one_after_the_other() -> None:
 
 
 def test_a_loss_may_wait_for_another_trainer_that_compiles_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seen, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(compile_gate, "_PATIENCE_SECONDS", 0.5)
     teacher, batch = classifier()
     module, _ = classifier(seed=1)
     module.compile(backend="eager")

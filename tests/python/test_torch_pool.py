@@ -268,7 +268,6 @@ def test_arguments_are_checked() -> None:
             (lambda: pool.submit(print, priority="high"), "priority is 'high'"),
             (lambda: pool.submit(print, deadline=-1), "deadline"),
             (lambda: pool.submit(print, gang=0), "gang"),
-            (lambda: pool.submit(print, memory=4e9), "memory= is not there yet"),
             (lambda: pool.submit(print, after=[other.submit(lambda _: 1)]), "after="),
             (lambda: pool.submit(print, after=[concurrent.futures.Future()]), "after="),
             (lambda: pool.serve(4), "not a module"),
@@ -352,11 +351,11 @@ def test_figures_count_what_ran_and_how_it_ended() -> None:
 def test_without_a_gpu_a_pool_has_the_host_devices_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = types.SimpleNamespace(name="cuda:9", kind="cuda")
     found = [one for one in devices() if one.kind == "host"]
-    monkeypatch.setattr("paceline.torch._pool.pool.all_devices", lambda: found)
+    monkeypatch.setattr("paceline.torch._pool.groups.all_devices", lambda: found)
     with pytest.raises(InvalidArgument, match="there is no 'cuda' device here"):
         Pool(["cuda"])
     pools = [Pool(), Pool("host"), Pool(["host"])]
-    monkeypatch.setattr("paceline.torch._pool.pool.all_devices", lambda: [gpu, *found])
+    monkeypatch.setattr("paceline.torch._pool.groups.all_devices", lambda: [gpu, *found])
     pools.append(Pool("host"))
     with pytest.raises(InvalidArgument, match="cuda:9"):
         Pool()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 
+from paceline import InvalidArgument
+from paceline.torch._devices.compile_gate import CompileGate
 from pool_support import pool_of
+from torch_support import hosts
 
 
 class Shift(nn.Module):
@@ -102,3 +108,108 @@ def test_flattened_weights_of_an_lstm_follow_the_users() -> None:
 class First(nn.Module):
     def forward(self, both: Any) -> Any:
         return both[0]
+
+
+class NotingGate(CompileGate):
+    """Notes who enters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: list[tuple[str, bool]] = []
+
+    def enter(self, first: bool, call: Any) -> Any:
+        self.entered.append((threading.current_thread().name, first))
+        return super().enter(first, call)
+
+
+@pytest.mark.parametrize("how", ["compile=", "torch.compile", "module.compile", "function"])
+def test_first_runs_of_what_is_compiled_have_the_compiler_to_themselves_and_do_not_count(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        time.sleep(1.2)
+
+        def call(*args: Any) -> Any:
+            ran.add(threading.current_thread().name)
+            return graph.forward(*args)
+
+        return call
+
+    gate = NotingGate()
+    monkeypatch.setattr("paceline.torch._devices.compile_gate._of_process", gate)
+    torch._dynamo.reset()
+    first, last = nn.Linear(4, 8), nn.Linear(8, 3)
+    plain = nn.Sequential(first, nn.ReLU(), last).eval()
+    served: Any = plain
+    options: dict[str, Any] = {}
+    if how == "compile=":
+        options["compile"] = {"backend": backend, "dynamic": True}
+    elif how == "torch.compile":
+        served = torch.compile(plain, backend=backend)
+    elif how == "module.compile":
+        served = Net(plain).eval()
+        served.compile(backend=backend)
+    else:
+
+        def function(x: torch.Tensor) -> Any:
+            return plain(x)
+
+        served = torch.compile(function, backend=backend)
+    items = list(torch.randn(30, 4))
+    with pool_of() as pool:
+        batcher = pool.serve(served, max_batch=4, **options)
+        for name in hosts(2):
+            pool.retire(name)
+            for _ in range(3):
+                batcher(items[0]).result()
+            assert batcher(items[0], deadline=0.4).result().shape == (3,)
+            pool.restore(name)
+        assert len(ran) == 2
+        found = torch.stack(list(batcher.map(items)))
+        assert torch.allclose(found, plain(torch.stack(items)), atol=1e-5)
+        with torch.no_grad():
+            first.weight.zero_()
+            first.bias.zero_()
+        assert torch.allclose(batcher(items[0]).result(), last.bias, atol=1e-6)
+    firsts = [thread for thread, alone in gate.entered if alone]
+    assert set(firsts) == ran
+    assert len(firsts) < len(gate.entered)
+
+
+class Net(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+
+def test_autocast_casts_what_the_model_computes() -> None:
+    model = nn.Linear(4, 3).eval()
+    x = torch.randn(4)
+    with pool_of(1) as pool:
+        found = pool.serve(model, autocast=torch.bfloat16)(x).result()
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = model(x[None])[0]
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, wanted)
+        assert pool.serve(model)(x).result().dtype == torch.float32
+        assert not pool.submit(lambda _: torch.is_autocast_enabled("cpu")).result()
+
+
+def test_arguments_for_precision_and_compiling_are_checked() -> None:
+    model = nn.Linear(4, 3).eval()
+    with pool_of(1) as pool:
+        serve: Any = pool.serve
+        for call, text in [
+            (lambda: serve(model, autocast=torch.float32), "autocast=torch.float32 must be"),
+            (lambda: serve(model, autocast=True), "autocast=True must be"),
+            (lambda: serve(print, compile=True), "compile= is for modules"),
+            (lambda: serve(model, compile="max-autotune"), "compile='max-autotune' must be True"),
+            (lambda: serve(torch.compile(model, backend="eager"), compile=True), "leave compile= out"),
+        ]:
+            with pytest.raises(InvalidArgument, match=text):
+                call()  # type: ignore[no-untyped-call]

@@ -196,6 +196,11 @@ bool DeviceGroup::run(const std::shared_ptr<WorkSource>& source, const Between& 
   return wait(*source, between);
 }
 
+bool DeviceGroup::replace_worker(DeviceId device, const WorkSource& source) {
+  (void)place(device);
+  return workers_->replace_worker(device, source);
+}
+
 bool DeviceGroup::busy() const noexcept { return workers_->busy(); }
 void DeviceGroup::close(std::chrono::nanoseconds timeout, const Between& between) { workers_->close(timeout, between); }
 bool DeviceGroup::closed() const noexcept { return workers_->closed(); }

@@ -214,6 +214,12 @@ void GroupWorkers::open(const std::shared_ptr<WorkSource>& source, const OpenOpt
   }
 }
 
+bool GroupWorkers::replace_worker(DeviceId device, const WorkSource& source) {
+  if (forked()) check_usable("replace_worker");  // before any lock
+  const std::lock_guard lock(order());
+  return !closed_ && WorkerRegistry::of_process().replace_inside(state_->places[device].first, source);
+}
+
 bool GroupWorkers::on_a_workers_core() const noexcept {
   const int core = sched_getcpu();
   return std::any_of(devices_.begin(), devices_.end(),

@@ -39,6 +39,8 @@ class GroupWorkers {
   void add_share(const std::shared_ptr<GroupWorkers>& share);
   /// See DeviceGroup::open().
   void open(const std::shared_ptr<WorkSource>& source, const OpenOptions& options, std::span<const DeviceId> devices);
+  /// See DeviceGroup::replace_worker().
+  bool replace_worker(DeviceId device, const WorkSource& source);
   [[nodiscard]] bool busy() const noexcept;
   /// One wait of DeviceGroup::wait(): spins for a moment, then calls `sleep`.
   template <class Done, class Sleep>

@@ -68,13 +68,27 @@ void Worker::open(std::list<Open> sources, int callers_core) noexcept {
 
 bool Worker::inside(std::uint64_t group) noexcept {
   const std::lock_guard lock(mutex_);
-  return std::ranges::find(open_, group, &Open::group) != open_.end();
+  return !handed_over() && std::ranges::find(open_, group, &Open::group) != open_.end();
 }
 
 bool Worker::needed_by(std::uint64_t group) noexcept {
   const std::lock_guard lock(mutex_);
-  return std::ranges::find(open_, group, &Open::group) != open_.end() ||
+  return (!handed_over() && std::ranges::find(open_, group, &Open::group) != open_.end()) ||
          std::ranges::any_of(arrived_, [&](const Open& one) { return one.group == group && !one.source->over(); });
+}
+
+bool Worker::hand_over(const WorkSource& source, std::list<Open>& begun) {
+  const std::lock_guard lock(mutex_);
+  std::list<Open> copies(open_.size());  // before, since it may throw; the thread changes the size under the mutex only
+  const void* expected = &source;
+  if (!inside_.compare_exchange_strong(expected, this)) return false;
+  // From here on the thread leaves the list alone until it gets the mutex.
+  for (auto one = open_.begin(); Open& copy : copies) {
+    copy = *one++;
+    copy.awaited = nullptr;
+  }
+  begun = std::move(copies);
+  return true;
 }
 
 std::list<Worker::Open> Worker::take_waiting() noexcept {
@@ -137,8 +151,13 @@ bool Worker::ask() {
   for (auto one = open_.begin(); one != open_.end();) {
     const NextWork next = one->source->next(one->device, Clock::now());
     if (next.kind == NextWork::Kind::take) {
-      perform(*one, next.work);
-      give_turn(one);
+      if (perform(*one, next.work)) {
+        give_turn(one);
+        return true;
+      }
+      std::list<Open> others;  // destroyed without the lock
+      const std::lock_guard lock(mutex_);
+      others.swap(open_);
       return true;
     }
     if (next.kind == NextWork::Kind::done) {
@@ -169,23 +188,29 @@ void Worker::give_turn(std::list<Open>::iterator one) {
 /// Each claim rounds, and flushes small numbers, like the thread that has opened its source. What a claim of another
 /// group did to where the thread runs, or to its current device, is undone. Within a group it is not, which saves a
 /// system call for each claim.
-void Worker::perform(const Open& open, std::int64_t number) {
+bool Worker::perform(const Open& open, std::int64_t number) {
   WorkSource& source = *open.source;
   if (std::exchange(last_, open.group) != open.group) backend_of(device_).prepare_worker(device_);
   std::fesetenv(&open.rounding);
   device_of_this_thread() = &device_;
   Turn turn(device_);
+  inside_.store(&source);
+  const auto stays = [&] {
+    const void* expected = &source;
+    return inside_.compare_exchange_strong(expected, nullptr);
+  };
   WorkTiming timing{.start = Clock::now(), .finish = {}};
   try {
     source.perform(open.device, number, turn);
   } catch (...) {
     device_of_this_thread() = nullptr;
     source.failed(open.device, number, std::current_exception());
-    return;
+    return stays();
   }
   timing.finish = Clock::now();
   device_of_this_thread() = nullptr;
   source.done(open.device, number, timing);
+  return stays();
 }
 
 /// An event that throws counts as done: its source checks it too, and gets the error.

@@ -70,6 +70,9 @@ class Worker : public std::enable_shared_from_this<Worker> {
   /// Whether the worker has still something to do for that group: a source that it has begun, or one whose turn has not
   /// come and that somebody waits for.
   [[nodiscard]] bool needed_by(std::uint64_t group) noexcept;
+  /// Leaves the worker in the piece of work of that source which it is in: it asks nobody afterwards. `begun`: copies
+  /// of what it has begun, for who takes its place. False if it is in no piece of this source.
+  [[nodiscard]] bool hand_over(const WorkSource& source, std::list<Open>& begun);
   /// Takes back the sources that it has not begun.
   [[nodiscard]] std::list<Open> take_waiting() noexcept;
   /// Whether no other worker uses its cores.
@@ -99,7 +102,8 @@ class Worker : public std::enable_shared_from_this<Worker> {
   void work();
   /// Asks the sources once, from the highest priority. False if all of them wait.
   bool ask();
-  void perform(const Open& open, std::int64_t number);
+  /// False if it was handed over meanwhile.
+  [[nodiscard]] bool perform(const Open& open, std::int64_t number);
   void give_turn(std::list<Open>::iterator one);
   [[nodiscard]] std::list<Open>::iterator let_go(std::list<Open>::iterator one);
   /// True if it was stopped and nothing is left to come.
@@ -108,6 +112,8 @@ class Worker : public std::enable_shared_from_this<Worker> {
   [[nodiscard]] bool called_since(std::uint64_t seen) const noexcept {
     return calls_.load(std::memory_order_acquire) != seen;
   }
+
+  [[nodiscard]] bool handed_over() const noexcept { return inside_.load() == this; }
 
   Device device_;
   std::thread thread_;
@@ -125,6 +131,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   std::list<Open> arrived_;  // guarded by the mutex; a gang stays here until its turn
   bool stopped_ = false;     // guarded by the mutex
   std::atomic<std::uint64_t> calls_{0};
+  std::atomic<const void*> inside_{nullptr};  // the source whose work it performs; itself once it was handed over
   std::atomic<int> callers_core_{-1};
 
   // Used by the thread alone.

@@ -108,15 +108,34 @@ void WorkerRegistry::detach(const std::shared_ptr<Worker>& worker) noexcept {
   }
 }
 
-void WorkerRegistry::replace_worker(Entry& entry) {
-  const std::shared_ptr<Worker> next = started(entry.worker->device());
+void WorkerRegistry::replace_worker(Entry& entry) { put_in_place(entry, started(entry.worker->device()), {}); }
+
+void WorkerRegistry::put_in_place(Entry& entry, const std::shared_ptr<Worker>& next, std::list<Worker::Open> sources) {
   std::list<Worker::Open> waiting = entry.worker->take_waiting();
-  for (const Worker::Open& one : waiting) one.source->replace(one.device, next);
-  next->open(std::move(waiting), -1);
+  sources.splice(sources.end(), waiting);
+  for (const Worker::Open& one : sources) one.source->replace(one.device, next);
+  next->open(std::move(sources), -1);
   entry.worker->stop();
   entry.worker->successor_ = next;
   entry.worker = next;
   note_own_cores();
+}
+
+bool WorkerRegistry::replace_inside(const std::shared_ptr<Worker>& first, const WorkSource& source) {
+  const std::shared_ptr<Worker> worker = present(first);
+  left_behind_.reserve(left_behind_.size() + 1);
+  const std::shared_ptr<Worker> next = started(worker->device());
+  std::list<Worker::Open> begun;
+  if (!worker->hand_over(source, begun)) {
+    next->stop();
+    next->thread().join();
+    return false;
+  }
+  worker->left_behind_ = true;
+  worker->thread().detach();
+  left_behind_.push_back(worker);
+  put_in_place(*entry_of(worker->device()), next, std::move(begun));
+  return true;
 }
 
 std::shared_ptr<Worker> WorkerRegistry::present(std::shared_ptr<Worker> worker) {

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -36,6 +37,11 @@ class WorkerRegistry {
   /// Somebody has waited in vain for the worker. Its thread is detached. What waits for its turn there, and all users,
   /// get another worker.
   void leave_behind(const std::shared_ptr<Worker>& worker) noexcept;
+  /// Leaves a worker of that device, `first` or one that took its place, in the work of `source` that it is in. Another
+  /// one takes its place, with all that it has begun or that waits there. False if it is in no such work. For who holds
+  /// the lock.
+  /// @throws std::system_error if no thread can be started.
+  bool replace_inside(const std::shared_ptr<Worker>& first, const WorkSource& source);
   /// Waits until every worker that was left behind has ended, or the time is over.
   void await_left_behind(std::chrono::nanoseconds timeout) noexcept;
   /// For who holds the lock and uses the device: the worker that has the place of `worker` now, which is itself if it
@@ -54,6 +60,7 @@ class WorkerRegistry {
   /// Puts another worker in the place of the entry's, which hands over all that it has not begun and ends when it comes
   /// back. If that fails, nothing has changed.
   void replace_worker(Entry& entry);
+  void put_in_place(Entry& entry, const std::shared_ptr<Worker>& next, std::list<Worker::Open> sources);
   void detach(const std::shared_ptr<Worker>& worker) noexcept;
   void note_own_cores() noexcept;
 

@@ -316,25 +316,37 @@ class Pool:
         group: paceline._core.runtime.DeviceGroup,
         placement: str = "auto",
         budget: typing.SupportsFloat | typing.SupportsIndex = 0.1,
+        memory: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex] = {},
     ) -> None: ...
-    def add(self, device: paceline._core.runtime.Device) -> None:
+    def add(
+        self, device: paceline._core.runtime.Device, memory: typing.SupportsFloat | typing.SupportsIndex | None = None
+    ) -> None:
         """
         One more device, which takes work at once.
         """
     def add_batches(
         self,
         kind: str,
+        *,
         max_batch: typing.SupportsInt | typing.SupportsIndex,
         max_delay: typing.SupportsFloat | typing.SupportsIndex,
+        padded: bool,
+        memory: typing.SupportsFloat | typing.SupportsIndex,
+        model: str,
+        resident: typing.SupportsFloat | typing.SupportsIndex,
     ) -> None:
         """
-        Let jobs of this kind run in batches: run_batch(devices, jobs) -> int of the first one.
+        Let jobs of this kind run in batches: run_batch(devices, evicted, jobs) of the first one, which returns a code, the seconds that do not count, and those of loading the model or None.
         """
     def close(self, cancel: bool) -> None:
         """
         Wait until every job has ended.
         """
     def explain(self) -> str: ...
+    def give_up(self, run: typing.SupportsInt | typing.SupportsIndex, message: str, device: str) -> bool:
+        """
+        End the jobs of a run that goes on, and replace its worker. False: it has ended.
+        """
     def release(self) -> None:
         """
         Once closed: end the streams.
@@ -343,6 +355,10 @@ class Pool:
     def retire(self, device: str, unless_last: bool = False) -> bool:
         """
         Returns whether it did: not with `unless_last` if no other device is active.
+        """
+    def runs_over(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> list[typing.Any]:
+        """
+        Of runs that have taken longer: number, device, kind, jobs.
         """
     def stream(self, device: str) -> int | None:
         """
@@ -359,11 +375,14 @@ class Pool:
         gang: typing.SupportsInt | typing.SupportsIndex,
         after: collections.abc.Sequence[Job],
         needs: collections.abc.Sequence[str],
+        devices: collections.abc.Sequence[str],
+        cost: typing.SupportsFloat | typing.SupportsIndex,
+        memory: typing.SupportsFloat | typing.SupportsIndex,
         wait: bool,
         batched: bool,
     ) -> Job:
         """
-        Submit an object with run(devices) -> int and end(device, seconds, outcome, message).
+        Submit an object with run(devices, evicted) -> int and end(device, seconds, outcome, message).
         """
     @property
     def active(self) -> list[str]:

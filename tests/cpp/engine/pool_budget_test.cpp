@@ -18,6 +18,7 @@
 #include <paceline/runtime/work_source.hpp>
 
 #include "errors.hpp"
+#include "gate.hpp"
 #include "host_group.hpp"
 
 namespace paceline {
@@ -110,6 +111,36 @@ TEST(PoolBudget, IsAPartOfADevicesTime) {
   for (const double budget : {-0.1, 1.5}) {
     EXPECT_TRUE(says(message_of([&] { Pool pool(host_group(1), {}, budget); }), "budget is"));
   }
+}
+
+TEST(PoolBudget, AStepGoesOnAfterAJobThatHangsBetweenItsMicroBatches) {
+  Gate gate;
+  std::atomic<int> back = 0;
+  std::int64_t ran = 0;
+  DeviceGroup group = host_group(1);
+  Pool pool(group, {}, 1.0);
+  std::shared_ptr<BusyStep> step = std::make_shared<BusyStep>(100, [&](std::int64_t work) {
+    const auto hangs = [&](Job&) {
+      gate.pass();
+      ++back;
+    };
+    if (work == 0) (void)pool.submit(hangs, kInteractive);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  std::thread watch([&] {
+    for (bool found = false; !found;) {
+      std::vector<plan::RunId> over;
+      pool.visit_runs_over(0.01, [&](plan::RunId run, auto&&...) { over.push_back(run); });
+      for (const plan::RunId run : over) found |= pool.give_up(run, std::make_exception_ptr(Timeout("it hangs")));
+    }
+    for (int k = 0; k < 5000 && step->ran() < 100; ++k) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    ran = step->ran();
+    gate.open();
+  });
+  group.run(step);
+  watch.join();
+  EXPECT_EQ(ran, 100);
+  while (back == 0) std::this_thread::yield();
 }
 
 }  // namespace

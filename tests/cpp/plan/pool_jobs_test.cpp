@@ -257,6 +257,48 @@ TEST(PoolJobs, EvictsTheModelThatIsCheapestToReloadForItsBytes) {
   EXPECT_EQ(pool.submit(0.0, {.kind = kind("huge", 11.0, 1.0)}, id).ends.at(0).reason, PoolReason::no_device);
 }
 
+TEST(PoolJobs, EvictsByTheSecondsThatLoadsHaveTaken) {
+  PoolState pool({.placement = Placement::any});
+  (void)pool.add_device(0.0, {.name = "cuda:0", .device_class = "a", .memory_bytes = 10.0});
+  const auto kind = [&](const std::string& name, const std::string& model) {
+    return pool.add_kind({.name = name, .model = model, .resident_bytes = 4.0});
+  };
+  JobId id{};
+  const auto run = [&](std::size_t one, double load) {
+    const PoolStart start = pool.submit(0.0, {.kind = one}, id).starts.at(0);
+    if (load > 0.0) (void)pool.loaded(0.0, one, load);
+    (void)pool.finish(0.0, start.run, RunResult::completed, 1.0);
+    return start;
+  };
+  const std::size_t dear = kind("dear", "a");
+  const std::size_t cheap = kind("cheap", "b");
+  (void)run(dear, 4.0);
+  (void)run(cheap, 1.0);
+  (void)run(dear, 0.0);
+  (void)run(cheap, 0.0);  // they have their value from now on
+  (void)kind("the same model for another shape", "a");
+  ASSERT_EQ(run(kind("third", "c"), 2.0).evict.size(), 1U);
+  EXPECT_TRUE(pool.resident(0, "a"));
+  EXPECT_EQ(run(cheap, 0.0).load_seconds, 1.0);
+  EXPECT_THROW((void)pool.loaded(0.0, cheap, -1.0), InvalidArgument);
+  EXPECT_THROW((void)pool.loaded(0.0, pool.add_kind({.name = "no model"}), 1.0), InvalidArgument);
+}
+
+TEST(PoolJobs, ThatAreGivenUpFailAndRunNowhereAgain) {
+  Box box({1.0, 1.0}, {}, {.name = "work", .sizes = {1, 2, 4}, .idempotent = true});
+  const JobId first = box.submit(0.0);
+  const PoolStart start = box.last.starts.at(0);
+  const JobId after = box.submit(0.0, {.after = {first}});
+  box.finish(1.0, start, RunResult::given_up);
+  ASSERT_EQ(box.last.ends.size(), 2U);
+  EXPECT_EQ(box.last.ends[0].job, first);
+  EXPECT_EQ(box.last.ends[0].outcome, JobOutcome::failed);
+  EXPECT_EQ(box.last.ends[1].job, after);
+  EXPECT_EQ(box.last.ends[1].outcome, JobOutcome::cancelled);
+  EXPECT_TRUE(box.last.starts.empty());
+  EXPECT_TRUE(box.pool.idle(0));
+}
+
 TEST(PoolJobs, CapsBatchesByMemory) {
   PoolState pool({.memory_margin_bytes = 1.0});
   (void)pool.add_device(0.0, {.name = "cuda:0", .device_class = "a", .memory_bytes = 10.0});

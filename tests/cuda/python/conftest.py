@@ -340,3 +340,34 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharded optimizers cut small tensors, too, in several rounds."""
     monkeypatch.setattr(shard_ranges, "ALIGNMENT", 16)
     monkeypatch.setattr(shards, "_LEAST_BYTES_OF_ROUNDS", 1)
+
+
+@pytest.fixture
+def streams(fake: Any, far_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Tensors of GPUs are on the fake device, which has a stream of its own for each of a pool. On a real GPU nothing is replaced."""
+    if ON_A_GPU:
+        return far_gpus
+    known: dict[tuple[int, int], int] = {}
+
+    @contextlib.contextmanager
+    def on_stream(index: int, handle: int) -> Iterator[None]:
+        stream = known.setdefault((index, handle), far_gpus.new_stream(index))
+        device, before = far_gpus.device(), far_gpus.current(index)
+        with fake.on_stream(index, handle):
+            far_gpus.enter(index, stream)
+            try:
+                yield
+            finally:
+                far_gpus.enter(index, before)
+                far_gpus.enter(device, far_gpus.current(device))
+
+    def keep_for_default(tensor: torch.Tensor) -> None:
+        """Called when the fake runtime says that the pool's stream has done its work, of which the fake device does not know."""
+        for (index, _), stream in list(known.items()):
+            if index == tensor.device.index:
+                far_gpus.host_waits(far_gpus.record(stream))
+        far_gpus.keep(tensor, tensor.device.index)
+
+    monkeypatch.setattr(cuda, "on_stream", on_stream)
+    monkeypatch.setattr(cuda, "keep_for_default", keep_for_default)
+    return far_gpus

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,43 +10,11 @@ import torch
 from torch import nn
 
 import paceline
-from gpu_cases import AS_PARTS, BOXES, GPUS, ON_A_GPU, gpu_type, home_of, number_of
+from gpu_cases import AS_PARTS, BOXES, GPUS, gpu_type, home_of, number_of
 from paceline import DeviceLost, InvalidArgument, Unavailable
 from paceline.torch import DataParallel, Pool
-from paceline.torch._devices import cuda
 from pool_support import Held, soon
 from torch_support import classify
-
-
-@pytest.fixture
-def streams(fake: Any, far_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Tensors of GPUs are on the fake device, which has a stream of its own for each of a pool. On a real GPU nothing is replaced."""
-    if ON_A_GPU:
-        return far_gpus
-    found: dict[tuple[int, int], int] = {}
-
-    @contextlib.contextmanager
-    def on_stream(index: int, handle: int) -> Iterator[None]:
-        stream = found.setdefault((index, handle), far_gpus.new_stream(index))
-        device, before = far_gpus.device(), far_gpus.current(index)
-        with fake.on_stream(index, handle):
-            far_gpus.enter(index, stream)
-            try:
-                yield
-            finally:
-                far_gpus.enter(index, before)
-                far_gpus.enter(device, far_gpus.current(device))
-
-    def keep_for_default(tensor: torch.Tensor) -> None:
-        """Called when the fake runtime says that the pool's stream has done its work, of which the fake device does not know."""
-        for (index, _), stream in list(found.items()):
-            if index == tensor.device.index:
-                far_gpus.host_waits(far_gpus.record(stream))
-        far_gpus.keep(tensor, tensor.device.index)
-
-    monkeypatch.setattr(cuda, "on_stream", on_stream)
-    monkeypatch.setattr(cuda, "keep_for_default", keep_for_default)
-    return far_gpus
 
 
 class Net(nn.Module):

@@ -8,6 +8,7 @@
 #include <exception>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -34,8 +35,15 @@ class Pool;
 /// Where a job runs. A reference is good while the job runs.
 class PACELINE_API Job {
  public:
-  explicit Job(std::vector<const Device*> devices, std::vector<Stream*> streams = {})
-      : devices_(std::move(devices)), streams_(std::move(streams)) {}
+  /// A model on a device of the job that has to leave its memory before the job runs.
+  struct Eviction {
+    std::string device;
+    std::string model;
+  };
+
+  explicit Job(std::vector<const Device*> devices, std::vector<Stream*> streams = {},
+               std::vector<Eviction> evicted = {})
+      : devices_(std::move(devices)), streams_(std::move(streams)), evicted_(std::move(evicted)) {}
   /// The device on whose worker the job runs.
   [[nodiscard]] const Device& device() const noexcept { return *devices_.front(); }
   /// All devices of a gang: the job's own, and those that run nothing of this pool meanwhile.
@@ -44,10 +52,20 @@ class PACELINE_API Job {
   [[nodiscard]] Stream* stream() const noexcept { return streams_.empty() ? nullptr : streams_.front(); }
   /// Those of devices(), which must end, too.
   [[nodiscard]] std::span<Stream* const> streams() const noexcept { return streams_; }
+  [[nodiscard]] std::span<const Eviction> evicted() const noexcept { return evicted_; }
+  /// So many seconds of the run say nothing about how long such jobs take, such as those of a compiler. Infinity: all.
+  void exclude(double seconds) noexcept { excluded_ += seconds; }
+  /// The job has loaded the model of its kind, in so many seconds, which are excluded.
+  void loaded(double seconds) noexcept { loaded_ = loaded_.value_or(0.0) + seconds; }
+  [[nodiscard]] double excluded_seconds() const noexcept { return excluded_ + loaded_.value_or(0.0); }
+  [[nodiscard]] std::optional<double> load_seconds() const noexcept { return loaded_; }
 
  private:
   std::vector<const Device*> devices_;
   std::vector<Stream*> streams_;
+  std::vector<Eviction> evicted_;
+  double excluded_ = 0.0;
+  std::optional<double> loaded_{};
 };
 
 namespace internal {
@@ -70,9 +88,12 @@ struct JobOptions {
   Priority priority = Priority::normal;
   double deadline_seconds = std::numeric_limits<double>::infinity();
   double not_before_seconds = 0.0;
-  std::int64_t gang = 1;                ///< on how many devices the job runs at once
-  std::vector<JobHandle> after = {};    ///< jobs of this pool that must complete first
-  std::vector<std::string> needs = {};  ///< labels that a device must have: its name, its class, "host" or "cuda"
+  std::int64_t gang = 1;                  ///< on how many devices the job runs at once
+  std::vector<JobHandle> after = {};      ///< jobs of this pool that must complete first
+  std::vector<std::string> needs = {};    ///< labels that a device must have: its name, class, "host", "cuda"
+  std::vector<std::string> devices = {};  ///< names of those that it may run on; empty: all
+  double cost = 1.0;                      ///< of a request of a kind that is padded
+  double memory_bytes = 0.0;              ///< what a job needs on each of its devices while it runs
   /// Whether submit() waits while the queue of the kind is full. Otherwise, and on every worker, the future has
   /// Rejected.
   bool wait_for_room = true;
@@ -82,6 +103,12 @@ struct JobOptions {
 struct BatchOptions {
   std::int64_t max_batch = 32;     ///< the largest size; four lie between a power of two and the next one
   double max_delay_seconds = 0.0;  ///< how long a batch may wait to become larger
+  bool padded = false;  ///< requests have costs, and a batch takes as long as its number of the costliest one
+  double bytes_per_request = 0.0;  ///< memory that a batch needs while it runs
+  /// Kinds with one model (not empty) share what it keeps in the memory of each device: `resident_bytes`, until the
+  /// memory is needed (Job::evicted). The first run afterwards loads it again (Job::loaded).
+  std::string model = {};
+  double resident_bytes = 0.0;
 };
 
 /// What a job left, once it has ended.
@@ -125,7 +152,7 @@ class PACELINE_API JobState {
   [[nodiscard]] bool ended() const;
   /// Calls it when the job ends, or now if it has ended.
   void when_ended(std::function<void()> call);
-  // Once it has ended.
+  // Once it has ended:
   [[nodiscard]] const JobReport& report() const noexcept { return report_; }
   [[nodiscard]] const std::exception_ptr& error() const noexcept { return error_; }
 
@@ -256,10 +283,11 @@ class PACELINE_API Pool {
  public:
   /// @throws InvalidArgument for options that are not valid; Error if a GPU refuses.
   /// `budget`: the part of a device's time, from 0 to 1, that jobs may take from steps of trainers on its worker. On
-  /// the host: jobs of Priority::interactive, or with a deadline of less than a second, which then start before a
-  /// step's next micro-batch; all jobs start where a step has no work for the device. On a GPU: all jobs, which compute
-  /// beside the step.
-  explicit Pool(DeviceGroup group, plan::PoolOptions options = {}, double budget = 0.1);
+  /// the host: those of Priority::interactive, or with a deadline of less than a second, which start before a step's
+  /// next micro-batch; all start where a step has no work for the device. On a GPU: all, which compute beside the step.
+  /// `memory_bytes`: what jobs may use of the memory of a device, by its name. Others have no limit.
+  explicit Pool(DeviceGroup group, plan::PoolOptions options = {}, double budget = 0.1,
+                const std::map<std::string, double>& memory_bytes = {});
   /// close(true). In a job, a step or a call of then() it waits only for what runs on other workers, and in one of this
   /// pool for nothing.
   ~Pool();
@@ -301,9 +329,9 @@ class PACELINE_API Pool {
   /// @throws InvalidArgument if the pool has no such device.
   void retire(const std::string& device);
   void restore(const std::string& device);
-  /// One more device joins, with a worker. It takes work at once.
-  /// @throws InvalidArgument if the pool has it; Unavailable once closed; Error if a GPU refuses
-  void add(const Device& device);
+  /// One more device joins, with a worker. It takes work at once. `memory_bytes`: as of the constructor.
+  /// @throws InvalidArgument if the pool has it, or for such a limit; Unavailable once closed; Error if a GPU refuses
+  void add(const Device& device, double memory_bytes = std::numeric_limits<double>::infinity());
   /// Retires the device if another one is active. Returns whether.
   bool retire_unless_last(const std::string& device);
 
@@ -335,6 +363,14 @@ class PACELINE_API Pool {
   void add_batches(const std::string& kind, const BatchOptions& options, BatchCall call);
   /// Cancels a job that no worker has begun, and what comes after it. False: it runs, or has ended.
   static bool cancel(const JobHandle& job);
+  using Visit =
+      std::function<void(plan::RunId, const Device&, const std::string& kind, std::span<internal::PoolCall* const>)>;
+  /// Visits runs that have taken longer than so many seconds. `visit` must not call the pool.
+  void visit_runs_over(double seconds, const Visit& visit) const;
+  /// Ends the jobs of a run that goes on, with this error. None of them runs again. Another worker takes the place of
+  /// the one that is in it, which ends with the run. On a GPU the run keeps its stream, and until the GPU has done it
+  /// what it uses. Other jobs get another stream. False: the run has ended. @throws Error if a GPU has no other stream.
+  bool give_up(plan::RunId run, const std::exception_ptr& error);
 
  private:
   template <class Request, class Answer>

@@ -86,6 +86,9 @@ class PACELINE_API PoolState {
   PoolDecisions measure(double now_seconds, std::size_t device, std::size_t kind, const CostModel& model,
                         std::int64_t samples);
 
+  /// The model of a kind was loaded in so many seconds: its reload_seconds from now on.
+  PoolDecisions loaded(double now_seconds, std::size_t kind, double seconds);
+
   /// Time has passed: deadlines, starts that had to wait, batches that are filled up no longer.
   PoolDecisions tick(double now_seconds);
 

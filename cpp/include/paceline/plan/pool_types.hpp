@@ -188,7 +188,7 @@ struct PoolDecisions {
   double wake_seconds = std::numeric_limits<double>::infinity();
 };
 
-/// How a run ended.
-enum class RunResult : std::uint8_t { completed, failed, out_of_memory, device_lost };
+/// How a run ended. `given_up`: nobody waits for it any more, so its jobs fail, and run nowhere again.
+enum class RunResult : std::uint8_t { completed, failed, out_of_memory, device_lost, given_up };
 
 }  // namespace paceline::plan

@@ -125,6 +125,12 @@ class PACELINE_API DeviceGroup {
     return promise->get_future();
   }
 
+  /// Leaves the worker of a device in the work of `source` that it is in, which nobody can end. Another worker takes
+  /// its place at once, in all groups. The one that is left ends with its work: the source still hears done() or
+  /// failed(). Returns false, and does nothing, if the worker is in no work of this source, or the group is closed.
+  /// @throws std::system_error if no thread can be started.
+  bool replace_worker(DeviceId device, const WorkSource& source);
+
   /// True while a gang of this group, or of a share of it, is not complete.
   [[nodiscard]] bool busy() const noexcept;
 

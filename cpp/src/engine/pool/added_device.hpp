@@ -31,9 +31,11 @@ class AddedDevice final : public WorkSource {
     wake();
   }
   void wake() noexcept { wake_all(); }
+  /// Of the worker, in work of that source. See DeviceGroup.
+  bool replace_worker(const WorkSource& source) { return group_.replace_worker(group_.ids().front(), source); }
 
   [[nodiscard]] NextWork next(DeviceId, Clock::time_point) noexcept override {
-    if (place_ != kNone) return live_ ? pool_->next_live(place_) : pool_->next_at(place_);
+    if (place_ != kNone) return live_ ? pool_->next_live(place_, *this) : pool_->next_at(place_, *this);
     return withdrawn_ ? NextWork::done() : NextWork::wait();
   }
   void perform(DeviceId device, std::int64_t work, Turn& turn) override { pool_->perform(device, work, turn); }

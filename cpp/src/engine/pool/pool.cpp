@@ -127,17 +127,18 @@ std::shared_ptr<internal::AddedDevice> open_live(const std::shared_ptr<internal:
 
 }  // namespace
 
-Pool::Pool(DeviceGroup group, plan::PoolOptions options, double budget)
+Pool::Pool(DeviceGroup group, plan::PoolOptions options, double budget,
+           const std::map<std::string, double>& memory_bytes)
     : group_(group.share()),
-      core_(std::make_shared<internal::PoolCore>(group_, std::move(options), checked(budget))),
+      core_(std::make_shared<internal::PoolCore>(group_, std::move(options), checked(budget), memory_bytes)),
       added_(std::make_shared<internal::AddedGroups>()) {
   group_.open(core_, {.priority = kBesideSteps});
   for (const DeviceId id : group_.ids()) open_live(core_, group_, id)->seat(group_.place(id));
 }
 
-void Pool::add(const Device& device) {
+void Pool::add(const Device& device, double memory_bytes) {
   const auto core = core_;
-  core->check_new(device.name);
+  core->check_new(device.name, memory_bytes);
   auto queue = internal::JobQueue::of(device);
   DeviceGroup group({device});
   const auto source = std::make_shared<internal::AddedDevice>(core, group, false);
@@ -148,7 +149,7 @@ void Pool::add(const Device& device) {
     added_->groups.push_back(group);
   }
   try {
-    core->add(device, std::move(queue), source, *live);
+    core->add(device, memory_bytes, std::move(queue), source, *live);
   } catch (...) {
     group.close();
     throw;
@@ -211,6 +212,11 @@ JobHandle Pool::submit_to(const std::weak_ptr<internal::PoolCore>& pool, std::un
 bool Pool::cancel(const JobHandle& job) {
   const auto core = job.pool.lock();
   return core != nullptr && core->cancel(job.id);
+}
+
+void Pool::visit_runs_over(double seconds, const Visit& visit) const { core_->visit_runs_over(seconds, visit); }
+bool Pool::give_up(plan::RunId run, const std::exception_ptr& error) {
+  return std::shared_ptr(core_)->give_up(run, error);
 }
 
 void Pool::add_batches(const std::string& kind, const BatchOptions& options, BatchCall call) {

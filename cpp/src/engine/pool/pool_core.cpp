@@ -2,10 +2,12 @@
 #include "engine/pool/pool_core.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <iterator>
 #include <limits>
+#include <map>
 #include <ranges>
 
 #include <paceline/error.hpp>
@@ -46,7 +48,8 @@ void check_may_wait(const std::weak_ptr<PoolCore>& pool) {
     throw Unavailable("wait: the pool's workers are in another process, the parent.");
 }
 
-PoolCore::PoolCore(const DeviceGroup& group, plan::PoolOptions options, double budget)
+PoolCore::PoolCore(const DeviceGroup& group, plan::PoolOptions options, double budget,
+                   const std::map<std::string, double>& memory_bytes)
     : group_(group), budget_(budget), state_([&] {
         // The user's function is asked where nothing may throw.
         if (options.choose) {
@@ -60,9 +63,15 @@ PoolCore::PoolCore(const DeviceGroup& group, plan::PoolOptions options, double b
         }
         return std::move(options);
       }()) {
+  for (const auto& [name, bytes] : memory_bytes) {
+    if (std::ranges::find(group.devices(), name, &paceline::Device::name) == group.devices().end())
+      throw InvalidArgument(fmt::format("Pool: memory= has '{}', and the pool has no such device.", name));
+  }
   for (const DeviceId id : group.ids()) {
     const paceline::Device& device = group.device(id);
-    (void)place({.facts = device, .queue = JobQueue::of(device), .id = id});
+    const auto memory = memory_bytes.find(device.name);
+    (void)place({.facts = device, .queue = JobQueue::of(device), .id = id},
+                memory == memory_bytes.end() ? kNever : memory->second);
   }
 }
 
@@ -71,6 +80,9 @@ PoolCore::~PoolCore() {
   // What no worker will come to.
   for (auto& [id, job] : jobs_) job.call->end({}, std::make_exception_ptr(Cancelled(kJobOfClosedPool)));
   for (auto& [id, job] : jobs_) job.call->call_back();
+  (void)forget_given_up();
+  // A GPU that hangs may still write to what these runs use, so that is never freed.
+  for (auto& [id, run] : given_up_) (void)std::make_unique<Run>(std::move(run)).release();
 }
 
 bool PoolCore::forked() const noexcept { return getpid() != owner_; }
@@ -81,39 +93,73 @@ void PoolCore::check_process(const char* call) const {
 
 double PoolCore::now() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
 
-std::size_t PoolCore::kind_of(const std::string& name) {
-  const auto known = kinds_.find(name);
+std::size_t PoolCore::kind_of(const JobOptions& options) {
+  const std::pair key(options.kind, options.memory_bytes);
+  const auto known = kinds_.find(key);
   if (known != kinds_.end()) return known->second;
-  const std::size_t kind = state_.add_kind({.name = name});
-  kind_list_.push_back({.call = {}, .times = std::deque<plan::LineFit>(devices_.size(), plan::LineFit(kRunsKept))});
-  return kinds_[name] = kind;
+  const std::size_t kind = state_.add_kind({.name = options.kind, .peak_bytes = options.memory_bytes});
+  kind_list_.push_back({.name = options.kind,
+                        .call = {},
+                        .times = std::deque<plan::LineFit>(devices_.size(), plan::LineFit(kRunsKept))});
+  return kinds_[key] = kind;
 }
 
-std::size_t PoolCore::need_of(std::vector<std::string> labels) {
-  if (labels.empty()) return 0;
-  std::ranges::sort(labels);
-  const auto known = needs_.find(labels);
+std::size_t PoolCore::need_of(const JobOptions& options) {
+  std::pair key(options.needs, options.devices);
+  if (key.first.empty() && key.second.empty()) return 0;
+  std::ranges::sort(key.first);
+  std::ranges::sort(key.second);
+  const auto known = needs_.find(key);
   if (known != needs_.end()) return known->second;
-  const std::size_t need = state_.add_need({.labels = labels, .accepts = {}});
-  return needs_[std::move(labels)] = need;
+  const auto accepts = [names = key.second](const plan::PoolDevice& device) {
+    return names.empty() || std::ranges::count(names, device.name) > 0;
+  };
+  const std::size_t need = state_.add_need({.labels = key.first, .accepts = accepts});
+  return needs_[std::move(key)] = need;
+}
+
+std::exception_ptr PoolCore::no_device(const JobOptions& options, std::size_t kind) const {
+  std::string text =
+      "The job was not taken: the pool has too few devices that satisfy its needs, have the memory and are not lost. "
+      "It needs ";
+  text += options.gang == 1 ? "one" : fmt::format("{} at once", options.gang);
+  if (!options.needs.empty()) text += fmt::format(", with the labels {}", fmt::join(options.needs, ", "));
+  if (!options.devices.empty()) text += fmt::format(", out of {}", fmt::join(options.devices, ", "));
+  const plan::PoolKind& spec = state_.kind(kind);
+  const double bytes = spec.resident_bytes + spec.peak_bytes + spec.peak_bytes_per_item;
+  if (bytes > 0.0) text += fmt::format(", with {:.4g} bytes for it", bytes);
+  text += ". The pool has";
+  for (std::size_t place = 0; place < devices_.size(); ++place) {
+    const plan::PoolDevice& device = state_.device(place);
+    text += fmt::format("{} {} ({}", place == 0 ? "" : ",", device.name, fmt::join(device.labels, ", "));
+    if (device.memory_bytes < std::numeric_limits<double>::infinity())
+      text += fmt::format(", {:.4g} bytes", device.memory_bytes);
+    text += devices_[place].lost ? ", lost)" : ")";
+  }
+  return std::make_exception_ptr(Rejected(text + "."));
 }
 
 void PoolCore::add_batches(const std::string& kind, const BatchOptions& options, Pool::BatchCall call) {
   check_process("serve");
   const std::lock_guard lock(mutex_);
-  if (kinds_.contains(kind)) {
+  if (kinds_.contains({kind, 0.0})) {
     throw InvalidArgument(fmt::format("serve: the pool has a kind '{}' already. Give this one another name.", kind));
   }
   if (options.max_batch < 1 || options.max_batch > kLargestBatch) {
     throw InvalidArgument(
         fmt::format("serve: max_batch is {}; it must be from 1 to {}.", options.max_batch, kLargestBatch));
   }
-  kinds_[kind] = state_.add_kind({.name = kind,
-                                  .sizes = plan::batch_sizes(options.max_batch),
-                                  .max_delay_seconds = options.max_delay_seconds,
-                                  .idempotent = true});
-  kind_list_.push_back(
-      {.call = std::move(call), .times = std::deque<plan::LineFit>(devices_.size(), plan::LineFit(kRunsKept))});
+  kinds_[{kind, 0.0}] = state_.add_kind({.name = kind,
+                                         .sizes = plan::batch_sizes(options.max_batch),
+                                         .max_delay_seconds = options.max_delay_seconds,
+                                         .padded = options.padded,
+                                         .idempotent = true,
+                                         .model = options.model,
+                                         .resident_bytes = options.resident_bytes,
+                                         .peak_bytes_per_item = options.bytes_per_request});
+  kind_list_.push_back({.name = kind,
+                        .call = std::move(call),
+                        .times = std::deque<plan::LineFit>(devices_.size(), plan::LineFit(kRunsKept))});
 }
 
 JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options) {
@@ -121,6 +167,7 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
   plan::PoolJob job{.priority = options.priority,
                     .deadline_seconds = options.deadline_seconds,
                     .not_before_seconds = options.not_before_seconds,
+                    .cost = options.cost,
                     .gang = options.gang};
   for (const JobHandle& other : options.after) {
     if (other.state == nullptr || other.pool.lock().get() != this) {
@@ -132,12 +179,12 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
   After after;
   for (const JobState* waits_for = nullptr;; waits_for->wait()) {
     std::unique_lock lock(mutex_);
-    job.kind = kind_of(options.kind);
+    job.kind = kind_of(options);
     if (call->batched() != static_cast<bool>(kind_list_[job.kind].call)) {
       throw InvalidArgument(fmt::format("submit: '{}' is {}. Give this job another kind.", options.kind,
                                         call->batched() ? "no kind that is served" : "a kind that is served"));
     }
-    job.need = need_of(options.needs);
+    job.need = need_of(options);
     if (options.wait_for_room && !Inside::any()) wait_for_room(lock, job.kind);
     if (closed_) throw Unavailable("submit: the pool is closed. Make a new one.");
     if (lost_) throw DeviceLost("submit: every device of the pool is lost. Make a new one, in a new process.");
@@ -158,13 +205,20 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
       one.error = std::make_exception_ptr(Cancelled(kJobDependency));
       ++ending_;
     } else {
+      const PoolCall* const submitted = call.get();
       plan::PoolDecisions decisions = state_.submit(now(), job, id);
       const bool live =
           options.priority == Priority::interactive ||
           options.deadline_seconds < state_.options().patience[static_cast<std::size_t>(Priority::normal)];
       jobs_.emplace(id, Waiting{.call = std::move(call), .live = live});
       if (live) ++waiting_live_;
+      const bool unmet = std::ranges::any_of(decisions.ends, [&](const plan::PoolEnd& end) {
+        return end.job == id && end.reason == plan::PoolReason::no_device;
+      });
       apply(std::move(decisions), after);
+      for (Ended& one : after.ended) {
+        if (unmet && one.call.get() == submitted) one.error = no_device(options, job.kind);
+      }
     }
     break;
   }

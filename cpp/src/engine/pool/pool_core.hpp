@@ -71,17 +71,18 @@ struct RunEnding {
 /// Everything is under one mutex but the runs themselves and the ends of jobs, which may submit again.
 class PoolCore final : public WorkSource {
  public:
-  PoolCore(const DeviceGroup& group, plan::PoolOptions options, double budget);
+  PoolCore(const DeviceGroup& group, plan::PoolOptions options, double budget,
+           const std::map<std::string, double>& memory_bytes);
   ~PoolCore() override;
 
   /// Whether this is the child of the process that made the pool, which has none of its workers.
   [[nodiscard]] bool forked() const noexcept;
 
-  /// @throws InvalidArgument if the pool has the device; Unavailable once closed
-  void check_new(const std::string& device) const;
+  /// @throws InvalidArgument if the pool has the device, or for such a limit; Unavailable once closed
+  void check_new(const std::string& device, double memory_bytes) const;
   /// One more device, whose worker asks `source` and `live`. `queue`: as JobQueue::of(). @throws as check_new()
-  void add(const paceline::Device& device, std::unique_ptr<JobQueue> queue, const std::shared_ptr<AddedDevice>& source,
-           AddedDevice& live);
+  void add(const paceline::Device& device, double memory_bytes, std::unique_ptr<JobQueue> queue,
+           const std::shared_ptr<AddedDevice>& source, AddedDevice& live);
   /// The stream of a GPU; null for a host device. It ends with release(), or with the pool.
   [[nodiscard]] Stream* stream(const std::string& device) const;
   /// Once complete: gives the streams back.
@@ -91,6 +92,9 @@ class PoolCore final : public WorkSource {
   bool cancel(JobId id);
   /// `unless_last`: not if no other device is active. Returns whether it did.
   bool retire(const std::string& device, bool retired, bool unless_last = false);
+  /// See Pool.
+  void visit_runs_over(double seconds, const Pool::Visit& visit) const;
+  bool give_up(plan::RunId run, const std::exception_ptr& error);
   /// Takes no more jobs. `cancel`: ends those that wait.
   void close(bool cancel) noexcept;
   /// Once complete: whether every worker has let go of it, within a moment. One that is busy with work of others has
@@ -103,10 +107,10 @@ class PoolCore final : public WorkSource {
   [[nodiscard]] std::string explain() const;
 
   NextWork next(DeviceId device, Clock::time_point now) noexcept override;
-  /// The same for the device at this place.
-  [[nodiscard]] NextWork next_at(std::size_t place) noexcept;
+  /// The same for the device at this place, whose worker asks that source.
+  [[nodiscard]] NextWork next_at(std::size_t place, const WorkSource& asked) noexcept;
   /// For a device at whose worker a step may have work: only a job with a short patience, within the budget.
-  [[nodiscard]] NextWork next_live(std::size_t place) noexcept;
+  [[nodiscard]] NextWork next_live(std::size_t place, const WorkSource& asked) noexcept;
   void perform(DeviceId device, std::int64_t work, Turn& turn) override;
   void done(DeviceId device, std::int64_t work, const WorkTiming& timing) noexcept override;
   void failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept override;
@@ -115,11 +119,12 @@ class PoolCore final : public WorkSource {
 
  private:
   struct Kind {
+    std::string name;
     Pool::BatchCall call;             // empty: its jobs run alone
     std::deque<plan::LineFit> times;  // of runs, per device
   };
   struct Waiting {
-    std::unique_ptr<PoolCall> call;
+    std::shared_ptr<PoolCall> call;
     plan::RunId run{};  // that it is in, if any
     bool live = false;  // whether it may take time from steps
   };
@@ -128,12 +133,20 @@ class PoolCore final : public WorkSource {
     std::vector<JobId> jobs;
     std::vector<PoolCall*> calls;
     std::size_t kind = 0;
-    bool live = false;  // whether one of its jobs is
+    double cost = 0.0;       // what its seconds are of
+    double predicted = 0.0;  // seconds; NaN if unknown
+    bool live = false;       // whether one of its jobs is
     bool taken = false;
-    bool lent = false;              // whether a step was there when it was taken, so that it counts against the budget
-    bool enqueued = false;          // its worker is done with it, but perhaps not the GPU
-    std::exception_ptr error = {};  // of an enqueued run whose call has thrown
-    Clock::time_point began{};      // by the worker
+    bool lent = false;                     // whether a step was there when it was taken, so that the budget counts it
+    const WorkSource* taken_by = nullptr;  // that its worker asked; null once it is done with it
+    bool enqueued = false;                 // its worker is done with it, but perhaps not the GPU
+    std::exception_ptr error = {};         // of an enqueued run whose call has thrown
+    Clock::time_point began{};             // by the worker
+    double excluded = 0.0;                 // seconds that do not count; infinity: none does
+    std::optional<double> loaded{};        // seconds of loading the model of its kind
+    // Of a run that was given up: what it uses of GPUs, and its calls, which have ended and go first.
+    std::vector<std::unique_ptr<JobQueue>> queues{};
+    std::vector<std::shared_ptr<PoolCall>> kept{};
   };
   struct Device {
     paceline::Device facts;
@@ -150,9 +163,10 @@ class PoolCore final : public WorkSource {
     double spent_seconds = 0.0;                      // the same, less what the budget has given since
     double spent_until = 0.0;                        // when that was
     std::optional<plan::PoolDecline> declined = {};  // what it leaves alone now
+    std::vector<std::string> evict = {};             // models that the next run there lets go of first
   };
   struct Ended {
-    std::unique_ptr<PoolCall> call;
+    std::shared_ptr<PoolCall> call;
     JobReport report;
     std::exception_ptr error;
   };
@@ -164,21 +178,27 @@ class PoolCore final : public WorkSource {
     bool room = false;
   };
 
-  [[nodiscard]] plan::PoolDecisions place(Device device);
+  [[nodiscard]] plan::PoolDecisions place(Device device, double memory_bytes);
   [[nodiscard]] std::size_t place_of(const std::string& device, const char* call) const;
-  /// Whether the GPU is still at a run whose call has returned, or thrown this.
   void set_run(Waiting& job, plan::RunId run) noexcept;
-  [[nodiscard]] NextWork take(Run& run, plan::RunId id, bool lent) noexcept;
+  [[nodiscard]] NextWork take(Run& run, plan::RunId id, bool lent, const WorkSource& asked) noexcept;
   /// Seconds until the device may take time from steps again; 0: it may now.
   [[nodiscard]] double until_budget(Device& device) const noexcept;
+  /// Whether the GPU is still at a run whose call has returned, or thrown this.
   [[nodiscard]] bool is_enqueued(std::int64_t work, const std::exception_ptr& error) noexcept;
   /// Ends the device's run if the GPU has done it. The event to wait for if it has not.
   [[nodiscard]] const Event* settle(std::size_t place) noexcept;
+  /// Lets go of what runs used that were given up, where the GPUs have done it. Returns it, to be destroyed without the
+  /// lock.
+  [[nodiscard]] std::vector<Run> forget_given_up() noexcept;
   void wake(const Device& device) noexcept;
   void wake_everyone() noexcept;
   [[nodiscard]] double now() const;  // of the pool's clock; under the mutex, so that times do not decrease
-  [[nodiscard]] std::size_t kind_of(const std::string& name);
-  [[nodiscard]] std::size_t need_of(std::vector<std::string> labels);
+  /// The kind of a job that is not served: those that need other memory are measured apart.
+  [[nodiscard]] std::size_t kind_of(const JobOptions& options);
+  [[nodiscard]] std::size_t need_of(const JobOptions& options);
+  /// Why no device can run it.
+  [[nodiscard]] std::exception_ptr no_device(const JobOptions& options, std::size_t kind) const;
   void wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind);
   void apply(plan::PoolDecisions decisions, After& after, const RunEnding& ending = {});
   /// Ends what no worker has begun, and starts nothing any more.
@@ -205,12 +225,13 @@ class PoolCore final : public WorkSource {
   mutable std::mutex mutex_;
   std::condition_variable room_;  // a queue has room, or a worker has let go
   plan::PoolState state_;
-  std::map<std::string, std::size_t> kinds_;
-  std::map<std::vector<std::string>, std::size_t> needs_;
+  std::map<std::pair<std::string, double>, std::size_t> kinds_;  // by name, and the memory of a job
+  std::map<std::pair<std::vector<std::string>, std::vector<std::string>>, std::size_t> needs_;
   std::deque<Kind> kind_list_;               // a run refers to its kind
   std::unordered_map<JobId, Waiting> jobs_;  // that have not ended
   std::unordered_map<plan::RunId, Run> runs_;
-  std::deque<Device> devices_;  // jobs refer to the facts
+  std::unordered_map<plan::RunId, Run> given_up_;  // that go on
+  std::deque<Device> devices_;                     // jobs refer to the facts
   double wake_seconds_ = std::numeric_limits<double>::infinity();
   std::size_t ending_ = 0;  // jobs that have ended and are being told
   std::size_t let_go_ = 0;  // workers

@@ -14,13 +14,14 @@
 
 namespace paceline::internal {
 
-plan::PoolDecisions PoolCore::place(Device device) {
+plan::PoolDecisions PoolCore::place(Device device, double memory_bytes) {
   for (Kind& kind : kind_list_) kind.times.emplace_back(kRunsKept);
   devices_.push_back(std::move(device));
   const paceline::Device& facts = devices_.back().facts;
   return state_.add_device(now(), {.name = facts.name,
                                    .device_class = facts.device_class,
-                                   .labels = {facts.kind == DeviceKind::host ? "host" : "cuda"}});
+                                   .labels = {facts.kind == DeviceKind::host ? "host" : "cuda"},
+                                   .memory_bytes = memory_bytes});
 }
 
 std::size_t PoolCore::place_of(const std::string& device, const char* call) const {
@@ -31,8 +32,11 @@ std::size_t PoolCore::place_of(const std::string& device, const char* call) cons
   return static_cast<std::size_t>(found - devices_.begin());
 }
 
-void PoolCore::check_new(const std::string& device) const {
+void PoolCore::check_new(const std::string& device, double memory_bytes) const {
   check_process("add");
+  if (!(memory_bytes > 0.0)) {
+    throw InvalidArgument(fmt::format("add: the memory of {} is {} bytes; it must be positive.", device, memory_bytes));
+  }
   const std::lock_guard lock(mutex_);
   if (closed_) throw Unavailable("add: the pool is closed. Make a new one.");
   if (std::ranges::count(devices_, device, [](const Device& one) { return one.facts.name; }) > 0) {
@@ -41,14 +45,14 @@ void PoolCore::check_new(const std::string& device) const {
   }
 }
 
-void PoolCore::add(const paceline::Device& device, std::unique_ptr<JobQueue> queue,
+void PoolCore::add(const paceline::Device& device, double memory_bytes, std::unique_ptr<JobQueue> queue,
                    const std::shared_ptr<AddedDevice>& source, AddedDevice& live) {
-  check_new(device.name);
+  check_new(device.name, memory_bytes);
   After after;
   {
     const std::lock_guard lock(mutex_);
     if (closed_) throw Unavailable("add: the pool is closed. Make a new one.");
-    plan::PoolDecisions decisions = place({.facts = device, .queue = std::move(queue), .source = source});
+    plan::PoolDecisions decisions = place({.facts = device, .queue = std::move(queue), .source = source}, memory_bytes);
     source->seat(devices_.size() - 1);
     live.seat(devices_.size() - 1);
     lost_ = nullptr;

@@ -2,6 +2,7 @@
 //
 // What happens on the workers, and what follows from an event.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <ranges>
 #include <utility>
@@ -32,9 +33,9 @@ plan::RunResult result_of(const std::exception_ptr& error) noexcept {
 
 }  // namespace
 
-NextWork PoolCore::next(DeviceId device, Clock::time_point) noexcept { return next_at(group_.place(device)); }
+NextWork PoolCore::next(DeviceId device, Clock::time_point) noexcept { return next_at(group_.place(device), *this); }
 
-NextWork PoolCore::next_at(std::size_t place) noexcept {
+NextWork PoolCore::next_at(std::size_t place, const WorkSource& asked) noexcept {
   const Event* const event = settle(place);
   After after;
   NextWork answer;
@@ -50,7 +51,7 @@ NextWork PoolCore::next_at(std::size_t place) noexcept {
           NextWork::wait(nullptr, Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                                      std::chrono::duration<double>(std::min(wait, kLongestSleep))));
     } else if (assigned()) {
-      answer = take(runs_.at(*here.run), *here.run, lends);
+      answer = take(runs_.at(*here.run), *here.run, lends, asked);
     } else if (complete()) {
       answer = NextWork::done();
       ++let_go_;
@@ -67,7 +68,7 @@ NextWork PoolCore::next_at(std::size_t place) noexcept {
   return answer;
 }
 
-NextWork PoolCore::next_live(std::size_t place) noexcept {
+NextWork PoolCore::next_live(std::size_t place, const WorkSource& asked) noexcept {
   if (complete()) return NextWork::done();
   if ((live_ == 0 && waiting_live_ == 0) || !beside_gang_of_this_thread()) return NextWork::wait();
   After after;
@@ -79,15 +80,16 @@ NextWork PoolCore::next_live(std::size_t place) noexcept {
     if (begins() && until_budget(here) == 0.0) {
       // What was decided when the device was idle may be a job that a step comes before.
       if (!runs_.at(*here.run).live && waiting_live_ > 0) withdraw(*here.run, {}, after);
-      if (begins() && runs_.at(*here.run).live) answer = take(runs_.at(*here.run), *here.run, true);
+      if (begins() && runs_.at(*here.run).live) answer = take(runs_.at(*here.run), *here.run, true, asked);
     }
   }
   follow(std::move(after));
   return answer;
 }
 
-NextWork PoolCore::take(Run& run, plan::RunId id, bool lent) noexcept {
+NextWork PoolCore::take(Run& run, plan::RunId id, bool lent, const WorkSource& asked) noexcept {
   run.taken = true;
+  run.taken_by = &asked;
   run.lent = lent;
   if (run.live) --live_;
   return NextWork::take(static_cast<std::int64_t>(id));
@@ -108,6 +110,7 @@ void PoolCore::perform(DeviceId, std::int64_t work, Turn&) {
   std::vector<const paceline::Device*> devices;
   std::vector<Stream*> streams;
   std::vector<JobQueue*> queues;
+  std::vector<Job::Eviction> evicted;
   {
     const std::lock_guard lock(mutex_);
     run = &runs_.at(static_cast<plan::RunId>(work));  // stays where it is
@@ -118,10 +121,12 @@ void PoolCore::perform(DeviceId, std::int64_t work, Turn&) {
       devices.push_back(&device.facts);
       streams.push_back(device.queue == nullptr ? nullptr : &device.queue->stream());
       if (device.queue != nullptr) queues.push_back(device.queue.get());
+      for (std::string& model : device.evict) evicted.push_back({device.facts.name, std::move(model)});
+      device.evict.clear();
     }
   }
   for (JobQueue* const queue : queues) queue->begin();
-  Job job(std::move(devices), std::move(streams));
+  Job job(std::move(devices), std::move(streams), std::move(evicted));
   std::exception_ptr error;
   try {
     const Inside guard(*this);
@@ -133,10 +138,12 @@ void PoolCore::perform(DeviceId, std::int64_t work, Turn&) {
   } catch (...) {
     error = std::current_exception();
   }
-  if (!queues.empty()) {
-    for (JobQueue* const queue : queues) queue->end();
+  for (JobQueue* const queue : queues) queue->end();
+  {
     const std::lock_guard lock(mutex_);
-    run->enqueued = true;
+    run->excluded = job.excluded_seconds();
+    run->loaded = job.load_seconds();
+    run->enqueued = !queues.empty();
   }
   if (error != nullptr) std::rethrow_exception(error);
 }
@@ -155,8 +162,10 @@ void PoolCore::failed(DeviceId, std::int64_t work, std::exception_ptr error) noe
 
 bool PoolCore::is_enqueued(std::int64_t work, const std::exception_ptr& error) noexcept {
   const std::lock_guard lock(mutex_);
-  Run& run = runs_.at(static_cast<plan::RunId>(work));
+  const auto found = runs_.find(static_cast<plan::RunId>(work));
+  Run& run = found == runs_.end() ? given_up_.at(static_cast<plan::RunId>(work)) : found->second;
   run.error = error;
+  run.taken_by = nullptr;
   return run.enqueued;
 }
 
@@ -164,8 +173,10 @@ const Event* PoolCore::settle(std::size_t place) noexcept {
   plan::RunId id{};
   std::exception_ptr error;
   std::vector<const JobQueue*> queues;
+  std::vector<Run> gone;  // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
+    if (!given_up_.empty()) gone = forget_given_up();
     if (!devices_[place].run) return nullptr;
     id = *devices_[place].run;
     const Run& run = runs_.at(id);
@@ -193,10 +204,15 @@ void PoolCore::cancel(std::exception_ptr) noexcept { close(true); }
 void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<double> timed,
                       const std::exception_ptr& error) noexcept {
   After after;
+  decltype(given_up_)::node_type gone;  // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
     const auto id = static_cast<plan::RunId>(work);
     const auto found = runs_.find(id);
+    if (found == runs_.end()) {
+      gone = given_up_.extract(id);
+      return;
+    }
     const Run run = std::move(found->second);
     const double took = timed ? *timed : std::chrono::duration<double>(Clock::now() - run.began).count();
     runs_.erase(found);
@@ -211,14 +227,17 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<d
       device.lent_seconds += took;
       device.spent_seconds += took;
     }
-    if (completed) {
+    const bool counts = std::isfinite(run.excluded);
+    const double counted = counts ? std::max(took - run.excluded, 0.0) : run.predicted >= 0.0 ? run.predicted : 0.0;
+    if (completed && counts) {
+      if (run.loaded && !state_.kind(run.kind).model.empty()) apply(state_.loaded(now(), run.kind, *run.loaded), after);
       plan::LineFit& times = kind_list_[run.kind].times[first];
-      times.add(static_cast<double>(run.jobs.size()), took);
+      times.add(run.cost, counted);
       // The devices of the run are still taken, so this decides nothing about them.
       apply(state_.measure(now(), first, run.kind, times.model(), times.samples()), after);
     }
     if (result == plan::RunResult::device_lost) lose(run, error, after);
-    apply(state_.finish(now(), id, result, took), after,
+    apply(state_.finish(now(), id, result, counted), after,
           {.run = id, .error = error, .report = {.device = device.facts.name, .seconds = took}});
     for (const JobId job : run.jobs) {  // those that run again
       if (const auto again = jobs_.find(job); again != jobs_.end() && again->second.run == id)
@@ -292,7 +311,13 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
   for (Device& device : devices_) device.declined.reset();
   for (const plan::PoolDecline& one : decisions.declines) devices_[one.device].declined = one;
   for (plan::PoolStart& start : decisions.starts) {
-    Run run{.devices = start.devices, .jobs = start.jobs, .calls = {}, .kind = start.kind};
+    Run run{.devices = start.devices,
+            .jobs = start.jobs,
+            .calls = {},
+            .kind = start.kind,
+            .cost = start.cost,
+            .predicted = start.predicted_seconds};
+    for (plan::PoolEviction& one : start.evict) devices_[one.device].evict.push_back(std::move(one.model));
     for (const JobId id : start.jobs) {
       Waiting& job = jobs_.at(id);
       set_run(job, start.run);

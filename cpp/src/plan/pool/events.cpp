@@ -170,6 +170,8 @@ void State::ended_badly(const Run& run, RunResult result, double now, PoolDecisi
     }
   } else if (result == RunResult::device_lost) {
     reason = PoolReason::device_lost;
+  } else if (result == RunResult::given_up) {
+    retry = false;
   } else {
     retry = retry && size > 1;
   }

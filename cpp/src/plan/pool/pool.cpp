@@ -125,10 +125,12 @@ std::size_t PoolState::add_kind(PoolKind kind) {
     made.model = number_of(s.models, made.spec.model, [](const State::Model& one) { return one.name; });
     State::Model& model = s.models[made.model];
     const bool fresh = model.name.empty();
-    if (fresh) model = {made.spec.model, made.spec.resident_bytes, made.spec.reload_seconds};
-    require(model.bytes == made.spec.resident_bytes && model.reload_seconds == made.spec.reload_seconds,
-            "model '{}' has {} bytes and reloads in {} s; kind '{}' says otherwise", model.name, model.bytes,
-            model.reload_seconds, made.spec.name);
+    if (fresh)
+      model = {.name = made.spec.model, .bytes = made.spec.resident_bytes, .reload_seconds = made.spec.reload_seconds};
+    require(
+        model.bytes == made.spec.resident_bytes && (model.loaded || model.reload_seconds == made.spec.reload_seconds),
+        "model '{}' has {} bytes and reloads in {} s; kind '{}' says otherwise", model.name, model.bytes,
+        model.reload_seconds, made.spec.name);
   }
   made.on.resize(s.devices.size());
   made.classes.resize(s.classes.size());
@@ -320,6 +322,20 @@ PoolDecisions PoolState::measure(double now_seconds, std::size_t device, std::si
   of.on[device] = {model, samples, true};
   of.classes[cls] = {model, std::max(samples, of.classes[cls].samples), true};
   ++of.epoch;
+  PoolDecisions out;
+  s.settle(now_seconds, out);
+  return out;
+}
+
+PoolDecisions PoolState::loaded(double now_seconds, std::size_t kind, double seconds) {
+  State& s = *state_;
+  const std::size_t model = s.kinds[known(s.kinds, kind, "kind")].model;
+  require(model != kNone, "kind '{}' has no model", s.kinds[kind].spec.name);
+  require(finite_not_negative(seconds), "the load took {} s; that must be finite and not negative", seconds);
+  advance(s, now_seconds);
+  s.models[model].reload_seconds = seconds;
+  s.models[model].loaded = true;
+  ++s.epoch;
   PoolDecisions out;
   s.settle(now_seconds, out);
   return out;

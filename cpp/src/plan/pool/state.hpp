@@ -127,6 +127,7 @@ class PoolState::State {
     std::string name = {};
     double bytes = 0.0;
     double reload_seconds = 0.0;
+    bool loaded = false;  // whether these were measured
   };
 
   // Events, in pool.cpp and events.cpp.

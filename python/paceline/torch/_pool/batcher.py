@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 import warnings
@@ -15,8 +16,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from paceline import DeviceLost, InvalidArgument
+from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, PoolFuture, Work, code_of
-from paceline.torch._pool.jobs import Jobs, Priority
+from paceline.torch._pool.jobs import Evicted, Jobs, Priority
+from paceline.torch._pool.needs import Needs, Place
+from paceline.torch._pool.padding import Padding
 from paceline.torch._pool.progress import watched
 from paceline.torch._pool.seats import Fetched, Seat
 from paceline.torch._pool.served import Answer, Served
@@ -26,22 +30,46 @@ from paceline.torch._replicas.reach import Handle
 _AHEAD = 3
 
 
+@dataclasses.dataclass(frozen=True)
+class BatchOptions:
+    """How requests are answered: see `Pool.serve`."""
+
+    max_batch: int
+    max_delay: float = 0.0
+    idempotent: bool = True
+    padding: Padding | None = None
+    memory: float = 0.0
+    needs: Needs = ()
+    autocast: torch.dtype | None = None
+
+
 class _Request(Work):
     """One item of a batch. The run of the batch sets its value."""
 
-    def __init__(self, batcher: Batcher, leaves: list[torch.Tensor], spec: Any) -> None:
+    def __init__(self, batcher: Batcher, kind: str, leaves: list[torch.Tensor], spec: Any) -> None:
         future: PoolFuture[Any] = PoolFuture()
         super().__init__(future, batcher, batcher._jobs.figures)
         self.batcher: Batcher | None = batcher
-        self.leaves, self.spec = leaves, spec
+        self.kind, self.leaves, self.spec = kind, leaves, spec
         self.leads = False
         self.given_up = False  # whether another run cannot end otherwise
         self.fetched: tuple[Fetched, int] | None = None  # its answer, while it is on its way from a GPU
 
-    def run_batch(self, devices: list[str], requests: list[_Request]) -> int:
-        """Called by the engine on a worker, for the first request of a batch. The engine knows no batcher, which would be a cycle."""
+    def run_batch(
+        self, devices: list[str], evicted: Evicted, requests: list[_Request]
+    ) -> tuple[int, float, float | None]:
+        """Called by the engine on a worker, for the first request of a batch. The engine knows no batcher, which would be a cycle.
+
+        Returns what became of it, the seconds that say nothing of the device's speed, and those of loading the model.
+        """
         assert self.batcher is not None
+        self.batcher._jobs.evict(evicted)
         return self.batcher._run(devices[0], requests)
+
+    def hang(self, device: str) -> None:
+        """See `Work`. The thread that hangs keeps what it uses."""
+        if batcher := self.batcher:
+            batcher._served.drop(device)
 
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
         """See `Work`."""
@@ -61,18 +89,19 @@ class Batcher(Handle):
     """Answers requests in batches of what waits. `Pool.serve` makes it.
 
     Requests are items: tensors in host memory, or nests of tensors, without a dimension for the batch. Do not change them until they are answered.
-    Only requests of equal structure, shapes and types share a batch. Each such kind is measured and queued on its own, and kept until the pool ends: pad
-    requests of many lengths to a few.
+    Only requests of equal structure, shapes and types share a batch; with ``pad=`` lengths may differ. Each such kind is measured and queued on its own, and
+    kept until the pool ends: give requests of many lengths ``pad=``.
 
     Threads: any. Copies of a module that holds a batcher hold the same one.
     """
 
-    def __init__(
-        self, jobs: Jobs, served: Served, name: str, *, max_batch: int, max_delay: float, idempotent: bool
-    ) -> None:
+    def __init__(self, jobs: Jobs, served: Served, name: str, options: BatchOptions) -> None:
         self._jobs, self._name = jobs, name
-        self._served, self._max_batch, self._max_delay, self._idempotent = served, max_batch, max_delay, idempotent
+        self._served, self._options, self._padding = served, options, options.padding
+        self._max_batch, self._idempotent = options.max_batch, options.idempotent
         self._kinds: dict[Any, str] = {}  # by the structure, shapes and types of a request
+        self._values: dict[str, list[Any]] = {}  # by kind: what its tensors are padded with
+        self._placed: tuple[int, Place] | None = None  # for so many devices
         self._lock = threading.RLock()  # a finalizer may submit while it is held
 
     def __repr__(self) -> str:
@@ -109,11 +138,19 @@ class Batcher(Handle):
                 f"{self._name}: a request has {what if bad else 'no tensor'}. It must be a tensor in host memory, or a nest of such tensors: devices copy "
                 "their batches from there."
             )
-        request = _Request(self, leaves, spec)
+        request = _Request(self, self._kind_of(leaves, spec), leaves, spec)
         future = request.future
         assert future is not None
-        kind = self._kind_of(leaves, spec)
-        self._jobs.put(request, kind=kind, deadline=deadline, priority=priority, wait=wait, batched=True)
+        self._jobs.put(
+            request,
+            kind=request.kind,
+            deadline=deadline,
+            priority=priority,
+            wait=wait,
+            place=self._place(),
+            cost=1.0 if self._padding is None else self._padding.cost_of(item, leaves),
+            batched=True,
+        )
         return future
 
     async def ask(self, item: Any, *, deadline: float | None = None, priority: Priority = "interactive") -> Any:
@@ -179,27 +216,46 @@ class Batcher(Handle):
             for future in waiting:
                 future.cancel()
 
+    def _place(self) -> Place:
+        """Where requests may run. Devices are added, and none is taken away."""
+        placed, devices = self._placed, len(self._jobs.devices)
+        if placed is None or placed[0] != devices:
+            placed = self._placed = devices, self._jobs.place_of(self._options.needs)
+        return placed[1]
+
     def _kind_of(self, leaves: list[torch.Tensor], spec: Any) -> str:
         """The engine's name for requests that may share a batch."""
-        key = spec, *((leaf.shape, leaf.dtype, leaf.layout) for leaf in leaves)
+        padding = self._padding
+        shapes = (leaf.shape if padding is None else padding.shape_of(leaf) for leaf in leaves)
+        key = spec, *((shape, leaf.dtype, leaf.layout) for shape, leaf in zip(shapes, leaves, strict=True))
         kind = self._kinds.get(key)
         if kind is None:
             with self._lock:
                 kind = self._kinds.get(key)
                 if kind is None:
                     kind = f"{self._name}, shape {len(self._kinds)}"
-                    self._jobs.engine.add_batches(kind, self._max_batch, self._max_delay)
+                    if padding is not None:
+                        self._values[kind] = padding.values(leaves, spec)
+                    self._jobs.engine.add_batches(
+                        kind,
+                        max_batch=self._max_batch,
+                        max_delay=self._options.max_delay,
+                        padded=padding is not None,
+                        memory=self._options.memory,
+                        model=self._name if self._served.resident else "",
+                        resident=self._served.resident,
+                    )
                     self._kinds[key] = kind
         return kind
 
-    def _run(self, device: str, requests: list[_Request]) -> int:
+    def _run(self, device: str, requests: list[_Request]) -> tuple[int, float, float | None]:
         """Answer them. Called on a worker, for requests of one kind."""
         if any(one.given_up for one in requests):  # the engine runs a batch that has failed again in halves
             for one in requests:
                 one.error = one.error or DeviceLost(
                     f"{self._name}: a device was lost at this batch, which may not run again. Say idempotent=True if it may."
                 )
-            return FAILED
+            return FAILED, 0.0, None
         for one in requests:
             one.begin()
             one.error, one.fetched, one.leads = None, None, False
@@ -209,55 +265,87 @@ class Batcher(Handle):
                 try:
                     seat.prepare()
                     stack.enter_context(seat.entered())
-                    answer = self._served.of(seat)
+                    answer, loaded = self._served.of(seat)
                 except BaseException as error:
-                    return self._without(device, requests, error)
-                answers = self._answer(seat, answer, requests)
+                    return self._without(device, requests, error), 0.0, None
+                answers, excluded = self._answer(seat, answer, requests)
                 answered = True
-                self._hand_out(seat, answers, requests)
+                excluded += self._hand_out(seat, answers, answer, requests)
         except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 seat.release_memory()
             by_chance = answered and isinstance(error, InvalidArgument)  # it may look right in halves
             again = self._idempotent and not by_chance
-            return self._failed(device, begun, requests, error, again=again)
+            return self._failed(device, begun, requests, error, again=again), 0.0, None
         requests[0].leads = True
         if seat.gpu is not None and not self._idempotent:
             # The GPU may be lost before it has done the batch, which must not run elsewhere then.
             for one in requests:
                 one.given_up = True
-        return DONE
+        requests[0].note_run([device], len(requests), "completed", ends_later=seat.gpu is not None)
+        return DONE, excluded, loaded
 
-    def _answer(self, seat: Seat, answer: Answer, requests: Sequence[_Request]) -> Any:
-        spec = requests[0].spec
+    def _answer(self, seat: Seat, answer: Answer, requests: Sequence[_Request]) -> tuple[Any, float]:
+        """Their answers, and the seconds that say nothing of the device's speed."""
+        kind, spec, dtype = requests[0].kind, requests[0].spec, self._options.autocast
+        rows = [one.leaves for one in requests]
         with torch.inference_mode():
-            batch = [seat.stacked(leaves) for leaves in zip(*(one.leaves for one in requests), strict=True)]
-            return answer(batch[0] if spec is None else pytree.tree_unflatten(batch, spec))
+            if self._padding is None:
+                batch = [seat.stacked(leaves) for leaves in zip(*rows, strict=True)]
+            else:
+                batch = self._padding.stack(seat, rows, self._values[kind])
+            given = batch[0] if spec is None else pytree.tree_unflatten(batch, spec)
+            casts = contextlib.nullcontext() if dtype is None else torch.autocast(seat.device.type, dtype)
+            with self._served.running(seat.name, kind, tuple(one.shape for one in batch)) as excluded, casts:
+                return answer(given), excluded
 
-    def _hand_out(self, seat: Seat, answers: Any, requests: Sequence[_Request]) -> None:
+    def _checked(self, answers: Any, count: int) -> tuple[list[torch.Tensor], Any]:
         leaves, spec = pytree.tree_flatten(answers)
         for leaf in leaves:
-            if not (isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == len(requests)):
+            if not (isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count):
                 what = (
                     f"a tensor of shape {tuple(leaf.shape)}"
                     if isinstance(leaf, torch.Tensor)
                     else f"a {type(leaf).__name__}"
                 )
                 raise InvalidArgument(
-                    f"{self._name}: the model returned {what} for {len(requests)} requests. It must return tensors, or a nest of them, whose "
+                    f"{self._name}: the model returned {what} for {count} requests. It must return tensors, or a nest of them, whose "
                     "dimension 0 is the request."
                 )
+        return [leaf.detach() for leaf in leaves], spec
+
+    def _hand_out(self, seat: Seat, answers: Any, answer: Answer, requests: Sequence[_Request]) -> float:
+        """Give each its answer. Returns the seconds of running some of them alone."""
+        alone = 0.0
+        leaves, spec = self._checked(answers, len(requests))
+        if self._padding is None:
+            found = [list(seat.fetched(leaf).unbind()) for leaf in leaves]
+        else:
+
+            def run(some: Sequence[int]) -> tuple[list[torch.Tensor], Any]:
+                nonlocal alone
+                seat.wait()
+                begun = time.monotonic()
+                some_answers, _ = self._answer(seat, answer, [requests[index] for index in some])
+                seat.wait()
+                alone += time.monotonic() - begun
+                return self._checked(some_answers, len(some))
+
+            given = [one.leaves for one in requests]
+            found = self._padding.cut(requests[0].kind, leaves, spec, given, run, seat.fetched)
         # Copies: a view would keep the answers of the whole batch. They are no inference tensors, so autograd takes them.
-        fetched = Fetched([seat.fetched(leaf).unbind() for leaf in leaves], spec, seat.mark())
+        fetched = Fetched(found, spec, seat.mark())
         for index, request in enumerate(requests):
             if seat.gpu is None:
                 request.value = fetched.of(index)
             else:
                 request.fetched = fetched, index
+        return alone
 
     def _failed(
         self, device: str, begun: float, requests: Sequence[_Request], error: BaseException, *, again: bool
     ) -> int:
+        requests[0].note_run([device], len(requests), "failed")
         ran = device, time.monotonic() - begun
         for request in requests:
             request.error, request.given_up, request.ran = error, not again, None if again else ran
@@ -267,6 +355,8 @@ class Batcher(Handle):
         """The device could not be prepared: it is retired, and others answer, unless it is the last one."""
         for request in requests:
             request.error, request.given_up = error, True
+        if requests[0].future is None:  # the run was given up, and its end says nothing of the device
+            return FAILED
         if not self._jobs.engine.retire(device, unless_last=True):
             return FAILED
         try:

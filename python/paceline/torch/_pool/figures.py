@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline import InvalidArgument
+from paceline.torch._pool.tracing import Runs
 
 # Seconds that jobs wait, from what an idle worker takes to what a night of batch work takes.
 BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
@@ -27,6 +28,7 @@ class Figures:
         self._outcomes = dict.fromkeys(("completed", "failed", "rejected", "expired", "cancelled"), 0)
         self._waits = [0] * (len(BOUNDS) + 1)
         self._waited = 0.0
+        self.runs = Runs()
 
     def add(self, device: str) -> None:
         """One more device."""

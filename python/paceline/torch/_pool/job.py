@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures._base import LOGGER
 from typing import Any, Generic, TypeVar
 
-import torch
-
-from paceline import Cancelled, DeviceLost, Error, Expired, InvalidArgument, OutOfMemory, Rejected
+from paceline import Cancelled, DeviceLost, Error, Expired, InvalidArgument, OutOfMemory, Rejected, Timeout
 from paceline._core.engine import Pool as Engine
+from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.figures import Figures
 from paceline.torch._pool.seats import entered, hand_over, marks_of
+from paceline.torch._pool.tracing import Run
 
 _T = TypeVar("_T")
 
@@ -27,6 +28,7 @@ _ERRORS: dict[str, type[Error]] = {
     "cancelled": Cancelled,
     "out_of_memory": OutOfMemory,
     "device_lost": DeviceLost,
+    "timeout": Timeout,
 }
 NEVER_RAN = ("rejected", "expired", "cancelled")
 _OWN = __name__.rpartition(".")[0] + "."  # modules of pools
@@ -69,6 +71,8 @@ class PoolFuture(Future[_T], Generic[_T]):
             After `timeout` seconds.
         InvalidArgument
             On a worker, if the job has not ended.
+        Timeout
+            If it ran for longer than the pool's ``hang_seconds``.
         Unavailable
             In a process that was forked from that of the pool, if the job has not ended.
         """
@@ -165,12 +169,40 @@ class Work:
         self._keeps, self._figures = keeps, figures
         self._submitted = time.monotonic()
         self._begun: float | None = None
+        self._run_begun = 0.0  # its last run
+        self.kind = ""
+        self.thread: int | None = None  # that runs it
+        self.enqueued: tuple[Sequence[str], int] | None = None  # devices and jobs of its run, which GPUs are still at
 
     def begin(self) -> None:
         """Called on the worker, before each run."""
+        self._end_run("failed", None)  # on a GPU, after the call
+        self.thread, self._run_begun = threading.get_ident(), time.monotonic()
         if self._begun is None and self.future is not None:
-            self._begun = time.monotonic()
+            self._begun = self._run_begun
             self.future._begun = True
+
+    def note_run(self, devices: Sequence[str], jobs: int, outcome: str, *, ends_later: bool = False) -> None:
+        """Note its run, of so many jobs, which is over, or `ends_later`, when GPUs have done it. One that was given up was noted then."""
+        if ends_later:
+            self.enqueued, self.thread = (devices, jobs), None
+        elif self.future is not None:
+            self._figures.runs.add(self.run_until_now(devices, jobs, outcome))
+
+    def _end_run(self, outcome: str, seconds: float | None) -> None:
+        """Note the run that GPUs were still at, which has ended after so many seconds, or now."""
+        noted, self.enqueued = self.enqueued, None
+        if noted is not None and outcome != "timeout":
+            run = self.run_until_now(*noted, "completed" if outcome == "completed" else "failed")
+            self._figures.runs.add(run if seconds is None else run._replace(ended=run.begun + seconds))
+
+    def run_until_now(self, devices: Sequence[str], jobs: int, outcome: str) -> Run:
+        """Its run, as it is noted."""
+        waited = (self._begun or self._submitted) - self._submitted
+        return Run(devices, self.kind, self._run_begun, time.monotonic(), jobs, waited, outcome)
+
+    def hang(self, device: str) -> None:
+        """Called before its run there is given up, which goes on."""
 
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
         """Called by the engine, when nothing of it runs any more; again if an interrupt comes in between. Then it does what is left."""
@@ -186,8 +218,11 @@ class Work:
             future._let_go()
         else:
             self._counted = True
+            self._end_run(outcome, seconds)
             waited = None if self._begun is None else self._begun - self._submitted
             self._figures.count(outcome, waited, device, seconds if self.leads else None)
+            if outcome in NEVER_RAN:
+                self._figures.runs.never_ran(self.kind, outcome)
         future._end(outcome, message, self.error, self.value)
         self.future = self.value = self.error = self._keeps = None
 
@@ -200,11 +235,12 @@ class Job(Work):
         self._fn, self._args, self._kwargs, self._gang = fn, args, kwargs, gang
         self._inputs = marks_of((args, kwargs), jobs.gpus) if jobs.gpus else []
 
-    def run(self, devices: list[str]) -> int:
+    def run(self, devices: list[str], evicted: list[tuple[str, str]]) -> int:
         """Called by the engine on a worker. Never raises."""
         self.begin()
+        seats = [self._keeps.seats[name] for name in devices]
         try:
-            seats = [self._keeps.seats[name] for name in devices]
+            self._keeps.evict(evicted)
             seats[0].prepare()
             with seats[0].entered() if self._gang == 1 else entered(seats):
                 for seat in seats if self._inputs else ():
@@ -213,9 +249,11 @@ class Job(Work):
                 self.value = self._fn(places[0] if self._gang == 1 else places, *self._args, **self._kwargs)
         except BaseException as error:
             self.error = error
-            if isinstance(error, torch.OutOfMemoryError):
+            self.note_run(devices, 1, "failed")
+            if is_out_of_memory(error):
                 seats[0].release_memory()
             return LOST if isinstance(error, DeviceLost) else FAILED
+        self.note_run(devices, 1, "completed", ends_later=any(seat.gpu is not None for seat in seats))
         return DONE
 
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
@@ -240,6 +278,6 @@ def _forget_own_frames(error: BaseException) -> None:
 
 def code_of(error: BaseException, requests: int) -> int:
     """What the engine is told of an exception of a batch. Out of memory halves the device's batches, so it cannot help a single request."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) and requests > 1:
+    if requests > 1 and is_out_of_memory(error):
         return OUT_OF_MEMORY
     return LOST if isinstance(error, DeviceLost) else FAILED

@@ -10,33 +10,44 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline._core.engine import Pool as Engine
 from paceline.torch._devices import cuda
 from paceline.torch._pool.figures import Figures
 from paceline.torch._pool.job import PoolFuture, Work
+from paceline.torch._pool.needs import ANY, Needs, Place, place_of
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.served import Served
+from paceline.torch._pool.watchdog import Watchdog
 
 Priority = Literal["interactive", "normal", "batch", "background"]
 Placement = Literal["auto", "any", "weighted", "round_robin", "least_outstanding", "earliest_finish"]
+Evicted = list[tuple[str, str]]  # devices, and models that leave their memory
 
-_S = TypeVar("_S", bound=Served)
 _PRIORITIES = ("interactive", "normal", "batch", "background")
 
 
 class Jobs:
     """What a pool and its batchers share. Jobs keep it until they have ended, so a pool that nobody knows any more ends them first."""
 
-    def __init__(self, group: DeviceGroup, placement: Placement, budget: float) -> None:
+    def __init__(
+        self,
+        group: DeviceGroup,
+        placement: Placement,
+        budget: float,
+        memory: Mapping[str, float],
+        hang_seconds: float | None,
+    ) -> None:
         self.devices = list(group.devices)
-        self.engine = Engine(group, placement, budget)
+        self.memory = dict(memory)
+        self.engine = Engine(group, placement, budget, self.memory)
         self.seats = {one.name: Seat(one, self.engine.stream) for one in group.devices}
-        self._served: weakref.WeakSet[Served] = weakref.WeakSet()
+        self.served: weakref.WeakValueDictionary[str, Served] = weakref.WeakValueDictionary()  # by the batcher's name
         self._adding = threading.RLock()  # a device, or what is served
+        self.watchdog = None if hang_seconds is None else Watchdog(self, hang_seconds)
         self.figures = Figures([one.name for one in group.devices])
         self.closed = False
         self._process = os.getpid()
@@ -54,7 +65,9 @@ class Jobs:
         not_before: float = 0.0,
         gang: int = 1,
         after: Sequence[PoolFuture[Any]] = (),
-        needs: Sequence[str] = (),
+        place: Place = ANY,
+        cost: float = 1.0,
+        memory: float = 0.0,
         batched: bool = False,
     ) -> None:
         """Give the engine a piece of work, and its future what the engine knows it by."""
@@ -64,6 +77,7 @@ class Jobs:
             raise InvalidArgument("submit: after= has something else than futures of this pool.")
         future = work.future
         assert future is not None
+        work.kind = kind
         future._job = self.engine.submit(
             work,
             kind=kind,
@@ -72,7 +86,10 @@ class Jobs:
             not_before=not_before,
             gang=gang,
             after=[one._job for one in after],
-            needs=list(needs),
+            needs=place.labels,
+            devices=place.names,
+            cost=cost,
+            memory=memory,
             wait=wait,
             batched=batched,
         )
@@ -82,14 +99,18 @@ class Jobs:
         """The numbers of the GPUs that are devices, or of which parts are."""
         return {seat.gpu for seat in list(self.seats.values()) if seat.gpu is not None}
 
-    def serve(self, make: Callable[[Sequence[Seat]], _S]) -> _S:
-        """What `make` returns for the devices. Devices that are added later are told to it."""
-        with self._adding:
-            served = make(list(self.seats.values()))
-            self._served.add(served)
-            return served
+    def place_of(self, needs: Needs) -> Place:
+        """Where jobs with these needs may run, of the devices that there are now."""
+        return place_of(needs, self.devices, self.memory) if needs else ANY
 
-    def add(self, device: Device) -> None:
+    def serve(self, name: str, served: Served) -> None:
+        """Let the devices answer requests, and those that are added later."""
+        with self._adding:
+            for seat in list(self.seats.values()):
+                served.add(seat)
+            self.served[name] = served
+
+    def add(self, device: Device, memory: float | None) -> None:
         """One more device."""
         with self._adding:
             if device.name in self.seats:
@@ -97,17 +118,26 @@ class Jobs:
                     f"add: the pool has {device.name} already. restore() takes back a device that is retired."
                 )
             seat = Seat(device, self.engine.stream)
-            for served in list(self._served):
+            for served in list(self.served.values()):
                 served.add(seat)
             self.figures.add(device.name)
             self.seats[device.name] = seat  # before the first job
             try:
-                self.engine.add(device)
+                self.engine.add(device, memory)
             except BaseException:
                 del self.seats[device.name]
                 self.figures.remove(device.name)
                 raise
+            if memory is not None:
+                self.memory[device.name] = memory
             self.devices.append(device)
+
+    def evict(self, models: Evicted) -> None:
+        """Let devices forget models. Called on a worker, before what needs the memory."""
+        for device, name in models:
+            served = self.served.get(name)
+            if served is not None:
+                served.drop(device)
 
     def number(self) -> int:
         """The number of one more batcher."""
@@ -122,12 +152,16 @@ class Jobs:
         """Wait until every job has ended. In another process than that of the pool it does nothing."""
         if os.getpid() == self._process:
             self.engine.close(cancel)
-            if self.gpus and not self.closed:
+            hung = () if self.watchdog is None else self.watchdog.hung
+            if self.gpus and not self.closed and all(self.seats[name].gpu is None for name in hung):
+                # Giving memory back waits for what a GPU does, which may be for ever.
                 # PyTorch's type: a GPU that has failed releases nothing, and its jobs have said so.
                 with contextlib.suppress(RuntimeError):
                     cuda.release_memory(any(seat.is_part for seat in self.seats.values()))
                 self.engine.release()
             self.closed = True
+            if self.watchdog is not None:
+                self.watchdog.end()
 
 
 _open: weakref.WeakSet[Jobs] = weakref.WeakSet()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument, Rejected, find_device
-from paceline import devices as all_devices
 from paceline.torch._pool.batcher import Batcher
 from paceline.torch._pool.figures import Collector
+from paceline.torch._pool.groups import group_of
 from paceline.torch._pool.job import Job, PoolFuture
 from paceline.torch._pool.jobs import Jobs, Placement, Priority
-from paceline.torch._pool.served import Copies, Served, ServedFunction, ServedScript, WithState
+from paceline.torch._pool.needs import Needs
+from paceline.torch._pool.serving import batcher_of, bytes_of
+from paceline.torch._pool.tracing import Scalars
 from paceline.torch._replicas.copies import Replicate
 from paceline.torch._replicas.reach import Handle
 
@@ -33,8 +35,7 @@ class Pool(Handle):
     Jobs are threads of one process. They share Python's lock, which PyTorch's operators run without, and PyTorch's default generator of each kind of
     device: give a job a ``torch.Generator`` of its own if its random numbers are to be the same each time.
 
-    On a GPU a job works on a stream of the pool, and has ended when the GPU has done its work, for which no thread waits. A GPU has one job or batch
-    at a time.
+    On a GPU a job works on a stream of the pool. It has ended when the GPU has done its work, for which no thread waits. One job or batch is on a GPU at a time.
 
     A pool that is not closed ends its jobs when the program ends, as executors of `concurrent.futures` do. If an error has ended the program, it
     cancels what waits. Jobs keep their pool until they have ended.
@@ -52,6 +53,11 @@ class Pool(Handle):
         The part of a device's time, from 0 to 1, that jobs may take from steps of trainers on the same device. Then a job of priority ``"interactive"``,
         or with a deadline of less than a second, waits for one micro-batch, and not for the device's part of the step. All jobs run where a step has no work for the device,
         whatever the budget. On a GPU, where jobs compute beside the step, it holds for all of them.
+    memory
+        Bytes that jobs may use of a device, by its name: ``{"cuda:0": 60e9}``. Others have no limit. What jobs use is what their ``memory=`` says.
+    hang_seconds
+        A job or a batch that runs for longer is given up: its future has `Timeout`, a warning names the job, the device and the line, and another thread
+        takes the jobs of the device. The thread that hangs goes on, and so does a GPU, beside later jobs. More than any job takes, with compiling and loading.
 
     Raises
     ------
@@ -71,8 +77,12 @@ class Pool(Handle):
         *,
         placement: Placement = "auto",
         budget: float = 0.1,
+        memory: Mapping[str, float] | None = None,
+        hang_seconds: float | None = None,
     ) -> None:
-        self._jobs = Jobs(_group_of(devices), placement, budget)
+        caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in (memory or {}).items()}
+        self._jobs = Jobs(group_of(devices), placement, budget, caps, hang_seconds)
+        self._scalars = Scalars()
 
     @property
     def devices(self) -> list[Device]:
@@ -89,7 +99,8 @@ class Pool(Handle):
         not_before: float = 0.0,
         gang: int = 1,
         after: Sequence[PoolFuture[Any]] = (),
-        needs: str | Sequence[str] = (),
+        needs: Needs = (),
+        memory: float = 0.0,
         kind: str | None = None,
         wait: bool = True,
         **kwargs: Any,
@@ -116,9 +127,13 @@ class Pool(Handle):
         after
             Jobs of this pool that must complete first. If one does not, this job is cancelled.
         needs
-            Labels that the device must have: its name, or ``"host"``, or ``"cuda"``.
+            What the device must have: a label, which is its name, ``"host"`` or ``"cuda"``; a function of its facts (``name``, ``kind``, ``device_class``, ``cores``,
+            ``memory`` in bytes) that returns whether it will do, ``lambda facts: facts.memory > 4e9``; or a list of these, all of which must hold. A
+            function is called once for each device that the pool then has, by `submit`. A device that is added later takes no earlier jobs with a function.
+        memory
+            Bytes that the job needs on each of its devices while it runs. It waits until they are there, and is `Rejected` where no device has as much.
         kind
-            Jobs of one kind take about the same time. None: the name of `fn`.
+            Jobs of one kind take about the same time. None: the name of `fn`. Those that need other `memory` are measured apart.
         wait
             Whether to wait while the queue of the kind is full. Otherwise the future has `Rejected`, as inside of a job.
 
@@ -137,10 +152,6 @@ class Pool(Handle):
         """
         if not callable(fn):
             raise InvalidArgument(f"submit: its first argument is a {type(fn).__name__}, not a function.")
-        if "memory" in kwargs:
-            raise InvalidArgument(
-                "submit: memory= is not there yet: pools know no memory. An argument of the job with this name goes into a functools.partial."
-            )
         future: PoolFuture[_T] = PoolFuture()
         self._jobs.put(
             Job(future, self._jobs, fn, args, kwargs, gang),
@@ -150,7 +161,8 @@ class Pool(Handle):
             not_before=not_before,
             gang=gang,
             after=after,
-            needs=[needs] if isinstance(needs, str) else list(needs),
+            place=self._jobs.place_of(needs),
+            memory=bytes_of("submit", "memory", memory),
             wait=wait,
         )
         return future
@@ -172,6 +184,14 @@ class Pool(Handle):
         max_delay: float = 0.0,
         idempotent: bool | None = None,
         replicate: Replicate | None = None,
+        pad: Any = None,
+        cost: Callable[[Any], float] | None = None,
+        length_dim: int = 0,
+        memory: float = 0.0,
+        resident: float = 0.0,
+        needs: Needs = (),
+        autocast: torch.dtype | None = None,
+        compile: bool | Mapping[str, Any] = False,
     ) -> Batcher:
         """Answer requests in batches of what waits, of the sizes that end soonest over all devices. Answers are computed in inference mode.
 
@@ -192,62 +212,74 @@ class Pool(Handle):
         max_delay
             Seconds that a batch may wait to become larger, from its first request on.
         idempotent
-            Whether a batch that fails may run again in halves, so that only the request fails that is the reason. None: for modules. Otherwise all
-            requests of the batch get its error.
+            Whether a batch that fails may run again in halves, so that only the request fails that is the reason. Otherwise all get its error. None: for modules.
         replicate
             ``replicate(module)`` returns a new module of the same structure, for modules that ``copy.deepcopy`` cannot copy.
+        pad
+            Let requests of different lengths share batches. Tensors are filled up at their end with this number, to the longest of the batch; or a nest of
+            numbers, with the structure of a request. The model must leave padding out of the answers of others, by a mask. Answers come back
+            without the padding where their dimensions are lengths of the request. Which ones are is learned: the first time that requests are padded, the
+            shortest one also runs alone. If its answer differs, the batch fails.
+        cost
+            Of a request, a number above 0: batches hold requests of like costs, and take as long as their number times the largest cost. None: the length.
+        length_dim
+            The dimension of a request's tensors that is padded. Others must be equal in a batch, and tensors without it.
+        memory
+            Bytes that a request of a batch needs while it runs, with `pad` the longest one. Batches are no larger than fits into the pool's ``memory=``.
+        resident
+            Bytes of a device's state that `initializer` makes. Where the memory is needed for others it is dropped, that first which is made anew in the least
+            time for its bytes. It is made anew when it is needed.
+        needs
+            Which devices answer, as in `submit`. A function is asked again for a device that is added, for later requests.
+        autocast
+            ``torch.bfloat16`` or ``torch.float16``: answer under ``torch.autocast``.
+        compile
+            Compile each device's copy: True, or options of ``torch.compile``. What is compiled may be served, too. The first batches of each size compile
+            alone, which counts for no device's speed. On GPUs without CUDA graphs, which ``mode="reduce-overhead"`` has.
 
         Raises
         ------
         InvalidArgument
             For a module in training mode or with a batch norm that keeps no statistics, and for arguments that cannot be used.
         """
-        is_module = isinstance(model, nn.Module)
-        if isinstance(model, nn.Module) and _mixes_requests(model):
-            raise InvalidArgument(
-                "serve: the module, or a batch norm in it, is in training mode, or a batch norm keeps no statistics (track_running_stats=False). "
-                "Then an answer may depend on other requests. Call eval() before. "
-                "If this is meant, give a function that calls the module."
-            )
-        if not callable(model):
-            raise InvalidArgument(f"serve: its first argument is a {type(model).__name__}, not a module or a function.")
-        if not (isinstance(max_batch, int) and max_batch >= 1 and 0 <= max_delay < math.inf):
-            raise InvalidArgument(
-                f"serve: max_batch={max_batch!r} must be at least 1, and max_delay={max_delay!r} finite and not negative."
-            )
-        if is_module and initializer is not None:
-            raise InvalidArgument("serve: initializer= is for a function fn(state, batch). A module is its own state.")
-        if not is_module and replicate is not None:
-            raise InvalidArgument("serve: replicate= is for modules.")
-        served: Served
-        if isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule):
-            module = model
-            served = self._jobs.serve(lambda seats: Copies(module, seats, replicate))
-        elif isinstance(model, torch.jit.ScriptModule):
-            script = model
-            served = self._jobs.serve(lambda seats: ServedScript(script, seats))
-        else:
-            served = ServedFunction(model) if initializer is None else WithState(model, initializer)
-        return Batcher(
+        return batcher_of(
             self._jobs,
-            served,
-            f"{_name_of(model).rpartition('.')[2]} {self._jobs.number()}",
+            model,
+            _name_of(model).rpartition(".")[2],
+            initializer=initializer,
+            replicate=replicate,
+            compile=compile,
+            resident=resident,
             max_batch=max_batch,
             max_delay=max_delay,
-            idempotent=is_module if idempotent is None else idempotent,
+            idempotent=idempotent,
+            cost=cost,
+            pad=pad,
+            length_dim=length_dim,
+            memory=memory,
+            needs=needs,
+            autocast=autocast,
         )
 
-    def add(self, device: str | Device) -> None:
+    def add(self, device: str | Device, *, memory: float | None = None) -> None:
         """Let one more device join, with its worker and a copy of every served module. It takes work at once.
+
+        Parameters
+        ----------
+        device
+            Or its name.
+        memory
+            Bytes of its memory that jobs may use. None: no limit.
 
         Raises
         ------
         InvalidArgument
-            If there is no such device, if the pool has it already, or if a module that is served cannot be there.
+            If there is no such device, if the pool has it already, if what is served cannot be there, or for another `memory`.
         Unavailable
             If the pool is closed.
         """
-        self._jobs.add(find_device(device) if isinstance(device, str) else device)
+        cap = None if memory is None else bytes_of("add", "memory", memory)
+        self._jobs.add(find_device(device) if isinstance(device, str) else device, cap)
 
     def retire(self, device: str) -> None:
         """Let a device start nothing until `restore`. What runs there goes on."""
@@ -291,15 +323,48 @@ class Pool(Handle):
         dict
             ``devices``: by name ``jobs`` that completed, their ``runs`` alone or in batches, ``busy_seconds`` of these, and whether it is
             ``retired``, or lost. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured times.
-            ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds``, of all of them together.
+            ``hangs``: the last runs that were given up, each with ``device``, ``kind``, ``jobs``, ``where`` and ``time``. ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds``, of all of them together.
         """
         return {
             "devices": self._jobs.devices_now(),
             "waiting": self.waiting,
             "running": self.running,
             "backlog_seconds": self._jobs.engine.backlog_seconds,
+            "hangs": [] if self._jobs.watchdog is None else list(self._jobs.watchdog.hangs),
             **self._jobs.figures.report(),
         }
+
+    def scalars(self, prefix: str = "paceline/pool/") -> dict[str, float]:
+        """Figures by flat names, for what logs numbers, such as TensorBoard.
+
+        Returns
+        -------
+        dict
+            ``waiting``, ``running`` and ``backlog_seconds`` are of now. What counts, is of the time since the call before, or since the pool was made: how
+            many jobs ended how, such as ``completed``; ``wait_seconds``, the mean wait; and by device, with ``_`` in place of ``:``,
+            ``jobs_per_second/host_0``, ``busy_ratio/host_0`` and ``retired/host_0``.
+        """
+        return self._scalars.of(self.report(), prefix)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last 10,000 runs as a trace for https://ui.perfetto.dev or chrome://tracing.
+
+        Each device has a row with its jobs and batches. A click shows how many requests a batch has, how long its first one has waited, and how it ended.
+        Jobs that never ran are instants in a row of their own. Works after `close`, too.
+
+        Parameters
+        ----------
+        path
+            The JSON file. An existing one is replaced when the new one is complete.
+
+        Raises
+        ------
+        Unavailable
+            Before the first job.
+        OSError
+            If the file cannot be written.
+        """
+        self._jobs.figures.runs.write(path, [one.name for one in self.devices])
 
     def prometheus(self, /, **labels: str) -> Collector:
         """A collector of ``prometheus_client`` with the figures of `report`, which you register. It starts no server.
@@ -326,39 +391,6 @@ class Pool(Handle):
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(cancel=kind is not None)
-
-
-def _group_of(devices: Any) -> DeviceGroup:
-    if isinstance(devices, str):
-        if devices not in ("auto", "cuda", "host"):
-            raise InvalidArgument(
-                f"Pool: devices is {devices!r}; it must be 'auto', 'cuda', 'host', or a list of devices."
-            )
-        return DeviceGroup(_of_kind("cuda") or _of_kind("host") if devices == "auto" else _some_of_kind(devices))
-    if isinstance(devices, DeviceGroup):
-        return devices
-    group = getattr(devices, "group", None)  # of a trainer, which may be closed before the pool
-    if isinstance(group, DeviceGroup):
-        return DeviceGroup(list(group.devices))
-    found = [_some_of_kind(one) if one in ("cuda", "host") else [one] for one in devices]
-    return DeviceGroup([one for some in found for one in some])
-
-
-def _of_kind(kind: str) -> list[str]:
-    return [one.name for one in all_devices() if one.kind == kind]
-
-
-def _some_of_kind(kind: str) -> list[str]:
-    found = _of_kind(kind)
-    if not found:
-        raise InvalidArgument(f"Pool: there is no {kind!r} device here. `paceline info` says why.")
-    return found
-
-
-def _mixes_requests(model: nn.Module) -> bool:
-    # Other parts may have the flag of training for no reason, as those that quantization makes.
-    norms = (part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm))
-    return model.training or any(part.training or part.running_mean is None for part in norms)
 
 
 def _name_of(fn: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -47,8 +48,17 @@ class Seat:
         first = items[0]
         if any(type(one) is not torch.Tensor or one.layout is not torch.strided or one.is_quantized for one in items):
             return torch.stack(list(items)).to(self.device)
-        batch = cuda.pinned(len(items) * first.numel(), first.dtype).view(len(items), *first.shape)
-        return torch.stack(list(items), out=batch).to(self.device, non_blocking=True)
+        return self.brought(torch.stack(list(items), out=self.room((len(items), *first.shape), first.dtype)))
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory of a batch that `brought` takes."""
+        if self.gpu is None:
+            return torch.empty(*shape, dtype=dtype, device="cpu")
+        return cuda.pinned(math.prod(shape), dtype).view(*shape)
+
+    def brought(self, batch: torch.Tensor) -> torch.Tensor:
+        """The batch on the device. The host does not wait for the copy."""
+        return batch if self.gpu is None else batch.to(self.device, non_blocking=True)
 
     def fetched(self, answer: torch.Tensor) -> torch.Tensor:
         """The answer in host memory: from a GPU it is there when the GPU has come to what `mark` returns afterwards."""
@@ -63,6 +73,11 @@ class Seat:
     def mark(self) -> Any:
         """An event after all that the stream has to do; None on the host."""
         return None if self.gpu is None else cuda.mark_current(self.gpu)
+
+    def wait(self) -> None:
+        """Let the calling thread wait for what the device has to do."""
+        if self.gpu is not None:
+            cuda.wait(self.mark())
 
     def follow(self, events: Sequence[Any]) -> None:
         """Let the device wait for events of GPUs."""

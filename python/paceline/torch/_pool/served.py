@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import math
 import operator
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +16,17 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._devices import cuda
+from paceline.torch._devices.compile_gate import CompileGate
+from paceline.torch._devices.compiling import compiled_for_each
 from paceline.torch._pool.seats import Seat
 from paceline.torch._replicas.buffers import Pair, Slots
+from paceline.torch._replicas.compiled import captures_graphs, compiles, is_compiled, is_compiled_function
 from paceline.torch._replicas.copies import Replicate, alias_of, copied, made_by
 from paceline.torch._replicas.reach import Reach
 from paceline.torch._replicas.replica import Replica
+
+# Of a kind on a device. A compiler that meets so many has long switched to dynamic shapes, or given up (its own limit is 8).
+_MOST_SIZES = 16
 
 Answer = Callable[[Any], Any]
 Marks = tuple[
@@ -25,35 +35,89 @@ Marks = tuple[
 
 
 class Served:
-    """Hands each device its function of a batch."""
+    """Hands each device its function of a batch.
 
-    def of(self, seat: Seat) -> Answer:
-        """Called on the device's worker, on its stream, before each batch. What it raises makes the device useless for these requests."""
-        raise TypeError("Served.of is for subclasses")
+    Attributes
+    ----------
+    resident
+        Bytes that it keeps in the memory of a device, until `drop`.
+    """
+
+    resident = 0.0
+
+    def __init__(self, *, compiled: bool, captures: bool = False) -> None:
+        self._compiled, self._captures = compiled, captures
+        self._devices: set[str] = set()
+        self._sizes: dict[tuple[str, str], set[Any]] = {}  # that have run, by device and kind
+        self._call = object()  # for the gate; another one once a run hangs
 
     def add(self, seat: Seat) -> None:
-        """Called before a device joins the pool, with all other devices at work."""
+        """Called for each device before it may answer, with all others at work. Raises if it cannot."""
+        if self._captures and seat.gpu is not None:
+            raise InvalidArgument(
+                f"serve: torch.compile with CUDA graphs of its own (mode='reduce-overhead' or 'max-autotune') on {seat.name}. PyTorch keeps the memory of such "
+                "graphs for one thread and one stream of a GPU, and a pool has several. Use mode='max-autotune-no-cudagraphs' or no mode."
+            )
+        self._devices.add(seat.name)
+
+    def of(self, seat: Seat) -> tuple[Answer, float | None]:
+        """Called on the device's worker, on its stream, before each batch. What it raises makes the device useless for these requests.
+
+        Also the seconds in which it was loaded, if it was not resident.
+        """
+        answer, loaded = self._of(seat)
+        return (self._limited(answer) if self._compiled else answer), loaded
+
+    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
+        raise TypeError("Served._of is for subclasses")
+
+    def drop(self, device: str) -> None:
+        """Forget what was made for a device, on any thread."""
+        self._call = object()
+        self._sizes = {key: sizes for key, sizes in self._sizes.items() if key[0] != device}
+
+    @contextlib.contextmanager
+    def running(self, device: str, kind: str, size: tuple[Any, ...]) -> Iterator[float]:
+        """Around a batch of a kind and a size. Yields the seconds that say nothing of the device's speed: all if something may be compiled.
+
+        What is compiled first runs with no other compiled work beside it, as in training. `size` has all that code may be compiled anew for.
+        """
+        if not self._compiled:
+            yield 0.0
+            return
+        sizes = self._sizes.setdefault((device, kind), set())
+        first = size not in sizes and len(sizes) < _MOST_SIZES
+        with CompileGate.of_call().enter(first, self._call) as waited:
+            yield math.inf if first or waited else 0.0
+        if first:
+            sizes.add(size)
+
+    def _limited(self, answer: Answer) -> Answer:
+        def limited(batch: Any) -> Any:  # each device may compile as often as one device alone
+            context = contextvars.copy_context()
+            with compiled_for_each(len(self._devices), [context]):
+                return context.run(answer, batch)
+
+        return limited
 
 
 class ServedFunction(Served):
     """A function that all devices call."""
 
     def __init__(self, function: Answer) -> None:
+        super().__init__(compiled=is_compiled_function(function), captures=captures_graphs(function))
         self._function = function
 
-    def of(self, seat: Seat) -> Answer:
-        """See `Served`."""
-        return self._function
+    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
+        return self._function, None
 
 
 class ServedScript(ServedFunction):
     """A ``ScriptModule``, which has no copies."""
 
-    def __init__(self, module: torch.jit.ScriptModule, seats: Sequence[Seat]) -> None:
+    def __init__(self, module: torch.jit.ScriptModule) -> None:
         super().__init__(module)
         self._place = _place_of(module)
-        for seat in seats:
-            self.add(seat)
 
     def add(self, seat: Seat) -> None:
         """See `Served`."""
@@ -62,21 +126,33 @@ class ServedScript(ServedFunction):
                 f"serve: a torch.jit.ScriptModule has no copies, and this one is on {self._place}, so {seat.name} cannot call it. Let initializer= "
                 "load it onto each device."
             )
+        super().add(seat)
 
 
 class WithState(Served):
     """A function of the device's own state, which `initializer` makes on the device's worker, before the first batch."""
 
-    def __init__(self, function: Callable[[Any, Any], Any], initializer: Callable[[torch.device], Any]) -> None:
-        self._function, self._initializer = function, initializer
-        self._states: dict[str, Any] = {}  # each worker writes its own
+    def __init__(
+        self, function: Callable[[Any, Any], Any], initializer: Callable[[torch.device], Any], resident: float
+    ) -> None:
+        super().__init__(compiled=is_compiled_function(function), captures=captures_graphs(function))
+        self._function, self._initializer, self.resident = function, initializer, resident
+        self._states: dict[str, tuple[Any]] = {}  # each worker writes its own
 
-    def of(self, seat: Seat) -> Answer:
+    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
+        made, loaded = self._states.get(seat.name), None
+        if made is None:
+            begun = time.monotonic()
+            made = self._states[seat.name] = (self._initializer(seat.device),)
+            seat.wait()  # for copies to a GPU
+            loaded = time.monotonic() - begun
+        (state,) = made
+        return (lambda batch: self._function(state, batch)), loaded
+
+    def drop(self, device: str) -> None:
         """See `Served`."""
-        if seat.name not in self._states:
-            self._states[seat.name] = self._initializer(seat.device)
-        state = self._states[seat.name]
-        return lambda batch: self._function(state, batch)
+        super().drop(device)
+        self._states.pop(device, None)
 
 
 class _Weights:
@@ -109,8 +185,8 @@ class _Weights:
 class _Copy:
     """A device's copy of a module."""
 
-    def __init__(self, replica: Replica, shared: list[Pair], weights: _Weights | None) -> None:
-        self.replica = replica
+    def __init__(self, replica: Replica, answer: Answer, shared: list[Pair], weights: _Weights | None) -> None:
+        self.replica, self.answer = replica, answer
         self.shared = shared  # its parameters, and the user's
         self.weights = weights  # None where the module is
         self.generation = 0  # of the weights that it has
@@ -121,19 +197,33 @@ class _Copy:
 class Copies(Served):
     """A copy of a module for each device, since a forward may write to attributes and buffers. Copies share the parameters, or one copy of these in each memory."""
 
-    def __init__(self, module: nn.Module, seats: Sequence[Seat], replicate: Replicate | None) -> None:
-        self._module, self._replicate = module, replicate
+    def __init__(
+        self, module: nn.Module, replicate: Replicate | None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(
+            compiled=options is not None or is_compiled(module),
+            captures=any(captures_graphs(part) for part in module.modules() if compiles(part))
+            or (options is not None and captures_graphs(torch.compile(module, **options))),
+        )
+        self._module, self._replicate, self._options = module, replicate, options
         self._copies: dict[str, _Copy] = {}
         self._weights: dict[str, _Weights] = {}  # by memory space
         self._home: str | None = None  # the memory space of the module, if a device is there
         self._place = _place_of(module)
-        for seat in seats:
-            self.add(seat)
 
     def add(self, seat: Seat) -> None:
         """See `Served`."""
+        super().add(seat)
         if self._home is None and seat.device == self._place:
             self._home = seat.space
+        self._copies[seat.name] = self._copy_for(seat)
+
+    def drop(self, device: str) -> None:
+        """See `Served`."""
+        super().drop(device)
+        self._copies.pop(device, None)
+
+    def _copy_for(self, seat: Seat) -> _Copy:
         reach = Reach(self._module)
         parameters = [*self._module.parameters(), *reach.unregistered.values()]
         with torch.inference_mode(False):
@@ -156,11 +246,15 @@ class Copies(Served):
         if far:
             shared += [({"": one}, {"": made.counterparts[id(one)]}, "") for one in reach.unregistered.values()]
         weights = self._weights.setdefault(seat.space, _Weights()) if far else None
-        self._copies[seat.name] = _Copy(replica, shared, weights)
+        # module.compile() compiles nothing of a class of PyTorch, such as nn.Sequential.
+        answer = replica.module if self._options is None else torch.compile(replica.module, **self._options)
+        return _Copy(replica, answer, shared, weights)
 
-    def of(self, seat: Seat) -> Answer:
-        """See `Served`. The copy gets the user's buffers, and the user's parameters or their memory, if these have changed."""
-        copy = self._copies[seat.name]
+    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
+        # The copy gets the user's buffers, and the user's parameters or their memory, if these have changed.
+        copy = self._copies.get(seat.name)
+        if copy is None:  # after a run that hangs, which has the one before
+            copy = self._copies[seat.name] = self._copy_for(seat)
         if seat.gpu is not None and seat.device == self._place:
             _await(seat.gpu, seat, copy)
         if copy.weights is None:
@@ -176,7 +270,7 @@ class Copies(Served):
                 assert copy.replica.buffers is not None
                 copy.replica.buffers.pull()
             copy.seen = marks
-        return copy.replica.module
+        return copy.answer, None
 
 
 def _await(gpu: int, seat: Seat, copy: _Copy) -> None:

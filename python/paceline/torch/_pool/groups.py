@@ -1,0 +1,36 @@
+"""What `Pool` takes as its devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline import DeviceGroup, InvalidArgument
+from paceline import devices as all_devices
+
+
+def group_of(devices: Any) -> DeviceGroup:
+    """A group of them, or the one that is given."""
+    if isinstance(devices, str):
+        if devices not in ("auto", "cuda", "host"):
+            raise InvalidArgument(
+                f"Pool: devices is {devices!r}; it must be 'auto', 'cuda', 'host', or a list of devices."
+            )
+        return DeviceGroup(_of_kind("cuda") or _of_kind("host") if devices == "auto" else _some_of_kind(devices))
+    if isinstance(devices, DeviceGroup):
+        return devices
+    group = getattr(devices, "group", None)  # of a trainer, which may be closed before the pool
+    if isinstance(group, DeviceGroup):
+        return DeviceGroup(list(group.devices))
+    found = [_some_of_kind(one) if one in ("cuda", "host") else [one] for one in devices]
+    return DeviceGroup([one for some in found for one in some])
+
+
+def _of_kind(kind: str) -> list[str]:
+    return [one.name for one in all_devices() if one.kind == kind]
+
+
+def _some_of_kind(kind: str) -> list[str]:
+    found = _of_kind(kind)
+    if not found:
+        raise InvalidArgument(f"Pool: there is no {kind!r} device here. `paceline info` says why.")
+    return found

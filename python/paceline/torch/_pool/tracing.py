@@ -1,0 +1,95 @@
+"""The last runs of a pool, as a timeline and as numbers by name."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from paceline import Unavailable
+from paceline._chrome_trace import ChromeTrace
+from paceline._words import plural
+
+_KEPT = 10_000
+_QUEUE = "queue"
+
+
+class Run(NamedTuple):
+    """A job or a batch that has run, by the clock of `time.monotonic`."""
+
+    devices: Sequence[str]
+    kind: str
+    begun: float
+    ended: float
+    jobs: int
+    waited: float  # its first job, in seconds
+    outcome: str
+
+
+class Runs:
+    """The last runs, and the last jobs that never ran. Threads: any."""
+
+    def __init__(self) -> None:
+        self._runs: deque[Run] = deque(maxlen=_KEPT)
+        self._never: deque[tuple[float, str, str]] = deque(maxlen=_KEPT)
+
+    def add(self, run: Run) -> None:
+        """Note a run."""
+        self._runs.append(run)
+
+    def never_ran(self, kind: str, outcome: str) -> None:
+        """Note a job that has ended now."""
+        self._never.append((time.monotonic(), kind, outcome))
+
+    def write(self, path: str | os.PathLike[str], devices: Sequence[str]) -> None:
+        """Write them all as a trace."""
+        runs, never = sorted(self._runs.copy(), key=lambda run: run.begun), self._never.copy()
+        if not runs and not never:
+            raise Unavailable("trace: no job has run yet, so there is nothing to write.")
+        trace = ChromeTrace(f"Pool on {', '.join(devices)}", [*devices, _QUEUE])
+        free_at = dict.fromkeys(
+            devices, 0.0
+        )  # a run begins where the one before has ended, but for the clock's own differences
+        for run in runs:
+            name = run.kind if run.jobs == 1 else f"{run.kind}: {plural(run.jobs, 'request')}"
+            if run.outcome != "completed":
+                name += f" ({run.outcome})"
+            for device in run.devices:
+                begun = max(run.begun, free_at[device])
+                ended = max(run.ended, begun)
+                free_at[device] = ended
+                kind = "job" if run.jobs == 1 else "batch"
+                trace.span(
+                    device, name, begun, ended, kind=kind, jobs=run.jobs, waited_seconds=run.waited, outcome=run.outcome
+                )
+        for seconds, kind, outcome in never:
+            trace.instant(_QUEUE, f"{outcome}: {kind}", seconds, kind=outcome)
+        trace.write(path)
+
+
+class Scalars:
+    """The figures of reports by flat names. Names of devices have ``_`` in place of ``:`` and ``/``."""
+
+    def __init__(self) -> None:
+        self._before: Mapping[str, Any] = {}
+        self._then = time.monotonic()
+
+    def of(self, report: Mapping[str, Any], prefix: str) -> dict[str, float]:
+        """What is now, and what has come since the call before, or since the beginning."""
+        now, before = time.monotonic(), self._before
+        seconds = max(now - self._then, 1e-9)
+        self._before, self._then = report, now
+        waits = report["wait_counts"][-1][1] - (before["wait_counts"][-1][1] if before else 0)
+        found: dict[str, float] = {name: report[name] for name in ("waiting", "running", "backlog_seconds")}
+        found["wait_seconds"] = (report["wait_seconds"] - before.get("wait_seconds", 0.0)) / max(1, waits)
+        for outcome, count in report["outcomes"].items():
+            found[outcome] = count - before.get("outcomes", {}).get(outcome, 0)
+        for name, device in report["devices"].items():
+            plain = name.replace(":", "_").replace("/", "_")
+            old = before.get("devices", {}).get(name, {})
+            found[f"jobs_per_second/{plain}"] = (device["jobs"] - old.get("jobs", 0)) / seconds
+            found[f"busy_ratio/{plain}"] = min(1.0, (device["busy_seconds"] - old.get("busy_seconds", 0.0)) / seconds)
+            found[f"retired/{plain}"] = device["retired"]
+        return {f"{prefix}{name}": float(value) for name, value in found.items()}

@@ -1,0 +1,77 @@
+"""Gives up jobs that hang, so that their device is free again."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from typing import Any
+
+from paceline import Error, InvalidArgument
+
+_LOOKS = 10  # during the time that a job may take
+_LONGEST_PAUSE = 1.0  # seconds
+
+
+class Watchdog:
+    """Looks at what runs of `jobs`, a pool's, on a thread of its own, which ends with the pool.
+
+    The thread needs Python's lock. If native code hangs and keeps that lock, nothing is given up.
+    """
+
+    def __init__(self, jobs: Any, seconds: float) -> None:
+        if not (isinstance(seconds, (int, float)) and seconds > 0):
+            raise InvalidArgument(f"Pool: hang_seconds={seconds!r} must be a positive number of seconds.")
+        self.hangs: deque[dict[str, Any]] = deque(maxlen=100)
+        self.hung: set[str] = set()  # devices
+        self._seconds, self._over = seconds, threading.Event()
+        looks = weakref.ref(jobs)
+        threading.Thread(target=self._look, args=(looks,), name="paceline pool watchdog", daemon=True).start()
+
+    def end(self) -> None:
+        """Let the thread end."""
+        self._over.set()
+
+    def _look(self, known: weakref.ref[Any]) -> None:
+        while not self._over.wait(min(self._seconds / _LOOKS, _LONGEST_PAUSE)):
+            jobs = known()
+            if jobs is None:
+                return
+            with contextlib.suppress(Exception):  # the thread has to go on
+                for run, device, kind, works in jobs.engine.runs_over(self._seconds):
+                    self._give_up(jobs, run, device, kind, works)
+            del jobs
+
+    def _give_up(self, jobs: Any, run: int, device: str, kind: str, works: list[Any]) -> None:
+        where = _where(works[0].thread)
+        message = f"watchdog: '{kind}' has run on {device} for more than hang_seconds={self._seconds:g} s{where and f', and is at {where}'}."
+        for work in works:
+            work.hang(device)
+        if works[0].enqueued:
+            told = f"{message} The pool has given it up. The GPU goes on with it, beside later jobs. If it does not end, retire('{device}') lets others run these."
+        else:
+            told = f"{message} The pool has given it up. Its thread goes on, and another one runs the jobs of {device}."
+        known = works[0].run_until_now([device], len(works), "given up")
+        try:
+            if not jobs.engine.give_up(run, told, device):
+                return
+        except Error as error:
+            self._warn(f"{message} It goes on, and its jobs wait, since {device} gives no other stream: {error}")
+            raise
+        self.hung.add(device)
+        jobs.figures.runs.add(known)
+        self.hangs.append({"device": device, "kind": kind, "jobs": len(works), "where": where, "time": time.time()})
+        self._warn(told)
+
+    def _warn(self, message: str) -> None:
+        with contextlib.suppress(Exception):  # such as the warning itself, where warnings are errors
+            warnings.warn(f"paceline {message}", RuntimeWarning, stacklevel=1)
+
+
+def _where(thread: int | None) -> str:
+    frame = sys._current_frames().get(thread or 0)
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

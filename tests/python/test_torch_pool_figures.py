@@ -1,0 +1,90 @@
+"""`Pool.trace` and `Pool.scalars`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import Unavailable
+from pool_support import Held, pool_of
+
+
+def events_of(path: Path) -> tuple[dict[int, str], list[dict[str, Any]]]:
+    """The rows' names, and what is on them."""
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    return rows, [one for one in events if one["ph"] != "M"]
+
+
+def test_a_trace_has_each_run_on_its_device_and_jobs_that_never_ran(tmp_path: Path) -> None:
+    path = tmp_path / "pool.json"
+    with pool_of() as pool:
+        with pytest.raises(Unavailable, match="no job has run yet"):
+            pool.trace(path)
+        batcher = pool.serve(lambda x: x + 1, max_batch=4)
+        with Held(pool, 2):
+            answers = [batcher(torch.tensor(k)) for k in range(12)]
+            waits = pool.submit(lambda _: None, kind="cancelled one")
+            assert waits.cancel()
+        for answer in answers:
+            answer.result()
+        failed = pool.submit(lambda _: 1 / 0, kind="bad")
+        assert isinstance(failed.exception(), ZeroDivisionError)
+        both = pool.submit(lambda _: time.sleep(0.01), kind="both", gang=2)
+        both.result()
+    pool.trace(path)
+    rows, events = events_of(path)
+    spans = [one for one in events if one["ph"] == "X"]
+    assert [one["name"] for one in events if one["ph"] == "i"] == ["cancelled: cancelled one"]
+    assert sum(one["args"]["jobs"] for one in spans if "lambda" in one["name"]) == 12
+    assert sum(one["name"] == "hold" for one in spans) == 2
+    (bad,) = [one for one in spans if one["name"] == "bad (failed)"]
+    assert rows[bad["tid"]] == failed.device
+    gang = [one for one in spans if one["name"] == "both"]
+    assert {rows[one["tid"]] for one in gang} == {"host:0", "host:1"}
+    assert all(one["dur"] >= 10_000 for one in gang)
+    assert all(one["args"]["waited_seconds"] >= 0 for one in spans)
+    for row in rows:
+        edges = sorted((one["ts"], one["ts"] + one["dur"]) for one in spans if one["tid"] == row)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(edges))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_trace_shows_what_was_given_up(tmp_path: Path) -> None:
+    with pool_of(1, hang_seconds=0.05) as pool:
+        job = pool.submit(lambda _: time.sleep(0.4), kind="slow")
+        assert job.exception() is not None
+        for _ in range(3):
+            pool.submit(lambda _: time.sleep(0.01), kind="quick").result()
+        time.sleep(0.4)  # until the thread of the first one is back
+        pool.trace(tmp_path / "pool.json")
+    spans = events_of(tmp_path / "pool.json")[1]
+    assert [one["name"] for one in spans] == ["slow (given up)", "quick", "quick", "quick"]
+    assert spans[0]["dur"] < 390_000
+
+
+def test_scalars_are_of_the_time_since_the_call_before() -> None:
+    with pool_of() as pool:
+        assert pool.scalars()["paceline/pool/completed"] == 0
+        with Held(pool, 2):
+            waits = pool.submit(lambda _: time.sleep(0.02), kind="work")
+            now = pool.scalars("")
+            assert (now["waiting"], now["running"]) == (1, 2)
+        waits.result()
+        pool.retire("host:1")
+        pool.submit(lambda _: None, gang=1).result()
+        found = pool.scalars("")
+        assert (found["completed"], found["failed"]) == (4, 0)
+        assert found["wait_seconds"] > 0
+        assert 0 < found["busy_ratio/host_0"] <= 1
+        assert found["jobs_per_second/host_0"] > 0
+        assert (found["retired/host_0"], found["retired/host_1"]) == (0, 1)
+        again = pool.scalars("")
+        assert again["completed"] == again["wait_seconds"] == again["busy_ratio/host_0"] == 0
+        assert all(type(value) is float for value in again.values())

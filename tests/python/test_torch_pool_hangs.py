@@ -1,0 +1,208 @@
+"""`Pool(hang_seconds=)`: jobs that hang are given up, and their devices go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument, Timeout
+from paceline.torch import DataParallel, Pool
+from pool_support import Held, pool_of, soon
+from torch_support import TWO, classifier, classify, gradients, hosts, plain, worst_difference
+
+
+class Hang:
+    """Hangs until the end of the block."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.over = threading.Event()
+
+    def __enter__(self) -> Hang:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._event.set()
+
+    def __call__(self, *_: object) -> Any:
+        self._event.wait(30)
+        self.over.set()
+        return torch.ones(4)
+
+
+def stuck(pool: Pool, hang: Hang) -> tuple[Any, Any]:
+    """A job that was given up, and one that comes after it."""
+    job = pool.submit(hang, kind="stuck", needs="host:0")
+    follows = pool.submit(lambda _: 1, after=[job])
+    with pytest.raises(Timeout, match=r"'stuck' has run on host:0.*The pool has given it up"):
+        job.result(20)
+    assert soon(lambda: pool.report()["hangs"])
+    return job, follows
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_job_that_hangs_is_named_and_its_device_goes_on(count: int) -> None:
+    with Hang() as hang, pool_of(count, hang_seconds=0.1) as pool:
+        text = r"'stuck' has run on host:0 for more than hang_seconds=0.1 s, and is at .*wait"
+        with pytest.warns(RuntimeWarning, match=text):
+            job, follows = stuck(pool, hang)
+        assert isinstance(follows.exception(20), Exception)
+        names = [pool.submit(lambda _: threading.current_thread().name, needs="host:0").result(20) for _ in range(5)]
+        assert len(set(names)) == 1
+        (found,) = pool.report()["hangs"]
+        assert (found["device"], found["kind"], found["jobs"]) == ("host:0", "stuck", 1)
+        assert job.device == "host:0"
+        assert job.seconds >= 0.1
+        assert pool.running == 0
+        hang.__exit__()
+        assert hang.over.wait(20)
+        assert [pool.submit(lambda _: 7).result(20) for _ in range(3)] == [7] * 3
+        with pytest.raises(Timeout):
+            job.result()
+        assert pool.report()["outcomes"]["failed"] == 1
+
+
+def test_other_jobs_are_left_alone() -> None:
+    with pool_of(1, hang_seconds=0.2) as pool:
+        assert [pool.submit(lambda _: time.sleep(0.02)).result() for _ in range(15)] == [None] * 15
+        assert not pool.report()["hangs"]
+    with Hang() as hang, pool_of(1) as pool:
+        job = pool.submit(hang)
+        time.sleep(0.1)
+        assert job.running()
+        hang.__exit__()
+        job.result()
+
+
+class Stuck(nn.Module):
+    """Hangs for one request, and counts in a buffer."""
+
+    count: torch.Tensor
+
+    def __init__(self, hang: Hang) -> None:
+        super().__init__()
+        _hangs[0] = hang
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if bool((x == 13).any()):
+            _hangs[0]()
+        self.count += 1
+        assert self.count % 2 == 0, "another thread is in this copy"
+        return x + 1
+
+
+_hangs: list[Any] = [None]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_batch_that_hangs_fails_once_and_its_device_gets_another_copy() -> None:
+    with Hang() as hang, pool_of(1, hang_seconds=0.15) as pool:
+        batcher = pool.serve(Stuck(hang).eval(), max_batch=4)
+        with Held(pool):
+            answers = [batcher(torch.tensor(k)) for k in (1, 13, 2, 3)]
+        for answer in answers:
+            with pytest.raises(Timeout, match="Stuck"):
+                answer.result(20)
+        assert len(pool.report()["hangs"]) == 1  # a batch that hangs does not run again in halves
+        assert [int(one) for one in batcher.map(torch.arange(12))] == list(range(1, 13))
+        hang.__exit__()
+        assert hang.over.wait(20)
+        assert [int(one) for one in batcher.map(torch.arange(12))] == list(range(1, 13))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_several_jobs_may_hang_on_one_device_and_a_gang() -> None:
+    with Hang() as hang, pool_of(hang_seconds=0.1) as pool:
+        jobs = [pool.submit(hang, needs="host:0") for _ in range(3)]
+        both = pool.submit(hang, gang=2)
+        for job in (*jobs, both):
+            with pytest.raises(Timeout):
+                job.result(30)
+        assert len(pool.report()["hangs"]) == 4
+        assert pool.submit(lambda places: len(places), gang=2).result(20) == 2
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_pool_whose_job_hangs_closes() -> None:
+    with Hang() as hang:
+        for cancel in (False, True):
+            pool = pool_of(1, hang_seconds=0.1)
+            job = pool.submit(hang)
+            assert soon(job.running)
+            pool.close(cancel=cancel)
+            with pytest.raises(Timeout):
+                job.result(0)
+        hang.__exit__()
+        assert hang.over.wait(20)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_trainer_on_the_same_workers_goes_on() -> None:
+    module, batch = classifier(64)
+    wanted = plain(module, classify, batch)[1]
+    with Hang() as hang, DataParallel(module, TWO) as trainer, Pool(trainer, hang_seconds=0.1) as pool:
+        for name in hosts(2):
+            trainer.step(classify, batch)
+            job = pool.submit(hang, needs=name)
+            assert soon(job.running)
+            module.zero_grad()
+            trainer.step(classify, batch)  # waits for the worker, which is replaced
+            assert worst_difference(gradients(module), wanted) < 1e-12
+            with pytest.raises(Timeout):
+                job.result(20)
+        hang.__exit__()
+        assert hang.over.wait(20)
+        module.zero_grad()
+        trainer.step(classify, batch)
+        assert worst_difference(gradients(module), wanted) < 1e-12
+
+
+def test_the_watchdog_ends_with_its_pool_and_its_argument_is_checked() -> None:
+    def watchdogs() -> int:
+        return sum(thread.name == "paceline pool watchdog" for thread in threading.enumerate())
+
+    with pool_of(1, hang_seconds=5):
+        assert watchdogs() == 1
+    assert soon(lambda: watchdogs() == 0)
+    pool = pool_of(1, hang_seconds=0.2)
+    assert pool.submit(lambda _: 1).result() == 1
+    del pool
+    assert soon(lambda: watchdogs() == 0)
+    for value in (0, -1, "1", float("nan")):
+        with pytest.raises(InvalidArgument, match="hang_seconds"):
+            pool_of(1, hang_seconds=value)
+
+
+def test_a_program_ends_while_jobs_hang_that_hold_the_lock_in_turn_or_sleep() -> None:
+    text = """
+        import time
+        from paceline import Timeout
+        from paceline.torch import Pool
+
+        def spin(_):
+            while True:
+                pass
+
+        with Pool(["host:0"], hang_seconds=0.2) as pool:
+            for stuck in spin, lambda _: time.sleep(1e6):
+                assert isinstance(pool.submit(stuck).exception(30), Timeout)
+                print(pool.submit(lambda _: 1, kind="other").result(30))
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(text)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n1\n"), done.stderr
