@@ -161,6 +161,33 @@ def test_a_batch_that_hangs_on_a_gpu_is_given_up_and_its_device_answers_with_ano
         assert not any(one["retired"] for one in pool.report()["devices"].values())
 
 
+def expect_hang(pool: Pool) -> None:
+    job = pool.submit(lambda _: 1, kind="stuck")
+    with pytest.raises(Timeout):
+        job.result(20)
+    assert soon(lambda: pool.report()["hangs"])
+    assert [pool.submit(lambda _: 7).result(20) for _ in range(20)] == [7] * 20
+
+
+def test_a_gpu_that_does_not_end_a_job_is_named_and_close_does_not_wait_for_it(fake: Any) -> None:
+    for hangs in (False, True):
+        released = fake.released
+        with Pool(GPUS[:1], hang_seconds=0.2) as pool:
+            if hangs:
+                stream = pool._jobs.engine.stream(GPUS[0])
+                assert stream is not None
+                fake.hang(stream)
+                text = f"'stuck' has run on {GPUS[0]} for more than.* The GPU goes on with it, beside later jobs"
+                with pytest.warns(RuntimeWarning, match=text):
+                    expect_hang(pool)
+                outcomes = [run.outcome for run in pool._jobs.figures.runs._runs if run.kind == "stuck"]
+                assert outcomes == ["given up"]
+                assert pool.running == 0
+                fake.go_on(stream)  # the pool lets go of the stream, which the fake needs for the next test
+                assert [pool.submit(lambda _: 7).result(20) for _ in range(50)] == [7] * 50
+        assert fake.released == released + (not hangs)  # giving memory back waits for the GPU
+
+
 def test_a_trace_has_runs_of_gpus_with_their_seconds(streams: Any, tmp_path: pathlib.Path) -> None:
     def fails(device: torch.device) -> None:
         raise ValueError("no")
