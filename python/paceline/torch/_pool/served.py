@@ -119,6 +119,10 @@ class ServedScript(ServedFunction):
         super().__init__(module)
         self._place = _place_of(module)
 
+    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
+        _follow_default(seat)
+        return super()._of(seat)
+
     def add(self, seat: Seat) -> None:
         """See `Served`."""
         if seat.device != self._place:
@@ -191,7 +195,6 @@ class _Copy:
         self.weights = weights  # None where the module is
         self.generation = 0  # of the weights that it has
         self.seen: Marks | None = None  # of the user's buffers
-        self.written: Marks | None = None  # of the user's module on its GPU
 
 
 class Copies(Served):
@@ -255,13 +258,13 @@ class Copies(Served):
         copy = self._copies.get(seat.name)
         if copy is None:  # after a run that hangs, which has the one before
             copy = self._copies[seat.name] = self._copy_for(seat)
-        if seat.gpu is not None and seat.device == self._place:
-            _await(seat.gpu, seat, copy)
         if copy.weights is None:
             _share(copy.shared)
         else:
             _renew(seat, copy, copy.weights)
         marks = _marks([(ours, name) for ours, _, name in copy.replica.buffer_pairs])
+        if seat.device == self._place:  # PyTorch orders copies between GPUs itself
+            _follow_default(seat)
         if copy.seen is None or not _same(marks, copy.seen):
             # A forward may have left tensors of inference mode in the place of buffers. Elsewhere these cannot be written to.
             with torch.inference_mode():
@@ -273,12 +276,10 @@ class Copies(Served):
         return copy.answer, None
 
 
-def _await(gpu: int, seat: Seat, copy: _Copy) -> None:
-    """Let the device wait for what has written to the module on its GPU, on the default stream. PyTorch orders copies between GPUs itself."""
-    written = _marks([(ours, name) for ours, _, name in (*copy.shared, *copy.replica.buffer_pairs)])
-    if copy.written is None or not _same(written, copy.written):
-        seat.follow([cuda.mark_default(gpu)])
-        copy.written = written
+def _follow_default(seat: Seat) -> None:
+    """Let a GPU wait for its default stream, which may be at a write to the user's module there. Nothing tells of new memory (``half()``) or writes through ``.data``."""
+    if seat.gpu is not None:
+        seat.follow([cuda.mark_default(seat.gpu)])
 
 
 def _share(shared: list[Pair]) -> None:
