@@ -177,7 +177,7 @@ class Batcher(Handle):
         progress: bool = False,
         total: int | None = None,
     ) -> Iterator[Any]:
-        """The answers to all items, in their order, on all devices.
+        """The answers to all items, in their order, on all devices of the pool.
 
         Items are read when they are needed: some batches for each device are ahead of the answer that is asked for. The first request that
         fails raises its error in its place. What then waits is cancelled, as when the loop is left.
