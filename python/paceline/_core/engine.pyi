@@ -319,9 +319,7 @@ class Pool:
         memory: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex] = {},
     ) -> None: ...
     def add(
-        self,
-        device: paceline._core.runtime.Device,
-        memory: typing.SupportsFloat | typing.SupportsIndex | None = None,
+        self, device: paceline._core.runtime.Device, memory: typing.SupportsFloat | typing.SupportsIndex | None = None
     ) -> None:
         """
         One more device, which takes work at once.

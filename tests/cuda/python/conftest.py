@@ -361,7 +361,7 @@ def streams(fake: Any, far_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
                 far_gpus.enter(index, before)
                 far_gpus.enter(device, far_gpus.current(device))
 
-    def keep_for_default(tensor: torch.Tensor) -> None:
+    def keep_for_default(tensor: Any) -> None:
         """Called when the fake runtime says that the pool's stream has done its work, of which the fake device does not know."""
         for (index, _), stream in list(known.items()):
             if index == tensor.device.index:

@@ -173,7 +173,7 @@ class Work:
         self._run_begun = 0.0  # its last run
         self.kind = ""
         self.thread: int | None = None  # that runs it
-        self._enqueued: tuple[Sequence[str], int] | None = None  # devices and jobs of its run, which GPUs are still at
+        self.enqueued: tuple[Sequence[str], int] | None = None  # devices and jobs of its run, which GPUs are still at
 
     def begin(self) -> None:
         """Called on the worker, before each run."""
@@ -186,13 +186,13 @@ class Work:
     def note_run(self, devices: Sequence[str], jobs: int, outcome: str, *, ends_later: bool = False) -> None:
         """Note its run, of so many jobs, which is over, or `ends_later`, when GPUs have done it. One that was given up was noted then."""
         if ends_later:
-            self._enqueued, self.thread = (devices, jobs), None
+            self.enqueued, self.thread = (devices, jobs), None
         elif self.future is not None:
             self._figures.runs.add(self.run_until_now(devices, jobs, outcome))
 
     def _end_run(self, outcome: str, seconds: float | None) -> None:
         """Note the run that GPUs were still at, which has ended after so many seconds, or now."""
-        noted, self._enqueued = self._enqueued, None
+        noted, self.enqueued = self.enqueued, None
         if noted is not None and outcome != "timeout":
             run = self.run_until_now(*noted, "completed" if outcome == "completed" else "failed")
             self._figures.runs.add(run if seconds is None else run._replace(ended=run.begun + seconds))

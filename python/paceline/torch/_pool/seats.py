@@ -78,7 +78,7 @@ class Seat:
     def wait(self) -> None:
         """Let the calling thread wait for what the device has to do."""
         if self.gpu is not None:
-            cuda.wait_for_stream(self.gpu)
+            cuda.wait(self.mark())
 
     def follow(self, events: Sequence[Any]) -> None:
         """Let the device wait for events of GPUs."""

@@ -51,7 +51,7 @@ class Watchdog:
         message = f"watchdog: '{kind}' has run on {device} for more than hang_seconds={self._seconds:g} s{where and f', and is at {where}'}."
         for work in works:
             work.hang(device)
-        if works[0].thread is None:
+        if works[0].enqueued:
             told = f"{message} The pool has given it up. The GPU goes on with it, beside later jobs. If it does not end, retire('{device}') lets others run these."
         else:
             told = f"{message} The pool has given it up. Its thread goes on, and another one runs the jobs of {device}."
