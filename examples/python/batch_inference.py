@@ -1,6 +1,6 @@
-"""Compute embeddings of passages of a text on all devices of this machine that pools can use, and compare the speed with that of each device alone.
+"""Compute embeddings of passages of a text on every GPU of this machine, or on every host device if there is no GPU, and compare the speed with that of each device alone.
 
-    python batch_inference.py                              all devices; about ten seconds on two cores
+    python batch_inference.py                              every GPU, or every host device if there is none; about ten seconds on two cores
     python batch_inference.py --devices host:0,host:1 --passages 500
 
 The text, alice.txt, is the beginning of Lewis Carroll's "Alice's Adventures in Wonderland" (1865), which is in the public domain. The encoder
@@ -105,7 +105,9 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", help="names with commas between them (default: all that pools can use)")
+    parser.add_argument(
+        "--devices", help="names with commas between them (default: every GPU, or every host device if there is no GPU)"
+    )
     parser.add_argument("--passages", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=32, help="passages of a batch at most (default: 32)")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement (default: 1)")

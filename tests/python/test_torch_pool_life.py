@@ -233,6 +233,66 @@ def test_a_forked_process_may_neither_use_nor_harm_the_pool() -> None:
     assert err == ""
 
 
+def test_a_forked_process_does_not_wait_for_a_device_that_the_parent_adds() -> None:
+    out, err = program(
+        """
+        with Pool(["host:0"]) as pool:
+            held, go = threading.Event(), threading.Event()
+
+            def hold():
+                with pool._jobs._adding:
+                    held.set()
+                    go.wait(20)
+
+            thread = threading.Thread(target=hold)
+            thread.start()
+            held.wait(20)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)
+                for call in (lambda: pool.add("host:1"), lambda: pool.serve(len)):
+                    try:
+                        call()
+                    except Exception as error:
+                        print(type(error).__name__, flush=True)
+                os._exit(7)
+            print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            go.set()
+            thread.join()
+        """
+    )
+    assert out.splitlines() == ["Unavailable", "Unavailable", "child 7"], out + err
+
+
+class Interrupted:
+    """The engine, with an interrupt that Python raises before or after `add`."""
+
+    def __init__(self, engine: Any, joins: bool) -> None:
+        self._engine, self._joins = engine, joins
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def add(self, *args: Any) -> None:
+        if self._joins:
+            self._engine.add(*args)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_an_interrupt_of_add_leaves_a_device_that_works_or_none(joins: bool) -> None:
+    with pool_of(1) as pool:
+        engine, first = pool._jobs.engine, pool.devices[0].name
+        pool._jobs.engine = Interrupted(engine, joins)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            pool.add("host:1")
+        pool._jobs.engine = engine
+        if not joins:
+            pool.add("host:1")
+        assert [one.name for one in pool.devices] == list(pool.report()["devices"]) == [first, "host:1"]
+        assert pool.submit(lambda _: 1, needs="host:1").result(20) == 1
+
+
 def test_a_pool_that_is_dropped_ends_its_jobs_first() -> None:
     pool = pool_of(1)
     gone = weakref.ref(pool), weakref.ref(pool._jobs)

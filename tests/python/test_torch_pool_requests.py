@@ -281,6 +281,12 @@ def test_map_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
     answers = watched(iter(range(3)), None, lambda: {"host:0": {"jobs": 0, "busy_seconds": 0.0}}, every=0, file=out)
     assert list(answers) == [0, 1, 2]
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["1", "2", "3"]
+    devices = {"host:0": {"jobs": 0, "busy_seconds": 0.0}}
+    answers = watched(iter(range(3)), None, lambda: dict(devices), every=0, file=out)
+    next(answers)
+    devices["host:1"] = {"jobs": 1, "busy_seconds": 0.0}  # joins
+    assert list(answers) == [1, 2]
+    assert "host:1" in out.getvalue()
 
 
 def test_threads_may_share_a_batcher_from_the_first_request_on() -> None:

@@ -364,7 +364,9 @@ def test_parts_of_a_gpu_share_the_parameters_and_are_given_back(fake: Any) -> No
         paceline.release_partitions("cuda:0")
     pool.close()
     pool.close()
-    assert (fake.released, fake.streams_ended) == (1, 1), "PyTorch lets go of the streams before they go"
+    assert (fake.released, fake.streams_ended) == (1, 0), (
+        "a trainer on the parts may have graphs with workspaces of cuBLAS"
+    )
     paceline.release_partitions("cuda:0")
 
 

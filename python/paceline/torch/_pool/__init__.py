@@ -1,1 +1,1 @@
-"""Independent jobs on all devices: what `paceline.torch.Pool` consists of."""
+"""Independent jobs on many devices: what `paceline.torch.Pool` consists of."""

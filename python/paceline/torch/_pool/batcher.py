@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from paceline import DeviceLost, InvalidArgument
 from paceline.torch._devices.out_of_memory import is_out_of_memory
-from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, PoolFuture, Work, code_of
+from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, PoolFuture, Work, clear_frames, code_of
 from paceline.torch._pool.jobs import Evicted, Jobs, Priority
 from paceline.torch._pool.needs import Needs, Place
 from paceline.torch._pool.padding import Padding
@@ -177,7 +177,7 @@ class Batcher(Handle):
         progress: bool = False,
         total: int | None = None,
     ) -> Iterator[Any]:
-        """The answers to all items, in their order, on all devices.
+        """The answers to all items, in their order, on all devices of the pool.
 
         Items are read when they are needed: some batches for each device are ahead of the answer that is asked for. The first request that
         fails raises its error in its place. What then waits is cancelled, as when the loop is left.
@@ -267,15 +267,20 @@ class Batcher(Handle):
                     stack.enter_context(seat.entered())
                     answer, loaded = self._served.of(seat)
                 except BaseException as error:
+                    if device in self._served.prepared and is_out_of_memory(error):
+                        raise  # it has answered, so the batch fails, and not the device
                     return self._without(device, requests, error), 0.0, None
                 answers, excluded = self._answer(seat, answer, requests)
                 answered = True
                 excluded += self._hand_out(seat, answers, answer, requests)
         except BaseException as error:
-            if is_out_of_memory(error):
-                seat.release_memory()
             by_chance = answered and isinstance(error, InvalidArgument)  # it may look right in halves
             again = self._idempotent and not by_chance
+            answers = None
+            if again and len(requests) > 1:
+                clear_frames(error)
+            if is_out_of_memory(error):
+                seat.release_memory()
             return self._failed(device, begun, requests, error, again=again), 0.0, None
         requests[0].leads = True
         if seat.gpu is not None and not self._idempotent:

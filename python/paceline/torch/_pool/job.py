@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures._base import LOGGER
@@ -233,7 +234,7 @@ class Job(Work):
     def __init__(self, future: PoolFuture[Any], jobs: Any, fn: Any, args: Any, kwargs: Any, gang: int) -> None:
         super().__init__(future, jobs, jobs.figures)
         self._fn, self._args, self._kwargs, self._gang = fn, args, kwargs, gang
-        self._inputs = marks_of((args, kwargs), jobs.gpus) if jobs.gpus else []
+        self._inputs = marks_of((fn, args, kwargs), lambda: jobs.gpus)
 
     def run(self, devices: list[str], evicted: list[tuple[str, str]]) -> int:
         """Called by the engine on a worker. Never raises."""
@@ -261,8 +262,7 @@ class Job(Work):
         self._fn = self._args = self._kwargs = None
         self._inputs = []
         if outcome == "completed" and self._keeps is not None and self._keeps.gpus:
-            with contextlib.suppress(RuntimeError):  # PyTorch's type, of a GPU that has failed since
-                hand_over(self.value)
+            hand_over(self.value)
         super().end(device, seconds, outcome, message)
 
 
@@ -274,6 +274,18 @@ def _forget_own_frames(error: BaseException) -> None:
             trace.tb_frame.clear()  # the next frame refers to it
         trace = trace.tb_next
     error.__traceback__ = trace
+
+
+def clear_frames(error: BaseException) -> None:
+    """Let go of what the frames of its traceback hold, and of those that it was raised in or from, such as the activations of a batch."""
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            left += [one.__cause__, one.__context__]
 
 
 def code_of(error: BaseException, requests: int) -> int:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from paceline import Device, DeviceGroup, InvalidArgument
+from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
 from paceline._core.engine import Pool as Engine
 from paceline.torch._devices import cuda
 from paceline.torch._pool.figures import Figures
@@ -105,6 +105,7 @@ class Jobs:
 
     def serve(self, name: str, served: Served) -> None:
         """Let the devices answer requests, and those that are added later."""
+        self._check_process("serve")
         with self._adding:
             for seat in list(self.seats.values()):
                 served.add(seat)
@@ -112,6 +113,7 @@ class Jobs:
 
     def add(self, device: Device, memory: float | None) -> None:
         """One more device."""
+        self._check_process("add")
         with self._adding:
             if device.name in self.seats:
                 raise InvalidArgument(
@@ -125,12 +127,23 @@ class Jobs:
             try:
                 self.engine.add(device, memory)
             except BaseException:
-                del self.seats[device.name]
-                self.figures.remove(device.name)
+                if device.name in self.engine.active:  # an interrupt is raised after the call
+                    self._joined(device, memory)
+                else:
+                    del self.seats[device.name]
+                    self.figures.remove(device.name)
                 raise
-            if memory is not None:
-                self.memory[device.name] = memory
-            self.devices.append(device)
+            self._joined(device, memory)
+
+    def _joined(self, device: Device, memory: float | None) -> None:
+        if memory is not None:
+            self.memory[device.name] = memory
+        self.devices.append(device)
+
+    def _check_process(self, call: str) -> None:
+        """A lock may be held for ever in a forked process."""
+        if os.getpid() != self._process:
+            raise Unavailable(f"{call}: the pool's workers are in another process, the parent.")
 
     def evict(self, models: Evicted) -> None:
         """Let devices forget models. Called on a worker, before what needs the memory."""
@@ -157,7 +170,9 @@ class Jobs:
                 # Giving memory back waits for what a GPU does, which may be for ever.
                 # PyTorch's type: a GPU that has failed releases nothing, and its jobs have said so.
                 with contextlib.suppress(RuntimeError):
-                    cuda.release_memory(any(seat.is_part for seat in self.seats.values()))
+                    cuda.release_memory(
+                        False
+                    )  # workspaces of cuBLAS are the whole process's, and graphs of a trainer may use them
                 self.engine.release()
             self.closed = True
             if self.watchdog is not None:

@@ -1,4 +1,4 @@
-"""`Pool`: independent jobs and requests on all devices, placed, batched and ordered by measured time."""
+"""`Pool`: independent jobs and requests on many devices, placed, batched and ordered by measured time."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ from paceline._progress import REDRAW_SECONDS, DeviceFigures, Figures, live_disp
 _T = TypeVar("_T")
 _Devices = Mapping[str, Mapping[str, Any]]  # "jobs" and "busy_seconds" by the name of the device
 
+_JOINED = {"jobs": 0, "busy_seconds": 0.0}  # a device, after the start
+
 
 def watched(
     answers: Iterator[_T],
@@ -43,8 +45,9 @@ def watched(
 
 def _figures(done: int, total: int | None, seconds: float, before: _Devices, now: _Devices) -> Figures:
     seconds = max(seconds, 1e-9)
-    rates = {name: (one["jobs"] - before[name]["jobs"]) / seconds for name, one in now.items()}
-    busy = {name: (one["busy_seconds"] - before[name]["busy_seconds"]) / seconds for name, one in now.items()}
+    since = {name: before.get(name, _JOINED) for name in now}
+    rates = {name: (one["jobs"] - since[name]["jobs"]) / seconds for name, one in now.items()}
+    busy = {name: (one["busy_seconds"] - since[name]["busy_seconds"]) / seconds for name, one in now.items()}
     head = [str(done) if total is None else f"{done}/{total}", f"{done / seconds:.4g} items/s"]
     return Figures(
         done,

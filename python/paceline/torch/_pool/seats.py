@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -25,7 +26,6 @@ class Seat:
     def __init__(self, device: Device, stream_of: Callable[[str], int | None]) -> None:
         self.name, self.space = device.name, device.memory_space
         self.gpu = device.index if device.kind == "cuda" else None
-        self.is_part = device.part is not None
         self.device = torch.device("cpu") if self.gpu is None else cuda.device(self.gpu)
         # A GPU's thread launches. With a team of OpenMP threads it would crowd out the others.
         self._threads = max(1, len(device.cores)) if self.gpu is None else 1
@@ -67,7 +67,8 @@ class Seat:
             return answer
         if answer.device != self.device or answer.layout is not torch.strided:
             return answer.cpu()
-        answer = answer.contiguous()  # otherwise the copy would go through memory that is not pinned
+        # Otherwise the copy would go through memory that is not pinned, or be conjugated on the host before it has arrived.
+        answer = answer.resolve_conj().resolve_neg().contiguous()
         return cuda.pinned_like(answer).copy_(answer, non_blocking=True)
 
     def mark(self) -> Any:
@@ -103,8 +104,8 @@ def entered(seats: Sequence[Seat]) -> Iterator[None]:
         yield
 
 
-def marks_of(values: Any, gpus: Iterable[int]) -> list[Any]:
-    """Events after what the calling thread's streams have to do on the GPUs of the tensors in lists, tuples and dictionaries.
+def marks_of(values: Any, gpus: Callable[[], Iterable[int]]) -> list[Any]:
+    """Events after what the calling thread's streams have to do on the GPUs of the tensors in modules, lists, tuples, dictionaries and arguments of a ``partial``.
 
     In very many entries nobody looks. Then it is all of `gpus`.
     """
@@ -119,9 +120,13 @@ def marks_of(values: Any, gpus: Iterable[int]) -> list[Any]:
             left += one
         elif isinstance(one, dict):
             left += one.values()
+        elif isinstance(one, nn.Module):
+            left += [*one.parameters(), *one.buffers()]
+        elif isinstance(one, functools.partial):
+            left += [one.func, one.args, one.keywords]
         seen += 1
         if seen + len(left) > _MOST_ENTRIES:
-            found.update(gpus)
+            found.update(gpus())
             break
     return [cuda.mark_current(gpu) for gpu in found]
 
@@ -129,13 +134,17 @@ def marks_of(values: Any, gpus: Iterable[int]) -> list[Any]:
 def hand_over(value: Any) -> None:
     """Keep PyTorch from reusing memory of a job's stream while its result may be in use on the GPU's default stream.
 
-    Called when the stream has done its work. Looks at tensors and modules in a nest.
+    Called when the stream has done its work. Looks at tensors and modules in a nest. Raises nothing, since the job has ended well: PyTorch refuses
+    parameters of lazy modules, which have no memory, sparse tensors, and tensors of a GPU that has failed since; a nest may refuse to be looked at.
     """
-    for leaf in pytree.tree_leaves(value):
-        tensors = [*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, nn.Module) else [leaf]
-        for one in tensors:
+    leaves: list[Any] = []
+    with contextlib.suppress(Exception):
+        leaves = pytree.tree_leaves(value)
+    for leaf in leaves:
+        for one in [*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, nn.Module) else [leaf]:
             if isinstance(one, torch.Tensor) and one.device.type not in ("cpu", "meta"):
-                cuda.keep_for_default(one)
+                with contextlib.suppress(Exception):
+                    cuda.keep_for_default(one)
 
 
 class Fetched:

@@ -41,6 +41,8 @@ class Served:
     ----------
     resident
         Bytes that it keeps in the memory of a device, until `drop`.
+    prepared
+        The devices on which `of` has succeeded once.
     """
 
     resident = 0.0
@@ -48,6 +50,7 @@ class Served:
     def __init__(self, *, compiled: bool, captures: bool = False) -> None:
         self._compiled, self._captures = compiled, captures
         self._devices: set[str] = set()
+        self.prepared: set[str] = set()
         self._sizes: dict[tuple[str, str], set[Any]] = {}  # that have run, by device and kind
         self._call = object()  # for the gate; another one once a run hangs
 
@@ -66,6 +69,7 @@ class Served:
         Also the seconds in which it was loaded, if it was not resident.
         """
         answer, loaded = self._of(seat)
+        self.prepared.add(seat.name)
         return (self._limited(answer) if self._compiled else answer), loaded
 
     def _of(self, seat: Seat) -> tuple[Answer, float | None]:
@@ -119,6 +123,10 @@ class ServedScript(ServedFunction):
         super().__init__(module)
         self._place = _place_of(module)
 
+    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
+        _follow_default(seat)
+        return super()._of(seat)
+
     def add(self, seat: Seat) -> None:
         """See `Served`."""
         if seat.device != self._place:
@@ -158,7 +166,7 @@ class WithState(Served):
 class _Weights:
     """Copies of the parameters for one memory space where the module is not. The devices there share them.
 
-    One batch at a time is on a device. So when a device takes over new copies nothing there uses the old ones any more.
+    One batch at a time is on a device. So when a device takes over new copies nothing there uses the old ones any more, and a lone device may write to them.
     """
 
     def __init__(self) -> None:
@@ -167,19 +175,38 @@ class _Weights:
         self._copies: list[torch.Tensor] = []
         self._ready: Any = None
         self.generation = 0
+        self.devices: set[str] = set()
 
-    def of(self, seat: Seat, marks: Marks) -> tuple[list[torch.Tensor], int]:
-        """The copies, and how often they were made."""
+    def of(self, seat: Seat, marks: Marks, present: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+        """The copies, and how often they were made. `present`: what the device uses now."""
         with self._lock:
             if not (self._copies and _same(marks, self._seen)):
-                # `copy`: a tensor that changes while this goes on is copied again before the next batch.
-                made = {id(one): one.detach().to(seat.device, copy=True) for one in marks[0] if one is not None}
-                self._copies = [made[id(one)] for one in marks[0] if one is not None]
+                # A tensor that changes while this goes on is copied again before the next batch.
+                given = [one for one in marks[0] if one is not None]
+                alone, self._seen = len(self.devices) == 1, ([], [])
+                if not (alone and self._overwritten(given)):
+                    if alone and self._copies:  # do not hold old and new ones at once
+                        self._copies = []
+                        for alias in filter(_is_plain, present):
+                            alias.data = alias.data.new_empty(0)
+                    made = {id(one): one.detach().to(seat.device, copy=True) for one in given}
+                    self._copies = [made[id(one)] for one in given]
                 self._seen, self._ready = marks, seat.mark()
                 self.generation += 1
             elif self._ready is not None:
                 seat.follow([self._ready])
             return self._copies, self.generation
+
+    def _overwritten(self, given: list[torch.Tensor]) -> bool:
+        """Write the values into the copies, which takes no memory. False if these have another form."""
+        if len(given) != len(self._copies) or not all(map(_is_like, given, self._copies)):
+            return False
+        pairs = {(id(one), id(copy)): (one, copy) for one, copy in zip(given, self._copies, strict=True)}
+        if not len(pairs) == len({one for one, _ in pairs}) == len({copy for _, copy in pairs}):
+            return False  # other ones are tied
+        for one, copy in pairs.values():
+            copy.copy_(one.detach())
+        return True
 
 
 class _Copy:
@@ -191,7 +218,6 @@ class _Copy:
         self.weights = weights  # None where the module is
         self.generation = 0  # of the weights that it has
         self.seen: Marks | None = None  # of the user's buffers
-        self.written: Marks | None = None  # of the user's module on its GPU
 
 
 class Copies(Served):
@@ -246,6 +272,8 @@ class Copies(Served):
         if far:
             shared += [({"": one}, {"": made.counterparts[id(one)]}, "") for one in reach.unregistered.values()]
         weights = self._weights.setdefault(seat.space, _Weights()) if far else None
+        if weights is not None:
+            weights.devices.add(seat.name)
         # module.compile() compiles nothing of a class of PyTorch, such as nn.Sequential.
         answer = replica.module if self._options is None else torch.compile(replica.module, **self._options)
         return _Copy(replica, answer, shared, weights)
@@ -255,30 +283,28 @@ class Copies(Served):
         copy = self._copies.get(seat.name)
         if copy is None:  # after a run that hangs, which has the one before
             copy = self._copies[seat.name] = self._copy_for(seat)
-        if seat.gpu is not None and seat.device == self._place:
-            _await(seat.gpu, seat, copy)
         if copy.weights is None:
             _share(copy.shared)
         else:
             _renew(seat, copy, copy.weights)
         marks = _marks([(ours, name) for ours, _, name in copy.replica.buffer_pairs])
+        if seat.device == self._place:  # PyTorch orders copies between GPUs itself
+            _follow_default(seat)
         if copy.seen is None or not _same(marks, copy.seen):
             # A forward may have left tensors of inference mode in the place of buffers. Elsewhere these cannot be written to.
             with torch.inference_mode():
                 if copy.weights is not None and copy.seen is None:
-                    _move(copy.replica, seat.device)
+                    _move(copy, seat.device)
                 assert copy.replica.buffers is not None
                 copy.replica.buffers.pull()
             copy.seen = marks
         return copy.answer, None
 
 
-def _await(gpu: int, seat: Seat, copy: _Copy) -> None:
-    """Let the device wait for what has written to the module on its GPU, on the default stream. PyTorch orders copies between GPUs itself."""
-    written = _marks([(ours, name) for ours, _, name in (*copy.shared, *copy.replica.buffer_pairs)])
-    if copy.written is None or not _same(written, copy.written):
-        seat.follow([cuda.mark_default(gpu)])
-        copy.written = written
+def _follow_default(seat: Seat) -> None:
+    """Let a GPU wait for its default stream, which may be at a write to the user's module there. Nothing tells of new memory (``half()``) or writes through ``.data``."""
+    if seat.gpu is not None:
+        seat.follow([cuda.mark_default(seat.gpu)])
 
 
 def _share(shared: list[Pair]) -> None:
@@ -292,19 +318,24 @@ def _share(shared: list[Pair]) -> None:
 
 def _renew(seat: Seat, copy: _Copy, weights: _Weights) -> None:
     slots = [(ours, name) for ours, _, name in copy.shared if ours.get(name) is not None]
-    made, generation = weights.of(seat, _marks(slots, addresses=True))
+    present = [theirs[name] for ours, theirs, name in copy.shared if ours.get(name) is not None]
+    made, generation = weights.of(seat, _marks(slots, addresses=True), present)
     if generation != copy.generation:
-        present = [theirs[name] for ours, theirs, name in copy.shared if ours.get(name) is not None]
         for alias, value in zip(present, made, strict=True):
             alias.data = value
         copy.generation = generation
 
 
-def _move(replica: Replica, device: torch.device) -> None:
-    """Buffers, and other tensors in attributes, of a copy for another memory."""
-    for part in replica.modules:
+def _move(copy: _Copy, device: torch.device) -> None:
+    """Buffers, and other tensors in attributes, of a copy for another memory, where the parameters are already."""
+    there = {id(theirs[name]) for _, theirs, name in copy.shared}
+    for part in copy.replica.modules:
         for table in (part._buffers, vars(part)):
-            table |= {name: one.to(device, copy=True) for name, one in table.items() if isinstance(one, torch.Tensor)}
+            table |= {
+                name: one.to(device, copy=True)
+                for name, one in table.items()
+                if isinstance(one, torch.Tensor) and id(one) not in there
+            }
 
 
 def _marks(slots: Sequence[tuple[Slots, str]], *, addresses: bool = False) -> Marks:
@@ -314,6 +345,18 @@ def _marks(slots: Sequence[tuple[Slots, str]], *, addresses: bool = False) -> Ma
     if not addresses:
         return found, versions
     return found, [*versions, *((one.dtype, _address(one)) for one in found if one is not None)]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _is_like(one: torch.Tensor, copy: torch.Tensor) -> bool:
+    return (
+        _is_plain(one)
+        and _is_plain(copy)
+        and (one.shape, one.dtype, one.stride()) == (copy.shape, copy.dtype, copy.stride())
+    )
 
 
 def _address(tensor: torch.Tensor) -> int:
