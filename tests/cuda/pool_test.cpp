@@ -152,19 +152,25 @@ TEST(CudaPool, AJobWhoseGpuFailsHasTheErrorOfTheGpu) {
   EXPECT_THROW(pool.submit([](Job&) {}), DeviceLost);
 }
 
-/// A step that has no work to give until it ends, as one whose micro-batches are all enqueued.
+/// A step that has no work to give until it ends, as one whose micro-batches are all enqueued. Or, `busy`, always some,
+/// in so many pieces at most.
 class WaitingStep final : public WorkSource {
  public:
+  explicit WaitingStep(int busy = 0) : busy_(busy) {}
   NextWork next(DeviceId, Clock::time_point) noexcept override {
     asked_ = true;
-    return ended_ ? NextWork::done() : NextWork::wait();
+    if (ended_) return NextWork::done();
+    return busy_ > 0 ? NextWork::take(0) : NextWork::wait();
   }
-  void perform(DeviceId, std::int64_t, Turn&) override {}
-  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override {}
+  void perform(DeviceId, std::int64_t, Turn&) override { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
+  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override {
+    if (--busy_ == 0) end();
+  }
   void failed(DeviceId, std::int64_t, std::exception_ptr) noexcept override {}
   void cancel(std::exception_ptr) noexcept override { end(); }
   [[nodiscard]] bool complete() const noexcept override { return ended_; }
   [[nodiscard]] bool asked() const noexcept { return asked_; }
+  [[nodiscard]] bool ended() const noexcept { return ended_; }
   void end() noexcept {
     ended_ = true;
     wake_all();
@@ -172,6 +178,7 @@ class WaitingStep final : public WorkSource {
   }
 
  private:
+  std::atomic<int> busy_;
   std::atomic<bool> asked_{false};
   std::atomic<bool> ended_{false};
 };
@@ -200,6 +207,46 @@ TEST(CudaPool, BesideAStepJobsStartWithinTheBudget) {
     }
     expect_clean();
   }
+}
+
+TEST(CudaPool, BesideAStepThatAlwaysHasWorkJobsEndAndTheNextOnesStart) {
+  set_up(0, 1);
+  {
+    DeviceGroup group = group_of({"cuda:0"});
+    Pool pool(group, {}, 1.0);
+    const auto step = std::make_shared<WaitingStep>(20000);
+    group.submit(step);
+    while (!step->asked()) std::this_thread::yield();
+    for (int k = 0; k < 3; ++k) {
+      pool.submit([&](Job& here) { launch(0, here.stream()); }, {.priority = Priority::interactive}).get();
+    }
+    EXPECT_FALSE(step->ended()) << "nobody asked whether the GPU had done the job";
+    step->end();
+    group.wait(*step);
+    EXPECT_EQ(ran, 3);
+  }
+  expect_clean();
+}
+
+TEST(CudaPool, JobsExpireWhileTheBudgetKeepsTheGpuFromAnotherOne) {
+  set_up(0, 1);
+  {
+    DeviceGroup group = group_of({"cuda:0"});
+    Pool pool(group, {}, 0.0);
+    const auto step = std::make_shared<WaitingStep>();
+    group.submit(step);
+    while (!step->asked()) std::this_thread::yield();
+    const Future<void> first = pool.submit([&](Job& here) { launch(0, here.stream()); });
+    const Future<void> second = pool.submit([&](Job& here) { launch(0, here.stream()); }, {.deadline_seconds = 0.05});
+    for (int k = 0; k < 5000 && !second.ready(); ++k) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_TRUE(second.ready());
+    EXPECT_FALSE(first.ready());
+    step->end();
+    group.wait(*step);
+    first.get();
+    EXPECT_THROW(second.get(), Expired);
+  }
+  expect_clean();
 }
 
 TEST(CudaPool, AGpuThatJoinsTakesWorkAndItsStreamGoesWithTheOthers) {

@@ -194,6 +194,8 @@ class PoolCore final : public WorkSource {
   void wake(const Device& device) noexcept;
   void wake_everyone() noexcept;
   [[nodiscard]] double now() const;  // of the pool's clock; under the mutex, so that times do not decrease
+  /// The moment after that time of the pool's clock.
+  [[nodiscard]] Clock::time_point at(double seconds) const noexcept;
   /// The kind of a job that is not served: those that need other memory are measured apart.
   [[nodiscard]] std::size_t kind_of(const JobOptions& options);
   [[nodiscard]] std::size_t need_of(const JobOptions& options);
@@ -220,6 +222,7 @@ class PoolCore final : public WorkSource {
   const double budget_;
   std::atomic<int> live_{0};          // runs that no worker has begun, and that may take time from steps
   std::atomic<int> waiting_live_{0};  // such jobs that are in no run
+  std::atomic<bool> gpus_{false};     // whether a device may be at a run whose call has returned
   const pid_t owner_ = getpid();
   const Clock::time_point begin_ = Clock::now();
   mutable std::mutex mutex_;

@@ -16,6 +16,7 @@ namespace paceline::internal {
 
 plan::PoolDecisions PoolCore::place(Device device, double memory_bytes) {
   for (Kind& kind : kind_list_) kind.times.emplace_back(kRunsKept);
+  if (device.queue != nullptr) gpus_ = true;
   devices_.push_back(std::move(device));
   const paceline::Device& facts = devices_.back().facts;
   return state_.add_device(now(), {.name = facts.name,

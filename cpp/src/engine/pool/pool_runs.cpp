@@ -42,14 +42,14 @@ NextWork PoolCore::next_at(std::size_t place, const WorkSource& asked) noexcept 
   {
     const std::lock_guard lock(mutex_);
     const auto assigned = [&] { return devices_[place].run && !runs_.at(*devices_[place].run).taken; };
-    if (const double time = now(); !assigned() && time >= wake_seconds_) apply(state_.tick(time), after);
     // On the host a step that waits leaves its core idle, but a GPU is at its work meanwhile.
     Device& here = devices_[place];
-    const bool lends = here.queue != nullptr && beside_gang_of_this_thread();
-    if (const double wait = assigned() && lends ? until_budget(here) : 0.0; wait > 0.0) {
-      answer =
-          NextWork::wait(nullptr, Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                                     std::chrono::duration<double>(std::min(wait, kLongestSleep))));
+    const bool lends = here.queue != nullptr && beside_gang_of_this_thread() != BesideGang::none;
+    const double wait = lends ? until_budget(here) : 0.0;
+    const double time = now();
+    if ((!assigned() || wait > 0.0) && time >= wake_seconds_) apply(state_.tick(time), after);
+    if (assigned() && wait > 0.0) {
+      answer = NextWork::wait(nullptr, at(std::min(time + wait, wake_seconds_)));
     } else if (assigned()) {
       answer = take(runs_.at(*here.run), *here.run, lends, asked);
     } else if (complete()) {
@@ -57,9 +57,7 @@ NextWork PoolCore::next_at(std::size_t place, const WorkSource& asked) noexcept 
       ++let_go_;
       room_.notify_all();
     } else if (wake_seconds_ < kNever) {
-      const double wake = std::min(wake_seconds_, now() + kLongestSleep);
-      const auto until = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wake));
-      answer = NextWork::wait(event, begin_ + until + Clock::duration(1));
+      answer = NextWork::wait(event, at(wake_seconds_));
     } else {
       answer = NextWork::wait(event);
     }
@@ -69,15 +67,20 @@ NextWork PoolCore::next_at(std::size_t place, const WorkSource& asked) noexcept 
 }
 
 NextWork PoolCore::next_live(std::size_t place, const WorkSource& asked) noexcept {
+  // While a step always has work, nobody asks next_at() for what a GPU has done.
+  if (gpus_) (void)settle(place);
   if (complete()) return NextWork::done();
-  if ((live_ == 0 && waiting_live_ == 0) || !beside_gang_of_this_thread()) return NextWork::wait();
+  const BesideGang beside = beside_gang_of_this_thread();
+  if ((live_ == 0 && waiting_live_ == 0) || beside == BesideGang::none) return NextWork::wait();
   After after;
   NextWork answer = NextWork::wait();
   {
     const std::lock_guard lock(mutex_);
     Device& here = devices_[place];
     const auto begins = [&] { return here.run && !runs_.at(*here.run).taken; };
-    if (begins() && until_budget(here) == 0.0) {
+    // A step on the host that waits misses no time: next_at() comes to the job.
+    const bool lends = beside == BesideGang::works || here.queue != nullptr;
+    if (lends && begins() && until_budget(here) == 0.0) {
       // What was decided when the device was idle may be a job that a step comes before.
       if (!runs_.at(*here.run).live && waiting_live_ > 0) withdraw(*here.run, {}, after);
       if (begins() && runs_.at(*here.run).live) answer = take(runs_.at(*here.run), *here.run, true, asked);
@@ -85,6 +88,11 @@ NextWork PoolCore::next_live(std::size_t place, const WorkSource& asked) noexcep
   }
   follow(std::move(after));
   return answer;
+}
+
+WorkSource::Clock::time_point PoolCore::at(double seconds) const noexcept {
+  const std::chrono::duration<double> since(std::min(seconds, now() + kLongestSleep));
+  return begin_ + std::chrono::duration_cast<Clock::duration>(since) + Clock::duration(1);
 }
 
 NextWork PoolCore::take(Run& run, plan::RunId id, bool lent, const WorkSource& asked) noexcept {
