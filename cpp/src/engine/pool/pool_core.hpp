@@ -156,6 +156,7 @@ class PoolCore final : public WorkSource {
     std::optional<plan::RunId> run = {};        // a gang's is that of its first device
     bool retired = false;                       // by the user
     bool lost = false;
+    bool blocked = false;  // by the budget: what waits for the device may start on others, or expire
     std::int64_t runs = 0;
     std::int64_t jobs = 0;
     double seconds = 0.0;
@@ -184,6 +185,9 @@ class PoolCore final : public WorkSource {
   [[nodiscard]] NextWork take(Run& run, plan::RunId id, bool lent, const WorkSource& asked) noexcept;
   /// Seconds until the device may take time from steps again; 0: it may now.
   [[nodiscard]] double until_budget(Device& device) const noexcept;
+  /// Takes back what the budget keeps from the device, and gives it nothing until unblock().
+  void block(std::size_t place, After& after);
+  void unblock(std::size_t place, After& after);
   /// Whether the GPU is still at a run whose call has returned, or thrown this.
   [[nodiscard]] bool is_enqueued(std::int64_t work, const std::exception_ptr& error) noexcept;
   /// Ends the device's run if the GPU has done it. The event to wait for if it has not.

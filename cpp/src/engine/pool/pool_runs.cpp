@@ -46,20 +46,18 @@ NextWork PoolCore::next_at(std::size_t place, const WorkSource& asked) noexcept 
     Device& here = devices_[place];
     const bool lends = here.queue != nullptr && beside_gang_of_this_thread() != BesideGang::none;
     const double wait = lends ? until_budget(here) : 0.0;
-    const double time = now();
-    if ((!assigned() || wait > 0.0) && time >= wake_seconds_) apply(state_.tick(time), after);
-    if (assigned() && wait > 0.0) {
-      answer = NextWork::wait(nullptr, at(std::min(time + wait, wake_seconds_)));
-    } else if (assigned()) {
+    if (wait == 0.0) unblock(place, after);
+    if (const double time = now(); !assigned() && time >= wake_seconds_) apply(state_.tick(time), after);
+    if (wait > 0.0 && assigned()) block(place, after);
+    const double until = std::min(wake_seconds_, here.blocked ? now() + wait : kNever);
+    if (assigned()) {
       answer = take(runs_.at(*here.run), *here.run, lends, asked);
     } else if (complete()) {
       answer = NextWork::done();
       ++let_go_;
       room_.notify_all();
-    } else if (wake_seconds_ < kNever) {
-      answer = NextWork::wait(event, at(wake_seconds_));
     } else {
-      answer = NextWork::wait(event);
+      answer = until < kNever ? NextWork::wait(event, at(until)) : NextWork::wait(event);
     }
   }
   follow(std::move(after));
@@ -80,9 +78,10 @@ NextWork PoolCore::next_live(std::size_t place, const WorkSource& asked) noexcep
     const auto begins = [&] { return here.run && !runs_.at(*here.run).taken; };
     // A step on the host that waits misses no time: next_at() comes to the job.
     const bool lends = beside == BesideGang::works || here.queue != nullptr;
-    if (lends && begins() && until_budget(here) == 0.0) {
+    if (lends && (begins() || here.blocked) && until_budget(here) == 0.0) {
+      unblock(place, after);
       // What was decided when the device was idle may be a job that a step comes before.
-      if (!runs_.at(*here.run).live && waiting_live_ > 0) withdraw(*here.run, {}, after);
+      if (begins() && !runs_.at(*here.run).live && waiting_live_ > 0) withdraw(*here.run, {}, after);
       if (begins() && runs_.at(*here.run).live) answer = take(runs_.at(*here.run), *here.run, true, asked);
     }
   }
@@ -110,6 +109,18 @@ double PoolCore::until_budget(Device& device) const noexcept {
   const double over = device.spent_seconds - budget_ * kBurst;
   if (budget_ > 0.0 && over < 0.0) return 0.0;
   return budget_ > 0.0 ? over / budget_ + 1e-3 : kNever;
+}
+
+void PoolCore::block(std::size_t place, After& after) {
+  devices_[place].blocked = true;
+  apply(state_.retire(now(), place, true), after);
+  vacate(place, after);
+}
+
+void PoolCore::unblock(std::size_t place, After& after) {
+  Device& device = devices_[place];
+  if (!std::exchange(device.blocked, false) || device.retired || device.lost || cancelling_) return;
+  apply(state_.restore(now(), place), after);
 }
 
 void PoolCore::perform(DeviceId, std::int64_t work, Turn&) {
