@@ -9,7 +9,6 @@
 #include <thread>
 #include <vector>
 
-#include <paceline/engine/pool.hpp>
 #include <paceline/error.hpp>
 #include <paceline/runtime/async_device.hpp>
 #include <paceline/runtime/backend.hpp>
@@ -283,12 +282,6 @@ TEST(CudaDevice, HasOneWorkerWhateverCoresItsGroupsWant) {
   device.name = "cuda:0/1";
   DeviceGroup part({device});
   EXPECT_NE(worker_of(first), worker_of(part));
-}
-
-TEST(CudaDevice, RunsNoPool) {
-  boot_machine();
-  EXPECT_THROW(Pool(DeviceGroup({find_device("cuda:0")})), Unavailable);
-  EXPECT_THROW(Pool(DeviceGroup({find_device("host:0"), find_device("cuda:0")})), Unavailable);
 }
 
 TEST(CudaDevice, ConvertsBetweenFloat32AndHalfTypes) {

@@ -16,36 +16,14 @@
 
 #include <paceline/engine/pool.hpp>
 #include <paceline/error.hpp>
-#include <paceline/runtime/work_source.hpp>
 
 #include "errors.hpp"
 #include "fake_cuda.hpp"
 #include "helpers.hpp"
-#include "twins.hpp"
+#include "pool_launches.hpp"
 
 namespace paceline {
 namespace {
-
-inline std::atomic<int> ran{0};
-inline void count_kernel(double) {}
-
-void set_up(std::uint64_t seed, int gpus) {
-  fake::boot({.seed = seed, .device_count = gpus});
-  fake::set_twins();
-  ran = 0;
-  fake::twin(&count_kernel, [](const fake::Launch&, double seconds) {
-    fake::takes(seconds);
-    ++ran;
-  });
-}
-
-void launch(int device, Stream* stream, double seconds = 0.001) {
-  void* pointers[] = {&seconds};
-  EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
-  EXPECT_EQ(
-      cudaLaunchKernel(reinterpret_cast<const void*>(&count_kernel), dim3(1), dim3(1), pointers, 0, stream->native()),
-      cudaSuccess);
-}
 
 TEST(CudaPool, AJobEndsWhenItsGpuHasDoneItsWork) {
   for_each_order(20, [](std::uint64_t seed) {
@@ -150,56 +128,6 @@ TEST(CudaPool, AJobWhoseGpuFailsHasTheErrorOfTheGpu) {
   });
   EXPECT_THROW(job.get(), DeviceLost);
   EXPECT_THROW(pool.submit([](Job&) {}), DeviceLost);
-}
-
-/// A step that has no work to give until it ends, as one whose micro-batches are all enqueued.
-class WaitingStep final : public WorkSource {
- public:
-  NextWork next(DeviceId, Clock::time_point) noexcept override {
-    asked_ = true;
-    return ended_ ? NextWork::done() : NextWork::wait();
-  }
-  void perform(DeviceId, std::int64_t, Turn&) override {}
-  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override {}
-  void failed(DeviceId, std::int64_t, std::exception_ptr) noexcept override {}
-  void cancel(std::exception_ptr) noexcept override { end(); }
-  [[nodiscard]] bool complete() const noexcept override { return ended_; }
-  [[nodiscard]] bool asked() const noexcept { return asked_; }
-  void end() noexcept {
-    ended_ = true;
-    wake_all();
-    wake_caller();
-  }
-
- private:
-  std::atomic<bool> asked_{false};
-  std::atomic<bool> ended_{false};
-};
-
-TEST(CudaPool, BesideAStepJobsStartWithinTheBudget) {
-  for (const double budget : {0.1, 0.0}) {
-    set_up(0, 1);
-    {
-      DeviceGroup group = group_of({"cuda:0"});
-      Pool pool(group, {}, budget);
-      const auto step = std::make_shared<WaitingStep>();
-      group.submit(step);
-      while (!step->asked()) std::this_thread::yield();
-      // The first one spends what the budget gives in ten seconds.
-      const Future<void> first = pool.submit([&](Job& here) { launch(0, here.stream(), 1.0); });
-      const Future<void> second = pool.submit([&](Job& here) { launch(0, here.stream(), 1.0); });
-      if (budget > 0.0) first.get();
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      EXPECT_EQ(first.ready(), budget > 0.0);
-      EXPECT_FALSE(second.ready());
-      step->end();
-      group.wait(*step);
-      first.get();
-      second.get();
-      EXPECT_EQ(ran, 2);
-    }
-    expect_clean();
-  }
 }
 
 TEST(CudaPool, AGpuThatJoinsTakesWorkAndItsStreamGoesWithTheOthers) {

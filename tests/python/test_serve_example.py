@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,12 +83,13 @@ def test_an_answer_is_what_the_model_says(example: Any, service: Any) -> None:
     torch.testing.assert_close(torch.tensor(said["embedding"]), expected)
 
 
-def test_a_full_queue_is_told_with_the_time_to_come_back(service: Any) -> None:
+@pytest.mark.parametrize("fields", [{}, {"x_deadline_seconds": "20"}])
+def test_a_full_queue_is_told_with_the_time_to_come_back(service: Any, fields: dict[str, str]) -> None:
     async def run() -> tuple[Answer, list[Answer]]:
         with Held(service.pool):
             waiting = [Request(service) for _ in range(8)]
             await until(lambda: service.pool.waiting == 8)
-            refused = await Request(service).answer()
+            refused = await Request(service, **fields).answer()
         return refused, [await one.answer() for one in waiting]
 
     (status, headers, said), waiting = asyncio.run(run())
@@ -148,6 +150,17 @@ def test_a_server_that_ends_says_so_and_still_answers(service: Any) -> None:
     service.draining = True
     status, headers, _ = asyncio.run(run())
     assert (status, headers["connection"]) == (200, "close")
+
+
+@pytest.mark.parametrize(("completed", "status"), [(1, 1), (2, 0), (3, 0), (4, 0), (5, 1)])
+def test_the_example_allows_the_pool_to_complete_what_was_given_up(
+    example: Any, monkeypatch: pytest.MonkeyPatch, completed: int, status: int
+) -> None:
+    monkeypatch.setattr(example, "draw", lambda *_: None)
+    outcomes = ["answered", "answered", "too late", "given up", "refused"]
+    load = SimpleNamespace(sent=[example.Sent(0.0, 0.1, one) for one in outcomes], difference=0.0, retry_after={"1"})
+    args = SimpleNamespace(seconds=3.0, slow=None)
+    assert example.show(example.Run(load, 0.0, []), 0, json.dumps({"completed": completed}), args) == status
 
 
 @pytest.mark.skipif(len(paceline.devices()) < 2, reason="needs two cores")

@@ -34,8 +34,8 @@ const Device*& device_of_this_thread() noexcept {
   return device;
 }
 
-bool& beside_gang_of_this_thread() noexcept {
-  thread_local bool beside = false;
+BesideGang& beside_gang_of_this_thread() noexcept {
+  thread_local BesideGang beside = BesideGang::none;
   return beside;
 }
 
@@ -147,9 +147,15 @@ std::list<Worker::Open>::iterator Worker::let_go(std::list<Open>::iterator one) 
 bool Worker::ask() {
   awaits_events_ = false;
   until_ = Clock::time_point::max();
-  beside_gang_of_this_thread() = std::ranges::any_of(open_, &Open::gang);
+  BesideGang& beside = beside_gang_of_this_thread();
+  if (std::ranges::none_of(open_, &Open::gang)) {
+    beside = BesideGang::none;
+  } else if (beside == BesideGang::none) {
+    beside = BesideGang::works;
+  }
   for (auto one = open_.begin(); one != open_.end();) {
     const NextWork next = one->source->next(one->device, Clock::now());
+    if (one->gang) beside = next.kind == NextWork::Kind::wait ? BesideGang::waits : BesideGang::works;
     if (next.kind == NextWork::Kind::take) {
       if (perform(*one, next.work)) {
         give_turn(one);

@@ -38,8 +38,10 @@ class TaskSignal {
 
 /// What Turn::of_this_thread() returns.
 [[nodiscard]] const Device*& device_of_this_thread() noexcept;
-/// For a source that a worker asks: whether the worker takes part in a gang, such as a step, that is not complete.
-[[nodiscard]] bool& beside_gang_of_this_thread() noexcept;
+/// For a source that a worker asks: whether the worker takes part in a gang, such as a step, that is not complete, and
+/// whether that gang waited when it was last asked.
+enum class BesideGang { none, works, waits };
+[[nodiscard]] BesideGang& beside_gang_of_this_thread() noexcept;
 
 /// The worker of one device: its thread and the ways to reach it. There is one for each device in the process, and
 /// groups share it (WorkerRegistry). Groups and the thread own it jointly, so that it outlives them if the thread is

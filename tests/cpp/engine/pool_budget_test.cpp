@@ -107,6 +107,44 @@ TEST(PoolBudget, ADeviceThatJoinedLendsItsTimeToo) {
   EXPECT_TRUE(says(pool.explain(), "of them beside steps"));
 }
 
+/// A step whose share of the host has ended, and that waits for others.
+class WaitingStep final : public WorkSource {
+ public:
+  NextWork next(DeviceId, Clock::time_point) noexcept override {
+    asked_ = true;
+    return ended_ ? NextWork::done() : NextWork::wait();
+  }
+  void perform(DeviceId, std::int64_t, Turn&) override {}
+  void done(DeviceId, std::int64_t, const WorkTiming&) noexcept override {}
+  void failed(DeviceId, std::int64_t, std::exception_ptr) noexcept override {}
+  void cancel(std::exception_ptr) noexcept override { end(); }
+  [[nodiscard]] bool complete() const noexcept override { return ended_; }
+  [[nodiscard]] bool asked() const noexcept { return asked_; }
+  void end() noexcept {
+    ended_ = true;
+    wake_all();
+    wake_caller();
+  }
+
+ private:
+  std::atomic<bool> asked_{false};
+  std::atomic<bool> ended_{false};
+};
+
+TEST(PoolBudget, IsNotChargedWhileAStepWaits) {
+  DeviceGroup group = host_group(1);
+  Pool pool(group, {}, 0.1);
+  const auto step = std::make_shared<WaitingStep>();
+  group.submit(step);
+  while (!step->asked()) std::this_thread::yield();
+  for (int k = 0; k < 3; ++k) {
+    pool.submit([](Job&) { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }, kInteractive).get();
+  }
+  EXPECT_FALSE(says(pool.explain(), "of them beside steps")) << pool.explain();
+  step->end();
+  group.wait(*step);
+}
+
 TEST(PoolBudget, IsAPartOfADevicesTime) {
   for (const double budget : {-0.1, 1.5}) {
     EXPECT_TRUE(says(message_of([&] { Pool pool(host_group(1), {}, budget); }), "budget is"));

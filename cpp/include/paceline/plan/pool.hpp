@@ -74,8 +74,9 @@ class PACELINE_API PoolState {
   /// A job that waits is cancelled, and what depends on it. One that runs or has ended is not: `cancelled` is false.
   PoolDecisions cancel(double now_seconds, JobId job, bool& cancelled);
 
-  /// The device starts nothing until it is restored. What runs there goes on.
-  PoolDecisions retire(double now_seconds, std::size_t device);
+  /// The device starts nothing until it is restored. What runs there goes on. `paused`: for a moment only, so as many
+  /// jobs may wait as before.
+  PoolDecisions retire(double now_seconds, std::size_t device, bool paused = false);
   PoolDecisions restore(double now_seconds, std::size_t device);
   /// Retires the device for good: jobs that only it could run fail, and are rejected from now on. restore() takes it
   /// back all the same.

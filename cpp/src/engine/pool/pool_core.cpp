@@ -348,7 +348,7 @@ std::string PoolCore::explain() const {
     text +=
         fmt::format("{}: {} jobs in {} runs, {:.3f} s", device.facts.name, device.jobs, device.runs, device.seconds);
     if (device.lent_seconds > 0.0) text += fmt::format(", {:.3f} s of them beside steps", device.lent_seconds);
-    if (!state_.active(place)) text += device.lost ? "; lost" : "; retired";
+    if (!state_.active(place)) text += device.lost ? "; lost" : device.blocked ? "; waits for the budget" : "; retired";
     if (device.declined) text += "; " + state_.describe(*device.declined);
     text += "\n";
   }

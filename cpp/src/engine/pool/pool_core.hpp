@@ -156,6 +156,7 @@ class PoolCore final : public WorkSource {
     std::optional<plan::RunId> run = {};        // a gang's is that of its first device
     bool retired = false;                       // by the user
     bool lost = false;
+    bool blocked = false;  // by the budget: what waits for the device may start on others, or expire
     std::int64_t runs = 0;
     std::int64_t jobs = 0;
     double seconds = 0.0;
@@ -184,6 +185,9 @@ class PoolCore final : public WorkSource {
   [[nodiscard]] NextWork take(Run& run, plan::RunId id, bool lent, const WorkSource& asked) noexcept;
   /// Seconds until the device may take time from steps again; 0: it may now.
   [[nodiscard]] double until_budget(Device& device) const noexcept;
+  /// Takes back what the budget keeps from the device, and gives it nothing until unblock().
+  void block(std::size_t place, After& after);
+  void unblock(std::size_t place, After& after);
   /// Whether the GPU is still at a run whose call has returned, or thrown this.
   [[nodiscard]] bool is_enqueued(std::int64_t work, const std::exception_ptr& error) noexcept;
   /// Ends the device's run if the GPU has done it. The event to wait for if it has not.
@@ -194,6 +198,8 @@ class PoolCore final : public WorkSource {
   void wake(const Device& device) noexcept;
   void wake_everyone() noexcept;
   [[nodiscard]] double now() const;  // of the pool's clock; under the mutex, so that times do not decrease
+  /// The moment after that time of the pool's clock.
+  [[nodiscard]] Clock::time_point at(double seconds) const noexcept;
   /// The kind of a job that is not served: those that need other memory are measured apart.
   [[nodiscard]] std::size_t kind_of(const JobOptions& options);
   [[nodiscard]] std::size_t need_of(const JobOptions& options);
@@ -220,6 +226,7 @@ class PoolCore final : public WorkSource {
   const double budget_;
   std::atomic<int> live_{0};          // runs that no worker has begun, and that may take time from steps
   std::atomic<int> waiting_live_{0};  // such jobs that are in no run
+  std::atomic<bool> gpus_{false};     // whether a device may be at a run whose call has returned
   const pid_t owner_ = getpid();
   const Clock::time_point begin_ = Clock::now();
   mutable std::mutex mutex_;

@@ -16,6 +16,7 @@ namespace paceline::internal {
 
 plan::PoolDecisions PoolCore::place(Device device, double memory_bytes) {
   for (Kind& kind : kind_list_) kind.times.emplace_back(kRunsKept);
+  if (device.queue != nullptr) gpus_ = true;
   devices_.push_back(std::move(device));
   const paceline::Device& facts = devices_.back().facts;
   return state_.add_device(now(), {.name = facts.name,
@@ -111,13 +112,16 @@ bool PoolCore::retire(const std::string& device, bool retired, bool unless_last)
     const std::lock_guard lock(mutex_);
     const std::size_t place = place_of(device, retired ? "retire" : "restore");
     if (retired) {
-      const auto stays = [&](std::size_t other) { return other != place && state_.active(other); };
+      const auto stays = [&](std::size_t other) {
+        return other != place && (state_.active(other) || devices_[other].blocked);
+      };
       if (unless_last && std::ranges::none_of(std::views::iota(std::size_t{0}, devices_.size()), stays)) return false;
       devices_[place].retired = true;
+      devices_[place].blocked = false;
       apply(state_.retire(now(), place), after);
       vacate(place, after);
     } else {
-      devices_[place].retired = devices_[place].lost = false;
+      devices_[place].retired = devices_[place].lost = devices_[place].blocked = false;
       lost_ = nullptr;
       apply(state_.restore(now(), place), after);
       after.room = true;

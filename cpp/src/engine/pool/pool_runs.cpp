@@ -42,26 +42,22 @@ NextWork PoolCore::next_at(std::size_t place, const WorkSource& asked) noexcept 
   {
     const std::lock_guard lock(mutex_);
     const auto assigned = [&] { return devices_[place].run && !runs_.at(*devices_[place].run).taken; };
-    if (const double time = now(); !assigned() && time >= wake_seconds_) apply(state_.tick(time), after);
     // On the host a step that waits leaves its core idle, but a GPU is at its work meanwhile.
     Device& here = devices_[place];
-    const bool lends = here.queue != nullptr && beside_gang_of_this_thread();
-    if (const double wait = assigned() && lends ? until_budget(here) : 0.0; wait > 0.0) {
-      answer =
-          NextWork::wait(nullptr, Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                                     std::chrono::duration<double>(std::min(wait, kLongestSleep))));
-    } else if (assigned()) {
+    const bool lends = here.queue != nullptr && beside_gang_of_this_thread() != BesideGang::none;
+    const double wait = lends ? until_budget(here) : 0.0;
+    if (wait == 0.0) unblock(place, after);
+    if (const double time = now(); !assigned() && time >= wake_seconds_) apply(state_.tick(time), after);
+    if (wait > 0.0 && assigned()) block(place, after);
+    const double until = std::min(wake_seconds_, here.blocked ? now() + wait : kNever);
+    if (assigned()) {
       answer = take(runs_.at(*here.run), *here.run, lends, asked);
     } else if (complete()) {
       answer = NextWork::done();
       ++let_go_;
       room_.notify_all();
-    } else if (wake_seconds_ < kNever) {
-      const double wake = std::min(wake_seconds_, now() + kLongestSleep);
-      const auto until = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wake));
-      answer = NextWork::wait(event, begin_ + until + Clock::duration(1));
     } else {
-      answer = NextWork::wait(event);
+      answer = until < kNever ? NextWork::wait(event, at(until)) : NextWork::wait(event);
     }
   }
   follow(std::move(after));
@@ -69,22 +65,33 @@ NextWork PoolCore::next_at(std::size_t place, const WorkSource& asked) noexcept 
 }
 
 NextWork PoolCore::next_live(std::size_t place, const WorkSource& asked) noexcept {
+  // While a step always has work, nobody asks next_at() for what a GPU has done.
+  if (gpus_) (void)settle(place);
   if (complete()) return NextWork::done();
-  if ((live_ == 0 && waiting_live_ == 0) || !beside_gang_of_this_thread()) return NextWork::wait();
+  const BesideGang beside = beside_gang_of_this_thread();
+  if ((live_ == 0 && waiting_live_ == 0) || beside == BesideGang::none) return NextWork::wait();
   After after;
   NextWork answer = NextWork::wait();
   {
     const std::lock_guard lock(mutex_);
     Device& here = devices_[place];
     const auto begins = [&] { return here.run && !runs_.at(*here.run).taken; };
-    if (begins() && until_budget(here) == 0.0) {
+    // A step on the host that waits misses no time: next_at() comes to the job.
+    const bool lends = beside == BesideGang::works || here.queue != nullptr;
+    if (lends && (begins() || here.blocked) && until_budget(here) == 0.0) {
+      unblock(place, after);
       // What was decided when the device was idle may be a job that a step comes before.
-      if (!runs_.at(*here.run).live && waiting_live_ > 0) withdraw(*here.run, {}, after);
+      if (begins() && !runs_.at(*here.run).live && waiting_live_ > 0) withdraw(*here.run, {}, after);
       if (begins() && runs_.at(*here.run).live) answer = take(runs_.at(*here.run), *here.run, true, asked);
     }
   }
   follow(std::move(after));
   return answer;
+}
+
+WorkSource::Clock::time_point PoolCore::at(double seconds) const noexcept {
+  const std::chrono::duration<double> since(std::min(seconds, now() + kLongestSleep));
+  return begin_ + std::chrono::duration_cast<Clock::duration>(since) + Clock::duration(1);
 }
 
 NextWork PoolCore::take(Run& run, plan::RunId id, bool lent, const WorkSource& asked) noexcept {
@@ -102,6 +109,18 @@ double PoolCore::until_budget(Device& device) const noexcept {
   const double over = device.spent_seconds - budget_ * kBurst;
   if (budget_ > 0.0 && over < 0.0) return 0.0;
   return budget_ > 0.0 ? over / budget_ + 1e-3 : kNever;
+}
+
+void PoolCore::block(std::size_t place, After& after) {
+  devices_[place].blocked = true;
+  apply(state_.retire(now(), place, true), after);
+  vacate(place, after);
+}
+
+void PoolCore::unblock(std::size_t place, After& after) {
+  Device& device = devices_[place];
+  if (!std::exchange(device.blocked, false) || device.retired || device.lost || cancelling_) return;
+  apply(state_.restore(now(), place), after);
 }
 
 void PoolCore::perform(DeviceId, std::int64_t work, Turn&) {

@@ -12,7 +12,7 @@ std::int64_t State::limit(std::size_t kind) const {
   if (kinds[kind].spec.queue_limit > 0) return kinds[kind].spec.queue_limit;
   constexpr std::int64_t batches = 8;  // each device always has work, and a request waits for few batches
   std::int64_t sum = 0;
-  for (std::size_t d = 0; d < devices.size(); ++d) sum += devices[d].active ? largest(kind, d) : 0;
+  for (std::size_t d = 0; d < devices.size(); ++d) sum += devices[d].active || devices[d].paused ? largest(kind, d) : 0;
   return batches * std::max<std::int64_t>(sum, 1);
 }
 

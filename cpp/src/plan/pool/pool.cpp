@@ -275,10 +275,11 @@ PoolDecisions PoolState::cancel(double now_seconds, JobId job, bool& cancelled) 
   return out;
 }
 
-PoolDecisions PoolState::retire(double now_seconds, std::size_t device) {
+PoolDecisions PoolState::retire(double now_seconds, std::size_t device, bool paused) {
   State& s = *state_;
-  (void)known(s.devices, device, "device");
+  State::Device& one = s.devices[known(s.devices, device, "device")];
   advance(s, now_seconds);
+  one.paused = paused;
   stop(s, now_seconds, device);
   PoolDecisions out;
   s.settle(now_seconds, out);
@@ -289,7 +290,7 @@ PoolDecisions PoolState::restore(double now_seconds, std::size_t device) {
   State& s = *state_;
   State::Device& one = s.devices[known(s.devices, device, "device")];
   advance(s, now_seconds);
-  one.lost = false;
+  one.lost = one.paused = false;
   if (!one.active) {
     one.active = true;
     if (one.run == RunId{}) ++s.idle;
@@ -306,6 +307,7 @@ PoolDecisions PoolState::lose(double now_seconds, std::size_t device) {
   advance(s, now_seconds);
   PoolDecisions out;
   s.devices[device].lost = true;
+  s.devices[device].paused = false;
   s.fail_stranded(std::nullopt, PoolReason::device_lost, out);
   stop(s, now_seconds, device);
   s.settle(now_seconds, out);

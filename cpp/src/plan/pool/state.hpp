@@ -85,9 +85,10 @@ class PoolState::State {
     std::size_t cls = 0;
     std::size_t space = 0;
     bool active = true;
-    bool lost = false;  // and retired
-    RunId run{};        // 0: idle
-    Run current = {};   // of run, if this is its first device
+    bool lost = false;    // and retired
+    bool paused = false;  // and retired, for so short that as many jobs may wait
+    RunId run{};          // 0: idle
+    Run current = {};     // of run, if this is its first device
     double free_at = 0.0;
     double declines_since = kNever;
     std::int64_t bound = 0;  // jobs bound to it, the running one included
