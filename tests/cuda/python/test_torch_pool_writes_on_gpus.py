@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,7 +94,8 @@ class Leaf(nn.Module):
         self.layer, self.weight = nn.Linear(6, 3), torch.ones(6, requires_grad=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x * self.weight)
+        found: torch.Tensor = self.layer(x * self.weight)
+        return found
 
 
 def test_a_leaf_in_an_attribute_is_renewed_in_another_memory(streams: Any) -> None:
@@ -149,8 +151,12 @@ def test_answers_that_are_lazy_conjugates_are_written_out_on_the_gpu(
 
     monkeypatch.setattr(cuda, "pinned_like", pinned_like)
     x = torch.randn(8)
+    answers: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: torch.fft.fft(x).conj(),
+        lambda x: torch.fft.fft(x).conj().imag,
+    ]
     with Pool(GPUS[:1]) as pool:
-        for fn in (lambda x: torch.fft.fft(x).conj(), lambda x: torch.fft.fft(x).conj().imag):
+        for fn in answers:
             torch.testing.assert_close(pool.serve(fn)(x).result(), fn(x).resolve_conj().resolve_neg())
     assert lazy == [False, False]
 

@@ -206,7 +206,7 @@ class Pool(Handle):
             anywhere.
         initializer
             Makes the state of a device on its worker, before its first batch. The function is then ``fn(state, batch)``. A device on which it raises
-            is retired, unless it is the last one, whose requests get the error.
+            is retired, unless it is the last one, whose requests get the error. Where memory runs out when it is made anew only the batch fails.
         max_batch
             Requests of a batch at most. Few sizes run: four between a power of two and the next one.
         max_delay
