@@ -12,8 +12,8 @@ namespace paceline::internal {
 ///
 /// NCCL wants all calls for one set of communicators from one thread at a time, in one order. Sums of many GPUs would
 /// hold up whoever asks for them. A call of either may never return. Then the thread is given up: nobody joins it, so
-/// its jobs must own everything that they use. One caller at a time, except for start() and wait(). After fork() the child has no
-/// such thread: there wait() and close() return at once, and nothing else may be called.
+/// its jobs must own everything that they use. One caller at a time, except for start() and wait(). After fork() the
+/// child has no such thread: there wait() and close() return at once, and nothing else may be called.
 ///
 /// The poll hook of waits (Ctrl-C) can only end a wait for a job that uses nothing but its own data, such as connecting
 /// and closing: the job continues after the caller has left. A job that enqueues work on the caller's buffers is
