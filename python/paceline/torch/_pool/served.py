@@ -283,12 +283,15 @@ class Copies(Served):
         copy = self._copies.get(seat.name)
         if copy is None:  # after a run that hangs, which has the one before
             copy = self._copies[seat.name] = self._copy_for(seat)
+        here = seat.device == self._place  # PyTorch orders copies between GPUs itself
         if copy.weights is None:
             _share(copy.shared)
         else:
+            if here:  # a part of the module's GPU that stands for another one
+                _follow_default(seat)
             _renew(seat, copy, copy.weights)
         marks = _marks([(ours, name) for ours, _, name in copy.replica.buffer_pairs])
-        if seat.device == self._place:  # PyTorch orders copies between GPUs itself
+        if here:
             _follow_default(seat)
         if copy.seen is None or not _same(marks, copy.seen):
             # A forward may have left tensors of inference mode in the place of buffers. Elsewhere these cannot be written to.
