@@ -15,6 +15,7 @@ import ctypes
 import functools
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -103,11 +104,15 @@ class Fake:
 
     @property
     def leftovers(self) -> int:
-        """What was not given back. Parts that stand for GPUs are given back now, unless something uses them."""
+        """What was not given back, also after a while: other threads and the collector may be at it. Parts that stand for GPUs are given back now, unless something uses them."""
         if AS_PARTS:
             with contextlib.suppress(paceline.Error):
                 paceline.release_partitions("cuda:0")
-        return int(self.library.paceline_fake_leftovers())
+        deadline = time.monotonic() + 5.0
+        while (left := int(self.library.paceline_fake_leftovers())) and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        return left
 
     @property
     def unused_pool_bytes(self) -> int:
