@@ -84,7 +84,7 @@ def test_an_answer_is_what_the_model_says(example: Any, service: Any) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"x_deadline_seconds": "20"}])
-def test_a_full_queue_is_told_with_the_time_to_come_back(service: Any, fields: dict[str, str]) -> None:
+def test_a_full_queue_is_told_with_the_time_to_come_back(service: Any, fields: dict[str, Any]) -> None:
     async def run() -> tuple[Answer, list[Answer]]:
         with Held(service.pool):
             waiting = [Request(service) for _ in range(8)]

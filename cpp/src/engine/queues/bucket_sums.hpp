@@ -48,8 +48,8 @@ struct SumSource {
 /// The device that seals last is the slowest one, and the sum of a bucket of eight GPUs takes some 120 calls of the
 /// driver. So with a `pump` a thread makes these calls, and seal() only notes what is sealed. The order of the sums
 /// stays. The pump and others who use the streams take turns by settle(). What the pump met is thrown by each later
-/// seal() of the step, that is, where a device has a micro-batch to blame, and by finish(). What it met in copies also by
-/// those who wait for them. After an OutOfMemory who seals makes the calls, until a step has got its sums: then the
+/// seal() of the step, that is, where a device has a micro-batch to blame, and by finish(). What it met in copies also
+/// by those who wait for them. After an OutOfMemory who seals makes the calls, until a step has got its sums: then the
 /// error comes with the micro-batch that is too large.
 ///
 /// The pump also does what comes before the sums of a step, by the same rules: first().
