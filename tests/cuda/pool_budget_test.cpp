@@ -56,15 +56,21 @@ class WaitingStep final : public WorkSource {
   std::atomic<bool> ended_{false};
 };
 
+/// A step of the group that its worker has asked for work.
+std::shared_ptr<WaitingStep> begun(DeviceGroup& group, int busy = 0) {
+  const auto step = std::make_shared<WaitingStep>(busy);
+  group.submit(step);
+  while (!step->asked()) std::this_thread::yield();
+  return step;
+}
+
 TEST(CudaPoolBudget, BesideAStepJobsStartWithinTheBudget) {
   for (const double budget : {0.1, 0.0}) {
     set_up(0, 1);
     {
       DeviceGroup group = group_of({"cuda:0"});
       Pool pool(group, {}, budget);
-      const auto step = std::make_shared<WaitingStep>();
-      group.submit(step);
-      while (!step->asked()) std::this_thread::yield();
+      const auto step = begun(group);
       // The first one spends what the budget gives in ten seconds.
       const Future<void> first = pool.submit([&](Job& here) { launch(0, here.stream(), 1.0); });
       const Future<void> second = pool.submit([&](Job& here) { launch(0, here.stream(), 1.0); });
@@ -87,9 +93,7 @@ TEST(CudaPoolBudget, BesideAStepThatAlwaysHasWorkJobsEndAndTheNextOnesStart) {
   {
     DeviceGroup group = group_of({"cuda:0"});
     Pool pool(group, {}, 1.0);
-    const auto step = std::make_shared<WaitingStep>(20000);
-    group.submit(step);
-    while (!step->asked()) std::this_thread::yield();
+    const auto step = begun(group, 20000);
     for (int k = 0; k < 3; ++k) {
       pool.submit([&](Job& here) { launch(0, here.stream()); }, {.priority = Priority::interactive}).get();
     }
@@ -111,9 +115,7 @@ TEST(CudaPoolBudget, AJobThatTheBudgetKeepsFromAGpuExpiresOrStartsElsewhere) {
   {
     DeviceGroup group = group_of({"cuda:0"});
     Pool pool(group_of({"cuda:0", "host:0"}), {}, 0.0);
-    const auto step = std::make_shared<WaitingStep>();
-    group.submit(step);
-    while (!step->asked()) std::this_thread::yield();
+    const auto step = begun(group);
     const Future<void> late = pool.submit([](Job&) {}, {.deadline_seconds = 0.05, .needs = {"cuda"}});
     EXPECT_TRUE(soon_ready(late));
     EXPECT_TRUE(says(pool.explain(), "waits for the budget")) << pool.explain();
@@ -137,9 +139,7 @@ TEST(CudaPoolBudget, AsManyRequestsWaitWhileTheBudgetKeepsThemFromTheGpu) {
   {
     DeviceGroup group = group_of({"cuda:0"});
     Pool pool(group, {}, 0.0);
-    const auto step = std::make_shared<WaitingStep>();
-    group.submit(step);
-    while (!step->asked()) std::this_thread::yield();
+    const auto step = begun(group);
     auto batcher = pool.serve<int, int>(
         [](Job&, std::span<int> requests, std::span<int> answers) { std::ranges::copy(requests, answers.begin()); },
         {.max_batch = 16});
@@ -157,9 +157,7 @@ TEST(CudaPoolBudget, JobsExpireWhileTheBudgetKeepsTheGpuFromAnotherOne) {
   {
     DeviceGroup group = group_of({"cuda:0"});
     Pool pool(group, {}, 0.0);
-    const auto step = std::make_shared<WaitingStep>();
-    group.submit(step);
-    while (!step->asked()) std::this_thread::yield();
+    const auto step = begun(group);
     const Future<void> first = pool.submit([&](Job& here) { launch(0, here.stream()); });
     const Future<void> second = pool.submit([&](Job& here) { launch(0, here.stream()); }, {.deadline_seconds = 0.05});
     EXPECT_TRUE(soon_ready(second));

@@ -18,11 +18,10 @@
 #include "errors.hpp"
 #include "gate.hpp"
 #include "host_group.hpp"
+#include "pool_jobs.hpp"
 
 namespace paceline {
 namespace {
-
-std::string where_it_ran(Job& job) { return job.device().name; }
 
 TEST(PoolDevices, ADeviceThatJoinsTakesWhatWaits) {
   Gate gate;

@@ -13,11 +13,10 @@
 
 #include "gate.hpp"
 #include "host_group.hpp"
+#include "pool_jobs.hpp"
 
 namespace paceline {
 namespace {
-
-std::string device_of(Job& job) { return job.device().name; }
 
 TEST(PoolLostDevices, ALostDeviceIsRetiredAndThePoolGoesOnWithoutIt) {
   Gate gate;
@@ -36,7 +35,7 @@ TEST(PoolLostDevices, ALostDeviceIsRetiredAndThePoolGoesOnWithoutIt) {
   EXPECT_THROW(held.get(), DeviceLost);
   EXPECT_THROW(after.get(), Cancelled);
   EXPECT_THROW(pool.submit([](Job&) {}, {.needs = {"host:0"}}).get(), Rejected);
-  for (int k = 0; k < 10; ++k) EXPECT_EQ(pool.submit(device_of).get(), "host:1");
+  for (int k = 0; k < 10; ++k) EXPECT_EQ(pool.submit(where_it_ran).get(), "host:1");
   EXPECT_EQ(pool.active(), std::vector<std::string>{"host:1"});
   EXPECT_NE(pool.explain().find("host:0: 0 jobs in 1 runs"), std::string::npos) << pool.explain();
   EXPECT_NE(pool.explain().find("; lost"), std::string::npos) << pool.explain();
@@ -64,14 +63,14 @@ TEST(PoolLostDevices, WithAllDevicesLostEverythingFailsUntilOneIsRestored) {
   well = true;
   pool.restore("host:1");
   EXPECT_EQ(batch.submit(3).get(), 3);
-  EXPECT_EQ(pool.submit(device_of).get(), "host:1");
+  EXPECT_EQ(pool.submit(where_it_ran).get(), "host:1");
 }
 
 TEST(PoolLostDevices, ADeviceThatIsOnlyRetiredIsWaitedForWhenTheOtherIsLost) {
   Pool pool(host_group(2));
   pool.retire("host:1");
   EXPECT_THROW(pool.submit([](Job& job) { throw DeviceLost("gone", job.device().name); }).get(), DeviceLost);
-  const auto waits = pool.submit(device_of);
+  const auto waits = pool.submit(where_it_ran);
   pool.restore("host:1");
   EXPECT_EQ(waits.get(), "host:1");
 }
@@ -87,7 +86,7 @@ TEST(PoolLostDevices, ABatchRunsElsewhereWhenItsDeviceIsLost) {
   EXPECT_NE(pool.explain().find((device == "host:0" ? "host:1" : "host:0") + std::string(": 0 jobs in 1 runs")),
             std::string::npos)
       << pool.explain();
-  EXPECT_EQ(pool.submit(device_of).get(), device);
+  EXPECT_EQ(pool.submit(where_it_ran).get(), device);
 }
 
 TEST(PoolLostDevices, AGangLosesTheDeviceThatItNames) {
@@ -100,7 +99,7 @@ TEST(PoolLostDevices, AGangLosesTheDeviceThatItNames) {
       },
       {.gang = 2});
   EXPECT_THROW(gang.get(), DeviceLost);
-  EXPECT_NE(pool.submit(device_of).get(), lost);
+  EXPECT_NE(pool.submit(where_it_ran).get(), lost);
   EXPECT_THROW(pool.submit([](Job&) {}, {.gang = 2}).get(), Rejected);
 }
 

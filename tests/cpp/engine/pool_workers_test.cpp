@@ -22,6 +22,7 @@
 
 #include "gate.hpp"
 #include "host_group.hpp"
+#include "pool_jobs.hpp"
 
 namespace paceline {
 namespace {
@@ -47,8 +48,6 @@ class Held {
   DeviceGroup group_;
   std::future<void> done_;
 };
-
-std::string name_of(Job& job) { return job.device().name; }
 
 TEST(PoolWorkers, CallsOfThenMaySubmitAfterJobsThatEndedWithTheirOwn) {
   Gate gate;
@@ -174,10 +173,10 @@ TEST(PoolWorkers, WhatNoWorkerHasBegunMovesFromARetiredDevice) {
   DeviceGroup both = host_group(2);
   Held held(DeviceGroup(std::vector<Device>{both.devices()[0]}));
   Pool pool(both);
-  const auto one = pool.submit(name_of);
-  const auto other = pool.submit(name_of);
+  const auto one = pool.submit(where_it_ran);
+  const auto other = pool.submit(where_it_ran);
   pool.retire("host:0");
-  EXPECT_EQ(pool.submit(name_of).get(), "host:1");  // after what came before
+  EXPECT_EQ(pool.submit(where_it_ran).get(), "host:1");  // after what came before
   EXPECT_TRUE(one.ready() && other.ready());
   held.release();
   EXPECT_EQ(one.get(), "host:1");
