@@ -167,12 +167,10 @@ class Jobs:
             self.engine.close(cancel)
             hung = () if self.watchdog is None else self.watchdog.hung
             if self.gpus and not self.closed and all(self.seats[name].gpu is None for name in hung):
-                # Giving memory back waits for what a GPU does, which may be for ever.
-                # PyTorch's type: a GPU that has failed releases nothing, and its jobs have said so.
+                # Giving memory back waits for what a GPU does, which may be for ever. The workspaces of cuBLAS stay: they belong to the whole process,
+                # and graphs of a trainer may use them. A GPU that has failed gives nothing back. PyTorch then raises, and its jobs have said so.
                 with contextlib.suppress(RuntimeError):
-                    cuda.release_memory(
-                        False
-                    )  # workspaces of cuBLAS are the whole process's, and graphs of a trainer may use them
+                    cuda.release_memory(False)
                 self.engine.release()
             self.closed = True
             if self.watchdog is not None:

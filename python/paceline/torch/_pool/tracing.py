@@ -49,9 +49,7 @@ class Runs:
         if not runs and not never:
             raise Unavailable("trace: no job has run yet, so there is nothing to write.")
         trace = ChromeTrace(f"Pool on {', '.join(devices)}", [*devices, _QUEUE])
-        free_at = dict.fromkeys(
-            devices, 0.0
-        )  # a run begins where the one before has ended, but for the clock's own differences
+        free_at = dict.fromkeys(devices, 0.0)  # clocks differ a little, and rows of a trace may not overlap
         for run in runs:
             name = run.kind if run.jobs == 1 else f"{run.kind}: {plural(run.jobs, 'request')}"
             if run.outcome != "completed":
