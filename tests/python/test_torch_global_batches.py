@@ -169,7 +169,9 @@ def test_a_slow_rank_gets_fewer_items_and_rank_0_can_say_why(on_ranks: Run) -> N
     assert sum(shares) == 25
     assert shares[1] < shares[0] - 6  # on a busy machine it may get none
     rows = {row["name"]: row["share"] for row in report["rank_shares"]["devices"]}
-    assert tuple(rows.values()) == shares
+    planned = list(rows.values())  # newer than the last batch
+    assert sum(planned) == 25
+    assert planned[1] < planned[0] - 6
     assert list(rows) == ["rank 0", "rank 1"]
     assert report["rank_shares"]["moves"] > 0
     assert "rank_shares" not in other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,7 @@ def test_a_small_effect_of_padding_is_noticed_when_there_is_more_padding() -> No
 
     def counts(batch: torch.Tensor) -> torch.Tensor:
         asked.append(len(batch))
+        time.sleep(0.02)  # whatever the padding, so that the plan pads
         return batch + 1e-5 * batch.shape[1]
 
     with pool_of(1) as pool:
