@@ -17,8 +17,6 @@ from torch import nn
 
 from paceline import Cancelled, DeviceLost, InvalidArgument
 from paceline.torch import PoolFuture
-from paceline.torch._pool.figures import Figures
-from paceline.torch._pool.job import Work
 from pool_support import Held, pool_of, soon
 
 
@@ -180,17 +178,18 @@ def test_an_interrupt_of_map_cancels_the_request_that_is_waited_for(monkeypatch:
         assert pool.waiting == 0
 
 
-class Interrupts(threading.Condition):
-    """Is interrupted before it wakes anybody, once."""
+class Interrupts:
+    """Of the futures' waiters the first, which is interrupted when it is told, once."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.left = iter([KeyboardInterrupt])
+        self._left = iter([KeyboardInterrupt])
+        self.finished_futures: list[Any] = []
 
-    def notify_all(self) -> None:
-        for error in self.left:
+    def __getattr__(self, name: str) -> Callable[[Any], None]:
+        assert name in ("add_result", "add_exception", "add_cancelled")
+        for error in self._left:
             raise error
-        super().notify_all()
+        return self.finished_futures.append
 
 
 def waiting_for(future: PoolFuture[int]) -> Iterator[threading.Thread]:
@@ -211,11 +210,11 @@ def waiting_for(future: PoolFuture[int]) -> Iterator[threading.Thread]:
 def test_a_future_whose_end_is_interrupted_tells_all_who_wait_when_it_is_ended_again(outcome: str) -> None:
     future: PoolFuture[int] = PoolFuture()
     future._asked = True
-    future._condition = Interrupts()
+    future._waiters.append(Interrupts())
     told: list[Any] = []
     future.add_done_callback(told.append)
     threads = list(waiting_for(future))
-    assert soon(lambda: len(future._waiters) == 2)
+    assert soon(lambda: len(future._waiters) == 3 and len(future._sleepers or ()) == 1)
     end = outcome, "why", ValueError() if outcome == "failed" else None, 7
     with pytest.raises(KeyboardInterrupt):
         future._end(*end)
@@ -241,27 +240,3 @@ def test_a_finalizer_may_count_while_the_figures_are_read() -> None:
         thread.join(20)
         assert not thread.is_alive()
         assert pool.report()["outcomes"]["cancelled"] == 1
-
-
-def test_a_lock_that_an_interrupt_has_left_taken_is_free_when_the_job_is_ended_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    future: PoolFuture[int] = PoolFuture()
-    work = Work(future, None, Figures(["host:0"]))
-    work.value = 7
-
-    def interrupted(*_: object) -> None:
-        future._condition.acquire()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(future, "_end", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        work.end("host:0", 0.5, "completed", "")
-    monkeypatch.undo()
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(future.result(20)), daemon=True)
-    thread.start()
-    work.end("host:0", 0.5, "completed", "")
-    thread.join(20)
-    assert found == [7]
-    assert future.seconds == 0.5

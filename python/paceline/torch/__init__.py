@@ -19,7 +19,7 @@ from paceline.torch._pipeline.layout import Candidate, Layout, layout
 from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._pipeline.replicas_source import PipelineReplicas
 from paceline.torch._pool.batcher import Batcher
-from paceline.torch._pool.job import PoolFuture
+from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.pool import Pool
 from paceline.torch._ranks.balanced_ranks import BalancedRanks
 from paceline.torch._run.reducer import Reducer

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from paceline import DeviceLost, InvalidArgument
 from paceline.torch._devices.out_of_memory import is_out_of_memory
-from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, PoolFuture, Work, clear_frames, code_of
+from paceline.torch._pool.future import PoolFuture
+from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, Work, clear_frames, code_of
 from paceline.torch._pool.jobs import Evicted, Jobs, Priority
 from paceline.torch._pool.needs import Needs, Place
 from paceline.torch._pool.padding import Padding

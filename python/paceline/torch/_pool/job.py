@@ -1,4 +1,4 @@
-"""A job of a pool, and the future that tells how it ended."""
+"""A job of a pool."""
 
 from __future__ import annotations
 
@@ -7,149 +7,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures._base import LOGGER
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from paceline import Cancelled, DeviceLost, Error, Expired, InvalidArgument, OutOfMemory, Rejected, Timeout
-from paceline._core.engine import Pool as Engine
+from paceline import DeviceLost
 from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.figures import Figures
+from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.seats import entered, hand_over, marks_of
 from paceline.torch._pool.tracing import Run
-
-_T = TypeVar("_T")
 
 # What a body tells the engine (pool_py.cpp).
 DONE, FAILED, OUT_OF_MEMORY, LOST = 0, -1, -2, -3
 
-_ERRORS: dict[str, type[Error]] = {
-    "rejected": Rejected,
-    "expired": Expired,
-    "cancelled": Cancelled,
-    "out_of_memory": OutOfMemory,
-    "device_lost": DeviceLost,
-    "timeout": Timeout,
-}
 NEVER_RAN = ("rejected", "expired", "cancelled")
 _OWN = __name__.rpartition(".")[0] + "."  # modules of pools
-_CANCELLED = "CANCELLED"  # the state of a future of the standard library before it tells
-
-
-class PoolFuture(Future[_T], Generic[_T]):
-    """The result of a job, as `concurrent.futures` has it, so its ``wait`` and ``as_completed`` take it, and ``asyncio.wrap_future``.
-
-    `result` and `exception` refuse to wait on a worker: in a job, in a callback or in a step, which keeps its device meanwhile. ``wait``,
-    ``as_completed`` and ``asyncio.wrap_future`` cannot tell: there they may wait for ever.
-
-    Attributes
-    ----------
-    device
-        The name of the device that ran the job, ``"host:1"``. Empty until the job has ended, and if it never ran.
-    seconds
-        How long the run took, a batch as a whole.
-    """
-
-    device = ""
-    seconds = 0.0
-    _job: Any = None  # what the engine knows it by
-    _begun = False
-    _asked = False  # whether the user has cancelled it
-    _done_callbacks: list[Callable[[Future[_T]], object]]  # of the standard library
-
-    def result(self, timeout: float | None = None) -> _T:
-        """What the job has returned.
-
-        Raises
-        ------
-        BaseException
-            What the job has raised, with its traceback.
-        Rejected, Expired, Cancelled
-            If it never ran: it was not taken, its deadline came first, its pool was closed or what it comes `after` has failed.
-        concurrent.futures.CancelledError
-            After `cancel`.
-        TimeoutError
-            After `timeout` seconds.
-        InvalidArgument
-            On a worker, if the job has not ended.
-        Timeout
-            If it ran for longer than the pool's ``hang_seconds``.
-        Unavailable
-            In a process that was forked from that of the pool, if the job has not ended.
-        """
-        try:
-            self._check_wait()
-            return Future.result(self, timeout)
-        finally:
-            del self  # the traceback of what is raised refers to this frame
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What `result` raises, or None."""
-        self._check_wait()
-        return super().exception(timeout)
-
-    def _check_wait(self) -> None:
-        if self._job is None or self.done():
-            return
-        try:
-            Engine.check_may_wait(self._job)
-        except InvalidArgument:
-            raise InvalidArgument(
-                "result: a job, a step or a callback waits for a job of a pool, and keeps a device, which that pool may need to go on. Give submit "
-                "after=, or the future a callback."
-            ) from None
-
-    def running(self) -> bool:
-        """Whether the job runs."""
-        return self._begun and not self.done()
-
-    def cancel(self) -> bool:
-        """Cancel a job that waits. False: it runs, or has ended."""
-        if not self.done() and self._job is not None:
-            self._asked = True
-            Engine.cancel(self._job)
-        return self.cancelled()
-
-    def _end(self, outcome: str, message: str, error: BaseException | None, value: Any) -> None:
-        """Called by the pool; again after an interrupt, which may come anywhere in it. Then it does what is left."""
-        again = self.done()
-        if again:
-            pass
-        elif outcome == "completed":
-            self.set_result(value)
-        elif outcome == "cancelled" and self._asked:
-            super().cancel()
-        else:
-            self.set_exception(_ERRORS.get(outcome, Error)(message) if error is None else error)
-        if self._state == _CANCELLED:
-            self.set_running_or_notify_cancel()
-        if again:
-            self._tell()
-
-    def _let_go(self) -> None:
-        """Release the lock, which an interrupt leaves taken if it comes just before or after a block of the standard library that holds it."""
-        with contextlib.suppress(RuntimeError):  # not taken by this thread
-            while True:
-                self._condition.release()
-
-    def _tell(self) -> None:
-        """Wake all who wait and have not been told."""
-        tell = "add_cancelled" if self.cancelled() else "add_exception" if super().exception() else "add_result"
-        with self._condition:
-            for waiter in self._waiters:
-                if self not in waiter.finished_futures:
-                    getattr(waiter, tell)(self)
-            self._condition.notify_all()
-        self._invoke_callbacks()
-
-    def _invoke_callbacks(self) -> None:
-        # Each is taken out before it is called, so an interrupt in one of them leaves the others to be called.
-        while self._done_callbacks:
-            callback = self._done_callbacks.pop(0)
-            try:
-                callback(self)
-            except Exception:
-                LOGGER.exception("exception calling callback for %r", self)
 
 
 class Work:
@@ -173,6 +44,7 @@ class Work:
         self._run_begun = 0.0  # its last run
         self.kind = ""
         self.thread: int | None = None  # that runs it
+        self.on_timeout: Callable[[], None] | None = None  # called when its run has been given up, before it ends
         self.enqueued: tuple[Sequence[str], int] | None = None  # devices and jobs of its run, which GPUs are still at
 
     def begin(self) -> None:
@@ -215,10 +87,10 @@ class Work:
             if outcome in NEVER_RAN:  # after a run that failed
                 outcome = "failed"
         future.device, future.seconds = device, seconds = self.ran or (device, seconds)
-        if self._counted:
-            future._let_go()
-        else:
+        if not self._counted:
             self._counted = True
+            if outcome == "timeout" and self.on_timeout is not None:
+                self.on_timeout()
             self._end_run(outcome, seconds)
             waited = None if self._begun is None else self._begun - self._submitted
             self._figures.count(outcome, waited, device, seconds if self.leads else None)

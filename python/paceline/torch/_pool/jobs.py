@@ -17,7 +17,8 @@ from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
 from paceline._core.engine import Pool as Engine
 from paceline.torch._devices import cuda
 from paceline.torch._pool.figures import Figures
-from paceline.torch._pool.job import PoolFuture, Work
+from paceline.torch._pool.future import PoolFuture
+from paceline.torch._pool.job import Work
 from paceline.torch._pool.needs import ANY, Needs, Place, place_of
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.served import Served

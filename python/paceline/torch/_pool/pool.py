@@ -13,8 +13,9 @@ from torch import nn
 from paceline import Device, DeviceGroup, InvalidArgument, Rejected, find_device
 from paceline.torch._pool.batcher import Batcher
 from paceline.torch._pool.figures import Collector
+from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.groups import group_of
-from paceline.torch._pool.job import Job, PoolFuture
+from paceline.torch._pool.job import Job
 from paceline.torch._pool.jobs import Jobs, Placement, Priority
 from paceline.torch._pool.needs import Needs
 from paceline.torch._pool.serving import batcher_of, bytes_of

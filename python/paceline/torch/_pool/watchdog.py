@@ -56,16 +56,22 @@ class Watchdog:
         else:
             told = f"{message} The pool has given it up. Its thread goes on, and another one runs the jobs of {device}."
         known = works[0].run_until_now([device], len(works), "given up")
+        hang = {"device": device, "kind": kind, "jobs": len(works), "where": where, "time": time.time()}
+
+        def note() -> None:
+            self.hung.add(device)
+            self.hangs.append(hang)
+            jobs.figures.runs.add(known)
+            self._warn(told)
+
+        works[0].on_timeout = note  # before anybody who waits for it goes on
         try:
-            if not jobs.engine.give_up(run, told, device):
-                return
+            jobs.engine.give_up(run, told, device)
         except Error as error:
             self._warn(f"{message} It goes on, and its jobs wait, since {device} gives no other stream: {error}")
             raise
-        self.hung.add(device)
-        jobs.figures.runs.add(known)
-        self.hangs.append({"device": device, "kind": kind, "jobs": len(works), "where": where, "time": time.time()})
-        self._warn(told)
+        finally:
+            works[0].on_timeout = None
 
     def _warn(self, message: str) -> None:
         with contextlib.suppress(Exception):  # such as the warning itself, where warnings are errors

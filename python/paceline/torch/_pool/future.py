@@ -1,0 +1,189 @@
+"""The future of a job of a pool."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, LOGGER, PENDING
+from typing import Any, Generic, TypeVar
+
+from paceline import Cancelled, DeviceLost, Error, Expired, InvalidArgument, OutOfMemory, Rejected, Timeout
+from paceline._core.engine import Pool as Engine
+
+_T = TypeVar("_T")
+
+_ERRORS: dict[str, type[Error]] = {
+    "rejected": Rejected,
+    "expired": Expired,
+    "cancelled": Cancelled,
+    "out_of_memory": OutOfMemory,
+    "device_lost": DeviceLost,
+    "timeout": Timeout,
+}
+# Of the states of all futures, and held for a moment. A `Condition` and two lists for each would be ten objects of which the garbage collector knows,
+# and thousands of requests make it walk through all objects of the process, which holds every thread for a tenth of a second.
+_lock = threading.RLock()
+
+
+class PoolFuture(Future[_T], Generic[_T]):
+    """The result of a job, as `concurrent.futures` has it, so its ``wait`` and ``as_completed`` take it, and ``asyncio.wrap_future``.
+
+    `result` and `exception` refuse to wait on a worker: in a job, in a callback or in a step, which keeps its device meanwhile. ``wait``,
+    ``as_completed`` and ``asyncio.wrap_future`` cannot tell: there they may wait for ever.
+
+    Attributes
+    ----------
+    device
+        The name of the device that ran the job, ``"host:1"``. Empty until the job has ended, and if it never ran.
+    seconds
+        How long the run took, a batch as a whole.
+    """
+
+    device = ""
+    seconds = 0.0
+    _job: Any = None  # what the engine knows it by
+    _begun = False
+    _asked = False  # whether the user has cancelled it
+    # Of the standard library. `__getattr__` makes the rest when it is asked for.
+    _state = PENDING
+    _result: Any = None
+    _exception: BaseException | None = None
+    # Made when the first comes.
+    _callbacks: list[Callable[[Future[_T]], object]] | None = None
+    _sleepers: list[threading.Lock] | None = None  # each is released at the end
+
+    def __init__(self) -> None:
+        # Not that of the standard library, which makes all at once.
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        """What ``wait`` and ``as_completed`` of the standard library need."""
+        if name not in ("_condition", "_waiters"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with _lock:
+            return self.__dict__.setdefault(name, threading.Condition(_lock) if name == "_condition" else [])
+
+    def done(self) -> bool:
+        """Whether it has a result or an error, or was cancelled."""
+        return self._state != PENDING
+
+    def cancelled(self) -> bool:
+        """Whether the user has cancelled it in time."""
+        return self._state == CANCELLED_AND_NOTIFIED
+
+    def running(self) -> bool:
+        """Whether the job runs."""
+        return self._begun and not self.done()
+
+    def result(self, timeout: float | None = None) -> _T:
+        """What the job has returned.
+
+        Raises
+        ------
+        BaseException
+            What the job has raised, with its traceback.
+        Rejected, Expired, Cancelled
+            If it never ran: it was not taken, its deadline came first, its pool was closed or what it comes `after` has failed.
+        concurrent.futures.CancelledError
+            After `cancel`.
+        TimeoutError
+            After `timeout` seconds.
+        InvalidArgument
+            On a worker, if the job has not ended.
+        Timeout
+            If it ran for longer than the pool's ``hang_seconds``.
+        Unavailable
+            In a process that was forked from that of the pool, if the job has not ended.
+        """
+        try:
+            error = self.exception(timeout)
+            if error is not None:
+                raise error
+            found: _T = self._result
+            return found
+        finally:
+            del self  # the traceback of what is raised refers to this frame
+            error = None
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What `result` raises, or None."""
+        self._check_wait()
+        if not self.done():
+            sleeper = threading.Lock()
+            sleeper.acquire()
+            with _lock:
+                if self.done():
+                    sleeper.release()
+                elif self._sleepers is None:
+                    self._sleepers = [sleeper]
+                else:
+                    self._sleepers.append(sleeper)
+            in_time = sleeper.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+            if not in_time and not self.done():
+                raise TimeoutError
+        if self.cancelled():
+            raise CancelledError
+        return self._exception
+
+    def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
+        """Call ``fn(future)`` when the job has ended, on the thread that tells it; at once if it has."""
+        with _lock:
+            if not self.done():
+                if self._callbacks is None:
+                    self._callbacks = []
+                self._callbacks.append(fn)
+                return
+        self._call(fn)
+
+    def cancel(self) -> bool:
+        """Cancel a job that waits. False: it runs, or has ended."""
+        if not self.done() and self._job is not None:
+            self._asked = True
+            Engine.cancel(self._job)
+        return self.cancelled()
+
+    def _check_wait(self) -> None:
+        if self._job is None or self.done():
+            return
+        try:
+            Engine.check_may_wait(self._job)
+        except InvalidArgument:
+            raise InvalidArgument(
+                "result: a job, a step or a callback waits for a job of a pool, and keeps a device, which that pool may need to go on. Give submit "
+                "after=, or the future a callback."
+            ) from None
+
+    def _end(self, outcome: str, message: str, error: BaseException | None, value: Any) -> None:
+        """Called by the pool; again after an interrupt, which may come anywhere in it. Then it does what is left."""
+        with _lock:
+            if self.done():
+                pass
+            elif outcome == "completed":
+                self._result, self._state = value, FINISHED
+            elif outcome == "cancelled" and self._asked:
+                self._state = CANCELLED_AND_NOTIFIED
+            else:
+                self._exception = _ERRORS.get(outcome, Error)(message) if error is None else error
+                self._state = FINISHED
+            for waiter in self.__dict__.get("_waiters", ()):
+                if self not in waiter.finished_futures:
+                    getattr(waiter, self._word())(self)
+        while self._sleepers:
+            with contextlib.suppress(RuntimeError):  # an interrupt came after it was woken
+                self._sleepers[-1].release()
+            self._sleepers.pop()
+        # Each is taken out before it is called, so an interrupt in one of them leaves the others to be called.
+        while self._callbacks:
+            self._call(self._callbacks.pop(0))
+
+    def _word(self) -> str:
+        """How the standard library's waiters are told."""
+        return "add_cancelled" if self.cancelled() else "add_result" if self._exception is None else "add_exception"
+
+    def _call(self, fn: Callable[[Future[_T]], object]) -> None:
+        try:
+            fn(self)
+        except Exception:
+            LOGGER.exception("exception calling callback for %r", self)
