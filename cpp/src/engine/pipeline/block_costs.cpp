@@ -2,13 +2,13 @@
 #include "engine/pipeline/block_costs.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <numeric>
 #include <optional>
 #include <tuple>
 
 #include "plan/line_fit.hpp"
-#include "plan/statistics.hpp"
 
 namespace paceline::internal {
 namespace {
@@ -29,6 +29,13 @@ double weighted_median(std::vector<Ratio> ratios) {
     if ((left -= one.weight) <= 0.0) return one.value;
   }
   return ratios.back().value;
+}
+
+/// The median; of an even number the smaller of the two, since what disturbs a run only makes it longer.
+double lower_median(std::vector<double> values) {
+  const auto middle = values.begin() + (std::ssize(values) - 1) / 2;
+  std::ranges::nth_element(values, middle);
+  return *middle;
 }
 
 /// A block, whether it is its backward, and items.
@@ -85,7 +92,7 @@ BlockFit fit_costs(std::span<const BlockSample> samples, std::size_t device_coun
   }
   std::vector<std::map<Key, double>> times(device_count);
   for (std::size_t d = 0; d < device_count; ++d) {
-    for (const auto& [key, all] : seconds[d]) times[d][key] = plan::median(all);
+    for (const auto& [key, all] : seconds[d]) times[d][key] = lower_median(all);
   }
   BlockFit fit{.speeds = speeds_of(times)};
   std::map<Key, std::vector<double>> of_classes;
@@ -100,7 +107,7 @@ BlockFit fit_costs(std::span<const BlockSample> samples, std::size_t device_coun
     plan::LineFit forward, backward;
     for (const auto& [key, all] : of_classes) {
       const auto& [own, is_backward, items] = key;
-      if (own == class_of(b)) (is_backward ? backward : forward).add(static_cast<double>(items), plan::median(all));
+      if (own == class_of(b)) (is_backward ? backward : forward).add(static_cast<double>(items), lower_median(all));
     }
     const auto write = [](const plan::LineFit& line, double& fixed, double& per_item) {
       if (line.samples() == 0) return;
