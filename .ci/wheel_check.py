@@ -59,7 +59,12 @@ def check_wheel(wheel: Path) -> list[str]:
             problems.append(f"one paceline/libpaceline.so was expected, there is {libraries}")
         problems += [
             f"{name} is missing"
-            for name in ("paceline/__init__.py", "paceline/py.typed", "paceline/_core/__init__.pyi")
+            for name in (
+                "paceline/__init__.py",
+                "paceline/py.typed",
+                "paceline/_core/__init__.pyi",
+                "paceline/_page/uPlot.min.js",
+            )
             if name not in names
         ]
         binaries = [name for name in names if name.endswith(".so")]

@@ -237,3 +237,10 @@ need_checkers() {
   need_build_tools
   pip_once "ruff==0.17.5" "mypy==2.4.1" "clang-format==23.1.5" "pybind11-stubgen==3.0.0"
 }
+
+# A browser, which tests look at pages with. It is large, so it is only installed for .ci/run, in about 20 s.
+need_chromium() {
+  command -v chromium >/dev/null && return 0
+  if [ -n "${CI:-}" ] && debian_install chromium; then return 0; fi
+  note "chromium is not there, so tests that look at a page in a browser are skipped (on Debian: apt-get install chromium)"
+}

@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from paceline._cli_page import add_parser as add_page
     from paceline._cli_replay import add_parser as add_replay
     from paceline._cli_run import add_parser as add_run
     from paceline._cli_simulate import add_parser as add_simulate
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add_run(commands)
     add_simulate(commands)
     add_replay(commands)
+    add_page(commands)
     add_verify(commands)
     return parser
 

@@ -51,7 +51,7 @@ def draw_run(history: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
         shares.stairs(line, edges, baseline=None, label=name, lw=1.5, color=color)
         seconds = [row["busy_seconds"][name] for row in history]
         rate = [n / s if n and s > 0 else float("nan") for n, s in zip(items, seconds, strict=True)]
-        speeds.plot(_middles(edges), _running_median(rate), label=name, lw=1.5, color=color)
+        speeds.plot(_middles(edges), running_median(rate), label=name, lw=1.5, color=color)
     moves = [(x, row["moves"]) for x, row in zip(_middles(edges), history, strict=True) if row["moves"]]
     if moves:
         count = sum(number for _, number in moves)
@@ -91,7 +91,7 @@ def _step_times(axes: Axes, edges: Sequence[float], history: Sequence[Mapping[st
         axes.plot(middles, longest, ".", color="0.85", ms=3, label=f"longest of {together} steps")
     axes.plot(middles, mean, ".", color="0.65", ms=4, label="each step" if together == 1 else "mean of them")
     label = f"median of {_MEDIAN_ROWS * together}"
-    axes.plot(middles, _running_median(mean), color="black", lw=1.2, label=label)
+    axes.plot(middles, running_median(mean), color="black", lw=1.2, label=label)
     axes.set(ylabel="time of a step (ms)")
     # The axis ends above all but the highest values. The first step starts threads and allocates, and would flatten the rest.
     axes.set_ylim(0, 1.15 * sorted(mean)[int(0.99 * (len(mean) - 1))])
@@ -112,7 +112,7 @@ def _middles(edges: Sequence[float]) -> list[float]:
     return [(left + right) / 2 for left, right in pairwise(edges)]
 
 
-def _running_median(values: Sequence[float]) -> list[float]:
+def running_median(values: Sequence[float]) -> list[float]:
     """The median of the `_MEDIAN_ROWS` values around each value; NaN if most of them are NaN, as for a device without work."""
     half = _MEDIAN_ROWS // 2
     medians = []

@@ -80,6 +80,11 @@ def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
     if isinstance(ledger, (str, os.PathLike)):
         with Path(ledger).open(encoding="utf-8") as lines:
             return replay(lines)
+    return replayed(ledger)[0]
+
+
+def replayed(ledger: Iterable[str]) -> tuple[ReplayResult, list[Balancer]]:
+    """Do what `replay` does with the lines of a ledger, and return the balancers, too: what they knew after the last line."""
     result = ReplayResult()
     replays: list[_Replay] = []  # one per balancer that wrote this ledger
     ends = False  # whether lines come with their ends, as those of a file do
@@ -106,8 +111,9 @@ def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
             raise InvalidArgument(f"line {number} of the ledger: {error}") from error
     if not replays:
         raise InvalidArgument("line 1 of the ledger: there is no header, the ledger is empty")
-    result.moves = sum(replayed.balancer.move_count for replayed in replays)
-    return result
+    balancers = [one.balancer for one in replays]
+    result.moves = sum(balancer.move_count for balancer in balancers)
+    return result, balancers
 
 
 def is_cut_off(line: str) -> bool:

@@ -1,0 +1,53 @@
+"""The command `paceline page`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand to the result of `argparse.ArgumentParser.add_subparsers`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "page",
+        help="one page of HTML that shows a run, from its ledger; several ledgers side by side",
+        description="Reads ledgers, as trainer.write_ledger() writes them, and writes one page of HTML that needs no network: how good the split was, what "
+        "cost most and what to change; shares, speeds and the time of a step, with each move and its reason; tables. Runs of several ledgers stand side by side.",
+    )
+    parser.add_argument("ledgers", type=Path, nargs="+", metavar="LEDGER", help="a ledger")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the page, such as run.html; an existing file is replaced",
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read, write, and say how large the page is. Bad files exit with 2."""
+    from paceline import InvalidArgument
+    from paceline._page.document import page_of_runs, write
+    from paceline._page.ledger import runs_of
+
+    runs = []
+    for path in args.ledgers:
+        try:
+            # Not by splitlines(), which also splits at separators that a device's name may contain.
+            with path.open(encoding="utf-8") as file:
+                lines = list(file)
+        except (OSError, UnicodeDecodeError) as error:
+            args.parser.error(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
+        try:
+            runs += runs_of(path.name, lines)
+        except InvalidArgument as error:
+            args.parser.error(f"{path} is no ledger that can be replayed: {error}")
+    title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs, compared"
+    try:
+        write(args.output, page_of_runs(title, runs))
+    except OSError as error:
+        args.parser.error(f"{args.output} cannot be written: {error.strerror}")
+    print(f"{args.output}: {args.output.stat().st_size / 1000:.0f} kB")

@@ -1,0 +1,169 @@
+"""Read the runs that a page shows from a ledger."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paceline._page.run import Move, Row, Run, Table, ideal_seconds, milliseconds
+from paceline._replay import is_cut_off, replayed
+from paceline._words import plural
+
+_LACKS = "A ledger has no time between steps, so it does not tell whether the loop waits for its input; and no memory. The page of a trainer has both."
+_SLOWED = 1.05  # times as slow as before is worth a word
+_REGAIN = 0.02  # of a step's time is worth a word
+_MOST_SHARES = 16  # in the words of a move
+
+
+def runs_of(name: str, lines: Sequence[str]) -> list[Run]:
+    """Read the lines of a ledger: one run for each balancer that wrote it.
+
+    Raises
+    ------
+    InvalidArgument
+        As `paceline.balance.replay`.
+    """
+    lines = lines[:-1] if lines and is_cut_off(lines[-1]) else lines
+    result, balancers = replayed(lines)
+    found: list[_Steps] = []
+    for text in lines:
+        entry = json.loads(text)
+        if "options" in entry:
+            found.append(_Steps(entry["options"]))
+        else:
+            found[entry.get("balancer", 0)].add(entry)
+    runs = [steps.run(balancer.report()) for steps, balancer in zip(found, balancers, strict=True)]
+    for number, (run, steps) in enumerate(zip(runs, found, strict=True)):
+        kind = "" if len(runs) == 1 else f" ({'steps with costs' if steps.by_cost else 'steps without costs'})"
+        run.title = f"{name}{kind}: balance {steps.policy}"
+        run.words = balancers[number].explain()
+    if result.mismatches:
+        differing = len({one.line for one in result.mismatches})
+        runs[0].lacks.append(
+            f"A replay decided {plural(differing, 'plan')} differently: another version wrote the ledger, or it was changed."
+        )
+    return runs
+
+
+@dataclass
+class _Steps:
+    """The steps of one balancer, as they are read."""
+
+    options: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    _plan: dict[str, Any] | None = None
+    _before: dict[int, list[int]] = field(default_factory=dict)  # the shares that ran last, by the size of the batch
+    _notes: list[str] = field(default_factory=list)  # on the next plan
+
+    @property
+    def by_cost(self) -> bool:
+        return bool(self.options["proportional"]) or self.options.get("unit", "items") != "items"
+
+    @property
+    def policy(self) -> str:
+        return str(self.options["policy"])
+
+    @property
+    def devices(self) -> list[str]:
+        return [str(device["name"]) for device in self.options["devices"]]
+
+    def add(self, entry: dict[str, Any]) -> None:
+        match entry:
+            case {"plan": plan}:
+                again = self._plan is not None and self._plan["step"] == plan["step"]
+                if plan["moved"] or self._notes:
+                    if again and self.moves and self.moves[-1].step == plan["step"]:
+                        self.moves.pop()
+                    before = self._before.get(plan["batch_size"])
+                    was = "" if before is None else f"{_shares(before)} to "
+                    self.moves.append(
+                        Move(plan["step"], f"{was}{_shares(plan['shares'])}", "; ".join([*self._notes, plan["reason"]]))
+                    )
+                self._plan, self._notes = plan, []
+            case {"record": record} if self._plan is not None:
+                self._record(self._plan, record)
+                self._before[self._plan["batch_size"]] = self._plan["shares"]
+            case {"retire": {"device": device}}:
+                self._notes.append(f"{self.devices[device]} left")
+            case {"restore": {"device": device}}:
+                self._notes.append(f"{self.devices[device]} came back")
+
+    def _record(self, plan: dict[str, Any], record: dict[str, Any]) -> None:
+        amounts = [sum(run[0] for run in device) for device in record["devices"]]
+        busy = [sum(run[1] for run in device) for device in record["devices"]]
+        computing = max([record["step_seconds"], *busy])
+        reduction = record.get("reduction_seconds")
+        ideal = ideal_seconds(amounts, busy)
+        launching = None
+        if starts := record.get("startup_seconds"):
+            speeds = [n / s if s > 0 else 0.0 for n, s in zip(amounts, busy, strict=True)]
+            lost = [min(start or 0.0, computing - s) for start, s in zip(starts, busy, strict=True)]
+            launching = sum(v * s for v, s in zip(speeds, lost, strict=True)) / (sum(speeds) or 1.0)
+        seconds = computing + (reduction or 0.0)
+        self.rows.append(
+            Row(
+                record["step"], 1, amounts, busy, seconds, ideal, seconds, seconds, plan["shares"], reduction, launching
+            )
+        )
+
+    def run(self, report: dict[str, Any]) -> Run:
+        # A step without a reduction, or with one device, does not have its line.
+        if any(row.reduction is not None for row in self.rows):
+            self.rows = [replace(row, reduction=row.reduction or 0.0) for row in self.rows]
+        if any(row.launching is not None for row in self.rows):
+            self.rows = [replace(row, launching=row.launching or 0.0) for row in self.rows]
+        run = Run(
+            "",
+            self.devices,
+            self.rows,
+            self.moves,
+            unit="work" if self.by_cost else "items",
+            even=self.policy != "auto",
+            advice=_advice(report) if self.policy == "auto" else "",
+            lacks=[_LACKS],
+        )
+        if self.rows and run.rows[-1].reduction is None:
+            run.lacks.append("This ledger has no times of the reduction, as those of GPUs have none.")
+        run.tables.append(known(report))
+        return run
+
+
+def _shares(shares: Sequence[int]) -> str:
+    return str(shares) if len(shares) <= _MOST_SHARES else f"{min(shares)} to {max(shares)} on each of {len(shares)}"
+
+
+def known(report: Mapping[str, Any]) -> Table:
+    """What the balancer knew in the end."""
+    head = ("device", "fixed", "per item", "noise of a step", "time to that before", "since step", "changes of speed")
+    rows = []
+    for device in report["devices"]:
+        known = device["measured"]
+        rows.append(
+            (
+                device["name"],
+                milliseconds(device["fixed_seconds"]) if known else "–",
+                f"{1e6 * device['per_item_seconds']:.3g} µs" if known else "–",
+                f"{device['noise']:.1%}" if known else "–",
+                f"{device['slowdown']:.2f} times" if device["slowdown"] else "–",
+                str(device["since_step"]) if known else "–",
+                str(device["change_points"] + device["drifts"]),
+            )
+        )
+    return Table("What the balancer knew in the end", head, rows)
+
+
+def _advice(report: dict[str, Any]) -> str:
+    """What to change, by what the balancer knew in the end."""
+    slowed = [one for one in report["devices"] if one["slowdown"] > _SLOWED and one["regain"] > _REGAIN]
+    if slowed:
+        worst = max(slowed, key=lambda one: one["regain"])
+        return (
+            f"Look for what slows {worst['name']}: since step {worst['since_step']} it takes {worst['slowdown']:.2f} times as long as before, "
+            f"and steps would be {worst['regain']:.0%} shorter without that. explain() of the trainer names causes."
+        )
+    if report["possible_gain"] > max(_REGAIN, report["required_gain"]):
+        return f"Train on: the best split for the measured speeds would make steps {report['possible_gain']:.0%} shorter, and the balancer will move."
+    return ""

@@ -1,0 +1,190 @@
+"""What a page shows of a run, wherever it was read from, and the three sentences at its top."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from paceline._words import plural
+
+MOST_MOVES = 400  # of all runs of a page, with their reasons
+_CLOSE, _GOOD, _FAIR = 0.03, 0.10, 0.25  # lost parts of the steps' time, by which a split is called so
+
+
+@dataclass(frozen=True)
+class Row:
+    """Consecutive steps, of which all figures are sums. Lists have an entry for each device."""
+
+    first_step: int  # from 0
+    steps: int
+    amounts: Sequence[float]  # items or work that ran
+    busy: Sequence[float]  # seconds
+    seconds: float  # of the steps, with the reduction if it is known
+    ideal: float  # seconds
+    longest: float  # of one step
+    shortest: float | None = None
+    shares: Sequence[float] | None = None  # as planned; None: not known
+    reduction: float | None = None  # seconds; None: not known
+    launching: float | None = None  # seconds
+
+    @property
+    def waiting(self) -> float:
+        """What is lost beside reduction and launching, and with these where they are not known."""
+        return max(0.0, self.seconds - self.ideal - (self.reduction or 0.0) - (self.launching or 0.0))
+
+
+def ideal_seconds(amounts: Sequence[float], busy: Sequence[float]) -> float:
+    """Seconds that the same work takes if every device that had some works until the end, at the speed that it had.
+
+    That is the work over the sum of the speeds. It is never more than the busiest device took. What is lost beyond it is the mean of the devices' idle times,
+    weighted by their speeds: sum of v * (c - b) = c * sum of v - work, for a step of c seconds in which a device of speed v was busy for b.
+    """
+    known = [(n, s) for n, s in zip(amounts, busy, strict=True) if s > 0]
+    speed = sum(n / s for n, s in known)
+    return sum(n for n, _ in known) / speed if speed > 0 else 0.0
+
+
+def joined(rows: Sequence[Row]) -> Row:
+    """The sum of consecutive rows."""
+
+    def total(values: Iterable[Any]) -> Any:
+        found = list(values)
+        return None if any(one is None for one in found) else sum(found)
+
+    def by_device(name: str) -> Any:
+        found = [getattr(row, name) for row in rows]
+        return None if any(one is None for one in found) else [sum(column) for column in zip(*found, strict=True)]
+
+    shortest = [row.shortest for row in rows if row.shortest is not None]
+    return Row(
+        rows[0].first_step,
+        total(row.steps for row in rows),
+        by_device("amounts"),
+        by_device("busy"),
+        total(row.seconds for row in rows),
+        total(row.ideal for row in rows),
+        max(row.longest for row in rows),
+        min(shortest) if len(shortest) == len(rows) else None,
+        by_device("shares"),
+        total(row.reduction for row in rows),
+        total(row.launching for row in rows),
+    )
+
+
+def thinned(rows: Sequence[Row], most: int) -> list[Row]:
+    """At most `most` rows, each the sum of equally many, but for the last."""
+    together = max(1, -(-len(rows) // max(1, most)))
+    return [joined(rows[at : at + together]) for at in range(0, len(rows), together)]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of shares before a step."""
+
+    step: int  # from 0
+    what: str
+    why: str
+
+
+@dataclass
+class Table:
+    """A table of a page. The first column names the rows."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+@dataclass
+class Run:
+    """What a page shows of one run. Figures are computed once, from the rows."""
+
+    title: str
+    devices: Sequence[str]
+    rows: list[Row]
+    moves: list[Move] = field(default_factory=list)
+    unit: str = "items"
+    share_of: str = ""  # what shares count, if that is not the unit
+    pipeline: bool = False
+    even: bool = False  # whether shares were even by wish
+    advice: str = ""  # what to change, if reports say so
+    tables: list[Table] = field(default_factory=list)
+    lacks: list[str] = field(default_factory=list)  # what the source does not know
+    words: str = ""  # of explain()
+    schedules: list[Any] = field(default_factory=list)  # of `schedule`
+
+    @cached_property
+    def counted(self) -> list[Row]:
+        """The rows that figures are about: without the first one, in which threads start and memory is allocated."""
+        return self.rows[1:] if len(self.rows) > 3 else self.rows
+
+    @cached_property
+    def total(self) -> Row:
+        """All steps that figures are about."""
+        return joined(self.counted)
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Parts of the steps' time, by name, that were lost. What is not known apart is in the name of the first one."""
+        total = self.total
+        known = {"launching": total.launching, "reduction": total.reduction}
+        unknown = [name for name, seconds in known.items() if seconds is None and not self.pipeline]
+        name = "waiting" + "".join(f"{' and' if one == unknown[-1] else ','} {one}" for one in unknown)
+        seconds = {name: total.waiting} | {one: s for one, s in known.items() if s is not None}
+        return {name: s / total.seconds if total.seconds > 0 else 0.0 for name, s in seconds.items()}
+
+    @cached_property
+    def idle(self) -> list[float]:
+        """For each device the part of the steps' time in which it did not compute."""
+        total = self.total
+        return [max(0.0, 1 - busy / total.seconds) if total.seconds > 0 else 0.0 for busy in total.busy]
+
+    @cached_property
+    def speeds(self) -> list[float]:
+        """For each device the amount in a second of computing; 0 if it had no work."""
+        total = self.total
+        return [n / s if s > 0 else 0.0 for n, s in zip(total.amounts, total.busy, strict=True)]
+
+
+def milliseconds(seconds: float) -> str:
+    """Format a time for people."""
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def sentences(run: Run) -> list[str]:
+    """How good the split was, what cost most, and what to change."""
+    if not run.rows:
+        return ["No step has run, or none was recorded.", "So nothing has cost time.", "So there is nothing to change."]
+    total, parts = run.total, run.parts
+    lost = sum(parts.values())
+    word = "close to ideal" if lost < _CLOSE else "good" if lost < _GOOD else "fair" if lost < _FAIR else "poor"
+    each = total.steps or 1
+    good = (
+        f"The {'schedule' if run.pipeline else 'split'} was {word}: a step took {milliseconds(total.seconds / each)} in the mean, and "
+        f"{milliseconds(total.ideal / each)} would do if all devices with work had computed to its end, so {lost:.1%} was lost."
+    )
+    name = max(parts, key=lambda one: parts[one])
+    worst = max(range(len(run.devices)), key=lambda device: run.idle[device])
+    cost = f"Most of the loss was {name}, {parts[name]:.1%} of the steps' time"
+    if name.startswith("waiting"):
+        cost += f": {run.devices[worst]} stood idle longest, for {run.idle[worst]:.0%} of it"
+    return [good, f"{cost}.", run.advice.strip() or _advice(run, name, lost)]
+
+
+def _advice(run: Run, name: str, lost: float) -> str:
+    if lost < _CLOSE:
+        return "Nothing needs a change: shorter steps need more or faster devices."
+    if name == "reduction":
+        return "Take larger batches or accumulate gradients, so that there are fewer reductions for as many items."
+    if name == "launching":
+        return "Take larger batches, so that starting a step counts less; on GPUs graphs=True shortens it, too."
+    if run.even:
+        return 'Take balance="auto": shares were fixed, so fast devices waited for slow ones.'
+    if run.pipeline:
+        return "Try more micro-batches, or one device less: explain() says what either would gain."
+    if len(run.moves) > max(2, sum(row.steps for row in run.rows) // 50):
+        return f"Look for what disturbs the devices: their speeds changed so often that shares moved {plural(len(run.moves), 'time')}."
+    return "Look at the slowest device in the chart of speeds: explain() names what may slow it, and the trial of a larger batch costs nothing."

@@ -1,0 +1,52 @@
+"""The schedule of a pipeline's step as rows of boxes, without a script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from paceline._page.run import milliseconds
+from paceline._plot_schedule import ScheduleRow, bubbles
+
+_KEY = "".join(f'<i class="{kind}"></i>{kind}' for kind in ("forward", "backward", "wait", "bubble"))
+_NUMBERED = 3.0  # per cent of the width that a number of two digits needs
+
+
+def schedule(title: str, rows: Sequence[ScheduleRow], planned: Sequence[ScheduleRow] | None = None) -> str:
+    """HTML: a bar for each stage, its boxes with what they are on hover, and the bubble at its end. The plan stands below each as a thinner bar, on the same scale."""
+    groups = [(rows, _start(rows))] + ([] if planned is None else [(planned, _start(planned))])
+    whole = max(max(one.finish_seconds for row in group for one in row.spans) - start for group, start in groups) or 1.0
+    lines = [_line(row, bubble, groups[0][1], whole, "") for row, bubble in zip(rows, bubbles(rows), strict=True)]
+    if planned is not None:
+        plans = {
+            (row.stage, row.device): _line(row, bubble, groups[1][1], whole, " planned")
+            for row, bubble in zip(planned, bubbles(planned), strict=True)
+        }
+        lines = [line + plans.get((row.stage, row.device), "") for line, row in zip(lines, rows, strict=True)]
+    return f'<figure><figcaption>{escape(title)}</figcaption><div class="key soft">0 to {milliseconds(whole)}{_KEY}</div>{"".join(lines)}</figure>'
+
+
+def _start(rows: Sequence[ScheduleRow]) -> float:
+    return min(one.start_seconds for row in rows for one in row.spans)
+
+
+def _line(row: ScheduleRow, bubble: float, start: float, whole: float, planned: str) -> str:
+    boxes, order = [], []
+    for one in row.spans:
+        left = 100 * (one.start_seconds - start) / whole
+        width = 100 * (one.finish_seconds - one.start_seconds) / whole
+        number = "" if one.micro_batch is None else str(one.micro_batch)
+        what = f"{one.kind} for micro-batch {number}" if one.kind == "wait" else f"{one.kind} of micro-batch {number}"
+        says = f"{what if number else one.kind}: {milliseconds(one.start_seconds - start)} to {milliseconds(one.finish_seconds - start)}"
+        computes = one.kind in ("forward", "backward")
+        order += [f"{one.kind[0].upper()}{number}"] if computes else []
+        label = number if computes and width * 2 > _NUMBERED * len(number) else ""
+        boxes.append(
+            f'<i class="{one.kind}" style="left:{left:.2f}%;width:{width:.2f}%" title="{escape(says)}">{label}</i>'
+        )
+    name = "planned" if planned else f"stage {row.stage}, {row.device}"
+    label = escape(f"{name}: {' '.join(order)}; bubble {bubble:.1%}")
+    return (
+        f'<div class="stage{planned}"><span>{escape(name)}</span><div class="bar{planned}" tabindex="0" role="img" aria-label="{label}">{"".join(boxes)}</div>'
+        f"<span>{bubble:.1%}</span></div>"
+    )
