@@ -63,6 +63,7 @@ class Progress(Generic[_T]):
     every: float = 10.0
     file: TextIO | None = None
     watched: Callable[[Iterable[_T]], Iterable[_T]] = iter
+    display: Callable[[TextIO], AbstractContextManager[Show] | None] | None = None  # in place of `live_display`
 
     def __post_init__(self) -> None:
         if not self.every >= 0:
@@ -79,7 +80,7 @@ class Progress(Generic[_T]):
     def __iter__(self) -> Iterator[_T]:
         # A generator, so that leaving the loop in any way ends it at once and restores the terminal before a traceback is printed.
         file = sys.stderr if self.file is None else self.file
-        display = live_display(file)
+        display = (self.display or live_display)(file)
         pause, window = (self.every, 0.0) if display is None else (REDRAW_SECONDS, _WINDOW_SECONDS)
         figures = _FiguresSince(self, window)
         with nullcontext(partial(print_line, file)) if display is None else display as show:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline import Unavailable
 from paceline._chrome_trace import ChromeTrace
+from paceline._page.document import folded
+from paceline._page.run import Run, Table, milliseconds
+from paceline._page.schedule import schedule
 from paceline._plot_schedule import ScheduleRow, ScheduleSpan, draw_schedule
 from paceline.torch._pipeline.loop import Outcome, PipelineLoop
 from paceline.torch._pipeline.plans import Action
@@ -93,6 +96,29 @@ class PipelineReports(Reports):
             planned=None if planned is None else self._rows(last, planned),
         )
 
+    def _run(self, history: Sequence[Mapping[str, Any]], report: Mapping[str, Any], explained: str) -> Run:
+        run = super()._run(history, report, explained)
+        for step in self._lifetime.recent.steps:
+            step.settle()
+        last, steps = (
+            self._loop.last,
+            [step for step in self._lifetime.recent.steps if step.times is not None and step.times.claims],
+        )
+        if last is None or not all(last.record):
+            return run
+        planned = last.plan.actions()
+        plan = None if planned is None else self._rows(last, planned)
+        title = "The last step as it ran" + (
+            ", and below each bar the plan" if plan else "; its plan was not the balancer's"
+        )
+        run.schedules = [schedule(title, self._rows(last, last.record), plan)]
+        # The last one of these is the step above, unless it was a run of `batch`.
+        for step in reversed(steps[:-1]):
+            drawn = schedule(f"{step.kind} {step.number + 1}", _rows_of(step.times, self._works.names))
+            run.schedules.append(folded(f"{step.kind} {step.number + 1} as it ran", drawn))
+        run.tables.insert(0, _stages(report["pipeline"]))
+        return run
+
     def _rows(self, last: Outcome, record: Sequence[Sequence[Action]]) -> list[ScheduleRow]:
         rows = []
         begin = min(actions[0][2] for actions in record)
@@ -105,6 +131,43 @@ class PipelineReports(Reports):
                 free = finish
             rows.append(ScheduleRow(self._works.names[last.plan.order[stage]], stage, spans))
         return rows
+
+
+def _rows_of(times: Times | None, names: Sequence[str]) -> list[ScheduleRow]:
+    """A step by the claims that traces have, one row for each stage."""
+    claims: Any = [] if times is None else times.claims
+    begins = sorted({claim[1] for claim in claims})
+    rows = []
+    for stage, device in sorted({(claim[5], claim[0]) for claim in claims}):
+        spans = [
+            ScheduleSpan("forward" if kind == "F" else "backward", begins.index(begin), start, finish)
+            for on, begin, _, start, finish, at, kind in claims
+            if (at, on) == (stage, device)
+        ]
+        rows.append(ScheduleRow(names[device], stage, spans))
+    return rows
+
+
+def _stages(pipeline: Mapping[str, Any]) -> Table:
+    """The stages of the last step."""
+    head = ("stage", "device", "blocks", "in flight", "computed", "memory as planned")
+    rows = [
+        (
+            str(number),
+            stage["device"],
+            f"{stage['first_block']} to {stage['last_block']}",
+            str(stage["in_flight"]),
+            milliseconds(stage["busy_seconds"]),
+            "–" if stage["bytes"] is None else f"{stage['bytes'] / 2**20:.4g} MiB",
+        )
+        for number, stage in enumerate(pipeline["stages"])
+    ]
+    seconds = {
+        name: "unknown" if pipeline[f"{name}_seconds"] is None else milliseconds(pipeline[f"{name}_seconds"])
+        for name in ("predicted", "ideal")
+    }
+    note = f"the last step took {milliseconds(pipeline['seconds'])}, predicted {seconds['predicted']}, ideal {seconds['ideal']}; bubble {pipeline['bubble']:.1%}"
+    return Table("Stages", head, rows, note)
 
 
 class PipelineTracing(Tracing):

@@ -18,6 +18,7 @@ from paceline.torch._pool.groups import group_of
 from paceline.torch._pool.job import Job
 from paceline.torch._pool.jobs import Jobs, Placement, Priority
 from paceline.torch._pool.needs import Needs
+from paceline.torch._pool.page import Paged
 from paceline.torch._pool.serving import batcher_of, bytes_of
 from paceline.torch._pool.tracing import Scalars
 from paceline.torch._replicas.copies import Replicate
@@ -26,7 +27,7 @@ from paceline.torch._replicas.reach import Handle
 _T = TypeVar("_T")
 
 
-class Pool(Handle):
+class Pool(Paged, Handle):
     """Runs many independent pieces of work on the devices of this machine.
 
     A job starts where it ends soonest by what was measured: a slow device leaves to faster ones what these end sooner. Until three jobs of a
@@ -383,9 +384,8 @@ class Pool(Handle):
         return Collector(self.report, labels)
 
     def __repr__(self) -> str:
-        names = ", ".join(one.name for one in self.devices)
         state = "closed" if self._jobs.closed else f"{self.waiting} jobs wait, {self.running} run"
-        return f"<paceline.torch.Pool [{names}], {state}>"
+        return f"<paceline.torch.Pool [{', '.join(one.name for one in self.devices)}], {state}>"
 
     def __enter__(self) -> Pool:
         return self

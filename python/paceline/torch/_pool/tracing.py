@@ -43,9 +43,13 @@ class Runs:
         """Note a job that has ended now."""
         self._never.append((time.monotonic(), kind, outcome))
 
+    def noted(self) -> tuple[list[Run], list[tuple[float, str, str]]]:
+        """The runs by when they begun, and when which kind of job ended how without a run."""
+        return sorted(self._runs.copy(), key=lambda run: run.begun), list(self._never.copy())
+
     def write(self, path: str | os.PathLike[str], devices: Sequence[str]) -> None:
         """Write them all as a trace."""
-        runs, never = sorted(self._runs.copy(), key=lambda run: run.begun), self._never.copy()
+        runs, never = self.noted()
         if not runs and not never:
             raise Unavailable("trace: no job has run yet, so there is nothing to write.")
         trace = ChromeTrace(f"Pool on {', '.join(devices)}", [*devices, _QUEUE])

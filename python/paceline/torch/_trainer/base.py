@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from html import escape
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -90,6 +91,8 @@ class Trainer:
     events = carried_out_by("_reports", Reports.events)
     history = carried_out_by("_reports", Reports.history)
     plot = carried_out_by("_reports", Reports.plot)
+    page = carried_out_by("_reports", Reports.page)
+    live = carried_out_by("_reports", Reports.live)
     trace = carried_out_by("_tracing", Tracing.trace)
     explain = carried_out_by("_reports", Reports.explain)
     training_state = carried_out_by("_saving", Saving.training_state)
@@ -390,3 +393,6 @@ class Trainer:
         state = "open" if self._lifetime.is_open else "closed"
         names = ", ".join(self._works.names)
         return f"<paceline.torch.{type(self).__name__} {type(self.module).__name__} on {names}, {self._works.options['balance']}, {state}>"
+
+    def _repr_html_(self) -> str:
+        return f"<code>{escape(repr(self))}</code>{self._reports._repr_html_()}"

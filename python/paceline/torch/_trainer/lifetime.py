@@ -48,7 +48,7 @@ class Lifetime:
         self.unsharded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # optimizers, and why
         self._execution = execution
         self._gaps = gaps
-        self._recent = recent
+        self.recent = recent
         self._lock = threading.Lock()
         self._freed = threading.Condition()  # notified when it is released
         self._waiting = 0  # for that
@@ -219,7 +219,7 @@ class Lifetime:
         with contextlib.suppress(Error):  # a lost device, which an earlier call has reported
             for work in self.works.all():
                 work.step_loop.settle()
-        self._recent.settle()
+        self.recent.settle()
         self.places.drain()  # a late device may still write to memory that is about to be released
         with contextlib.ExitStack() as last_first:  # each one is called, whatever another one raises
             last_first.callback(self.places.close)

@@ -18,7 +18,8 @@ from paceline.torch._run.rank_shares import explain_shares
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.exports import Collector, Scalars
 from paceline.torch._trainer.figures import Report, WorkFigures
-from paceline.torch._trainer.parts import Core, Part
+from paceline.torch._trainer.pages import Pages, ShownReport
+from paceline.torch._trainer.parts import Core
 from paceline.torch._trainer.passes import Passes
 from paceline.torch._trainer.step_gaps import StepGaps
 from paceline.torch._trainer.works import kind_of
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class Reports(Part):
+class Reports(Pages):
     """Everything that can be read about a trainer. Nothing here changes what its steps do.
 
     Figures, rows, events, pictures and `what_if` are about `step`. `report` and `explain` are also about `predict` and the runs of `batch`, by name.
@@ -110,7 +111,7 @@ class Reports(Part):
             "memory": self._memory(),
             "runs": runs,
         }
-        return cast(Report, report)
+        return cast(Report, ShownReport(report))
 
     @property
     def _dealt(self) -> Balancer | None:

@@ -57,11 +57,19 @@ class StepGaps:
             self.waits.append((began, ended))
             yield batch
 
+    def medians(self) -> tuple[float, float, float] | None:
+        """Seconds between two steps, of these waiting for the next batch, and inside of a step. None while too few steps are known."""
+        if len(self._recent) < _LEAST:
+            return None
+        between, waited, inside = (statistics.median(column) for column in zip(*self._recent, strict=True))
+        return between, waited, inside
+
     def explain(self) -> str:
         """A line if much of the time passes between steps, else nothing."""
-        if len(self._recent) < _LEAST:
+        medians = self.medians()
+        if medians is None:
             return ""
-        between, waited, inside = (statistics.median(column) for column in zip(*self._recent, strict=True))
+        between, waited, inside = medians
         if between <= max(_LEAST_SECONDS, _MUCH * (between + inside)):
             return ""
         text = (

@@ -1,0 +1,291 @@
+"""What people look at: the page of a run, and tables in notebooks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paceline import InvalidArgument, Unavailable
+from paceline._page.document import page_of_runs, write
+from paceline._page.ledger import known, runs_of
+from paceline._page.run import Move, Row, Run, Table, ideal_seconds, milliseconds
+from paceline.torch._trainer.parts import Part
+
+if TYPE_CHECKING:
+    from paceline._progress import Progress
+
+_T = TypeVar("_T")
+_CAUSE = "what may slow it: "  # of explain()
+_SLOW = 0.9  # of the fastest device's speed
+_NO_MEMORY = "No device has a limit of memory (memory=), so nothing is known of memory."
+
+
+class Pages(Part):
+    """What people look at. Figures and words come from the calls of `Reports`."""
+
+    def page(self, path: str | os.PathLike[str]) -> None:
+        """Write the run so far as one page of HTML, which needs no network and opens by a double click. Works after `close`, too.
+
+        At the top it says how good the split was, what cost most, and what to change. Charts show shares with their moves, speeds, and the time of a step beside
+        its ideal; for a `Pipeline` also the schedules of the last steps, the last one beside its plan. Tables have the same figures, and memory and ranks if
+        something is known of them. The ideal is the time in which the devices would have done the same work if each had worked until the end, at the speed
+        that it had. `paceline page` makes such a page from ledgers, which also tell apart what was lost in each step, and compares runs.
+
+        Parameters
+        ----------
+        path
+            The file. An existing one is replaced when the new one is complete. It has less than 1 MB for 10,000 steps: long runs are thinned, as in `history`.
+
+        Raises
+        ------
+        Unavailable
+            Before the first step.
+        OSError
+            If the file cannot be written.
+
+        Examples
+        --------
+        >>> trainer.page("run.html")                                                 # doctest: +SKIP
+        """
+        runs = self._runs()
+        if not runs[0].rows:
+            raise Unavailable("page: no step has run yet, so there is nothing to show.")
+        write(path, page_of_runs(runs[0].title, runs))
+
+    def live(self, batches: Iterable[_T], *, total: int | None = None, every: float = 1.0) -> Progress[_T]:
+        """Loop over `batches` and show what `progress` shows, in a notebook as a table that is drawn again in place. Elsewhere this is `progress`.
+
+        Parameters
+        ----------
+        batches, total
+            As for `progress`.
+        every
+            Seconds between two drawings. Reading the figures waits for GPUs.
+
+        Examples
+        --------
+        >>> for batch in trainer.live(loader):                                       # doctest: +SKIP
+        ...     trainer.step(loss_fn, batch)
+        """
+        from paceline._progress_html import html_display
+
+        reports: Any = self
+        progress: Progress[_T] = reports.progress(batches, total=total, every=every)
+        progress.display = html_display() or progress.display
+        return progress
+
+    def _runs(self) -> list[Run]:
+        """What the page shows: this run, and the ranks' if this process has decided on their shares and kept a ledger."""
+        reports: Any = self
+        report = reports.report()
+        runs = [self._run(reports.history(), report, reports.explain())]
+        dealt = reports._dealt
+        if dealt is not None:
+            runs[0].tables.append(_ranks(report, dealt.report()))
+            try:
+                runs += runs_of("The ranks", [f"{line}\n" for line in dealt.ledger().split("\n") if line])
+            except InvalidArgument:  # it keeps none
+                runs[0].lacks.append(
+                    "Rank 0 has kept no ledger of the ranks' shares: batch_sampler(..., ledger=True) does."
+                )
+        return runs
+
+    def _run(self, history: Sequence[Mapping[str, Any]], report: Mapping[str, Any], explained: str) -> Run:
+        names = self._works.names
+        by_cost = bool(history) and all(row.get("costs") for row in history)
+        blocks = bool(history) and all("blocks" in row for row in history)
+        reports: Any = self
+        run = Run(
+            f"{type(reports._module).__name__} on {', '.join(names) if len(names) <= 4 else f'{len(names)} devices'}, balance {self._works.options['balance']}",
+            names,
+            [_row(row, names, by_cost, blocks) for row in history],
+            [_move(move) for move in report["recent_moves"]],
+            unit="cost" if by_cost else "items",
+            share_of="blocks" if blocks else "",
+            pipeline=blocks,
+            even=self._works.options["balance"] in ("even", "weighted"),
+            words=explained,
+        )
+        run.advice = self._advice(report, explained)
+        lost = report["step_seconds"] - report["compute_seconds"]
+        if not blocks and report["step_seconds"] > 0:
+            run.lacks.append(
+                "A trainer does not keep waiting, launching and reduction of each step apart; the page of a ledger (write_ledger) shows them. "
+                + (
+                    f"The reductions took {lost / report['step_seconds']:.2%} of the steps' time."
+                    if lost > 0
+                    else "Reductions were not timed."
+                )
+            )
+        if report["moves"] > len(run.moves):
+            run.lacks.append(
+                f"Shares changed {report['moves']} times. A trainer keeps the reasons of the last 16 changes that promised a gain; a ledger has all."
+            )
+        run.tables += [one for one in (_memory(report), self._between(), _others(report)) if one is not None]
+        if not report["memory"]:
+            run.lacks.append(_NO_MEMORY)
+        return run
+
+    def _advice(self, report: Mapping[str, Any], explained: str) -> str:
+        """What to change, in the words of what has measured it: the loop's gaps, the workers' launches, trials of one device, causes of a slow device."""
+        reports: Any = self
+        work = self._works.steps
+        texts = [reports._gaps.explain()]
+        busy = [device["busy_seconds"] for device in report["devices"].values()]
+        texts.append(work.launches.explain(busy))
+        if work.alone is not None:
+            texts.append(work.alone.explain(self._works.names))
+        device = ""
+        for line in explained.splitlines():
+            named = line.strip().partition(": ")[0]
+            device = named if named in report["devices"] else device
+            if line.strip().startswith(_CAUSE) and report["devices"].get(device, {}).get("speed", 1.0) < _SLOW:
+                texts.append(f"Free {device}, the slower device: {line.strip().removeprefix(_CAUSE)}.")
+                break
+        return next((text.strip() for text in texts if text), "")
+
+    def _between(self) -> Table | None:
+        reports: Any = self
+        medians = reports._gaps.medians()
+        if medians is None:
+            return None
+        between, waited, inside = medians
+        rows = [
+            ("between two steps", milliseconds(between)),
+            ("of that, waiting for the next batch", milliseconds(waited) if waited else "not seen"),
+            ("in a call of step", milliseconds(inside)),
+        ]
+        note = "medians of the last steps; waiting for batches is seen in a loop over progress or live"
+        return Table("Input and the rest of the loop", ("what", "time"), rows, note)
+
+    def _repr_html_(self) -> str:
+        reports: Any = self
+        return small_table(reports.report())
+
+
+class ShownReport(dict[str, Any]):
+    """What `report` returns, which notebooks show as a small table."""
+
+    def _repr_html_(self) -> str:
+        return small_table(self)
+
+
+def small_table(report: Mapping[str, Any]) -> str:
+    """HTML of a report for notebooks: a row for each device."""
+    from paceline._page.document import table
+
+    seconds = report["step_seconds"]
+    timed = report["steps"] - report["proved"]
+    rows = [
+        (
+            f"{name} (retired)" if device["retired"] else name,
+            f"{device['share']}",
+            f"{device['items']}",
+            f"{device['items_per_second']:.5g}",
+            f"{device['speed']:.2f}",
+            f"{min(1.0, device['busy_seconds'] / seconds):.0%}" if seconds > 0 else "–",
+        )
+        for name, device in report["devices"].items()
+    ]
+    mean = f", {milliseconds(seconds / timed)} in the mean" if timed > 0 else ""
+    caption = f"{report['steps']} steps{mean}, {report['moves']} moves, imbalance {report['imbalance']:.1%}"
+    return table(Table(caption, ("device", "share", "items", "items/s", "speed", "busy"), rows))
+
+
+def _row(row: Mapping[str, Any], names: Sequence[str], by_cost: bool, blocks: bool) -> Row:
+    amounts = [row["costs" if by_cost else "items"][name] for name in names]
+    busy = [row["busy_seconds"][name] for name in names]
+    seconds = row["step_seconds"]
+    # In a pipeline every device runs all items. There the ideal is that all devices with a stage always compute.
+    ideal = sum(busy) / (sum(one > 0 for one in busy) or 1) if blocks else ideal_seconds(amounts, busy)
+    shares = [row["blocks"][name] * row["steps"] for name in names] if blocks else None
+    if shares is None and not by_cost and row["planned"] is not None:
+        shares = [row["planned"][name] for name in names]
+    longest = row["longest_step_seconds"]
+    return Row(
+        row["first_step"],
+        row["steps"],
+        amounts,
+        busy,
+        seconds,
+        min(ideal, seconds),
+        longest,
+        longest if row["steps"] == 1 else None,
+        shares,
+    )
+
+
+def _move(move: Mapping[str, Any]) -> Move:
+    if "kind" in move:  # of a pipeline
+        what = "micro-batches or depth"
+        if move["kind"] != "depth":
+            what = f"cuts {move['from_cuts']} on {move['from_order']} to {move['to_cuts']} on {move['to_order']}"
+        was, now = move["seconds_before"], move["seconds_after"]
+        gain = f"; promises {milliseconds(was)} to {milliseconds(now)} a step" if was else ""
+        return Move(move["step"], what, f"{move['reason']}{gain}")
+    why = f"promised {move['promised_gain']:.1%} shorter steps"
+    if move["outcome"] in ("kept", "taken back"):
+        why += f", measured {move['measured_gain']:.1%} (noise {move['resolution']:.1%})"
+    return Move(move["step"], f"{move['from']} to {move['to']}", f"{why}: {move['outcome']}")
+
+
+def _bytes(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value / 2**30:.4g} GiB" if value >= 2**30 else f"{value / 2**20:.4g} MiB"
+
+
+def _memory(report: Mapping[str, Any]) -> Table | None:
+    if not report["memory"]:
+        return None
+
+    rows = []
+    for name, known_bytes in report["memory"].items():
+        rows.append(
+            (
+                name,
+                _bytes(known_bytes.get("limit_bytes")),
+                _bytes(known_bytes.get("fixed_bytes")),
+                _bytes(known_bytes.get("bytes_per_item")),
+                f"{known_bytes['largest_micro_batch']:.0f}" if "largest_micro_batch" in known_bytes else "–",
+                _bytes(known_bytes.get("pool_peak_bytes")),
+            )
+        )
+    head = ("device", "cap", "fixed", "per item", "largest micro-batch", "peak of paceline's pool")
+    note = f"memory ran out {report['out_of_memory']} times" if report["out_of_memory"] else ""
+    return Table("Memory", head, rows, note)
+
+
+def _others(report: Mapping[str, Any]) -> Table | None:
+    """Work beside the steps."""
+    kinds = {f"run {name}": one for name, one in report["runs"].items()}
+    kinds |= {name: report[name] for name in ("predictions", "calls") if name in report}
+    rows = [
+        (
+            name,
+            str(one["steps"]),
+            str(sum(device["items"] for device in one["devices"].values())),
+            milliseconds(one["step_seconds"]),
+            f"{one['imbalance']:.1%}",
+        )
+        for name, one in kinds.items()
+        if one["steps"]
+    ]
+    return Table("Beside the steps", ("work", "calls", "items", "time in all", "imbalance"), rows) if rows else None
+
+
+def _ranks(report: Mapping[str, Any], dealt: Mapping[str, Any]) -> Table:
+    """The ranks, by rank."""
+    own = report.get("ranks") or [{}] * len(dealt["devices"])
+    made = known(dealt)
+    rows = [
+        (
+            *row,
+            f"{device['share']}",
+            f"{one['items']:.0f}" if "items" in one else "–",
+            milliseconds(one["seconds"]) if "seconds" in one else "–",
+        )
+        for row, device, one in zip(made.rows, dealt["devices"], own, strict=True)
+    ]
+    return Table("Ranks", (*made.head, f"share ({dealt['unit']})", "items of the last step", "its time"), rows)

@@ -1,0 +1,261 @@
+"""The pages of trainers, pipelines and pools, and what notebooks show."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import Unavailable
+from paceline._progress import Figures, Progress
+from paceline._progress_html import drawn, html_display
+from paceline.torch import DataParallel, Pipeline, Pool
+from page_support import MOST_BYTES, Reader, charts_in
+from pool_support import pool_of
+from torch_support import TWO, classifier, classify
+
+
+def read(path: Path) -> tuple[Reader, list[dict[str, Any]]]:
+    page = path.read_text(encoding="utf-8")
+    return Reader(page), charts_in(page)
+
+
+@pytest.fixture
+def trainer() -> Any:
+    module, batch = classifier(12)
+    with DataParallel(module, TWO, balance=[2, 1], memory={"host:0": 2**30}) as made:
+        for _ in range(12):
+            made.step(classify, batch)
+        made.predict(batch[0])
+    return made
+
+
+def test_the_page_of_a_trainer_has_the_figures_of_its_report(trainer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    trainer.page(path)  # though it is closed
+    page, charts = read(path)
+    assert "Sequential on host:0, host:1, balance weighted" in page.words
+    assert "How good was the split?" in page.words
+    report = trainer.report()
+    rows = {row[0]: row for row in page.tables["Devices"][1:]}
+    for name, share in zip(TWO, (8, 4), strict=True):
+        assert float(rows[name][1]) == share
+        assert float(rows[name][2]) == report["devices"][name]["items"]
+    assert [one["data"] for one in charts[0]["series"]] == [[8] * 12, [4] * 12]
+    times = {one["label"]: one["data"] for one in charts[2]["series"]}
+    assert sum(times["a step"]) == pytest.approx(1e3 * report["step_seconds"], rel=1e-3)
+    assert "ideal" in times
+    assert "waiting, launching and reduction" in times
+    limit = report["memory"]["host:0"]["limit_bytes"]
+    assert page.tables["Memory"][1][:2] == ["host:0", f"{limit / 2**20:.4g} MiB"]
+    assert page.tables["Beside the steps"][1][:3] == ["predictions", "1", "12"]
+    assert page.tables["Input and the rest of the loop"][1][0] == "between two steps"
+    assert "The reductions took" in page.words
+    assert trainer.explain().splitlines()[0] in page.words
+
+
+def test_before_the_first_step_and_where_nothing_can_be_written_the_reason_is_named(
+    trainer: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.html"
+    with DataParallel(nn.Linear(2, 2), TWO) as unused, pytest.raises(Unavailable, match="no step has run yet"):
+        unused.page(path)
+    path.write_text("before")
+    with pytest.raises(OSError, match="nowhere"):
+        trainer.page(tmp_path / "nowhere" / "run.html")
+    assert [one.name for one in tmp_path.iterdir()] == ["run.html"]
+    assert path.read_text() == "before"
+
+
+def test_work_by_cost_is_drawn_by_cost(tmp_path: Path) -> None:
+    module, batch = classifier(12)
+    with DataParallel(module, TWO, balance="even") as made:
+        for _ in range(5):
+            made.step(classify, batch, cost=torch.arange(1.0, 13.0))
+        made.page(tmp_path / "run.html")
+    page, charts = read(tmp_path / "run.html")
+    assert "% of a step's cost" in charts_title(page)
+    assert [sum(column) for column in zip(*(one["data"] for one in charts[0]["series"]), strict=True)] == pytest.approx(
+        [100] * 5
+    )
+
+
+def charts_title(page: Reader) -> str:
+    return page.words.partition("Shares: ")[2].partition("Speeds")[0]
+
+
+def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
+    module, batch = classifier(12)
+    with DataParallel(module, TWO, balance="even") as made:
+        for _ in range(530):
+            made.step(classify, batch)
+        made.page(tmp_path / "run.html")
+    page, charts = read(tmp_path / "run.html")
+    assert (tmp_path / "run.html").stat().st_size < MOST_BYTES
+    assert len(charts[2]["x"]) <= 512
+    assert "longest" in [one["label"] for one in charts[2]["series"]]
+    assert re.search(r"Each place of the charts is \d+ steps", page.words)
+
+
+def test_the_page_of_a_pipeline_has_the_schedule_beside_the_plan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)), nn.Linear(32, 3))
+    batch = torch.randn(32, 32), torch.randint(0, 3, (32,))
+    path = tmp_path / "run.html"
+    with Pipeline(module, TWO) as made:
+        for _ in range(10):
+            made.step(classify, batch)
+        made.page(path)
+        report = made.report()
+        reports: Any = made._reports
+        planned = reports._loop.last.plan.actions()
+    text = path.read_text(encoding="utf-8")
+    page, charts = read(path)
+    bars = re.findall(r'<div class="bar( planned)?" tabindex="0" role="img" aria-label="([^"]*)">(.*?)</div>', text)
+    stages = len(report["pipeline"]["stages"])
+    micro_batches = len(report["micro_batches"])
+    last = bars[: stages * (1 if planned is None else 2)]
+    assert [bool(kind) for kind, _, _ in last] == ([False] if planned is None else [False, True]) * stages
+    for _, label, boxes in last:
+        assert boxes.count('class="forward"') == boxes.count('class="backward"') == micro_batches
+        assert "bubble" in label
+    order = [label.partition(": ")[2].partition(";")[0] for kind, label, _ in last if not kind]
+    assert order == report["pipeline"]["schedule"].splitlines()
+    ends = [float(left) + float(width) for left, width in re.findall(r"left:([\d.]+)%;width:([\d.]+)%", text)]
+    assert max(ends) == pytest.approx(100, abs=0.1)
+    assert text.count("as it ran</summary>") == 7  # the steps before the last, of eight that are kept
+    assert [row[1] for row in page.tables["Stages"][1:]] == [stage["device"] for stage in report["pipeline"]["stages"]]
+    for row in zip(*(one["data"] for one in charts[0]["series"]), strict=True):
+        assert sum(row) == sum(stage["blocks"] for stage in report["pipeline"]["stages"])
+    assert "The schedule was" in page.words
+
+
+def test_the_page_of_a_pool_has_its_queue_waits_batches_and_who_declined(tmp_path: Path) -> None:
+    path = tmp_path / "pool.html"
+    with pool_of() as pool:
+        with pytest.raises(Unavailable, match="no job has run yet"):
+            pool.page(path)
+        served = pool.serve(lambda x: x + 1, max_batch=4)
+        assert [int(y) for y in served.map(torch.tensor(k) for k in range(40))] == list(range(1, 41))
+        failed = pool.submit(lambda _: 1 / 0, kind="bad")
+        assert isinstance(failed.exception(), ZeroDivisionError)
+        pool.submit(lambda _: None, gang=2).result()
+        names = [one.name for one in pool.devices]
+    pool.page(path)
+    page, charts = read(path)
+    report = pool.report()
+    assert [row[:3] for row in page.tables["Devices"][1:]] == [
+        [name, str(report["devices"][name]["jobs"]), str(report["devices"][name]["runs"])] for name in names
+    ]
+    assert ["completed", "41"] in page.tables["How jobs ended"]
+    assert ["failed", "1"] in page.tables["How jobs ended"]
+    assert "41 of 42 jobs completed" in page.words
+    assert "1 job that failed" in page.words
+    assert pool.explain().splitlines()[0] in page.words
+    queue, waits, sizes, busy = charts
+    assert min(queue["series"][0]["data"]) >= 0
+    assert max(queue["series"][0]["data"]) >= 1
+    longest = [one for one in waits["series"][1]["data"] if one is not None]
+    assert max(longest) > 0
+    assert {one["label"] for one in sizes["series"]} == set(names)
+    assert all(1 <= value <= 4 for one in sizes["series"] for value in one["data"] if value is not None)
+    assert all(0 <= value <= 100 for one in busy["series"] for value in one["data"])
+
+
+def test_the_page_of_a_pool_that_refused_all_jobs(tmp_path: Path) -> None:
+    with Pool("host") as pool:
+        future = pool.submit(lambda _: None, not_before=60)
+        assert future.cancel()
+        pool.page(tmp_path / "pool.html")
+    page, _ = read(tmp_path / "pool.html")
+    assert "0 of 1 job completed" in page.words
+
+
+# Notebooks.
+
+
+def test_a_trainer_and_its_report_are_small_tables_in_a_notebook(trainer: Any) -> None:
+    report = trainer.report()
+    for html in (trainer._repr_html_(), report._repr_html_()):
+        rows = next(rows for caption, rows in Reader(html).tables.items() if caption.startswith("12 steps, "))
+        assert [row[0] for row in rows] == ["device", "host:0", "host:1"]
+        assert [row[1] for row in rows[1:]] == ["8", "4"]
+        assert [row[2] for row in rows[1:]] == ["96", "48"]
+    assert "DataParallel Sequential on host:0, host:1" in trainer._repr_html_()
+    assert json.loads(json.dumps(report))["steps"] == 12  # it is a dictionary like any other
+    assert dict(report) == report
+
+
+def test_showing_an_unused_trainer_does_not_count_as_using_it() -> None:
+    with DataParallel(nn.Linear(2, 2), TWO) as unused:
+        assert "0 steps" in unused._repr_html_()
+        assert not unused._touched
+
+
+class Notebook:
+    """In place of IPython's display."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, kernel: bool = True) -> None:
+        self.shown: list[str] = []
+        top, display = ModuleType("IPython"), ModuleType("IPython.display")
+        shell = type("Shell", (), {"kernel": object()} if kernel else {})()
+        top.get_ipython = lambda: shell  # type: ignore[attr-defined]
+        display.HTML = str  # type: ignore[attr-defined]
+        display.display = self.display  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "IPython", top)
+        monkeypatch.setitem(sys.modules, "IPython.display", display)
+
+    def display(self, html: str, *, display_id: bool) -> Notebook:
+        assert display_id
+        self.shown.append(html)
+        return self
+
+    def update(self, html: str) -> None:
+        self.shown[-1] = html
+
+
+def test_live_draws_again_in_one_place_and_gives_the_batches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook = Notebook(monkeypatch)
+    module, batch = classifier(12)
+    with DataParallel(module, TWO, balance=[2, 1]) as made:
+        seen = []
+        for number in made.live(range(5), every=0.0):
+            seen.append(number)
+            made.step(classify, batch)
+    assert seen == list(range(5))
+    assert len(notebook.shown) == 1
+    assert "5/5" in notebook.shown[0]
+    assert "8 items a step" in notebook.shown[0]
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("place", ["no IPython", "a terminal"])
+def test_live_is_progress_where_there_is_no_notebook(
+    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if place == "no IPython":
+        monkeypatch.setitem(sys.modules, "IPython", None)
+    else:
+        Notebook(monkeypatch, kernel=False)
+    assert html_display() is None
+    module, batch = classifier(12)
+    with DataParallel(module, TWO, balance=[2, 1]) as made:
+        shown: Progress[int] = made.live(range(3))
+        for _ in shown:
+            made.step(classify, batch)
+    assert "3/3" in capsys.readouterr().err
+
+
+def test_what_live_draws_has_names_as_words() -> None:
+    html = drawn(Figures(1, None, "1  <b>", [], by_cost=True))
+    assert "&lt;b&gt;" in html
+    assert "<progress" not in html
