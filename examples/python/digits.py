@@ -4,6 +4,7 @@
     python digits.py --slow host:1                       a busy loop takes half of host:1 away for a while
     python digits.py --slow host:1 --balance even        the same with equal shares: all devices wait for host:1
     python digits.py --slow host:1 --plot shares.png     also draws the run
+    python digits.py --slow host:1 --page run.html       also writes a page of the run, to open by a double click
     python digits.py --devices cuda:0,cuda:1             on GPUs; cuda:0,host:0 mixes (the host seldom gets a share beside a GPU)
     python digits.py --devices cuda:0 --partition 0.75,0.25     on two unequal parts of one GPU
 
@@ -101,6 +102,9 @@ def main() -> int:
         print(trainer.explain())
         if args.plot:
             plot(trainer, slow_steps, args)
+        if args.page:
+            trainer.page(args.page)
+            print(f"written: {args.page}")
 
     print(f"test accuracy: {accuracy:.1%} of {len(test_labels)} images that it was not trained on")
     if accuracy < GOAL and steps >= STEPS:
@@ -238,6 +242,7 @@ def arguments() -> argparse.Namespace:
         metavar="FILE",
         help="draw shares, speeds and step times over the steps, as .png, .svg or .pdf",
     )
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page of the run, such as run.html")
     parser.add_argument("--batch", type=int, default=512, help="items of a step, over all devices (default: 512)")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the split into training and test set, and of all else (default: 0)"

@@ -81,7 +81,10 @@ def test_digits_keeps_even_shares_when_told_to() -> None:
 def test_digits_holds_the_busy_loop_in_the_middle_third_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "shares.png"
-    output = run(DIGITS, "--steps", "12", "--batch", "64", "--slow", "host:1", "--plot", str(picture))
+    page = tmp_path / "run.html"
+    made = ["--plot", str(picture), "--page", str(page)]
+    output = run(DIGITS, "--steps", "12", "--batch", "64", "--slow", "host:1", *made)
+    assert "How good was the split?" in page.read_text(encoding="utf-8")
     marked = [line.split()[0] for line in output.splitlines() if "busy loop" in line]
     assert marked == ["host:1"] * 4
     rows = [line for line in output.splitlines() if re.match(r" +\d+-\d+ ", line)]
