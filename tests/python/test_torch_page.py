@@ -19,6 +19,8 @@ from paceline._progress_html import drawn, html_display
 from paceline.torch import DataParallel, Pipeline, Pool
 from page_support import MOST_BYTES, Reader, charts_in
 from pool_support import pool_of
+from rank_processes import Run
+from test_torch_rank_ledgers import OfATrainer
 from torch_support import TWO, classifier, classify
 
 
@@ -135,6 +137,35 @@ def test_the_page_of_a_pipeline_has_the_schedule_beside_the_plan(tmp_path: Path)
     for row in zip(*(one["data"] for one in charts[0]["series"]), strict=True):
         assert sum(row) == sum(stage["blocks"] for stage in report["pipeline"]["stages"])
     assert "The schedule was" in page.words
+
+
+def page_of_ranks(rank: int, path: Path, ledger: bool) -> Any:
+    training = OfATrainer(ledger=ledger)
+    for _ in range(12):
+        training.step()
+    trainer = training._trainer
+    trainer.page(path.with_name(f"{rank}.html"))
+    report: Any = trainer.report()
+    training.close()
+    return report.get("rank_shares"), report["ranks"]
+
+
+@pytest.mark.parametrize("ledger", [True, False])
+def test_the_page_of_rank_0_has_the_ranks(on_ranks: Run, tmp_path: Path, ledger: bool) -> None:
+    path = tmp_path / "run.html"
+    (dealt, last), (no_dealt, _) = on_ranks(2, page_of_ranks, path, ledger)
+    page, charts = read(tmp_path / "0.html")
+    rows = page.tables["Ranks"][1:]
+    assert [row[0] for row in rows] == ["rank 0", "rank 1"]
+    assert [row[7] for row in rows] == [str(device["share"]) for device in dealt["devices"]]
+    assert [row[8] for row in rows] == [f"{rank['items']:.0f}" for rank in last]
+    assert len(charts) == (6 if ledger else 3)
+    assert ("The ranks: balance auto" in page.words) == ledger
+    assert ("no ledger is kept" in page.words) != ledger
+    if ledger:
+        assert [one["label"] for one in charts[4]["series"]] == ["rank 0", "rank 1"]
+    assert no_dealt is None
+    assert "Ranks" not in read(tmp_path / "1.html")[0].tables
 
 
 def test_the_page_of_a_pool_has_its_queue_waits_batches_and_who_declined(tmp_path: Path) -> None:

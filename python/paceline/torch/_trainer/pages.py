@@ -85,10 +85,8 @@ class Pages(Part):
             runs[0].tables.append(_ranks(report, dealt.report()))
             try:
                 runs += runs_of("The ranks", [f"{line}\n" for line in dealt.ledger().split("\n") if line])
-            except InvalidArgument:  # it keeps none
-                runs[0].lacks.append(
-                    "Rank 0 has kept no ledger of the ranks' shares: batch_sampler(..., ledger=True) does."
-                )
+            except InvalidArgument as error:  # such as: it keeps none
+                runs[0].lacks.append(f"The ranks' shares over time are not known: {error}")
         return runs
 
     def _run(self, history: Sequence[Mapping[str, Any]], report: Mapping[str, Any], explained: str) -> Run:
