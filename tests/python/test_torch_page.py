@@ -20,6 +20,7 @@ from paceline.torch import DataParallel, Pipeline, Pool
 from page_support import MOST_BYTES, Reader, charts_in
 from pool_support import pool_of
 from rank_processes import Run
+from test_torch_layout import inputs, replicas, squares
 from test_torch_rank_ledgers import OfATrainer
 from torch_support import TWO, classifier, classify
 
@@ -137,6 +138,19 @@ def test_the_page_of_a_pipeline_has_the_schedule_beside_the_plan(tmp_path: Path)
     for row in zip(*(one["data"] for one in charts[0]["series"]), strict=True):
         assert sum(row) == sum(stage["blocks"] for stage in report["pipeline"]["stages"])
     assert "The schedule was" in page.words
+
+
+def test_the_page_of_replicas_of_pipelines_has_the_stages_of_each(tmp_path: Path) -> None:
+    _, trainer = replicas()
+    with trainer:
+        for _ in range(3):
+            trainer.step(squares, inputs())
+            trainer.predict(inputs())
+        trainer.page(tmp_path / "run.html")
+        stages = trainer.report()["pipeline"]["stages"]
+    page, _ = read(tmp_path / "run.html")
+    assert [row[1] for row in page.tables["Stages"][1:]] == [stage["device"] for stage in stages]
+    assert page.words.count("as it ran") == 1 + 2 * 2  # of the last step, and the summaries and titles of those before
 
 
 def page_of_ranks(rank: int, path: Path, ledger: bool) -> Any:

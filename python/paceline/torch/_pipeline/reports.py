@@ -98,12 +98,7 @@ class PipelineReports(Reports):
 
     def _run(self, history: Sequence[Mapping[str, Any]], report: Mapping[str, Any], explained: str) -> Run:
         run = super()._run(history, report, explained)
-        for step in self._lifetime.recent.steps:
-            step.settle()
-        last, steps = (
-            self._loop.last,
-            [step for step in self._lifetime.recent.steps if step.times is not None and step.times.claims],
-        )
+        last, steps = self._loop.last, list(self._lifetime.recent.steps)  # another thread may train
         if last is None or not all(last.record):
             return run
         planned = last.plan.actions()
@@ -112,10 +107,11 @@ class PipelineReports(Reports):
             ", and below each bar the plan" if plan else "; its plan was not the balancer's"
         )
         run.schedules = [schedule(title, self._rows(last, last.record), plan)]
-        # The last one of these is the step above, unless it was a run of `batch`.
-        for step in reversed(steps[:-1]):
-            drawn = schedule(f"{step.kind} {step.number + 1}", _rows_of(step.times, self._works.names))
-            run.schedules.append(folded(f"{step.kind} {step.number + 1} as it ran", drawn))
+        for step in reversed(steps):
+            step.settle()
+            if step.times is not None and step.times.claims and step.times.started != last.started:
+                title = f"{step.kind} {step.number + 1} as it ran"
+                run.schedules.append(folded(title, schedule(title, _rows_of(step.times.claims, self._works.names))))
         run.tables.insert(0, _stages(report["pipeline"]))
         return run
 
@@ -133,9 +129,8 @@ class PipelineReports(Reports):
         return rows
 
 
-def _rows_of(times: Times | None, names: Sequence[str]) -> list[ScheduleRow]:
+def _rows_of(claims: Sequence[Any], names: Sequence[str]) -> list[ScheduleRow]:
     """A step by the claims that traces have, one row for each stage."""
-    claims: Any = [] if times is None else times.claims
     begins = sorted({claim[1] for claim in claims})
     rows = []
     for stage, device in sorted({(claim[5], claim[0]) for claim in claims}):
