@@ -273,7 +273,7 @@ def test_live_draws_again_in_one_place_and_gives_the_batches(
     module, batch = classifier(12)
     with DataParallel(module, TWO, balance=[2, 1]) as made:
         seen = []
-        for number in made.live(range(5), every=0.0):
+        for number in made.live(range(5)):
             seen.append(number)
             made.step(classify, batch)
     assert seen == list(range(5))

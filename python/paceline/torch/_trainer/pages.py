@@ -53,15 +53,15 @@ class Pages(Part):
             raise Unavailable("page: no step has run yet, so there is nothing to show.")
         write(path, page_of_runs(runs[0].title, runs))
 
-    def live(self, batches: Iterable[_T], *, total: int | None = None, every: float = 1.0) -> Progress[_T]:
-        """Loop over `batches` and show what `progress` shows, in a notebook as a table that is drawn again in place. Elsewhere this is `progress`.
+    def live(self, batches: Iterable[_T], *, total: int | None = None) -> Progress[_T]:
+        """Loop over `batches` and show what `progress` shows. In a notebook it is a table that is drawn again in place, at most four times a second.
+
+        Elsewhere this is `progress`.
 
         Parameters
         ----------
         batches, total
             As for `progress`.
-        every
-            Seconds between two drawings. Reading the figures waits for GPUs.
 
         Examples
         --------
@@ -71,7 +71,7 @@ class Pages(Part):
         from paceline._progress_html import html_display
 
         reports: Any = self
-        progress: Progress[_T] = reports.progress(batches, total=total, every=every)
+        progress: Progress[_T] = reports.progress(batches, total=total)
         progress.display = html_display() or progress.display
         return progress
 
@@ -268,7 +268,7 @@ def _others(report: Mapping[str, Any]) -> Table | None:
             f"{one['imbalance']:.1%}",
         )
         for name, one in kinds.items()
-        if one["steps"]
+        if one["steps"] > one["proved"]
     ]
     return Table("Beside the steps", ("work", "calls", "items", "time in all", "imbalance"), rows) if rows else None
 
