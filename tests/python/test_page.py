@@ -13,7 +13,7 @@ import pytest
 from browser import MISSING, PROGRAM, Browser, browser
 from paceline._cli import main
 from paceline._page.charts import charts_of, rows_of
-from paceline._page.document import page_of_runs
+from paceline._page.document import page_of_runs, write
 from paceline._page.ledger import runs_of
 from paceline._page.run import Row, Run, ideal_seconds, sentences, thinned
 from paceline.balance import Balancer
@@ -240,6 +240,23 @@ def test_devices_that_left_and_came_back_are_moves_with_these_reasons() -> None:
     whys = {move.step: move.why for move in run.moves}
     assert whys[4].startswith("b left; ")
     assert whys[8].startswith("b came back; ")
+
+
+def test_a_page_that_cannot_be_completed_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.html"
+    write(path, "before \ud800")
+    assert path.read_text(encoding="utf-8") == "before &#55296;"
+
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="full"):
+        write(path, "after")
+    assert path.read_text(encoding="utf-8").startswith("before")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 # The command.

@@ -207,6 +207,7 @@ def test_the_page_of_a_pool_has_its_queue_waits_batches_and_who_declined(tmp_pat
     queue, waits, sizes, busy = charts
     assert min(queue["series"][0]["data"]) >= 0
     assert max(queue["series"][0]["data"]) >= 1
+    assert queue["series"][0]["data"][-1] == 0  # all have started
     longest = [one for one in waits["series"][1]["data"] if one is not None]
     assert max(longest) > 0
     assert {one["label"] for one in sizes["series"]} == set(names)

@@ -89,7 +89,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     """
     unfinished = Path(f"{os.fspath(path)}.unfinished-{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")  # halves of surrogate pairs in names
         unfinished.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
