@@ -1,4 +1,4 @@
-"""Reads pages for the tests of what they say."""
+"""Ledgers for the tests of pages, and what reads pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
+from paceline.sim import simulate
+
 MOST_BYTES = 1_000_000
+
+
+def lines_of(text: str) -> list[str]:
+    return [f"{line}\n" for line in text.split("\n") if line]
+
+
+def ledger(**options: Any) -> list[str]:
+    """A run whose first device is half as fast for a while."""
+    given: dict[str, Any] = {"steps": 120, "noise": 0.02, "throttles": [(0, 2.0, 40, 80)], "seed": 3} | options
+    return lines_of(simulate(given.pop("speeds", [1, 1, 0.5]), ledger=True, **given).ledger)
 
 
 class Reader(HTMLParser):
