@@ -13,13 +13,14 @@ from paceline._page.document import Section, folded, page, table, words, write
 from paceline._page.run import Table, milliseconds
 from paceline._words import plural
 from paceline.torch._pool.tracing import Run
+from paceline.torch._replicas.reach import Handle
 
 _BINS = 240  # of the time; more would be narrower than a pixel of a small screen
 _BUSY = 0.85  # of the devices' time: more devices would shorten waits
 _NEVER = ("rejected", "expired")
 
 
-class Paged:
+class Paged(Handle):
     """A pool that can write its page."""
 
     def page(self, path: str | os.PathLike[str]) -> None:

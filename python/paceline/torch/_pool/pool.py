@@ -22,12 +22,11 @@ from paceline.torch._pool.page import Paged
 from paceline.torch._pool.serving import batcher_of, bytes_of
 from paceline.torch._pool.tracing import Scalars
 from paceline.torch._replicas.copies import Replicate
-from paceline.torch._replicas.reach import Handle
 
 _T = TypeVar("_T")
 
 
-class Pool(Paged, Handle):
+class Pool(Paged):
     """Runs many independent pieces of work on the devices of this machine.
 
     A job starts where it ends soonest by what was measured: a slow device leaves to faster ones what these end sooner. Until three jobs of a
