@@ -154,7 +154,10 @@ def test_a_rung_that_broke_off_runs_again_and_a_trial_that_failed_does_not() -> 
     schedule.ended("b", 1.0, goes_on=True)
     assert schedule.starts(2.0, ["b"]) == [("x", "b")]
     schedule.broke_off("b", goes_on=False)
-    assert schedule.starts(3.0, ["a", "b"]) == []
+    schedule.add("pruned", "kind", [1.0, 2.0])
+    assert schedule.starts(3.0, ["b"]) == [("pruned", "b")]
+    schedule.ended("b", 1.0, goes_on=False)
+    assert schedule.starts(4.0, ["a", "b"]) == []
 
 
 def test_the_ideal_weighs_the_seconds_of_devices_with_their_speeds() -> None:
