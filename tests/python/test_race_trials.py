@@ -23,7 +23,7 @@ sys.path.insert(0, {str(FOLDER)!r})
 from race import trial_rivals
 trial_rivals.WIDTHS = 1, 2
 for name in ("paceline", "threads", "ids"):
-    sys.argv = ["", name, "CORES", "0", "3"]
+    sys.argv = ["", name, "CORES", "0", "2"]
     trial_rivals.main()
 """
 
@@ -42,7 +42,7 @@ def test_all_rivals_train_the_same_trials() -> None:
     lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     found = [json.loads(line) for line in lines]
     assert len(found) == 3
-    assert all(one["seconds"] > 0 and len(one["values"]) == 3 for one in found)
+    assert all(one["seconds"] > 0 and len(one["values"]) == 2 for one in found)
     assert found[0]["values"] == found[1]["values"] == found[2]["values"]
     assert len(set(found[0]["values"])) > 1
 
@@ -74,6 +74,7 @@ def test_the_race_compares_what_is_of_one_round(
     answers: dict[str, list[Any]] = {
         "alone": [(3.0, None), (6.0, None), (30.0, None)],
         "paceline": [(2.0, values), (4.0, values), (15.0, values)],
+        "default": [(8.0, []), (12.0, []), (45.0, [])],
         "threads": [(4.0, values), (4.0, values), (45.0, values)],
         "ids": [(3.0, values), (6.0, values), (30.0, values)],
     }
@@ -82,7 +83,7 @@ def test_the_race_compares_what_is_of_one_round(
     assert race_trials.main() == 0
     *table, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
-    assert found["over_ours"] == {"threads": 2.0, "ids": 1.5}
+    assert found["over_ours"] == {"default": 3.0, "threads": 2.0, "ids": 1.5}
     assert found["makespan"]["ideal"] == 3.0
     assert found["of_ideal"]["paceline"] == pytest.approx(1.333)
     assert {"hardware", "versions", "rounds"} <= set(found)
@@ -92,7 +93,7 @@ def test_the_race_compares_what_is_of_one_round(
 
 def test_a_rival_that_computes_something_else_ends_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = (1.0, [0.5]), (1.0, [0.25])
-    given({"alone": [right], "paceline": [right], "threads": [wrong], "ids": [right]}, monkeypatch)
+    given({"threads": [wrong], **{name: [right] for name in ("alone", "paceline", "default", "ids")}}, monkeypatch)
     run: Any = SimpleNamespace(devices=[SimpleNamespace(cores=[0])] * 2, args=SimpleNamespace(trials=1))
     with pytest.raises(RuntimeError, match="have not computed the same"):
         race_trials.Race(run).round(0)

@@ -1,7 +1,7 @@
 """One process of `race_trials.py` (``python -m race.trial_rivals RIVAL CORES SEED TRIALS``): runs a search, and says how long it took and what each trial gave.
 
-All rivals train the same trials of examples/python/trials.py through the same rungs, each with its own seed and on one thread. None is pruned, so all do the
-same work. The trials come in the same order, that in which a sampler has drawn them.
+All rivals train the same trials of examples/python/trials.py through the same rungs, each with its own seed. None is pruned, so all do the same work. The trials
+come in the same order, that in which a sampler has drawn them. A trial has one thread, but for "default", where it has as many as PyTorch gives it.
 """
 
 from __future__ import annotations
@@ -99,12 +99,13 @@ def alone(study: optuna.Study, data: trials.Data, _: Sequence[int], count: int) 
     return (time.perf_counter() - begin) * RUNGS[-1] / RUNGS[0]
 
 
-RIVALS: dict[str, Rival] = {"paceline": paceline, "threads": threads, "ids": ids, "alone": alone}
+RIVALS: dict[str, Rival] = {"paceline": paceline, "threads": threads, "ids": ids, "default": threads, "alone": alone}
 
 
 def search(name: str, cores: Sequence[int], seed: int, count: int) -> dict[str, Any]:
     """Let a rival run so many trials."""
-    torch.set_num_threads(1)
+    if name != "default":
+        torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     data = trials.digits()
     for model in ("mlp", "cnn"):  # what PyTorch does the first time
