@@ -42,7 +42,7 @@ REDUCTION = 3  # of the trials of a rung one goes on
 GOALS = {"digits": 0.95, "cancer": 0.93}  # accuracy that the best trial of the default search reaches
 BATCH = 32
 TRIALS, WIDTH = 24, 32
-STEP_COST = 1e6  # what a step costs beside its multiplications, in these; about right for a core
+STEP_COST = 5e6  # what a step costs beside its multiplications, in these; about right for a core
 
 
 class Data(NamedTuple):

@@ -28,7 +28,7 @@ import trials
 from trial_search import Experiment, Search
 
 RUNGS = (1, 2, 4)
-WIDTHS = (4, 24)
+WIDTHS = (16, 64)  # so large that Python and its lock take little of the time, as where a search takes hours
 Train = Callable[[torch.device, trials.Config, int, Any], tuple[Any, float]]
 Rival = Callable[[optuna.Study, trials.Data, Sequence[int], int], float]
 
