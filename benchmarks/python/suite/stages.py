@@ -44,6 +44,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
     reduce = ("--short", "--rounds", "1", "--calls", "5") if quick else ()
     overhead = ("--steps", "20") if quick else ()
     pool = ("--rounds", "1", "--seconds", "0.5") if quick else ()
+    trials = ("--rounds", "1", "--trials", "4") if quick else ()
     quiet = ("--batch", "64", "--seconds", "2") if quick else ()
     fixed_parts = ("--parts", "8,4", "--rounds", "1", "--block", "2") if quick else ()
     busy_core = ("--steps", "40", "--patience", "50") if quick else ()
@@ -61,6 +62,8 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("race_ranks", "--busy", *ranks, limit=600),
         _script("race_pool", *pool, limit=1500),
         _script("race_pool", "--busy", *pool, limit=1500),
+        _script("race_trials", *trials, limit=900),
+        _script("race_trials", "--busy", *trials, limit=900),
         _script("pool_overhead", *(("--jobs", "50") if quick else ()), limit=300),
         _script("soak_pool", "--requests", "2000" if quick else "200000", limit=900),
         _script("race_text", *text, limit=900),
