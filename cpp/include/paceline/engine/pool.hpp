@@ -239,9 +239,9 @@ class Future {
   }
   /// Cancels a job that no worker has begun, and what comes after it. False: it runs, or has ended.
   bool cancel() const;
-  /// Calls `call(future)` once the job has ended: on the worker that ran it, on the thread that cancelled it, or at
-  /// once on this thread. What the call throws is dropped. It may submit. It must not wait for a pool: get() of a job
-  /// that has not ended throws InvalidArgument there.
+  /// Calls `call(future)` once the job has ended: on the worker that ran it, on the thread that cancelled it, on the
+  /// pool's clock thread if it expired, or at once on this thread. What the call throws is dropped. It may submit. It
+  /// must not wait for a pool: get() of a job that has not ended throws InvalidArgument there.
   void then(std::function<void(const Future&)> call) const {
     result_->when_ended([self = *this, call = std::move(call)] { call(self); });
   }

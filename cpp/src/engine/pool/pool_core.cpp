@@ -212,6 +212,8 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
       one.error = std::make_exception_ptr(Cancelled(kJobDependency));
       ++ending_;
     } else {
+      // Before anything is decided, since it may fail.
+      if (options.deadline_seconds < kNever || options.not_before_seconds > 0.0) clock_.start(weak_from_this());
       const PoolCall* const submitted = call.get();
       plan::PoolDecisions decisions = state_.submit(now(), job, id);
       const bool live =
