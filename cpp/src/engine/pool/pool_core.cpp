@@ -361,6 +361,7 @@ std::string PoolCore::explain() const {
     if (device.declined) text += "; " + state_.describe(*device.declined);
     text += "\n";
   }
+  if (state_.ledger_failed()) text += "The ledger is cut off: a line could not be written. Is the disk full?\n";
   return text + fmt::format("{} jobs wait, {} runs go on\n", state_.waiting(), state_.running());
 }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <memory>
@@ -108,6 +109,7 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   [[nodiscard]] std::vector<std::string> active() const;
   [[nodiscard]] double backlog_seconds() const;
   [[nodiscard]] std::string explain() const;
+  void write_ledger(const std::filesystem::path& path);
 
   NextWork next(DeviceId device, Clock::time_point now) noexcept override;
   /// The same for the device at this place, whose worker asks that source.

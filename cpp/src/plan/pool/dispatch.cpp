@@ -62,6 +62,7 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
           {one.device, free, free ? 0.0 : std::max(device.free_at - now, 0.0), measured_there ? one.seconds : kNever});
     }
     chosen = options.choose({now, line.front()->id, line.kind, line.size(), candidates});
+    if (ledger != nullptr) ledger->chose(chosen);
   }
   double inverse = 0.0;
   double busy = 0.0;

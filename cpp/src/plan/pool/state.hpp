@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <span>
@@ -18,6 +19,7 @@
 
 #include "plan/pool/job_slots.hpp"
 #include "plan/pool/key_queue.hpp"
+#include "plan/pool/ledger.hpp"
 #include "plan/pool/padding.hpp"
 
 namespace paceline::plan {
@@ -146,6 +148,12 @@ class PoolState::State {
   bool admits(const Job& job, double now);
   void observe(Kind& kind, double ratio);
   void typical(Kind& kind, double cost);
+  /// What every event ends with that is no addition.
+  template <class Write>
+  void note(const Write& write) {
+    begun = true;
+    if (ledger != nullptr) write(*ledger);
+  }
 
   // Lines and models, in lines.cpp.
   PoolLine& line_of(const Job& job, std::size_t bound);
@@ -224,6 +232,8 @@ class PoolState::State {
   std::size_t idle = 0;       // active devices that are idle
   std::size_t next_turn = 0;  // of Placement::round_robin, and among equals
   double last_now = -kNever;
+  bool begun = false;  // whether something was decided, or might have been
+  std::shared_ptr<PoolLedger> ledger = {};
 
   // Of one decision: the gang that reserves.
   JobId reserving{};

@@ -16,16 +16,16 @@ from paceline.torch._pool.figures import Collector
 from paceline.torch._pool.groups import group_of
 from paceline.torch._pool.job import Job, PoolFuture
 from paceline.torch._pool.jobs import Jobs, Placement, Priority
+from paceline.torch._pool.ledger import WritesLedger
 from paceline.torch._pool.needs import Needs
 from paceline.torch._pool.serving import batcher_of, bytes_of
 from paceline.torch._pool.tracing import Scalars
 from paceline.torch._replicas.copies import Replicate
-from paceline.torch._replicas.reach import Handle
 
 _T = TypeVar("_T")
 
 
-class Pool(Handle):
+class Pool(WritesLedger):
     """Runs many independent pieces of work on the devices of this machine.
 
     A job starts where it ends soonest by what was measured: a slow device leaves to faster ones what these end sooner. Until three jobs of a
