@@ -35,7 +35,8 @@ namespace paceline::plan {
 /// takes the one with the first job. T counts a waiting job by its own cost.
 ///
 /// A value type: a copy is an independent pool. Not safe for threads. A decision is O(kinds that wait * devices) and
-/// O(sqrt(waiting jobs)) moves of small records. With padding it also sorts the jobs that it looks at.
+/// O(sqrt(waiting jobs)) moves of small records. With padding it is also O(jobs that it looks at *
+/// sizes), and an insertion moves some of these jobs' small records.
 ///
 ///     PoolState pool;
 ///     (void)pool.add_device(0.0, {.name = "cuda:0", .device_class = "H100"});

@@ -109,6 +109,41 @@ bool State::early(const PoolLine& line, double seconds, double now, double units
   return true;
 }
 
+// The jobs that a device looks at, in the order of their costs. `next`: the first one.
+std::span<const CostEntry> State::by_cost(PoolLine& line, const PoolLine::Ranked& on, double now, JobId& next) {
+  const auto look = static_cast<std::size_t>(kLook * on.largest);
+  if (look <= CostWindow::kMost && line.limited == 0) {
+    const std::span<const CostEntry> first = line.window.first(look, line.timed, line.plain, jobs);
+    const double margin = kinds[line.kind].margin;
+    const auto late = [&](const CostEntry& one) {
+      return one.timed && now + margin * (seconds_of(on.model, one.cost) + on.load) > one.key.key;
+    };
+    if (line.timed.empty() || std::ranges::none_of(first, late)) {
+      next = line.front()->id;
+      return first;
+    }
+  }
+  walked.clear();
+  const std::vector<JobId> found = next_jobs(line, on, now, kLook * on.largest);
+  for (const JobId id : found) walked.emplace_back(jobs.at(id));
+  next = found.empty() ? JobId{} : found.front();
+  std::ranges::sort(walked, std::less<>());
+  return walked;
+}
+
+// The batch of like costs with the first job, when as many are cut into batches as are `looked` at.
+void State::cut_padded(PoolLine& line, std::span<const CostEntry> window, JobId first, std::size_t looked,
+                       const CostModel& model, std::span<const std::int64_t> sizes, std::vector<JobId>& batch) {
+  if (looked < window.size()) window = line.window.smallest(window, looked);
+  costs.clear();
+  for (const CostEntry& one : window) costs.push_back(one.cost);
+  const auto place = std::ranges::find(window, first, [](const CostEntry& one) { return one.key.id; }) - window.begin();
+  const auto [begin, end] = cuts.batch_at(costs, static_cast<std::size_t>(place), model, sizes);
+  batch.clear();
+  for (const CostEntry& one : window.subspan(begin, end - begin)) batch.push_back(one.key.id);
+  std::ranges::sort(batch, std::less<>(), [&](JobId id) { return KeyEntry{jobs.at(id).key, id}; });
+}
+
 // The jobs that a device takes: the largest batch, of k jobs, that ends in time and, if the plan is asked, for which
 // all devices together end less than what waits before this one could end k. With the least T at which they end it all,
 // that is the largest k that this device ends by T: sizes are few, so T itself, which would take thirty halvings, is
@@ -116,25 +151,22 @@ bool State::early(const PoolLine& line, double seconds, double now, double units
 //
 // With padding, the next jobs are cut into batches of like costs, and the one with the first job is taken. So nothing
 // waits for ever.
-std::vector<JobId> State::batch(const PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
-                                std::optional<double> units) const {
+std::vector<JobId> State::batch(PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
+                                std::optional<double> units) {
   const Kind& kind = kinds[line.kind];
   const std::span<const std::int64_t> sizes = kind.spec.sizes;
-  const bool cuts = units && kind.spec.padded;
+  const bool cut = units && kind.spec.padded;
   const bool plans = units && on.model.seconds(on.largest) > 0.0;  // otherwise it takes no time
-  std::vector<JobId> next = next_jobs(line, on, now, cuts ? kLook * on.largest : on.largest);
-  const std::vector<JobId> window = cuts ? next : std::vector<JobId>{};
-  std::vector<double> costs;
-  for (const JobId id : window) costs.push_back(jobs.at(id).cost);
-  const std::int64_t most = std::min(on.largest, std::ssize(next));
+  JobId first{};
+  const std::span<const CostEntry> window = cut ? by_cost(line, on, now, first) : std::span<const CostEntry>{};
+  std::vector<JobId> next = cut ? std::vector<JobId>{} : next_jobs(line, on, now, on.largest);
+  const std::int64_t most = std::min(on.largest, cut ? std::ssize(window) : std::ssize(next));
   for (std::size_t some = sizes.size(); some > 0; --some) {
     const std::int64_t size = sizes[some - 1];
     if (size > most) continue;
-    if (cuts) {
+    if (cut) {
       const std::size_t looked = std::min(window.size(), static_cast<std::size_t>(kLook * size));
-      next.clear();
-      for (const std::size_t i : first_padded_batch(std::span(costs).first(looked), on.model, sizes.first(some)))
-        next.push_back(window[i]);
+      cut_padded(line, window, first, looked, on.model, sizes.first(some), next);
     } else {
       next.resize(static_cast<std::size_t>(size));
     }

@@ -10,7 +10,12 @@ using State = PoolState::State;
 PoolLine& State::line_of(const Job& job, std::size_t bound) {
   const bool background = job.background;
   const auto [place, fresh] = line_index.try_emplace({job.kind, job.need, bound, background}, lines.size());
-  if (fresh) lines.push_back({.kind = job.kind, .need = job.need, .bound = bound, .background = background});
+  if (fresh)
+    lines.push_back({.kind = job.kind,
+                     .need = job.need,
+                     .bound = bound,
+                     .background = background,
+                     .padded = kinds[job.kind].spec.padded});
   return lines[place->second];
 }
 

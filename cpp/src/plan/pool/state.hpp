@@ -17,6 +17,7 @@
 
 #include <paceline/plan/pool.hpp>
 
+#include "plan/pool/cost_window.hpp"
 #include "plan/pool/job_slots.hpp"
 #include "plan/pool/key_queue.hpp"
 #include "plan/pool/ledger.hpp"
@@ -36,10 +37,13 @@ struct PoolLine {
   std::size_t need = 0;
   std::size_t bound = kNone;
   bool background = false;
+  bool padded = false;
   // Apart, because a device finds the first deadline that it can keep by one search, and what expires is a prefix.
   KeyQueue timed = {};
   KeyQueue plain = {};
-  double cost = 0.0;  // of all that wait
+  CostWindow window = {};    // if padded
+  double cost = 0.0;         // of all that wait
+  std::int64_t limited = 0;  // jobs whose batches must be smaller
 
   // A device that may run these jobs.
   struct Ranked {
@@ -64,9 +68,13 @@ struct PoolLine {
   void insert(const PoolEntry& job) {
     (job.timed() ? timed : plain).insert({job.key, job.id});
     cost += job.cost;
+    limited += job.limited() ? 1 : 0;
+    if (padded) window.insert(job);
   }
   void erase(const PoolEntry& job) {
     (job.timed() ? timed : plain).erase({job.key, job.id});
+    limited -= job.limited() ? 1 : 0;
+    if (padded) window.erase(job);
     cost = size() > 0 ? cost - job.cost : 0.0;  // so that no rounding stays
   }
 };
@@ -182,8 +190,11 @@ class PoolState::State {
   [[nodiscard]] const Job* first_for(const PoolLine& line, const PoolLine::Ranked& on, double now) const;
   [[nodiscard]] std::vector<JobId> next_jobs(const PoolLine& line, const PoolLine::Ranked& on, double now,
                                              std::int64_t size) const;
-  [[nodiscard]] std::vector<JobId> batch(const PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
-                                         std::optional<double> units) const;
+  [[nodiscard]] std::vector<JobId> batch(PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
+                                         std::optional<double> units);
+  [[nodiscard]] std::span<const CostEntry> by_cost(PoolLine& line, const PoolLine::Ranked& on, double now, JobId& next);
+  void cut_padded(PoolLine& line, std::span<const CostEntry> window, JobId first, std::size_t looked,
+                  const CostModel& model, std::span<const std::int64_t> sizes, std::vector<JobId>& batch);
   [[nodiscard]] double cost_of(std::size_t kind, std::span<const JobId> batch) const;
   [[nodiscard]] bool early(const PoolLine& line, double seconds, double now, double units, double cost) const;
 
@@ -240,6 +251,10 @@ class PoolState::State {
   double reserved_until = 0.0;
   double hold_until = kNever;  // when a batch is filled up no longer
   std::vector<char> reserved = {};
+  // Kept, so that nothing is allocated.
+  PaddedCuts cuts = {};
+  std::vector<double> costs = {};
+  std::vector<CostEntry> walked = {};
   std::vector<std::tuple<bool, double, JobId, std::size_t>> heads = {};
 };
 
