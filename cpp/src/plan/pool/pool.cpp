@@ -248,6 +248,7 @@ PoolDecisions PoolState::finish(double now_seconds, RunId run, RunResult result,
     for (const std::size_t d : ended.devices) ++kind.classes[s.devices[d].cls].samples;
     if (kind.classes[s.devices[ended.devices.front()].cls].samples <= s.options.samples) ++kind.epoch;
     if (ended.predicted > 0.0) s.observe(kind, seconds / ended.predicted);
+    if (ended.devices.size() == 1 && !kind.spec.padded && kind.spec.sizes.size() > 1) s.note_size(kind, ended, seconds);
     out.ends.reserve(ended.jobs.size());
     for (const JobId id : ended.jobs) s.end(id, JobOutcome::completed, PoolReason::none, std::nullopt, out);
   } else {
@@ -338,7 +339,9 @@ PoolDecisions PoolState::measure(double now_seconds, std::size_t device, std::si
   State::Kind& of = s.kinds[known(s.kinds, kind, "kind")];
   require(samples >= 1, "samples is {}; a model comes from at least one run", samples);
   advance(s, now_seconds);
-  of.on[device] = {model, samples, true};
+  State::Measured& on = of.on[device];
+  on = {model, samples, true, std::move(on.times)};
+  on.times.compare(model, of.spec.sizes);
   of.classes[cls] = {model, std::max(samples, of.classes[cls].samples), true};
   ++of.epoch;
   PoolDecisions out;

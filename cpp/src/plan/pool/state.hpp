@@ -22,6 +22,7 @@
 #include "plan/pool/key_queue.hpp"
 #include "plan/pool/ledger.hpp"
 #include "plan/pool/padding.hpp"
+#include "plan/pool/size_times.hpp"
 
 namespace paceline::plan {
 
@@ -56,6 +57,7 @@ struct PoolLine {
   std::vector<Ranked> ranked = {};  // the fastest first
   std::uint64_t epoch = 0;          // of `ranked`
   bool known = false;               // enough samples of every class
+  bool on_lines = true;             // a device's larger batches take longer
   double least_seconds = 0.0;       // of a typical job; 0 if unknown
   double rate = 0.0;                // typical jobs a second, in the largest batches; 0 if unknown
 
@@ -108,6 +110,7 @@ class PoolState::State {
     CostModel model = {};
     std::int64_t samples = 0;
     bool known = false;
+    SizeTimes times = {};
   };
   struct Kind {
     PoolKind spec = {};
@@ -155,6 +158,7 @@ class PoolState::State {
   [[nodiscard]] bool can_run(const Job& job) const;
   bool admits(const Job& job, double now);
   void observe(Kind& kind, double ratio);
+  void note_size(Kind& kind, const Run& run, double seconds);
   void typical(Kind& kind, double cost);
   /// What every event ends with that is no addition.
   template <class Write>
@@ -169,6 +173,14 @@ class PoolState::State {
   [[nodiscard]] bool accepts(std::size_t need, std::size_t device) const { return accepted[need][device] != 0; }
   [[nodiscard]] const Measured& measured(std::size_t kind, std::size_t device) const;
   [[nodiscard]] double seconds(std::size_t kind, std::size_t device, double cost) const;
+  [[nodiscard]] std::span<const double> size_seconds(std::size_t kind, std::size_t device) const {
+    return kinds[kind].on[device].known ? kinds[kind].on[device].times.seconds() : std::span<const double>{};
+  }
+  /// Of a job with this cost in a batch of its own.
+  [[nodiscard]] double alone_seconds(const PoolLine& line, const PoolLine::Ranked& on, double cost) const {
+    const std::span<const double> times = size_seconds(line.kind, on.device);
+    return times.empty() ? seconds_of(on.model, cost) : times.front();
+  }
   [[nodiscard]] double load_seconds(std::size_t kind, std::size_t device) const;
   [[nodiscard]] double least_seconds(const PoolLine& line, const Job& job) const;
   [[nodiscard]] double units(const PoolLine& line) const { return line.cost / kinds[line.kind].cost; }
@@ -196,7 +208,8 @@ class PoolState::State {
   void cut_padded(PoolLine& line, std::span<const CostEntry> window, JobId first, std::size_t looked,
                   const CostModel& model, std::span<const std::int64_t> sizes, std::vector<JobId>& batch);
   [[nodiscard]] double cost_of(std::size_t kind, std::span<const JobId> batch) const;
-  [[nodiscard]] bool early(const PoolLine& line, double seconds, double now, double units, double cost) const;
+  [[nodiscard]] bool early(const PoolLine& line, double seconds, double now, double units, double cost,
+                           std::int64_t most) const;
 
   // Gangs, in gangs.cpp.
   bool gang_step(JobId id, double now, PoolDecisions& out);
