@@ -120,7 +120,7 @@ class Service:
         asked = asyncio.ensure_future(self._embed.ask(tokens(text), deadline=deadline))
         gone = asyncio.ensure_future(disconnected(request))
         try:
-            # The pool itself tells of a deadline that is over when a device is free the next time.
+            # The pool tells of a request that waits for too long. One that runs may end after its deadline.
             await asyncio.wait({asked, gone}, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()

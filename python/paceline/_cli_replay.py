@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline import _cli_replay_pool
 from paceline._words import plural
 
 if TYPE_CHECKING:
@@ -26,10 +27,13 @@ def add_parser(subparsers: Any) -> None:
         help="whether the decisions in a ledger are reproduced, and what they were",
         description="Runs a fresh balancer through a ledger, as trainer.write_ledger() writes it, and compares every decision "
         "with the one in the file. Prints the decisions: a line for each split, with the steps that ran by it, what it promised, what they "
-        "took in the mean, and why. Exits with 1 if a decision comes out differently.",
+        "took in the mean, and why. Of a pool's ledger: how long jobs waited. Exits with 1 if a decision comes out differently.",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="the ledger")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument(
+        "--what-if", action="store_true", help="of a pool: how long jobs would have waited with each placement"
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -42,6 +46,10 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         args.parser.error(f"{args.file} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
 
+    if _cli_replay_pool.is_pool(lines):
+        return _cli_replay_pool.run(args, lines)
+    if args.what_if:
+        args.parser.error("--what-if is for the ledgers of pools")
     from paceline import InvalidArgument
     from paceline.balance import replay
 

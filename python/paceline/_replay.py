@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,13 +88,8 @@ def replayed(ledger: Iterable[str]) -> tuple[ReplayResult, list[Balancer]]:
     """Do what `replay` does with the lines of a ledger, and return the balancers, too: what they knew after the last line."""
     result = ReplayResult()
     replays: list[_Replay] = []  # one per balancer that wrote this ledger
-    ends = False  # whether lines come with their ends, as those of a file do
-    for number, line in enumerate(ledger, start=1):
-        if ends and is_cut_off(line):
-            result.cut_off = True
-            break
-        ends = line.endswith("\n")
-        try:
+    for number, line in numbered(ledger, result):
+        with at_line(number):
             entry = json.loads(line)
             balancer = entry.pop("balancer", 0) if isinstance(entry, dict) else 0
             if balancer == len(replays) and (not replays or "paceline_ledger" in entry):
@@ -102,18 +98,36 @@ def replayed(ledger: Iterable[str]) -> tuple[ReplayResult, list[Balancer]]:
                 replays[balancer].call(number, entry)
             else:
                 raise InvalidArgument(f"balancer {balancer} has written no header")
-        except json.JSONDecodeError as error:
-            raise InvalidArgument(f"line {number} of the ledger: column {error.colno}: {error.msg}") from None
-        except KeyError as error:
-            raise InvalidArgument(f'line {number} of the ledger: "{error.args[0]}" is missing') from None
-        # TypeError and OverflowError: what is no value of its type. RecursionError: endlessly nested arrays.
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise InvalidArgument(f"line {number} of the ledger: {error}") from error
     if not replays:
         raise InvalidArgument("line 1 of the ledger: there is no header, the ledger is empty")
     balancers = [one.balancer for one in replays]
     result.moves = sum(balancer.move_count for balancer in balancers)
     return result, balancers
+
+
+def numbered(ledger: Iterable[str], result: Any) -> Iterator[tuple[int, str]]:
+    """The lines from 1 on. If the last one was written in part only, it is left out, and `result` notes it."""
+    ends = False  # whether lines come with their ends, as those of a file do
+    for number, line in enumerate(ledger, start=1):
+        if ends and is_cut_off(line):
+            result.cut_off = True
+            return
+        ends = line.endswith("\n")
+        yield number, line
+
+
+@contextlib.contextmanager
+def at_line(number: int) -> Iterator[None]:
+    """Let the error of what a line holds name the line."""
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(f"line {number} of the ledger: column {error.colno}: {error.msg}") from None
+    except KeyError as error:
+        raise InvalidArgument(f'line {number} of the ledger: "{error.args[0]}" is missing') from None
+    # TypeError and OverflowError: what is no value of its type. RecursionError: endlessly nested arrays.
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise InvalidArgument(f"line {number} of the ledger: {error}") from error
 
 
 def is_cut_off(line: str) -> bool:

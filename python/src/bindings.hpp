@@ -8,6 +8,7 @@
 
 #include <paceline/comm/communicator.hpp>
 #include <paceline/device_id.hpp>
+#include <paceline/plan/pool_types.hpp>
 #include <paceline/plan/stages.hpp>
 
 namespace paceline::python {
@@ -17,6 +18,8 @@ void bind_errors(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_plan_items(pybind11::module_& module);
 void bind_plan_stages(pybind11::module_& module);
+// The decisions of a pool; called by bind_plan.
+void bind_pool_state(pybind11::module_& module);
 void bind_balance(pybind11::module_& module);
 void bind_sim(pybind11::module_& module);
 // Pipelines, pools, and the data path between GPUs; called by bind_sim.
@@ -40,6 +43,9 @@ void bind_pipeline(pybind11::module_& module);
 void bind_pool(pybind11::module_& module);
 // What plans and keeps note of the steps of pipelines; called by bind_engine.
 void bind_stage_planner(pybind11::module_& module);
+/// Parses "auto" and the other names. `call` begins the message. @throws InvalidArgument for others.
+plan::Placement placement_of(const char* call, const std::string& name);
+
 /// Parses "auto", "gpipe" or "1f1b". @throws InvalidArgument for others.
 plan::StageOptions::Kind schedule_kind(const std::string& name);
 

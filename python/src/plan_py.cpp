@@ -168,6 +168,7 @@ void bind_plan(py::module_& module) {
   bind_splits(module);
   bind_plan_items(module);
   bind_plan_stages(module);
+  bind_pool_state(module);
 }
 
 }  // namespace paceline::python

@@ -173,7 +173,7 @@ class PythonPool {
  public:
   PythonPool(const DeviceGroup& group, const std::string& placement, double budget,
              const std::map<std::string, double>& memory)
-      : pool_(group, {.placement = placement_of(placement)}, budget, memory) {}
+      : pool_(group, {.placement = placement_of("Pool: ", placement)}, budget, memory) {}
   ~PythonPool() {
     try {
       close(true);
@@ -248,25 +248,14 @@ class PythonPool {
     pool_.release();
   }
 
+  void write_ledger(const std::string& path) {
+    const BlockingRegion without_gil;
+    pool_.write_ledger(path);
+  }
+
   [[nodiscard]] const Pool& pool() const noexcept { return pool_; }
 
  private:
-  static plan::Placement placement_of(const std::string& name) {
-    using enum plan::Placement;
-    const std::pair<const char*, plan::Placement> all[] = {{"auto", automatic},
-                                                           {"any", any},
-                                                           {"weighted", weighted},
-                                                           {"round_robin", round_robin},
-                                                           {"least_outstanding", least_outstanding},
-                                                           {"earliest_finish", earliest_finish}};
-    std::string names;
-    for (const auto& [known, placement] : all) {
-      if (name == known) return placement;
-      names += std::string(names.empty() ? "" : ", ") + known;
-    }
-    throw InvalidArgument("Pool: placement is '" + name + "'; it must be one of " + names + ".");
-  }
-
   Pool pool_;
 };
 
@@ -331,6 +320,8 @@ void bind_pool(py::module_& module) {
       .def("add", &PythonPool::add, py::arg("device"), py::arg("memory") = py::none(),
            "One more device, which takes work at once.")
       .def("stream", &PythonPool::stream, py::arg("device"), "CUDA's handle of a GPU's stream; None on the host.")
+      .def("write_ledger", &PythonPool::write_ledger, py::arg("path"),
+           "Write every event and decision to this file from now on.")
       .def("release", &PythonPool::release, "Once closed: end the streams.")
       .def("close", &PythonPool::close, py::arg("cancel"), "Wait until every job has ended.")
       .def_property_readonly(

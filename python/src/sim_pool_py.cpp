@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <fmt/format.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <cstdint>
 #include <limits>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include <paceline/error.hpp>
 #include <paceline/sim/pool.hpp>
 
 #include "bindings.hpp"
@@ -19,26 +15,6 @@
 namespace py = pybind11;
 
 namespace paceline::python {
-namespace {
-
-using plan::Placement;
-
-Placement placement_of(const std::string& name) {
-  constexpr std::array<std::pair<const char*, Placement>, 6> names{{{"auto", Placement::automatic},
-                                                                    {"any", Placement::any},
-                                                                    {"round_robin", Placement::round_robin},
-                                                                    {"least_outstanding", Placement::least_outstanding},
-                                                                    {"weighted", Placement::weighted},
-                                                                    {"earliest_finish", Placement::earliest_finish}}};
-  std::string all;
-  for (const auto& [known, placement] : names) {
-    if (name == known) return placement;
-    all += (all.empty() ? "" : ", ") + std::string(known);
-  }
-  throw InvalidArgument(fmt::format("placement is '{}'; it must be one of {}", name, all));
-}
-
-}  // namespace
 
 void bind_sim_pool(py::module_& module) {
   module.def(
@@ -50,7 +26,7 @@ void bind_sim_pool(py::module_& module) {
         sim::PoolSimulationOptions options;
         options.speeds = speeds;
         options.believed = believed.value_or(std::vector<double>{});
-        options.pool.placement = placement_of(placement);
+        options.pool.placement = placement_of("", placement);
         options.pool.decline = decline;
         options.fixed_seconds = fixed_seconds;
         options.per_item_seconds = per_item_seconds;

@@ -178,11 +178,10 @@ def test_dependencies_needs_gangs_and_times() -> None:
             pool.submit(lambda _: time.sleep(0.03), kind="slow").result()
         with pytest.raises(Rejected, match="deadline"):
             pool.submit(lambda _: None, kind="slow", deadline=0.001).result()
-        with Held(pool, 2):
-            late = pool.submit(lambda _: None, deadline=0.02)
-            time.sleep(0.05)
-        with pytest.raises(Expired):
-            late.result()
+        with Held(pool, 2) as held:
+            with pytest.raises(Expired):
+                pool.submit(lambda _: None, deadline=0.02).result(20)
+            assert not any(job.done() for job in held.jobs)
 
 
 def test_a_full_queue_lets_submit_wait_or_rejects() -> None:

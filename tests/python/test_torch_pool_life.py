@@ -211,7 +211,7 @@ def test_a_forked_process_may_neither_use_nor_harm_the_pool() -> None:
         with Pool(["host:0", "host:1"]) as pool:
             batcher = pool.serve(torch.nn.Linear(2, 2).eval())
             job = pool.submit(lambda _: go.wait(20))
-            ended = pool.submit(lambda _: 5)
+            ended = pool.submit(lambda _: 5, deadline=60)
             ended.result()
             child = os.fork()
             if child == 0:

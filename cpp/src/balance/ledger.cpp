@@ -5,24 +5,11 @@
 #include <fmt/ranges.h>
 
 #include <ostream>
-#include <string_view>
+
+#include "json.hpp"
 
 namespace paceline::balance {
 namespace {
-
-/// `text` as a JSON string, quotes included.
-std::string json_quoted(std::string_view text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') out += '\\';
-    if (static_cast<unsigned char>(c) < 0x20) {
-      out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
-    } else {
-      out += c;
-    }
-  }
-  return out + '"';
-}
 
 std::string limits_json(const plan::ShareLimits& limits) {
   const bool unlimited = limits.maximum == plan::ShareLimits::kUnlimited;

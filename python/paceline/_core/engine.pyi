@@ -384,6 +384,10 @@ class Pool:
         """
         Submit an object with run(devices, evicted) -> int and end(device, seconds, outcome, message).
         """
+    def write_ledger(self, path: str) -> None:
+        """
+        Write every event and decision to this file from now on.
+        """
     @property
     def active(self) -> list[str]:
         """

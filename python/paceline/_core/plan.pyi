@@ -12,7 +12,9 @@ __all__: list[str] = [
     "CostModel",
     "ItemCostFit",
     "ItemSplit",
+    "POOL_LEDGER_VERSION",
     "PipelineTimes",
+    "PoolState",
     "Split",
     "StageDevice",
     "StagePlan",
@@ -350,6 +352,122 @@ class StagePlan:
     def sizes(self) -> list[int]:
         """
         Items of each micro-batch; they differ by at most one.
+        """
+
+class PoolState:
+    """
+    The decisions of a pool, for replays of its ledger. Functions are its events, and return what was decided as the ledger has it.
+    """
+    def __init__(
+        self,
+        *,
+        placement: str,
+        decline: typing.SupportsFloat | typing.SupportsIndex,
+        probe_seconds: typing.SupportsFloat | typing.SupportsIndex,
+        samples: typing.SupportsInt | typing.SupportsIndex,
+        margin: typing.SupportsFloat | typing.SupportsIndex,
+        memory_margin_bytes: typing.SupportsFloat | typing.SupportsIndex,
+        patience: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    ) -> None: ...
+    def add_device(
+        self,
+        now: typing.SupportsFloat | typing.SupportsIndex,
+        *,
+        name: str,
+        device_class: str,
+        labels: collections.abc.Sequence[str],
+        weight: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        memory_bytes: typing.SupportsFloat | typing.SupportsIndex = ...,
+        shares_memory_of: typing.SupportsInt | typing.SupportsIndex | None = None,
+        accepted: collections.abc.Sequence[bool] = [],
+    ) -> str: ...
+    def add_kind(
+        self,
+        *,
+        name: str,
+        sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        max_delay_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        padded: bool = False,
+        idempotent: bool = False,
+        queue_limit: typing.SupportsInt | typing.SupportsIndex = 0,
+        model: str = "",
+        resident_bytes: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        reload_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        peak_bytes: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        peak_bytes_per_item: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    ) -> int: ...
+    def add_need(self, *, accepted: collections.abc.Sequence[bool]) -> int: ...
+    def cancel(
+        self, now: typing.SupportsFloat | typing.SupportsIndex, *, job: typing.SupportsInt | typing.SupportsIndex
+    ) -> str: ...
+    def chose(self, devices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None]) -> None:
+        """
+        What the user's placement answers during the next event.
+        """
+    def finish(
+        self,
+        now: typing.SupportsFloat | typing.SupportsIndex,
+        *,
+        run: typing.SupportsInt | typing.SupportsIndex,
+        result: str,
+        seconds: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> str: ...
+    def loaded(
+        self,
+        now: typing.SupportsFloat | typing.SupportsIndex,
+        *,
+        kind: typing.SupportsInt | typing.SupportsIndex,
+        seconds: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> str: ...
+    def lose(
+        self, now: typing.SupportsFloat | typing.SupportsIndex, *, device: typing.SupportsInt | typing.SupportsIndex
+    ) -> str: ...
+    def measure(
+        self,
+        now: typing.SupportsFloat | typing.SupportsIndex,
+        *,
+        device: typing.SupportsInt | typing.SupportsIndex,
+        kind: typing.SupportsInt | typing.SupportsIndex,
+        model: tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex],
+        samples: typing.SupportsInt | typing.SupportsIndex,
+    ) -> str: ...
+    def restore(
+        self, now: typing.SupportsFloat | typing.SupportsIndex, *, device: typing.SupportsInt | typing.SupportsIndex
+    ) -> str: ...
+    def retire(
+        self,
+        now: typing.SupportsFloat | typing.SupportsIndex,
+        *,
+        device: typing.SupportsInt | typing.SupportsIndex,
+        paused: bool = False,
+    ) -> str: ...
+    def submit(
+        self,
+        now: typing.SupportsFloat | typing.SupportsIndex,
+        *,
+        kind: typing.SupportsInt | typing.SupportsIndex,
+        need: typing.SupportsInt | typing.SupportsIndex = 0,
+        priority: str = "normal",
+        deadline_seconds: typing.SupportsFloat | typing.SupportsIndex = ...,
+        not_before_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        cost: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+        gang: typing.SupportsInt | typing.SupportsIndex = 1,
+        after: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [],
+    ) -> tuple[int, str]:
+        """
+        The number of the job, and what was decided.
+        """
+    def tick(self, now: typing.SupportsFloat | typing.SupportsIndex) -> str: ...
+    def withdraw(
+        self,
+        now: typing.SupportsFloat | typing.SupportsIndex,
+        *,
+        run: typing.SupportsInt | typing.SupportsIndex,
+        cancelled: typing.SupportsInt | typing.SupportsIndex | None = None,
+    ) -> str: ...
+    def write_to(self, path: str) -> None:
+        """
+        Write a ledger.
         """
 
 def correction_floor(
@@ -751,3 +869,5 @@ def split_weighted(
     InvalidArgument
         If a weight is negative or not finite, or if all are zero.
     """
+
+POOL_LEDGER_VERSION: int = 1

@@ -2,12 +2,16 @@
 #include <paceline/engine/pool.hpp>
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
+#include <filesystem>
+#include <fstream>
 #include <future>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -292,6 +296,29 @@ TEST(Pool, ABatcherWhosePoolIsGoneRefuses) {
   EXPECT_EQ(batch.submit(1).get(), 1);
   pool.reset();
   EXPECT_THROW((void)batch.submit(1), Unavailable);
+}
+
+TEST(Pool, WritesALedgerThatBeginsBeforeItsFirstJob) {
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("paceline_pool_ledger_" + std::to_string(getpid()));
+  {
+    Pool pool(host_group(2));
+    pool.write_ledger(path);
+    pool.submit([](Job&) {}).get();
+    EXPECT_THROW(pool.write_ledger(path), InvalidArgument);
+  }
+  std::ifstream file(path);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  std::filesystem::remove(path);
+  EXPECT_EQ(text.find(R"({"paceline_pool_ledger": 1, "options": {)"), 0) << text;
+  for (const char* event : {"add_device", "add_kind", "submit", "measure", "finish"})
+    EXPECT_NE(text.find(event), std::string::npos) << text;
+  Pool used(host_group(1));
+  EXPECT_THROW(used.write_ledger(path / "below"), InvalidArgument);
+  used.submit([](Job&) {}).get();
+  EXPECT_THROW(used.write_ledger(path), InvalidArgument);
+  EXPECT_FALSE(std::filesystem::exists(path));
+  EXPECT_THROW(Pool(host_group(1)).write_ledger("/dev/full"), InvalidArgument);
 }
 
 TEST(Pool, AnIdleDeviceTellsTheTimeWhileTheFirstOneIsBusy) {

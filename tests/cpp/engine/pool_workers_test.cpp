@@ -355,7 +355,7 @@ TEST(PoolWorkers, WaitsLetAnInterpreterGoOnAndCanBeInterrupted) {
 TEST(PoolWorkers, TheChildOfAForkHasNoWorkers) {
   Gate gate;
   auto pool = std::make_unique<Pool>(host_group(1));
-  EXPECT_EQ(pool->submit([](Job&) { return 1; }).get(), 1);
+  EXPECT_EQ(pool->submit([](Job&) { return 1; }, {.deadline_seconds = 60.0}).get(), 1);
   std::vector<Future<void>> all{pool->submit([&](Job&) { gate.pass(); })};
   while (pool->waiting() < 8) all.push_back(pool->submit([](Job&) {}));
   std::thread waits_for_room([&] { pool->submit([](Job&) {}).get(); });

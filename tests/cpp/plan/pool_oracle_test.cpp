@@ -128,6 +128,7 @@ TEST(PoolOracle, BatchesAreWhatTheLeastTimeGivesADevice) {
     SmallPool small(draws, {1, 2, 3}, true);
     double now = 0.0;
     std::map<RunId, std::size_t> runs;
+    std::map<RunId, double> predicted;
     for (int round = 0; round < 25; ++round) {
       now += 0.125;
       PoolDecisions decisions;
@@ -143,8 +144,10 @@ TEST(PoolOracle, BatchesAreWhatTheLeastTimeGivesADevice) {
         const RunId ended = run->first;
         small.free_at[run->second] = 0.0;
         runs.erase(run);
-        decisions = small.pool.finish(now, ended, RunResult::completed, 1.0);
+        decisions =
+            small.pool.finish(now, ended, RunResult::completed, predicted.at(ended));  // so sizes stay on the line
       }
+      for (const PoolStart& start : decisions.starts) predicted[start.run] = start.predicted_seconds;
       std::int64_t waiting = small.pool.waiting();
       for (const PoolStart& start : decisions.starts) waiting += std::ssize(start.jobs);
       std::vector<std::size_t> order(small.models.size());

@@ -2,15 +2,24 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
+#include <functional>
+#include <initializer_list>
 #include <limits>
+#include <set>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <paceline/error.hpp>
 #include <paceline/plan/pool.hpp>
 
 #include "draws.hpp"
+#include "plan/pool/cost_window.hpp"
+#include "plan/pool/job_slots.hpp"
+#include "plan/pool/key_queue.hpp"
 #include "plan/pool/padding.hpp"
 #include "pool_box.hpp"
 
@@ -18,6 +27,11 @@ namespace paceline::plan::testing {
 namespace {
 
 using Indices = std::vector<std::size_t>;
+
+template <class Value>
+Value pick(Draws& draws, std::initializer_list<Value> values) {
+  return values.begin()[draws.count(0, values.size() - 1)];
+}
 
 // Jobs to cut, in eighths so that sums in another order have the same bits.
 struct Cut {
@@ -71,15 +85,121 @@ struct Cut {
   std::vector<std::int64_t> sizes = {1, 2, 3};
 };
 
+// The batch with the first job. `costs` are in the order of the queue.
+Indices first_padded_batch(const std::vector<double>& costs, const CostModel& model,
+                           const std::vector<std::int64_t>& sizes, PaddedCuts& cuts) {
+  std::vector<std::pair<double, std::size_t>> order;
+  for (std::size_t job = 0; job < costs.size(); ++job) order.emplace_back(costs[job], job);
+  std::ranges::sort(order);
+  std::vector<double> ascending;
+  for (const auto& [cost, job] : order) ascending.push_back(cost);
+  const auto first = std::ranges::find(order, std::size_t{0}, &std::pair<double, std::size_t>::second) - order.begin();
+  const auto [begin, end] = cuts.batch_at(ascending, static_cast<std::size_t>(first), model, sizes);
+  Indices batch;
+  for (std::size_t i = begin; i < end; ++i) batch.push_back(order[i].second);
+  std::ranges::sort(batch);
+  return batch;
+}
+
 TEST(PoolPadding, CutsJobsAsEnumerationDoes) {
+  PaddedCuts cuts;
   int parted = 0;
   for (std::uint64_t seed = 0; seed < 2000; ++seed) {
     const Cut cut(seed);
-    const Indices found = first_padded_batch(cut.costs, cut.model, cut.sizes);
+    const Indices found = first_padded_batch(cut.costs, cut.model, cut.sizes, cuts);
     ASSERT_EQ(cut.problem(found), "") << "seed " << seed;
     parted += found.back() + 1 != found.size() ? 1 : 0;  // jobs between were left out
   }
   EXPECT_GT(parted, 200);
+}
+
+// The same sums, with the sizes noted.
+std::pair<std::size_t, std::size_t> cut_with_sizes(const std::vector<double>& costs, std::size_t place,
+                                                   const CostModel& model, const std::vector<std::int64_t>& sizes) {
+  std::vector<double> rest(costs.size() + 1, 0.0);
+  std::vector<std::size_t> taken(costs.size());
+  for (std::size_t from = costs.size(); from-- > 0;) {
+    rest[from] = std::numeric_limits<double>::infinity();
+    for (const std::int64_t size : sizes) {
+      const std::size_t end = from + static_cast<std::size_t>(size);
+      if (end > costs.size()) break;
+      const double seconds = seconds_of(model, static_cast<double>(size) * costs[end - 1]) + rest[end];
+      if (seconds <= rest[from]) taken[from] = static_cast<std::size_t>(size);
+      rest[from] = std::min(rest[from], seconds);
+    }
+  }
+  std::size_t from = 0;
+  while (from + taken[from] <= place) from += taken[from];
+  return {from, from + taken[from]};
+}
+
+TEST(PoolPadding, CutsManyJobsAsNotingTheSizesDoes) {
+  PaddedCuts cuts;
+  std::set<std::size_t> found;
+  for (std::uint64_t seed = 0; seed < 400; ++seed) {
+    Draws draws(seed);
+    const CostModel model = CostModel::affine(pick(draws, {0.0, 1e-3, 0.1, 10.0, 1e4}), pick(draws, {0.0, 1e-9, 1.0}));
+    std::vector<double> costs;
+    for (std::size_t job = draws.count(1, 300); job > 0; --job)
+      costs.push_back(draws.chance(0.2) ? 3.0 : std::exp(draws.real(-3.0, 6.0)));
+    std::ranges::sort(costs);
+    const std::vector<std::int64_t> sizes = batch_sizes(draws.integer(1, 80));
+    const std::size_t place = draws.count(0, costs.size() - 1);
+    const auto batch = cuts.batch_at(costs, place, model, sizes);
+    ASSERT_EQ(batch, cut_with_sizes(costs, place, model, sizes)) << "seed " << seed;
+    found.insert(batch.second - batch.first);
+  }
+  EXPECT_GT(found.size(), 12);
+}
+
+// Jobs come and go at random, and windows of several lengths are asked for.
+TEST(PoolPadding, TheWindowHasTheFirstJobsByTheirCosts) {
+  for (std::uint64_t seed = 0; seed < 12; ++seed) {
+    Draws draws(seed);
+    JobSlots jobs;
+    KeyQueue timed;
+    KeyQueue plain;
+    CostWindow window;
+    std::vector<JobId> all;
+    const std::int64_t most = pick<std::int64_t>(draws, {5, 80, 3000});
+    for (int event = 0; event < 6000; ++event) {
+      if (draws.chance(std::ssize(all) < most ? 0.7 : 0.4)) {
+        PoolEntry made{.id = jobs.next(), .deadline = draws.chance(0.3) ? draws.real(0.0, 9.0) : kNever};
+        made.key = made.timed() ? made.deadline : draws.real(0.0, 9.0) + 1e-3 * event;
+        made.cost = 0.25 * static_cast<double>(draws.integer(1, 40));
+        const PoolEntry& job = jobs.add(made);
+        (job.timed() ? timed : plain).insert({job.key, job.id});
+        window.insert(job);
+        all.push_back(job.id);
+      } else if (!all.empty()) {
+        const std::size_t place = draws.count(0, all.size() - 1);
+        PoolEntry& job = jobs.at(all[place]);
+        (job.timed() ? timed : plain).erase({job.key, job.id});
+        window.erase(job);
+        jobs.erase(job);
+        all[place] = all.back();
+        all.pop_back();
+      }
+      if (!draws.chance(0.1)) continue;
+      std::vector<CostEntry> wanted;
+      for (const JobId id : all) wanted.emplace_back(jobs.at(id));
+      std::ranges::sort(wanted, std::less<>(), &CostEntry::key);
+      const std::size_t count = pick<std::size_t>(draws, {1, 16, 64, 256, CostWindow::kMost});
+      wanted.resize(std::min(wanted.size(), count), CostEntry(PoolEntry{}));
+      const auto ids = [](std::span<const CostEntry> entries) {
+        std::vector<JobId> found;
+        for (const CostEntry& one : entries) found.push_back(one.key.id);
+        return found;
+      };
+      std::vector<CostEntry> few(wanted.begin(), wanted.begin() + std::ssize(wanted) / 2);
+      std::ranges::sort(wanted, std::less<>());
+      const auto found = window.first(count, timed, plain, jobs);
+      ASSERT_EQ(ids(found), ids(wanted)) << "seed " << seed << ", event " << event;
+      if (few.empty()) continue;
+      std::ranges::sort(few, std::less<>());
+      ASSERT_EQ(ids(window.smallest(found, few.size())), ids(few)) << "seed " << seed << ", event " << event;
+    }
+  }
 }
 
 // Jobs as they come, as many as may be.

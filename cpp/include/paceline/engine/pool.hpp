@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <map>
@@ -18,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include <paceline/engine/pool_job.hpp>
 #include <paceline/error.hpp>
 #include <paceline/export.hpp>
 #include <paceline/plan/pool_types.hpp>
@@ -27,97 +29,11 @@
 
 namespace paceline {
 
-using plan::JobId;
-using plan::Priority;
-
 class Pool;
 
-/// Where a job runs. A reference is good while the job runs.
-class PACELINE_API Job {
- public:
-  /// A model on a device of the job that has to leave its memory before the job runs.
-  struct Eviction {
-    std::string device;
-    std::string model;
-  };
-
-  explicit Job(std::vector<const Device*> devices, std::vector<Stream*> streams = {},
-               std::vector<Eviction> evicted = {})
-      : devices_(std::move(devices)), streams_(std::move(streams)), evicted_(std::move(evicted)) {}
-  /// The device on whose worker the job runs.
-  [[nodiscard]] const Device& device() const noexcept { return *devices_.front(); }
-  /// All devices of a gang: the job's own, and those that run nothing of this pool meanwhile.
-  [[nodiscard]] std::span<const Device* const> devices() const noexcept { return devices_; }
-  /// On a GPU: the stream for what the job enqueues. The job ends when the GPU has done it. Null on a host device.
-  [[nodiscard]] Stream* stream() const noexcept { return streams_.empty() ? nullptr : streams_.front(); }
-  /// Those of devices(), which must end, too.
-  [[nodiscard]] std::span<Stream* const> streams() const noexcept { return streams_; }
-  [[nodiscard]] std::span<const Eviction> evicted() const noexcept { return evicted_; }
-  /// So many seconds of the run say nothing about how long such jobs take, such as those of a compiler. Infinity: all.
-  void exclude(double seconds) noexcept { excluded_ += seconds; }
-  /// The job has loaded the model of its kind, in so many seconds, which are excluded.
-  void loaded(double seconds) noexcept { loaded_ = loaded_.value_or(0.0) + seconds; }
-  [[nodiscard]] double excluded_seconds() const noexcept { return excluded_ + loaded_.value_or(0.0); }
-  [[nodiscard]] std::optional<double> load_seconds() const noexcept { return loaded_; }
-
- private:
-  std::vector<const Device*> devices_;
-  std::vector<Stream*> streams_;
-  std::vector<Eviction> evicted_;
-  double excluded_ = 0.0;
-  std::optional<double> loaded_{};
-};
-
 namespace internal {
+
 struct AddedGroups;
-class JobState;
-class PoolCore;
-}  // namespace internal
-
-/// A job that others may come after (JobOptions::after). Every Future converts to one.
-struct JobHandle {
-  JobId id{};
-  std::shared_ptr<const internal::JobState> state;
-  std::weak_ptr<internal::PoolCore> pool;
-};
-
-/// How a job is submitted. Seconds count from the submit.
-struct JobOptions {
-  /// Jobs of one kind take about the same time on a device. The pool learns how long.
-  std::string kind = "job";
-  Priority priority = Priority::normal;
-  double deadline_seconds = std::numeric_limits<double>::infinity();
-  double not_before_seconds = 0.0;
-  std::int64_t gang = 1;                  ///< on how many devices the job runs at once
-  std::vector<JobHandle> after = {};      ///< jobs of this pool that must complete first
-  std::vector<std::string> needs = {};    ///< labels that a device must have: its name, class, "host", "cuda"
-  std::vector<std::string> devices = {};  ///< names of those that it may run on; empty: all
-  double cost = 1.0;                      ///< of a request of a kind that is padded
-  double memory_bytes = 0.0;              ///< what a job needs on each of its devices while it runs
-  /// Whether submit() waits while the queue of the kind is full. Otherwise, and on every worker, the future has
-  /// Rejected.
-  bool wait_for_room = true;
-};
-
-/// How a kind of job runs in batches.
-struct BatchOptions {
-  std::int64_t max_batch = 32;     ///< the largest size; four lie between a power of two and the next one
-  double max_delay_seconds = 0.0;  ///< how long a batch may wait to become larger
-  bool padded = false;  ///< requests have costs, and a batch takes as long as its number of the costliest one
-  double bytes_per_request = 0.0;  ///< memory that a batch needs while it runs
-  /// Kinds with one model (not empty) share what it keeps in the memory of each device: `resident_bytes`, until the
-  /// memory is needed (Job::evicted). The first run afterwards loads it again (Job::loaded).
-  std::string model = {};
-  double resident_bytes = 0.0;
-};
-
-/// What a job left, once it has ended.
-struct JobReport {
-  std::string device;    ///< the name of the first device that it ran on; empty if it never ran
-  double seconds = 0.0;  ///< of the run, by the worker's clock; a batch's is that of the whole batch
-};
-
-namespace internal {
 
 /// A job as the pool sees it. When nothing of it runs any more, end() is called once, and then call_back(), after all
 /// jobs that ended at the same time have heard end(). Neither may throw.
@@ -239,9 +155,9 @@ class Future {
   }
   /// Cancels a job that no worker has begun, and what comes after it. False: it runs, or has ended.
   bool cancel() const;
-  /// Calls `call(future)` once the job has ended: on the worker that ran it, on the thread that cancelled it, or at
-  /// once on this thread. What the call throws is dropped. It may submit. It must not wait for a pool: get() of a job
-  /// that has not ended throws InvalidArgument there.
+  /// Calls `call(future)` once the job has ended: on the worker that ran it, on the thread that cancelled it, on the
+  /// pool's clock thread if it expired, or at once on this thread. What the call throws is dropped. It may submit. It
+  /// must not wait for a pool: get() of a job that has not ended throws InvalidArgument there.
   void then(std::function<void(const Future&)> call) const {
     result_->when_ended([self = *this, call = std::move(call)] { call(self); });
   }
@@ -347,6 +263,10 @@ class PACELINE_API Pool {
   [[nodiscard]] std::vector<std::string> active() const;
   /// The seconds until all that waits now would be served, by measured times: the figure to scale on.
   [[nodiscard]] double backlog_seconds() const;
+  /// From now on every event that the decisions see goes to this file, which is replaced, and what was decided: see
+  /// plan/pool_ledger.hpp. `paceline replay` repeats the decisions.
+  /// @throws InvalidArgument after the first job, after a device was retired, and if the file cannot be written
+  void write_ledger(const std::filesystem::path& path);
   /// Text: what each device has run, and why it leaves jobs waiting.
   [[nodiscard]] std::string explain() const;
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iosfwd>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,7 +35,8 @@ namespace paceline::plan {
 /// takes the one with the first job. T counts a waiting job by its own cost.
 ///
 /// A value type: a copy is an independent pool. Not safe for threads. A decision is O(kinds that wait * devices) and
-/// O(sqrt(waiting jobs)) moves of small records. With padding it also sorts the jobs that it looks at.
+/// O(sqrt(waiting jobs)) moves of small records. With padding it is also O(jobs that it looks at *
+/// sizes), and an insertion moves some of these jobs' small records.
 ///
 ///     PoolState pool;
 ///     (void)pool.add_device(0.0, {.name = "cuda:0", .device_class = "H100"});
@@ -93,7 +95,17 @@ class PACELINE_API PoolState {
   /// Time has passed: deadlines, starts that had to wait, batches that are filled up no longer.
   PoolDecisions tick(double now_seconds);
 
+  /// From now on each event and what was decided goes to `out`, as pool_ledger.hpp says. A copy of the pool writes
+  /// none.
+  /// @throws InvalidArgument once something was decided: a ledger that lacks events cannot be replayed.
+  void write_to(std::shared_ptr<std::ostream> out);
+  [[nodiscard]] bool writes_ledger() const noexcept;
+  /// Whether a line could not be written. None is written after it.
+  [[nodiscard]] bool ledger_failed() const noexcept;
+
   // What is known.
+  /// Whether anything but additions has happened.
+  [[nodiscard]] bool begun() const noexcept;
   [[nodiscard]] const PoolOptions& options() const noexcept;
   [[nodiscard]] std::size_t device_count() const noexcept;
   [[nodiscard]] const PoolDevice& device(std::size_t device) const;

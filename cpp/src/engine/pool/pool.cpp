@@ -195,6 +195,7 @@ std::int64_t Pool::running() const { return core_->running(); }
 std::vector<std::string> Pool::active() const { return core_->active(); }
 double Pool::backlog_seconds() const { return core_->backlog_seconds(); }
 std::string Pool::explain() const { return core_->explain(); }
+void Pool::write_ledger(const std::filesystem::path& path) { core_->write_ledger(path); }
 
 JobHandle Pool::submit_call(std::unique_ptr<internal::PoolCall> call, std::shared_ptr<const internal::JobState> state,
                             const JobOptions& options) {

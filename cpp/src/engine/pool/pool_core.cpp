@@ -212,6 +212,8 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
       one.error = std::make_exception_ptr(Cancelled(kJobDependency));
       ++ending_;
     } else {
+      // Before anything is decided, since it may fail.
+      if (options.deadline_seconds < kNever || options.not_before_seconds > 0.0) clock_.start(weak_from_this());
       const PoolCall* const submitted = call.get();
       plan::PoolDecisions decisions = state_.submit(now(), job, id);
       const bool live =
@@ -359,6 +361,7 @@ std::string PoolCore::explain() const {
     if (device.declined) text += "; " + state_.describe(*device.declined);
     text += "\n";
   }
+  if (state_.ledger_failed()) text += "The ledger is cut off: a line could not be written. Is the disk full?\n";
   return text + fmt::format("{} jobs wait, {} runs go on\n", state_.waiting(), state_.running());
 }
 

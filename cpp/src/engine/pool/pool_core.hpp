@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <memory>
@@ -26,6 +27,7 @@
 #include <paceline/runtime/work_source.hpp>
 
 #include "engine/pool/job_queue.hpp"
+#include "engine/pool/pool_clock.hpp"
 #include "plan/line_fit.hpp"
 
 namespace paceline::internal {
@@ -69,7 +71,7 @@ struct RunEnding {
 /// tells jobs how they ended.
 ///
 /// Everything is under one mutex but the runs themselves and the ends of jobs, which may submit again.
-class PoolCore final : public WorkSource {
+class PoolCore final : public WorkSource, public std::enable_shared_from_this<PoolCore> {
  public:
   PoolCore(const DeviceGroup& group, plan::PoolOptions options, double budget,
            const std::map<std::string, double>& memory_bytes);
@@ -95,6 +97,8 @@ class PoolCore final : public WorkSource {
   /// See Pool.
   void visit_runs_over(double seconds, const Pool::Visit& visit) const;
   bool give_up(plan::RunId run, const std::exception_ptr& error);
+  /// Time has passed, by `clock_`: ends what waits for too long, and starts what had to wait.
+  void tick() noexcept;
   /// Takes no more jobs. `cancel`: ends those that wait.
   void close(bool cancel) noexcept;
   /// Once complete: whether every worker has let go of it, within a moment. One that is busy with work of others has
@@ -105,6 +109,7 @@ class PoolCore final : public WorkSource {
   [[nodiscard]] std::vector<std::string> active() const;
   [[nodiscard]] double backlog_seconds() const;
   [[nodiscard]] std::string explain() const;
+  void write_ledger(const std::filesystem::path& path);
 
   NextWork next(DeviceId device, Clock::time_point now) noexcept override;
   /// The same for the device at this place, whose worker asks that source.
@@ -177,6 +182,7 @@ class PoolCore final : public WorkSource {
     std::vector<const Device*> wake;
     bool wake_all = false;
     bool room = false;
+    double ring = kNever;  // when to call tick(), if that is sooner than before
   };
 
   [[nodiscard]] plan::PoolDecisions place(Device device, double memory_bytes);
@@ -207,6 +213,8 @@ class PoolCore final : public WorkSource {
   [[nodiscard]] std::exception_ptr no_device(const JobOptions& options, std::size_t kind) const;
   void wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind);
   void apply(plan::PoolDecisions decisions, After& after, const RunEnding& ending = {});
+  /// Lets `clock_` call tick() when that is due, once it has started. Before, idle workers look at the time.
+  void keep_time(After& after) noexcept;
   /// Ends what no worker has begun, and starts nothing any more.
   void end_waiting(const std::exception_ptr& error, After& after);
   /// Takes a run back that no worker has begun. `cancelled`: one of its jobs, which ends.
@@ -239,9 +247,11 @@ class PoolCore final : public WorkSource {
   std::unordered_map<plan::RunId, Run> runs_;
   std::unordered_map<plan::RunId, Run> given_up_;  // that go on
   std::deque<Device> devices_;                     // jobs refer to the facts
-  double wake_seconds_ = std::numeric_limits<double>::infinity();
-  std::size_t ending_ = 0;  // jobs that have ended and are being told
-  std::size_t let_go_ = 0;  // workers
+  double wake_seconds_ = kNever;                   // when the decisions are due again
+  double rings_at_ = kNever;                       // when clock_ calls next
+  PoolClock clock_;                                // started by the first job that has a deadline or a start
+  std::size_t ending_ = 0;                         // jobs that have ended and are being told
+  std::size_t let_go_ = 0;                         // workers
   bool closed_ = false;
   bool cancelling_ = false;  // whether nothing starts any more
   std::exception_ptr lost_;  // why the last device was lost, if all are

@@ -49,7 +49,7 @@ NextWork PoolCore::next_at(std::size_t place, const WorkSource& asked) noexcept 
     if (wait == 0.0) unblock(place, after);
     if (const double time = now(); !assigned() && time >= wake_seconds_) apply(state_.tick(time), after);
     if (wait > 0.0 && assigned()) block(place, after);
-    const double until = std::min(wake_seconds_, here.blocked ? now() + wait : kNever);
+    const double until = std::min(clock_.started() ? kNever : wake_seconds_, here.blocked ? now() + wait : kNever);
     if (assigned()) {
       answer = take(runs_.at(*here.run), *here.run, lends, asked);
     } else if (complete()) {
@@ -350,11 +350,13 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
     runs_.emplace(start.run, std::move(run));
   }
   // Any worker may be the one that is idle and tells the time.
-  if (decisions.wake_seconds < wake_seconds_) after.wake_all = true;
+  if (decisions.wake_seconds < wake_seconds_ && !clock_.started()) after.wake_all = true;
   wake_seconds_ = decisions.wake_seconds;
+  keep_time(after);
 }
 
 void PoolCore::follow(After after) noexcept {
+  if (after.ring < kNever) clock_.set(at(after.ring));
   if (after.room || !after.ended.empty()) room_.notify_all();
   if (after.wake_all) {
     wake_everyone();
@@ -376,6 +378,7 @@ void PoolCore::follow(After after) noexcept {
     const std::lock_guard lock(mutex_);
     ending_ -= told;
     complete = closed_ && jobs_.empty() && ending_ == 0 && !complete_.exchange(true, std::memory_order_acq_rel);
+    if (complete && clock_.started()) clock_.end();
   }
   if (complete) {
     wake_everyone();

@@ -30,6 +30,18 @@ double jobs_before(const CostModel& model, double cost, std::int64_t largest, do
   return full * most + more;
 }
 
+// The same where sizes take what they took.
+double jobs_before(std::span<const double> times, std::span<const std::int64_t> sizes, std::int64_t largest,
+                   double seconds) {
+  if (!(seconds > 0.0)) return 0.0;
+  auto place = static_cast<std::size_t>(std::ranges::upper_bound(sizes, largest) - sizes.begin());
+  const double batch = times[place - 1];
+  if (batch <= 0.0) return kNever;
+  const double full = std::max(std::ceil(seconds / batch) - 1.0, 0.0);
+  while (place > 0 && times[place - 1] >= seconds - full * batch) --place;
+  return full * static_cast<double>(largest) + (place > 0 ? static_cast<double>(sizes[place - 1]) : 0.0);
+}
+
 // The jobs of a line that a device can end in time, in the order of their keys.
 class Walk {
  public:
@@ -52,7 +64,7 @@ class Walk {
 
  private:
   [[nodiscard]] double end_of(double cost) const {
-    return now_ + state_.kinds[line_.kind].margin * (seconds_of(on_.model, cost) + on_.load);
+    return now_ + state_.kinds[line_.kind].margin * (state_.alone_seconds(line_, on_, cost) + on_.load);
   }
   const State& state_;
   const PoolLine& line_;
@@ -93,8 +105,10 @@ double State::cost_of(std::size_t kind, std::span<const JobId> batch) const {
 }
 
 // Whether all devices together end less than so many typical jobs in less than `seconds`, or none of them a job of this
-// cost. What differs by rounding is equal: otherwise each of two equal devices could leave a job to the other one.
-bool State::early(const PoolLine& line, double seconds, double now, double units, double cost) const {
+// cost. No batch has more than `most` jobs: a larger one may take less, and cannot be had. What differs by rounding is
+// equal: otherwise each of two equal devices could leave a job to the other one.
+bool State::early(const PoolLine& line, double seconds, double now, double units, double cost,
+                  std::int64_t most) const {
   constexpr double rounding = 1e-12;
   double sum = 0.0;
   bool ends_one = !kinds[line.kind].spec.padded;  // what ends a typical job has ended any
@@ -102,11 +116,49 @@ bool State::early(const PoolLine& line, double seconds, double now, double units
   for (const PoolLine::Ranked& other : line.ranked) {
     const Device& device = devices[other.device];
     const double free = (device.run == RunId{} ? 0.0 : std::max(device.free_at - now, 0.0)) + other.load;
-    sum += jobs_before(other.model, kinds[line.kind].cost, other.largest, seconds - free);
+    const std::span<const double> times = size_seconds(line.kind, other.device);
+    sum += times.empty()
+               ? jobs_before(other.model, kinds[line.kind].cost, other.largest, seconds - free)
+               : jobs_before(times, kinds[line.kind].spec.sizes, std::min(other.largest, most), seconds - free);
     ends_one = ends_one || seconds_of(other.model, cost) < seconds - free;
     if (sum >= units && ends_one) return false;
   }
   return true;
+}
+
+// The jobs that a device looks at, in the order of their costs. `next`: the first one.
+std::span<const CostEntry> State::by_cost(PoolLine& line, const PoolLine::Ranked& on, double now, JobId& next) {
+  const auto look = static_cast<std::size_t>(kLook * on.largest);
+  if (look <= CostWindow::kMost && line.limited == 0) {
+    const std::span<const CostEntry> first = line.window.first(look, line.timed, line.plain, jobs);
+    const double margin = kinds[line.kind].margin;
+    const auto late = [&](const CostEntry& one) {
+      return one.timed && now + margin * (seconds_of(on.model, one.cost) + on.load) > one.key.key;
+    };
+    if (line.timed.empty() || std::ranges::none_of(first, late)) {
+      next = line.front()->id;
+      return first;
+    }
+  }
+  walked.clear();
+  const std::vector<JobId> found = next_jobs(line, on, now, kLook * on.largest);
+  for (const JobId id : found) walked.emplace_back(jobs.at(id));
+  next = found.empty() ? JobId{} : found.front();
+  std::ranges::sort(walked, std::less<>());
+  return walked;
+}
+
+// The batch of like costs with the first job, when as many are cut into batches as are `looked` at.
+void State::cut_padded(PoolLine& line, std::span<const CostEntry> window, JobId first, std::size_t looked,
+                       const CostModel& model, std::span<const std::int64_t> sizes, std::vector<JobId>& batch) {
+  if (looked < window.size()) window = line.window.smallest(window, looked);
+  costs.clear();
+  for (const CostEntry& one : window) costs.push_back(one.cost);
+  const auto place = std::ranges::find(window, first, [](const CostEntry& one) { return one.key.id; }) - window.begin();
+  const auto [begin, end] = cuts.batch_at(costs, static_cast<std::size_t>(place), model, sizes);
+  batch.clear();
+  for (const CostEntry& one : window.subspan(begin, end - begin)) batch.push_back(one.key.id);
+  std::ranges::sort(batch, std::less<>(), [&](JobId id) { return KeyEntry{jobs.at(id).key, id}; });
 }
 
 // The jobs that a device takes: the largest batch, of k jobs, that ends in time and, if the plan is asked, for which
@@ -116,34 +168,33 @@ bool State::early(const PoolLine& line, double seconds, double now, double units
 //
 // With padding, the next jobs are cut into batches of like costs, and the one with the first job is taken. So nothing
 // waits for ever.
-std::vector<JobId> State::batch(const PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
-                                std::optional<double> units) const {
+std::vector<JobId> State::batch(PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
+                                std::optional<double> units) {
   const Kind& kind = kinds[line.kind];
   const std::span<const std::int64_t> sizes = kind.spec.sizes;
-  const bool cuts = units && kind.spec.padded;
+  const bool cut = units && kind.spec.padded;
+  const std::span<const double> times = size_seconds(line.kind, on.device);
   const bool plans = units && on.model.seconds(on.largest) > 0.0;  // otherwise it takes no time
-  std::vector<JobId> next = next_jobs(line, on, now, cuts ? kLook * on.largest : on.largest);
-  const std::vector<JobId> window = cuts ? next : std::vector<JobId>{};
-  std::vector<double> costs;
-  for (const JobId id : window) costs.push_back(jobs.at(id).cost);
-  const std::int64_t most = std::min(on.largest, std::ssize(next));
+  JobId first{};
+  const std::span<const CostEntry> window = cut ? by_cost(line, on, now, first) : std::span<const CostEntry>{};
+  std::vector<JobId> next = cut ? std::vector<JobId>{} : next_jobs(line, on, now, on.largest);
+  const std::int64_t most = std::min(on.largest, cut ? std::ssize(window) : std::ssize(next));
+  const std::int64_t can_be_had = most < std::min(on.largest, line.size()) ? most : line.size();
   for (std::size_t some = sizes.size(); some > 0; --some) {
     const std::int64_t size = sizes[some - 1];
     if (size > most) continue;
-    if (cuts) {
+    if (cut) {
       const std::size_t looked = std::min(window.size(), static_cast<std::size_t>(kLook * size));
-      next.clear();
-      for (const std::size_t i : first_padded_batch(std::span(costs).first(looked), on.model, sizes.first(some)))
-        next.push_back(window[i]);
+      cut_padded(line, window, first, looked, on.model, sizes.first(some), next);
     } else {
       next.resize(static_cast<std::size_t>(size));
     }
     double least = end_by;
     for (const JobId id : next) least = std::min(least, jobs.at(id).deadline);
     const double cost = cost_of(line.kind, next);
-    const double seconds = seconds_of(on.model, cost) + on.load;
+    const double seconds = (times.empty() ? seconds_of(on.model, cost) : times[some - 1]) + on.load;
     if (now + kind.margin * seconds > least) continue;
-    if (!plans || early(line, seconds, now, *units, cost / static_cast<double>(next.size()))) return next;
+    if (!plans || early(line, seconds, now, *units, cost / static_cast<double>(next.size()), can_be_had)) return next;
   }
   return {};
 }

@@ -62,6 +62,7 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
           {one.device, free, free ? 0.0 : std::max(device.free_at - now, 0.0), measured_there ? one.seconds : kNever});
     }
     chosen = options.choose({now, line.front()->id, line.kind, line.size(), candidates});
+    if (ledger != nullptr) ledger->chose(chosen);
   }
   double inverse = 0.0;
   double busy = 0.0;
@@ -89,7 +90,7 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
     } else if (options.placement == Placement::custom && chosen != one.device) {
       declines(PoolReason::chosen_otherwise);
     } else if (backfill &&
-               (!line.known || now + kind.margin * (seconds_of(one.model, first->cost) + one.load) > end_by)) {
+               (!line.known || now + kind.margin * (alone_seconds(line, one, first->cost) + one.load) > end_by)) {
       declines(PoolReason::reserved);
     } else {
       std::vector<JobId> next;
@@ -101,7 +102,7 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
           decline.waiting = units_waiting(line, kNever);
           if (!others_are_faster) next = batch(line, one, now, end_by, decline.waiting);
           slow = next.empty();
-          others_are_faster = slow && !kind.spec.padded;  // which device is the faster one depends on the cost
+          others_are_faster = slow && !kind.spec.padded && line.on_lines;  // or it depends on cost or size
         } else if (decline.waiting <= decline.threshold) {
           decline.waiting = units_waiting(line, one.seconds);
           slow = decline.waiting <= decline.threshold;

@@ -35,6 +35,7 @@ struct PoolEntry {
   Phase phase = Phase::held;
 
   [[nodiscard]] bool timed() const noexcept { return deadline < kNever; }
+  [[nodiscard]] bool limited() const noexcept { return most < std::numeric_limits<std::int64_t>::max(); }
 };
 
 /// Jobs by their ids, in slots that are used again. An id is the number of the submission and, in its lower bits, the

@@ -10,7 +10,12 @@ using State = PoolState::State;
 PoolLine& State::line_of(const Job& job, std::size_t bound) {
   const bool background = job.background;
   const auto [place, fresh] = line_index.try_emplace({job.kind, job.need, bound, background}, lines.size());
-  if (fresh) lines.push_back({.kind = job.kind, .need = job.need, .bound = bound, .background = background});
+  if (fresh)
+    lines.push_back({.kind = job.kind,
+                     .need = job.need,
+                     .bound = bound,
+                     .background = background,
+                     .padded = kinds[job.kind].spec.padded});
   return lines[place->second];
 }
 
@@ -21,6 +26,12 @@ const State::Measured& State::measured(std::size_t kind, std::size_t device) con
 
 double State::seconds(std::size_t kind, std::size_t device, double cost) const {
   const Measured& found = measured(kind, device);
+  const std::span<const double> times = size_seconds(kind, device);
+  if (!times.empty()) {
+    const std::vector<std::int64_t>& sizes = kinds[kind].spec.sizes;
+    const auto place = std::ranges::find(sizes, cost);
+    if (place != sizes.end()) return times[static_cast<std::size_t>(place - sizes.begin())];
+  }
   return found.known ? seconds_of(found.model, cost) : std::numeric_limits<double>::quiet_NaN();
 }
 
@@ -35,6 +46,7 @@ void State::rank(PoolLine& line) {
   line.epoch = epoch + kind.epoch;
   line.ranked.clear();
   line.known = true;
+  line.on_lines = true;
   line.rate = 0.0;
   line.least_seconds = kNever;
   for (std::size_t d = 0; d < devices.size(); ++d) {
@@ -43,12 +55,12 @@ void State::rank(PoolLine& line) {
     if (most == 0) continue;
     const Measured& found = measured(line.kind, d);
     line.known = line.known && found.known && kind.classes[devices[d].cls].samples >= options.samples;
+    line.on_lines = line.on_lines && size_seconds(line.kind, d).empty();
     const double load = load_seconds(line.kind, d);
-    line.ranked.push_back(
-        {d, (found.known ? seconds_of(found.model, kind.cost) : 0.0) + load, load, most, found.model});
+    line.ranked.push_back({d, (found.known ? seconds(line.kind, d, kind.cost) : 0.0) + load, load, most, found.model});
     line.least_seconds = std::min(line.least_seconds, line.ranked.back().seconds);
-    const double batch = seconds_of(found.model, kind.cost * static_cast<double>(most));
-    if (found.known && batch > 0.0) line.rate += static_cast<double>(most) / batch;
+    const double batch = found.known ? seconds(line.kind, d, kind.cost * static_cast<double>(most)) : 0.0;
+    if (batch > 0.0) line.rate += static_cast<double>(most) / batch;
   }
   if (!line.known || line.ranked.empty()) line.least_seconds = line.rate = 0.0;
   std::stable_sort(line.ranked.begin(), line.ranked.end(),

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "plan/pool/ledger.hpp"
 #include "plan/pool/state.hpp"
 #include "refuse.hpp"
 
@@ -98,9 +99,11 @@ PoolState::PoolState(PoolOptions options) : state_(std::make_unique<State>()) {
   state_->options = std::move(options);
 }
 
-PoolState::PoolState(const PoolState& other) : state_(std::make_unique<State>(*other.state_)) {}
+PoolState::PoolState(const PoolState& other) : state_(std::make_unique<State>(*other.state_)) {
+  state_->ledger = nullptr;
+}
 PoolState& PoolState::operator=(const PoolState& other) {
-  if (this != &other) state_ = std::make_unique<State>(*other.state_);
+  if (this != &other) *this = PoolState(other);
   return *this;
 }
 PoolState::PoolState(PoolState&&) noexcept = default;
@@ -136,6 +139,7 @@ std::size_t PoolState::add_kind(PoolKind kind) {
   made.classes.resize(s.classes.size());
   s.kinds.push_back(std::move(made));
   for (std::size_t d = 0; d < s.devices.size(); ++d) s.add_largest(s.kinds.size() - 1, d);
+  if (s.ledger != nullptr) s.ledger->add_kind(s.kinds.back().spec);
   return s.kinds.size() - 1;
 }
 
@@ -145,6 +149,7 @@ std::size_t PoolState::add_need(PoolNeed need) {
   for (const State::Device& device : s.devices) row.push_back(satisfies(need, device.spec) ? 1 : 0);
   s.accepted.push_back(std::move(row));
   s.needs.push_back(std::move(need));
+  if (s.ledger != nullptr) s.ledger->add_need(s.accepted.back());
   return s.needs.size() - 1;
 }
 
@@ -172,6 +177,11 @@ PoolDecisions PoolState::add_device(double now_seconds, PoolDevice device) {
   ++s.epoch;
   PoolDecisions out;
   s.settle(now_seconds, out);
+  if (s.ledger != nullptr) {
+    std::vector<char> accepted;
+    for (std::size_t need = 1; need < s.needs.size(); ++need) accepted.push_back(s.accepted[need].back());
+    s.ledger->add_device(now_seconds, s.devices.back().spec, accepted, out);
+  }
   return out;
 }
 
@@ -223,6 +233,7 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
     }
   }
   s.settle(now_seconds, out);
+  s.note([&](PoolLedger& ledger) { ledger.submit(now_seconds, job, id, out); });
   return out;
 }
 
@@ -237,12 +248,14 @@ PoolDecisions PoolState::finish(double now_seconds, RunId run, RunResult result,
     for (const std::size_t d : ended.devices) ++kind.classes[s.devices[d].cls].samples;
     if (kind.classes[s.devices[ended.devices.front()].cls].samples <= s.options.samples) ++kind.epoch;
     if (ended.predicted > 0.0) s.observe(kind, seconds / ended.predicted);
+    if (ended.devices.size() == 1 && !kind.spec.padded && kind.spec.sizes.size() > 1) s.note_size(kind, ended, seconds);
     out.ends.reserve(ended.jobs.size());
     for (const JobId id : ended.jobs) s.end(id, JobOutcome::completed, PoolReason::none, std::nullopt, out);
   } else {
     s.ended_badly(ended, result, now_seconds, out);
   }
   s.settle(now_seconds, out);
+  s.note([&](PoolLedger& ledger) { ledger.finish(now_seconds, run, result, seconds, out); });
   return out;
 }
 
@@ -261,6 +274,7 @@ PoolDecisions PoolState::withdraw(double now_seconds, RunId run, std::optional<J
     }
   }
   s.settle(now_seconds, out);
+  s.note([&](PoolLedger& ledger) { ledger.withdraw(now_seconds, run, cancelled, out); });
   return out;
 }
 
@@ -272,6 +286,7 @@ PoolDecisions PoolState::cancel(double now_seconds, JobId job, bool& cancelled) 
   cancelled = found != nullptr && found->phase != State::Job::Phase::runs;
   if (cancelled) s.end(job, JobOutcome::cancelled, PoolReason::on_request, std::nullopt, out);
   s.settle(now_seconds, out);
+  s.note([&](PoolLedger& ledger) { ledger.cancel(now_seconds, job, out); });
   return out;
 }
 
@@ -283,6 +298,7 @@ PoolDecisions PoolState::retire(double now_seconds, std::size_t device, bool pau
   stop(s, now_seconds, device);
   PoolDecisions out;
   s.settle(now_seconds, out);
+  s.note([&](PoolLedger& ledger) { ledger.retire(now_seconds, device, paused, out); });
   return out;
 }
 
@@ -298,6 +314,7 @@ PoolDecisions PoolState::restore(double now_seconds, std::size_t device) {
   }
   PoolDecisions out;
   s.settle(now_seconds, out);
+  s.note([&](PoolLedger& ledger) { ledger.restore(now_seconds, device, out); });
   return out;
 }
 
@@ -311,6 +328,7 @@ PoolDecisions PoolState::lose(double now_seconds, std::size_t device) {
   s.fail_stranded(std::nullopt, PoolReason::device_lost, out);
   stop(s, now_seconds, device);
   s.settle(now_seconds, out);
+  s.note([&](PoolLedger& ledger) { ledger.lose(now_seconds, device, out); });
   return out;
 }
 
@@ -321,11 +339,14 @@ PoolDecisions PoolState::measure(double now_seconds, std::size_t device, std::si
   State::Kind& of = s.kinds[known(s.kinds, kind, "kind")];
   require(samples >= 1, "samples is {}; a model comes from at least one run", samples);
   advance(s, now_seconds);
-  of.on[device] = {model, samples, true};
+  State::Measured& on = of.on[device];
+  on = {model, samples, true, std::move(on.times)};
+  on.times.compare(model, of.spec.sizes);
   of.classes[cls] = {model, std::max(samples, of.classes[cls].samples), true};
   ++of.epoch;
   PoolDecisions out;
   s.settle(now_seconds, out);
+  s.note([&](PoolLedger& ledger) { ledger.measure(now_seconds, device, kind, model, samples, out); });
   return out;
 }
 
@@ -340,6 +361,7 @@ PoolDecisions PoolState::loaded(double now_seconds, std::size_t kind, double sec
   ++s.epoch;
   PoolDecisions out;
   s.settle(now_seconds, out);
+  s.note([&](PoolLedger& ledger) { ledger.loaded(now_seconds, kind, seconds, out); });
   return out;
 }
 
@@ -347,6 +369,7 @@ PoolDecisions PoolState::tick(double now_seconds) {
   advance(*state_, now_seconds);
   PoolDecisions out;
   state_->settle(now_seconds, out);
+  state_->note([&](PoolLedger& ledger) { ledger.tick(now_seconds, out); });
   return out;
 }
 

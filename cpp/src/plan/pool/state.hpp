@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <span>
@@ -16,9 +17,12 @@
 
 #include <paceline/plan/pool.hpp>
 
+#include "plan/pool/cost_window.hpp"
 #include "plan/pool/job_slots.hpp"
 #include "plan/pool/key_queue.hpp"
+#include "plan/pool/ledger.hpp"
 #include "plan/pool/padding.hpp"
+#include "plan/pool/size_times.hpp"
 
 namespace paceline::plan {
 
@@ -34,10 +38,13 @@ struct PoolLine {
   std::size_t need = 0;
   std::size_t bound = kNone;
   bool background = false;
+  bool padded = false;
   // Apart, because a device finds the first deadline that it can keep by one search, and what expires is a prefix.
   KeyQueue timed = {};
   KeyQueue plain = {};
-  double cost = 0.0;  // of all that wait
+  CostWindow window = {};    // if padded
+  double cost = 0.0;         // of all that wait
+  std::int64_t limited = 0;  // jobs whose batches must be smaller
 
   // A device that may run these jobs.
   struct Ranked {
@@ -50,6 +57,7 @@ struct PoolLine {
   std::vector<Ranked> ranked = {};  // the fastest first
   std::uint64_t epoch = 0;          // of `ranked`
   bool known = false;               // enough samples of every class
+  bool on_lines = true;             // a device's larger batches take longer
   double least_seconds = 0.0;       // of a typical job; 0 if unknown
   double rate = 0.0;                // typical jobs a second, in the largest batches; 0 if unknown
 
@@ -62,9 +70,13 @@ struct PoolLine {
   void insert(const PoolEntry& job) {
     (job.timed() ? timed : plain).insert({job.key, job.id});
     cost += job.cost;
+    limited += job.limited() ? 1 : 0;
+    if (padded) window.insert(job);
   }
   void erase(const PoolEntry& job) {
     (job.timed() ? timed : plain).erase({job.key, job.id});
+    limited -= job.limited() ? 1 : 0;
+    if (padded) window.erase(job);
     cost = size() > 0 ? cost - job.cost : 0.0;  // so that no rounding stays
   }
 };
@@ -98,6 +110,7 @@ class PoolState::State {
     CostModel model = {};
     std::int64_t samples = 0;
     bool known = false;
+    SizeTimes times = {};
   };
   struct Kind {
     PoolKind spec = {};
@@ -145,7 +158,14 @@ class PoolState::State {
   [[nodiscard]] bool can_run(const Job& job) const;
   bool admits(const Job& job, double now);
   void observe(Kind& kind, double ratio);
+  void note_size(Kind& kind, const Run& run, double seconds);
   void typical(Kind& kind, double cost);
+  /// What every event ends with that is no addition.
+  template <class Write>
+  void note(const Write& write) {
+    begun = true;
+    if (ledger != nullptr) write(*ledger);
+  }
 
   // Lines and models, in lines.cpp.
   PoolLine& line_of(const Job& job, std::size_t bound);
@@ -153,6 +173,14 @@ class PoolState::State {
   [[nodiscard]] bool accepts(std::size_t need, std::size_t device) const { return accepted[need][device] != 0; }
   [[nodiscard]] const Measured& measured(std::size_t kind, std::size_t device) const;
   [[nodiscard]] double seconds(std::size_t kind, std::size_t device, double cost) const;
+  [[nodiscard]] std::span<const double> size_seconds(std::size_t kind, std::size_t device) const {
+    return kinds[kind].on[device].known ? kinds[kind].on[device].times.seconds() : std::span<const double>{};
+  }
+  /// Of a job with this cost in a batch of its own.
+  [[nodiscard]] double alone_seconds(const PoolLine& line, const PoolLine::Ranked& on, double cost) const {
+    const std::span<const double> times = size_seconds(line.kind, on.device);
+    return times.empty() ? seconds_of(on.model, cost) : times.front();
+  }
   [[nodiscard]] double load_seconds(std::size_t kind, std::size_t device) const;
   [[nodiscard]] double least_seconds(const PoolLine& line, const Job& job) const;
   [[nodiscard]] double units(const PoolLine& line) const { return line.cost / kinds[line.kind].cost; }
@@ -174,10 +202,14 @@ class PoolState::State {
   [[nodiscard]] const Job* first_for(const PoolLine& line, const PoolLine::Ranked& on, double now) const;
   [[nodiscard]] std::vector<JobId> next_jobs(const PoolLine& line, const PoolLine::Ranked& on, double now,
                                              std::int64_t size) const;
-  [[nodiscard]] std::vector<JobId> batch(const PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
-                                         std::optional<double> units) const;
+  [[nodiscard]] std::vector<JobId> batch(PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
+                                         std::optional<double> units);
+  [[nodiscard]] std::span<const CostEntry> by_cost(PoolLine& line, const PoolLine::Ranked& on, double now, JobId& next);
+  void cut_padded(PoolLine& line, std::span<const CostEntry> window, JobId first, std::size_t looked,
+                  const CostModel& model, std::span<const std::int64_t> sizes, std::vector<JobId>& batch);
   [[nodiscard]] double cost_of(std::size_t kind, std::span<const JobId> batch) const;
-  [[nodiscard]] bool early(const PoolLine& line, double seconds, double now, double units, double cost) const;
+  [[nodiscard]] bool early(const PoolLine& line, double seconds, double now, double units, double cost,
+                           std::int64_t most) const;
 
   // Gangs, in gangs.cpp.
   bool gang_step(JobId id, double now, PoolDecisions& out);
@@ -224,12 +256,18 @@ class PoolState::State {
   std::size_t idle = 0;       // active devices that are idle
   std::size_t next_turn = 0;  // of Placement::round_robin, and among equals
   double last_now = -kNever;
+  bool begun = false;  // whether something was decided, or might have been
+  std::shared_ptr<PoolLedger> ledger = {};
 
   // Of one decision: the gang that reserves.
   JobId reserving{};
   double reserved_until = 0.0;
   double hold_until = kNever;  // when a batch is filled up no longer
   std::vector<char> reserved = {};
+  // Kept, so that nothing is allocated.
+  PaddedCuts cuts = {};
+  std::vector<double> costs = {};
+  std::vector<CostEntry> walked = {};
   std::vector<std::tuple<bool, double, JobId, std::size_t>> heads = {};
 };
 

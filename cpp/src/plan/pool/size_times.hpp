@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <paceline/plan/cost_model.hpp>
+
+#include "plan/pool/padding.hpp"
+
+namespace paceline::plan {
+
+/// What batches of each size took on one device, where that is not on the line through all of them. Libraries choose
+/// their kernels by the size: on one processor 14 rows took twice as long as 16, and as long as 64.
+///
+/// A size is off the line if its last three batches all took more than a tenth longer, or all more than a tenth
+/// shorter, than the line says. It then takes their median. Who has not run for `kKept` batches is forgotten, and so is
+/// tried again.
+class SizeTimes {
+ public:
+  /// A batch of the size at this place took so long.
+  void add(std::size_t place, std::size_t places, double seconds) {
+    sizes_.resize(places);
+    Size& size = sizes_[place];
+    if (runs_ - size.at > kKept) size.count = 0;
+    size.last[static_cast<std::size_t>(size.count++ % 3)] = seconds;
+    size.at = runs_++;
+  }
+
+  /// To be called when the line, or a time, is another one.
+  void compare(const CostModel& line, std::span<const std::int64_t> sizes) {
+    seconds_.clear();
+    for (std::size_t place = 0; place < sizes_.size(); ++place) {
+      const Size& size = sizes_[place];
+      const double expected = seconds_of(line, static_cast<double>(sizes[place]));
+      std::array<double, 3> last = size.last;
+      std::ranges::sort(last);
+      if (size.count < 3 || runs_ - size.at > kKept || (last[0] <= expected * kClear && last[2] * kClear >= expected)) {
+        if (!seconds_.empty()) seconds_[place] = expected;
+        continue;
+      }
+      if (seconds_.empty()) {
+        for (const std::int64_t one : sizes) seconds_.push_back(seconds_of(line, static_cast<double>(one)));
+      }
+      seconds_[place] = last[1];
+    }
+  }
+
+  /// By size. Empty: all are on the line.
+  [[nodiscard]] std::span<const double> seconds() const noexcept { return seconds_; }
+
+ private:
+  static constexpr std::int64_t kKept = 256;
+  static constexpr double kClear = 1.1;
+  struct Size {
+    std::array<double, 3> last = {};
+    std::int64_t count = 0;
+    std::int64_t at = 0;
+  };
+  std::vector<Size> sizes_ = {};
+  std::vector<double> seconds_ = {};
+  std::int64_t runs_ = 0;
+};
+
+}  // namespace paceline::plan

@@ -1,0 +1,393 @@
+"""Replay ledgers of pools: the C++ decisions are made again, as they were or with another placement."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import os
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline import InvalidArgument
+from paceline._core.plan import POOL_LEDGER_VERSION, PoolState
+from paceline._replay import at_line, numbered
+
+_EVENTS = (
+    *("submit", "finish", "measure", "tick", "withdraw", "cancel", "retire", "restore", "lose", "loaded"),
+    *("add_device", "add_kind", "add_need"),
+)
+_ARRIVE = ("submit", "cancel", "retire", "restore", "lose", "add_device", "add_kind", "add_need")  # with any placement
+_DECIDED = ("ends", "starts", "declines", "wake_seconds")
+_SAMPLES = 1000  # what a model of the whole ledger counts for
+
+
+@dataclass(frozen=True)
+class PoolLedgerMismatch:
+    """The first decision that came out differently in a replay.
+
+    Attributes
+    ----------
+    line
+        The line in the ledger, from 1.
+    event
+        What had happened, such as ``"submit"``.
+    what
+        The decision in the ledger and the replayed one.
+    """
+
+    line: int
+    event: str
+    what: str
+
+
+@dataclass
+class PoolTimes:
+    """How long the jobs of a pool waited and took, and how they ended.
+
+    Attributes
+    ----------
+    mean_wait_seconds, p50_wait_seconds, p99_wait_seconds
+        From the submit, or from ``not_before``, to the start, of the jobs that started.
+    mean_seconds, p50_seconds, p99_seconds
+        From the same time to the end, of the jobs that completed.
+    outcomes
+        How many jobs ended how, such as ``completed`` and ``expired``.
+    elapsed_seconds
+        From the first event to the last.
+    """
+
+    mean_wait_seconds: float
+    p50_wait_seconds: float
+    p99_wait_seconds: float
+    mean_seconds: float
+    p50_seconds: float
+    p99_seconds: float
+    outcomes: dict[str, int]
+    elapsed_seconds: float
+
+
+@dataclass
+class PoolReplayResult:
+    """The result of a replay.
+
+    Attributes
+    ----------
+    placement
+        Of the pool.
+    devices
+        Their names.
+    events, jobs, runs
+        The numbers of replayed events, of jobs that were submitted, and of runs that were started.
+    mismatch
+        The first decision that came out differently, at which the replay ends. None if all were reproduced.
+    times
+        Those of the ledger.
+    cut_off
+        Whether the last line was written in part only, as by a process that was killed or on a full disk. It is left out.
+    """
+
+    placement: str
+    devices: list[str] = field(default_factory=list)
+    events: int = 0
+    jobs: int = 0
+    runs: int = 0
+    mismatch: PoolLedgerMismatch | None = None
+    times: PoolTimes | None = None
+    cut_off: bool = False
+
+
+def replay_pool(ledger: str | os.PathLike[str] | Iterable[str]) -> PoolReplayResult:
+    """Make every decision of a pool again, from the events in its ledger, and compare it with the one written.
+
+    A last line that was written in part only is left out.
+
+    Parameters
+    ----------
+    ledger
+        The path of a file that ``Pool.write_ledger`` wrote, or its lines.
+
+    Returns
+    -------
+    PoolReplayResult
+        `mismatch` is None if every decision was reproduced.
+
+    Raises
+    ------
+    InvalidArgument
+        If a line is malformed, or holds an event that the pool refuses. The message names the line.
+    OSError
+        If the file cannot be read.
+    """
+    if isinstance(ledger, (str, os.PathLike)):
+        with Path(ledger).open(encoding="utf-8") as lines:
+            return replay_pool(lines)
+    result = PoolReplayResult("")
+    course, pool = _Course(), None
+    for number, line in numbered(ledger, result):
+        with at_line(number):
+            entry = json.loads(line)
+            if not isinstance(entry, dict):
+                raise InvalidArgument("it is no JSON object")
+            if pool is None:
+                pool, result.placement = _pool_of(entry), entry["options"]["placement"]
+                continue
+            name = _event_of(entry)
+            made, decided = _call(pool, name, entry)
+            written = entry.get("decided", {})
+            result.events += 1
+            result.jobs += name == "submit"
+            result.runs += len(written.get("starts", ()))
+            if name == "add_device":
+                result.devices.append(entry[name]["name"])
+            result.mismatch = _difference(number, name, entry, made, decided)
+            if result.mismatch is not None:
+                break
+            course.follow(name, entry, written)
+    if pool is None:
+        raise InvalidArgument("line 1 of the ledger: there is no header, the ledger is empty")
+    result.times = course.times()
+    return result
+
+
+def what_if_pool(ledger: str | os.PathLike[str] | Iterable[str], placement: str) -> PoolTimes:
+    """How long the jobs in a pool's ledger would have waited and taken with another placement, on a virtual clock.
+
+    Jobs arrive, are cancelled and lose devices as they did. A run takes what its kind took on that device by the last models in the ledger, times how much longer
+    than by these models the first of its jobs took when it ran. The models are known from the start. No run fails. What waited for room in a
+    full queue before it was submitted arrives when it did, so a placement that serves less rejects more. After the last submit no device is retired, since a
+    pool that is closed retires all.
+
+    Parameters
+    ----------
+    ledger
+        As in `replay_pool`.
+    placement
+        ``"auto"``, ``"any"``, ``"round_robin"``, ``"least_outstanding"``, ``"weighted"`` or ``"earliest_finish"``.
+
+    Returns
+    -------
+    PoolTimes
+        With the placement of the ledger, too, it differs from what was: decisions there knew only what had been measured.
+
+    Raises
+    ------
+    InvalidArgument
+        As `replay_pool`, and for another placement.
+    OSError
+        If the file cannot be read.
+    """
+    if isinstance(ledger, (str, os.PathLike)):
+        with Path(ledger).open(encoding="utf-8") as file:
+            return what_if_pool(file, placement)
+    lines = list(ledger)
+    found = replay_pool(lines)
+    if found.mismatch is not None:
+        raise InvalidArgument(
+            f"line {found.mismatch.line} of the ledger: its decision is not reproduced, so what follows is not known"
+        )
+    entries = [json.loads(line) for line in lines[: -1 if found.cut_off else None]]
+    return _WhatIf(_pool_of(entries[0], placement), _Seconds(entries[1:])).run(entries[1:])
+
+
+def _pool_of(header: Any, placement: str | None = None) -> PoolState:
+    version, options = header["paceline_pool_ledger"], header["options"]
+    if version != POOL_LEDGER_VERSION:
+        raise InvalidArgument(f"the ledger has version {version}, this library reads version {POOL_LEDGER_VERSION}")
+    return PoolState(**{**options, "placement": placement or options["placement"]})
+
+
+def _event_of(entry: dict[str, Any]) -> str:
+    for name in _EVENTS:
+        if name in entry:
+            return name
+    raise InvalidArgument(f"none of {', '.join(_EVENTS)} is there")
+
+
+def _call(pool: PoolState, name: str, entry: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
+    """Let an event happen. Returns the number of a job that was submitted, and what was decided."""
+    made: int | None = None
+    text: Any = ""
+    if "chosen" in entry:
+        pool.chose(entry["chosen"])
+    if name in ("add_kind", "add_need"):
+        getattr(pool, name)(**entry[name])
+    elif name == "submit":
+        made, text = pool.submit(entry["at"], **entry[name])
+    else:
+        text = getattr(pool, name)(entry["at"], **entry[name])
+    return made, json.loads(text) if text else {}
+
+
+def _difference(line: int, name: str, entry: dict[str, Any], made: int | None, decided: dict[str, Any]) -> Any:
+    found = {"job": made, **decided}
+    said = {"job": entry.get("job"), **entry.get("decided", {})}
+    for key in ("job", *_DECIDED):
+        if said.get(key) != found.get(key):
+            what = f"{key}: the ledger says {json.dumps(said.get(key))}, replayed {json.dumps(found.get(key))}"
+            return PoolLedgerMismatch(line, name, what)
+    return None
+
+
+class _Course:
+    """What happens to the jobs of a pool."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, float] = {}
+        self._waited: dict[int, float] = {}
+        self._took: list[float] = []
+        self._runs: dict[int, list[int]] = {}
+        self._outcomes: Counter[str] = Counter()
+        self._begin, self._end = math.inf, -math.inf
+
+    def follow(self, name: str, entry: dict[str, Any], decided: dict[str, Any]) -> None:
+        """An event, and what was decided."""
+        if "at" not in entry:
+            return
+        at, call = entry["at"], entry[name]
+        self._begin, self._end = min(self._begin, at), at
+        if name == "submit":
+            self._due[entry["job"]] = at + call.get("not_before_seconds", 0.0)
+        elif name == "withdraw":  # it had not begun
+            for job in self._runs[call["run"]]:
+                self._waited.pop(job, None)
+        for end in decided.get("ends", ()):
+            self._outcomes[end[1]] += 1
+            if end[1] == "completed":
+                self._took.append(at - self._due[end[0]])
+        for start in decided.get("starts", ()):
+            self._runs[start["run"]] = start["jobs"]
+            for job in start["jobs"]:
+                self._waited.setdefault(job, at - self._due[job])
+
+    def times(self) -> PoolTimes:
+        return PoolTimes(
+            *_figures(self._waited.values()),
+            *_figures(self._took),
+            outcomes=dict(self._outcomes),
+            elapsed_seconds=max(self._end - self._begin, 0.0),
+        )
+
+
+def _figures(values: Iterable[float]) -> tuple[float, float, float]:
+    """Mean, median and 99th percentile."""
+    ordered = sorted(values) or [0.0]
+    return statistics.fmean(ordered), ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
+
+
+class _Seconds:
+    """How long runs take, by what a ledger has measured."""
+
+    def __init__(self, entries: list[dict[str, Any]]) -> None:
+        self.models: dict[tuple[int, int], list[float]] = {}  # by kind and device: the last ones
+        self._classes: list[str] = []  # of the devices
+        self._factors: dict[int, float] = {}  # of jobs
+        for entry in entries:
+            if "measure" in entry:
+                self.models[entry["measure"]["kind"], entry["measure"]["device"]] = entry["measure"]["model"]
+            elif "add_device" in entry:
+                self._classes.append(entry["add_device"]["device_class"])
+        runs: dict[int, dict[str, Any]] = {}
+        for entry in entries:
+            runs.update({start["run"]: start for start in entry.get("decided", {}).get("starts", ())})
+            finish = entry.get("finish", {})
+            if finish.get("result") == "completed" and finish["run"] in runs:
+                run = runs.pop(finish["run"])
+                usual = self._usual(run)
+                if usual > 0.0:
+                    self._factors.update(dict.fromkeys(run["jobs"], finish["seconds"] / usual))
+
+    def of(self, start: dict[str, Any], first_job: int | None) -> float:
+        """The seconds of a run whose first job had this number in the ledger."""
+        return self._usual(start) * self._factors.get(first_job or 0, 1.0)
+
+    def _usual(self, start: dict[str, Any]) -> float:
+        fixed, per_item = self._model(start["kind"], start["devices"][0])
+        return fixed + per_item * float(start["cost"])
+
+    def _model(self, kind: int, device: int) -> list[float]:
+        """That of a device of its class, or else the mean of all, where it has none."""
+        known = {on: model for (of, on), model in self.models.items() if of == kind}
+        if device in known or not known:
+            return known.get(device, [0.0, 0.0])
+        alike = [model for on, model in known.items() if self._classes[on] == self._classes[device]]
+        return [statistics.fmean(values) for values in zip(*(alike or known.values()), strict=True)]
+
+
+class _WhatIf:
+    """Runs what arrives in a ledger with other decisions."""
+
+    def __init__(self, pool: PoolState, seconds: _Seconds) -> None:
+        self._pool, self._seconds, self._course = pool, seconds, _Course()
+        self._ids: dict[int, int] = {}  # of jobs in the ledger
+        self._jobs: dict[int, int] = {}  # and back
+        self._kinds = self._devices = 0
+        self._ends: list[tuple[float, int, float]] = []
+        self._now, self._wake = 0.0, math.inf
+
+    def run(self, entries: list[dict[str, Any]]) -> PoolTimes:
+        last = max((number for number, entry in enumerate(entries) if "submit" in entry), default=0)
+        for number, entry in enumerate(entries):
+            name = _event_of(entry)
+            if name in _ARRIVE and not (name == "retire" and number > last):
+                with at_line(number + 2):
+                    self._arrive(name, entry)
+        self._until(math.inf)
+        return self._course.times()
+
+    def _arrive(self, name: str, entry: dict[str, Any]) -> None:
+        arguments = dict(entry[name])
+        if "at" in entry:
+            self._until(entry["at"])
+            self._now = max(self._now, entry["at"])
+        if name == "submit":
+            arguments["after"] = [self._ids[job] for job in arguments.get("after", ())]
+        elif name == "cancel":
+            arguments["job"] = self._ids[arguments["job"]]
+        self._happens(name, arguments, entry.get("job"))
+        if name == "add_kind":
+            self._kinds += 1
+            self._measure((self._kinds - 1, device) for device in range(self._devices))
+        elif name == "add_device":
+            self._devices += 1
+            self._measure((kind, self._devices - 1) for kind in range(self._kinds))
+
+    def _measure(self, pairs: Iterable[tuple[int, int]]) -> None:
+        for kind, device in pairs:
+            model = self._seconds.models.get((kind, device))
+            if model is not None:
+                self._happens("measure", {"device": device, "kind": kind, "model": model, "samples": _SAMPLES})
+
+    def _until(self, at: float) -> None:
+        """Let happen what comes before, or at that time."""
+        while True:
+            end = self._ends[0][0] if self._ends else math.inf
+            due = min(end, self._wake)
+            if due > at or due == math.inf:
+                return
+            self._now = max(self._now, due)
+            if end <= self._wake:
+                _, run, seconds = heapq.heappop(self._ends)
+                self._happens("finish", {"run": run, "result": "completed", "seconds": seconds})
+            else:
+                self._happens("tick", {})
+
+    def _happens(self, name: str, arguments: dict[str, Any], job: int | None = None) -> None:
+        entry: dict[str, Any] = {name: arguments}
+        if name not in ("add_kind", "add_need"):
+            entry["at"] = self._now
+        made, decided = _call(self._pool, name, entry)
+        if made is not None:
+            assert job is not None
+            self._ids[job], self._jobs[made] = made, job
+            entry["job"] = made
+        self._course.follow(name, entry, decided)
+        if "at" in entry:
+            self._wake = decided.get("wake_seconds", math.inf)
+        for start in decided.get("starts", ()):
+            seconds = self._seconds.of(start, self._jobs.get(start["jobs"][0]))
+            heapq.heappush(self._ends, (self._now + start.get("load_seconds", 0.0) + seconds, start["run"], seconds))
