@@ -18,6 +18,7 @@ from torch import nn
 from paceline import Cancelled, DeviceLost, InvalidArgument
 from paceline.torch import PoolFuture
 from pool_support import Held, pool_of, soon
+from torch_support import hosts
 
 
 class States(nn.Module):
@@ -122,7 +123,7 @@ def test_an_error_of_a_request_keeps_neither_the_pool_nor_the_other_requests() -
     gone: list[weakref.ref[Any]] = [
         weakref.ref(pool._jobs),
         weakref.ref(batcher),
-        weakref.ref(batcher._served),
+        weakref.ref(batcher._way.served),
         weakref.ref(answers[3]),
     ]
     assert "in forward" in "".join(traceback.format_exception(error))
@@ -187,7 +188,7 @@ def test_an_idempotent_job_runs_elsewhere_when_its_device_is_lost() -> None:
             raise DeviceLost("gone")
         return 7
 
-    with pool_of(3, memory={"host:0": 100, "host:1": 100, "host:2": 50}) as pool:
+    with pool_of(3, memory=dict(zip(hosts(3), (100, 100, 50), strict=True))) as pool:
         job = pool.submit(lost, 1, idempotent=True, memory=80, kind="fit")
         after = pool.submit(lambda _: 8, after=[job])
         assert (job.result(), after.result()) == (7, 8)

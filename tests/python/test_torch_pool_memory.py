@@ -86,7 +86,7 @@ def test_a_run_that_is_taken_back_leaves_its_evictions_to_the_next_one() -> None
     with pool_of(1, memory={"host:0": 100}) as pool:
         batcher = pool.serve(lambda state, x: x + state[0], initializer=lambda _: [1], resident=80)
         assert batcher(torch.tensor(1)).result() == 2
-        kept = batcher._served
+        kept = batcher._way.served
         assert list(kept._states) == ["host:0"]  # type: ignore[attr-defined]
         for _ in range(50):  # some are cancelled after they were started and before the worker has begun
             pool.submit(lambda _: None, memory=90).cancel()

@@ -41,7 +41,7 @@ def answers_of(net: Net, items: list[torch.Tensor]) -> torch.Tensor:
 
 def copies_of(batcher: Any) -> list[Any]:
     """What each device has of a served module."""
-    return list(batcher._served._copies.values())
+    return list(batcher._way.served._copies.values())
 
 
 def expect_answers(batcher: Any, net: Net, items: list[torch.Tensor]) -> None:

@@ -53,7 +53,7 @@ def test_weights_are_renewed_in_the_memory_that_they_have(streams: Any) -> None:
     with Pool(GPUS[:1]) as pool:
         batcher = pool.serve(net)
         batcher(x).result()
-        (copy,) = batcher._served._copies.values()  # type: ignore[attr-defined]
+        (copy,) = batcher._way.served._copies.values()  # type: ignore[attr-defined]
         before = copy.replica.parameters[0].data_ptr()
         for _ in range(2):
             with torch.no_grad():
