@@ -402,20 +402,28 @@ def test_memory_that_runs_out_counts_as_memory_that_is_short() -> None:
 
 
 def test_a_device_that_is_retired_does_not_hold_up_a_publish() -> None:
+    first, second = hosts(2)
+
+    def initializer(_: torch.device) -> int:
+        if first in pool._jobs.engine.active:
+            pool.retire(first)
+        return 20
+
     with pool_of() as pool:
-        batcher = pool.serve(adds(10), max_batch=4)
+        batcher = pool.serve(lambda state, x: x + state, initializer=lambda _: 10, max_batch=4)
         ask(batcher, 1)[0].result()
-        with Held(pool, 2) as held:
-            publish = threading.Thread(target=batcher.publish, args=(adds(20),))
-            publish.start()
-            assert soon(lambda: pool.waiting > 0)
-            pool.retire(hosts(2)[0])
-            held.release()
+        publish = threading.Thread(
+            target=batcher.publish,
+            args=(lambda state, x: x + state,),
+            kwargs={"initializer": initializer},
+            daemon=True,
+        )
+        publish.start()
         publish.join(20)
         assert not publish.is_alive()
         assert versions_of(ask(batcher, 4)) == {2: 4}
-        pool.restore(hosts(2)[0])
-        pool.retire(hosts(2)[1])
+        pool.restore(first)
+        pool.retire(second)
         assert versions_of(ask(batcher, 4)) == {2: 4}
 
 
