@@ -192,10 +192,7 @@ class Soak:
 
     def _change(self) -> None:
         while not self._second_half.wait(BREAK_SECONDS):
-            self._what = "swap"
-            self._publish()
-            time.sleep(AFTER_SECONDS)
-            self._what = "break"
+            self._publish(timed=True)
         self._what = "anything"
         draws = random.Random(self._seed + 1)
         while not self._over.wait(draws.uniform(0.0, 0.1)):
@@ -226,15 +223,20 @@ class Soak:
                         raise
             self._answering = frozenset(one["number"] for one in self.batcher.versions if one["weight"] > 0)
 
-    def _publish(self, *, picky: bool = False, **options: Any) -> None:
+    def _publish(self, *, picky: bool = False, timed: bool = False, **options: Any) -> None:
         self._number += 1
+        model = Model(self._number, self._width, picky=picky).eval()
         if picky:
             self._picky.add(self._number)
         if not options.get("shadow"):
             self._answering |= {self._number}
-        made = self.batcher.publish(Model(self._number, self._width, picky=picky).eval(), **options)
+        self._what = "swap" if timed else "anything"
+        made = self.batcher.publish(model, **options)
         assert made.number == self._number
         self._answering = frozenset(one["number"] for one in self.batcher.versions if one["weight"] > 0)
+        if timed:
+            time.sleep(AFTER_SECONDS)
+            self._what = "break"
 
     def _compare(self, item: torch.Tensor, live: PoolFuture[Any], shadow: PoolFuture[Any]) -> None:
         if shadow.result().tolist() != [float(item[0]), shadow.version] or shadow.version == live.version:
@@ -254,6 +256,7 @@ class Soak:
 
 def main() -> int:
     args = arguments()
+    torch.set_num_threads(1)
     devices = [one.name for one in paceline.devices() if one.kind == "host"][: args.devices]
     found = Soak(args.requests, args.load, args.seed, devices, args.width).run()
     print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -22,6 +23,7 @@ from paceline.torch._pool.seats import Seat
 
 _LOOK = 0.05  # seconds between looks at whether a device was retired
 _AWAY = 20  # looks after which a device that is retired loads with its first batch: some are retired for a moment only
+_BREAK = 3.0  # times what a batch has taken: then warming takes a quarter of one device's time from the service
 # Requests at once. Of each class of devices the pool wants three samples before it knows the speed of a kind, and two sizes for a line.
 _MEASURED = (1, 8) * 3
 
@@ -29,7 +31,7 @@ _MEASURED = (1, 8) * 3
 class Warming:
     """Loads a version, runs each size of batches, and lets the pool measure it.
 
-    Beside the service each job is one batch, so a request waits for one of them at most. Devices are warmed one after the other, so that others are free.
+    Beside the service each job is one batch, so a request waits for one of them at most. Devices are warmed one after the other, with breaks.
 
     Parameters
     ----------
@@ -90,7 +92,7 @@ class Warming:
                 all(self._rehearsal(seat, example, size)(device) for size in self._sizes(seat))
             return True
 
-        if not self._run(seat, f"loading in the place of version {old.version}", exchange):
+        if not self._run(seat, f"loading in the place of version {old.version}", exchange, rests=False):
             old.served.free(seat)
         self._measure(seat)
 
@@ -130,8 +132,9 @@ class Warming:
                 finally:
                     for one in asked:
                         one.cancel()
+                time.sleep(_BREAK * asked[-1].seconds)
 
-    def _run(self, seat: Seat, what: str, call: Callable[[torch.device], bool]) -> bool:
+    def _run(self, seat: Seat, what: str, call: Callable[[torch.device], bool], *, rests: bool = True) -> bool:
         """Run it on the device's worker. False: the call says so, or the device was retired."""
         future: PoolFuture[Any] = PoolFuture()
         self._jobs.put(
@@ -143,9 +146,13 @@ class Warming:
             place=Place([seat.name], []),
         )
         try:
-            return self._ended(future, seat, what) and bool(future.result())
+            if not self._ended(future, seat, what):
+                return False
         finally:
             future.cancel()  # after an interrupt
+        if rests:
+            time.sleep(_BREAK * future.seconds)
+        return bool(future.result())
 
     def _ended(self, future: PoolFuture[Any], seat: Seat, what: str) -> bool:
         """Wait for it. False: the device was retired, or is lost."""
