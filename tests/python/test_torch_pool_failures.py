@@ -17,7 +17,7 @@ from torch import nn
 
 from paceline import Cancelled, DeviceLost, InvalidArgument
 from paceline.torch import PoolFuture
-from pool_support import Held, pool_of, soon
+from pool_support import Held, pool_of, served_by, soon
 from torch_support import hosts
 
 
@@ -123,7 +123,7 @@ def test_an_error_of_a_request_keeps_neither_the_pool_nor_the_other_requests() -
     gone: list[weakref.ref[Any]] = [
         weakref.ref(pool._jobs),
         weakref.ref(batcher),
-        weakref.ref(batcher._way.served),
+        weakref.ref(served_by(batcher)),
         weakref.ref(answers[3]),
     ]
     assert "in forward" in "".join(traceback.format_exception(error))

@@ -13,7 +13,7 @@ from torch import nn
 from gpu_cases import BOXES, GPUS, home_of
 from paceline.torch import Pool
 from paceline.torch._pool.served import Copies
-from pool_support import soon
+from pool_support import served_by, soon
 
 
 class Net(nn.Module):
@@ -67,7 +67,7 @@ def test_a_version_that_nobody_uses_leaves_the_memory_of_the_gpus(streams: Any) 
         net = Net().eval()
         batcher = pool.serve(net, max_batch=4)
         expect_answers(batcher, net, 1)
-        copies: Any = batcher._way.served  # type: ignore[union-attr]
+        copies: Any = served_by(batcher)
         gone = [weakref.ref(one) for weights in copies._weights.values() for one in weights._copies]
         assert len(gone) >= 4
         del copies

@@ -59,7 +59,8 @@ class Versions:
         use: Callable[[Answerer | Router | Gap], None],
     ) -> None:
         self._jobs, self._name, self._make, self._use = jobs, live.name, make, use
-        self._state, self._way = State(live), live  # and where requests go
+        self._state = State(live)
+        self._way: Answerer | Router | Gap = live  # of a request
         self._cold: set[int] = set()  # versions that have left their devices to another one
         self._numbers = itertools.count(2)
         self._lock = threading.RLock()  # around each change of the state
