@@ -45,13 +45,14 @@ def swap_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tell_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    invoke, now = PoolFuture._invoke_callbacks, every(100)
+    call, now = PoolFuture._call, every(100)
 
-    def twice(self: PoolFuture[Any]) -> None:
-        self._done_callbacks *= 2 if now() else 1
-        invoke(self)
+    def twice(self: PoolFuture[Any], fn: Any) -> None:
+        call(self, fn)
+        if now():
+            call(self, fn)
 
-    monkeypatch.setattr(PoolFuture, "_invoke_callbacks", twice)
+    monkeypatch.setattr(PoolFuture, "_call", twice)
 
 
 def lose_requests(monkeypatch: pytest.MonkeyPatch) -> None:
