@@ -115,7 +115,7 @@ class Gap:
         except InvalidArgument as error:
             future: PoolFuture[Any] = PoolFuture()
             why = f"The request was not taken: its model is just exchanged for another version, and {error}."
-            future.set_exception(Rejected(why))
+            future._end("rejected", why, None, None)
             return future
         begun = time.monotonic()
         self.over.wait()
