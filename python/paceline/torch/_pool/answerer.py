@@ -161,8 +161,8 @@ class Answerer:
     def kind_of(self, leaves: list[torch.Tensor], spec: Any) -> str:
         """The engine's name for requests that may share a batch."""
         padding = self._padding
-        shapes = (leaf.shape if padding is None else padding.shape_of(leaf) for leaf in leaves)
-        key = spec, *((shape, leaf.dtype, leaf.layout) for shape, leaf in zip(shapes, leaves, strict=True))
+        shapes = [leaf.shape for leaf in leaves] if padding is None else [padding.shape_of(leaf) for leaf in leaves]
+        key = spec, *[(shape, leaf.dtype, leaf.layout) for shape, leaf in zip(shapes, leaves, strict=True)]
         kind = self._kinds.get(key)
         if kind is None:
             with self._lock:
