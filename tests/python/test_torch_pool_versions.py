@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument, Rejected, Unavailable
-from paceline.torch import PoolFuture, Version
+from paceline.torch import Pool, PoolFuture, Version
+from paceline.torch._pool import warming
 from pool_support import Held, pool_of, soon
 from torch_support import hosts
 
@@ -446,6 +449,55 @@ def test_a_publish_in_a_job_or_in_a_callback_is_refused() -> None:
         answer.result()
         assert soon(lambda: found)
         assert roles(batcher) == {1: ("live", 1.0)}
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_an_interrupt_of_publish_leaves_the_service_as_it_was(exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, calls = States(alone=exchange), itertools.count(1)
+    waits = warming.wait
+
+    def interrupted(*of: Any) -> Any:
+        if next(calls) == (2 if exchange else 5):
+            raise KeyboardInterrupt
+        return waits(*of)
+
+    with limited() if exchange else pool_of() as pool:
+        resident = 100 if exchange else 0
+        batcher = pool.serve(answer, initializer=states.of(1), resident=resident, max_batch=4)
+        with Clients(batcher) as clients:
+            monkeypatch.setattr(warming, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                batcher.publish(answer, initializer=states.of(2))
+            assert roles(batcher) == {1: ("live", 1.0)}
+            assert soon(lambda: states.count(2) == 0)
+            monkeypatch.undo()
+            batcher.publish(answer, initializer=states.of(3))
+        versions_of([one for client in clients.answers for one in client])
+        assert versions_of(ask(batcher, 4)) == {3: 4}
+
+
+def test_a_device_that_joins_answers_for_every_version() -> None:
+    first, second = hosts(2)
+    with Pool([first]) as pool:
+        batcher = pool.serve(adds(10))
+        batcher.publish(adds(20))
+        pool.add(second)
+        pool.retire(first)
+        assert versions_of(ask(batcher, 3)) == {2: 3}
+        batcher.rollback()
+        assert versions_of(ask(batcher, 3)) == {1: 3}
+
+
+def test_a_pool_that_nobody_knows_goes_with_its_versions() -> None:
+    pool = pool_of()
+    batcher = pool.serve(adds(10))
+    ask(batcher, 1)[0].result()
+    batcher.publish(adds(20), weight=0.5)
+    batcher.publish(adds(30), shadow=True, on_shadow=lambda *_: None)
+    versions_of(ask(batcher, 10))
+    gone = [weakref.ref(one) for one in (batcher, pool._jobs, batcher._all())]
+    del batcher, pool
+    assert soon(lambda: all(one() is None for one in gone))
 
 
 def test_a_pool_that_is_closed_ends_a_publish() -> None:

@@ -23,7 +23,10 @@ from paceline.torch._pool.seats import Seat
 
 _LOOK = 0.05  # seconds between looks at whether a device was retired
 _AWAY = 20  # looks after which a device that is retired loads with its first batch: some are retired for a moment only
-_BREAK = 3.0  # times what a batch has taken: then warming takes a quarter of one device's time from the service
+_BREAK, _LONGEST_BREAK = (
+    3.0,
+    1.0,
+)  # times what a batch has taken: a quarter of one device's time; and seconds, since the first batches may compile
 # Requests at once. Of each class of devices the pool wants three samples before it knows the speed of a kind, and two sizes for a line.
 _MEASURED = (1, 8) * 3
 
@@ -132,7 +135,7 @@ class Warming:
                 finally:
                     for one in asked:
                         one.cancel()
-                time.sleep(_BREAK * asked[-1].seconds)
+                _rest(asked[-1])
 
     def _run(self, seat: Seat, what: str, call: Callable[[torch.device], bool], *, rests: bool = True) -> bool:
         """Run it on the device's worker. False: the call says so, or the device was retired."""
@@ -151,7 +154,7 @@ class Warming:
         finally:
             future.cancel()  # after an interrupt
         if rests:
-            time.sleep(_BREAK * future.seconds)
+            _rest(future)
         return bool(future.result())
 
     def _ended(self, future: PoolFuture[Any], seat: Seat, what: str) -> bool:
@@ -179,3 +182,7 @@ def _load(made: Answerer, seat: Seat) -> None:
     with seat.beside():
         made.served.of(seat)
         seat.wait()
+
+
+def _rest(after: PoolFuture[Any]) -> None:
+    time.sleep(min(_BREAK * after.seconds, _LONGEST_BREAK))
