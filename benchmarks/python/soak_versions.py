@@ -145,7 +145,6 @@ class Soak:
     def _send(self, rate: float) -> list[Sent]:
         draws, sent = random.Random(self._seed), []
         due = time.perf_counter()
-        self._what = "break"
         for number in range(self._requests):
             due += draws.expovariate(rate)
             time.sleep(max(0.0, due - time.perf_counter()))
@@ -191,6 +190,8 @@ class Soak:
             raise
 
     def _change(self) -> None:
+        self._second_half.wait(BREAK_SECONDS)  # the pool gets to know its devices
+        self._what = "break"
         while not self._second_half.wait(BREAK_SECONDS):
             self._publish(timed=True)
         self._what = "anything"

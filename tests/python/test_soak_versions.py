@@ -19,12 +19,14 @@ from torch_support import hosts
 
 
 def test_a_short_soak_of_versions_loses_nothing() -> None:
-    done = SERVER.run_file(Path(soak_versions.__file__), "--requests", "10000", "--width", "128", "--seed", "3")
+    done = SERVER.run_file(
+        Path(soak_versions.__file__), "--requests", "10000", "--width", "128", "--load", "0.2", "--seed", "3"
+    )
     found = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0, found
     assert found["passed"] is True
     assert sum(found["outcomes"].values()) == found["requests"] == 10_000
-    assert len(found["by_version"]) > 3
+    assert len(found["by_version"]) > 1
     assert "times, goal 1.2" in done.stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import threading
 import time
@@ -429,6 +430,30 @@ def test_a_device_that_is_retired_does_not_hold_up_a_publish(monkeypatch: pytest
         pool.restore(first)
         pool.retire(second)
         assert versions_of(ask(batcher, 4)) == {2: 4}
+
+
+def test_a_publish_in_a_job_is_refused_while_another_one_loads() -> None:
+    loading, go = threading.Event(), threading.Event()
+
+    def initializer(_: torch.device) -> int:
+        loading.set()
+        go.wait(20)
+        return 20
+
+    with pool_of(1) as pool:
+        batcher = pool.serve(lambda state, x: x + state, initializer=lambda _: 10)
+        ask(batcher, 1)[0].result()
+        publish = functools.partial(batcher.publish, lambda state, x: x + state, initializer=initializer)
+        other = threading.Thread(target=publish)
+        other.start()
+        assert loading.wait(20)
+        try:
+            with pytest.raises(InvalidArgument, match="would keep a device"):
+                pool.submit(lambda _: publish()).result(10)
+        finally:
+            go.set()
+        other.join()
+        assert versions_of(ask(batcher, 2)) == {2: 2}
 
 
 def test_a_publish_in_a_job_or_in_a_callback_is_refused() -> None:

@@ -82,8 +82,8 @@ class Versions:
             raise InvalidArgument(
                 "publish: a version in the shadow answers nobody, so it has no weight=, and no other version has on_shadow=."
             )
+        self._check_may_wait()  # before the lock, whose holder may wait for a device
         with self._publishing:
-            self._check_may_wait()
             _check_sum("publish", self._state, part)
             made = self._make(model, next(self._numbers), options)
             try:
@@ -204,8 +204,8 @@ class Versions:
 
     def _warm_again(self, found: Answerer, whole: bool) -> None:
         if found.version in self._cold:
+            self._check_may_wait()
             with self._publishing:
-                self._check_may_wait()
                 self._bring(found, whole, self._allow_gap)
 
     def _bring(self, made: Answerer, whole: bool, allow_gap: bool) -> None:
