@@ -2,6 +2,7 @@
 
     python serve.py                          about 25 seconds on two cores; draws serve.png
     python serve.py --slow host:1            a busy loop takes half of host:1 away in the middle third
+    python serve.py --swap                   another version of the model takes over after a third of the time
     python serve.py --listen 8000            only the server, until SIGTERM or Ctrl-C
 
     curl -d "Down the Rabbit-Hole" -H "X-Deadline-Seconds: 0.5" http://127.0.0.1:8000/embed
@@ -11,11 +12,13 @@ The model is the encoder of batch_inference.py. The server is Starlette on uvico
 - A request that finds the queue full is answered at once with 503, and Retry-After says when what waits will be done.
 - A request with a deadline that cannot be met, or was not met, is answered with 504.
 - A client that closes its connection cancels its request, if that still waits.
+- POST /publish lets the next version of the model take over, while requests come. A real service would load a file, and let only its operator do so.
+  X-Model-Version says which version has answered.
 - After SIGTERM the server goes on for a moment, says so on /health, answers everything that has come, and ends.
 
 The load is an open loop (http_load.py): its rate is a part of what the server was measured to answer. Some clients have a deadline, some give up.
 In the end many requests come at once, more than the queue holds, and SIGTERM right after them. No request may be lost, and every answer must be that
-of the model itself.
+of the model itself, of the version that has answered.
 """
 
 from __future__ import annotations
@@ -50,17 +53,16 @@ from paceline import Expired, Rejected
 from paceline.torch import Pool
 from pipeline import busy_loop
 
-DEADLINE = "X-Deadline-Seconds"
-DRAIN_SECONDS = (
-    1.0  # how long the server goes on after SIGTERM, so that a load balancer that asks /health sends no more
-)
+DEADLINE, VERSION = "X-Deadline-Seconds", "X-Model-Version"
+# How long the server goes on after SIGTERM, so that a load balancer that asks /health sends no more.
+DRAIN_SECONDS = 1.0
 HAS_DEADLINE, DEADLINE_SECONDS = 0.05, 0.03  # the part of the clients, and their deadline
 GIVES_UP, PATIENCE_SECONDS = 0.03, 0.01
 WINDOWS = 30  # of the picture
 
 
-def network() -> Encoder:
-    torch.manual_seed(0)
+def network(version: int = 1) -> Encoder:
+    torch.manual_seed(version - 1)
     return Encoder(width=128, layers=4).eval()
 
 
@@ -74,11 +76,11 @@ class Service:
 
     def __init__(self, devices: Sequence[str], max_batch: int) -> None:
         self.pool = Pool(devices)
-        self.draining = False
-        self.explanation = ""
+        self.draining, self.explanation = False, ""
         self._embed = self.pool.serve(network(), max_batch=max_batch)
         routes = [
             Route("/embed", self._answer, methods=["POST"]),
+            Route("/publish", self._publish, methods=["POST"]),
             Route("/health", self._health),
             Route("/devices", self._devices),
         ]
@@ -117,7 +119,7 @@ class Service:
             deadline = math.nan
         if deadline is not None and not 0 < deadline < math.inf:
             return self._problem(400, f"{DEADLINE} must be a positive number of seconds.")
-        asked = asyncio.ensure_future(self._embed.ask(tokens(text), deadline=deadline))
+        asked = asyncio.wrap_future(future := self._embed(tokens(text), deadline=deadline, wait=False))
         gone = asyncio.ensure_future(disconnected(request))
         try:
             # The pool tells of a request that waits for too long. One that runs may end after its deadline.
@@ -125,15 +127,21 @@ class Service:
         finally:
             gone.cancel()
             asked.cancel()  # if it has no answer yet, this takes the request out of the queue
-        if not asked.done():
+        if asked.cancelled():
             return Response(status_code=499) if gone.done() else self._problem(504, "The deadline is over.")
         try:
-            return JSONResponse({"embedding": asked.result().tolist()}, headers=self._headers())
+            headers = {**self._headers(), VERSION: str(future.version)}
+            return JSONResponse({"embedding": asked.result().tolist()}, headers=headers)
         except (Expired, Rejected) as error:
             if isinstance(error, Expired) or "deadline" in str(error):  # and not that the queue is full
                 return self._problem(504, str(error))
             seconds = math.ceil(self.pool.report()["backlog_seconds"])
             return self._problem(503, str(error), {"Retry-After": str(max(seconds, 1))})
+
+    async def _publish(self, _: Request) -> Response:
+        number = max(one["number"] for one in self._embed.versions) + 1
+        made = await asyncio.to_thread(lambda: self._embed.publish(network(number)))
+        return JSONResponse({"version": made.number})
 
     async def _health(self, _: Request) -> Response:
         return self._problem(503, "The server ends.") if self.draining else JSONResponse({"status": "ok"})
@@ -167,11 +175,12 @@ class Load:
         rows = passages(200)
         self._texts = [bytes(row.tolist()) for row in rows]
         with torch.no_grad():
-            self._expected = network()(rows)
+            self._expected = {str(version): network(version)(rows) for version in (1, 2)}
         self.client, self.draws = Client("127.0.0.1", port), draws
         self.sent: list[Sent] = []
         self.difference = 0.0
         self.retry_after: set[str] = set()
+        self.versions: Counter[str] = Counter()  # that have answered
 
     async def mixed(self, due: float) -> None:
         """Send a request. Some have a deadline, and some clients give up."""
@@ -197,8 +206,9 @@ class Load:
             if outcome == "refused":
                 self.retry_after.add(reply.headers.get("retry-after", "missing"))
             if outcome == "answered":
-                answer = torch.tensor(json.loads(reply.body)["embedding"])
-                self.difference = max(self.difference, float((answer - self._expected[index]).abs().max()))
+                answer, version = torch.tensor(json.loads(reply.body)["embedding"]), reply.headers[VERSION.lower()]
+                self.versions[version] += 1
+                self.difference = max(self.difference, float((answer - self._expected[version][index]).abs().max()))
         self.sent.append(Sent(due, time.perf_counter() - due, outcome))
 
     async def closed_loop(self, clients: int, seconds: float) -> float:
@@ -223,6 +233,7 @@ class Run(NamedTuple):
     load: Load
     begin: float
     devices: list[tuple[float, dict[str, int]]]  # at some moments: what each has answered by then
+    swap: tuple[float, float] | None = None  # from when to when the next version was loaded and warmed
 
 
 async def drive(port: int, server: subprocess.Popen[str], args: argparse.Namespace) -> Run:
@@ -239,15 +250,23 @@ async def drive(port: int, server: subprocess.Popen[str], args: argparse.Namespa
         with busy_loop(args.slow) if args.slow else contextlib.nullcontext():
             await asyncio.sleep(third)
 
+    async def swap() -> tuple[float, float]:
+        await asyncio.sleep(third)
+        called = time.perf_counter()
+        await load.client.request("POST", "/publish")
+        return called, time.perf_counter()
+
     async def watch() -> None:
         while True:
             devices.append((time.perf_counter(), await load.jobs()))
             await asyncio.sleep(args.seconds / WINDOWS)
 
     watching, beside = asyncio.ensure_future(watch()), asyncio.ensure_future(neighbour())
+    swaps = [asyncio.ensure_future(swap())] if args.swap else []
     await open_loop(load.mixed, rate, args.seconds, load.draws)
     watching.cancel()
     await beside
+    swapped = await asyncio.gather(*swaps)
     await load.client.open(args.burst)
     now = time.perf_counter()
     last = [asyncio.ensure_future(load.one(now)) for _ in range(args.burst)]
@@ -255,7 +274,7 @@ async def drive(port: int, server: subprocess.Popen[str], args: argparse.Namespa
     server.send_signal(signal.SIGTERM)
     await asyncio.gather(*last)
     load.client.close()
-    return Run(load, begin, devices)
+    return Run(load, begin, devices, *swapped)
 
 
 def main() -> int:
@@ -292,14 +311,19 @@ def serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def waits(run: Run, begin: float, end: float) -> str:
+    """p50 and p99 of the requests that were due then."""
+    times = [one.seconds for one in run.load.sent if begin <= one.due < end and one.outcome == "answered"]
+    return f"p50 {1e3 * quantile(times, 0.5):6.1f} ms, p99 {1e3 * quantile(times, 0.99):6.1f} ms"
+
+
 def show(run: Run, status: int, said: str, args: argparse.Namespace) -> int:
     load, third = run.load, args.seconds / 3
-    for number in range(3):
-        first, end = run.begin + number * third, run.begin + (number + 1) * third
-        times = [one.seconds for one in load.sent if first <= one.due < end and one.outcome == "answered"]
-        mark = f"  <- busy loop on {args.slow}" if args.slow and number == 1 else ""
-        p50, p99 = (1e3 * quantile(times, part) for part in (0.5, 0.99))
-        print(f"{number * third:5.1f} to {(number + 1) * third:5.1f} s: p50 {p50:6.1f} ms, p99 {p99:6.1f} ms{mark}")
+    for first, end in ((0.0, third), (third, 2 * third), (2 * third, 3 * third)):
+        mark = f"  <- busy loop on {args.slow}" if args.slow and first == third else ""
+        print(f"{first:5.1f} to {end:5.1f} s: {waits(run, run.begin + first, run.begin + end)}{mark}")
+    if run.swap is not None:
+        print(f"swap, in {run.swap[1] - run.swap[0]:.1f} s: {waits(run, *run.swap)}; by version: {dict(load.versions)}")
     print(said, end="")
     outcomes = Counter(one.outcome for one in load.sent)
     print(f"{len(load.sent)} requests: {', '.join(f'{count} {what}' for what, count in outcomes.most_common())}")
@@ -307,9 +331,10 @@ def show(run: Run, status: int, said: str, args: argparse.Namespace) -> int:
     print(f"the server ended with status {status}; Retry-After: {', '.join(sorted(load.retry_after)) or 'none'}")
     draw(run, args)
     counted = json.loads(said.splitlines()[-1]) if said else Counter()
-    # The pool may have run a request to its end that the server or the client gave up.
+    # The pool may have run a request to its end that the server or the client gave up, and has warmed a version.
     least, most = outcomes["answered"], outcomes["answered"] + outcomes["given up"] + outcomes["too late"]
-    right = status == 0 and load.difference < 1e-4 and least <= counted["completed"] <= most
+    right = status == 0 and load.difference < 1e-4 and least <= counted["completed"]
+    right = right and (counted["completed"] <= most if run.swap is None else len(load.versions) == 2)
     return 0 if right and set(outcomes) <= {"answered", "refused", "too late", "given up"} else 1
 
 
@@ -337,6 +362,8 @@ def draw(run: Run, args: argparse.Namespace) -> None:
     for axes in (times, rates):
         if args.slow:
             axes.axvspan(args.seconds / 3, 2 * args.seconds / 3, color="tab:red", alpha=0.12, lw=0)
+        if run.swap is not None:
+            axes.axvspan(*(one - run.begin for one in run.swap), color="tab:green", alpha=0.2, lw=0, label="a swap")
         axes.legend()
     figure.savefig(args.plot, dpi=150)
     print(f"drawn: {args.plot}")
@@ -346,6 +373,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", help="names with commas between them (default: all host devices)")
     parser.add_argument("--slow", metavar="DEVICE", help="hold a busy loop on this device's core in the middle third")
+    parser.add_argument("--swap", action="store_true", help="publish another version of the model after a third")
     parser.add_argument("--seconds", type=float, default=15.0, help="of load (default: 15)")
     parser.add_argument(
         "--load", type=float, default=0.6, help="of the rate at which clients that wait are answered (default: 0.6)"

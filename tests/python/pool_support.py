@@ -17,6 +17,11 @@ def pool_of(count: int = 2, **options: Any) -> Pool:
     return Pool(hosts(count), **options)
 
 
+def served_by(batcher: Any) -> Any:
+    """What answers on each device."""
+    return batcher._way.served
+
+
 def soon(condition: Callable[[], Any]) -> bool:
     """Whether it holds within some seconds."""
     for _ in range(2000):

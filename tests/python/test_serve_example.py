@@ -167,13 +167,14 @@ def test_the_example_allows_the_pool_to_complete_what_was_given_up(
 def test_the_example_loses_no_request_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "serve.png"
-    arguments = ["--devices", "host:0,host:1", "--slow", "host:1", "--seconds", "3", "--batch", "4"]
+    arguments = ["--devices", "host:0,host:1", "--slow", "host:1", "--swap", "--seconds", "3", "--batch", "4"]
     done = SERVER.run_file(EXAMPLES / "serve.py", *arguments, "--plot", str(picture), timeout=240)
     output = done.stdout
     assert done.returncode == 0, output + done.stderr
     assert len(re.findall(r"^ +\d\.\d to +\d\.\d s: p50 .* ms, p99 .* ms", output, re.MULTILINE)) == 3
     assert output.count("<- busy loop on host:1") == 1
     assert "lost: 0;" in output
+    assert re.search(r"^swap, in \S+ s: p50 .* ms, p99 .* ms; by version: .*'2': \d+", output, re.MULTILINE)
     assert "the server ended with status 0; Retry-After: " in output
     asked, ends = re.findall(r"^(\d+) requests: (.*)$", output, re.MULTILINE)[0]
     counts = {what: int(count) for count, what in re.findall(r"(\d+) (answered|refused|too late|given up)", ends)}

@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("torch")
 
 import soak_pool
-from paceline.torch import Batcher, PoolFuture
+from paceline.torch import PoolFuture
+from paceline.torch._pool.answerer import Answerer
 from paceline.torch._pool.job import Work
 from program_server import SERVER
 from soak_pool import Soak
@@ -35,22 +36,23 @@ def every(count: int) -> Callable[[], bool]:
 
 
 def swap_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    hand_out = Batcher._hand_out
+    hand_out = Answerer._hand_out
 
-    def swapped(self: Batcher, seat: Any, answers: Any, answer: Any, requests: Any) -> float:
+    def swapped(self: Answerer, seat: Any, answers: Any, answer: Any, requests: Any) -> float:
         return hand_out(self, seat, answers.roll(1, 0) if len(requests) > 1 else answers, answer, requests)
 
-    monkeypatch.setattr(Batcher, "_hand_out", swapped)
+    monkeypatch.setattr(Answerer, "_hand_out", swapped)
 
 
 def tell_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    invoke, now = PoolFuture._invoke_callbacks, every(100)
+    call, now = PoolFuture._call, every(100)
 
-    def twice(self: PoolFuture[Any]) -> None:
-        self._done_callbacks *= 2 if now() else 1
-        invoke(self)
+    def twice(self: PoolFuture[Any], fn: Any) -> None:
+        call(self, fn)
+        if now():
+            call(self, fn)
 
-    monkeypatch.setattr(PoolFuture, "_invoke_callbacks", twice)
+    monkeypatch.setattr(PoolFuture, "_call", twice)
 
 
 def lose_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ from torch import nn
 
 from paceline import Cancelled, DeviceLost, InvalidArgument
 from paceline.torch import PoolFuture
-from pool_support import Held, pool_of, soon
+from pool_support import Held, pool_of, served_by, soon
+from torch_support import hosts
 
 
 class States(nn.Module):
@@ -122,7 +123,7 @@ def test_an_error_of_a_request_keeps_neither_the_pool_nor_the_other_requests() -
     gone: list[weakref.ref[Any]] = [
         weakref.ref(pool._jobs),
         weakref.ref(batcher),
-        weakref.ref(batcher._served),
+        weakref.ref(served_by(batcher)),
         weakref.ref(answers[3]),
     ]
     assert "in forward" in "".join(traceback.format_exception(error))
@@ -176,6 +177,52 @@ def test_an_interrupt_of_map_cancels_the_request_that_is_waited_for(monkeypatch:
             next(answers)
         monkeypatch.undo()
         assert pool.waiting == 0
+
+
+def test_an_idempotent_job_runs_elsewhere_when_its_device_is_lost() -> None:
+    ran: list[str] = []
+
+    def lost(device: torch.device, times: int) -> int:
+        ran.append(threading.current_thread().name)
+        if len(ran) <= times:
+            raise DeviceLost("gone")
+        return 7
+
+    with pool_of(3, memory=dict(zip(hosts(3), (100, 100, 50), strict=True))) as pool:
+        job = pool.submit(lost, 1, idempotent=True, memory=80, kind="fit")
+        after = pool.submit(lambda _: 8, after=[job])
+        assert (job.result(), after.result()) == (7, 8)
+        assert len(ran) == len(set(ran)) == 2
+        assert job.device in pool._jobs.engine.active
+        assert pool.report()["outcomes"]["failed"] == 0
+        with pytest.raises(ZeroDivisionError):  # an error of its own is none of the device
+            pool.submit(lambda _: 1 / 0, idempotent=True, kind="fit").result()
+        ran.clear()
+        with pytest.raises(DeviceLost, match="gone"):  # the last one with the memory
+            pool.submit(lost, 9, idempotent=True, memory=80, kind="fit").result()
+        assert len(ran) == 1
+        assert pool.submit(lambda _: 1, kind="fit").result() == 1  # one that may not run again is another kind
+
+
+def test_an_idempotent_job_that_waits_for_another_device_is_cancelled_with_its_pool() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def lost(_: torch.device) -> None:
+        begun.set()
+        go.wait(20)
+        raise DeviceLost("gone")
+
+    pool = pool_of(2)
+    with Held(pool):
+        job = pool.submit(lost, idempotent=True)
+        assert begun.wait(20)
+        go.set()
+        assert soon(lambda: pool.waiting == 1)
+        closing = threading.Thread(target=pool.close, kwargs={"cancel": True})
+        closing.start()
+        with pytest.raises(Cancelled):
+            job.result(20)
+    closing.join()
 
 
 class Interrupts:

@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline import InvalidArgument, OutOfMemory, Rejected
 from paceline.torch import Pool
-from pool_support import Held, pool_of
+from pool_support import Held, pool_of, served_by
 from torch_support import hosts
 
 
@@ -86,11 +86,11 @@ def test_a_run_that_is_taken_back_leaves_its_evictions_to_the_next_one() -> None
     with pool_of(1, memory={"host:0": 100}) as pool:
         batcher = pool.serve(lambda state, x: x + state[0], initializer=lambda _: [1], resident=80)
         assert batcher(torch.tensor(1)).result() == 2
-        kept = batcher._served
-        assert list(kept._states) == ["host:0"]  # type: ignore[attr-defined]
+        kept = served_by(batcher)
+        assert list(kept._states) == ["host:0"]
         for _ in range(50):  # some are cancelled after they were started and before the worker has begun
             pool.submit(lambda _: None, memory=90).cancel()
-        assert pool.submit(lambda _: len(kept._states), memory=90).result() == 0  # type: ignore[attr-defined]
+        assert pool.submit(lambda _: len(kept._states), memory=90).result() == 0
         assert batcher(torch.tensor(1)).result() == 2
 
 

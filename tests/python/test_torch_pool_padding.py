@@ -246,6 +246,11 @@ def test_the_programs_of_the_guide_run() -> None:
     with pool_of(1) as names["pool"]:
         exec(sections["Requests of different lengths"], names)
         assert len(names["tags"]) == len(tokens)
+    names |= {"model": nn.Identity(), "better": nn.Identity(), "x": torch.ones(2), "compare": lambda *_: None}
+    with pool_of(1) as names["pool"]:
+        exec(sections["Versions of a model"], names)
+        assert names["y"].version in (1, 2)
+        assert [(one["number"], one["role"]) for one in names["ranker"].versions] == [(1, "live")]
     exec(sections["Memory"], names)
     with names["pool"]:
         assert names["trial"].result() == 7

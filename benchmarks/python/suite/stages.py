@@ -66,6 +66,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("race_trials", "--busy", *trials, limit=900),
         _script("pool_overhead", *(("--jobs", "50") if quick else ()), limit=300),
         _script("soak_pool", "--requests", "2000" if quick else "200000", limit=900),
+        _script("soak_versions", *(("--requests", "2000", "--width", "128") if quick else ()), limit=900),
         _script("race_text", *text, limit=900),
         _script("race_text", "--busy", *text, limit=900),
         _script("race_pipeline", *pipeline, limit=1200),

@@ -163,6 +163,17 @@ class CopyStream:
         return tensor.clone()
 
 
+class Queue:
+    """Stands for `cuda.Queue`, where nobody asks whether streams wait for each other."""
+
+    def __init__(self, index: int) -> None: ...
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Nothing."""
+        yield
+
+
 class Graph(fake_graph.Graph):
     """Stands for `cuda.Graph`, with events of the fake."""
 
@@ -245,6 +256,7 @@ def _fake_gpus(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(cuda, "current_stream", lambda index: None)
     monkeypatch.setattr(cuda, "on_stream", fake.on_stream)
     monkeypatch.setattr(cuda, "CopyStream", CopyStream)
+    monkeypatch.setattr(cuda, "Queue", Queue)
     monkeypatch.setattr(cuda, "Graph", functools.partial(Graph, fake))
     monkeypatch.setattr(cuda, "graph_pool", object)
     monkeypatch.setattr(cuda, "generator", lambda index: torch.default_generator)

@@ -13,7 +13,7 @@ import paceline
 from gpu_cases import AS_PARTS, BOXES, GPUS, gpu_type, home_of, number_of
 from paceline import DeviceLost, InvalidArgument, Unavailable
 from paceline.torch import DataParallel, Pool
-from pool_support import Held, soon
+from pool_support import Held, served_by, soon
 from torch_support import classify
 
 
@@ -41,7 +41,7 @@ def answers_of(net: Net, items: list[torch.Tensor]) -> torch.Tensor:
 
 def copies_of(batcher: Any) -> list[Any]:
     """What each device has of a served module."""
-    return list(batcher._served._copies.values())
+    return list(served_by(batcher)._copies.values())
 
 
 def expect_answers(batcher: Any, net: Net, items: list[torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from gpu_cases import BOXES, GPUS, gpu_type, home_of
 from paceline import InvalidArgument, Rejected, Timeout
 from paceline.torch import Pool
-from pool_support import Held, soon
+from pool_support import Held, served_by, soon
 
 
 class Tagger(nn.Module):
@@ -93,7 +93,7 @@ def test_states_are_dropped_from_the_memory_of_a_gpu_and_made_there_again(stream
             answer = batchers[name](torch.ones(1))
             assert (float(answer.result()), answer.device) == (1 + len(name), gpu)
         assert made == ["a", "bb", "ccc"]
-        job = pool.submit(lambda _: [len(one._served._states) for one in batchers.values()], memory=200)
+        job = pool.submit(lambda _: [len(served_by(one)._states) for one in batchers.values()], memory=200)
         assert (job.result(), job.device) == ([0, 0, 0], gpu)
         assert float(batchers["a"](torch.ones(1)).result()) == 2
         assert made == ["a", "bb", "ccc", "a"]

@@ -15,7 +15,7 @@ from gpu_cases import GPUS, home_of
 from paceline.torch import Pool
 from paceline.torch._devices import cuda
 from paceline.torch._pool.served import _Weights
-from pool_support import Held
+from pool_support import Held, served_by
 
 
 def expect_answer(batcher: Any, net: nn.Module, x: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ def test_weights_are_renewed_in_the_memory_that_they_have(streams: Any) -> None:
     with Pool(GPUS[:1]) as pool:
         batcher = pool.serve(net)
         batcher(x).result()
-        (copy,) = batcher._served._copies.values()  # type: ignore[attr-defined]
+        (copy,) = served_by(batcher)._copies.values()
         before = copy.replica.parameters[0].data_ptr()
         for _ in range(2):
             with torch.no_grad():

@@ -39,10 +39,13 @@ class PoolFuture(Future[_T], Generic[_T]):
         The name of the device that ran the job, ``"host:1"``. Empty until the job has ended, and if it never ran.
     seconds
         How long the run took, a batch as a whole.
+    version
+        Of a request: the number of the version of the model that answers it. It is fixed by the submit.
     """
 
     device = ""
     seconds = 0.0
+    version = 0
     _job: Any = None  # what the engine knows it by
     _begun = False
     _asked = False  # whether the user has cancelled it

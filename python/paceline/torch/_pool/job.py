@@ -101,16 +101,27 @@ class Work:
 
 
 class Job(Work):
-    """A function that runs once."""
+    """A function that runs once; if it is `idempotent`, again when its device is lost."""
 
-    def __init__(self, future: PoolFuture[Any], jobs: Any, fn: Any, args: Any, kwargs: Any, gang: int) -> None:
+    def __init__(
+        self,
+        future: PoolFuture[Any],
+        jobs: Any,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        gang: int,
+        *,
+        idempotent: bool = False,
+    ) -> None:
         super().__init__(future, jobs, jobs.figures)
-        self._fn, self._args, self._kwargs, self._gang = fn, args, kwargs, gang
+        self._fn, self._args, self._kwargs, self._gang, self._idempotent = fn, args, kwargs, gang, idempotent
         self._inputs = marks_of((fn, args, kwargs), lambda: jobs.gpus)
 
     def run(self, devices: list[str], evicted: list[tuple[str, str]]) -> int:
         """Called by the engine on a worker. Never raises."""
         self.begin()
+        self.error = None
         seats = [self._keeps.seats[name] for name in devices]
         try:
             self._keeps.evict(evicted)
@@ -129,9 +140,17 @@ class Job(Work):
         self.note_run(devices, 1, "completed", ends_later=any(seat.gpu is not None for seat in seats))
         return DONE
 
+    def run_batch(
+        self, devices: list[str], evicted: list[tuple[str, str]], _: list[Work]
+    ) -> tuple[int, float, float | None]:
+        """The same for a job that may run again, which the engine knows as a batch of one."""
+        return self.run(devices, evicted), 0.0, None
+
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
         """See `Work`."""
         self._fn = self._args = self._kwargs = None
+        if self._idempotent and outcome in NEVER_RAN:
+            self.error = None  # of a device that was lost, after which another one would have run it
         self._inputs = []
         if outcome == "completed" and self._keeps is not None and self._keeps.gpus:
             hand_over(self.value)

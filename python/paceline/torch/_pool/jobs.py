@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -31,6 +32,13 @@ Evicted = list[tuple[str, str]]  # devices, and models that leave their memory
 _PRIORITIES = ("interactive", "normal", "batch", "background")
 
 
+def name_of(fn: Any) -> str:
+    """What jobs are called that take about the same time."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
+
+
 class Jobs:
     """What a pool and its batchers share. Jobs keep it until they have ended, so a pool that nobody knows any more ends them first."""
 
@@ -48,6 +56,7 @@ class Jobs:
         self.seats = {one.name: Seat(one, self.engine.stream) for one in group.devices}
         self.served: weakref.WeakValueDictionary[str, Served] = weakref.WeakValueDictionary()  # by the batcher's name
         self._adding = threading.RLock()  # a device, or what is served
+        self._again: set[str] = set()  # kinds of jobs that may run again
         self.watchdog = None if hang_seconds is None else Watchdog(self, hang_seconds)
         self.figures = Figures([one.name for one in group.devices])
         self.closed = False
@@ -94,6 +103,18 @@ class Jobs:
             wait=wait,
             batched=batched,
         )
+
+    def kind_that_may_run_again(self, kind: str, memory: float) -> str:
+        """The engine's name for idempotent jobs of a kind, which need so many bytes: it runs batches again elsewhere, here of one job."""
+        name = f"{kind}, idempotent" + (f", {memory:.17g} bytes" if memory else "")
+        if name not in self._again:
+            with self._adding:
+                if name not in self._again:
+                    self.engine.add_batches(
+                        name, max_batch=1, max_delay=0.0, padded=False, memory=memory, model="", resident=0.0
+                    )
+                    self._again.add(name)
+        return name
 
     @property
     def gpus(self) -> set[int]:

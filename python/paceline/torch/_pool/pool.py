@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from paceline.torch._pool.figures import Collector
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.groups import group_of
 from paceline.torch._pool.job import Job
-from paceline.torch._pool.jobs import Jobs, Placement, Priority
+from paceline.torch._pool.jobs import Jobs, Placement, Priority, name_of
 from paceline.torch._pool.ledger import WritesLedger
 from paceline.torch._pool.needs import Needs
 from paceline.torch._pool.page import Paged
@@ -104,6 +103,7 @@ class Pool(Paged, WritesLedger):
         needs: Needs = (),
         memory: float = 0.0,
         kind: str | None = None,
+        idempotent: bool = False,
         wait: bool = True,
         **kwargs: Any,
     ) -> PoolFuture[_T]:
@@ -136,6 +136,8 @@ class Pool(Paged, WritesLedger):
             Bytes that the job needs on each of its devices while it runs. It waits until they are there, and is `Rejected` where no device has as much.
         kind
             Jobs of one kind take about the same time. None: the name of `fn`. Those that need other `memory` are measured apart.
+        idempotent
+            Whether `fn` may be called again: on another device, if its own is lost. Such jobs are measured apart, too.
         wait
             Whether to wait while the queue of the kind is full. Otherwise the future has `Rejected`, as inside of a job.
 
@@ -155,17 +157,21 @@ class Pool(Paged, WritesLedger):
         if not callable(fn):
             raise InvalidArgument(f"submit: its first argument is a {type(fn).__name__}, not a function.")
         future: PoolFuture[_T] = PoolFuture()
+        kind, memory = name_of(fn) if kind is None else kind, bytes_of("submit", "memory", memory)
+        if idempotent:
+            kind, memory = self._jobs.kind_that_may_run_again(kind, memory), 0.0
         self._jobs.put(
-            Job(future, self._jobs, fn, args, kwargs, gang),
-            kind=_name_of(fn) if kind is None else kind,
+            Job(future, self._jobs, fn, args, kwargs, gang, idempotent=idempotent),
+            kind=kind,
             priority=priority,
             deadline=deadline,
             not_before=not_before,
             gang=gang,
             after=after,
             place=self._jobs.place_of(needs),
-            memory=bytes_of("submit", "memory", memory),
+            memory=memory,
             wait=wait,
+            batched=idempotent,
         )
         return future
 
@@ -247,7 +253,7 @@ class Pool(Paged, WritesLedger):
         return batcher_of(
             self._jobs,
             model,
-            _name_of(model).rpartition(".")[2],
+            name_of(model).rpartition(".")[2],
             initializer=initializer,
             replicate=replicate,
             compile=compile,
@@ -392,10 +398,3 @@ class Pool(Paged, WritesLedger):
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(cancel=kind is not None)
-
-
-def _name_of(fn: Any) -> str:
-    """What jobs are called that take about the same time."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from paceline import Device
+from paceline import Device, InvalidArgument
 from paceline.torch._devices import cuda
 from paceline.torch._devices.caller_state import NOTHING
 from paceline.torch._devices.worker_state import prepare_worker
@@ -40,6 +40,10 @@ class Seat:
         if self.gpu is None or (stream := self._stream_of(self.name)) is None:
             return NOTHING
         return cuda.on_stream(self.gpu, stream)
+
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Send the operators of the calling thread, which is no worker, to a stream of its own, beside the jobs."""
+        return NOTHING if self.gpu is None else cuda.Queue(self.gpu).entered()
 
     def stacked(self, items: Sequence[torch.Tensor]) -> torch.Tensor:
         """A batch of the items on the device. The host does not wait for the copy."""
@@ -159,3 +163,24 @@ class Fetched:
             cuda.wait(self._arrived)
             self._arrived = None
         return pytree.tree_unflatten([rows[index].clone() for rows in self._rows], self._spec)
+
+
+def home_of(module: nn.Module) -> torch.device:
+    """Where the module is."""
+    places: dict[torch.device, str] = {}
+    named: list[tuple[str, torch.Tensor]] = [*module.named_parameters()]
+    for name, one in named or module.named_buffers():
+        places.setdefault(one.device, name)
+    if not places:
+        return torch.device("cpu")
+    (place, name), *others = places.items()
+    if others or place.type == "meta":
+        what = (
+            f"{name} is on {place}, and {others[0][1]} on {others[0][0]}"
+            if others
+            else f"{name} is on meta, and has no values"
+        )
+        raise InvalidArgument(
+            f"serve: {what}. Move the module to one device. Each device of the pool gets its copy from there."
+        )
+    return place

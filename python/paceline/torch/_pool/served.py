@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
 import operator
 import threading
@@ -18,7 +19,7 @@ from paceline import InvalidArgument
 from paceline.torch._devices import cuda
 from paceline.torch._devices.compile_gate import CompileGate
 from paceline.torch._devices.compiling import compiled_for_each
-from paceline.torch._pool.seats import Seat
+from paceline.torch._pool.seats import Seat, home_of
 from paceline.torch._replicas.buffers import Pair, Slots
 from paceline.torch._replicas.compiled import captures_graphs, compiles, is_compiled, is_compiled_function
 from paceline.torch._replicas.copies import Replicate, alias_of, copied, made_by
@@ -80,6 +81,10 @@ class Served:
         self._call = object()
         self._sizes = {key: sizes for key, sizes in self._sizes.items() if key[0] != device}
 
+    def free(self, seat: Seat) -> None:
+        """Forget what was made for a device, where nobody uses it any more."""
+        self.drop(seat.name)
+
     @contextlib.contextmanager
     def running(self, device: str, kind: str, size: tuple[Any, ...]) -> Iterator[float]:
         """Around a batch of a kind and a size. Yields the seconds that say nothing of the device's speed: all if something may be compiled.
@@ -121,7 +126,7 @@ class ServedScript(ServedFunction):
 
     def __init__(self, module: torch.jit.ScriptModule) -> None:
         super().__init__(module)
-        self._place = _place_of(module)
+        self._place = home_of(module)
 
     def _of(self, seat: Seat) -> tuple[Answer, float | None]:
         _follow_default(seat)
@@ -155,7 +160,9 @@ class WithState(Served):
             seat.wait()  # for copies to a GPU
             loaded = time.monotonic() - begun
         (state,) = made
-        return (lambda batch: self._function(state, batch)), loaded
+        return functools.partial(
+            self._function, state
+        ), loaded  # no frame of it keeps the state in the traceback of an error
 
     def drop(self, device: str) -> None:
         """See `Served`."""
@@ -235,7 +242,7 @@ class Copies(Served):
         self._copies: dict[str, _Copy] = {}
         self._weights: dict[str, _Weights] = {}  # by memory space
         self._home: str | None = None  # the memory space of the module, if a device is there
-        self._place = _place_of(module)
+        self._place = home_of(module)
 
     def add(self, seat: Seat) -> None:
         """See `Served`."""
@@ -248,6 +255,15 @@ class Copies(Served):
         """See `Served`."""
         super().drop(device)
         self._copies.pop(device, None)
+
+    def free(self, seat: Seat) -> None:
+        """See `Served`."""
+        super().free(seat)
+        weights = self._weights.get(seat.space)
+        if weights is not None:
+            weights.devices.discard(seat.name)
+            if not weights.devices:
+                del self._weights[seat.space]
 
     def _copy_for(self, seat: Seat) -> _Copy:
         reach = Reach(self._module)
@@ -368,24 +384,3 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _same(marks: Marks, seen: Marks) -> bool:
     return marks[1] == seen[1] and len(marks[0]) == len(seen[0]) and all(map(operator.is_, marks[0], seen[0]))
-
-
-def _place_of(module: nn.Module) -> torch.device:
-    """Where the module is."""
-    places: dict[torch.device, str] = {}
-    named: list[tuple[str, torch.Tensor]] = [*module.named_parameters()]
-    for name, one in named or module.named_buffers():
-        places.setdefault(one.device, name)
-    if not places:
-        return torch.device("cpu")
-    (place, name), *others = places.items()
-    if others or place.type == "meta":
-        what = (
-            f"{name} is on {place}, and {others[0][1]} on {others[0][0]}"
-            if others
-            else f"{name} is on meta, and has no values"
-        )
-        raise InvalidArgument(
-            f"serve: {what}. Move the module to one device. Each device of the pool gets its copy from there."
-        )
-    return place

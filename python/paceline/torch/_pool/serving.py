@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch._pool.batcher import Batcher, BatchOptions
+from paceline.torch._pool.answerer import Answerer, BatchOptions
+from paceline.torch._pool.batcher import Batcher
 from paceline.torch._pool.jobs import Jobs
 from paceline.torch._pool.needs import Needs, place_of
 from paceline.torch._pool.padding import Padding
@@ -19,6 +20,7 @@ from paceline.torch._replicas.compiled import is_compiled
 from paceline.torch._replicas.copies import Replicate
 
 _LOOSE = 5e-2  # how far padding may move an answer, of the largest value, in half precision
+_OF_VERSIONS = ("initializer", "replicate", "compile", "resident", "memory", "idempotent")
 
 
 def bytes_of(call: str, name: str, value: Any) -> float:
@@ -28,10 +30,11 @@ def bytes_of(call: str, name: str, value: Any) -> float:
     return float(value)
 
 
-def batcher_of(
+def answerer_of(
     jobs: Jobs,
     model: Any,
-    called: str,
+    name: str,
+    version: int,
     *,
     initializer: Callable[[torch.device], Any] | None,
     replicate: Replicate | None,
@@ -46,8 +49,8 @@ def batcher_of(
     memory: float,
     needs: Needs,
     autocast: torch.dtype | None,
-) -> Batcher:
-    """A batcher of what answers requests, by the arguments of `Pool.serve`."""
+) -> Answerer:
+    """What answers requests, by the arguments of `Pool.serve`."""
     if not (isinstance(max_batch, int) and max_batch >= 1 and 0 <= max_delay < math.inf):
         raise InvalidArgument(
             f"serve: max_batch={max_batch!r} must be at least 1, and max_delay={max_delay!r} finite and not negative."
@@ -67,7 +70,6 @@ def batcher_of(
     bytes_of("serve", "resident", resident)
     place_of(needs, jobs.devices, jobs.memory)  # raises
     served = _served(model, initializer, replicate, compile, resident)
-    name = f"{called} {jobs.number()}"
     padding = None
     if pad is not None:
         padding = Padding(name, pad, length_dim, cost, **({} if autocast is None else {"tolerance": _LOOSE}))
@@ -81,7 +83,21 @@ def batcher_of(
         autocast=autocast,
     )
     jobs.serve(name, served)
-    return Batcher(jobs, served, name, options)
+    return Answerer(jobs, served, name, options, version)
+
+
+def batcher_of(jobs: Jobs, model: Any, called: str, **given: Any) -> Batcher:
+    """A batcher, by the arguments of `Pool.serve`."""
+    name = f"{called} {jobs.number()}"
+
+    def make(model: Any, version: int, options: Mapping[str, Any]) -> Answerer:
+        if others := options.keys() - _OF_VERSIONS:
+            raise InvalidArgument(
+                f"publish: {min(others)}= is no option of a version. These are {', '.join(_OF_VERSIONS)}. What else was given to serve is that of all versions."
+            )
+        return answerer_of(jobs, model, f"{name}, version {version}", version, **{**given, **options})
+
+    return Batcher(jobs, answerer_of(jobs, model, name, 1, **given), make)
 
 
 def _served(

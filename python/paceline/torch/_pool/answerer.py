@@ -1,0 +1,316 @@
+"""What answers requests by one version of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from paceline import DeviceLost, InvalidArgument
+from paceline.torch._devices.out_of_memory import is_out_of_memory
+from paceline.torch._pool.future import PoolFuture
+from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, Work, clear_frames, code_of
+from paceline.torch._pool.jobs import Evicted, Jobs, Priority
+from paceline.torch._pool.needs import Needs, Place
+from paceline.torch._pool.padding import Padding
+from paceline.torch._pool.seats import Fetched, Seat
+from paceline.torch._pool.served import Answer, Served
+
+_MOST_EXAMPLES = 64  # kinds for which another version is warmed; an example is a whole request
+
+Key = str | int | bytes | None  # requests with one key have one version
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchOptions:
+    """How requests are answered: see `Pool.serve`."""
+
+    max_batch: int
+    max_delay: float = 0.0
+    idempotent: bool = True
+    padding: Padding | None = None
+    memory: float = 0.0
+    needs: Needs = ()
+    autocast: torch.dtype | None = None
+
+
+class Request(Work):
+    """One item of a batch. The run of the batch sets its value."""
+
+    def __init__(self, answerer: Answerer, kind: str, leaves: list[torch.Tensor], spec: Any) -> None:
+        future: PoolFuture[Any] = PoolFuture()
+        future.version = answerer.version
+        super().__init__(future, answerer, answerer.jobs.figures)
+        self.answerer: Answerer | None = answerer
+        self.kind, self.leaves, self.spec = kind, leaves, spec
+        self.leads = False
+        self.given_up = False  # whether another run cannot end otherwise
+        self.fetched: tuple[Fetched, int] | None = None  # its answer, while it is on its way from a GPU
+
+    def run_batch(
+        self, devices: list[str], evicted: Evicted, requests: list[Request]
+    ) -> tuple[int, float, float | None]:
+        """Called by the engine on a worker, for the first request of a batch. The engine knows no answerer, which would be a cycle.
+
+        Returns what became of it, the seconds that say nothing of the device's speed, and those of loading the model.
+        """
+        assert self.answerer is not None
+        self.answerer.jobs.evict(evicted)
+        return self.answerer._run(devices[0], requests)
+
+    def hang(self, device: str) -> None:
+        """See `Work`. The thread that hangs keeps what it uses."""
+        if answerer := self.answerer:
+            answerer.served.drop(device)
+
+    def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
+        """See `Work`."""
+        self.answerer, self.leaves, self.spec = None, [], None
+        if self.fetched is not None and outcome == "completed":
+            try:
+                self.value = self.fetched[0].of(self.fetched[1])
+            except BaseException as error:
+                outcome, self.error = "failed", error
+        self.fetched = None
+        if outcome in NEVER_RAN and not self.given_up:
+            self.error = None  # of a batch, half of which would have run again
+        super().end(device, seconds, outcome, message)
+
+
+class Example(NamedTuple):
+    """A request that was answered. It stands for requests of its kind."""
+
+    kind: str
+    leaves: list[torch.Tensor]
+    spec: Any
+
+
+class Answerer:
+    """Answers requests by one version of a model.
+
+    Requests hold it until they have ended. So once nobody else knows it, what it keeps on the devices is freed after its last batch.
+    """
+
+    def __init__(self, jobs: Jobs, served: Served, name: str, options: BatchOptions, version: int) -> None:
+        self.jobs, self.served, self.name, self.options, self.version = jobs, served, name, options, version
+        self.examples: dict[str, Example] = {}  # by kind
+        self._padding, self._max_batch, self._idempotent = options.padding, options.max_batch, options.idempotent
+        self._kinds: dict[Any, str] = {}  # by the structure, shapes and types of a request
+        self._values: dict[str, list[Any]] = {}  # by kind: what its tensors are padded with
+        self._only: list[str] | None = None
+        self._placed: tuple[int, Place] | None = None  # for so many devices
+        self._lock = threading.RLock()  # a finalizer may submit while it is held
+
+    def only_on(self, devices: list[str] | None) -> Answerer:
+        """The same for some of the devices. It shares everything else."""
+        other = copy.copy(self)
+        other._only, other._placed = devices, None
+        return other
+
+    def put(
+        self,
+        _: Key,
+        item: Any,
+        leaves: list[torch.Tensor],
+        spec: Any,
+        deadline: float | None,
+        priority: Priority,
+        wait: bool,
+    ) -> PoolFuture[Any]:
+        """Submit a request."""
+        request = Request(self, self.kind_of(leaves, spec), leaves, spec)
+        future = request.future
+        assert future is not None
+        placed = self._placed
+        if placed is None or placed[0] != len(self.jobs.devices):  # devices are added, and none is taken away
+            placed = self._placed = len(self.jobs.devices), self.place()
+        self.jobs.put(
+            request,
+            kind=request.kind,
+            deadline=deadline,
+            priority=priority,
+            wait=wait,
+            place=placed[1],
+            cost=1.0 if self._padding is None else self._padding.cost_of(item, leaves),
+            batched=True,
+        )
+        return future
+
+    def place(self) -> Place:
+        """Where requests may run, of the devices that there are now."""
+        labels, names = self.jobs.place_of(self.options.needs)
+        if self._only is not None:
+            names = [one for one in self._only if not names or one in names]
+        return Place(labels, names)
+
+    def rehearse(self, seat: Seat, example: Example, size: int) -> None:
+        """Answer a batch of one request many times, on the worker of the device, and drop the answers."""
+        answer, _ = self.served.of(seat)
+        kind = self.kind_of(example.leaves, example.spec)
+        answers, _ = self._answer(seat, answer, [example._replace(kind=kind)] * size)
+        self._checked(answers, size)
+
+    def kind_of(self, leaves: list[torch.Tensor], spec: Any) -> str:
+        """The engine's name for requests that may share a batch."""
+        padding = self._padding
+        shapes = [leaf.shape for leaf in leaves] if padding is None else [padding.shape_of(leaf) for leaf in leaves]
+        key = spec, *[(shape, leaf.dtype, leaf.layout) for shape, leaf in zip(shapes, leaves, strict=True)]
+        kind = self._kinds.get(key)
+        if kind is None:
+            with self._lock:
+                kind = self._kinds.get(key)
+                if kind is None:
+                    kind = f"{self.name}, shape {len(self._kinds)}"
+                    if padding is not None:
+                        self._values[kind] = padding.values(leaves, spec)
+                    self.jobs.engine.add_batches(
+                        kind,
+                        max_batch=self._max_batch,
+                        max_delay=self.options.max_delay,
+                        padded=padding is not None,
+                        memory=self.options.memory,
+                        model=self.name if self.served.resident else "",
+                        resident=self.served.resident,
+                    )
+                    self._kinds[key] = kind
+        return kind
+
+    def _run(self, device: str, requests: list[Request]) -> tuple[int, float, float | None]:
+        """Answer them. Called on a worker, for requests of one kind."""
+        if any(one.given_up for one in requests):  # the engine runs a batch that has failed again in halves
+            for one in requests:
+                one.error = one.error or DeviceLost(
+                    f"{self.name}: a device was lost at this batch, which may not run again. Say idempotent=True if it may."
+                )
+            return FAILED, 0.0, None
+        for one in requests:
+            one.begin()
+            one.error, one.fetched, one.leads = None, None, False
+        begun, seat, answered = time.monotonic(), self.jobs.seats[device], False
+        try:
+            with contextlib.ExitStack() as stack:
+                try:
+                    seat.prepare()
+                    stack.enter_context(seat.entered())
+                    answer, loaded = self.served.of(seat)
+                except BaseException as error:
+                    if device in self.served.prepared and is_out_of_memory(error):
+                        raise  # it has answered, so the batch fails, and not the device
+                    return self._without(device, requests, error), 0.0, None
+                answers, excluded = self._answer(seat, answer, requests)
+                answered = True
+                excluded += self._hand_out(seat, answers, answer, requests)
+        except BaseException as error:
+            by_chance = answered and isinstance(error, InvalidArgument)  # it may look right in halves
+            again = self._idempotent and not by_chance
+            answers = None
+            if again and len(requests) > 1:
+                clear_frames(error)
+            if is_out_of_memory(error):
+                seat.release_memory()
+            return self._failed(device, begun, requests, error, again=again), 0.0, None
+        requests[0].leads = True
+        if requests[0].kind not in self.examples and len(self.examples) < _MOST_EXAMPLES:
+            first = requests[0]
+            leaves = [one.detach().clone() for one in first.leaves]
+            self.examples[first.kind] = Example(first.kind, leaves, first.spec)
+        if seat.gpu is not None and not self._idempotent:
+            # The GPU may be lost before it has done the batch, which must not run elsewhere then.
+            for one in requests:
+                one.given_up = True
+        requests[0].note_run([device], len(requests), "completed", ends_later=seat.gpu is not None)
+        return DONE, excluded, loaded
+
+    def _answer(self, seat: Seat, answer: Answer, requests: Sequence[Request | Example]) -> tuple[Any, float]:
+        """Their answers, and the seconds that say nothing of the device's speed."""
+        kind, spec, dtype = requests[0].kind, requests[0].spec, self.options.autocast
+        rows = [one.leaves for one in requests]
+        with torch.inference_mode():
+            if self._padding is None:
+                batch = [seat.stacked(leaves) for leaves in zip(*rows, strict=True)]
+            else:
+                batch = self._padding.stack(seat, rows, self._values[kind])
+            given = batch[0] if spec is None else pytree.tree_unflatten(batch, spec)
+            casts = contextlib.nullcontext() if dtype is None else torch.autocast(seat.device.type, dtype)
+            with self.served.running(seat.name, kind, tuple(one.shape for one in batch)) as excluded, casts:
+                return answer(given), excluded
+
+    def _checked(self, answers: Any, count: int) -> tuple[list[torch.Tensor], Any]:
+        leaves, spec = pytree.tree_flatten(answers)
+        for leaf in leaves:
+            if not (isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count):
+                what = (
+                    f"a tensor of shape {tuple(leaf.shape)}"
+                    if isinstance(leaf, torch.Tensor)
+                    else f"a {type(leaf).__name__}"
+                )
+                raise InvalidArgument(
+                    f"{self.name}: the model returned {what} for {count} requests. It must return tensors, or a nest of them, whose "
+                    "dimension 0 is the request."
+                )
+        return [leaf.detach() for leaf in leaves], spec
+
+    def _hand_out(self, seat: Seat, answers: Any, answer: Answer, requests: Sequence[Request]) -> float:
+        """Give each its answer. Returns the seconds of running some of them alone."""
+        alone = 0.0
+        leaves, spec = self._checked(answers, len(requests))
+        if self._padding is None:
+            found = [list(seat.fetched(leaf).unbind()) for leaf in leaves]
+        else:
+
+            def run(some: Sequence[int]) -> tuple[list[torch.Tensor], Any]:
+                nonlocal alone
+                seat.wait()
+                begun = time.monotonic()
+                some_answers, _ = self._answer(seat, answer, [requests[index] for index in some])
+                seat.wait()
+                alone += time.monotonic() - begun
+                return self._checked(some_answers, len(some))
+
+            given = [one.leaves for one in requests]
+            found = self._padding.cut(requests[0].kind, leaves, spec, given, run, seat.fetched)
+        # Copies: a view would keep the answers of the whole batch. They are no inference tensors, so autograd takes them.
+        fetched = Fetched(found, spec, seat.mark())
+        for index, request in enumerate(requests):
+            if seat.gpu is None:
+                request.value = fetched.of(index)
+            else:
+                request.fetched = fetched, index
+        return alone
+
+    def _failed(
+        self, device: str, begun: float, requests: Sequence[Request], error: BaseException, *, again: bool
+    ) -> int:
+        requests[0].note_run([device], len(requests), "failed")
+        ran = device, time.monotonic() - begun
+        for request in requests:
+            request.error, request.given_up, request.ran = error, not again, None if again else ran
+        return code_of(error, len(requests)) if again else FAILED
+
+    def _without(self, device: str, requests: Sequence[Request], error: BaseException) -> int:
+        """The device could not be prepared: it is retired, and others answer, unless it is the last one."""
+        for request in requests:
+            request.error, request.given_up = error, True
+        if requests[0].future is None:  # the run was given up, and its end says nothing of the device
+            return FAILED
+        if not self.jobs.engine.retire(device, unless_last=True):
+            return FAILED
+        try:
+            warnings.warn(
+                f"{self.name}: {device} is retired from the pool, since what prepares it for requests has raised {error!r}. The other devices answer.",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+        except RuntimeWarning:  # warnings are errors
+            return FAILED
+        for request in requests:
+            request.error, request.given_up = None, False
+        return LOST

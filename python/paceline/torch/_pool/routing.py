@@ -1,0 +1,124 @@
+"""Which version of a model answers a request."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from paceline import Cancelled, Expired, InvalidArgument, Rejected
+from paceline.torch._pool.answerer import Answerer, Key
+from paceline.torch._pool.future import PoolFuture
+from paceline.torch._pool.jobs import Priority
+
+OnShadow = Callable[[Any, PoolFuture[Any], PoolFuture[Any]], object]
+
+WHOLE = 1_000_000  # weights are counted in whole numbers, which add up exactly
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Which versions there are."""
+
+    live: Answerer
+    candidates: tuple[tuple[Answerer, int], ...] = ()  # with their parts of all requests, in millionths
+    shadows: tuple[tuple[Answerer, OnShadow | None], ...] = ()
+    previous: Answerer | None = None  # kept for a rollback
+
+    def all(self) -> list[tuple[str, Answerer]]:
+        """Each with its role."""
+        others = [("candidate", one) for one, _ in self.candidates] + [("shadow", one) for one, _ in self.shadows]
+        return [("live", self.live), *others, *([] if self.previous is None else [("previous", self.previous)])]
+
+    def without(self, gone: Answerer) -> State:
+        """The others. The live one stays."""
+        return State(
+            self.live,
+            tuple(one for one in self.candidates if one[0] is not gone),
+            tuple(one for one in self.shadows if one[0] is not gone),
+            None if self.previous is gone else self.previous,
+        )
+
+
+class Router:
+    """Sends each request to one of several versions, and copies of it to those in the shadow."""
+
+    def __init__(self, state: State) -> None:
+        self._parts = [(state.live, WHOLE - sum(part for _, part in state.candidates)), *state.candidates]
+        self._credits, self._shadows = [0] * len(self._parts), state.shadows
+        self._lock = threading.RLock()  # a finalizer may submit while it is held
+
+    def put(self, key: Key, item: Any, leaves: list[torch.Tensor], spec: Any, *how: Any) -> PoolFuture[Any]:
+        """Submit a request."""
+        future = self._choose(key).put(key, item, leaves, spec, *how)
+        for shadow, on_shadow in self._shadows:
+            with contextlib.suppress(Exception):  # the request itself was taken, and its caller has to get the future
+                _mirror(shadow, on_shadow, future, leaves, spec)
+        return future
+
+    def _choose(self, key: Key) -> Answerer:
+        if key is not None:
+            if not isinstance(key, (str, int, bytes)):
+                raise InvalidArgument(f"a request has key={key!r}; it must be a string, a number or bytes.")
+            return max(self._parts, key=lambda one: _score(key, *one))[0]
+        with self._lock:  # smooth weighted round robin: what a part has missed is carried on to the next request
+            for index, (_, part) in enumerate(self._parts):
+                self._credits[index] += part
+            best = max(range(len(self._parts)), key=self._credits.__getitem__)
+            self._credits[best] -= WHOLE
+        return self._parts[best][0]
+
+
+def _score(key: Key, answerer: Answerer, part: int) -> float:
+    """Weighted rendezvous hashing (Thaler & Ravishankar 1998): another weight moves only keys that come to its version, or leave it."""
+    digest = hashlib.blake2b(f"{answerer.version} {key!r}".encode(), digest_size=8).digest()
+    return -part / math.log((int.from_bytes(digest, "little") + 0.5) / 2.0**64)
+
+
+def _mirror(
+    shadow: Answerer, on_shadow: OnShadow | None, live: PoolFuture[Any], leaves: list[torch.Tensor], spec: Any
+) -> None:
+    copies = [one.detach().clone() for one in leaves]  # the caller may change these once the request is answered
+    item = copies[0] if spec is None else pytree.tree_unflatten(copies, spec)
+    answer = shadow.put(None, item, copies, spec, None, "background", False)
+
+    def tell(_: object) -> None:
+        if not answer.cancelled() and not isinstance(answer.exception(), (Cancelled, Expired, Rejected)):
+            on_shadow(item, live, answer)  # type: ignore[misc]
+
+    if on_shadow is not None:
+        answer.add_done_callback(lambda _: live.add_done_callback(tell))
+
+
+class Gap:
+    """Stands in the place of a `Router` while no device has any version."""
+
+    def __init__(self, again: Callable[..., PoolFuture[Any]], check_may_wait: Callable[[], None]) -> None:
+        self._again, self._check_may_wait, self.over = again, check_may_wait, threading.Event()
+
+    def put(
+        self, key: Key, item: Any, leaves: Any, spec: Any, deadline: float | None, priority: Priority, wait: bool
+    ) -> PoolFuture[Any]:
+        """Wait until there is a version, and submit the request."""
+        try:
+            if not wait:
+                raise InvalidArgument("the request says wait=False, as those of ask() do")
+            self._check_may_wait()
+        except InvalidArgument as error:
+            future: PoolFuture[Any] = PoolFuture()
+            why = f"The request was not taken: its model is just exchanged for another version, and {error}."
+            future._end("rejected", why, None, None)
+            return future
+        begun = time.monotonic()
+        self.over.wait()
+        if deadline is not None:
+            deadline = max(deadline - (time.monotonic() - begun), 1e-9)
+        return self._again(key, item, leaves, spec, deadline, priority, wait)
