@@ -257,7 +257,7 @@ def waiting_for(future: PoolFuture[int]) -> Iterator[threading.Thread]:
 def test_a_future_whose_end_is_interrupted_tells_all_who_wait_when_it_is_ended_again(outcome: str) -> None:
     future: PoolFuture[int] = PoolFuture()
     future._asked = True
-    future._waiters.append(Interrupts())
+    future._waiters.append(Interrupts())  # type: ignore[arg-type]
     told: list[Any] = []
     future.add_done_callback(told.append)
     threads = list(waiting_for(future))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import itertools
 import threading
@@ -480,7 +481,7 @@ def test_a_publish_in_a_job_or_in_a_callback_is_refused() -> None:
 @pytest.mark.parametrize("exchange", [False, True])
 def test_an_interrupt_of_publish_leaves_the_service_as_it_was(exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     states, calls = States(alone=exchange), itertools.count(1)
-    waits = warming.wait
+    waits = concurrent.futures.wait
 
     def interrupted(*of: Any) -> Any:
         if next(calls) == (2 if exchange else 5):
