@@ -15,6 +15,7 @@ import torch
 from paceline import InvalidArgument
 from paceline._cli import main
 from paceline._core.plan import PoolState
+from paceline.balance import Balancer
 from paceline.sim import replay_pool, what_if_pool
 from paceline.torch import Pool
 from pool_support import Held, pool_of
@@ -294,3 +295,13 @@ def test_a_ledger_begins_before_the_first_job_and_is_written_once(tmp_path: Path
             assert path.read_text(encoding="utf-8").startswith(text)
     with pool_of(1) as pool, pytest.raises(InvalidArgument, match="is the disk full"):
         pool.write_ledger("/dev/full")
+
+
+def test_only_the_ledger_of_a_pool_is_asked_what_if(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    Balancer(["a", "b"], ledger=path).next_plan(8)
+    assert main(["replay", str(path)]) == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(path), "--what-if"])
+    assert ended.value.code == 2
+    assert "--what-if is for the ledgers of pools" in capsys.readouterr().err
