@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -13,6 +14,7 @@
 #include <fstream>
 #include <future>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -86,6 +88,29 @@ TEST(PoolClock, WhatComesAfterALateJobIsCancelledAndMakesRoom) {
   EXPECT_THROW(all.back().get(), Cancelled);
   gate.open();
   next.get();
+}
+
+// The other pool's devices are idle for it, so it has decided where the jobs run.
+TEST(PoolClock, AJobExpiresOnAWorkerThatIsBusyForAnotherPool) {
+  Gate gate;
+  const DeviceGroup group = host_group(2);
+  Pool other(group);
+  const auto busy = keep_busy(other, gate, 2);
+  Pool pool(group);
+  const auto late = pool.submit([](Job&) {}, {.deadline_seconds = 0.01});
+  const auto gang = pool.submit([](Job&) {}, {.deadline_seconds = 0.01, .gang = 2});
+  const Batcher<int, int> batcher =
+      pool.serve<int, int>([](Job&, std::span<int> in, std::span<int> out) { std::ranges::copy(in, out.begin()); });
+  EXPECT_TRUE(soon([&] { return late.ready() && gang.ready(); }));
+  const auto patient = batcher.submit(1);
+  const auto hasty = batcher.submit(2, {.deadline_seconds = 0.01});
+  EXPECT_TRUE(soon([&] { return hasty.ready(); }));
+  EXPECT_FALSE(busy[0].ready() || busy[1].ready() || patient.ready());
+  gate.open();
+  EXPECT_THROW(late.get(), Expired);
+  EXPECT_THROW(gang.get(), Expired);
+  EXPECT_THROW((void)hasty.get(), Expired);
+  EXPECT_EQ(patient.get(), 1);
 }
 
 TEST(PoolClock, CallsOfThenMaySubmitAndDoNotWait) {

@@ -5,11 +5,13 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include <paceline/error.hpp>
 
@@ -97,14 +99,28 @@ void PoolCore::tick() noexcept {
   {
     const std::lock_guard lock(mutex_);
     rings_at_ = kNever;
+    // A worker with other work, such as that of another pool, may not come to what was decided for its device.
+    std::vector<plan::RunId> late;
+    double by = kNever;
+    for (const Device& device : devices_) {
+      if (!device.run || runs_.at(*device.run).taken) continue;
+      const double begin_by = runs_.at(*device.run).begin_by;
+      if (begin_by < now()) {
+        late.push_back(*device.run);
+      } else {
+        by = std::min(by, begin_by);
+      }
+    }
+    for (const plan::RunId run : late) withdraw(run, {}, after);
     if (const double time = now(); time >= wake_seconds_) apply(state_.tick(time), after);
-    keep_time(after);
+    keep_time(after, by);
   }
   follow(std::move(after));
 }
 
-void PoolCore::keep_time(After& after) noexcept {
-  if (clock_.started() && wake_seconds_ < rings_at_) after.ring = rings_at_ = wake_seconds_;
+void PoolCore::keep_time(After& after, double by) noexcept {
+  by = std::min(by, wake_seconds_);
+  if (clock_.started() && by < rings_at_) after.ring = rings_at_ = by;
 }
 
 }  // namespace paceline::internal

@@ -215,11 +215,12 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
       // Before anything is decided, since it may fail.
       if (options.deadline_seconds < kNever || options.not_before_seconds > 0.0) clock_.start(weak_from_this());
       const PoolCall* const submitted = call.get();
-      plan::PoolDecisions decisions = state_.submit(now(), job, id);
+      const double time = now();
+      plan::PoolDecisions decisions = state_.submit(time, job, id);
       const bool live =
           options.priority == Priority::interactive ||
           options.deadline_seconds < state_.options().patience[static_cast<std::size_t>(Priority::normal)];
-      jobs_.emplace(id, Waiting{.call = std::move(call), .live = live});
+      jobs_.emplace(id, Waiting{.call = std::move(call), .live = live, .deadline = time + options.deadline_seconds});
       if (live) ++waiting_live_;
       const bool unmet = std::ranges::any_of(decisions.ends, [&](const plan::PoolEnd& end) {
         return end.job == id && end.reason == plan::PoolReason::no_device;

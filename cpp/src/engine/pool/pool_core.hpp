@@ -130,17 +130,19 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   };
   struct Waiting {
     std::shared_ptr<PoolCall> call;
-    plan::RunId run{};  // that it is in, if any
-    bool live = false;  // whether it may take time from steps
+    plan::RunId run{};         // that it is in, if any
+    bool live = false;         // whether it may take time from steps
+    double deadline = kNever;  // by the pool's clock
   };
   struct Run {
     std::vector<std::size_t> devices;
     std::vector<JobId> jobs;
     std::vector<PoolCall*> calls;
     std::size_t kind = 0;
-    double cost = 0.0;       // what its seconds are of
-    double predicted = 0.0;  // seconds; NaN if unknown
-    bool live = false;       // whether one of its jobs is
+    double cost = 0.0;         // what its seconds are of
+    double predicted = 0.0;    // seconds; NaN if unknown
+    double begin_by = kNever;  // when it would be too late for one of its jobs
+    bool live = false;         // whether one of its jobs is
     bool taken = false;
     bool lent = false;                     // whether a step was there when it was taken, so that the budget counts it
     const WorkSource* taken_by = nullptr;  // that its worker asked; null once it is done with it
@@ -213,8 +215,9 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   [[nodiscard]] std::exception_ptr no_device(const JobOptions& options, std::size_t kind) const;
   void wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind);
   void apply(plan::PoolDecisions decisions, After& after, const RunEnding& ending = {});
-  /// Lets `clock_` call tick() when that is due, once it has started. Before, idle workers look at the time.
-  void keep_time(After& after) noexcept;
+  /// Lets `clock_` call tick() when that is due or by this time, once it has started. Before, idle workers look at the
+  /// time.
+  void keep_time(After& after, double by) noexcept;
   /// Ends what no worker has begun, and starts nothing any more.
   void end_waiting(const std::exception_ptr& error, After& after);
   /// Takes a run back that no worker has begun. `cancelled`: one of its jobs, which ends.

@@ -329,6 +329,7 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
   }
   for (Device& device : devices_) device.declined.reset();
   for (const plan::PoolDecline& one : decisions.declines) devices_[one.device].declined = one;
+  double by = kNever;
   for (plan::PoolStart& start : decisions.starts) {
     Run run{.devices = start.devices,
             .jobs = start.jobs,
@@ -339,10 +340,14 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
     for (plan::PoolEviction& one : start.evict) devices_[one.device].evict.push_back(std::move(one.model));
     for (const JobId id : start.jobs) {
       Waiting& job = jobs_.at(id);
+      run.begin_by = std::min(run.begin_by, job.deadline);
       set_run(job, start.run);
       run.live |= job.live;
       run.calls.push_back(job.call.get());
     }
+    // Not earlier than the decisions allow for: otherwise what tick() takes back would come again at once.
+    if (run.predicted >= 0.0) run.begin_by -= state_.margin(run.kind) * run.predicted;
+    by = std::min(by, run.begin_by);
     if (run.live) ++live_;
     devices_[start.devices.front()].run = start.run;
     after.wake.push_back(&devices_[start.devices.front()]);
@@ -352,7 +357,7 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
   // Any worker may be the one that is idle and tells the time.
   if (decisions.wake_seconds < wake_seconds_ && !clock_.started()) after.wake_all = true;
   wake_seconds_ = decisions.wake_seconds;
-  keep_time(after);
+  keep_time(after, by);
 }
 
 void PoolCore::follow(After after) noexcept {
