@@ -8,6 +8,7 @@ import pytest
 
 import pool_support
 import test_torch_pool
+import test_torch_pool_exchanges
 import test_torch_pool_failures
 import test_torch_pool_life
 import test_torch_pool_modules
@@ -19,6 +20,7 @@ from paceline.torch import Pool
 
 _MODULES = (
     test_torch_pool,
+    test_torch_pool_exchanges,
     test_torch_pool_failures,
     test_torch_pool_life,
     test_torch_pool_modules,
@@ -31,7 +33,6 @@ _ABOUT_HOSTS = {
     "test_a_batch_that_fails_after_its_deadline_has_its_error_its_device_and_its_seconds",
     "test_a_device_that_a_job_has_lost_is_retired_in_the_figures",
     "test_a_device_whose_initializer_fails_is_retired_and_others_answer",
-    "test_a_lock_that_an_interrupt_has_left_taken_is_free_when_the_job_is_ended_again",
     "test_a_small_effect_of_padding_is_noticed_when_there_is_more_padding",
     "test_a_pool_in_a_cycle_with_its_module_is_collected",
     "test_an_interrupt_of_map_cancels_the_request_that_is_waited_for",
