@@ -15,6 +15,7 @@ import test_torch_pool_modules
 import test_torch_pool_padding
 import test_torch_pool_requests
 import test_torch_pool_versions
+import versions_support
 from gpu_cases import GPUS, ON_A_GPU
 from paceline.torch import Pool
 
@@ -59,7 +60,7 @@ def pools_of_gpus(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What these modules make pools with."""
     if ON_A_GPU:
         pytest.skip("their modules and tensors are on the host, and a real GPU rounds in another way")
-    for module in (*_MODULES, pool_support):
+    for module in (*_MODULES, pool_support, versions_support):
         for name, value in (
             ("pool_of", lambda count=2, **options: Pool(GPUS[:count], **options)),
             ("hosts", lambda count: GPUS[:count]),
