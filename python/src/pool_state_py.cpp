@@ -181,8 +181,9 @@ void bind_pool_state(py::module_& module) {
                            "The decisions of a pool, for replays of its ledger. Functions are its events, and return "
                            "what was decided as the ledger has it.")
       .def(py::init<const std::string&, double, double, std::int64_t, double, double, std::vector<double>>(),
-           py::kw_only(), py::arg("placement"), py::arg("decline"), py::arg("probe_seconds"), py::arg("samples"),
-           py::arg("margin"), py::arg("memory_margin_bytes"), py::arg("patience"))
+           py::kw_only(), py::arg("placement"), py::arg("decline"),
+           py::arg("probe_seconds") = std::numeric_limits<double>::infinity(), py::arg("samples"), py::arg("margin"),
+           py::arg("memory_margin_bytes"), py::arg("patience"))
       .def("chose", &ReplayedPool::chose, py::arg("devices"),
            "What the user's placement answers during the next event.")
       .def("write_to", &ReplayedPool::write_to, py::arg("path"), "Write a ledger.")
@@ -199,7 +200,7 @@ void bind_pool_state(py::module_& module) {
            py::arg("cost") = 1.0, py::arg("gang") = 1, py::arg("after") = std::vector<std::uint64_t>{},
            "The number of the job, and what was decided.")
       .def("finish", &ReplayedPool::finish, py::arg("now"), py::kw_only(), py::arg("run"), py::arg("result"),
-           py::arg("seconds"))
+           py::arg("seconds") = 0.0)
       .def("withdraw", &ReplayedPool::withdraw, py::arg("now"), py::kw_only(), py::arg("run"),
            py::arg("cancelled") = py::none())
       .def("cancel", &ReplayedPool::cancel, py::arg("now"), py::kw_only(), py::arg("job"))

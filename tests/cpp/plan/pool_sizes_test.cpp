@@ -82,6 +82,49 @@ TEST(PoolSizes, ANewLineIsComparedWithWhatTheyTook) {
   EXPECT_EQ(one.run(8, 24.0), 24.0) << "by the new line";
 }
 
+TEST(PoolSizes, OneJobAloneNeverTakesLongerThanTheLineSoThatDeadlinesAreTakenAgain) {
+  Sized one;
+  for (int k = 0; k < 6; ++k) {
+    const PoolStart slow = one.start(1);
+    one.now += 20.0;
+    (void)one.pool.finish(one.now, slow.run, RunResult::completed, 20.0);
+  }
+  JobId id{};
+  const PoolDecisions out = one.pool.submit(one.now, {.deadline_seconds = 100.0}, id);
+  ASSERT_EQ(out.starts.size(), 1U);
+  EXPECT_EQ(out.starts[0].predicted_seconds, 2.0);
+}
+
+TEST(PoolSizes, ADeviceThatEndsNoJobAloneInTimeIsLeftNoneWithADeadline) {
+  // Device 1 takes long for all sizes but 8. Both are idle when the other seven wait, whose deadline it would miss
+  // alone.
+  Sized two(2);
+  ASSERT_TRUE(two.pool.retire(two.now, 0).starts.empty());
+  (void)two.pool.measure(two.now, 1, 0, CostModel::affine(10.0, 0.0), 3);
+  for (int k = 0; k < 3; ++k) {
+    JobId id{};
+    const PoolStart first = two.start(1);
+    for (int more = 0; more < 8; ++more) (void)two.pool.submit(two.now, {}, id);
+    two.now += 10.0;
+    const PoolDecisions out = two.pool.finish(two.now, first.run, RunResult::completed, 10.0);
+    ASSERT_EQ(out.starts.at(0).jobs.size(), 8U);
+    two.now += 5.0;
+    ASSERT_TRUE(two.pool.finish(two.now, out.starts[0].run, RunResult::completed, 5.0).starts.empty());
+  }
+  (void)two.pool.measure(two.now, 0, 0, CostModel::affine(8.0, 0.0), 3);
+  (void)two.pool.restore(two.now, 0);
+  const PoolStart a = two.start(1);
+  const PoolStart b = two.start(1);
+  JobId id{};
+  for (int k = 0; k < 8; ++k) {
+    ASSERT_TRUE(two.pool.submit(two.now, {.deadline_seconds = two.now + 19.5}, id).starts.empty());
+  }
+  two.now += 10.0;
+  std::size_t started = two.pool.finish(two.now, a.run, RunResult::completed, 8.0).starts.size();
+  started += two.pool.finish(two.now, b.run, RunResult::completed, 10.0).starts.size();
+  EXPECT_GT(started, 0U) << "each device leaves them to the other one";
+}
+
 // The plan by enumeration: with two devices, the largest size that the free one ends by the least time in which both,
 // the other one from when it is free, can end all that wait.
 TEST(PoolSizes, ThePlanTakesTheSizeThatEnumerationFinds) {

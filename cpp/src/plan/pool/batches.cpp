@@ -117,6 +117,8 @@ bool State::early(const PoolLine& line, double seconds, double now, double units
     const Device& device = devices[other.device];
     const double free = (device.run == RunId{} ? 0.0 : std::max(device.free_at - now, 0.0)) + other.load;
     const std::span<const double> times = size_seconds(line.kind, other.device);
+    // Jobs with deadlines are given to devices that end them in time alone, even if a batch would be faster.
+    if (!times.empty() && !line.timed.empty() && times.front() >= seconds - free) continue;
     sum += times.empty()
                ? jobs_before(other.model, kinds[line.kind].cost, other.largest, seconds - free)
                : jobs_before(times, kinds[line.kind].spec.sizes, std::min(other.largest, most), seconds - free);

@@ -48,8 +48,11 @@ class CostWindow {
   std::span<const CostEntry> first(std::size_t count, const KeyQueue& timed, const KeyQueue& plain,
                                    const JobSlots& jobs) {
     if (entries_.size() < count) read_on(count, timed, plain, jobs);
-    if (entries_.size() > count) cut(count);
-    return entries_;
+    if (entries_.size() <= count) return entries_;
+    const KeyEntry last = last_of(entries_, count);  // devices with more memory look at more
+    first_.clear();
+    std::ranges::copy_if(entries_, std::back_inserter(first_), [&](const CostEntry& one) { return !(last < one.key); });
+    return first_;
   }
 
   /// Those of these with the `count` smallest keys, fewer than there are. In the same order.
@@ -99,7 +102,8 @@ class CostWindow {
 
   std::vector<CostEntry> entries_;
   KeyEntry end_{-kNever, JobId{}};  // no job of the line up to it is missing
-  std::vector<CostEntry> some_;     // kept, so that nothing is allocated
+  std::vector<CostEntry> first_;    // kept, so that nothing is allocated
+  std::vector<CostEntry> some_;
   std::vector<KeyEntry> keys_;
 };
 

@@ -189,11 +189,10 @@ void State::ended_badly(const Run& run, RunResult result, double now, PoolDecisi
   fail_stranded(run.kind, PoolReason::out_of_memory, out);
 }
 
-// The 90 % quantile of the last runs' actual over predicted seconds, every eight runs.
+// What a batch of this size took.
 void State::note_size(Kind& kind, const Run& run, double seconds) {
   const std::vector<std::int64_t>& sizes = kind.spec.sizes;
   const auto place = std::ranges::find(sizes, std::ssize(run.jobs));
-  if (place == sizes.end()) return;  // a half of one
   Measured& on = kind.on[run.devices.front()];
   on.times.add(static_cast<std::size_t>(place - sizes.begin()), sizes.size(), seconds);
   if (!on.known) return;
@@ -201,6 +200,7 @@ void State::note_size(Kind& kind, const Run& run, double seconds) {
   ++kind.epoch;
 }
 
+// The 90 % quantile of the last runs' actual over predicted seconds, every eight runs.
 void State::observe(Kind& kind, double ratio) {
   constexpr std::size_t window = 128;
   constexpr std::size_t least = 10;

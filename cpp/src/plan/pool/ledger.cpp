@@ -144,7 +144,7 @@ void PoolLedger::header(const PoolOptions& options) {
   Members members;
   members.add("placement", name_in(kPlacements, options.placement))
       .add("decline", options.decline)
-      .add("probe_seconds", options.probe_seconds)
+      .unless("probe_seconds", options.probe_seconds, kNever)
       .add("samples", options.samples)
       .add("margin", options.margin)
       .add("memory_margin_bytes", options.memory_margin_bytes)
@@ -201,7 +201,8 @@ void PoolLedger::submit(double now, const PoolJob& job, JobId id, const PoolDeci
 
 void PoolLedger::finish(double now, RunId run, RunResult result, double seconds, const PoolDecisions& decided) {
   Members members;
-  members.add("run", number(run)).add("result", name_in(kResults, result)).add("seconds", seconds);
+  members.add("run", number(run)).add("result", name_in(kResults, result));
+  if (result == RunResult::completed) members.add("seconds", seconds);
   event(now, "finish", members.text(), decided);
 }
 
@@ -255,7 +256,7 @@ void PoolState::write_to(std::shared_ptr<std::ostream> out) {
 }
 
 bool PoolState::begun() const noexcept { return state_->begun; }
-bool PoolState::writes_ledger() const noexcept { return state_->ledger != nullptr; }
 bool PoolState::ledger_failed() const noexcept { return state_->ledger != nullptr && state_->ledger->failed(); }
+bool PoolState::writes_ledger() const noexcept { return state_->ledger != nullptr && !ledger_failed(); }
 
 }  // namespace paceline::plan

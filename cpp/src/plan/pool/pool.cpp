@@ -248,7 +248,8 @@ PoolDecisions PoolState::finish(double now_seconds, RunId run, RunResult result,
     for (const std::size_t d : ended.devices) ++kind.classes[s.devices[d].cls].samples;
     if (kind.classes[s.devices[ended.devices.front()].cls].samples <= s.options.samples) ++kind.epoch;
     if (ended.predicted > 0.0) s.observe(kind, seconds / ended.predicted);
-    if (ended.devices.size() == 1 && !kind.spec.padded && kind.spec.sizes.size() > 1) s.note_size(kind, ended, seconds);
+    const bool batches = ended.devices.size() == 1 && !kind.spec.padded && kind.spec.sizes.size() > 1;
+    if (batches && seconds > 0.0) s.note_size(kind, ended, seconds);  // 0: nothing was measured
     out.ends.reserve(ended.jobs.size());
     for (const JobId id : ended.jobs) s.end(id, JobOutcome::completed, PoolReason::none, std::nullopt, out);
   } else {

@@ -20,7 +20,8 @@ namespace paceline::plan {
 ///
 /// A size is off the line if its last three batches all took more than a tenth longer, or all more than a tenth
 /// shorter, than the line says. It then takes their median. Who has not run for `kKept` batches is forgotten, and so is
-/// tried again.
+/// tried again. One job alone never takes longer than the line: no smaller size could be chosen instead, and jobs that
+/// are refused since they would end too late run nothing which shows that it is fast again.
 class SizeTimes {
  public:
   /// A batch of the size at this place took so long.
@@ -40,10 +41,9 @@ class SizeTimes {
       const double expected = seconds_of(line, static_cast<double>(sizes[place]));
       std::array<double, 3> last = size.last;
       std::ranges::sort(last);
-      if (size.count < 3 || runs_ - size.at > kKept || (last[0] <= expected * kClear && last[2] * kClear >= expected)) {
-        if (!seconds_.empty()) seconds_[place] = expected;
-        continue;
-      }
+      const bool longer = last[0] > expected * kClear && place > 0;
+      const bool shorter = last[2] * kClear < expected;
+      if (size.count < 3 || runs_ - size.at > kKept || !(longer || shorter)) continue;
       if (seconds_.empty()) {
         for (const std::int64_t one : sizes) seconds_.push_back(seconds_of(line, static_cast<double>(one)));
       }

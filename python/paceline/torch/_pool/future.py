@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -24,7 +25,9 @@ _ERRORS: dict[str, type[Error]] = {
 }
 # Of the states of all futures, and held for a moment. A `Condition` and two lists for each would be ten objects of which the garbage collector knows,
 # and thousands of requests make it walk through all objects of the process, which holds every thread for a tenth of a second.
+# No other lock is asked for while it is held.
 _lock = threading.RLock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class PoolFuture(Future[_T], Generic[_T]):
@@ -66,7 +69,7 @@ class PoolFuture(Future[_T], Generic[_T]):
         if name not in ("_condition", "_waiters"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         with _lock:
-            return self.__dict__.setdefault(name, threading.Condition(_lock) if name == "_condition" else [])
+            return self.__dict__.setdefault(name, threading.Condition() if name == "_condition" else [])
 
     def done(self) -> bool:
         """Whether it has a result or an error, or was cancelled."""
@@ -125,6 +128,7 @@ class PoolFuture(Future[_T], Generic[_T]):
                     self._sleepers.append(sleeper)
             in_time = sleeper.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
             if not in_time and not self.done():
+                self._forget(sleeper)
                 raise TimeoutError
         if self.cancelled():
             raise CancelledError
@@ -161,7 +165,8 @@ class PoolFuture(Future[_T], Generic[_T]):
     def _end(self, outcome: str, message: str, error: BaseException | None, value: Any) -> None:
         """Called by the pool; again after an interrupt, which may come anywhere in it. Then it does what is left."""
         with _lock:
-            if self.done():
+            again = self.done()
+            if again:
                 pass
             elif outcome == "completed":
                 self._result, self._state = value, FINISHED
@@ -170,16 +175,25 @@ class PoolFuture(Future[_T], Generic[_T]):
             else:
                 self._exception = _ERRORS.get(outcome, Error)(message) if error is None else error
                 self._state = FINISHED
-            for waiter in self.__dict__.get("_waiters", ()):
-                if self not in waiter.finished_futures:
-                    getattr(waiter, self._word())(self)
+            condition = self.__dict__.get("_condition")  # one that is made later sees the state
+        if condition is not None:
+            with condition:
+                for waiter in self._waiters:
+                    if not again or self not in waiter.finished_futures:
+                        getattr(waiter, self._word())(self)
         while self._sleepers:
+            sleeper = self._sleepers[-1]
             with contextlib.suppress(RuntimeError):  # an interrupt came after it was woken
-                self._sleepers[-1].release()
-            self._sleepers.pop()
+                sleeper.release()
+            self._forget(sleeper)
         # Each is taken out before it is called, so an interrupt in one of them leaves the others to be called.
         while self._callbacks:
             self._call(self._callbacks.pop(0))
+
+    def _forget(self, sleeper: threading.Lock) -> None:
+        with _lock, contextlib.suppress(ValueError):  # it is woken just now
+            if self._sleepers is not None:
+                self._sleepers.remove(sleeper)
 
     def _word(self) -> str:
         """How the standard library's waiters are told."""
