@@ -117,7 +117,7 @@ TEST(PoolSizes, ADeviceThatEndsNoJobAloneInTimeIsLeftNoneWithADeadline) {
   const PoolStart b = two.start(1);
   JobId id{};
   for (int k = 0; k < 8; ++k) {
-    ASSERT_TRUE(two.pool.submit(two.now, {.deadline_seconds = two.now + 19.5}, id).starts.empty());
+    ASSERT_TRUE(two.pool.submit(two.now, {.deadline_seconds = 22.0}, id).starts.empty());
   }
   two.now += 10.0;
   std::size_t started = two.pool.finish(two.now, a.run, RunResult::completed, 8.0).starts.size();
