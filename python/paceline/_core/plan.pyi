@@ -363,7 +363,7 @@ class PoolState:
         *,
         placement: str,
         decline: typing.SupportsFloat | typing.SupportsIndex,
-        probe_seconds: typing.SupportsFloat | typing.SupportsIndex,
+        probe_seconds: typing.SupportsFloat | typing.SupportsIndex = ...,
         samples: typing.SupportsInt | typing.SupportsIndex,
         margin: typing.SupportsFloat | typing.SupportsIndex,
         memory_margin_bytes: typing.SupportsFloat | typing.SupportsIndex,
@@ -410,7 +410,7 @@ class PoolState:
         *,
         run: typing.SupportsInt | typing.SupportsIndex,
         result: str,
-        seconds: typing.SupportsFloat | typing.SupportsIndex,
+        seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     ) -> str: ...
     def loaded(
         self,
