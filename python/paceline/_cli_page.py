@@ -45,9 +45,14 @@ def run(args: argparse.Namespace) -> None:
             runs += runs_of(path.name, lines)
         except InvalidArgument as error:
             args.parser.error(f"{path} is no ledger that can be replayed: {error}")
+    if args.output.is_file() and any(path.samefile(args.output) for path in args.ledgers):
+        args.parser.error(
+            f"{args.output} is one of the ledgers, which the page would replace. Name another file after -o."
+        )
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs, compared"
     try:
         write(args.output, page_of_runs(title, runs))
     except OSError as error:
         args.parser.error(f"{args.output} cannot be written: {error.strerror}")
-    print(f"{args.output}: {args.output.stat().st_size / 1000:.0f} kB")
+    if args.output.is_file():  # and not /dev/stdout
+        print(f"{args.output}: {args.output.stat().st_size / 1000:.0f} kB")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -10,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from paceline import __version__
+from paceline._files import write_whole
 from paceline._page.charts import Chart, charts_of, rows_of, shown, top
 from paceline._page.run import MOST_MOVES, Row, Run, Table, milliseconds, sentences, thinned
 from paceline._words import plural
@@ -80,21 +79,8 @@ press Escape or click twice to see all. A name in a legend hides its line.</p>
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a page. An existing file is replaced when the new one is complete.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written. An existing file is then as before.
-    """
-    unfinished = Path(f"{os.fspath(path)}.unfinished-{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")  # halves of surrogate pairs in names
-        unfinished.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
+    """Write a page, as `write_whole` does."""
+    write_whole(path, text, errors="xmlcharrefreplace")  # halves of surrogate pairs in names
 
 
 def table(made: Table) -> str:
