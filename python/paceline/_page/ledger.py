@@ -94,7 +94,12 @@ class _Steps:
     def _record(self, plan: dict[str, Any], record: dict[str, Any]) -> None:
         amounts = [sum(run[0] for run in device) for device in record["devices"]]
         busy = [sum(run[1] for run in device) for device in record["devices"]]
-        computing = max([record["step_seconds"], *busy])
+        step_seconds = record["step_seconds"]
+        if self.options["proportional"]:
+            step_seconds *= (
+                sum(amounts) / plan["batch_size"]
+            )  # it is that of the planned work, the times are of what ran
+        computing = max([step_seconds, *busy])
         reduction = record.get("reduction_seconds")
         ideal = ideal_seconds(amounts, busy)
         launching = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -106,15 +107,20 @@ class Pages(Part):
             words=explained,
         )
         run.advice = self._advice(report, explained)
-        lost = report["step_seconds"] - report["compute_seconds"]
         if not blocks and report["step_seconds"] > 0:
+            lost = max(0.0, 1 - report["compute_seconds"] / report["step_seconds"])
             run.lacks.append(
                 "A trainer does not keep waiting, launching and reduction of each step apart; the page of a ledger (write_ledger) shows them. "
                 + (
-                    f"The reductions took {lost / report['step_seconds']:.2%} of the steps' time."
-                    if lost > 0
-                    else "Reductions were not timed."
+                    "On GPUs reductions are not timed."
+                    if self._on_gpus
+                    else f"Handing over the step and the reduction together took {lost:.2%} of the steps' time."
                 )
+            )
+        together = max((row.steps for row in run.rows), default=1)
+        if together > 1 and not blocks and len(names) > 1:
+            run.lacks.append(
+                f"The ideal is known of {together} steps together: a device that had work in only some of them counts with its full speed, so less may have been lost."
             )
         if report["moves"] > len(run.moves):
             run.lacks.append(
@@ -129,7 +135,7 @@ class Pages(Part):
         """What to change, in the words of what has measured it: the loop's gaps, the workers' launches, trials of one device, causes of a slow device."""
         reports: Any = self
         work = self._works.steps
-        texts = [reports._gaps.explain()]
+        texts = ["" if self._on_gpus else reports._gaps.explain()]
         busy = [device["busy_seconds"] for device in report["devices"].values()]
         texts.append(work.launches.explain(busy))
         if work.alone is not None:
@@ -143,9 +149,14 @@ class Pages(Part):
                 break
         return next((text.strip() for text in texts if text), "")
 
+    @property
+    def _on_gpus(self) -> bool:
+        """Whether the loop runs ahead of the devices, so that its times are not theirs."""
+        return any(self._execution.places.on_gpu)
+
     def _between(self) -> Table | None:
         reports: Any = self
-        medians = reports._gaps.medians()
+        medians = None if self._on_gpus else reports._gaps.medians()
         if medians is None:
             return None
         between, waited, inside = medians
@@ -164,6 +175,9 @@ class Pages(Part):
 
 class ShownReport(dict[str, Any]):
     """What `report` returns, which notebooks show as a small table."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)  # a dictionary that torch.load knows (weights_only)
 
     def _repr_html_(self) -> str:
         return small_table(self)
