@@ -30,6 +30,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Read, write, and say how large the page is. Bad files exit with 2."""
     from paceline import InvalidArgument
+    from paceline._cli_replay_pool import is_pool
     from paceline._page.document import page_of_runs, write
     from paceline._page.ledger import runs_of
 
@@ -41,6 +42,10 @@ def run(args: argparse.Namespace) -> None:
                 lines = list(file)
         except (OSError, UnicodeDecodeError) as error:
             args.parser.error(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
+        if is_pool(lines):
+            args.parser.error(
+                f"{path} is the ledger of a pool, and only those of trainers have pages. pool.page() writes the page of a pool."
+            )
         try:
             runs += runs_of(path.name, lines)
         except InvalidArgument as error:

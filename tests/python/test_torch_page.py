@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from paceline import Unavailable
+from paceline._page.run import Move
 from paceline._progress import Figures, Progress
 from paceline._progress_html import drawn, html_display
 from paceline.torch import DataParallel, Pipeline, Pool
 from paceline.torch._pool.page import page_of
 from paceline.torch._pool.tracing import Run as Ran
+from paceline.torch._trainer.pages import _all_moves
 from page_support import MOST_BYTES, Reader, charts_in
 from pool_support import pool_of
 from rank_processes import Run
@@ -272,6 +274,18 @@ def test_jobs_that_wait_are_in_the_queue_and_in_the_advice() -> None:
     charts, answers, _ = pool_page()
     assert charts[0]["series"][0]["data"][-1] == 0
     assert "start soon" in answers["What to change?"]
+
+
+def test_rows_in_which_shares_changed_are_marked_where_the_reason_is_not_known() -> None:
+    history = [
+        {"first_step": 4 * at, "steps": 4 - 3 * (at == 3), "moves": moves} for at, moves in enumerate((2, 1, 0, 1))
+    ]
+    known = [Move(5, "[1, 1] to [2, 0]", "promised")]
+    assert [(move.step, move.what) for move in _all_moves(known, history)] == [
+        (0, "shares changed 2 times up to step 4"),
+        (5, "[1, 1] to [2, 0]"),
+        (12, "shares changed"),
+    ]
 
 
 # Notebooks.

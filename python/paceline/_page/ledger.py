@@ -57,6 +57,7 @@ class _Steps:
     _plan: dict[str, Any] | None = None
     _before: dict[int, list[int]] = field(default_factory=dict)  # the shares that ran last, by the size of the batch
     _notes: list[str] = field(default_factory=list)  # on the next plan
+    _told: int = 0  # of these, how many the plan has that has no record yet
 
     @property
     def by_cost(self) -> bool:
@@ -82,10 +83,12 @@ class _Steps:
                     self.moves.append(
                         Move(plan["step"], f"{was}{_shares(plan['shares'])}", "; ".join([*self._notes, plan["reason"]]))
                     )
-                self._plan, self._notes = plan, []
+                self._plan, self._told = plan, len(self._notes)
             case {"record": record} if self._plan is not None:
                 self._record(self._plan, record)
                 self._before[self._plan["batch_size"]] = self._plan["shares"]
+                del self._notes[: self._told]
+                self._told = 0
             case {"retire": {"device": device}}:
                 self._notes.append(f"{self.devices[device]} left")
             case {"restore": {"device": device}}:

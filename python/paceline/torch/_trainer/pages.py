@@ -126,6 +126,7 @@ class Pages(Part):
             run.lacks.append(
                 f"Shares changed {report['moves']} times. A trainer keeps the reasons of the last 16 changes that promised a gain; a ledger has all."
             )
+            run.moves = _all_moves(run.moves, history)
         run.tables += [one for one in (_memory(report), self._between(), _others(report)) if one is not None]
         if not report["memory"]:
             run.lacks.append(_NO_MEMORY)
@@ -240,6 +241,18 @@ def _move(move: Mapping[str, Any]) -> Move:
     if move["outcome"] in ("kept", "taken back"):
         why += f", measured {move['measured_gain']:.1%} (noise {move['resolution']:.1%})"
     return Move(move["step"], f"{move['from']} to {move['to']}", f"{why}: {move['outcome']}")
+
+
+def _all_moves(known: Sequence[Move], history: Iterable[Mapping[str, Any]]) -> list[Move]:
+    """With a move for each row of the history in which shares changed for a reason that is not known."""
+    steps = {move.step for move in known}
+    moves = list(known)
+    for row in history:
+        first, last = row["first_step"], row["first_step"] + row["steps"] - 1
+        if row["moves"] and not any(first <= step <= last for step in steps):
+            times = "" if last == first else f" {row['moves']} times up to step {last + 1}"
+            moves.append(Move(first, f"shares changed{times}", "the reason is in a ledger only"))
+    return sorted(moves, key=lambda move: move.step)
 
 
 def _bytes(value: float | None) -> str:
