@@ -109,6 +109,11 @@ def test_times_for_people(seconds: float, says: str) -> None:
     assert milliseconds(seconds) == says
 
 
+def test_a_pipeline_that_ended_on_one_device_cannot_do_with_less() -> None:
+    rows = [Row(step, 1, [10, 10], [1.0, 0.5 * (step < 8)], 2.0, 1.0, 2.0) for step in range(9)]
+    assert sentences(Run("two", ["a", "b"], rows, pipeline=True))[2].startswith("One device has all stages")
+
+
 def test_a_device_that_slowed_down_is_what_to_look_at() -> None:
     (run,) = runs_of("slow", ledger(throttles=[(0, 3.0, 40, 120)], noise=0.0))
     change = sentences(run)[2]

@@ -196,7 +196,7 @@ def _advice(run: Run, name: str, lost: float) -> str:
     if run.even and unequal:
         return 'Take balance="auto": shares were fixed, so fast devices waited for slow ones.'
     if run.pipeline:
-        if len(worked) == 1:
+        if sum(seconds > 0 for seconds in run.rows[-1].busy) == 1:
             return "One device has all stages: explain() says what another split would gain."
         return "Try more micro-batches, or one device less: explain() says what either would gain."
     if len(worked) == 1:
