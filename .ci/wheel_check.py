@@ -63,6 +63,10 @@ def check_wheel(wheel: Path) -> list[str]:
                 "paceline/__init__.py",
                 "paceline/py.typed",
                 "paceline/_core/__init__.pyi",
+                "paceline/_page/page.css",
+                "paceline/_page/page.js",
+                "paceline/_page/uPlot.LICENSE",
+                "paceline/_page/uPlot.min.css",
                 "paceline/_page/uPlot.min.js",
             )
             if name not in names

@@ -6,7 +6,8 @@
 All rivals train the same trials with the same seeds, none of which is pruned. Each round draws other trials. Each rival runs in a process of its own, while the
 others do not exist; each round begins with another one. PyTorch gives a trial as many threads as there are cores, which hinder each other where several
 trials run, so Optuna is raced with one thread for each trial, too. Rivals with one thread must give the same values. The ideal is that of cores which are never
-idle, by what each core needs for all trials alone, which is measured in each round, too. No way to place the trials can be faster.
+idle, by what each core needs for all trials alone, which is measured in each round, too. So the ideal is an estimate: it leaves out
+that trials side by side may hinder each other.
 """
 
 from __future__ import annotations

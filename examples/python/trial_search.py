@@ -6,6 +6,7 @@ called on the caller's thread, by ask and tell.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import traceback
@@ -111,9 +112,10 @@ class Search:
         finally:
             for future in self._running:
                 future.cancel()
-            for one in self._open():
-                one.experiment.study.tell(one.trial, state=TrialState.FAIL, skip_if_finished=True)
-                one.outcome = TrialState.FAIL
+            with contextlib.ExitStack() as each:  # calls all, whatever some raise
+                for one in self._open():
+                    each.callback(one.experiment.study.tell, one.trial, state=TrialState.FAIL, skip_if_finished=True)
+                    one.outcome = TrialState.FAIL
         return time.perf_counter() - begin
 
     def _open(self) -> list[Progress]:

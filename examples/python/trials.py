@@ -5,7 +5,7 @@
     python trials.py --trace trials.json    also writes which device ran what, for https://ui.perfetto.dev
 
 Optuna says what to try and which trials to prune; the devices of a `paceline.torch.Pool` train. trial_search.py brings them together: the longest trial starts first, by
-what its configuration costs and by what was measured. After 1, 3 and 9 epochs a trial is pruned if it is not among the best third of those that came so far.
+what its configuration costs and by what was measured. After 1 and 3 epochs a trial is pruned if it is not among the best third of those that came so far.
 Otherwise its state, as a `state_dict`, waits for the device that will have ended it soonest.
 
 Each trial has a seed of its own, so it gives the same result whatever device it runs on, to the last bit on cores of the host. Which
@@ -41,7 +41,7 @@ RUNGS = (1, 3, 9)  # epochs
 REDUCTION = 3  # of the trials of a rung one goes on
 GOALS = {"digits": 0.95, "cancer": 0.93}  # accuracy that the best trial of the default search reaches
 BATCH = 32
-TRIALS, WIDTH = 24, 32
+TRIALS, WIDTH, SEED = 24, 32, 0
 STEP_COST = 5e6  # what a step costs beside its multiplications, in these; about right for a core
 
 
@@ -229,9 +229,10 @@ def main() -> int:
         print(f"{name}: {search.busy[name]:.1f} s of rungs, {search.busy[name] / makespan:.0%} of the time")
     ideal = search.schedule.ideal_seconds(search.busy)
     moved = sum(len(set(one.devices)) > 1 for one in search.all)
-    print(
-        f"makespan {makespan:.1f} s, {makespan / ideal:.2f} times the ideal {ideal:.1f} s, in which no device is ever idle"
-    )
+    if ideal:  # a rung has ended
+        print(
+            f"makespan {makespan:.1f} s, {makespan / ideal:.2f} times the ideal {ideal:.1f} s, in which no device is ever idle"
+        )
     print(f"{moved} trials have moved from one device to another")
     return max([best_of(one, args) for one in experiments])
 
@@ -246,7 +247,7 @@ def best_of(experiment: Experiment, args: argparse.Namespace) -> int:
     print(f"best of {name}: {value:.3f}, trial {best.number}, {best.params}")
     if any(one.state == TrialState.FAIL for one in all_trials):
         return 1
-    if args.trials >= TRIALS and args.width >= WIDTH and value < GOALS[name]:
+    if args.seed == SEED and args.trials >= TRIALS and args.width >= WIDTH and value < GOALS[name]:
         print(f"that is less than {GOALS[name]}, which this search reaches", file=sys.stderr)
         return 1
     return 0
@@ -262,7 +263,7 @@ def arguments() -> argparse.Namespace:
         "--trials", type=int, default=TRIALS, help=f"of digits; of cancer half as many (default: {TRIALS})"
     )
     parser.add_argument("--width", type=int, default=WIDTH, help=f"of models at most (default: {WIDTH})")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument(
         "--hang-seconds", type=float, default=120.0, help="a rung that takes longer has failed (default: 120)"
     )

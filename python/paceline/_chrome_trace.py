@@ -5,12 +5,12 @@ The format is Google's "Trace Event Format": JSON with complete events ("X"), in
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from paceline._files import write_whole
 
 
 class ChromeTrace:
@@ -39,15 +39,7 @@ class ChromeTrace:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write all events to a file. An existing file is replaced. If writing fails (OSError), it stays as it was."""
-        text = json.dumps({"traceEvents": self._named() + self._timed(), "displayTimeUnit": "ms"})
-        unfinished = Path(f"{os.fspath(path)}.unfinished-{os.getpid()}")
-        try:
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise
+        write_whole(path, json.dumps({"traceEvents": self._named() + self._timed(), "displayTimeUnit": "ms"}))
 
     def _add(
         self, phase: str, row: str, name: str, start: float, finish: float | None, kind: str, args: dict[str, Any]

@@ -30,6 +30,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Read, write, and say how large the page is. Bad files exit with 2."""
     from paceline import InvalidArgument
+    from paceline._cli_replay_pool import is_pool
     from paceline._page.document import page_of_runs, write
     from paceline._page.ledger import runs_of
 
@@ -41,13 +42,22 @@ def run(args: argparse.Namespace) -> None:
                 lines = list(file)
         except (OSError, UnicodeDecodeError) as error:
             args.parser.error(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
+        if is_pool(lines):
+            args.parser.error(
+                f"{path} is the ledger of a pool, and only those of trainers have pages. pool.page() writes the page of a pool."
+            )
         try:
             runs += runs_of(path.name, lines)
         except InvalidArgument as error:
             args.parser.error(f"{path} is no ledger that can be replayed: {error}")
+    if args.output.is_file() and any(path.samefile(args.output) for path in args.ledgers):
+        args.parser.error(
+            f"{args.output} is one of the ledgers, which the page would replace. Name another file after -o."
+        )
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs, compared"
     try:
         write(args.output, page_of_runs(title, runs))
     except OSError as error:
         args.parser.error(f"{args.output} cannot be written: {error.strerror}")
-    print(f"{args.output}: {args.output.stat().st_size / 1000:.0f} kB")
+    if args.output.is_file():  # and not /dev/stdout
+        print(f"{args.output}: {args.output.stat().st_size / 1000:.0f} kB")

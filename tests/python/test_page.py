@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,7 @@ from paceline._cli import main
 from paceline._page.charts import charts_of, rows_of
 from paceline._page.document import page_of_runs, write
 from paceline._page.ledger import runs_of
-from paceline._page.run import Row, Run, ideal_seconds, sentences, thinned
+from paceline._page.run import Row, Run, ideal_seconds, milliseconds, sentences, thinned
 from paceline.balance import Balancer
 from paceline.sim import simulate
 from page_support import MOST_BYTES, Reader, charts_in, ledger, lines_of
@@ -61,6 +64,56 @@ def test_what_a_ledger_says_of_a_step_is_split_into_waiting_launching_and_reduct
     assert 'balance="auto"' in change
 
 
+def test_steps_by_cost_count_what_ran_and_not_what_was_planned() -> None:
+    balancer = Balancer(["a", "b"], "even", proportional=True, ledger=True)
+    for _ in range(9):
+        balancer.next_plan(1_000_000)
+        # Less ran than was planned, in 3 s. The record has the time of the planned work at this speed.
+        balancer.record([[(600_000, 3.0)], [(200_000, 1.0)]], 3.0 * 1_000_000 / 800_000)
+    (run,) = runs_of("cost", lines_of(balancer.ledger()))
+    assert [row.seconds for row in run.rows] == pytest.approx([3.0] * 9)
+    assert run.idle == pytest.approx([0.0, 2 / 3])
+    shares = charts_of(run, rows_of(run))[0]["series"]
+    assert [one["data"][0] for one in shares] == [50.0, 75.0, 50.0, 25.0]
+
+
+def test_a_device_without_work_did_not_wait() -> None:
+    rows = [Row(step, 1, [10, 10, 10 * (step == 8)], [1.0, 0.5, 0.1 * (step == 8)], 1.0, 0.7, 1.0) for step in range(9)]
+    _, cost, _ = sentences(Run("three", ["a", "b", "c"], rows))
+    assert cost.endswith(": b stood idle longest, for 50% of it.")
+
+
+@pytest.mark.parametrize(
+    ("options", "busy", "says"),
+    [
+        ({"even": True}, [1.0, 0.5], 'Take balance="auto"'),
+        ({"even": True}, [0.51, 0.5], "in the mean they were equally fast"),
+        ({}, [1.0, 0.5], "Look at the slowest device"),
+        ({"even": True}, [0.5, 0.0], "One device had all work"),
+        ({}, [0.5, 0.0], "One device had all work"),
+        ({"pipeline": True}, [1.0, 0.5], "or one device less"),
+        ({"pipeline": True}, [0.5, 0.0], "One device has all stages"),
+    ],
+)
+def test_the_split_is_blamed_only_where_devices_with_work_are_unequal(
+    options: dict[str, Any], busy: list[float], says: str
+) -> None:
+    rows = [Row(step, 1, [10 * (s > 0) for s in busy], busy, 2.0, 1.0, 2.0) for step in range(9)]
+    assert says in sentences(Run("two", ["a", "b"], rows, **options))[2]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"), [(0.9994, "999 ms"), (0.9997, "1.00 s"), (0.02, "20 ms"), (12, "12.00 s")]
+)
+def test_times_for_people(seconds: float, says: str) -> None:
+    assert milliseconds(seconds) == says
+
+
+def test_a_pipeline_that_ended_on_one_device_cannot_do_with_less() -> None:
+    rows = [Row(step, 1, [10, 10], [1.0, 0.5 * (step < 8)], 2.0, 1.0, 2.0) for step in range(9)]
+    assert sentences(Run("two", ["a", "b"], rows, pipeline=True))[2].startswith("One device has all stages")
+
+
 def test_a_device_that_slowed_down_is_what_to_look_at() -> None:
     (run,) = runs_of("slow", ledger(throttles=[(0, 3.0, 40, 120)], noise=0.0))
     change = sentences(run)[2]
@@ -77,8 +130,9 @@ def test_nothing_is_to_change_where_nothing_is_lost() -> None:
     assert change.startswith("Nothing needs a change")
 
 
-def test_a_run_without_steps_has_a_page_that_says_so() -> None:
-    lines = ledger()[:1]
+@pytest.mark.parametrize("devices", [3, 20])
+def test_a_run_without_steps_has_a_page_that_says_so(devices: int) -> None:
+    lines = ledger(speeds=[1.0] * devices, throttles=[])[:1]
     page = page_of_runs("none", runs_of("none", lines))
     assert "No step has run" in Reader(page).words
     assert charts_in(page) == []
@@ -246,6 +300,23 @@ def test_a_page_that_cannot_be_completed_leaves_the_file_as_it_was(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_page_follows_a_link_and_is_written_to_what_is_no_regular_file(tmp_path: Path) -> None:
+    link, path, pipe = tmp_path / "link.html", tmp_path / "run.html", tmp_path / "pipe"
+    path.write_text("before")
+    link.symlink_to(path)
+    write(link, "after")
+    assert link.is_symlink()
+    assert path.read_text() == "after"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write(pipe, "page")
+        assert os.read(reader, 9) == b"page"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
 # The command.
 
 
@@ -272,6 +343,15 @@ def test_several_ledgers_are_compared_on_one_scale(tmp_path: Path) -> None:
     assert lost[0] < lost[1]
     charts = charts_in(page)
     assert charts[2]["high"] == charts[5]["high"]
+
+
+def test_a_ledger_is_not_replaced_by_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "run.jsonl", ledger())
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(SystemExit):
+        main(["page", "-o", str(tmp_path / "link"), str(path)])
+    assert "is one of the ledgers, which the page would replace" in capsys.readouterr().err
+    assert path.read_text(encoding="utf-8") == "".join(ledger())
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +49,8 @@ def test_the_page_opens_without_a_complaint_and_fits(
     light = sum(tab.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"))
     assert light < 150 if dark else light > 700
     tab.picture(tmp_path / "page.png")
-    assert (tmp_path / "page.png").stat().st_size > 10_000
+    (height,) = struct.unpack(">I", (tmp_path / "page.png").read_bytes()[20:24])
+    assert height == tab.value("document.documentElement.scrollHeight") > 900  # the whole page, and not the window
 
 
 def test_pointing_at_a_step_shows_its_figures_and_the_move_before_it(tab: Browser, file: Path) -> None:
@@ -97,4 +100,34 @@ def test_charts_follow_the_window_and_are_light_on_paper(tab: Browser, file: Pat
     tab.value("dispatchEvent(new Event('afterprint'))")
     assert tab.value("getComputedStyle(document.documentElement).getPropertyValue('--ink')").strip() == "#e6edf3"
     assert tab.complaints == []
-    assert len(tab.call("Page.printToPDF", printBackground=True)["data"]) > 10_000
+    printed = base64.b64decode(tab.call("Page.printToPDF", printBackground=True)["data"])
+    assert printed.count(b"/Type /Page\n") >= 2  # and not only what the window shows
+
+
+def test_pages_of_a_trainer_a_pipeline_and_a_pool_open_without_a_complaint(tab: Browser, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from paceline.torch import DataParallel, Pipeline, Pool
+    from torch_support import TWO, classifier, classify
+
+    module, batch = classifier(12)
+    for kind in (DataParallel, Pipeline):
+        with kind(module, TWO) as trainer:
+            for _ in range(4):
+                trainer.step(classify, batch)
+            trainer.page(tmp_path / f"{kind.__name__}.html")
+    with Pool(TWO) as pool:
+        served = pool.serve(lambda x: x + 1, max_batch=4)
+        list(served.map(torch.tensor(k) for k in range(40)))
+        pool.page(tmp_path / "Pool.html")
+    for name, charts in (("DataParallel", 3), ("Pipeline", 3), ("Pool", 4)):
+        tab.open(tmp_path / f"{name}.html")
+        assert tab.value("document.querySelectorAll('.uplot canvas').length") == charts
+        tab.value("document.querySelector('[data-chart=\"1\"]').scrollIntoView()")
+        box = tab.value(
+            "(({x, y, width, height}) => [x, y, width, height])(document.querySelector('[data-chart=\"1\"] .u-over').getBoundingClientRect())"
+        )
+        tab.point(box[0] + box[2] / 2, box[1] + box[3] / 2)
+        tab.until(f"!{LEGEND}[0].endsWith(': --')")  # of another chart: cursors go together
+        assert tab.complaints == []
+        assert [url for url in tab.requests if not url.startswith("file:")] == []
+    assert float(tab.value(LEGEND)[0].removeprefix("seconds: ")) >= 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import re
 import sys
@@ -14,9 +16,13 @@ import torch
 from torch import nn
 
 from paceline import Unavailable
+from paceline._page.run import Move
 from paceline._progress import Figures, Progress
 from paceline._progress_html import drawn, html_display
 from paceline.torch import DataParallel, Pipeline, Pool
+from paceline.torch._pool.page import page_of
+from paceline.torch._pool.tracing import Run as Ran
+from paceline.torch._trainer.pages import _all_moves
 from page_support import MOST_BYTES, Reader, charts_in
 from pool_support import pool_of
 from rank_processes import Run
@@ -60,7 +66,8 @@ def test_the_page_of_a_trainer_has_the_figures_of_its_report(trainer: Any, tmp_p
     assert page.tables["Memory"][1][:2] == ["host:0", f"{limit / 2**20:.4g} MiB"]
     assert page.tables["Beside the steps"][1][:3] == ["predictions", "1", "12"]
     assert page.tables["Input and the rest of the loop"][1][0] == "between two steps"
-    assert "The reductions took" in page.words
+    took = 1 - report["compute_seconds"] / report["step_seconds"]
+    assert f"Handing over the step and the reduction together took {took:.2%} of the steps' time." in page.words
     assert trainer.explain().splitlines()[0] in page.words
 
 
@@ -97,7 +104,7 @@ def charts_title(page: Reader) -> str:
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     module, batch = classifier(12)
     with DataParallel(module, TWO, balance="even") as made:
-        for _ in range(530):
+        for _ in range(1030):  # more than a history has rows
             made.step(classify, batch)
         made.page(tmp_path / "run.html")
     page, charts = read(tmp_path / "run.html")
@@ -105,6 +112,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     assert len(charts[2]["x"]) <= 512
     assert "longest" in [one["label"] for one in charts[2]["series"]]
     assert re.search(r"Each place of the charts is \d+ steps", page.words)
+    assert re.search(r"The ideal is known of \d+ steps together", page.words)
 
 
 def test_the_page_of_a_pipeline_has_the_schedule_beside_the_plan(tmp_path: Path) -> None:
@@ -207,7 +215,6 @@ def test_the_page_of_a_pool_has_its_queue_waits_batches_and_who_declined(tmp_pat
     queue, waits, sizes, busy = charts
     assert min(queue["series"][0]["data"]) >= 0
     assert max(queue["series"][0]["data"]) >= 1
-    assert queue["series"][0]["data"][-1] == 0  # all have started
     longest = [one for one in waits["series"][1]["data"] if one is not None]
     assert max(longest) > 0
     assert {one["label"] for one in sizes["series"]} == set(names)
@@ -224,6 +231,63 @@ def test_the_page_of_a_pool_that_refused_all_jobs(tmp_path: Path) -> None:
     assert "0 of 1 job completed" in page.words
 
 
+def pool_page(**options: Any) -> tuple[list[dict[str, Any]], dict[str, str], str]:
+    """The charts and the answers of a page whose only device was busy from the 100th second on, for two runs of 4 s each."""
+    runs = [
+        Ran(["host:0"], "job", 100.0 + 5 * k, 104.0 + 5 * k, 1, options.get("waited", 0.5), "completed")
+        for k in range(2)
+    ]
+    outcomes = {"completed": 2, "failed": 0, "rejected": 0, "expired": 0} | options.get("outcomes", {})
+    report = {
+        "outcomes": outcomes,
+        "wait_seconds": 2 * runs[0].waited,
+        "wait_counts": [(float("inf"), 2)],
+        "hangs": [],
+        "devices": {"host:0": {"jobs": 2, "runs": 2, "busy_seconds": 8.0, "retired": False}},
+        "waiting": options.get("waiting", 0),
+        "running": 0,
+        "backlog_seconds": 0.0,
+    }
+    text = page_of(["host:0"], runs, options.get("never", []), report, "words")
+    answers = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
+    return charts_in(text), answers, Reader(text).words
+
+
+def test_jobs_that_never_ran_before_the_first_run_do_not_stretch_the_page_of_a_pool() -> None:
+    charts, answers, _ = pool_page(never=[1.0, 104.5])
+    assert charts[0]["x"][-1] == pytest.approx(9.5, rel=0.01)
+    assert "busy for 84 %" in answers["How good was the split?"]
+
+
+def test_a_full_pool_that_loses_jobs_needs_devices() -> None:
+    _, answers, _ = pool_page(outcomes={"expired": 3}, waited=0.1)
+    assert answers["What to change?"].startswith("Add devices")
+    _, answers, _ = pool_page(outcomes={"expired": 3}, waited=3.0)
+    assert answers["What to change?"].startswith("Send fewer requests")
+
+
+def test_jobs_that_wait_are_in_the_queue_and_in_the_advice() -> None:
+    charts, answers, words = pool_page(waiting=7)
+    assert charts[0]["series"][0]["data"][-1] == 7
+    assert "7 jobs did not start yet" in answers["What to change?"]
+    assert "jobs that ended without a run are not in it" in words
+    charts, answers, _ = pool_page()
+    assert charts[0]["series"][0]["data"][-1] == 0
+    assert "start soon" in answers["What to change?"]
+
+
+def test_rows_in_which_shares_changed_are_marked_where_the_reason_is_not_known() -> None:
+    history = [
+        {"first_step": 4 * at, "steps": 4 - 3 * (at == 3), "moves": moves} for at, moves in enumerate((2, 1, 0, 1))
+    ]
+    known = [Move(5, "[1, 1] to [2, 0]", "promised")]
+    assert [(move.step, move.what) for move in _all_moves(known, history)] == [
+        (0, "shares changed 2 times up to step 4"),
+        (5, "[1, 1] to [2, 0]"),
+        (12, "shares changed"),
+    ]
+
+
 # Notebooks.
 
 
@@ -237,6 +301,11 @@ def test_a_trainer_and_its_report_are_small_tables_in_a_notebook(trainer: Any) -
     assert "DataParallel Sequential on host:0, host:1" in trainer._repr_html_()
     assert json.loads(json.dumps(report))["steps"] == 12  # it is a dictionary like any other
     assert dict(report) == report
+    file = io.BytesIO()
+    torch.save({"report": report}, file)
+    file.seek(0)
+    assert torch.load(file)["report"] == report
+    assert copy.deepcopy(report) == report
 
 
 def test_showing_an_unused_trainer_does_not_count_as_using_it() -> None:

@@ -333,6 +333,38 @@ def test_an_interrupt_leaves_no_trial_open(search: Any, experiment: Callable[...
     assert sorted(outcomes(run)) == ["COMPLETE"] + ["FAIL"] * (TRIALS - 1)
 
 
+def test_trials_that_cannot_be_told_leave_no_other_open(
+    search: Any, experiment: Callable[..., Any], train: Train
+) -> None:
+    made = experiment(train)
+    tell = made.study.tell
+
+    def full(trial: Any, *given: Any, **options: Any) -> Any:
+        if trial.number == 1:
+            raise OSError("planted: the disk is full")
+        return tell(trial, *given, **options)
+
+    made.study.tell = full
+    with pool_of(1) as pool:
+        pool.retire("host:0")
+        run = search.Search(pool, [made])
+        with pytest.raises(OSError, match="planted"):
+            run.run()
+    assert [one.state.name for one in made.study.trials] == ["FAIL", "RUNNING", *["FAIL"] * (TRIALS - 2)]
+
+
+def test_goals_are_those_of_the_default_seed(
+    trials: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = optuna.create_study(study_name="digits", direction="maximize")
+    study.tell(study.ask(), 0.5)
+    made = trials.Experiment(study, 1, RUNGS, None, None, None, None)
+    for seed, status in ((0, 1), (5, 0)):
+        monkeypatch.setattr(sys, "argv", ["trials.py", "--devices", "host:0", "--seed", str(seed)])
+        assert trials.best_of(made, trials.arguments()) == status
+    assert capsys.readouterr().err.count("which this search reaches") == 1
+
+
 def test_a_sampler_that_learns_is_asked_for_a_few_trials_at_a_time(
     trials: Any, search: Any, experiment: Callable[..., Any], train: Train
 ) -> None:

@@ -46,6 +46,14 @@ def test_the_example_searches_two_data_sets_at_once(tmp_path: Path) -> None:
     assert json.loads(trace.read_text())
 
 
+def test_a_search_of_which_no_rung_ends_says_that_nothing_is_complete() -> None:
+    arguments = ["--devices", "host:0", "--trials", "2", "--width", "4", "--hang-seconds", "1e-6"]
+    done = SERVER.run_file(EXAMPLES / "trials.py", *arguments, imports=["sklearn.datasets", "optuna"])
+    assert done.returncode == 1, done.stderr
+    assert "ZeroDivisionError" not in done.stderr
+    assert "no trial of digits is complete" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

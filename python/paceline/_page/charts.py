@@ -27,7 +27,7 @@ def numbers(values: Iterable[float | None]) -> list[float | None]:
 
 def shown(run: Run) -> list[int]:
     """The devices that are drawn: all, or the fastest and the slowest."""
-    if len(run.devices) <= MOST_DEVICES:
+    if len(run.devices) <= MOST_DEVICES or not run.rows:
         return list(range(len(run.devices)))
     order = sorted(range(len(run.devices)), key=lambda device: run.speeds[device])
     return sorted([*order[: MOST_DEVICES // 2], *order[-MOST_DEVICES // 2 :]])
@@ -71,15 +71,22 @@ def _shares(run: Run, rows: Sequence[Row], drawn: Sequence[int], moves: int) -> 
     sizes = [sum(row.amounts) / row.steps for row in rows]
     fixed = run.unit == "items" and min(sizes) == max(sizes)
     series = []
+
+    def each(device: int, columns: Sequence[Sequence[float]]) -> list[float | None]:
+        each_step = fixed or run.share_of
+        return numbers(
+            column[device] / (row.steps if each_step else sum(column) / 100 or 1.0)
+            for row, column in zip(rows, columns, strict=True)
+        )
+
+    shares = [row.shares for row in rows if row.shares is not None]
+    planned = len(shares) == len(rows)
     for device, look in _looks(drawn).items():
         name = run.devices[device]
-        planned = all(row.shares is not None for row in rows)
-        per = [row.steps if fixed or run.share_of else sum(row.amounts) / 100 or 1.0 for row in rows]
         if planned:
-            values = [row.shares[device] / n for row, n in zip(rows, per, strict=True)]  # type: ignore[index]
-            series.append({"label": name, "data": numbers(values), "step": True, **look})
+            series.append({"label": name, "data": each(device, shares), "step": True, **look})
         if not run.share_of:
-            ran = numbers(row.amounts[device] / n for row, n in zip(rows, per, strict=True))
+            ran = each(device, [row.amounts for row in rows])
             faint = {"faint": True, "label": f"{name} ran"} if planned else {"label": name}
             if not planned or ran != series[-1]["data"]:
                 series.append({"data": ran, "step": True, **look, **faint})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -10,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from paceline import __version__
+from paceline._files import write_whole
 from paceline._page.charts import Chart, charts_of, rows_of, shown, top
 from paceline._page.run import MOST_MOVES, Row, Run, Table, milliseconds, sentences, thinned
 from paceline._words import plural
@@ -51,7 +50,7 @@ def page(title: str, sections: Sequence[Section], before: str = "") -> str:
     """A whole page. `before`: HTML above the sections."""
     charts: list[Chart] = []
     body = "".join(_section(section, number, charts, title) for number, section in enumerate(sections))
-    when = time.strftime("%Y-%m-%d %H:%M")
+    when = time.strftime("%Y-%m-%d %H:%M %z")
     data = json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en">
@@ -80,21 +79,8 @@ press Escape or click twice to see all. A name in a legend hides its line.</p>
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a page. An existing file is replaced when the new one is complete.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written. An existing file is then as before.
-    """
-    unfinished = Path(f"{os.fspath(path)}.unfinished-{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")  # halves of surrogate pairs in names
-        unfinished.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
+    """Write a page, as `write_whole` does."""
+    write_whole(path, text, errors="xmlcharrefreplace")  # halves of surrogate pairs in names
 
 
 def table(made: Table) -> str:
@@ -160,7 +146,7 @@ def _pieces(run: Run, rows: Sequence[Row], most: int) -> Iterator[str]:
     if run.moves:
         left = len(run.moves) - most
         note = f"the last {most}, of {len(run.moves)}" if left > 0 else ""
-        moves = [(str(move.step + 1), move.what, move.why) for move in run.moves[-most:]]
+        moves = [(str(move.step + 1), move.what, move.why) for move in run.moves[max(0, left) :]]
         yield folded(
             f"{plural(len(run.moves), 'move')} with their reasons",
             table(Table("Moves", ("before step", "what", "why"), moves, note)),
@@ -181,13 +167,17 @@ def _devices(run: Run) -> Table:
         (
             name,
             f"{shares[device] / last.steps:.5g}{' ' + run.share_of if run.share_of else ''}",
-            f"{sum(row.amounts[device] for row in run.rows):.6g}",
+            _amount(sum(row.amounts[device] for row in run.rows)),
             f"{run.speeds[device]:.5g}" if total.busy[device] > 0 else "–",
             f"{1 - run.idle[device]:.1%}",
         )
         for device, name in enumerate(run.devices)
     ]
     return Table("Devices", head, rows)
+
+
+def _amount(value: float) -> str:
+    return f"{value:.0f}" if value >= 1e5 else f"{value:.6g}"
 
 
 def _steps(run: Run) -> Table:
@@ -215,7 +205,7 @@ def _steps(run: Run) -> Table:
 
 def _compared(runs: Sequence[Run]) -> str:
     """A table with a row for each run."""
-    head = ("run", "steps", "a step", "ideal", "lost", "most of it", "moves", f"{runs[0].unit}/s")
+    head = ("run", "steps", "a step", "ideal", "lost", "most of it", "moves", "speed")
     body: list[Sequence[Any]] = []
     for run in runs:
         if not run.rows:
@@ -234,9 +224,8 @@ def _compared(runs: Sequence[Run]) -> str:
                 f"{sum(parts.values()):.1%}",
                 f"{name} {parts[name]:.1%}",
                 str(len(run.moves)),
-                f"{rate:.5g}",
+                f"{rate:.5g} {run.unit}/s",
             )
         )
-    return table(
-        Table("Side by side", head, body, "without the first step of each; charts of times have the same axis")
-    )
+    note = "means without the first step, or the first place of the charts; charts of times have the same axis"
+    return table(Table("Side by side", head, body, note))

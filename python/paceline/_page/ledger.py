@@ -57,6 +57,7 @@ class _Steps:
     _plan: dict[str, Any] | None = None
     _before: dict[int, list[int]] = field(default_factory=dict)  # the shares that ran last, by the size of the batch
     _notes: list[str] = field(default_factory=list)  # on the next plan
+    _told: int = 0  # of these, how many the plan has that has no record yet
 
     @property
     def by_cost(self) -> bool:
@@ -82,10 +83,12 @@ class _Steps:
                     self.moves.append(
                         Move(plan["step"], f"{was}{_shares(plan['shares'])}", "; ".join([*self._notes, plan["reason"]]))
                     )
-                self._plan, self._notes = plan, []
+                self._plan, self._told = plan, len(self._notes)
             case {"record": record} if self._plan is not None:
                 self._record(self._plan, record)
                 self._before[self._plan["batch_size"]] = self._plan["shares"]
+                del self._notes[: self._told]
+                self._told = 0
             case {"retire": {"device": device}}:
                 self._notes.append(f"{self.devices[device]} left")
             case {"restore": {"device": device}}:
@@ -94,7 +97,12 @@ class _Steps:
     def _record(self, plan: dict[str, Any], record: dict[str, Any]) -> None:
         amounts = [sum(run[0] for run in device) for device in record["devices"]]
         busy = [sum(run[1] for run in device) for device in record["devices"]]
-        computing = max([record["step_seconds"], *busy])
+        step_seconds = record["step_seconds"]
+        if self.options["proportional"]:
+            step_seconds *= (
+                sum(amounts) / plan["batch_size"]
+            )  # it is that of the planned work, the times are of what ran
+        computing = max([step_seconds, *busy])
         reduction = record.get("reduction_seconds")
         ideal = ideal_seconds(amounts, busy)
         launching = None

@@ -11,6 +11,7 @@ from paceline._words import plural
 
 MOST_MOVES = 400  # of all runs of a page, with their reasons
 _CLOSE, _GOOD, _FAIR = 0.03, 0.10, 0.25  # lost parts of the steps' time, by which a split is called so
+_UNEQUAL = 1.1  # times as fast: by less the speed of devices is no reason to move shares
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,15 @@ class Run:
         return {name: s / total.seconds if total.seconds > 0 else 0.0 for name, s in seconds.items()}
 
     @cached_property
+    def waited(self) -> list[float]:
+        """For each device the part of the steps' time in which it had work and did not compute."""
+        seconds = [
+            sum(max(0.0, row.seconds - row.busy[device]) for row in self.counted if row.busy[device] > 0)
+            for device in range(len(self.devices))
+        ]
+        return [one / self.total.seconds if self.total.seconds > 0 else 0.0 for one in seconds]
+
+    @cached_property
     def idle(self) -> list[float]:
         """For each device the part of the steps' time in which it did not compute."""
         total = self.total
@@ -151,7 +161,7 @@ class Run:
 
 def milliseconds(seconds: float) -> str:
     """Format a time for people."""
-    return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
 
 
 def sentences(run: Run) -> list[str]:
@@ -167,10 +177,10 @@ def sentences(run: Run) -> list[str]:
         f"{milliseconds(total.ideal / each)} would do if all devices with work had computed to its end, so {lost:.1%} was lost."
     )
     name = max(parts, key=lambda one: parts[one])
-    worst = max(range(len(run.devices)), key=lambda device: run.idle[device])
+    worst = max(range(len(run.devices)), key=lambda device: run.waited[device])
     cost = f"Most of the loss was {name}, {parts[name]:.1%} of the steps' time"
     if name.startswith("waiting"):
-        cost += f": {run.devices[worst]} stood idle longest, for {run.idle[worst]:.0%} of it"
+        cost += f": {run.devices[worst]} stood idle longest, for {run.waited[worst]:.0%} of it"
     return [good, f"{cost}.", run.advice.strip() or _advice(run, name, lost)]
 
 
@@ -181,10 +191,18 @@ def _advice(run: Run, name: str, lost: float) -> str:
         return "Take larger batches or accumulate gradients, so that there are fewer reductions for as many items."
     if name == "launching":
         return "Take larger batches, so that starting a step counts less; on GPUs graphs=True shortens it, too."
-    if run.even:
+    worked = [speed for speed in run.speeds if speed > 0]
+    unequal = len(worked) > 1 and max(worked) > _UNEQUAL * min(worked)
+    if run.even and unequal:
         return 'Take balance="auto": shares were fixed, so fast devices waited for slow ones.'
     if run.pipeline:
+        if sum(seconds > 0 for seconds in run.rows[-1].busy) == 1:
+            return "One device has all stages: explain() says what another split would gain."
         return "Try more micro-batches, or one device less: explain() says what either would gain."
+    if len(worked) == 1:
+        return "One device had all work, so no other split of it can shorten steps: see in explain() what delays that device."
     if len(run.moves) > max(2, sum(row.steps for row in run.rows) // 50):
         return f"Look for what disturbs the devices: their speeds changed so often that shares moved {plural(len(run.moves), 'time')}."
-    return "Look at the slowest device in the chart of speeds: explain() names what may slow it, and the trial of a larger batch costs nothing."
+    if not unequal:
+        return "Look in explain() for what delays the devices: in the mean they were equally fast."
+    return "Look at the slowest device in the chart of speeds: explain() names what may slow it."

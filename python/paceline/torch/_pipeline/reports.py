@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline import Unavailable
 from paceline._chrome_trace import ChromeTrace
-from paceline._page.document import folded
 from paceline._page.run import Run, Table, milliseconds
-from paceline._page.schedule import schedule
+from paceline._page.schedule import schedules
 from paceline._plot_schedule import ScheduleRow, ScheduleSpan, draw_schedule
 from paceline.torch._pipeline.loop import Outcome, PipelineLoop
 from paceline.torch._pipeline.plans import Action
@@ -103,15 +102,16 @@ class PipelineReports(Reports):
             return run
         planned = last.plan.actions()
         plan = None if planned is None else self._rows(last, planned)
-        title = "The last step as it ran" + (
-            ", and below each bar the plan" if plan else "; its plan was not the balancer's"
-        )
-        run.schedules = [schedule(title, self._rows(last, last.record), plan)]
+        before = []
         for step in reversed(steps):
             step.settle()
             if step.times is not None and step.times.claims and step.times.started != last.started:
-                title = f"{step.kind} {step.number + 1} as it ran"
-                run.schedules.append(folded(title, schedule(title, _rows_of(step.times.claims, self._works.names))))
+                before.append(
+                    (f"{step.kind} {step.number + 1} as it ran", _rows_of(step.times.claims, self._works.names))
+                )
+        title = "The last step as it ran" + ("" if plan else "; its plan was not the balancer's")
+        run.schedules, lacks = schedules(title, self._rows(last, last.record), plan, before)
+        run.lacks += [lacks] if lacks else []
         run.tables.insert(0, _stages(report["pipeline"]))
         return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -54,15 +55,17 @@ def page_of(
 ) -> str:
     """The page. `never`: when jobs ended that did not run, by the clock of the runs."""
     shown = ", ".join(names) if len(names) <= 4 else f"{len(names)} devices"
-    begin = min([run.begun - run.waited for run in runs] + list(never))
+    begin = min([run.begun - run.waited for run in runs] or never)
+    never = [seconds for seconds in never if seconds >= begin]
     end = max([run.ended for run in runs] + list(never))
     width = max((end - begin) / _BINS, 1e-6)
     section = Section(f"Pool on {shown}")
     busy = _busy(names, runs, begin, width)
     section.answers = _answers(names, runs, report, {name: sum(busy[name]) / len(busy[name]) for name in names})
-    section.charts = _charts(names, runs, begin, width, busy)
+    section.charts = _charts(names, runs, begin, width, busy, report["waiting"])
     section.pieces = [
         f"<p class=soft>Each place of the charts is {milliseconds(width)}. Jobs of a batch count as waiting since its first one was submitted. "
+        "Jobs that wait now are in the last place of their chart, and jobs that ended without a run are not in it. "
         f"The charts have the last {plural(len(runs), 'run')}, the tables all.</p>",
         table(_devices(names, report)),
         f"<h3>What each device has run, and why it leaves jobs waiting</h3>{words(explained)}",
@@ -93,7 +96,7 @@ def _bin(seconds: float, begin: float, width: float) -> int:
 
 
 def _charts(
-    names: Sequence[str], runs: Sequence[Run], begin: float, width: float, busy: Mapping[str, list[float]]
+    names: Sequence[str], runs: Sequence[Run], begin: float, width: float, busy: Mapping[str, list[float]], waiting: int
 ) -> list[Chart]:
     x = [float(f"{at * width:.6g}") for at in range(_BINS)]
     change = [0] * (_BINS + 1)
@@ -103,7 +106,8 @@ def _charts(
         change[_bin(run.begun - run.waited, begin, width)] += run.jobs
         change[started] -= run.jobs
         waits[started].append(1e3 * run.waited)
-    queue = [sum(change[: at + 1]) for at in range(_BINS)]
+    queue = list(itertools.accumulate(change[:_BINS]))
+    queue[-1] += waiting
     mean = numbers(sum(one) / len(one) if one else None for one in waits)
     longest = numbers(max(one) if one else None for one in waits)
     drawn = list(names[:MOST_DEVICES])
@@ -166,16 +170,21 @@ def _answers(
         "waiting cost most." if waited > worked else "computing cost most."
     )
     lost = sum(outcomes[name] for name in _NEVER)
+    full = sum(busy.values()) > 100 * _BUSY * len(names)
     if report["hangs"]:
         change = "Look at the runs that were given up, which the table at the end names."
     elif outcomes["failed"]:
         change = f"Look at the {plural(outcomes['failed'], 'job')} that failed: result() raises their errors."
-    elif waited > worked and sum(busy.values()) > 100 * _BUSY * len(names):
+    elif full and (waited > worked or lost):
         change = "Add devices, or take larger batches (max_batch): all devices were busy while jobs waited."
     elif lost:
         change = f"Send fewer requests at once, or give them more time: {lost} were rejected or expired though devices had time left."
     elif waited > worked:
         change = "Nothing, if all jobs were submitted at once: they wait for each other. The lines below name devices that leave jobs to faster ones."
+    elif report["waiting"]:
+        change = (
+            f"Look below for devices that leave jobs waiting: {plural(report['waiting'], 'job')} did not start yet."
+        )
     else:
         change = "Nothing needs a change: jobs start soon after they come."
     return [("How good was the split?", good), ("What cost most?", cost), ("What to change?", change)]

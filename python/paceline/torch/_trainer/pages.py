@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -106,20 +107,26 @@ class Pages(Part):
             words=explained,
         )
         run.advice = self._advice(report, explained)
-        lost = report["step_seconds"] - report["compute_seconds"]
         if not blocks and report["step_seconds"] > 0:
+            lost = max(0.0, 1 - report["compute_seconds"] / report["step_seconds"])
             run.lacks.append(
                 "A trainer does not keep waiting, launching and reduction of each step apart; the page of a ledger (write_ledger) shows them. "
                 + (
-                    f"The reductions took {lost / report['step_seconds']:.2%} of the steps' time."
-                    if lost > 0
-                    else "Reductions were not timed."
+                    "On GPUs reductions are not timed."
+                    if self._on_gpus
+                    else f"Handing over the step and the reduction together took {lost:.2%} of the steps' time."
                 )
+            )
+        together = max((row.steps for row in run.rows), default=1)
+        if together > 1 and not blocks and len(names) > 1:
+            run.lacks.append(
+                f"The ideal is known of {together} steps together: a device that had work in only some of them counts with its full speed, so less may have been lost."
             )
         if report["moves"] > len(run.moves):
             run.lacks.append(
                 f"Shares changed {report['moves']} times. A trainer keeps the reasons of the last 16 changes that promised a gain; a ledger has all."
             )
+            run.moves = _all_moves(run.moves, history)
         run.tables += [one for one in (_memory(report), self._between(), _others(report)) if one is not None]
         if not report["memory"]:
             run.lacks.append(_NO_MEMORY)
@@ -129,7 +136,7 @@ class Pages(Part):
         """What to change, in the words of what has measured it: the loop's gaps, the workers' launches, trials of one device, causes of a slow device."""
         reports: Any = self
         work = self._works.steps
-        texts = [reports._gaps.explain()]
+        texts = ["" if self._on_gpus else reports._gaps.explain()]
         busy = [device["busy_seconds"] for device in report["devices"].values()]
         texts.append(work.launches.explain(busy))
         if work.alone is not None:
@@ -143,9 +150,14 @@ class Pages(Part):
                 break
         return next((text.strip() for text in texts if text), "")
 
+    @property
+    def _on_gpus(self) -> bool:
+        """Whether the loop runs ahead of the devices, so that its times are not theirs."""
+        return any(self._execution.places.on_gpu)
+
     def _between(self) -> Table | None:
         reports: Any = self
-        medians = reports._gaps.medians()
+        medians = None if self._on_gpus else reports._gaps.medians()
         if medians is None:
             return None
         between, waited, inside = medians
@@ -164,6 +176,9 @@ class Pages(Part):
 
 class ShownReport(dict[str, Any]):
     """What `report` returns, which notebooks show as a small table."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)  # a dictionary that torch.load knows (weights_only)
 
     def _repr_html_(self) -> str:
         return small_table(self)
@@ -226,6 +241,18 @@ def _move(move: Mapping[str, Any]) -> Move:
     if move["outcome"] in ("kept", "taken back"):
         why += f", measured {move['measured_gain']:.1%} (noise {move['resolution']:.1%})"
     return Move(move["step"], f"{move['from']} to {move['to']}", f"{why}: {move['outcome']}")
+
+
+def _all_moves(known: Sequence[Move], history: Iterable[Mapping[str, Any]]) -> list[Move]:
+    """With a move for each row of the history in which shares changed for a reason that is not known."""
+    steps = {move.step for move in known}
+    moves = list(known)
+    for row in history:
+        first, last = row["first_step"], row["first_step"] + row["steps"] - 1
+        if row["moves"] and not any(first <= step <= last for step in steps):
+            times = "" if last == first else f" {row['moves']} times up to step {last + 1}"
+            moves.append(Move(first, f"shares changed{times}", "the reason is in a ledger only"))
+    return sorted(moves, key=lambda move: move.step)
 
 
 def _bytes(value: float | None) -> str:
