@@ -44,6 +44,23 @@ def test_devices_exchange_versions_one_after_the_other_where_memory_holds_one() 
         assert pool.report()["outcomes"]["failed"] == 0
 
 
+def test_an_error_of_a_request_that_somebody_keeps_does_not_hold_up_an_exchange() -> None:
+    states = States(alone=True)
+    with limited() as pool:
+        batcher = pool.serve(answer, initializer=states.of(1), resident=100, max_batch=4)
+        assert ask(batcher, 1)[0].result() == 10.0
+        with pytest.raises(InvalidArgument, match="priority") as kept:
+            ask(batcher, 1, priority="now")
+        publish = threading.Thread(
+            target=batcher.publish, args=(answer,), kwargs={"initializer": states.of(2)}, daemon=True
+        )
+        publish.start()
+        publish.join(20)
+        assert not publish.is_alive()
+        assert roles(batcher) == {2: ("live", 1.0), 1: ("previous", 0.0)}
+        assert kept.value.__traceback__ is not None
+
+
 def test_a_device_that_cannot_exchange_versions_takes_the_old_one_again() -> None:
     states = States(alone=True)
     states.fails = {2: OSError("no such file")}  # on the second device

@@ -50,7 +50,7 @@ class Finished(list[Any]):
 
 def test_who_waits_for_many_is_told_without_a_search() -> None:
     finished = Finished()
-    waiter = SimpleNamespace(finished_futures=finished, add_result=finished.append)
+    waiter: Any = SimpleNamespace(finished_futures=finished, add_result=finished.append)
     many = [PoolFuture[int]() for _ in range(10)]
     for one in many:
         with one._condition:

@@ -43,6 +43,8 @@ def test_a_request_is_answered_by_the_version_of_its_submit_and_its_future_says_
 def test_weights_are_exact_and_keys_stay_with_their_version() -> None:
     with pool_of() as pool:
         batcher = pool.serve(adds(10))
+        with pytest.raises(InvalidArgument, match="must be a string"):  # before there is a version to choose
+            batcher(torch.tensor(0.0), key=1.5)  # type: ignore[arg-type]
         second = batcher.publish(adds(20), weight=0.1)
         assert versions_of(ask(batcher, 1000)) == {1: 900, 2: 100}
         again = [one.version for one in ask(batcher, 50)]
@@ -59,8 +61,6 @@ def test_weights_are_exact_and_keys_stay_with_their_version() -> None:
         assert all(more[key] == 2 for key, version in by_key.items() if version == 2)
         assert 430 < sum(version == 2 for version in more.values()) < 570
         assert roles(batcher) == {1: ("live", 0.5), 2: ("candidate", 0.5)}
-        with pytest.raises(InvalidArgument, match="must be a string"):
-            batcher(torch.tensor(0.0), key=1.5)  # type: ignore[arg-type]
         assert batcher.promote().number == 2
         assert roles(batcher) == {2: ("live", 1.0), 1: ("previous", 0.0)}
         batcher.publish(adds(40), weight=0.5)

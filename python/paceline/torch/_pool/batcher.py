@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from paceline import InvalidArgument
 from paceline.torch._pool.answerer import Answerer, Key
 from paceline.torch._pool.future import PoolFuture
+from paceline.torch._pool.job import clear_own_frames
 from paceline.torch._pool.jobs import Jobs, Priority
 from paceline.torch._pool.progress import watched
 from paceline.torch._pool.routing import Gap, OnShadow, Router
@@ -44,7 +45,7 @@ class Batcher(Handle):
         self._way: Answerer | Router | Gap = answerer  # of a request
         self._make = make
         self._versions: Versions | None = None  # from the first call on that needs them
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # finalizers may come in while it is held
 
     def __repr__(self) -> str:
         return f"<paceline.torch.Batcher {self._name}, batches of up to {self._max_batch}>"
@@ -94,7 +95,13 @@ class Batcher(Handle):
                 f"{self._name}: a request has {what if bad else 'no tensor'}. It must be a tensor in host memory, or a nest of such tensors: devices copy "
                 "their batches from there."
             )
-        return self._way.put(key, item, leaves, spec, deadline, priority, wait)
+        if not (key is None or isinstance(key, (str, int, bytes))):
+            raise InvalidArgument(f"{self._name}: a request has key={key!r}; it must be a string, a number or bytes.")
+        try:
+            return self._way.put(key, item, leaves, spec, deadline, priority, wait)
+        except BaseException as error:
+            clear_own_frames(error)  # they hold the version, which ends once nothing does
+            raise
 
     async def ask(
         self, item: Any, *, deadline: float | None = None, priority: Priority = "interactive", key: Key = None

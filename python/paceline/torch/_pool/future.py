@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as WaitTimeoutError
 from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, LOGGER, PENDING
 from typing import Any, Generic, TypeVar
 
@@ -94,7 +95,7 @@ class PoolFuture(Future[_T], Generic[_T]):
             If it never ran: it was not taken, its deadline came first, its pool was closed or what it comes `after` has failed.
         concurrent.futures.CancelledError
             After `cancel`.
-        TimeoutError
+        concurrent.futures.TimeoutError
             After `timeout` seconds.
         InvalidArgument
             On a worker, if the job has not ended.
@@ -129,7 +130,7 @@ class PoolFuture(Future[_T], Generic[_T]):
             in_time = sleeper.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
             if not in_time and not self.done():
                 self._forget(sleeper)
-                raise TimeoutError
+                raise WaitTimeoutError
         if self.cancelled():
             raise CancelledError
         return self._exception
@@ -181,14 +182,17 @@ class PoolFuture(Future[_T], Generic[_T]):
                 for waiter in self._waiters:
                     if not again or self not in waiter.finished_futures:
                         getattr(waiter, self._word())(self)
-        while self._sleepers:
-            sleeper = self._sleepers[-1]
+        while (sleeper := self._next_sleeper()) is not None:
             with contextlib.suppress(RuntimeError):  # an interrupt came after it was woken
                 sleeper.release()
             self._forget(sleeper)
         # Each is taken out before it is called, so an interrupt in one of them leaves the others to be called.
         while self._callbacks:
             self._call(self._callbacks.pop(0))
+
+    def _next_sleeper(self) -> threading.Lock | None:
+        with _lock:  # one that waits no longer takes its own out
+            return self._sleepers[-1] if self._sleepers else None
 
     def _forget(self, sleeper: threading.Lock) -> None:
         with _lock, contextlib.suppress(ValueError):  # it is woken just now

@@ -167,6 +167,16 @@ def _forget_own_frames(error: BaseException) -> None:
     error.__traceback__ = trace
 
 
+def clear_own_frames(error: BaseException) -> None:
+    """Let go of what the frames of pools in its traceback hold. Those of users keep their variables, for debuggers."""
+    trace = error.__traceback__
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__")).startswith(_OWN):
+            with contextlib.suppress(RuntimeError):  # it runs
+                trace.tb_frame.clear()
+        trace = trace.tb_next
+
+
 def clear_frames(error: BaseException) -> None:
     """Let go of what the frames of its traceback hold, and of those that it was raised in or from, such as the activations of a batch."""
     left: list[BaseException | None] = [error]

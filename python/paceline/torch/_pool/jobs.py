@@ -108,6 +108,7 @@ class Jobs:
         """The engine's name for idempotent jobs of a kind, which need so many bytes: it runs batches again elsewhere, here of one job."""
         name = f"{kind}, idempotent" + (f", {memory:.17g} bytes" if memory else "")
         if name not in self._again:
+            self._check_process("submit")
             with self._adding:
                 if name not in self._again:
                     self.engine.add_batches(

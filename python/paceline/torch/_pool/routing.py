@@ -66,8 +66,6 @@ class Router:
 
     def _choose(self, key: Key) -> Answerer:
         if key is not None:
-            if not isinstance(key, (str, int, bytes)):
-                raise InvalidArgument(f"a request has key={key!r}; it must be a string, a number or bytes.")
             return max(self._parts, key=lambda one: _score(key, *one))[0]
         with self._lock:  # smooth weighted round robin: what a part has missed is carried on to the next request
             for index, (_, part) in enumerate(self._parts):

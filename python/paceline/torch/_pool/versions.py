@@ -205,8 +205,12 @@ class Versions:
     def _warm_again(self, found: Answerer, whole: bool) -> None:
         if found.version in self._cold:
             self._check_may_wait()
-            with self._publishing:
-                self._bring(found, whole, self._allow_gap)
+            try:
+                with self._publishing:
+                    self._bring(found, whole, self._allow_gap)
+            except BaseException as error:
+                clear_frames(error)
+                raise
 
     def _bring(self, made: Answerer, whole: bool, allow_gap: bool) -> None:
         """Load it onto all devices that may answer, and warm it there, beside the others where they fit."""
@@ -309,6 +313,8 @@ class Versions:
 
 def _part_of(call: str, weight: float) -> int:
     part = round(weight * WHOLE) if isinstance(weight, (int, float)) and 0 < weight <= 1 else 0
+    if part == WHOLE and weight < 1:
+        part = WHOLE - 1  # a candidate
     if part == 0:
         raise InvalidArgument(f"{call}: weight={weight!r} must be from a millionth to 1.")
     return part
