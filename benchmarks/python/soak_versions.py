@@ -198,7 +198,6 @@ class Soak:
         draws = random.Random(self._seed + 1)
         while not self._over.wait(draws.uniform(0.0, 0.1)):
             name = draws.choice(("publish", "candidate", "shadow", "promote", "rollback", "retire", "broken"))
-            self.calls[name] += 1
             roles = {one["number"]: one["role"] for one in self.batcher.versions}
             if name == "publish":
                 self._publish(picky=draws.random() < 0.5)
@@ -222,6 +221,9 @@ class Soak:
                 except Rejected as error:
                     if not isinstance(error.__cause__, LoadError):
                         raise
+            else:
+                continue  # nothing that it could change
+            self.calls[name] += 1
             self._answering = frozenset(one["number"] for one in self.batcher.versions if one["weight"] > 0)
 
     def _publish(self, *, picky: bool = False, timed: bool = False, **options: Any) -> None:

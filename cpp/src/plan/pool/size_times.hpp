@@ -19,9 +19,11 @@ namespace paceline::plan {
 /// their kernels by the size: on one processor 14 rows took twice as long as 16, and as long as 64.
 ///
 /// A size is off the line if its last three batches all took more than a tenth longer, or all more than a tenth
-/// shorter, than the line says. It then takes their median. Who has not run for `kKept` batches is forgotten, and so is
-/// tried again. One job alone never takes longer than the line: no smaller size could be chosen instead, and jobs that
-/// are refused since they would end too late run nothing which shows that it is fast again.
+/// shorter, than the line says. It then takes their median. A size that has not run for `kKept` batches is forgotten.
+/// So it is tried again.
+///
+/// A batch of one job never counts as longer than the line. A pool has no smaller size to choose instead. It would
+/// refuse jobs with deadlines, and then nothing would run that shows when such a batch is fast again.
 class SizeTimes {
  public:
   /// A batch of the size at this place took so long.

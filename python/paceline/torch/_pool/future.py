@@ -24,9 +24,7 @@ _ERRORS: dict[str, type[Error]] = {
     "device_lost": DeviceLost,
     "timeout": Timeout,
 }
-# Of the states of all futures, and held for a moment. A `Condition` and two lists for each would be ten objects of which the garbage collector knows,
-# and thousands of requests make it walk through all objects of the process, which holds every thread for a tenth of a second.
-# No other lock is asked for while it is held.
+# Guards the states of all futures. A thread holds it for a moment, and asks for no other lock meanwhile.
 _lock = threading.RLock()
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
@@ -62,7 +60,8 @@ class PoolFuture(Future[_T], Generic[_T]):
     _sleepers: list[threading.Lock] | None = None  # each is released at the end
 
     def __init__(self) -> None:
-        # Not that of the standard library, which makes all at once.
+        # The constructor of the standard library would make a `Condition` and two lists, which are ten objects to the garbage collector. Thousands of requests
+        # then make it walk through all objects of the process, which holds every thread for a tenth of a second.
         pass
 
     def __getattr__(self, name: str) -> Any:
