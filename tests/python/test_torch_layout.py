@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import nn  # noqa: E402
 
 from paceline import InvalidArgument, OutOfMemory  # noqa: E402
 from paceline.torch import DataParallel, Layout, Pipeline, PipelineReplicas, layout  # noqa: E402
+from pipeline_cases import steady  # noqa: E402
 from torch_support import TWO, held, hosts, module_of, output_of, worst_difference  # noqa: E402
 
 WIDTH, BLOCKS, ITEMS = 8, 6, 24
@@ -21,11 +21,15 @@ ADAM = 4  # parameters, gradients and two states
 HELD = BLOCKS * (WIDTH * WIDTH + WIDTH) * 8 * ADAM
 
 
+@pytest.fixture(autouse=True)
+def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    steady(monkeypatch)
+
+
 def counted(m: Any, x: Any) -> Any:
-    """Counts forwards, in an attribute and in a buffer. Items take time, so that plans do not follow noise."""
+    """Counts forwards, in an attribute and in a buffer."""
     m.calls += 1
     m.seen += 1
-    time.sleep(1e-4 * len(x))
     return torch.tanh(m.linear(nn.functional.dropout(x, 0.1, m.training)))
 
 
@@ -195,10 +199,11 @@ def test_a_failure_in_one_pipeline_commits_nothing() -> None:
     assert worst_difference([p.grad for p in module.parameters()], before) < 1e-12
 
 
-def test_shares_follow_the_times_of_pipelines() -> None:
+def test_shares_follow_the_times_of_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
     _, trainer = replicas()
     with trainer:
         trainer.step(squares, inputs())
+        monkeypatch.undo()
         planner = trainer._planner
         first = planner.shares(ITEMS)
         for _ in range(30):  # the stages of the first pipeline take three times as long as planned

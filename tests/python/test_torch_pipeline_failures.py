@@ -18,6 +18,7 @@ from torch import nn
 
 from paceline import Cancelled, Unavailable
 from paceline.torch import Pipeline
+from pipeline_cases import steady
 from pipeline_models import accumulate, same, squares, two_stages
 from torch_support import CHILDREN, TWO, Gradients, gradients, output_of, run_script
 
@@ -162,7 +163,10 @@ def test_a_failed_step_keeps_no_graph(way: str) -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError("as planned"), torch.OutOfMemoryError("as planned")])
-def test_out_of_memory_runs_the_same_step_with_less_in_flight(error: BaseException) -> None:
+def test_out_of_memory_runs_the_same_step_with_less_in_flight(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steady(monkeypatch)
     module, batch = Chain(), marked(5)
     with two_stages(module) as trainer:
         trained(module, trainer, batch)
