@@ -40,6 +40,7 @@ class Held:
     def __enter__(self) -> Held:
         self.jobs = [self._pool.submit(self._hold, kind="hold") for _ in range(self._count)]
         while not all(job.running() for job in self.jobs):
+            assert not any(job.done() for job in self.jobs)
             time.sleep(0.001)
         return self
 
