@@ -109,7 +109,11 @@ class Collector:
         buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in report["wait_counts"]]
         wait.add_metric(values, buckets, report["wait_seconds"])
         yield wait
-        for key, help_text in (("jobs", "Jobs that completed."), ("busy_seconds", "Time spent on jobs.")):
+        for key, help_text in (
+            ("jobs", "Jobs that completed."),
+            ("runs", "Their runs, each of a job or of a batch."),
+            ("busy_seconds", "Time spent on jobs."),
+        ):
             family = CounterMetricFamily(f"paceline_pool_device_{key}", help_text, labels=[*names, "device"])
             for name, device in devices.items():
                 family.add_metric([*values, name], device[key])
