@@ -1,11 +1,16 @@
-"""Makes torchvision importable beside a PyTorch for CPUs, and ends with a table of the differences to one device."""
+"""Makes torchvision importable beside a PyTorch for CPUs, and the examples. Ends with a table of the differences to one device."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 
 import torchvision_operators  # noqa: F401
 from frameworks_support import differences
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "python"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
