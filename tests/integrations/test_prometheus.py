@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
+import yaml
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from torch import nn
@@ -32,6 +33,7 @@ from paceline.torch._trainer import exports
 from torch_support import held
 
 ROOT = Path(__file__).parents[2]
+ALARMS = ROOT / "examples" / "grafana" / "alarms.yaml"
 
 
 def trained(registry: CollectorRegistry, **labels: str) -> Any:
@@ -104,15 +106,46 @@ def test_two_trainers_share_a_registry_by_their_labels() -> None:
     assert 'run="b"' in text
 
 
-def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+def dashboard() -> list[str]:
+    """The queries of its panels."""
+    panels = json.loads((ROOT / "examples" / "grafana" / "paceline.json").read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+def alarms() -> list[dict[str, Any]]:
+    """The rules."""
+    (group,) = yaml.safe_load(ALARMS.read_text())["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def test_the_dashboard_and_the_alarms_ask_for_metrics_that_exist() -> None:
     registry = CollectorRegistry()
-    with trained(registry):
+    ProcessCollector(registry=registry)
+    with trained(registry), Pool(["host:0"]) as pool:
+        registry.register(pool.prometheus())
         known = {re.sub("bytes.*", "bytes", name) for name, _ in samples(registry)}
-    dashboard = json.loads((ROOT / "examples" / "grafana" / "paceline.json").read_text())
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert len(asked) >= 6
-    for name in {name for expression in asked for name in re.findall(r"paceline_\w+", expression)}:
-        assert name in known
+    # Of NVIDIA's dcgm-exporter, which is not here.
+    known.add("DCGM_FI_DEV_GPU_TEMP")
+    asked = [*dashboard(), *(rule["expr"] for rule in alarms())]
+    names = {name for expression in asked for name in re.findall(r"(?:paceline|process|DCGM)_\w+", expression)}
+    assert len(names) >= 20
+    assert names <= known
+    kinds = {kind for expression in asked for kind in re.findall(r'kind="(\w+)"', expression)}
+    assert kinds == {"pool_peak"}  # of a GPU, which `report` of a trainer has
+
+
+def test_rows_and_panels_of_the_dashboard_do_not_overlap() -> None:
+    panels = json.loads((ROOT / "examples" / "grafana" / "paceline.json").read_text())["panels"]
+    cells = [
+        (place["x"] + x, place["y"] + y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["w"])
+        for y in range(place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert len(panels) == len({panel["id"] for panel in panels})
+    assert [panel["title"] for panel in panels if panel["type"] == "row"] == ["Training", "Pool"]
 
 
 def test_labels_that_join_with_those_of_dcgm() -> None:
@@ -137,14 +170,16 @@ TRAINING = """
     import select, sys
     import torch
     from prometheus_client import REGISTRY, start_http_server
-    from paceline.torch import DataParallel
+    from paceline.torch import DataParallel, Pool
 
     server, _ = start_http_server(0, addr="127.0.0.1")
-    with DataParallel(torch.nn.Linear(4, 2), ["host:0", "host:1"], balance=[1, 3]) as trainer:
+    with DataParallel(torch.nn.Linear(4, 2), ["host:0", "host:1"], balance=[1, 3]) as trainer, Pool(trainer) as pool:
         REGISTRY.register(trainer.prometheus(run="scraped"))
+        REGISTRY.register(pool.prometheus(service="embed"))
         print(server.server_port, flush=True)
         while not select.select([sys.stdin], [], [], 0.01)[0]:
             trainer.step(lambda module, x: module(x).square().mean(), torch.randn(16, 4))
+            pool.submit(lambda device: None).result()
 """
 
 
@@ -201,7 +236,8 @@ def server(training: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     (folder / "prometheus.yml").write_text(
         json.dumps(  # JSON is YAML
             {
-                "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+                "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+                "rule_files": [str(ALARMS)],
                 "scrape_configs": [
                     {"job_name": "paceline", "static_configs": [{"targets": [f"127.0.0.1:{training}"]}]}
                 ],
@@ -236,13 +272,94 @@ def test_a_server_scrapes_shares_and_the_histogram_of_steps(server: Server) -> N
     assert float(counted["value"][1]) > 0
 
 
-def test_every_query_of_the_dashboard_has_an_answer(server: Server) -> None:
-    dashboard = Path(__file__).parents[2] / "examples" / "grafana" / "paceline.json"
-    panels = json.loads(dashboard.read_text())["panels"]
+def test_every_query_of_the_dashboard_and_of_the_autoscaler_has_an_answer(server: Server) -> None:
+    parts = yaml.safe_load_all((ROOT / "examples" / "cluster" / "service.yaml").read_text())
+    (scaled,) = (one for one in parts if one["kind"] == "ScaledObject")
+    numbers = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
     server.waited_for("rate(paceline_step_seconds_count[10s]) > 0")
-    for query in [target["expr"] for panel in panels for target in panel["targets"]]:
+    server.waited_for("rate(paceline_pool_device_runs_total[10s]) > 0")
+    for query in [*dashboard(), *numbers]:
         silent = query == "paceline_memory_bytes"  # no limit was set, so there is none
-        assert bool(server.asked(query.replace("$__rate_interval", "10s"))) != silent, query
+        found = server.asked(re.sub(r"\$__rate_interval|2m", "10s", query))
+        assert bool(found) != silent, query
+        assert query not in numbers or len(found) == 1, query
+
+
+def test_the_server_takes_the_alarms(server: Server) -> None:
+    server.waited_for("paceline_pool_queued")
+    with server.opener.open(f"{server.address}/api/v1/rules", timeout=5) as answer:
+        (group,) = json.load(answer)["data"]["groups"]
+    assert len(group["rules"]) == len(alarms())
+    assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}  # unknown until it was evaluated
+
+
+def series(instance: str, values: dict[str, str]) -> list[dict[str, str]]:
+    """Of promtool: a value each minute, of one process."""
+    return [
+        {
+            "series": re.sub("}?$", f'{"," if "{" in name else "{"}job="a",instance="{instance}"}}', name, count=1),
+            "values": value,
+        }
+        for name, value in values.items()
+    ]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool on PATH")
+def test_each_alarm_comes_when_it_should_and_only_then(tmp_path: Path) -> None:
+    bad = {
+        "paceline_pool_backlog_seconds": "0+1x100",
+        "paceline_pool_queued": "5x100",
+        'paceline_pool_requests_total{outcome="completed"}': "0+60x100",
+        'paceline_pool_requests_total{outcome="expired"}': "0+1x100",
+        'paceline_pool_wait_seconds_bucket{le="0.3"}': "0+58x100",
+        'paceline_pool_wait_seconds_bucket{le="1.0"}': "0+60x100",
+        'paceline_pool_wait_seconds_bucket{le="+Inf"}': "0+60x100",
+        'paceline_pool_device_busy_seconds_total{device="host:0"}': "0+30x100",
+        'paceline_device_busy_seconds_total{device="host:0",uuid="",pci_bus_id=""}': "0+30x100",
+        "paceline_step_seconds_sum": "0+54x100",
+        "process_resident_memory_bytes": "1000+10x100",
+        'paceline_memory_bytes{kind="pool_peak",device="cuda:0"}': "1000+10x100",
+        "DCGM_FI_DEV_GPU_TEMP": "90x100",
+    }
+    good = bad | {
+        "paceline_pool_backlog_seconds": "5x100",  # much, but not more and more
+        'paceline_pool_requests_total{outcome="expired"}': "0x100",
+        'paceline_pool_wait_seconds_bucket{le="0.3"}': "0+60x100",
+        'paceline_pool_device_busy_seconds_total{device="host:0"}': "0+54x100",
+        'paceline_device_busy_seconds_total{device="host:0",uuid="",pci_bus_id=""}': "0+50x100",
+        "process_resident_memory_bytes": "1000x100",
+        'paceline_memory_bytes{kind="pool_peak",device="cuda:0"}': "1000+1x100",
+        'paceline_memory_bytes{kind="limit",device="cuda:0"}': "1000+10x100",
+        "DCGM_FI_DEV_GPU_TEMP": "60x100",
+    }
+    idle = {
+        "paceline_pool_queued": "0x100",
+        'paceline_pool_device_busy_seconds_total{device="host:0"}': "0+1x100",
+        'paceline_pool_requests_total{outcome="expired"}': "0x100",
+        'paceline_pool_wait_seconds_bucket{le="+Inf"}': "0x100",
+    }
+    test = {
+        "interval": "1m",
+        "input_series": [
+            *series("bad", bad),
+            *series("good", good),
+            *series("idle", idle),
+            *series("not ours", {"process_resident_memory_bytes": "1000+10x100"}),
+        ],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (alertname, instance) (ALERTS{alertstate="firing"})',
+                "eval_time": "95m",
+                "exp_samples": [
+                    {"labels": f'{{alertname="{rule["alert"]}",instance="bad"}}', "value": 1} for rule in alarms()
+                ],
+            }
+        ],
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(json.dumps({"rule_files": [str(ALARMS)], "evaluation_interval": "1m", "tests": [test]}))
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, timeout=_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool on PATH")
@@ -272,7 +389,8 @@ def test_a_pool_shows_what_waits_runs_and_ended() -> None:
         assert found[f"paceline_pool_{name}", ""] == 0
     assert found["paceline_pool_active_devices", ""] == 1
     assert found["paceline_pool_wait_seconds_count", ""] == 5
-    assert sum(found["paceline_pool_device_jobs_total", f"host:{k}"] for k in range(2)) == 5
+    for name in ("jobs", "runs"):
+        assert sum(found[f"paceline_pool_device_{name}_total", f"host:{k}"] for k in range(2)) == 5
     text = text_of(registry)
     assert 'paceline_pool_requests_total{outcome="completed",service="a"} 5.0' in text
     assert 'paceline_pool_requests_total{outcome="rejected",service="a"} 1.0' in text
