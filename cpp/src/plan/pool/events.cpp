@@ -16,15 +16,6 @@ std::int64_t State::limit(std::size_t kind) const {
   return batches * std::max<std::int64_t>(sum, 1);
 }
 
-// Whether one more job may wait. A queue that one tenant has filled is not full for others.
-bool State::has_room(std::size_t kind, std::size_t tenant) const {
-  const Kind& of = kinds[kind];
-  if (of.held < limit(kind)) return true;
-  if (!has_tenants) return false;
-  const auto own = of.held_by.find(tenant);
-  return own == of.held_by.end() || own->second < limit(kind);
-}
-
 // Whether there are devices for the job. Those that are retired may come back.
 bool State::can_run(const Job& job) const {
   std::vector<std::int64_t> in_space(job.gang > 1 ? spaces.size() : 0, 0);

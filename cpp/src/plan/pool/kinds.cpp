@@ -10,10 +10,9 @@ namespace paceline::plan {
 
 using State = PoolState::State;
 
-State::Kind& State::kind_at(std::size_t kind) {
+void State::refuse_kind(std::size_t kind) const {
   require(kind < kinds.size(), "kind {} is not in the pool, which has {}", kind, kinds.size());
-  require(!kinds[kind].forgotten, "kind {} is forgotten; add it again", kind);
-  return kinds[kind];
+  refuse("kind {} is forgotten; add it again", kind);
 }
 
 // Lets go of all that is kept for a kind of which nothing waits or runs.

@@ -173,7 +173,11 @@ class PoolState::State {
     if (has_tenants) hold_for(job, more);
   }
   [[nodiscard]] std::int64_t limit(std::size_t kind) const;
-  [[nodiscard]] bool has_room(std::size_t kind, std::size_t tenant) const;
+  /// Whether one more job may wait. A queue that one tenant has filled is not full for others.
+  [[nodiscard]] bool has_room(std::size_t kind, std::size_t tenant) const {
+    const std::int64_t most = limit(kind);
+    return kinds[kind].held < most || (has_tenants && held_for(kind, tenant) < most);
+  }
   void settle(double now, PoolDecisions& out);  // what every event ends with
   [[nodiscard]] bool can_run(const Job& job) const;
   bool admits(const Job& job, double now);
@@ -188,7 +192,11 @@ class PoolState::State {
   }
 
   // Kinds, in kinds.cpp.
-  [[nodiscard]] Kind& kind_at(std::size_t kind);
+  [[nodiscard]] Kind& kind_at(std::size_t kind) {
+    if (kind >= kinds.size() || kinds[kind].forgotten) refuse_kind(kind);
+    return kinds[kind];
+  }
+  [[noreturn]] void refuse_kind(std::size_t kind) const;
   bool forget(std::size_t kind);
 
   // Lines and models, in lines.cpp.
@@ -252,6 +260,7 @@ class PoolState::State {
   // Tenants, in tenants.cpp. If there are any:
   void share();
   void hold_for(const Job& job, std::int64_t more);
+  [[nodiscard]] std::int64_t held_for(std::size_t kind, std::size_t tenant) const;
   void join(Job& job, PoolLine* line);
   void leave(const Job& job, PoolLine* line);
   double take_turn(const Job& job, PoolLine* line, const KeyEntry* place);

@@ -48,6 +48,11 @@ void State::hold_for(const Job& job, std::int64_t more) {
   if ((own->second += more) == 0) by.erase(own);
 }
 
+std::int64_t State::held_for(std::size_t kind, std::size_t tenant) const {
+  const auto own = kinds[kind].held_by.find(tenant);
+  return own == kinds[kind].held_by.end() ? 0 : own->second;
+}
+
 // A job that may start waits with those of its tenant. `line`: null for a gang.
 void State::join(Job& job, PoolLine* line) {
   if (line != nullptr) jobs_in(*line, job.tenant).queues[queue_of(job)].insert({job.key, job.id});

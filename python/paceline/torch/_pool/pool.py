@@ -21,7 +21,8 @@ from paceline.torch._pool.page import Paged
 from paceline.torch._pool.serving import batcher_of, bytes_of
 from paceline.torch._pool.tenants import Tenant, add_tenants, charge_of, report_of
 from paceline.torch._pool.tenants import name_of as tenant_of
-from paceline.torch._pool.tracing import Scalars, Traced
+from paceline.torch._pool.traced import Traced
+from paceline.torch._pool.tracing import Scalars
 from paceline.torch._replicas.copies import Replicate
 
 _T = TypeVar("_T")
