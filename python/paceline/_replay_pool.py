@@ -16,12 +16,14 @@ from typing import Any
 from paceline import InvalidArgument
 from paceline._core.plan import POOL_LEDGER_VERSION, PoolState
 from paceline._replay import at_line, numbered
+from paceline._replay_pool_kinds import with_kinds_kept
 
 _EVENTS = (
     *("submit", "finish", "measure", "tick", "withdraw", "cancel", "retire", "restore", "lose", "loaded"),
-    *("add_device", "add_kind", "add_need"),
+    *("add_device", "add_kind", "add_need", "add_tenant", "forget"),
 )
-_ARRIVE = ("submit", "cancel", "retire", "restore", "lose", "add_device", "add_kind", "add_need")  # with any placement
+_TIMELESS = ("add_kind", "add_need", "add_tenant", "forget")
+_ARRIVE = ("submit", "cancel", "retire", "restore", "lose", "add_device", *_TIMELESS[:3])  # with any placement
 _DECIDED = ("ends", "starts", "declines", "wake_seconds")
 _SAMPLES = 1000  # what a model of the whole ledger counts for
 
@@ -190,7 +192,7 @@ def what_if_pool(ledger: str | os.PathLike[str] | Iterable[str], placement: str)
         raise InvalidArgument(
             f"line {found.mismatch.line} of the ledger: its decision is not reproduced, so what follows is not known"
         )
-    entries = [json.loads(line) for line in lines[: -1 if found.cut_off else None]]
+    entries = with_kinds_kept([json.loads(line) for line in lines[: -1 if found.cut_off else None]])
     return _WhatIf(_pool_of(entries[0], placement), _Seconds(entries[1:])).run(entries[1:])
 
 
@@ -214,7 +216,7 @@ def _call(pool: PoolState, name: str, entry: dict[str, Any]) -> tuple[int | None
     text: Any = ""
     if "chosen" in entry:
         pool.chose(entry["chosen"])
-    if name in ("add_kind", "add_need"):
+    if name in _TIMELESS:
         getattr(pool, name)(**entry[name])
     elif name == "submit":
         made, text = pool.submit(entry["at"], **entry[name])
@@ -378,7 +380,7 @@ class _WhatIf:
 
     def _happens(self, name: str, arguments: dict[str, Any], job: int | None = None) -> None:
         entry: dict[str, Any] = {name: arguments}
-        if name not in ("add_kind", "add_need"):
+        if name not in _TIMELESS:
             entry["at"] = self._now
         made, decided = _call(self._pool, name, entry)
         if made is not None:

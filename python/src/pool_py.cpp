@@ -253,6 +253,34 @@ class PythonPool {
     pool_.write_ledger(path);
   }
 
+  void add_tenant(std::string name, double weight, std::optional<std::int64_t> devices, std::optional<double> memory) {
+    const plan::PoolTenant usual;
+    const BlockingRegion without_gil;
+    pool_.add_tenant({.name = std::move(name),
+                      .weight = weight,
+                      .devices = devices.value_or(usual.devices),
+                      .memory_bytes = memory.value_or(usual.memory_bytes)});
+  }
+
+  [[nodiscard]] py::list tenants() const {
+    std::vector<plan::PoolTenantUse> all;
+    {
+      const BlockingRegion without_gil;
+      all = pool_.tenants();
+    }
+    py::list found;
+    for (const plan::PoolTenantUse& one : all) {
+      found.append(
+          py::make_tuple(one.tenant.name, one.tenant.weight, one.served, one.waiting, one.devices, one.memory_bytes));
+    }
+    return found;
+  }
+
+  bool forget(const std::string& kind) {
+    const BlockingRegion without_gil;
+    return pool_.forget(kind);
+  }
+
   [[nodiscard]] const Pool& pool() const noexcept { return pool_; }
 
  private:
@@ -271,7 +299,8 @@ void bind_pool(py::module_& module) {
           "submit",
           [](PythonPool& self, py::object job, std::string kind, int priority, double deadline, double not_before,
              std::int64_t gang, std::vector<JobHandle> after, std::vector<std::string> needs,
-             std::vector<std::string> devices, double cost, double memory, bool wait, bool batched) {
+             std::vector<std::string> devices, double cost, double memory, std::string tenant, double charge, bool wait,
+             bool batched) {
             return self.submit(std::move(job),
                                {.kind = std::move(kind),
                                 .priority = static_cast<Priority>(priority),
@@ -283,12 +312,15 @@ void bind_pool(py::module_& module) {
                                 .devices = std::move(devices),
                                 .cost = cost,
                                 .memory_bytes = memory,
+                                .tenant = std::move(tenant),
+                                .charge = charge,
                                 .wait_for_room = wait},
                                batched);
           },
           py::arg("job"), py::kw_only(), py::arg("kind"), py::arg("priority"), py::arg("deadline"),
           py::arg("not_before"), py::arg("gang"), py::arg("after"), py::arg("needs"), py::arg("devices"),
-          py::arg("cost"), py::arg("memory"), py::arg("wait"), py::arg("batched"),
+          py::arg("cost"), py::arg("memory"), py::arg("tenant") = "", py::arg("charge") = 0.0, py::arg("wait"),
+          py::arg("batched"),
           "Submit an object with run(devices, evicted) -> int and end(device, seconds, outcome, message).")
       .def(
           "add_batches",
@@ -319,6 +351,12 @@ void bind_pool(py::module_& module) {
       .def("restore", &PythonPool::restore, py::arg("device"))
       .def("add", &PythonPool::add, py::arg("device"), py::arg("memory") = py::none(),
            "One more device, which takes work at once.")
+      .def("add_tenant", &PythonPool::add_tenant, py::arg("name"), py::kw_only(), py::arg("weight") = 1.0,
+           py::arg("devices") = py::none(), py::arg("memory") = py::none())
+      .def("tenants", &PythonPool::tenants,
+           "Of each: name, weight, served, waiting, devices and bytes in use. The first one has no name.")
+      .def("forget", &PythonPool::forget, py::arg("kind"),
+           "Let go of what is kept for a kind. False: some of it waits or runs, and is kept.")
       .def("stream", &PythonPool::stream, py::arg("device"), "CUDA's handle of a GPU's stream; None on the host.")
       .def("write_ledger", &PythonPool::write_ledger, py::arg("path"),
            "Write every event and decision to this file from now on.")

@@ -96,6 +96,13 @@ class ReplayedPool {
         {.accepts = [answers = needs_.back()](const plan::PoolDevice&) { return next(*answers, false); }});
   }
 
+  std::size_t add_tenant(std::string name, double weight, std::int64_t devices, double memory_bytes) {
+    return pool_.add_tenant(
+        {.name = std::move(name), .weight = weight, .devices = devices, .memory_bytes = memory_bytes});
+  }
+
+  bool forget(std::size_t kind) { return pool_.forget(kind); }
+
   std::string add_device(double now, std::string name, std::string device_class, std::vector<std::string> labels,
                          double weight, double memory_bytes, std::optional<std::size_t> shares_memory_of,
                          const std::vector<bool>& accepted) {
@@ -112,14 +119,17 @@ class ReplayedPool {
   std::pair<std::uint64_t, std::string> submit(double now, std::size_t kind, std::size_t need,
                                                const std::string& priority, double deadline_seconds,
                                                double not_before_seconds, double cost, std::int64_t gang,
-                                               const std::vector<std::uint64_t>& after) {
+                                               const std::vector<std::uint64_t>& after, std::size_t tenant,
+                                               double charge) {
     plan::PoolJob job{.kind = kind,
                       .need = need,
                       .priority = value_of<plan::Priority>("priority", kPriorities, priority),
                       .deadline_seconds = deadline_seconds,
                       .not_before_seconds = not_before_seconds,
                       .cost = cost,
-                      .gang = gang};
+                      .gang = gang,
+                      .tenant = tenant,
+                      .charge = charge};
     for (const std::uint64_t one : after) job.after.push_back(static_cast<plan::JobId>(one));
     plan::JobId id{};
     std::string decided = plan::ledger_json(pool_.submit(now, job, id));
@@ -192,13 +202,16 @@ void bind_pool_state(py::module_& module) {
            py::arg("queue_limit") = 0, py::arg("model") = "", py::arg("resident_bytes") = 0.0,
            py::arg("reload_seconds") = 0.0, py::arg("peak_bytes") = 0.0, py::arg("peak_bytes_per_item") = 0.0)
       .def("add_need", &ReplayedPool::add_need, py::kw_only(), py::arg("accepted"))
+      .def("add_tenant", &ReplayedPool::add_tenant, py::kw_only(), py::arg("name"), py::arg("weight") = 1.0,
+           py::arg("devices") = plan::PoolTenant{}.devices, py::arg("memory_bytes") = kInfinity)
+      .def("forget", &ReplayedPool::forget, py::kw_only(), py::arg("kind"), "Whether it was.")
       .def("add_device", &ReplayedPool::add_device, py::arg("now"), py::kw_only(), py::arg("name"),
            py::arg("device_class"), py::arg("labels"), py::arg("weight") = 0.0, py::arg("memory_bytes") = kInfinity,
            py::arg("shares_memory_of") = py::none(), py::arg("accepted") = std::vector<bool>{})
       .def("submit", &ReplayedPool::submit, py::arg("now"), py::kw_only(), py::arg("kind"), py::arg("need") = 0,
            py::arg("priority") = "normal", py::arg("deadline_seconds") = kInfinity, py::arg("not_before_seconds") = 0.0,
            py::arg("cost") = 1.0, py::arg("gang") = 1, py::arg("after") = std::vector<std::uint64_t>{},
-           "The number of the job, and what was decided.")
+           py::arg("tenant") = 0, py::arg("charge") = 0.0, "The number of the job, and what was decided.")
       .def("finish", &ReplayedPool::finish, py::arg("now"), py::kw_only(), py::arg("run"), py::arg("result"),
            py::arg("seconds") = 0.0)
       .def("withdraw", &ReplayedPool::withdraw, py::arg("now"), py::kw_only(), py::arg("run"),

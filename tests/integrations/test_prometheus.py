@@ -377,7 +377,7 @@ def test_a_pool_shows_what_waits_runs_and_ended() -> None:
     registry = CollectorRegistry()
     with Pool(["host:0", "host:1"]) as pool:
         registry.register(pool.prometheus(service="a"))
-        jobs = [pool.submit(lambda _: 1) for _ in range(5)]
+        jobs = [pool.submit(lambda _: 1, tenant="lab") for _ in range(5)]
         assert [job.result() for job in jobs] == [1] * 5
         with pytest.raises(Rejected):
             pool.submit(lambda _: 1, gang=3).result()
@@ -387,6 +387,8 @@ def test_a_pool_shows_what_waits_runs_and_ended() -> None:
             pool.prometheus(outcome="x")
     for name in ("backlog_seconds", "queued", "running"):
         assert found[f"paceline_pool_{name}", ""] == 0
+    assert 'paceline_pool_tenant_served_total{service="a",tenant="lab"} 5.0' in text_of(registry)
+    assert 'paceline_pool_tenant_queued{service="a",tenant="lab"} 0.0' in text_of(registry)
     assert found["paceline_pool_active_devices", ""] == 1
     assert found["paceline_pool_wait_seconds_count", ""] == 5
     for name in ("jobs", "runs"):

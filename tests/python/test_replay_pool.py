@@ -39,9 +39,10 @@ class Script:
         self.rng, self.pool = random.Random(seed), PoolState(placement=placement, **OPTIONS)
         self.pool.write_to(str(path))
         self.custom = placement == "custom"
-        self.now, self.kinds, self.devices, self.needs = 0.0, 0, 0, 1
+        self.now, self.kinds, self.devices, self.needs, self.tenants = 0.0, 0, 0, 1, 1
         self.runs: dict[int, int] = {}
         self.jobs: list[int] = []
+        self.forgotten = 0
         self.models: list[bool] = []  # whether kinds have one
         self.add_device()
         self.add_kind()
@@ -70,23 +71,32 @@ class Script:
             accepted=[self.rng.random() < 0.7 for _ in range(self.needs - 1)],
         )
 
-    def add_kind(self) -> None:
+    def add_kind(self, number: int | None = None) -> None:
         model = self.rng.random() < 0.5
-        self.pool.add_kind(
-            name=f"k{self.kinds}",
+        number = self.kinds if number is None else number
+        made = self.pool.add_kind(
+            name=f"k{number}",
             sizes=[1, 2, 4] if self.rng.random() < 0.6 else [1],
             max_delay_seconds=self.rng.choice([0.0, 0.05]),
-            padded=self.kinds % 2 == 1,
+            padded=number % 2 == 1,
             idempotent=self.rng.random() < 0.5,
             queue_limit=self.rng.choice([0, 5]),
-            model=f"m{self.kinds}" if model else "",
+            model=f"m{number}" if model else "",
             resident_bytes=10.0 if model else 0.0,
             reload_seconds=0.1 if model else 0.0,
             peak_bytes=self.rng.choice([0.0, 3.0]),
             peak_bytes_per_item=self.rng.choice([0.0, 1.0]),
         )
-        self.kinds += 1
-        self.models.append(model)
+        assert made == number
+        self.kinds = max(self.kinds, number + 1)
+        self.models[number:] = [model, *self.models[number + 1 :]]
+
+    def forget(self) -> None:
+        """Another kind takes its number."""
+        number = self.rng.randrange(self.kinds)
+        if self.pool.forget(kind=number):
+            self.add_kind(number)
+            self.forgotten += 1
 
     def submit(self) -> None:
         kind = self.rng.randrange(self.kinds)
@@ -100,6 +110,8 @@ class Script:
             cost=self.rng.uniform(0.1, 9.0) if kind % 2 == 1 else 1.0,
             gang=self.rng.choice([1, 1, 1, 1, 2]),
             after=[self.rng.choice(self.jobs)] if self.jobs and self.rng.random() < 0.2 else [],
+            tenant=self.rng.randrange(self.tenants),
+            charge=self.rng.choice([0.0, 2.5]),
         )
         assert job is not None
         self.jobs.append(job)
@@ -138,6 +150,12 @@ class Script:
             elif what < 0.97 and self.needs < 4:
                 self.pool.add_need(accepted=[self.rng.random() < 0.7 for _ in range(self.devices)])
                 self.needs += 1
+            elif what < 0.98 and self.tenants < 4:
+                quotas: dict[str, Any] = {"devices": 1, "memory_bytes": 20.0} if self.rng.random() < 0.5 else {}
+                self.pool.add_tenant(name=f"t{self.tenants}", weight=self.rng.uniform(0.5, 3.0), **quotas)
+                self.tenants += 1
+            elif what < 0.99:
+                self.forget()
             else:
                 self.happens("tick")
 

@@ -338,11 +338,23 @@ class Pool:
         """
         Let jobs of this kind run in batches: run_batch(devices, evicted, jobs) of the first one, which returns a code, the seconds that do not count, and those of loading the model or None.
         """
+    def add_tenant(
+        self,
+        name: str,
+        *,
+        weight: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+        devices: typing.SupportsInt | typing.SupportsIndex | None = None,
+        memory: typing.SupportsFloat | typing.SupportsIndex | None = None,
+    ) -> None: ...
     def close(self, cancel: bool) -> None:
         """
         Wait until every job has ended.
         """
     def explain(self) -> str: ...
+    def forget(self, kind: str) -> bool:
+        """
+        Let go of what is kept for a kind. False: some of it waits or runs, and is kept.
+        """
     def give_up(self, run: typing.SupportsInt | typing.SupportsIndex, message: str, device: str) -> bool:
         """
         End the jobs of a run that goes on, and replace its worker. False: it has ended.
@@ -378,11 +390,17 @@ class Pool:
         devices: collections.abc.Sequence[str],
         cost: typing.SupportsFloat | typing.SupportsIndex,
         memory: typing.SupportsFloat | typing.SupportsIndex,
+        tenant: str = "",
+        charge: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         wait: bool,
         batched: bool,
     ) -> Job:
         """
         Submit an object with run(devices, evicted) -> int and end(device, seconds, outcome, message).
+        """
+    def tenants(self) -> list[typing.Any]:
+        """
+        Of each: name, weight, served, waiting, devices and bytes in use. The first one has no name.
         """
     def write_ledger(self, path: str) -> None:
         """

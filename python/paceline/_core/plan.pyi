@@ -397,6 +397,14 @@ class PoolState:
         peak_bytes_per_item: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     ) -> int: ...
     def add_need(self, *, accepted: collections.abc.Sequence[bool]) -> int: ...
+    def add_tenant(
+        self,
+        *,
+        name: str,
+        weight: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+        devices: typing.SupportsInt | typing.SupportsIndex = 9223372036854775807,
+        memory_bytes: typing.SupportsFloat | typing.SupportsIndex = ...,
+    ) -> int: ...
     def cancel(
         self, now: typing.SupportsFloat | typing.SupportsIndex, *, job: typing.SupportsInt | typing.SupportsIndex
     ) -> str: ...
@@ -412,6 +420,10 @@ class PoolState:
         result: str,
         seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     ) -> str: ...
+    def forget(self, *, kind: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        Whether it was.
+        """
     def loaded(
         self,
         now: typing.SupportsFloat | typing.SupportsIndex,
@@ -453,6 +465,8 @@ class PoolState:
         cost: typing.SupportsFloat | typing.SupportsIndex = 1.0,
         gang: typing.SupportsInt | typing.SupportsIndex = 1,
         after: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [],
+        tenant: typing.SupportsInt | typing.SupportsIndex = 0,
+        charge: typing.SupportsFloat | typing.SupportsIndex = 0.0,
     ) -> tuple[int, str]:
         """
         The number of the job, and what was decided.

@@ -21,6 +21,7 @@ from paceline.torch._pipeline.replicas_source import PipelineReplicas
 from paceline.torch._pool.batcher import Batcher
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.pool import Pool
+from paceline.torch._pool.tenants import Tenant
 from paceline.torch._pool.versions import Version
 from paceline.torch._ranks.balanced_ranks import BalancedRanks
 from paceline.torch._run.reducer import Reducer
@@ -56,6 +57,7 @@ __all__ = [
     "Report",
     "SplitResult",
     "Splitter",
+    "Tenant",
     "UnseededDrawsWarning",
     "Version",
     "WholeGpuKernelsWarning",

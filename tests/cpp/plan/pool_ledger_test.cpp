@@ -51,6 +51,27 @@ TEST(PoolLedger, HasALineForEachEventWithWhatWasDecided) {
 )");
 }
 
+TEST(PoolLedger, HasTenantsAndWhatIsForgotten) {
+  const auto out = std::make_shared<std::ostringstream>();
+  PoolState pool;
+  (void)pool.add_kind({.name = "gone"});
+  (void)pool.add_kind({.name = "here"});
+  EXPECT_TRUE(pool.forget(0));
+  const std::size_t a = pool.add_tenant({.name = "a", .weight = 2.0, .devices = 3, .memory_bytes = 5.0});
+  pool.write_to(out);
+  out->str("");
+  (void)pool.add_tenant({.name = "b"});
+  JobId job{};
+  (void)pool.submit(0.0, {.kind = 1, .tenant = a, .charge = 2.5}, job);
+  EXPECT_TRUE(pool.forget(pool.add_kind({.name = "short"})));
+  EXPECT_EQ(out->str(),
+            R"({"add_tenant": {"name": "b"}}
+{"at": 0, "submit": {"kind": 1, "tenant": 1, "charge": 2.5}, "job": 4194304, "decided": {"ends": [[4194304, "rejected", "no_device"]]}}
+{"add_kind": {"name": "short", "sizes": [1]}}
+{"forget": {"kind": 0}}
+)");
+}
+
 TEST(PoolLedger, SaysWhatTheUsersPlacementAnswered) {
   const auto out = std::make_shared<std::ostringstream>();
   PoolState pool({.placement = Placement::custom, .choose = [](const PoolQuestion& asked) {

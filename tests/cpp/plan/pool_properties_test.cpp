@@ -32,6 +32,12 @@ class Script {
     needs_ = {{}, {.labels = {"special"}}, {.accepts = [](const PoolDevice& one) { return one.device_class == "a"; }}};
     (void)pool_.add_need(needs_[1]);
     (void)pool_.add_need(needs_[2]);
+    for (tenants_ = draws_.chance(0.5) ? 1 : draws_.count(2, 4); pool_.tenants().size() < tenants_;) {
+      PoolTenant tenant{.name = "t", .weight = draws_.real(0.5, 3.0)};
+      if (draws_.chance(0.5)) tenant.devices = draws_.integer(1, 2);
+      if (draws_.chance(0.3)) tenant.memory_bytes = static_cast<double>(draws_.integer(1, 8));
+      (void)pool_.add_tenant(tenant);
+    }
     for (std::size_t k = draws_.count(1, 3); k > 0; --k) {
       PoolKind kind{.name = "k" + std::to_string(k), .idempotent = draws_.chance(0.5)};
       if (draws_.chance(0.5)) kind.sizes = {1, 2, 4, 8};
@@ -165,6 +171,7 @@ class Script {
     if (draws_.chance(0.1)) job.not_before_seconds = draws_.real(0.0, 3.0);
     if (draws_.chance(0.1)) job.gang = draws_.integer(2, 3);
     if (pool_.kind(job.kind).padded) job.cost = 0.25 * static_cast<double>(draws_.integer(1, 16));
+    job.tenant = draws_.count(0, tenants_ - 1);
     for (const auto& [id, other] : watcher_->jobs) {
       if (job.after.size() < 2 && draws_.chance(0.05)) job.after.push_back(id);
     }
@@ -181,6 +188,7 @@ class Script {
   PoolWatcher* watcher_ = nullptr;
   std::vector<PoolNeed> needs_;
   std::size_t kinds_ = 0;
+  std::size_t tenants_ = 1;  // with the one without a name
   double now_ = 0.0;
   double wake_ = std::numeric_limits<double>::infinity();
   bool planted_ = false;
@@ -259,8 +267,9 @@ TEST(PoolProperties, NoticeAJobThatOvertakes) {
         if (found == watcher.jobs.end() || found->second.spec.deadline_seconds < 1e9) return false;
         const PoolJob& spec = found->second.spec;
         for (const auto& [id, other] : watcher.jobs) {
-          if (id > job && other.spec.kind == spec.kind && other.spec.need == spec.need && other.spec.gang == 1 &&
-              spec.gang == 1 && other.spec.priority == spec.priority && other.spec.cost == spec.cost &&
+          if (id > job && other.spec.tenant == spec.tenant && other.spec.kind == spec.kind &&
+              other.spec.need == spec.need && other.spec.gang == 1 && spec.gang == 1 &&
+              other.spec.priority == spec.priority && other.spec.cost == spec.cost &&
               other.phase == PoolWatcher::Phase::waits && other.spec.deadline_seconds > 1e9 &&
               other.spec.not_before_seconds <= 0.0 && other.spec.after.empty() &&
               found->second.spec.not_before_seconds <= 0.0 && other.most > 1 && other.key > found->second.key) {
@@ -271,6 +280,80 @@ TEST(PoolProperties, NoticeAJobThatOvertakes) {
         return false;
       },
       {"not in the order of keys"});
+}
+
+TEST(PoolProperties, NoticeAJobThatStartsBeforeItsTime) {
+  expect_noticed(
+      [](const PoolState& pool, const PoolWatcher& watcher, PoolDecisions& made) {
+        if (!made.ends.empty() || made.starts.size() != 1 || made.starts.front().jobs.size() != 1) return false;
+        JobId& job = made.starts.front().jobs.front();
+        if (!watcher.jobs.contains(job)) return false;
+        const PoolJob& spec = watcher.jobs.at(job).spec;
+        for (const auto& [id, other] : watcher.jobs) {
+          const bool blocked =
+              std::ranges::any_of(other.spec.after, [&](JobId one) { return watcher.jobs.contains(one); });
+          if (!blocked || other.spec.kind != spec.kind || other.spec.gang != spec.gang) continue;
+          job = id;
+          return true;
+        }
+        return pool.waiting() < 0;
+      },
+      {"a job started before its time or its dependencies"});
+}
+
+TEST(PoolProperties, NoticeAGangThatIsNotWhole) {
+  expect_noticed(
+      [](const PoolState&, const PoolWatcher&, PoolDecisions& made) {
+        for (PoolStart& start : made.starts) {
+          if (start.devices.size() < 2) continue;
+          start.devices.pop_back();
+          return true;
+        }
+        return false;
+      },
+      {"a gang of another size"});
+}
+
+TEST(PoolProperties, NoticeADeviceThatDoesNotHaveWhatAJobNeeds) {
+  expect_noticed(
+      [](const PoolState& pool, const PoolWatcher& watcher, PoolDecisions& made) {
+        for (PoolStart& start : made.starts) {
+          if (start.devices.size() > 1 || !watcher.jobs.contains(start.jobs.front())) continue;
+          if (watcher.jobs.at(start.jobs.front()).spec.need != 1) continue;  // the label "special"
+          for (std::size_t d = 0; d < pool.device_count(); ++d) {
+            if (!pool.device(d).labels.empty() || !pool.active(d) || !pool.idle(d)) continue;
+            start.devices.front() = d;
+            return true;
+          }
+        }
+        return false;
+      },
+      {"a device that the job does not accept"});
+}
+
+TEST(PoolProperties, NoticeATenantBeyondItsQuota) {
+  expect_noticed(
+      [](const PoolState& pool, const PoolWatcher& watcher, PoolDecisions& made) {
+        const std::vector<PoolTenantUse> use = pool.tenants();
+        for (const PoolDecline& decline : made.declines) {
+          if (decline.reason != PoolReason::quota || !made.starts.empty() || !made.ends.empty()) continue;
+          for (const auto& [id, job] : watcher.jobs) {
+            const PoolJob& spec = job.spec;
+            if (job.phase != PoolWatcher::Phase::waits || spec.kind != decline.kind || spec.need != 0 ||
+                spec.gang != 1 || !spec.after.empty() || spec.not_before_seconds > 0.0 || job.most < 2 ||
+                use[spec.tenant].devices < use[spec.tenant].tenant.devices)
+              continue;
+            made.starts.push_back({.run = RunId{~std::uint64_t{0}},
+                                   .devices = {decline.device},
+                                   .jobs = {id},
+                                   .kind = spec.kind,
+                                   .cost = spec.cost});
+            return true;
+          }
+        }
+        return false;
+      },
+      {"a tenant uses more than its quota"});
 }
 
 TEST(PoolProperties, NoticeABatchWhosePaddingIsNotCounted) {

@@ -8,6 +8,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <paceline/plan/pool.hpp>
@@ -29,7 +30,9 @@ class PoolWatcher {
     bool probed = false;
   };
 
-  PoolWatcher(const PoolState& pool, std::vector<PoolNeed> needs) : pool_(pool), needs_(std::move(needs)) {}
+  PoolWatcher(const PoolState& pool, std::vector<PoolNeed> needs) : pool_(pool), needs_(std::move(needs)) {
+    for (const PoolTenantUse& one : pool.tenants()) tenants_.push_back(one.tenant);
+  }
 
   void submitted(double now, JobId id, const PoolJob& job) {
     Job made{job, now + job.deadline_seconds, now + job.not_before_seconds};
@@ -165,6 +168,11 @@ class PoolWatcher {
       last = &job;
     }
     expect(start.cost == cost(start), "not the cost of its jobs with their padding");
+    for (std::size_t tenant = 0; tenant < tenants_.size(); ++tenant) {
+      const auto [devices, bytes] = use(tenant, start);
+      expect(devices <= tenants_[tenant].devices && bytes <= tenants_[tenant].memory_bytes,
+             "a tenant uses more than its quota");
+    }
     if (start.devices.size() == 1) in_order(now, start, *last);
     for (const PoolEviction& one : start.evict) {
       expect(resident_[root(one.device)].erase(one.model) == 1, "evicted what is not there");
@@ -180,6 +188,26 @@ class PoolWatcher {
     runs[start.run] = start;
   }
 
+  // What a tenant's jobs use, with those of a run that starts.
+  [[nodiscard]] std::pair<std::int64_t, double> use(std::size_t tenant, const PoolStart& start) const {
+    std::pair<std::int64_t, double> sum{0, 0.0};
+    const auto add = [&](const PoolStart& run) {
+      const auto count = std::ranges::count_if(run.jobs, [&](JobId id) { return jobs.at(id).spec.tenant == tenant; });
+      if (count == 0) return;
+      const PoolKind& kind = pool_.kind(run.kind);
+      sum.first += std::ssize(run.devices);
+      sum.second += static_cast<double>(run.devices.size()) *
+                    (kind.peak_bytes + kind.peak_bytes_per_item * static_cast<double>(count));
+    };
+    for (const auto& [id, run] : runs) add(run);
+    add(start);
+    return sum;
+  }
+  [[nodiscard]] bool limited(const Job& job) const {
+    const PoolTenant& tenant = tenants_[job.spec.tenant];
+    return tenant.devices < 100 || std::isfinite(tenant.memory_bytes);
+  }
+
   [[nodiscard]] double cost(const PoolStart& start) const {
     double largest = 0.0;
     for (const JobId id : start.jobs) largest = std::max(largest, jobs.at(id).spec.cost);
@@ -193,11 +221,15 @@ class PoolWatcher {
         (pool_.options().placement != Placement::automatic && pool_.options().placement != Placement::any))
       return;
     const bool padded = pool_.kind(start.kind).padded;
+    const bool shared = tenants_.size() > 1;  // then tenants take turns, and each has an order of its own
+    if (shared && padded) return;
     const JobId last_id = padded ? start.jobs.front() : start.jobs.back();
     const double last_key = padded ? jobs.at(last_id).key : last.key;
     for (const auto& [id, job] : jobs) {
       const bool same = job.spec.kind == start.kind && job.spec.need == last.spec.need && job.spec.gang == 1 &&
-                        (job.spec.priority == Priority::background) == (last.spec.priority == Priority::background);
+                        (job.spec.priority == Priority::background) == (last.spec.priority == Priority::background) &&
+                        (!shared || (job.spec.tenant == last.spec.tenant && job.spec.priority == last.spec.priority &&
+                                     std::isfinite(job.deadline) == std::isfinite(last.deadline)));
       const double seconds = pool_.seconds(start.kind, start.devices.front(), job.spec.cost);
       const double least = now + pool_.margin(start.kind) * ((seconds >= 0.0 ? seconds : 0.0) + start.load_seconds);
       if (!same || !ready(now, job) || (std::isfinite(job.deadline) && job.deadline < least)) continue;
@@ -249,7 +281,9 @@ class PoolWatcher {
       case PoolReason::memory:
         return std::isfinite(pool_.device(root(decline.device)).memory_bytes);
       case PoolReason::deadline:
-        return std::isfinite(job.deadline);
+        return std::isfinite(job.deadline) || limited(job);
+      case PoolReason::quota:
+        return limited(job);
       default:
         return false;
     }
@@ -257,6 +291,7 @@ class PoolWatcher {
 
   const PoolState& pool_;
   std::vector<PoolNeed> needs_;
+  std::vector<PoolTenant> tenants_;
   std::map<std::size_t, std::map<std::string, double>> resident_;  // by the first device of a memory
   std::set<JobId> done_;
   std::vector<JobId> finished_;

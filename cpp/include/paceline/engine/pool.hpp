@@ -251,6 +251,18 @@ class PACELINE_API Pool {
   /// Retires the device if another one is active. Returns whether.
   bool retire_unless_last(const std::string& device);
 
+  /// Jobs with this tenant's name have its weight and its quotas. See plan::PoolTenant.
+  /// @throws InvalidArgument if the pool knows the name already, which a job may have brought, and for a weight or a
+  /// quota that is not positive
+  void add_tenant(plan::PoolTenant tenant);
+  /// What tenants have and have had. The first one has no name: jobs without a tenant. That is all of it in a pool in
+  /// which nobody has a name, and then nothing is counted.
+  [[nodiscard]] std::vector<plan::PoolTenantUse> tenants() const;
+  /// Lets go of what is kept for jobs of this kind, whatever memory they need, and of its model if no other kind has
+  /// it: devices no longer keep that. Later jobs are measured anew; a kind that is served has to be served again.
+  /// False: some of it waits or runs, and is kept.
+  bool forget(const std::string& kind);
+
   /// Takes no more jobs, and waits until every job has ended and its calls of then() have returned. `cancel`: what does
   /// not run yet is cancelled, and no batch runs again.
   /// @throws InvalidArgument in a job, a step or a call of then()

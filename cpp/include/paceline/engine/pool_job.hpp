@@ -82,6 +82,9 @@ struct JobOptions {
   std::vector<std::string> devices = {};  ///< names of those that it may run on; empty: all
   double cost = 1.0;                      ///< of a request of a kind that is padded
   double memory_bytes = 0.0;              ///< what a job needs on each of its devices while it runs
+  /// For whom it runs. A name that Pool::add_tenant() does not know has weight 1 and no quota.
+  std::string tenant = {};
+  double charge = 0.0;  ///< what its tenant is charged, whichever device it runs on; 0: `cost`
   /// Whether submit() waits while the queue of the kind is full. Otherwise, and on every worker, the future has
   /// Rejected.
   bool wait_for_room = true;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <paceline/export.hpp>
 #include <paceline/plan/cost_model.hpp>
@@ -34,7 +35,17 @@ namespace paceline::plan {
 /// jobs, four times as many as it can take, cuts them into batches of like costs with the least seconds in sum, and
 /// takes the one with the first job. T counts a waiting job by its own cost.
 ///
-/// A value type: a copy is an independent pool. Not safe for threads. A decision is O(kinds that wait * devices) and
+/// Tenants: a priority has as many turns, and as early ones, as without tenants. Which tenant takes a turn is decided
+/// by start-time fair queueing (Goyal, Vin & Cheng, 1997) in units of charge, one queue for each priority; the tenant
+/// gives it to its job with the smallest key. A queue is full for one tenant at a time. So of two tenants whose jobs
+/// wait for the same devices all the time, what they were served over their weights differs by at most l1 / w1 + l2 /
+/// w2, l what one start charges at most. Who waits for a device that others cannot use, or for its quota, saves up no
+/// turns. A job with a deadline keeps its key, and its charge delays what its tenant has without deadlines. A batch may
+/// hold jobs of several tenants. A job that its tenant's quota does not let start holds up nobody until its patience is
+/// over, and then only later ones of its tenant.
+///
+/// A value type: a copy is an independent pool. Not safe for threads. A decision is O(kinds that wait * (devices +
+/// their tenants that wait)) and
 /// O(sqrt(waiting jobs)) moves of small records. With padding it is also O(jobs that it looks at *
 /// sizes), and an insertion moves some of these jobs' small records.
 ///
@@ -53,8 +64,14 @@ class PACELINE_API PoolState {
   PoolState& operator=(PoolState&&) noexcept;
   ~PoolState();
 
-  /// Devices, kinds and needs are numbered from 0 in the order in which they were added. Need 0 exists: any device.
+  /// Devices, kinds, needs and tenants are numbered from 0 in the order in which they were added. Need 0 exists: any
+  /// device. So does tenant 0, who has no name, weight 1 and no quota. A kind takes the number of one that is
+  /// forgotten.
   std::size_t add_kind(PoolKind kind);
+  std::size_t add_tenant(PoolTenant tenant);
+  /// Frees what is kept for a kind, and for its model if no other kind has it: it counts as evicted. False: jobs of the
+  /// kind wait or run.
+  bool forget(std::size_t kind);
   std::size_t add_need(PoolNeed need);
   PoolDecisions add_device(double now_seconds, PoolDevice device);
 
@@ -62,7 +79,7 @@ class PACELINE_API PoolState {
   /// rejected at once. A job that is to wait for room calls has_room() first.
   /// @throws InvalidArgument if the job is not valid; the message says why.
   PoolDecisions submit(double now_seconds, const PoolJob& job, JobId& id);
-  [[nodiscard]] bool has_room(std::size_t kind) const;
+  [[nodiscard]] bool has_room(std::size_t kind, std::size_t tenant = 0) const;
 
   /// A run ended; its devices are free. `seconds` is what the work took by the devices' own timing, without the load
   /// of the model; it counts if the run completed. A failed batch of an idempotent kind runs again in halves, so that
@@ -125,6 +142,8 @@ class PACELINE_API PoolState {
   [[nodiscard]] double used_bytes(std::size_t device) const;
   /// The seconds until all that waits now would be served: the figure to scale on. Unknown kinds count as nothing.
   [[nodiscard]] double backlog_seconds() const;
+  /// By their numbers.
+  [[nodiscard]] std::vector<PoolTenantUse> tenants() const;
   /// A sentence for a report.
   [[nodiscard]] std::string describe(const PoolDecline& decline) const;
 

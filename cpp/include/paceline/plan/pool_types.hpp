@@ -66,14 +66,25 @@ struct PoolKind {
   /// Jobs have costs (their lengths, for example), and a batch is padded to its costliest job: it takes the seconds of
   /// n jobs of cost 1, n its number of jobs times its largest cost. For Placement::automatic.
   bool padded = false;
-  bool idempotent = false;       ///< may run again: elsewhere if its device is lost, in halves if it fails
-  std::int64_t queue_limit = 0;  ///< jobs that wait at most; 0: eight of the largest batches for each device
+  bool idempotent = false;  ///< may run again: elsewhere if its device is lost, in halves if it fails
+  std::int64_t queue_limit =
+      0;  ///< jobs of a tenant that wait at most; 0: eight of the largest batches for each device
   // Memory. Kinds with one `model` (not empty) share its weights.
   std::string model = {};
   double resident_bytes = 0.0;       ///< of the model's weights, from its load until it is evicted
   double reload_seconds = 0.0;       ///< to load them
   double peak_bytes = 0.0;           ///< beside the weights while it runs, whatever the size of the batch
   double peak_bytes_per_item = 0.0;  ///< with padding, of the costliest job that may come
+};
+
+/// Who shares a pool with others: a group of users, a project, a service. Tenants take the turns of a priority in the
+/// ratio of their weights.
+struct PoolTenant {
+  std::string name = {};
+  double weight = 1.0;
+  // What its jobs use at once at most. A job that would exceed it waits.
+  std::int64_t devices = std::numeric_limits<std::int64_t>::max();
+  double memory_bytes = std::numeric_limits<double>::infinity();  ///< as its kinds say, without weights of models
 };
 
 struct PoolJob {
@@ -84,6 +95,8 @@ struct PoolJob {
   double not_before_seconds = 0.0;                                    ///< from submit
   double cost = 1.0;                                                  ///< of a job of a padded kind
   std::int64_t gang = 1;                                              ///< devices that it runs on at once
+  std::size_t tenant = 0;  ///< from PoolState::add_tenant; 0: whoever has no name
+  double charge = 0.0;     ///< what its tenant is charged, whichever device it runs on; 0: `cost`
   /// Jobs that must complete first. A pool forgets a job that has ended, and takes it here as completed: the caller,
   /// who holds its future, does not submit what depends on a failure.
   std::vector<JobId> after = {};
@@ -108,6 +121,7 @@ enum class PoolReason : std::uint8_t {
   memory,            ///< declined: the model does not fit beside what runs
   foreground,        ///< declined: background work waits while other work waits for the device
   chosen_otherwise,  ///< declined: by PoolOptions::choose
+  quota,             ///< rejected: alone more than its tenant's quota; declined: until less of the tenant's runs
 };
 
 /// One candidate for a job, as PoolOptions::choose sees it.
@@ -186,6 +200,15 @@ struct PoolDecisions {
   std::vector<PoolDecline> declines = {};  ///< of the devices that are still idle
   /// When PoolState::tick must be called if nothing else happens before; infinity: never.
   double wake_seconds = std::numeric_limits<double>::infinity();
+};
+
+/// What a tenant has, and has had.
+struct PoolTenantUse {
+  PoolTenant tenant = {};
+  double served = 0.0;       ///< the charges of its jobs that ran, each once, since the pool has tenants
+  std::int64_t waiting = 0;  ///< jobs
+  std::int64_t devices = 0;  ///< at which its jobs run
+  double memory_bytes = 0.0;
 };
 
 /// How a run ended. `given_up`: nobody waits for it any more, so its jobs fail, and run nowhere again.

@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <limits>
 #include <map>
@@ -24,6 +25,23 @@ constexpr std::chrono::milliseconds kLetGo{200};  // a thousand times what an id
 constexpr std::int64_t kLargestBatch = 1 << 30;
 
 thread_local const Inside* innermost_pool = nullptr;
+
+// A sentence, with those that have most to wait for; empty where nobody has a name.
+std::string tenants_text(std::vector<plan::PoolTenantUse> all) {
+  constexpr std::size_t most = 8;
+  if (all.size() == 1) return {};
+  std::erase_if(all, [](const plan::PoolTenantUse& one) { return one.waiting == 0 && one.served <= 0.0; });
+  std::ranges::stable_sort(all, std::greater<>(), &plan::PoolTenantUse::waiting);
+  std::string text = "Tenants, by what waits:";
+  for (const plan::PoolTenantUse& one : all | std::views::take(most)) {
+    text += fmt::format(" {} {} wait, {:.4g} served, weight {:.3g};",
+                        one.tenant.name.empty() ? "without a name" : one.tenant.name, one.waiting, one.served,
+                        one.tenant.weight);
+  }
+  if (all.empty()) text += " none has had a job;";
+  text.back() = '.';
+  return text + (all.size() > most ? fmt::format(" And {} more.\n", all.size() - most) : "\n");
+}
 
 }  // namespace
 
@@ -100,14 +118,17 @@ void PoolCore::check_process(const char* call) const {
 
 double PoolCore::now() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
 
-std::size_t PoolCore::kind_of(const JobOptions& options) {
+std::size_t PoolCore::kind_of(const JobOptions& options, bool batched) {
   const std::pair key(options.kind, options.memory_bytes);
   const auto known = kinds_.find(key);
+  const bool served = known != kinds_.end() && kind_list_[known->second].call;
+  if (batched != served) {
+    throw InvalidArgument(fmt::format("submit: '{}' is {}. Give this job another kind.", options.kind,
+                                      batched ? "no kind that is served" : "a kind that is served"));
+  }
   if (known != kinds_.end()) return known->second;
   const std::size_t kind = state_.add_kind({.name = options.kind, .peak_bytes = options.memory_bytes});
-  kind_list_.push_back({.name = options.kind,
-                        .call = {},
-                        .times = std::deque<plan::LineFit>(devices_.size(), plan::LineFit(kRunsKept))});
+  keep_kind(kind, options.kind, {});
   return kinds_[key] = kind;
 }
 
@@ -164,9 +185,7 @@ void PoolCore::add_batches(const std::string& kind, const BatchOptions& options,
                                          .model = options.model,
                                          .resident_bytes = options.resident_bytes,
                                          .peak_bytes_per_item = options.bytes_per_request});
-  kind_list_.push_back({.name = kind,
-                        .call = std::move(call),
-                        .times = std::deque<plan::LineFit>(devices_.size(), plan::LineFit(kRunsKept))});
+  keep_kind(kinds_.at({kind, 0.0}), kind, std::move(call));
 }
 
 JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options) {
@@ -175,7 +194,8 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
                     .deadline_seconds = options.deadline_seconds,
                     .not_before_seconds = options.not_before_seconds,
                     .cost = options.cost,
-                    .gang = options.gang};
+                    .gang = options.gang,
+                    .charge = options.charge};
   for (const JobHandle& other : options.after) {
     if (other.state == nullptr || other.pool.lock().get() != this) {
       throw InvalidArgument("submit: after= has a job of another pool, or of one that is gone. Wait for it before.");
@@ -186,13 +206,11 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
   After after;
   for (const JobState* waits_for = nullptr;; waits_for->wait()) {
     std::unique_lock lock(mutex_);
-    job.kind = kind_of(options);
-    if (call->batched() != static_cast<bool>(kind_list_[job.kind].call)) {
-      throw InvalidArgument(fmt::format("submit: '{}' is {}. Give this job another kind.", options.kind,
-                                        call->batched() ? "no kind that is served" : "a kind that is served"));
-    }
+    job.kind = kind_of(options, call->batched());
     job.need = need_of(options);
-    if (options.wait_for_room && !Inside::any()) wait_for_room(lock, job.kind);
+    job.tenant = tenant_of(options.tenant);
+    if (options.wait_for_room && !Inside::any() && wait_for_room(lock, job.kind, job.tenant))
+      job.kind = kind_of(options, call->batched());  // it may have been forgotten meanwhile
     if (closed_) throw Unavailable("submit: the pool is closed. Make a new one.");
     if (lost_) throw DeviceLost("submit: every device of the pool is lost. Make a new one, in a new process.");
     bool failed = false;
@@ -222,12 +240,13 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
           options.deadline_seconds < state_.options().patience[static_cast<std::size_t>(Priority::normal)];
       jobs_.emplace(id, Waiting{.call = std::move(call), .live = live, .deadline = time + options.deadline_seconds});
       if (live) ++waiting_live_;
-      const bool unmet = std::ranges::any_of(decisions.ends, [&](const plan::PoolEnd& end) {
-        return end.job == id && end.reason == plan::PoolReason::no_device;
-      });
+      const auto own = std::ranges::find(decisions.ends, id, &plan::PoolEnd::job);
+      const auto reason = own == decisions.ends.end() ? plan::PoolReason::none : own->reason;
       apply(std::move(decisions), after);
       for (Ended& one : after.ended) {
-        if (unmet && one.call.get() == submitted) one.error = no_device(options, job.kind);
+        if (one.call.get() != submitted) continue;
+        if (reason == plan::PoolReason::no_device) one.error = no_device(options, job.kind);
+        if (reason == plan::PoolReason::quota) one.error = over_quota(options, job);
       }
     }
     break;
@@ -236,9 +255,11 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
   return id;
 }
 
-void PoolCore::wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind) {
-  const auto may_go_on = [&] { return closed_ || lost_ || state_.has_room(kind); };
+bool PoolCore::wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind, std::size_t tenant) {
+  const auto may_go_on = [&] { return closed_ || lost_ || state_.has_room(kind, tenant); };
+  bool waited = false;
   while (!may_go_on()) {
+    waited = true;
     lock.unlock();
     {
       BlockingRegion region;
@@ -249,6 +270,7 @@ void PoolCore::wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kin
     }
     lock.lock();
   }
+  return waited;
 }
 
 bool PoolCore::cancel(JobId id) {
@@ -362,6 +384,7 @@ std::string PoolCore::explain() const {
     if (device.declined) text += "; " + state_.describe(*device.declined);
     text += "\n";
   }
+  text += tenants_text(state_.tenants());
   if (state_.ledger_failed()) text += "The ledger is cut off: a line could not be written. Is the disk full?\n";
   return text + fmt::format("{} jobs wait, {} runs go on\n", state_.waiting(), state_.running());
 }

@@ -90,6 +90,9 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   /// Once complete: gives the streams back.
   void release() noexcept;
   void add_batches(const std::string& kind, const BatchOptions& options, Pool::BatchCall call);
+  void add_tenant(plan::PoolTenant tenant);
+  [[nodiscard]] std::vector<plan::PoolTenantUse> tenants() const;
+  bool forget(const std::string& kind);
   JobId submit(std::unique_ptr<PoolCall> call, const JobOptions& options);
   bool cancel(JobId id);
   /// `unless_last`: not if no other device is active. Returns whether it did.
@@ -209,11 +212,15 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   /// The moment after that time of the pool's clock.
   [[nodiscard]] Clock::time_point at(double seconds) const noexcept;
   /// The kind of a job that is not served: those that need other memory are measured apart.
-  [[nodiscard]] std::size_t kind_of(const JobOptions& options);
+  [[nodiscard]] std::size_t kind_of(const JobOptions& options, bool batched);
+  void keep_kind(std::size_t kind, std::string name, Pool::BatchCall call);
+  [[nodiscard]] std::size_t tenant_of(const std::string& name);
   [[nodiscard]] std::size_t need_of(const JobOptions& options);
-  /// Why no device can run it.
+  /// Why no device can run it, or the quota of its tenant never lets it.
   [[nodiscard]] std::exception_ptr no_device(const JobOptions& options, std::size_t kind) const;
-  void wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind);
+  [[nodiscard]] std::exception_ptr over_quota(const JobOptions& options, const plan::PoolJob& job) const;
+  /// Returns whether it had to.
+  bool wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kind, std::size_t tenant);
   void apply(plan::PoolDecisions decisions, After& after, const RunEnding& ending = {});
   /// Lets `clock_` call tick() when that is due or by this time, once it has started. Before, idle workers look at the
   /// time.
@@ -245,6 +252,7 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   plan::PoolState state_;
   std::map<std::pair<std::string, double>, std::size_t> kinds_;  // by name, and the memory of a job
   std::map<std::pair<std::vector<std::string>, std::vector<std::string>>, std::size_t> needs_;
+  std::unordered_map<std::string, std::size_t> tenants_{{"", 0}};
   std::deque<Kind> kind_list_;               // a run refers to its kind
   std::unordered_map<JobId, Waiting> jobs_;  // that have not ended
   std::unordered_map<plan::RunId, Run> runs_;

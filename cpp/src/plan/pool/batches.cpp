@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "plan/pool/fair_walk.hpp"
 #include "plan/pool/state.hpp"
 
 namespace paceline::plan {
@@ -74,25 +75,39 @@ class Walk {
   KeyQueue::Place plain_;
 };
 
-}  // namespace
-
-const State::Job* State::first_for(const PoolLine& line, const PoolLine::Ranked& on, double now) const {
-  return Walk(*this, line, on, now).next();
-}
-
-// The jobs that are next for a device, if a batch of their number is allowed to each.
-std::vector<JobId> State::next_jobs(const PoolLine& line, const PoolLine::Ranked& on, double now,
-                                    std::int64_t size) const {
+template <class Some>
+std::vector<JobId> next_of(Some walk, std::int64_t size, std::int64_t waiting) {
   std::vector<JobId> found;
-  found.reserve(static_cast<std::size_t>(std::min(size, line.size())));
-  Walk walk(*this, line, on, now);
+  found.reserve(static_cast<std::size_t>(std::min(size, waiting)));
   while (std::ssize(found) < size) {
-    const Job* job = walk.next();
+    const State::Job* job = walk.next();
     if (job == nullptr || job->most <= std::ssize(found)) break;
     size = std::min(size, job->most);
     found.push_back(job->id);
   }
   return found;
+}
+
+}  // namespace
+
+const State::Job* State::first_for(const PoolLine& line, const PoolLine::Ranked& on, double now) const {
+  return has_tenants ? FairWalk(*this, line, on, now).next() : Walk(*this, line, on, now).next();
+}
+
+// The first job that has no deadline; JobId{}: there is none.
+JobId State::first_plain(const PoolLine& line, const PoolLine::Ranked& on, double now) const {
+  if (!has_tenants) return line.plain.empty() ? JobId{} : line.plain.front().id;
+  FairWalk walk(*this, line, on, now);
+  const Job* job = walk.next();
+  while (job != nullptr && job->timed()) job = walk.next();
+  return job == nullptr ? JobId{} : job->id;
+}
+
+// The jobs that are next for a device, if a batch of their number is allowed to each.
+std::vector<JobId> State::next_jobs(const PoolLine& line, const PoolLine::Ranked& on, double now,
+                                    std::int64_t size) const {
+  if (has_tenants) return next_of(FairWalk(*this, line, on, now), size, line.size());
+  return next_of(Walk(*this, line, on, now), size, line.size());
 }
 
 // What the seconds of a batch are a function of.
@@ -131,7 +146,7 @@ bool State::early(const PoolLine& line, double seconds, double now, double units
 // The jobs that a device looks at, in the order of their costs. `next`: the first one.
 std::span<const CostEntry> State::by_cost(PoolLine& line, const PoolLine::Ranked& on, double now, JobId& next) {
   const auto look = static_cast<std::size_t>(kLook * on.largest);
-  if (look <= CostWindow::kMost && line.limited == 0) {
+  if (look <= CostWindow::kMost && line.limited == 0 && !has_tenants) {
     const std::span<const CostEntry> first = line.window.first(look, line.timed, line.plain, jobs);
     const double margin = kinds[line.kind].margin;
     const auto late = [&](const CostEntry& one) {
@@ -144,7 +159,10 @@ std::span<const CostEntry> State::by_cost(PoolLine& line, const PoolLine::Ranked
   }
   walked.clear();
   const std::vector<JobId> found = next_jobs(line, on, now, kLook * on.largest);
-  for (const JobId id : found) walked.emplace_back(jobs.at(id));
+  for (const JobId id : found) {
+    walked.emplace_back(jobs.at(id));
+    walked.back().key.key = static_cast<double>(walked.size());  // its rank
+  }
   next = found.empty() ? JobId{} : found.front();
   std::ranges::sort(walked, std::less<>());
   return walked;

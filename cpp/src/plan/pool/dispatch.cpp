@@ -10,7 +10,6 @@ namespace {
 // The sum over faster devices is s_j * Σ 1 / s_e - their number, which is rounded otherwise than the rule. At a tie the
 // device declines, as in the rule.
 constexpr double kDeclineTie = 1.0 + 1e-9;
-constexpr std::size_t kGangsAsked = 16;  // of those that wait: the others have larger keys
 
 }  // namespace
 
@@ -19,11 +18,17 @@ using State = PoolState::State;
 void State::expire(double now, PoolDecisions& out) {
   while (!held_deadlines.empty() && held_deadlines.begin()->first < now)
     end(held_deadlines.begin()->second, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
-  for (std::size_t i = 0; i < lines.size(); ++i) {
-    if (lines[i].timed.empty()) continue;
-    rank(lines[i]);
+  for (std::size_t at = 0; at < active_lines.size();) {
+    const std::size_t i = active_lines[at];
+    if (!lines[i].timed.empty()) rank(lines[i]);
     while (!lines[i].timed.empty() && last_start(lines[i]) < now)
       end(lines[i].timed.front().id, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
+    // Lines may have become empty: this one, and those with jobs that depend on others.
+    if (at < active_lines.size() && active_lines[at] == i) {
+      ++at;
+    } else {
+      at = static_cast<std::size_t>(std::ranges::upper_bound(active_lines, i) - active_lines.begin());
+    }
   }
   if (!gangs.empty()) expire_gangs(now, out);
 }
@@ -35,13 +40,17 @@ double State::last_start(const PoolLine& line) const {
 }
 
 bool State::foreground_waits(std::size_t device) {
-  for (PoolLine& line : lines) {
-    if (line.background || line.size() == 0 || !accepts(line.need, device)) continue;
+  for (const std::size_t at : active_lines) {
+    const PoolLine& line = lines[at];
+    if (line.background || !accepts(line.need, device) || (quotas && !someone_may_start(line))) continue;
     if ((line.bound == kNone || line.bound == device) && largest(line.kind, device) > 0) return true;
   }
   if (gangs.empty() || std::get<0>(*gangs.begin())) return false;
   for (const auto& [background, key, id] : gangs) {
-    if (!background && accepts(jobs.at(id).need, device)) return true;
+    const Job& job = jobs.at(id);
+    if (!background && accepts(job.need, device) &&
+        (!quotas || (fits_quota(job.tenant, job.kind, job.gang, 1) && may_start(job.tenant, {key, id}))))
+      return true;
   }
   return false;
 }
@@ -61,7 +70,8 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
       candidates.push_back(
           {one.device, free, free ? 0.0 : std::max(device.free_at - now, 0.0), measured_there ? one.seconds : kNever});
     }
-    chosen = options.choose({now, line.front()->id, line.kind, line.size(), candidates});
+    const Job* next = has_tenants && !line.ranked.empty() ? first_for(line, line.ranked.front(), now) : nullptr;
+    chosen = options.choose({now, next != nullptr ? next->id : line.front()->id, line.kind, line.size(), candidates});
     if (ledger != nullptr) ledger->chose(chosen);
   }
   double inverse = 0.0;
@@ -79,14 +89,15 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
       decline.reason = reason;
       out.declines.push_back(decline);
     };
-    const bool probe = now >= device.declines_since + options.probe_seconds && !line.plain.empty();
+    const JobId probed = now >= device.declines_since + options.probe_seconds ? first_plain(line, one, now) : JobId{};
+    const bool probe = probed != JobId{};
     const bool backfill = reserving != JobId{} && reserved[one.device] != 0;
     const double end_by = backfill ? reserved_until : kNever;
     const Job* first = first_for(line, one, now);
     if (line.background && !probe && foreground_waits(one.device)) {
       declines(PoolReason::foreground);
     } else if (first == nullptr) {
-      declines(PoolReason::deadline);
+      declines(quotas && !someone_may_start(line) ? PoolReason::quota : PoolReason::deadline);
     } else if (options.placement == Placement::custom && chosen != one.device) {
       declines(PoolReason::chosen_otherwise);
     } else if (backfill &&
@@ -114,7 +125,7 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
         continue;
       }
       // A probe has no deadline: the first plain job, whatever waits before it.
-      if (slow) next = {line.plain.front().id};
+      if (slow) next = {probed};
       if (next.empty()) next = batch(line, one, now, end_by, std::nullopt);
       const std::int64_t size = std::ssize(next);
       const double full_at = jobs.at(next.front()).submitted + kind.spec.max_delay_seconds;
@@ -124,7 +135,7 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
       } else if (!room(line.kind, one.device, size)) {
         declines(PoolReason::memory);
       } else {
-        start(line, one.device, std::move(next), now, slow, out);
+        start(line, one.device, std::move(next), slow ? JobId{} : first->id, now, slow, out);
         return true;
       }
     }
@@ -132,20 +143,15 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
   return false;
 }
 
-void State::start(PoolLine& line, std::size_t d, std::vector<JobId> next, double now, bool probe, PoolDecisions& out) {
+void State::start(PoolLine& line, std::size_t d, std::vector<JobId> next, JobId lead, double now, bool probe,
+                  PoolDecisions& out) {
   Device& device = devices[d];
   const std::int64_t size = std::ssize(next);
   PoolStart start{.run = next_run(d), .devices = {d}, .jobs = std::move(next), .kind = line.kind, .probe = probe};
   start.cost = cost_of(line.kind, start.jobs);
   start.predicted_seconds = seconds(line.kind, d, start.cost);
   start.load_seconds = take_room(line.kind, d, size, start);
-  for (const JobId id : start.jobs) {
-    Job& job = jobs.at(id);
-    line.erase(job);
-    job.phase = Job::Phase::runs;
-  }
-  waiting -= size;
-  kinds[line.kind].held -= size;
+  start_jobs(start.jobs, &line, lead);
   --idle;
   device.run = start.run;
   device.declines_since = kNever;
@@ -165,13 +171,18 @@ void State::start(PoolLine& line, std::size_t d, std::vector<JobId> next, double
 bool State::step(double now, PoolDecisions& out) {
   heads.clear();
   reserving = JobId{};
-  for (std::size_t i = 0; i < lines.size(); ++i) {
-    if (const KeyEntry* head = lines[i].front()) heads.emplace_back(lines[i].background, head->key, head->id, i);
+  if (has_tenants) {
+    fair_heads(now);
+  } else {
+    for (const std::size_t i : active_lines) {
+      const KeyEntry* head = lines[i].front();
+      heads.emplace_back(lines[i].background, head->key, head->id, i);
+    }
+    std::size_t asked = 0;
+    for (auto gang = gangs.begin(); gang != gangs.end() && asked < kGangsAsked; ++gang, ++asked)
+      heads.emplace_back(std::get<0>(*gang), std::get<1>(*gang), std::get<2>(*gang), kNone);
+    if (heads.size() > 1) std::sort(heads.begin(), heads.end());
   }
-  std::size_t asked = 0;
-  for (auto gang = gangs.begin(); gang != gangs.end() && asked < kGangsAsked; ++gang, ++asked)
-    heads.emplace_back(std::get<0>(*gang), std::get<1>(*gang), std::get<2>(*gang), kNone);
-  if (heads.size() > 1) std::sort(heads.begin(), heads.end());
   for (const auto& [background, key, id, line] : heads) {
     if (line == kNone ? gang_step(id, now, out) : start_from(lines[line], now, out)) return true;
   }
@@ -183,7 +194,8 @@ double State::wake(double now, const PoolDecisions& out) {
   const auto consider = [&](double time) { at = std::min(at, std::max(time, std::nextafter(now, kNever))); };
   if (!starts_at.empty()) consider(starts_at.begin()->first);
   if (!held_deadlines.empty()) consider(std::nextafter(held_deadlines.begin()->first, kNever));
-  for (PoolLine& line : lines) {
+  for (const std::size_t i : active_lines) {
+    PoolLine& line = lines[i];
     if (line.timed.empty()) continue;
     rank(line);
     consider(std::nextafter(last_start(line), kNever));

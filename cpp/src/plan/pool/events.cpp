@@ -41,8 +41,9 @@ bool State::admits(const Job& job, double now) {
   if (!own.known || own.rate <= 0.0) return true;
   double ahead = 0.0;
   const bool background = own.background;
-  for (PoolLine& line : lines) {
-    if (line.size() == 0 || (line.background && !background)) continue;
+  for (const std::size_t at : active_lines) {
+    PoolLine& line = lines[at];
+    if (line.background && !background) continue;
     rank(line);
     if (line.rate <= 0.0) continue;
     const KeyEntry entry{job.key, job.id};
@@ -61,6 +62,7 @@ void State::enqueue(Job& job, double now) {
   if (job.gang > 1) {
     job.phase = Job::Phase::in_gangs;
     gangs.emplace(job.background, job.key, job.id);
+    if (has_tenants) join(job, nullptr);
     return;
   }
   const std::size_t bound = choose_at_submit(job, now);
@@ -68,25 +70,25 @@ void State::enqueue(Job& job, double now) {
   PoolLine& line = line_of(job, bound);
   job.phase = Job::Phase::in_line;
   job.line = static_cast<std::size_t>(&line - lines.data());
-  line.insert(job);
+  put_in(line, job);
 }
 
 // Back into the queue after a run.
 void State::again(Job& job, double now) {
-  ++waiting;
-  ++kinds[job.kind].held;
+  hold(job, 1);
+  if (has_tenants) refund(job);
   enqueue(job, now);
 }
 
 // Takes a waiting job out of where it waits.
 void State::unqueue(Job& job) {
-  --waiting;
-  --kinds[job.kind].held;
+  hold(job, -1);
   if (job.phase == Job::Phase::in_gangs) {
     gangs.erase({job.background, job.key, job.id});
+    if (has_tenants) leave(job, nullptr);
   } else if (job.phase == Job::Phase::in_line) {
     PoolLine& line = lines[job.line];
-    line.erase(job);
+    take_out(line, job);
     if (line.bound != kNone) --devices[line.bound].bound;
   } else {
     starts_at.erase({job.due, job.id});
@@ -109,6 +111,7 @@ void State::end(JobId id, JobOutcome outcome, PoolReason reason, std::optional<J
   for (PoolEnd one{id, outcome, reason, cause};; one = todo.back(), todo.pop_back()) {
     if (Job* job = jobs.find(one.job)) {
       if (job->phase != Job::Phase::runs) unqueue(*job);
+      if (has_tenants && turn_of(job->id).charged) tenants[job->tenant].served += turn_of(job->id).charge;
       const std::vector<JobId> dependents = std::move(job->dependents);
       jobs.erase(*job);
       out.ends.push_back(one);
@@ -129,7 +132,8 @@ void State::end(JobId id, JobOutcome outcome, PoolReason reason, std::optional<J
 // Jobs that are bound to a device that cannot run them any more go to others.
 void State::rebind(std::size_t device, double now) {
   std::vector<JobId> moved;
-  for (const PoolLine& line : lines) {
+  for (const std::size_t at : active_lines) {
+    const PoolLine& line = lines[at];
     if (line.bound != device || (devices[device].active && largest(line.kind, device) > 0)) continue;
     for (const KeyQueue* queue : {&line.timed, &line.plain}) {
       for (KeyQueue::Place place = queue->begin(); queue->at(place) != nullptr; place = queue->next(place))

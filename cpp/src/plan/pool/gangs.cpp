@@ -75,8 +75,7 @@ bool State::gang_step(JobId id, double now, PoolDecisions& out) {
       Run& run = devices[start.devices.front()].current;
       run.devices = start.devices;
       run.predicted = start.predicted_seconds;
-      unqueue(job);
-      job.phase = Job::Phase::runs;
+      start_jobs(start.jobs, nullptr, JobId{});
       for (const std::size_t d : start.devices) {
         devices[d].free_at =
             start.predicted_seconds >= 0.0 ? now + start.load_seconds + start.predicted_seconds : kNever;

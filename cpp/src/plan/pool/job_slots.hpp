@@ -33,6 +33,8 @@ struct PoolEntry {
   std::vector<JobId> dependents = {};
   bool background = false;
   Phase phase = Phase::held;
+  Priority priority = Priority::normal;
+  std::uint32_t tenant = 0;
 
   [[nodiscard]] bool timed() const noexcept { return deadline < kNever; }
   [[nodiscard]] bool limited() const noexcept { return most < std::numeric_limits<std::int64_t>::max(); }
@@ -75,6 +77,8 @@ class JobSlots {
     const std::size_t slot = slot_of(id);
     return slot < slots_.size() && slots_[slot].id == id && id != JobId{} ? &slots_[slot] : nullptr;
   }
+  /// Where a job is in slots().
+  [[nodiscard]] static std::size_t slot_of(JobId id) noexcept { return static_cast<std::uint64_t>(id) & kSlotMask; }
   /// Requires that it is there.
   [[nodiscard]] PoolEntry& at(JobId id) noexcept { return slots_[slot_of(id)]; }
   [[nodiscard]] const PoolEntry& at(JobId id) const noexcept { return slots_[slot_of(id)]; }
@@ -82,7 +86,6 @@ class JobSlots {
   [[nodiscard]] const std::vector<PoolEntry>& slots() const noexcept { return slots_; }
 
  private:
-  [[nodiscard]] static std::size_t slot_of(JobId id) noexcept { return static_cast<std::uint64_t>(id) & kSlotMask; }
   std::vector<PoolEntry> slots_;
   std::vector<std::uint32_t> free_;
   std::uint64_t submissions_ = 0;

@@ -25,7 +25,8 @@ constexpr std::array kResults{"completed", "failed", "out_of_memory", "device_lo
 constexpr std::array kOutcomes{"completed", "failed", "rejected", "expired", "cancelled"};
 constexpr std::array kReasons{"none",       "queue_full", "deadline",      "no_device",   "on_request",
                               "dependency", "error",      "out_of_memory", "device_lost", "faster_devices",
-                              "filling",    "reserved",   "memory",        "foreground",  "chosen_otherwise"};
+                              "filling",    "reserved",   "memory",        "foreground",  "chosen_otherwise",
+                              "quota"};
 
 template <class Names, class Enum>
 std::string name_in(const Names& names, Enum value) {
@@ -169,6 +170,20 @@ void PoolLedger::add_kind(const PoolKind& kind) {
   line(fmt::format(R"("add_kind": {{{}}})", members.text()));
 }
 
+void PoolLedger::add_tenant(const PoolTenant& tenant) {
+  const PoolTenant usual;
+  Members members;
+  members.add("name", json_quoted(tenant.name))
+      .unless("weight", tenant.weight, usual.weight)
+      .unless("devices", tenant.devices, usual.devices)
+      .unless("memory_bytes", tenant.memory_bytes, usual.memory_bytes);
+  line(fmt::format(R"("add_tenant": {{{}}})", members.text()));
+}
+
+void PoolLedger::forget(std::size_t kind) {
+  line(fmt::format(R"("forget": {{{}}})", Members().add("kind", kind).text()));
+}
+
 void PoolLedger::add_need(const std::vector<char>& accepted) {
   line(fmt::format(R"("add_need": {{"accepted": {}}})", bools(accepted)));
 }
@@ -194,7 +209,9 @@ void PoolLedger::submit(double now, const PoolJob& job, JobId id, const PoolDeci
   members.unless("deadline_seconds", job.deadline_seconds, usual.deadline_seconds)
       .unless("not_before_seconds", job.not_before_seconds, usual.not_before_seconds)
       .unless("cost", job.cost, usual.cost)
-      .unless("gang", job.gang, usual.gang);
+      .unless("gang", job.gang, usual.gang)
+      .unless("tenant", job.tenant, usual.tenant)
+      .unless("charge", job.charge, usual.charge);
   if (!job.after.empty()) members.add("after", ids(job.after));
   event(now, "submit", members.text(), decided, fmt::format(R"(, "job": {})", number(id)));
 }
@@ -251,6 +268,10 @@ void PoolState::write_to(std::shared_ptr<std::ostream> out) {
   s.ledger = std::make_shared<PoolLedger>(std::move(out));
   s.ledger->header(s.options);
   for (const State::Kind& kind : s.kinds) s.ledger->add_kind(kind.spec);
+  for (std::size_t kind = 0; kind < s.kinds.size(); ++kind) {
+    if (s.kinds[kind].forgotten) s.ledger->forget(kind);
+  }
+  for (const Tenant& tenant : s.tenants | std::views::drop(1)) s.ledger->add_tenant(tenant.spec);
   for (const State::Device& device : s.devices) s.ledger->add_device(s.last_now, device.spec, {}, {});
   for (const std::vector<char>& accepted : s.accepted | std::views::drop(1)) s.ledger->add_need(accepted);
 }

@@ -27,6 +27,8 @@ class PoolLedger {
 
   void header(const PoolOptions& options);
   void add_kind(const PoolKind& kind);
+  void add_tenant(const PoolTenant& tenant);
+  void forget(std::size_t kind);
   /// `accepted`: by device.
   void add_need(const std::vector<char>& accepted);
   /// `accepted`: by need, without need 0.

@@ -10,14 +10,25 @@ using State = PoolState::State;
 PoolLine& State::line_of(const Job& job, std::size_t bound) {
   const bool background = job.background;
   const auto [place, fresh] = line_index.try_emplace({job.kind, job.need, bound, background}, lines.size());
-  if (fresh)
-    lines.push_back({.kind = job.kind,
-                     .need = job.need,
-                     .bound = bound,
-                     .background = background,
-                     .padded = kinds[job.kind].spec.padded});
+  if (fresh) {
+    if (free_lines.empty()) {
+      lines.emplace_back();
+    } else {
+      place->second = free_lines.back();
+      free_lines.pop_back();
+    }
+    lines[place->second] = {.kind = job.kind,
+                            .need = job.need,
+                            .bound = bound,
+                            .background = background,
+                            .padded = kinds[job.kind].spec.padded};
+  }
   return lines[place->second];
 }
+
+// A line that is no longer empty, or is again.
+void State::activate(std::size_t line) { active_lines.insert(std::ranges::lower_bound(active_lines, line), line); }
+void State::deactivate(std::size_t line) { active_lines.erase(std::ranges::lower_bound(active_lines, line)); }
 
 const State::Measured& State::measured(std::size_t kind, std::size_t device) const {
   const Kind& of = kinds[kind];
@@ -79,15 +90,16 @@ double State::least_seconds(const PoolLine& line, const Job& job) const {
 // one of the devices faster than `faster` may run them: these devices will serve them, too.
 double State::units_waiting(PoolLine& line, double faster) {
   double sum = units(line);
-  for (PoolLine& other : lines) {
-    if (&other == &line || other.size() == 0 || (other.background && !line.background)) continue;
+  for (const std::size_t at : active_lines) {
+    PoolLine& other = lines[at];
+    if (&other == &line || (other.background && !line.background)) continue;
     rank(other);
     if (!other.known || other.rate <= 0.0 || line.rate <= 0.0) continue;
-    const bool shared = std::any_of(line.ranked.begin(), line.ranked.end(), [&](const PoolLine::Ranked& one) {
+    const bool shares = std::any_of(line.ranked.begin(), line.ranked.end(), [&](const PoolLine::Ranked& one) {
       return one.seconds < faster && accepts(other.need, one.device) &&
              (other.bound == kNone || other.bound == one.device);
     });
-    if (shared) sum += units(other) * line.rate / other.rate;
+    if (shares) sum += units(other) * line.rate / other.rate;
   }
   return sum;
 }

@@ -34,8 +34,9 @@ std::size_t State::choose_at_submit(const Job& job, double now) {
       cost = static_cast<double>(device.bound);
     } else {
       cost = seconds(kind, d, job.cost) + load_seconds(kind, d);
-      for (const PoolLine& line : lines) {
-        const double each = line.bound == d && line.size() > 0 ? seconds(line.kind, d, kinds[line.kind].cost) : 0.0;
+      for (const std::size_t at : active_lines) {
+        const PoolLine& line = lines[at];
+        const double each = line.bound == d ? seconds(line.kind, d, kinds[line.kind].cost) : 0.0;
         if (each > 0.0) cost += each * units(line);
       }
       // A run that lasts longer than predicted is taken to last a tenth of the prediction more.

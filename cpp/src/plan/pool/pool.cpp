@@ -12,22 +12,10 @@
 namespace paceline::plan {
 namespace {
 
-bool finite_not_negative(double value) { return std::isfinite(value) && value >= 0.0; }
-
 template <class Items>
 std::size_t known(const Items& items, std::size_t index, const char* what) {
   require(index < items.size(), "{} {} is not in the pool, which has {}", what, index, items.size());
   return index;
-}
-
-// The number of a name, which is added if it is new.
-template <class Items, class Name>
-std::size_t number_of(Items& items, const std::string& name, const Name& name_of) {
-  for (std::size_t i = 0; i < items.size(); ++i) {
-    if (name_of(items[i]) == name) return i;
-  }
-  items.emplace_back();
-  return items.size() - 1;
 }
 
 bool satisfies(const PoolNeed& need, const PoolDevice& device) {
@@ -110,39 +98,6 @@ PoolState::PoolState(PoolState&&) noexcept = default;
 PoolState& PoolState::operator=(PoolState&&) noexcept = default;
 PoolState::~PoolState() = default;
 
-std::size_t PoolState::add_kind(PoolKind kind) {
-  State& s = *state_;
-  const std::vector<std::int64_t>& sizes = kind.sizes;
-  require(!sizes.empty() && sizes.front() == 1 && std::is_sorted(sizes.begin(), sizes.end(), std::less_equal<>()),
-          "sizes of kind '{}' must ascend from 1: what is left over runs alone", kind.name);
-  for (const double value :
-       {kind.max_delay_seconds, kind.resident_bytes, kind.reload_seconds, kind.peak_bytes, kind.peak_bytes_per_item}) {
-    require(finite_not_negative(value), "kind '{}' has a {}; its seconds and bytes must be finite and not negative",
-            kind.name, value);
-  }
-  require(kind.queue_limit >= 0, "queue_limit of kind '{}' is {}; it cannot be negative", kind.name, kind.queue_limit);
-  require(!kind.model.empty() || kind.resident_bytes + kind.reload_seconds <= 0.0,
-          "kind '{}' has resident bytes or a reload, so it needs the name of a model", kind.name);
-  State::Kind made{.spec = std::move(kind), .margin = s.options.margin};
-  if (!made.spec.model.empty()) {
-    made.model = number_of(s.models, made.spec.model, [](const State::Model& one) { return one.name; });
-    State::Model& model = s.models[made.model];
-    const bool fresh = model.name.empty();
-    if (fresh)
-      model = {.name = made.spec.model, .bytes = made.spec.resident_bytes, .reload_seconds = made.spec.reload_seconds};
-    require(
-        model.bytes == made.spec.resident_bytes && (model.loaded || model.reload_seconds == made.spec.reload_seconds),
-        "model '{}' has {} bytes and reloads in {} s; kind '{}' says otherwise", model.name, model.bytes,
-        model.reload_seconds, made.spec.name);
-  }
-  made.on.resize(s.devices.size());
-  made.classes.resize(s.classes.size());
-  s.kinds.push_back(std::move(made));
-  for (std::size_t d = 0; d < s.devices.size(); ++d) s.add_largest(s.kinds.size() - 1, d);
-  if (s.ledger != nullptr) s.ledger->add_kind(s.kinds.back().spec);
-  return s.kinds.size() - 1;
-}
-
 std::size_t PoolState::add_need(PoolNeed need) {
   State& s = *state_;
   std::vector<char> row;
@@ -162,8 +117,9 @@ PoolDecisions PoolState::add_device(double now_seconds, PoolDevice device) {
   if (device.shares_memory_of) (void)known(s.devices, *device.shares_memory_of, "device");
   advance(s, now_seconds);
   State::Device made{.spec = std::move(device)};
-  made.cls = number_of(s.classes, made.spec.device_class, [](const std::string& one) { return one; });
-  if (s.classes[made.cls].empty()) s.classes[made.cls] = made.spec.device_class;
+  const auto cls = std::ranges::find(s.classes, made.spec.device_class);
+  made.cls = static_cast<std::size_t>(cls - s.classes.begin());
+  if (cls == s.classes.end()) s.classes.push_back(made.spec.device_class);
   made.space = made.spec.shares_memory_of ? s.devices[*made.spec.shares_memory_of].space : s.spaces.size();
   if (made.space == s.spaces.size()) s.spaces.push_back({.bytes = made.spec.memory_bytes});
   for (std::size_t i = 0; i < s.needs.size(); ++i) s.accepted[i].push_back(satisfies(s.needs[i], made.spec) ? 1 : 0);
@@ -187,14 +143,16 @@ PoolDecisions PoolState::add_device(double now_seconds, PoolDevice device) {
 
 PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& id) {
   State& s = *state_;
-  State::Kind& kind = s.kinds[known(s.kinds, job.kind, "kind")];
+  State::Kind& kind = s.kind_at(job.kind);
   (void)known(s.needs, job.need, "need");
+  (void)known(s.tenants, job.tenant, "tenant");
   require(job.deadline_seconds > 0.0, "deadline_seconds is {}; it must be positive", job.deadline_seconds);
   require(finite_not_negative(job.not_before_seconds), "not_before_seconds is {}; it must be finite and not negative",
           job.not_before_seconds);
   require(job.cost > 0.0 && job.cost <= 1e12, "cost is {}; it must be above 0, and at most 1e12", job.cost);
   require(kind.spec.padded || job.cost == 1.0, "cost is {}, but kind '{}' is not padded: its jobs all cost 1", job.cost,
           kind.spec.name);
+  require(job.charge >= 0.0 && job.charge <= 1e12, "charge is {}; it must be from 0 to 1e12", job.charge);
   require(job.gang >= 1, "gang is {}; a job runs on at least one device", job.gang);
   for (const JobId one : job.after)
     require(s.jobs.submitted(one), "the job waits for job {}, which was never submitted",
@@ -209,8 +167,11 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
   made.key = made.timed() ? made.deadline : made.due + s.options.patience[static_cast<std::size_t>(job.priority)];
   made.cost = job.cost;
   made.background = job.priority == Priority::background;
+  made.priority = job.priority;
+  made.tenant = static_cast<std::uint32_t>(job.tenant);
   PoolReason refused = PoolReason::none;
-  if (kind.held >= s.limit(job.kind) || s.jobs.full()) refused = PoolReason::queue_full;
+  if (!s.has_room(job.kind, job.tenant) || s.jobs.full()) refused = PoolReason::queue_full;
+  if (s.quotas && !s.within_quota(made)) refused = PoolReason::quota;
   if (!s.can_run(made)) refused = PoolReason::no_device;
   if (refused == PoolReason::none && !s.admits(made, now_seconds)) refused = PoolReason::deadline;
   if (refused != PoolReason::none) {
@@ -222,8 +183,8 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
       ++made.blockers;
       before->dependents.push_back(id);
     }
-    ++s.waiting;
-    ++kind.held;
+    s.hold(made, 1);
+    if (s.has_tenants) s.turn_of(id) = {.charge = job.charge > 0.0 ? job.charge : job.cost};
     State::Job& stored = s.jobs.add(std::move(made));
     if (stored.blockers == 0 && job.not_before_seconds <= 0.0) {
       s.enqueue(stored, now_seconds);
@@ -266,6 +227,7 @@ PoolDecisions PoolState::withdraw(double now_seconds, RunId run, std::optional<J
   PoolDecisions out;
   for (const JobId id : taken.jobs) {
     State::Job& job = s.jobs.at(id);
+    if (s.has_tenants) s.refund(job);
     if (id == cancelled) {
       s.end(id, JobOutcome::cancelled, PoolReason::on_request, std::nullopt, out);
     } else if (s.can_run(job)) {
@@ -337,7 +299,7 @@ PoolDecisions PoolState::measure(double now_seconds, std::size_t device, std::si
                                  std::int64_t samples) {
   State& s = *state_;
   const std::size_t cls = s.devices[known(s.devices, device, "device")].cls;
-  State::Kind& of = s.kinds[known(s.kinds, kind, "kind")];
+  State::Kind& of = s.kind_at(kind);
   require(samples >= 1, "samples is {}; a model comes from at least one run", samples);
   advance(s, now_seconds);
   State::Measured& on = of.on[device];
@@ -353,7 +315,7 @@ PoolDecisions PoolState::measure(double now_seconds, std::size_t device, std::si
 
 PoolDecisions PoolState::loaded(double now_seconds, std::size_t kind, double seconds) {
   State& s = *state_;
-  const std::size_t model = s.kinds[known(s.kinds, kind, "kind")].model;
+  const std::size_t model = s.kind_at(kind).model;
   require(model != kNone, "kind '{}' has no model", s.kinds[kind].spec.name);
   require(finite_not_negative(seconds), "the load took {} s; that must be finite and not negative", seconds);
   advance(s, now_seconds);

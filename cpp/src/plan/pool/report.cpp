@@ -8,7 +8,10 @@
 
 namespace paceline::plan {
 
-bool PoolState::has_room(std::size_t kind) const { return state_->kinds.at(kind).held < state_->limit(kind); }
+bool PoolState::has_room(std::size_t kind, std::size_t tenant) const {
+  (void)state_->kinds.at(kind);
+  return state_->has_room(kind, tenant);
+}
 const PoolOptions& PoolState::options() const noexcept { return state_->options; }
 std::size_t PoolState::device_count() const noexcept { return state_->devices.size(); }
 const PoolDevice& PoolState::device(std::size_t device) const { return state_->devices.at(device).spec; }
@@ -42,8 +45,9 @@ double PoolState::used_bytes(std::size_t device) const { return state_->used(sta
 
 double PoolState::backlog_seconds() const {
   double seconds = 0.0;
-  for (const PoolLine& line : state_->lines) {
-    if (line.size() > 0 && line.rate > 0.0) seconds += state_->units(line) / line.rate;
+  for (const std::size_t at : state_->active_lines) {
+    const PoolLine& line = state_->lines[at];
+    if (line.rate > 0.0) seconds += state_->units(line) / line.rate;
   }
   return seconds;
 }
@@ -68,6 +72,8 @@ std::string PoolState::describe(const PoolDecline& decline) const {
       return leaves + "the model does not fit into its memory beside what runs there";
     case PoolReason::foreground:
       return leaves + "background work waits while other work waits for this device";
+    case PoolReason::quota:
+      return leaves + "their tenants use as much as their quotas allow";
     case PoolReason::chosen_otherwise:
       return leaves + "the user's placement chose another device, or to wait";
     default:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -23,8 +24,13 @@
 #include "plan/pool/ledger.hpp"
 #include "plan/pool/padding.hpp"
 #include "plan/pool/size_times.hpp"
+#include "plan/pool/tenants.hpp"
 
 namespace paceline::plan {
+
+inline constexpr std::size_t kGangsAsked = 16;  // of those that wait: the others have larger keys
+
+inline bool finite_not_negative(double value) { return std::isfinite(value) && value >= 0.0; }
 
 /// The largest of the sizes that is not above `most`; 0 if there is none.
 inline std::int64_t size_within(const std::vector<std::int64_t>& sizes, std::int64_t most) {
@@ -42,7 +48,12 @@ struct PoolLine {
   // Apart, because a device finds the first deadline that it can keep by one search, and what expires is a prefix.
   KeyQueue timed = {};
   KeyQueue plain = {};
-  CostWindow window = {};    // if padded
+  CostWindow window = {};  // if padded
+  // The same jobs, if the pool has tenants: of those that wait here; and the turns of each priority, by who holds them.
+  std::vector<TenantJobs> tenants = {};
+  std::array<KeyQueue, kClasses> places = {};
+  std::size_t lead = kTimed;  // of one decision: the priority that is next, and the turn that it is offered
+  KeyEntry lead_place = {};
   double cost = 0.0;         // of all that wait
   std::int64_t limited = 0;  // jobs whose batches must be smaller
 
@@ -115,8 +126,9 @@ class PoolState::State {
   struct Kind {
     PoolKind spec = {};
     std::size_t model = kNone;
-    std::int64_t held = 0;          // waiting jobs
-    std::vector<Measured> on = {};  // by device
+    std::int64_t held = 0;                             // waiting jobs
+    std::map<std::size_t, std::int64_t> held_by = {};  // tenants, if there are any
+    std::vector<Measured> on = {};                     // by device
     std::vector<Measured> classes = {};
     std::vector<std::int64_t> largest = {};  // by device: the largest batch, by its memory
     std::vector<double> ratios = {};         // actual over predicted, of the last runs
@@ -126,6 +138,7 @@ class PoolState::State {
     double mean_cost = 0.0;      // of the last jobs, if they are padded
     std::int64_t submitted = 0;  // of those
     std::uint64_t epoch = 1;
+    bool forgotten = false;  // free for another one
   };
   struct Resident {
     std::size_t model = 0;
@@ -153,7 +166,18 @@ class PoolState::State {
   void rebind(std::size_t device, double now);
   void fail_stranded(std::optional<std::size_t> kind, PoolReason reason, PoolDecisions& out);
   void ended_badly(const Run& run, RunResult result, double now, PoolDecisions& out);
+  /// So many more jobs wait.
+  void hold(const Job& job, std::int64_t more) {
+    waiting += more;
+    kinds[job.kind].held += more;
+    if (has_tenants) hold_for(job, more);
+  }
   [[nodiscard]] std::int64_t limit(std::size_t kind) const;
+  /// Whether one more job may wait. A queue that one tenant has filled is not full for others.
+  [[nodiscard]] bool has_room(std::size_t kind, std::size_t tenant) const {
+    const std::int64_t most = limit(kind);
+    return kinds[kind].held < most || (has_tenants && held_for(kind, tenant) < most);
+  }
   void settle(double now, PoolDecisions& out);  // what every event ends with
   [[nodiscard]] bool can_run(const Job& job) const;
   bool admits(const Job& job, double now);
@@ -167,8 +191,28 @@ class PoolState::State {
     if (ledger != nullptr) write(*ledger);
   }
 
+  // Kinds, in kinds.cpp.
+  [[nodiscard]] Kind& kind_at(std::size_t kind) {
+    if (kind >= kinds.size() || kinds[kind].forgotten) refuse_kind(kind);
+    return kinds[kind];
+  }
+  [[noreturn]] void refuse_kind(std::size_t kind) const;
+  bool forget(std::size_t kind);
+
   // Lines and models, in lines.cpp.
   PoolLine& line_of(const Job& job, std::size_t bound);
+  void activate(std::size_t line);
+  void deactivate(std::size_t line);
+  void put_in(PoolLine& line, Job& job) {
+    if (line.size() == 0) activate(job.line);
+    line.insert(job);
+    if (has_tenants) join(job, &line);
+  }
+  void take_out(PoolLine& line, const Job& job) {
+    line.erase(job);
+    if (line.size() == 0) deactivate(job.line);
+    if (has_tenants) leave(job, &line);
+  }
   void rank(PoolLine& line);
   [[nodiscard]] bool accepts(std::size_t need, std::size_t device) const { return accepted[need][device] != 0; }
   [[nodiscard]] const Measured& measured(std::size_t kind, std::size_t device) const;
@@ -192,7 +236,8 @@ class PoolState::State {
   // What starts, in dispatch.cpp.
   bool step(double now, PoolDecisions& out);
   bool start_from(PoolLine& line, double now, PoolDecisions& out);
-  void start(PoolLine& line, std::size_t device, std::vector<JobId> next, double now, bool probe, PoolDecisions& out);
+  void start(PoolLine& line, std::size_t device, std::vector<JobId> next, JobId lead, double now, bool probe,
+             PoolDecisions& out);
   void expire(double now, PoolDecisions& out);
   [[nodiscard]] double last_start(const PoolLine& line) const;
   [[nodiscard]] double wake(double now, const PoolDecisions& out);
@@ -200,6 +245,7 @@ class PoolState::State {
 
   // Batches, in batches.cpp.
   [[nodiscard]] const Job* first_for(const PoolLine& line, const PoolLine::Ranked& on, double now) const;
+  [[nodiscard]] JobId first_plain(const PoolLine& line, const PoolLine::Ranked& on, double now) const;
   [[nodiscard]] std::vector<JobId> next_jobs(const PoolLine& line, const PoolLine::Ranked& on, double now,
                                              std::int64_t size) const;
   [[nodiscard]] std::vector<JobId> batch(PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
@@ -210,6 +256,36 @@ class PoolState::State {
   [[nodiscard]] double cost_of(std::size_t kind, std::span<const JobId> batch) const;
   [[nodiscard]] bool early(const PoolLine& line, double seconds, double now, double units, double cost,
                            std::int64_t most) const;
+
+  // Tenants, in tenants.cpp. If there are any:
+  void share();
+  void hold_for(const Job& job, std::int64_t more);
+  [[nodiscard]] std::int64_t held_for(std::size_t kind, std::size_t tenant) const;
+  void join(Job& job, PoolLine* line);
+  void leave(const Job& job, PoolLine* line);
+  double take_turn(const Job& job, PoolLine* line, const KeyEntry* place);
+  void start_jobs(std::span<const JobId> starting, PoolLine* line, JobId lead);
+  void refund(const Job& job);
+  void fair_heads(double now);
+  void count_use();
+  void hold_back(double now);
+  [[nodiscard]] bool fits_quota(std::size_t tenant, std::size_t kind, std::int64_t gang,
+                                std::int64_t jobs_of_batch) const;
+  [[nodiscard]] bool within_quota(const Job& job) const {  // alone
+    const PoolTenant& tenant = tenants[job.tenant].spec;
+    return job.gang <= tenant.devices && static_cast<double>(job.gang) * peak(job.kind, 1) <= tenant.memory_bytes;
+  }
+  [[nodiscard]] bool may_start(std::size_t tenant, KeyEntry entry) const { return entry < tenants[tenant].held; }
+  [[nodiscard]] bool someone_may_start(const PoolLine& line) const;
+  [[nodiscard]] double start_tag(std::size_t tenant, Priority priority) const {
+    const auto cls = static_cast<std::size_t>(priority);
+    return std::max(tenants[tenant].classes[cls].start, virtual_time[cls]);
+  }
+  [[nodiscard]] Turn& turn_of(JobId id) {
+    const std::size_t slot = JobSlots::slot_of(id);
+    if (slot >= turns.size()) turns.resize(slot + 1);
+    return turns[slot];
+  }
 
   // Gangs, in gangs.cpp.
   bool gang_step(JobId id, double now, PoolDecisions& out);
@@ -245,7 +321,15 @@ class PoolState::State {
   std::vector<Model> models = {};
   std::vector<PoolLine> lines = {};
   std::map<std::tuple<std::size_t, std::size_t, std::size_t, bool>, std::size_t> line_index = {};
+  std::vector<std::size_t> active_lines = {};  // those with jobs, ascending
+  std::vector<std::size_t> free_lines = {};    // of forgotten kinds
   JobSlots jobs{};
+  // Tenants, the one without a name first. If there are others:
+  bool has_tenants = false;
+  bool quotas = false;  // whether a tenant has one
+  std::vector<Tenant> tenants = std::vector<Tenant>(1);
+  std::array<double, kClasses> virtual_time = {};        // of each priority
+  std::vector<Turn> turns = {};                          // by slot of the job
   std::set<std::tuple<bool, double, JobId>> gangs = {};  // background, key
   std::set<std::pair<double, JobId>> starts_at = {};     // held back until then
   std::set<std::pair<double, JobId>> held_deadlines = {};

@@ -124,6 +124,7 @@ class Answerer:
         deadline: float | None,
         priority: Priority,
         wait: bool,
+        tenant: str = "",
     ) -> PoolFuture[Any]:
         """Submit a request."""
         request = Request(self, self.kind_of(leaves, spec), leaves, spec)
@@ -140,6 +141,7 @@ class Answerer:
             wait=wait,
             place=placed[1],
             cost=1.0 if self._padding is None else self._padding.cost_of(item, leaves),
+            tenant=tenant,
             batched=True,
         )
         return future

@@ -20,6 +20,7 @@ from paceline.torch._pool.job import clear_own_frames
 from paceline.torch._pool.jobs import Jobs, Priority
 from paceline.torch._pool.progress import watched
 from paceline.torch._pool.routing import Gap, OnShadow, Router
+from paceline.torch._pool.tenants import name_of
 from paceline.torch._pool.versions import Version, Versions
 from paceline.torch._replicas.reach import Handle
 
@@ -58,6 +59,7 @@ class Batcher(Handle):
         priority: Priority = "interactive",
         wait: bool = True,
         key: Key = None,
+        tenant: str | None = None,
     ) -> PoolFuture[Any]:
         """Submit one item. Its answer is the item's part of what the model returns for a batch, in memory of its own.
 
@@ -70,6 +72,8 @@ class Batcher(Handle):
         key
             What all requests of a user or a session have in common. While several versions answer, requests with one key have one version, as long as the
             weights stay.
+        tenant
+            For whom it is, as for `Pool.submit`. It costs 1, or with ``pad=`` what its length costs. A batch may hold requests of several tenants.
 
         Returns
         -------
@@ -98,13 +102,19 @@ class Batcher(Handle):
         if not (key is None or isinstance(key, (str, int, bytes))):
             raise InvalidArgument(f"{self._name}: a request has key={key!r}; it must be a string, a number or bytes.")
         try:
-            return self._way.put(key, item, leaves, spec, deadline, priority, wait)
+            return self._way.put(key, item, leaves, spec, deadline, priority, wait, name_of(self._name, tenant))
         except BaseException as error:
             clear_own_frames(error)  # they hold the version, which ends once nothing does
             raise
 
     async def ask(
-        self, item: Any, *, deadline: float | None = None, priority: Priority = "interactive", key: Key = None
+        self,
+        item: Any,
+        *,
+        deadline: float | None = None,
+        priority: Priority = "interactive",
+        key: Key = None,
+        tenant: str | None = None,
     ) -> Any:
         """The answer, for asyncio. Cancelling the task cancels a request that waits. A full queue raises `Rejected`.
 
@@ -113,7 +123,7 @@ class Batcher(Handle):
         InvalidArgument
             In a job, whose device it would keep.
         """
-        future = self(item, deadline=deadline, priority=priority, wait=False, key=key)
+        future = self(item, deadline=deadline, priority=priority, wait=False, key=key, tenant=tenant)
         try:
             future._check_wait()  # the loop of a job would wait for the job's own device
         except BaseException:
@@ -126,6 +136,7 @@ class Batcher(Handle):
         items: Iterable[Any],
         *,
         priority: Priority = "batch",
+        tenant: str | None = None,
         progress: bool = False,
         total: int | None = None,
     ) -> Iterator[Any]:
@@ -138,7 +149,7 @@ class Batcher(Handle):
         ----------
         items
             Any iterable. Its elements are requests.
-        priority
+        priority, tenant
             As for `Pool.submit`.
         progress
             Whether to write to ``sys.stderr`` how many are done, and what each device does: redrawn in place on a terminal if rich is installed, else a
@@ -146,7 +157,7 @@ class Batcher(Handle):
         total
             The number of items, for the progress. Default: ``len(items)``, if it has a length.
         """
-        answers = self._answers(items, priority)
+        answers = self._answers(items, priority, tenant)
         if not progress:
             return answers
         if total is None:
@@ -154,12 +165,12 @@ class Batcher(Handle):
                 total = len(items)  # type: ignore[arg-type]
         return watched(answers, total, self._jobs.devices_now)
 
-    def _answers(self, items: Iterable[Any], priority: Priority) -> Iterator[Any]:
+    def _answers(self, items: Iterable[Any], priority: Priority, tenant: str | None) -> Iterator[Any]:
         most = _AHEAD * self._max_batch * len(self._jobs.devices)
         waiting: deque[PoolFuture[Any]] = deque()
         try:
             for item in items:
-                waiting.append(self(item, priority=priority))
+                waiting.append(self(item, priority=priority, tenant=tenant))
                 if len(waiting) >= most:
                     yield _next_of(waiting)
             while waiting:

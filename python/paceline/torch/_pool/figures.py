@@ -14,7 +14,7 @@ from paceline.torch._pool.tracing import Runs
 
 # Seconds that jobs wait, from what an idle worker takes to what a night of batch work takes.
 BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
-_RESERVED = {"device", "le", "outcome"}
+_RESERVED = {"device", "le", "outcome", "tenant"}
 
 
 class Figures:
@@ -118,3 +118,12 @@ class Collector:
             for name, device in devices.items():
                 family.add_metric([*values, name], device[key])
             yield family
+        if report["tenants"]:
+            wait_of = GaugeMetricFamily("paceline_pool_tenant_queued", "Jobs that wait.", labels=[*names, "tenant"])
+            served = CounterMetricFamily(
+                "paceline_pool_tenant_served", "The costs of jobs that ran.", labels=[*names, "tenant"]
+            )
+            for name, tenant in report["tenants"].items():
+                wait_of.add_metric([*values, name], tenant["waiting"])
+                served.add_metric([*values, name], tenant["served"])
+            yield from (wait_of, served)

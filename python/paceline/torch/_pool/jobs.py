@@ -78,6 +78,8 @@ class Jobs:
         place: Place = ANY,
         cost: float = 1.0,
         memory: float = 0.0,
+        tenant: str = "",
+        charge: float = 0.0,
         batched: bool = False,
     ) -> None:
         """Give the engine a piece of work, and its future what the engine knows it by."""
@@ -100,6 +102,8 @@ class Jobs:
             devices=place.names,
             cost=cost,
             memory=memory,
+            tenant=tenant,
+            charge=charge,
             wait=wait,
             batched=batched,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,13 +19,16 @@ from paceline.torch._pool.ledger import WritesLedger
 from paceline.torch._pool.needs import Needs
 from paceline.torch._pool.page import Paged
 from paceline.torch._pool.serving import batcher_of, bytes_of
+from paceline.torch._pool.tenants import Tenant, add_tenants, charge_of, report_of
+from paceline.torch._pool.tenants import name_of as tenant_of
+from paceline.torch._pool.traced import Traced
 from paceline.torch._pool.tracing import Scalars
 from paceline.torch._replicas.copies import Replicate
 
 _T = TypeVar("_T")
 
 
-class Pool(Paged, WritesLedger):
+class Pool(Paged, Traced, WritesLedger):
     """Runs many independent pieces of work on the devices of this machine.
 
     A job starts where it ends soonest by what was measured: a slow device leaves to faster ones what these end sooner. Until three jobs of a
@@ -56,6 +58,9 @@ class Pool(Paged, WritesLedger):
         whatever the budget. On a GPU, where jobs compute beside the step, it holds for all of them.
     memory
         Bytes that jobs may use of a device, by its name: ``{"cuda:0": 60e9}``. Others have no limit. What jobs use is what their ``memory=`` says.
+    tenants
+        Who shares the pool, by name: a weight, or a `Tenant` with quotas. Jobs with ``tenant=`` of another name have weight 1. Tenants whose jobs of a priority
+        wait for the same devices are served in the ratio of their weights, in units of cost.
     hang_seconds
         A job or a batch that runs for longer is given up: its future has `Timeout`, a warning names the job, the device and the line, and another thread
         takes the jobs of the device. The thread that hangs goes on, and so does a GPU, beside later jobs. More than any job takes, with compiling and loading.
@@ -79,10 +84,12 @@ class Pool(Paged, WritesLedger):
         placement: Placement = "auto",
         budget: float = 0.1,
         memory: Mapping[str, float] | None = None,
+        tenants: Mapping[str, float | Tenant] | None = None,
         hang_seconds: float | None = None,
     ) -> None:
         caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in (memory or {}).items()}
         self._jobs = Jobs(group_of(devices), placement, budget, caps, hang_seconds)
+        add_tenants(self._jobs.engine, tenants)
         self._scalars = Scalars()
 
     @property
@@ -102,6 +109,8 @@ class Pool(Paged, WritesLedger):
         after: Sequence[PoolFuture[Any]] = (),
         needs: Needs = (),
         memory: float = 0.0,
+        tenant: str | None = None,
+        cost: float = 1.0,
         kind: str | None = None,
         idempotent: bool = False,
         wait: bool = True,
@@ -134,6 +143,10 @@ class Pool(Paged, WritesLedger):
             function is called once for each device that the pool then has, by `submit`. A device that is added later takes no earlier jobs with a function.
         memory
             Bytes that the job needs on each of its devices while it runs. It waits until they are there, and is `Rejected` where no device has as much.
+        tenant
+            For whom it runs. Jobs with a deadline are ordered by it, and count for their tenant like others.
+        cost
+            What its tenant is charged, in any unit: epochs, items, expected seconds. It is the same on each device, so nobody pays for a slow one.
         kind
             Jobs of one kind take about the same time. None: the name of `fn`. Those that need other `memory` are measured apart.
         idempotent
@@ -157,6 +170,7 @@ class Pool(Paged, WritesLedger):
         if not callable(fn):
             raise InvalidArgument(f"submit: its first argument is a {type(fn).__name__}, not a function.")
         future: PoolFuture[_T] = PoolFuture()
+        owner, charge = tenant_of("submit", tenant), charge_of("submit", cost)
         kind, memory = name_of(fn) if kind is None else kind, bytes_of("submit", "memory", memory)
         if idempotent:
             kind, memory = self._jobs.kind_that_may_run_again(kind, memory), 0.0
@@ -170,6 +184,8 @@ class Pool(Paged, WritesLedger):
             after=after,
             place=self._jobs.place_of(needs),
             memory=memory,
+            tenant=owner,
+            charge=charge,
             wait=wait,
             batched=idempotent,
         )
@@ -320,7 +336,7 @@ class Pool(Paged, WritesLedger):
         return self._jobs.engine.running
 
     def explain(self) -> str:
-        """Text: what each device has run, and why it leaves jobs waiting."""
+        """Text: what each device has run, why it leaves jobs waiting, and what tenants have had."""
         return self._jobs.engine.explain()
 
     def report(self) -> dict[str, Any]:
@@ -331,6 +347,7 @@ class Pool(Paged, WritesLedger):
         dict
             ``devices``: by name ``jobs`` that completed, their ``runs`` alone or in batches, ``busy_seconds`` of these, and whether it is
             ``retired``, or lost. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured times.
+            ``tenants``: by name their ``weight``, the costs of what was ``served``, jobs ``waiting``, ``devices`` and bytes of ``memory`` in use; ``""``: jobs without a name.
             ``hangs``: the last runs that were given up, each with ``device``, ``kind``, ``jobs``, ``where`` and ``time``. ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds``, of all of them together.
         """
         return {
@@ -338,41 +355,10 @@ class Pool(Paged, WritesLedger):
             "waiting": self.waiting,
             "running": self.running,
             "backlog_seconds": self._jobs.engine.backlog_seconds,
+            "tenants": report_of(self._jobs.engine),
             "hangs": [] if self._jobs.watchdog is None else list(self._jobs.watchdog.hangs),
             **self._jobs.figures.report(),
         }
-
-    def scalars(self, prefix: str = "paceline/pool/") -> dict[str, float]:
-        """Figures by flat names, for what logs numbers, such as TensorBoard.
-
-        Returns
-        -------
-        dict
-            ``waiting``, ``running`` and ``backlog_seconds`` are of now. What counts, is of the time since the call before, or since the pool was made: how
-            many jobs ended how, such as ``completed``; ``wait_seconds``, the mean wait; and by device, with ``_`` in place of ``:``,
-            ``jobs_per_second/host_0``, ``busy_ratio/host_0`` and ``retired/host_0``.
-        """
-        return self._scalars.of(self.report(), prefix)
-
-    def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the last 10,000 runs as a trace for https://ui.perfetto.dev or chrome://tracing.
-
-        Each device has a row with its jobs and batches. A click shows how many requests a batch has, how long its first one has waited, and how it ended.
-        Jobs that never ran are instants in a row of their own. Works after `close`, too.
-
-        Parameters
-        ----------
-        path
-            The JSON file. An existing one is replaced when the new one is complete.
-
-        Raises
-        ------
-        Unavailable
-            Before the first job.
-        OSError
-            If the file cannot be written.
-        """
-        self._jobs.figures.runs.write(path, [one.name for one in self.devices])
 
     def prometheus(self, /, **labels: str) -> Collector:
         """A collector of ``prometheus_client`` with the figures of `report`, which you register. It starts no server.
@@ -385,7 +371,7 @@ class Pool(Paged, WritesLedger):
         Raises
         ------
         InvalidArgument
-            For labels that the samples have already: ``device``, ``outcome``, ``le``.
+            For labels that the samples have already: ``device``, ``outcome``, ``tenant``, ``le``.
         """
         return Collector(self.report, labels)
 

@@ -103,7 +103,15 @@ class Gap:
         self._again, self._check_may_wait, self.over = again, check_may_wait, threading.Event()
 
     def put(
-        self, key: Key, item: Any, leaves: Any, spec: Any, deadline: float | None, priority: Priority, wait: bool
+        self,
+        key: Key,
+        item: Any,
+        leaves: Any,
+        spec: Any,
+        deadline: float | None,
+        priority: Priority,
+        wait: bool,
+        tenant: str = "",
     ) -> PoolFuture[Any]:
         """Wait until there is a version, and submit the request."""
         try:
@@ -119,4 +127,4 @@ class Gap:
         self.over.wait()
         if deadline is not None:
             deadline = max(deadline - (time.monotonic() - begun), 1e-9)
-        return self._again(key, item, leaves, spec, deadline, priority, wait)
+        return self._again(key, item, leaves, spec, deadline, priority, wait, tenant)

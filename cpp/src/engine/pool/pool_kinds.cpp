@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Kinds that are forgotten, and tenants.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <ranges>
+#include <utility>
+#include <vector>
+
+#include <paceline/error.hpp>
+
+#include "engine/pool/pool_core.hpp"
+
+namespace paceline::internal {
+
+void PoolCore::keep_kind(std::size_t kind, std::string name, Pool::BatchCall call) {
+  if (kind == kind_list_.size()) kind_list_.emplace_back();
+  kind_list_[kind] = {.name = std::move(name),
+                      .call = std::move(call),
+                      .times = std::deque<plan::LineFit>(devices_.size(), plan::LineFit(kRunsKept))};
+}
+
+bool PoolCore::forget(const std::string& kind) {
+  check_process("forget");
+  std::vector<Kind> gone;  // destroyed without the lock: calls may hold anything
+  const std::lock_guard lock(mutex_);
+  // What was given up goes on in the call of its kind.
+  const auto goes_on = [&](std::size_t number) {
+    return std::ranges::any_of(given_up_ | std::views::values, [&](const Run& run) { return run.kind == number; });
+  };
+  bool all = true;
+  for (auto one = kinds_.lower_bound({kind, 0.0}); one != kinds_.end() && one->first.first == kind;) {
+    if (goes_on(one->second) || !state_.forget(one->second)) {
+      all = false;
+      ++one;
+      continue;
+    }
+    gone.push_back(std::exchange(kind_list_[one->second], {}));
+    one = kinds_.erase(one);
+  }
+  return all;
+}
+
+std::size_t PoolCore::tenant_of(const std::string& name) {
+  const auto known = tenants_.find(name);
+  if (known != tenants_.end()) return known->second;
+  return tenants_[name] = state_.add_tenant({.name = name});
+}
+
+void PoolCore::add_tenant(plan::PoolTenant tenant) {
+  check_process("add_tenant");
+  const std::lock_guard lock(mutex_);
+  if (tenants_.contains(tenant.name)) {
+    throw InvalidArgument(
+        fmt::format("add_tenant: the pool has a tenant '{}' already. Name it before its first job.", tenant.name));
+  }
+  const std::string name = tenant.name;
+  tenants_[name] = state_.add_tenant(std::move(tenant));
+}
+
+std::vector<plan::PoolTenantUse> PoolCore::tenants() const {
+  check_process("tenants");
+  const std::lock_guard lock(mutex_);
+  return state_.tenants();
+}
+
+std::exception_ptr PoolCore::over_quota(const JobOptions& options, const plan::PoolJob& job) const {
+  const plan::PoolTenant tenant = state_.tenants()[job.tenant].tenant;
+  const plan::PoolKind& kind = state_.kind(job.kind);
+  const bool by_devices = job.gang > tenant.devices;
+  const double bytes = static_cast<double>(job.gang) * (kind.peak_bytes + kind.peak_bytes_per_item);
+  return std::make_exception_ptr(Rejected(fmt::format(
+      "The job was not taken: alone it needs {}, and the quota of tenant '{}' is {}, so it could never start. Let it "
+      "need less, or give the tenant more.",
+      by_devices ? fmt::format("{} devices at once", job.gang) : fmt::format("{:.4g} bytes at once", bytes),
+      options.tenant, by_devices ? fmt::to_string(tenant.devices) : fmt::format("{:.4g} bytes", tenant.memory_bytes))));
+}
+
+}  // namespace paceline::internal

@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "plan/pool/state.hpp"
+#include "refuse.hpp"
+
+namespace paceline::plan {
+
+using State = PoolState::State;
+
+namespace {
+
+TenantJobs& jobs_in(PoolLine& line, std::size_t tenant) {
+  const auto found = std::ranges::find(line.tenants, tenant, &TenantJobs::tenant);
+  return found != line.tenants.end() ? *found : line.tenants.emplace_back(tenant);
+}
+
+bool limited(const PoolTenant& tenant) {
+  return tenant.devices < std::numeric_limits<std::int64_t>::max() || tenant.memory_bytes < kNever;
+}
+
+}  // namespace
+
+// From now on there are several tenants. What waits joins them.
+void State::share() {
+  if (has_tenants) return;
+  has_tenants = true;
+  for (const Job& one : jobs.slots()) {
+    if (one.id == JobId{}) continue;
+    Job& job = jobs.at(one.id);
+    turn_of(job.id) = {.charge = job.cost};
+    if (job.phase == Job::Phase::runs) continue;
+    hold_for(job, 1);
+    if (job.phase != Job::Phase::held) join(job, job.phase == Job::Phase::in_line ? &lines[job.line] : nullptr);
+  }
+}
+
+// So many more jobs of its kind and its tenant wait.
+void State::hold_for(const Job& job, std::int64_t more) {
+  tenants[job.tenant].waiting += more;
+  std::map<std::size_t, std::int64_t>& by = kinds[job.kind].held_by;
+  const auto own = by.try_emplace(job.tenant, 0).first;
+  if ((own->second += more) == 0) by.erase(own);
+}
+
+std::int64_t State::held_for(std::size_t kind, std::size_t tenant) const {
+  const auto own = kinds[kind].held_by.find(tenant);
+  return own == kinds[kind].held_by.end() ? 0 : own->second;
+}
+
+// A job that may start waits with those of its tenant. `line`: null for a gang.
+void State::join(Job& job, PoolLine* line) {
+  if (line != nullptr) jobs_in(*line, job.tenant).queues[queue_of(job)].insert({job.key, job.id});
+  if (job.timed()) return;
+  ++tenants[job.tenant].classes[queue_of(job)].waiting;
+  double& place = turn_of(job.id).place;
+  if (place == kNever) place = job.key;  // otherwise it gets back the one with which it left
+  if (line != nullptr) line->places[queue_of(job)].insert({place, job.id});
+}
+
+void State::leave(const Job& job, PoolLine* line) {
+  if (line != nullptr) {
+    TenantJobs& own = jobs_in(*line, job.tenant);
+    own.queues[queue_of(job)].erase({job.key, job.id});
+    if (std::ranges::all_of(own.queues, &KeyQueue::empty)) {
+      std::swap(own, line->tenants.back());
+      line->tenants.pop_back();
+    }
+  }
+  if (job.timed()) return;
+  if (line != nullptr) line->places[queue_of(job)].erase({turn_of(job.id).place, job.id});
+  Tenant::Class& of = tenants[job.tenant].classes[queue_of(job)];
+  if (--of.waiting > 0) return;
+  of.start += of.debt;
+  of.debt = 0.0;
+}
+
+// A job that starts is charged, before it leaves. Without a deadline it takes this place of its priority, in exchange
+// for its own; null: it keeps that. Returns its start tag; infinity: it has none.
+double State::take_turn(const Job& job, PoolLine* line, const KeyEntry* place) {
+  turn_of(job.id).charged = true;
+  const double charge = turn_of(job.id).charge;
+  Tenant& tenant = tenants[job.tenant];
+  Tenant::Class& of = tenant.classes[static_cast<std::size_t>(job.priority)];
+  const double tag = start_tag(job.tenant, job.priority);
+  const double added = charge / tenant.spec.weight;
+  if (job.timed()) {
+    (of.waiting > 0 ? of.debt : of.start = tag) += added;
+    return kNever;
+  }
+  of.start = tag + added + of.debt;
+  of.debt = 0.0;
+  if (place == nullptr || place->id == job.id) return tag;
+  const auto move = [&](JobId id, PoolLine* of_line, double to) {
+    double& own = turn_of(id).place;
+    if (of_line != nullptr) {
+      KeyQueue& queue = of_line->places[static_cast<std::size_t>(job.priority)];
+      queue.erase({own, id});
+      queue.insert({to, id});
+    }
+    own = to;
+  };
+  const KeyEntry taken = *place;  // it may be in a queue that changes
+  const Job& other = jobs.at(taken.id);
+  const double left = turn_of(job.id).place;
+  move(taken.id, other.phase == Job::Phase::in_line ? &lines[other.line] : nullptr, left);
+  move(job.id, line, taken.key);
+  return tag;
+}
+
+// The jobs of one start leave their line, or the gangs. `lead`: the one to which a turn was offered. Others of a batch
+// take the next turns of this line, or with padding, where jobs ride along that are like it, their own. The virtual
+// time becomes the start tag of the first one: others may be far ahead, since they fill what would be empty.
+void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId lead) {
+  if (!has_tenants && line != nullptr) {
+    for (const JobId id : starting) {
+      Job& job = jobs.at(id);
+      take_out(*line, job);
+      job.phase = Job::Phase::runs;
+    }
+    return hold(jobs.at(starting.front()), -std::ssize(starting));
+  }
+  std::array<double, kClasses> tags;
+  tags.fill(kNever);
+  for (const JobId id : starting) {
+    Job& job = jobs.at(id);
+    if (has_tenants) {
+      const auto cls = static_cast<std::size_t>(job.priority);
+      const KeyEntry* place = nullptr;
+      if (line != nullptr && !job.timed() && lead != JobId{}) {
+        if (id == lead && line->lead == cls) {
+          place = &line->lead_place;
+        } else if (!line->padded) {
+          place = &line->places[cls].front();
+        }
+      }
+      tags[cls] = std::min(tags[cls], take_turn(job, line, place));
+    }
+    hold(job, -1);
+    if (line != nullptr) {
+      take_out(*line, job);
+    } else {
+      gangs.erase({job.background, job.key, id});
+      if (has_tenants) leave(job, nullptr);
+    }
+    job.phase = Job::Phase::runs;
+  }
+  for (std::size_t cls = 0; has_tenants && cls < kClasses; ++cls) {
+    if (tags[cls] < kNever) virtual_time[cls] = std::max(virtual_time[cls], tags[cls]);
+  }
+}
+
+// A job runs again, or was taken back before it began.
+void State::refund(const Job& job) {
+  Turn& turn = turn_of(job.id);
+  if (!turn.charged) return;
+  turn.charged = false;
+  Tenant& tenant = tenants[job.tenant];
+  tenant.classes[static_cast<std::size_t>(job.priority)].start -= turn.charge / tenant.spec.weight;
+}
+
+bool State::fits_quota(std::size_t tenant, std::size_t kind, std::int64_t gang, std::int64_t jobs_of_batch) const {
+  constexpr double rounding = 1.0 + 1e-12;  // sums of what was declared may exceed it by that
+  const Tenant& of = tenants[tenant];
+  if (of.devices > of.spec.devices - gang) return false;
+  return of.spec.memory_bytes == kNever ||
+         of.bytes + static_cast<double>(gang) * peak(kind, jobs_of_batch) <= of.spec.memory_bytes * rounding;
+}
+
+// What the jobs of each tenant use now.
+void State::count_use() {
+  for (Tenant& tenant : tenants) {
+    tenant.devices = 0;
+    tenant.bytes = 0.0;
+  }
+  std::vector<std::pair<std::size_t, std::int64_t>> counts;
+  for (std::size_t d = 0; d < devices.size(); ++d) {
+    if (devices[d].run == RunId{} || first_device(devices[d].run) != d) continue;
+    const Run& run = devices[d].current;
+    counts.clear();
+    for (const JobId id : run.jobs) {
+      const std::size_t tenant = jobs.at(id).tenant;
+      const auto found = std::ranges::find(counts, tenant, &std::pair<std::size_t, std::int64_t>::first);
+      if (found != counts.end()) {
+        ++found->second;
+      } else {
+        counts.emplace_back(tenant, 1);
+      }
+    }
+    for (const auto& [tenant, count] : counts) {
+      tenants[tenant].devices += std::ssize(run.devices);
+      tenants[tenant].bytes += static_cast<double>(run.devices.size()) * peak(run.kind, count);
+    }
+  }
+}
+
+// What each tenant with a quota may not overtake any more: the first of its jobs that the quota does not let start and
+// whose patience is over.
+void State::hold_back(double now) {
+  count_use();
+  for (Tenant& tenant : tenants) tenant.held = {kNever, JobId{}};
+  const auto look = [&](const Job& job) {
+    Tenant& tenant = tenants[job.tenant];
+    const KeyEntry entry{job.key, job.id};
+    if (job.timed() || job.background || now < job.key || !(entry < tenant.held)) return;
+    if (!fits_quota(job.tenant, job.kind, job.gang, 1)) tenant.held = entry;
+  };
+  for (const std::size_t at : active_lines) {
+    for (const TenantJobs& own : lines[at].tenants) {
+      if (!limited(tenants[own.tenant].spec)) continue;
+      for (const KeyQueue& queue : own.queues) {
+        if (!queue.empty()) look(jobs.at(queue.front().id));
+      }
+    }
+  }
+  for (const auto& [background, key, id] : gangs) look(jobs.at(id));
+}
+
+bool State::someone_may_start(const PoolLine& line) const {
+  return std::ranges::any_of(line.tenants, [&](const TenantJobs& own) {
+    return fits_quota(own.tenant, line.kind, 1, 1) && std::ranges::any_of(own.queues, [&](const KeyQueue& queue) {
+             return !queue.empty() && may_start(own.tenant, queue.front());
+           });
+  });
+}
+
+// Where what is next waits, in the order in which it is offered to devices. The first turns of each priority, one for
+// each line and gang, are offered to these in the order of their tenants' tags.
+void State::fair_heads(double now) {
+  struct Candidate {
+    double tag;
+    KeyEntry first;  // of its jobs
+    std::size_t line;
+    auto operator<=>(const Candidate&) const = default;
+  };
+  struct Head {
+    bool background;
+    KeyEntry turn;
+    KeyEntry first;
+    std::size_t line;
+    std::size_t queue;
+    auto operator<=>(const Head&) const = default;
+  };
+  if (quotas) hold_back(now);
+  std::array<std::vector<Candidate>, kClasses> candidates;
+  std::array<std::vector<KeyEntry>, kClasses> turns_of;
+  std::vector<Head> all;
+  for (const std::size_t at : active_lines) {
+    const PoolLine& line = lines[at];
+    all.push_back({line.background, {kNever, line.front()->id}, {}, at, kTimed});  // if nobody may start, it shows why
+    std::array<Candidate, kClasses> best;
+    best.fill({kNever, {}, kNone});
+    for (const TenantJobs& own : line.tenants) {
+      if (!fits_quota(own.tenant, line.kind, 1, 1)) continue;
+      for (std::size_t q = 0; q <= kTimed; ++q) {
+        if (own.queues[q].empty() || !may_start(own.tenant, own.queues[q].front())) continue;
+        const KeyEntry& first = own.queues[q].front();
+        if (q == kTimed) {
+          all.push_back({line.background, first, first, at, q});
+        } else {
+          best[q] = std::min(best[q], {start_tag(own.tenant, static_cast<Priority>(q)), first, at});
+        }
+      }
+    }
+    for (std::size_t cls = 0; cls < kClasses; ++cls) {
+      if (best[cls].line == kNone) continue;
+      candidates[cls].push_back(best[cls]);
+      turns_of[cls].push_back(line.places[cls].front());
+    }
+  }
+  for (const auto& [background, key, id] : gangs) {
+    const Job& job = jobs.at(id);
+    const KeyEntry own{key, id};
+    if (!fits_quota(job.tenant, job.kind, job.gang, 1) || !may_start(job.tenant, own)) continue;
+    if (job.timed()) {
+      all.push_back({background, own, own, kNone, kTimed});
+    } else {
+      candidates[queue_of(job)].push_back({start_tag(job.tenant, job.priority), own, kNone});
+      turns_of[queue_of(job)].push_back({turn_of(id).place, id});
+    }
+  }
+  for (std::size_t cls = 0; cls < kClasses; ++cls) {
+    std::ranges::sort(candidates[cls]);
+    std::ranges::sort(turns_of[cls]);
+    for (std::size_t k = 0; k < candidates[cls].size(); ++k) {
+      const bool background = cls == static_cast<std::size_t>(Priority::background);
+      all.push_back({background, turns_of[cls][k], candidates[cls][k].first, candidates[cls][k].line, cls});
+    }
+  }
+  std::ranges::sort(all);
+  std::size_t asked = 0;
+  std::set<std::size_t> seen;
+  for (const Head& head : all) {
+    if (head.line == kNone ? asked++ >= kGangsAsked : !seen.insert(head.line).second) continue;
+    heads.emplace_back(head.background, head.turn.key, head.first.id, head.line);
+    if (head.line == kNone) continue;
+    lines[head.line].lead = head.queue;
+    lines[head.line].lead_place = head.turn;
+  }
+}
+
+std::size_t PoolState::add_tenant(PoolTenant tenant) {
+  State& s = *state_;
+  require(std::isfinite(tenant.weight) && tenant.weight > 0.0,
+          "the weight of tenant '{}' is {}; it must be positive and finite", tenant.name, tenant.weight);
+  require(tenant.devices >= 1, "tenant '{}' may use {} devices; it must be at least one", tenant.name, tenant.devices);
+  require(tenant.memory_bytes > 0.0, "tenant '{}' may use {} bytes; it must be positive", tenant.name,
+          tenant.memory_bytes);
+  require(s.tenants.size() < std::numeric_limits<std::uint32_t>::max(), "there are too many tenants");
+  s.quotas = s.quotas || limited(tenant);
+  s.tenants.push_back({.spec = std::move(tenant)});
+  s.share();
+  if (s.ledger != nullptr) s.ledger->add_tenant(s.tenants.back().spec);
+  return s.tenants.size() - 1;
+}
+
+std::vector<PoolTenantUse> PoolState::tenants() const {
+  state_->count_use();
+  std::vector<PoolTenantUse> all;
+  for (const Tenant& one : state_->tenants) all.push_back({one.spec, one.served, one.waiting, one.devices, one.bytes});
+  return all;
+}
+
+}  // namespace paceline::plan

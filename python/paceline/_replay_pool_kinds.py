@@ -1,0 +1,38 @@
+"""Kinds of jobs in ledgers of pools that forget some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def with_kinds_kept(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries of a ledger as if no kind took the number of one that is forgotten, which otherwise placed jobs may still wait for. So do models."""
+    numbers: dict[int, int] = {}  # in the ledger, and here
+    free: list[int] = []
+    models: dict[int, str] = {}  # of the kinds that are there
+    lives: dict[str, int] = {}  # how often all kinds of a model were forgotten
+    found, count = [], 0
+    for entry in entries:
+        made = dict(entry)
+        if "forget" in made:
+            free.append(made["forget"]["kind"])
+            model = models.pop(free[-1], "")
+            if model and model not in models.values():
+                lives[model] = lives.get(model, 0) + 1
+        elif "add_kind" in made:
+            number = min(free, default=len(numbers))
+            if free:
+                free.remove(number)
+            numbers[number], count = count, count + 1
+            model = made["add_kind"].get("model", "")
+            if model:
+                models[number] = model
+                made["add_kind"] = {**made["add_kind"], "model": f"{model}, {lives.get(model, 0)}"}
+        for name in ("submit", "measure", "loaded"):
+            if name in made:
+                made[name] = {**made[name], "kind": numbers[made[name]["kind"]]}
+        if "starts" in made.get("decided", {}):
+            starts = [{**start, "kind": numbers[start["kind"]]} for start in made["decided"]["starts"]]
+            made["decided"] = {**made["decided"], "starts": starts}
+        found.append(made)
+    return found
