@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from paceline import DeviceGroup, InvalidArgument
+from paceline.balance import WhatIfAnswer, Worth
 from paceline.comm import Transport
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.places import places_of
@@ -342,5 +344,31 @@ class DataParallel(Trainer, AsModule):
     replay_claims = carried_out_by("_training", Training.replay_claims)
     verify_replicas = carried_out_by("_verification", Verification.verify_replicas)
     find_batch_size = carried_out_by("_trials", Trials.find_batch_size)
-    what_if = carried_out_by("_reports", Reports.what_if)
     write_ledger = carried_out_by("_reports", Reports.write_ledger)
+    _what_if = carried_out_by("_reports", Reports.what_if)
+
+    @overload
+    def what_if(
+        self,
+        *,
+        speeds: Mapping[str, float] | None = None,
+        add: Sequence[tuple[str, float]] = (),
+        remove: Sequence[str] = (),
+        batch_size: int | None = None,
+        of: Literal["devices", "ranks"] = "devices",
+        prices: None = None,
+    ) -> WhatIfAnswer: ...
+    @overload
+    def what_if(
+        self,
+        *,
+        speeds: Mapping[str, float] | None = None,
+        add: Sequence[tuple[str, float]] = (),
+        remove: Sequence[str] = (),
+        batch_size: int | None = None,
+        of: Literal["devices", "ranks"] = "devices",
+        prices: Mapping[str, float],
+    ) -> Worth: ...
+    @functools.wraps(_what_if)
+    def what_if(self, **asked: Any) -> Any:
+        return self._what_if(**asked)
