@@ -220,7 +220,10 @@ def worth_of(
         """What one subset takes, and whether each of its devices has work."""
         out = [name for number, name in enumerate(present) if number not in kept]
         new = [number for number in range(len(more)) if number + len(present) in kept]
-        answer = ask(add=[add[number] for number in new], remove=[*remove, *out], batch_size=batch_size)
+        try:
+            answer = ask(add=[add[number] for number in new], remove=[*remove, *out], batch_size=batch_size)
+        except InvalidArgument:  # these are retired, or have no memory for the batch
+            return False, Choice({}, math.inf, math.inf, math.inf, 0.0)
         labels = [*run.devices, *(more[number] for number in new)]
         shares = {label: share for label, share in zip(labels, answer.shares, strict=True) if share > 0}
         seconds, cost = (answer.seconds + between) * per, None
@@ -255,7 +258,7 @@ def asked(count: int, ask: Callable[[Sequence[int]], tuple[bool, Any]]) -> list[
             answers = {subset: found.get(subset) or ask(subset) for subset in smaller}
             kept = min(answers, key=lambda subset: getattr(answers[subset][1], name) or 0.0)
             found[kept] = answers[kept]
-    return [answer for useful, answer in found.values() if useful]
+    return [answer for useful, answer in found.values() if useful] or [found[everything][1]]
 
 
 def prices_of(prices: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:

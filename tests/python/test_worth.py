@@ -63,6 +63,15 @@ def test_a_subset_that_leaves_a_device_without_work_is_none() -> None:
     assert [one.devices for one in found.choices] == [["a"], ["b"]]
 
 
+def test_a_retired_device_is_in_no_subset() -> None:
+    balancer = Balancer(["a", "b"], ledger=True)
+    balancer.retire(1)
+    balancer.record([[(balancer.next_plan(120).shares[0], 0.12)], []])
+    (found,) = worth([f"{line}\n" for line in balancer.ledger().split("\n") if line], {"a": 1.0, "b": 1.0})
+    assert [one.devices for one in found.choices] == [["a"]]
+    assert "b has run nothing." in found.notes
+
+
 def test_devices_may_be_added_and_left_out() -> None:
     lines = ledger([1e-3, 3e-3])
     (found,) = worth(lines, {"a": 2.0, "b": 1.0, "another a": 9.0}, add=[("a", 2.0), ("a", 1.0)], remove=["b"])
