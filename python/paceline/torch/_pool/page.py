@@ -22,7 +22,7 @@ _NEVER = ("rejected", "expired")
 
 
 class Paged(Handle):
-    """A pool that can write its page."""
+    """A pool that can write its page and its trace."""
 
     def page(self, path: str | os.PathLike[str]) -> None:
         """Write the last 10,000 runs as one page of HTML, which needs no network and opens by a double click. Works after `close`, too.
@@ -48,6 +48,27 @@ class Paged(Handle):
             raise Unavailable("page: no job has run yet, so there is nothing to show.")
         names = [one.name for one in pool.devices]
         write(path, page_of(names, runs, [seconds for seconds, _, _ in never], pool.report(), pool.explain()))
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last 10,000 runs as a trace for https://ui.perfetto.dev or chrome://tracing.
+
+        Each device has a row with its jobs and batches. A click shows how many requests a batch has, how long its first one has waited, and how it ended.
+        Jobs that never ran are instants in a row of their own. Works after `close`, too.
+
+        Parameters
+        ----------
+        path
+            The JSON file. An existing one is replaced when the new one is complete.
+
+        Raises
+        ------
+        Unavailable
+            Before the first job.
+        OSError
+            If the file cannot be written.
+        """
+        pool: Any = self
+        pool._jobs.figures.runs.write(path, [one.name for one in pool.devices])
 
 
 def page_of(

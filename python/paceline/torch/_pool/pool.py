@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -59,6 +58,8 @@ class Pool(Paged, WritesLedger):
     hang_seconds
         A job or a batch that runs for longer is given up: its future has `Timeout`, a warning names the job, the device and the line, and another thread
         takes the jobs of the device. The thread that hangs goes on, and so does a GPU, beside later jobs. More than any job takes, with compiling and loading.
+    observe
+        ``"socket"``: ``paceline top`` shows the pool until `close`, as for `DataParallel`.
 
     Raises
     ------
@@ -80,9 +81,10 @@ class Pool(Paged, WritesLedger):
         budget: float = 0.1,
         memory: Mapping[str, float] | None = None,
         hang_seconds: float | None = None,
+        observe: Literal["socket"] | None = None,
     ) -> None:
         caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in (memory or {}).items()}
-        self._jobs = Jobs(group_of(devices), placement, budget, caps, hang_seconds)
+        self._jobs = Jobs(group_of(devices), placement, budget, caps, hang_seconds, observe)
         self._scalars = Scalars()
 
     @property
@@ -353,26 +355,6 @@ class Pool(Paged, WritesLedger):
             ``jobs_per_second/host_0``, ``busy_ratio/host_0`` and ``retired/host_0``.
         """
         return self._scalars.of(self.report(), prefix)
-
-    def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the last 10,000 runs as a trace for https://ui.perfetto.dev or chrome://tracing.
-
-        Each device has a row with its jobs and batches. A click shows how many requests a batch has, how long its first one has waited, and how it ended.
-        Jobs that never ran are instants in a row of their own. Works after `close`, too.
-
-        Parameters
-        ----------
-        path
-            The JSON file. An existing one is replaced when the new one is complete.
-
-        Raises
-        ------
-        Unavailable
-            Before the first job.
-        OSError
-            If the file cannot be written.
-        """
-        self._jobs.figures.runs.write(path, [one.name for one in self.devices])
 
     def prometheus(self, /, **labels: str) -> Collector:
         """A collector of ``prometheus_client`` with the figures of `report`, which you register. It starts no server.

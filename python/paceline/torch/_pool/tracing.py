@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from paceline._chrome_trace import ChromeTrace
 from paceline._words import plural
 
 _KEPT = 10_000
+FEW = 1000  # what is read quickly
 _QUEUE = "queue"
 
 
@@ -46,6 +48,11 @@ class Runs:
     def noted(self) -> tuple[list[Run], list[tuple[float, str, str]]]:
         """The runs by when they begun, and when which kind of job ended how without a run."""
         return sorted(self._runs.copy(), key=lambda run: run.begun), list(self._never.copy())
+
+    def since(self, seconds: float) -> list[Run]:
+        """The runs that have ended since then, by the clock of `time.monotonic`: the last one first, and at most 1,000."""
+        last = itertools.islice(reversed(self._runs.copy()), FEW)
+        return list(itertools.takewhile(lambda run: run.ended >= seconds, last))
 
     def write(self, path: str | os.PathLike[str], devices: Sequence[str]) -> None:
         """Write them all as a trace."""

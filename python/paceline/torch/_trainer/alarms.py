@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torch.utils.hooks import RemovableHandle
 
 from paceline import Device, InvalidArgument
 from paceline._core.runtime import device_health
+from paceline._observe import resident_bytes
 from paceline.torch._devices import cuda
 from paceline.torch._trainer.arguments import check_count, is_number
 from paceline.torch._trainer.works import Works
@@ -225,7 +224,7 @@ class Alarms:
             watch.after_step(self._sample)
 
     def _sample(self, limits: Limits) -> Sample:
-        memory = {"host": _resident_bytes()}
+        memory = {"host": resident_bytes()}
         for device in self._devices:
             if device.kind == "cuda":
                 memory[device.memory_space] = cuda.memory_in_use(device.index)
@@ -235,10 +234,6 @@ class Alarms:
         alone = self._works.steps.alone
         steps_alone = 0 if alone is None else alone.steps_alone
         return Sample(time.monotonic(), self._report(), memory, health, steps_alone)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _throttled(before: dict[str, Any], after: dict[str, Any], seconds: float) -> tuple[float, str]:
