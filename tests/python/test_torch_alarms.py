@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline import InvalidArgument
+from paceline._observe import resident_bytes
 from paceline.testing import faults
 from paceline.torch import Alarm, DataParallel
 from paceline.torch._run import alone
@@ -114,9 +115,9 @@ def test_memory_that_grows_is_compared_with_the_beginning(monkeypatch: pytest.Mo
 
 
 def test_the_memory_is_that_of_the_process() -> None:
-    before = alarms.resident_bytes()
+    before = resident_bytes()
     kept = torch.ones(2**24)
-    assert 2**25 < alarms.resident_bytes() - before < 2**28
+    assert 2**25 < resident_bytes() - before < 2**28
     del kept
 
 

@@ -8,10 +8,40 @@ from collections import defaultdict
 from typing import Any
 
 from paceline._observe import resident_bytes
+from paceline._telemetry import OF_POOL_DEVICES, OF_POOLS, check_meter, gauges
 from paceline.torch._devices import cuda
 from paceline.torch._pool.tracing import FEW
+from paceline.torch._replicas.reach import Handle
 
 _SECONDS = 10.0  # of which rates and busy times are means
+
+
+class Shown(Handle):
+    """A pool that gives its figures to OpenTelemetry."""
+
+    def opentelemetry(self, meter: Any, /, **attributes: str) -> None:
+        """Make gauges of OpenTelemetry in your own SDK, until `close`. It sets up no provider and no exporter.
+
+        ``paceline.pool.waiting``, ``.running``, ``.backlog``, and with the attribute ``device`` ``paceline.pool.device.jobs``, ``.busy``, ``.retired`` and for GPUs
+        ``.memory``. Rates and busy times are of the last ten seconds.
+
+        Parameters
+        ----------
+        meter
+            As ``opentelemetry.metrics.get_meter("serving")`` returns it.
+        **attributes
+            Of your own, for all gauges: ``service="a"``.
+
+        Raises
+        ------
+        InvalidArgument
+            For what is no meter, and for the attribute ``device``.
+        ImportError
+            If the package ``opentelemetry-api`` is not installed.
+        """
+        check_meter(meter, attributes)
+        pool: Any = self
+        gauges(meter, "paceline.pool", pool._jobs.look, OF_POOL_DEVICES, OF_POOLS, attributes)
 
 
 class Look:
@@ -23,7 +53,7 @@ class Look:
 
     def __call__(self) -> dict[str, Any]:
         jobs, now = self._jobs(), time.monotonic()
-        if jobs is None:
+        if jobs is None or jobs.closed:
             return {}
         since = max(self._begun, now - _SECONDS)
         runs = jobs.figures.runs.since(since)

@@ -16,6 +16,7 @@ from paceline.torch._pool.groups import group_of
 from paceline.torch._pool.job import Job
 from paceline.torch._pool.jobs import Jobs, Placement, Priority, name_of
 from paceline.torch._pool.ledger import WritesLedger
+from paceline.torch._pool.look import Shown
 from paceline.torch._pool.needs import Needs
 from paceline.torch._pool.page import Paged
 from paceline.torch._pool.serving import batcher_of, bytes_of
@@ -25,7 +26,7 @@ from paceline.torch._replicas.copies import Replicate
 _T = TypeVar("_T")
 
 
-class Pool(Paged, WritesLedger):
+class Pool(Paged, Shown, WritesLedger):
     """Runs many independent pieces of work on the devices of this machine.
 
     A job starts where it ends soonest by what was measured: a slow device leaves to faster ones what these end sooner. Until three jobs of a

@@ -230,6 +230,7 @@ class Lifetime:
                 last_first.callback(_gather, shards)
 
     def _cancel(self) -> None:
+        self.recent.ended = True
         if self.observed is not None:
             self.observed[1].close()
         for work in self.works.all():

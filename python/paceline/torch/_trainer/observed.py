@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline import Error
+from paceline import Device, Error
 from paceline._observe import Observed, resident_bytes
 from paceline.torch._devices import cuda
-from paceline.torch._trainer.recent_steps import Step
-
-if TYPE_CHECKING:
-    from paceline.torch._trainer.base import Trainer
+from paceline.torch._trainer.recent_steps import RecentSteps, Step
+from paceline.torch._trainer.works import Works
 
 
 class Look:
     """Reads the figures. Called on another thread than that of the steps, so it only reads what steps have left."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._kind = type(trainer).__name__
-        self._module = type(trainer.module).__name__
-        self._devices = list(trainer.group.devices)
-        self._works, self._execution, self._recent = trainer._works, trainer._execution, trainer._recent
+    def __init__(self, kind: str, name: str, devices: Sequence[Device], works: Works, recent: RecentSteps) -> None:
+        self._kind, self._name, self._devices, self._works, self._recent = kind, name, devices, works, recent
 
     def __call__(self) -> dict[str, Any]:
+        if self._recent.ended:
+            return {}
         steps = self._recent.steps.copy()
-        known = [(step, claims) for step in steps if not step.error and (claims := _claims(step))]
+        known = [(step, claims) for step in steps if not step.error and (claims := claims_of(step))]
         items, last, busy = ([0.0] * len(self._devices) for _ in range(3))
         for _, claims in known:
             last = [0.0] * len(self._devices)
@@ -39,8 +36,8 @@ class Look:
         whole = seconds * len(known)
         return {
             "kind": self._kind,
-            "name": f"{self._module} on {', '.join(one.name for one in self._devices)}",
-            "steps": self._execution.steps,
+            "name": self._name,
+            "steps": steps[-1].number + (not steps[-1].error) if steps else 0,
             "step_seconds": seconds,
             "since_seconds": time.perf_counter() - steps[-1].ended if steps else None,
             "devices": {
@@ -58,7 +55,7 @@ class Look:
         }
 
 
-def _claims(step: Step) -> Sequence[Any]:
+def claims_of(step: Step) -> Sequence[Any]:
     """What ran, if that is known without waiting."""
     times, outcome = step.times, step.outcome
     if times is not None:
@@ -76,12 +73,13 @@ def _period(steps: Sequence[Step]) -> float:
     return (steps[-1].began - steps[0].began) / (len(steps) - 1)
 
 
-def show(trainer: Trainer, how: str | None) -> None:
+def show(trainer: Any, how: str | None) -> None:
     """Show a trainer, if that is asked for. If that fails it is closed."""
     if how is None:
         return
     try:
-        look = Look(trainer)
+        title = f"{type(trainer.module).__name__} on {', '.join(trainer._works.names)}"
+        look = Look(type(trainer).__name__, title, trainer.group.devices, trainer._works, trainer._recent)
         trainer._lifetime.observed = look, Observed(look)
     except BaseException:
         trainer.close()
