@@ -7,27 +7,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline import Unavailable
 from paceline._chrome_trace import ChromeTrace
+from paceline._page.pool import Run
 from paceline._words import plural
 
 _KEPT = 10_000
 FEW = 1000  # what is read quickly
 _QUEUE = "queue"
-
-
-class Run(NamedTuple):
-    """A job or a batch that has run, by the clock of `time.monotonic`."""
-
-    devices: Sequence[str]
-    kind: str
-    begun: float
-    ended: float
-    jobs: int
-    waited: float  # its first job, in seconds
-    outcome: str
 
 
 class Runs:
