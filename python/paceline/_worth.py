@@ -31,7 +31,7 @@ class Choice:
     Attributes
     ----------
     shares
-        By name, the items that each device would run in a step.
+        By name, the items that each device would run in a step; of a pipeline the blocks that it would have.
     step_seconds
         Of a step.
     seconds, cost
@@ -50,6 +50,9 @@ class Choice:
     def devices(self) -> list[str]:
         """Their names."""
         return list(self.shares)
+
+
+IMPOSSIBLE = Choice({}, math.inf, math.inf, math.inf, 0.0)
 
 
 @dataclass
@@ -223,7 +226,7 @@ def worth_of(
         try:
             answer = ask(add=[add[number] for number in new], remove=[*remove, *out], batch_size=batch_size)
         except InvalidArgument:  # these are retired, or have no memory for the batch
-            return False, Choice({}, math.inf, math.inf, math.inf, 0.0)
+            return False, IMPOSSIBLE
         labels = [*run.devices, *(more[number] for number in new)]
         shares = {label: share for label, share in zip(labels, answer.shares, strict=True) if share > 0}
         seconds, cost = (answer.seconds + between) * per, None

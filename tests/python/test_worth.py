@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from paceline import InvalidArgument
 from paceline._cli import main
@@ -16,7 +18,7 @@ from paceline._core.plan import PoolState
 from paceline._worth import asked
 from paceline.balance import Balancer, Worth, worth
 from paceline.sim import what_if_pool, worth_pool
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, Pipeline
 from torch_support import TWO, classifier, classify
 
 
@@ -249,3 +251,32 @@ def test_what_cannot_be_asked_is_refused(
     assert what in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["worth", str(tmp_path / "none")])
+
+
+def test_a_pipeline_plans_each_subset_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    with Pipeline(module, TWO, blocks=list(module), prove=False) as trainer:
+        with pytest.raises(InvalidArgument, match="nothing is measured yet"):
+            trainer.what_if(prices={"host": 1.0})
+        for _ in range(5):
+            trainer.step(lambda module, batch: module(batch).square().mean(), torch.randn(64, 64))
+        found = trainer.what_if(prices={"host": 1.0, "host:1": 3.0})
+        (alone,) = trainer.what_if(prices={"host": 1.0}, remove=["host:1"], batch_size=32).choices
+        with pytest.raises(InvalidArgument, match="there is no device host:7"):
+            trainer.what_if(prices={"host": 1.0}, remove=["host:7"])
+        with pytest.raises(InvalidArgument, match="no device is left"):
+            trainer.what_if(prices={"host": 1.0}, remove=TWO)
+        monkeypatch.setattr(trainer._reports._gaps, "medians", lambda: (0.5, 0.0, 0.0))
+        monkeypatch.setattr(type(trainer._planner), "speeds", property(lambda _: [2.0, 1.0]))
+        known = {" ".join(one.devices): one for one in trainer.what_if(prices={"host": 1.0}).choices}
+        assert known["host:1"].step_seconds == pytest.approx(2 * known["host:0"].step_seconds)
+        assert known["host:0"].seconds == pytest.approx((known["host:0"].step_seconds + 0.5) * 1000 / 64)
+        trainer.retire("host:0")
+        assert [one.devices for one in trainer.what_if(prices={"host": 1.0}).choices] == [["host:1"]]
+    singles = {one.devices[0]: one for one in found.choices if len(one.shares) == 1}
+    assert set(singles) == set(TWO)
+    for one in found.choices:
+        assert sum(one.shares.values()) == 4  # blocks
+        assert one.cost == pytest.approx(one.seconds * sum({"host:0": 1, "host:1": 3}[n] for n in one.devices) / 3600)
+        assert one.seconds * 64 / 1000 >= one.step_seconds > 0
+    assert alone.devices == ["host:0"]

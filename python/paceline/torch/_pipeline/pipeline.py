@@ -85,7 +85,7 @@ Schedule = Literal["auto", "gpipe", "1f1b"]
 _PLAN = "report()['pipeline'], explain() and plot_schedule() have the plan"
 _MISSING = {  # calls of `DataParallel` that trainers with stages do not have, and why
     "batch": "its runs would be planned one by one, and stages hold the activations of one loss. Use loss() for each loss, or DataParallel.",
-    "what_if": f"a plan for other devices needs measured blocks and memory on these. {_PLAN}; layout() compares ways to use devices.",
+    "what_if": f"a Pipeline has it. {_PLAN}; layout() compares ways to use devices.",
     "write_ledger": f"cuts and schedules are not decisions about items, which a ledger holds. {_PLAN}.",
     "replay_claims": "each device runs all items, so there is nothing that a device claims. The same cuts= and micro_batches= repeat a run.",
     "state_dict": "the weights are module.state_dict(), and the state of the training run is training_state().",
@@ -222,6 +222,7 @@ class Pipeline(StagesTrainer):
     """
 
     _planner: Planner
+    what_if = carried_out_by("_reports", PipelineReports.what_if)
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from paceline import InvalidArgument
-from paceline._page.run import milliseconds
+from paceline._page.run import Run, milliseconds
 from paceline._worth import Worth, worth_of
 from paceline.balance import WhatIfAnswer
 from paceline.torch._run.alone import Measured
@@ -90,25 +90,26 @@ class Asks(Pages):
     def _worth(self, asked: dict[str, Any], prices: Mapping[str, float]) -> Worth:
         """What `paceline.balance.worth` says of a ledger, with the time of the loop where it is known."""
         present, run = self._answer(asked), self._runs()[0]
-        between, outside = 0.0, {}
-        medians = None if self._on_gpus else self._gaps.medians()
-        if medians is not None and run.rows:
-            between, _, inside = medians
-            steps = statistics.median(row.seconds / row.steps for row in run.rows[-_RECENT:])
-            outside = {"overhead_seconds": max(0.0, inside - steps)}
+        between, outside, note = self._loop_times(run)
+        overhead = {"overhead_seconds": outside} if outside else {}
 
         def ask(**subset: Any) -> WhatIfAnswer:
-            return self._answer({"speeds": asked["speeds"], **subset}, **outside)
+            return self._answer({"speeds": asked["speeds"], **subset}, **overhead)
 
         batch_size = asked["batch_size"] or sum(present.shares)
         run.unit = "items" if self._works.steps.step_loop.items is None else "work"
         found = worth_of(ask, run, prices, asked["add"], asked["remove"], batch_size, between)
-        found.notes.append(
-            f"Between two steps {milliseconds(between)} pass, which count."
-            if between
-            else "The time between steps does not count: it is not known."
-        )
+        found.notes.append(note)
         return found
+
+    def _loop_times(self, run: Run) -> tuple[float, float, str]:
+        """Seconds between two steps, and of a step beside what the devices do; and a note on these."""
+        medians = None if self._on_gpus else self._gaps.medians()
+        if medians is None or not run.rows:
+            return 0.0, 0.0, "The time between steps does not count: it is not known."
+        between, _, inside = medians
+        steps = statistics.median(row.seconds / row.steps for row in run.rows[-_RECENT:])
+        return between, max(0.0, inside - steps), f"Between two steps {milliseconds(between)} pass, which count."
 
     def _relief(self, measured: Measured, working: list[int]) -> dict[str, Any]:
         """What cannot be estimated from devices side by side: how much faster a device is alone, and the trainer's own part of a step."""
