@@ -188,8 +188,9 @@ class _Server:
 
     def forget(self) -> None:
         """In a forked process: the file and the thread are the parent's."""
-        if self._listener is not None:
-            self._listener.close()
+        for one in (self._listener, self._connection):
+            if one is not None:
+                one.close()  # or who looks would wait for the end of this process, too
         self.__init__()  # type: ignore[misc]
 
 

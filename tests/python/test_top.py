@@ -12,6 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -30,10 +31,11 @@ from torch_support import TWO, classifier, classify, noting
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "sockets"
-    monkeypatch.setenv("PACELINE_SOCKETS", str(path))
-    return path
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="top-", dir="/tmp") as made:  # the name of a socket has 107 bytes at most
+        path = Path(made) / "sockets"
+        monkeypatch.setenv("PACELINE_SOCKETS", str(path))
+        yield path
 
 
 class Thing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,14 @@ def test_pages_of_trainers_and_of_their_ledgers(fake: Any, tmp_path: Path, box: 
 
 
 @pytest.mark.parametrize("box", ["two", "mixed"])
-def test_a_terminal_looks_and_prices_are_asked(
-    fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: str
-) -> None:
-    monkeypatch.setenv("PACELINE_SOCKETS", str(tmp_path / "sockets"))
+def test_a_terminal_looks_and_prices_are_asked(fake: Any, monkeypatch: pytest.MonkeyPatch, box: str) -> None:
     module, batch = module_and_batch()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, monkeypatch.context() as patch:
+        patch.setenv("PACELINE_SOCKETS", folder)
+        looked_at(module, batch, box)
+
+
+def looked_at(module: Any, batch: Any, box: str) -> None:
     with DataParallel(module, BOXES[box], balance="even", prove=False, observe="socket") as trainer:
         for _ in range(6):
             trainer.step(classify, batch)
