@@ -41,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     from paceline._cli_replay import add_parser as add_replay
     from paceline._cli_run import add_parser as add_run
     from paceline._cli_simulate import add_parser as add_simulate
+    from paceline._cli_top import add_parser as add_top
     from paceline._cli_verify import add_parser as add_verify
+    from paceline._cli_worth import add_parser as add_worth
     from paceline._core.runtime import build_facts
 
     parser = argparse.ArgumentParser(prog="paceline", description="All the devices of one machine as one.")
@@ -60,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     add_simulate(commands)
     add_replay(commands)
     add_page(commands)
+    add_top(commands)
+    add_worth(commands)
     add_verify(commands)
     return parser
 

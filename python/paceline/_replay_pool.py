@@ -8,7 +8,7 @@ import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from paceline._core.plan import POOL_LEDGER_VERSION, PoolState
 from paceline._replay import at_line, numbered
 from paceline._replay_pool_kinds import with_kinds_kept
 
+Ledger = str | os.PathLike[str] | Iterable[str]  # a path, or the lines
 _EVENTS = (
     *("submit", "finish", "measure", "tick", "withdraw", "cancel", "retire", "restore", "lose", "loaded"),
     *("add_device", "add_kind", "add_need", "add_tenant", "forget"),
@@ -103,7 +104,7 @@ class PoolReplayResult:
     cut_off: bool = False
 
 
-def replay_pool(ledger: str | os.PathLike[str] | Iterable[str]) -> PoolReplayResult:
+def replay_pool(ledger: Ledger) -> PoolReplayResult:
     """Make every decision of a pool again, from the events in its ledger, and compare it with the one written.
 
     A last line that was written in part only is left out.
@@ -156,10 +157,10 @@ def replay_pool(ledger: str | os.PathLike[str] | Iterable[str]) -> PoolReplayRes
     return result
 
 
-def what_if_pool(ledger: str | os.PathLike[str] | Iterable[str], placement: str) -> PoolTimes:
-    """How long the jobs in a pool's ledger would have waited and taken with another placement, on a virtual clock.
+def what_if_pool(ledger: Ledger, placement: str | None = None, *, remove: Collection[str] = ()) -> PoolTimes:
+    """How long the jobs in a pool's ledger would have waited and taken with another placement or fewer devices.
 
-    Jobs arrive, are cancelled and lose devices as they did. A run takes what its kind took on that device by the last models in the ledger, times how much longer
+    On a virtual clock jobs arrive, are cancelled and lose devices as they did. A run takes what its kind took on that device by the last models in the ledger, times how much longer
     than by these models the first of its jobs took when it ran. The models are known from the start. No run fails. What waited for room in a
     full queue before it was submitted arrives when it did, so a placement that serves less rejects more. After the last submit no device is retired, since a
     pool that is closed retires all.
@@ -169,7 +170,9 @@ def what_if_pool(ledger: str | os.PathLike[str] | Iterable[str], placement: str)
     ledger
         As in `replay_pool`.
     placement
-        ``"auto"``, ``"any"``, ``"round_robin"``, ``"least_outstanding"``, ``"weighted"`` or ``"earliest_finish"``.
+        ``"auto"``, ``"any"``, ``"round_robin"``, ``"least_outstanding"``, ``"weighted"`` or ``"earliest_finish"``. None: that of the ledger.
+    remove
+        Devices that take no jobs from the beginning.
 
     Returns
     -------
@@ -185,7 +188,7 @@ def what_if_pool(ledger: str | os.PathLike[str] | Iterable[str], placement: str)
     """
     if isinstance(ledger, (str, os.PathLike)):
         with Path(ledger).open(encoding="utf-8") as file:
-            return what_if_pool(file, placement)
+            return what_if_pool(file, placement, remove=remove)
     lines = list(ledger)
     found = replay_pool(lines)
     if found.mismatch is not None:
@@ -193,7 +196,7 @@ def what_if_pool(ledger: str | os.PathLike[str] | Iterable[str], placement: str)
             f"line {found.mismatch.line} of the ledger: its decision is not reproduced, so what follows is not known"
         )
     entries = with_kinds_kept([json.loads(line) for line in lines[: -1 if found.cut_off else None]])
-    return _WhatIf(_pool_of(entries[0], placement), _Seconds(entries[1:])).run(entries[1:])
+    return _WhatIf(_pool_of(entries[0], placement), _Seconds(entries[1:]), remove).run(entries[1:])
 
 
 def _pool_of(header: Any, placement: str | None = None) -> PoolState:
@@ -323,13 +326,13 @@ class _Seconds:
 class _WhatIf:
     """Runs what arrives in a ledger with other decisions."""
 
-    def __init__(self, pool: PoolState, seconds: _Seconds) -> None:
-        self._pool, self._seconds, self._course = pool, seconds, _Course()
+    def __init__(self, pool: PoolState, seconds: _Seconds, remove: Collection[str]) -> None:
+        self._pool, self._seconds, self._course, self._remove = pool, seconds, _Course(), remove
         self._ids: dict[int, int] = {}  # of jobs in the ledger
         self._jobs: dict[int, int] = {}  # and back
-        self._kinds = self._devices = 0
+        self._removed: set[int] = set()
         self._ends: list[tuple[float, int, float]] = []
-        self._now, self._wake = 0.0, math.inf
+        self._kinds, self._devices, self._now, self._wake = 0, 0, 0.0, math.inf
 
     def run(self, entries: list[dict[str, Any]]) -> PoolTimes:
         last = max((number for number, entry in enumerate(entries) if "submit" in entry), default=0)
@@ -342,7 +345,8 @@ class _WhatIf:
         return self._course.times()
 
     def _arrive(self, name: str, entry: dict[str, Any]) -> None:
-        arguments = dict(entry[name])
+        if (arguments := dict(entry[name])).get("device") in self._removed:
+            return
         if "at" in entry:
             self._until(entry["at"])
             self._now = max(self._now, entry["at"])
@@ -357,6 +361,9 @@ class _WhatIf:
         elif name == "add_device":
             self._devices += 1
             self._measure((kind, self._devices - 1) for kind in range(self._kinds))
+            if arguments["name"] in self._remove:
+                self._removed.add(self._devices - 1)
+                self._happens("retire", {"device": self._devices - 1})
 
     def _measure(self, pairs: Iterable[tuple[int, int]]) -> None:
         for kind, device in pairs:

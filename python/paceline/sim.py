@@ -14,12 +14,15 @@ from paceline._core.sim import (
     simulate_pool,
 )
 from paceline._replay_pool import PoolLedgerMismatch, PoolReplayResult, PoolTimes, replay_pool, what_if_pool
+from paceline._worth_pool import PoolChoice, PoolWorth, worth_pool
 
 __all__ = [
     "Event",
+    "PoolChoice",
     "PoolLedgerMismatch",
     "PoolReplayResult",
     "PoolTimes",
+    "PoolWorth",
     "Scenario",
     "ScenarioResult",
     "SimulationResult",
@@ -32,4 +35,5 @@ __all__ = [
     "simulate_pipeline",
     "simulate_pool",
     "what_if_pool",
+    "worth_pool",
 ]

@@ -12,7 +12,8 @@ from paceline._page.document import page_of_runs
 from paceline._page.ledger import runs_of
 from paceline._page.run import Move, Row, Run
 from paceline.balance import Balancer
-from page_support import Reader, lines_of
+from page_support import Reader, charts_in, ledger, lines_of
+from pool_support import Held, pool_of
 
 
 def rows(amount: float = 10, steps: int = 1) -> list[Row]:
@@ -56,10 +57,52 @@ def test_a_step_that_is_planned_again_keeps_why_a_device_had_left() -> None:
     ]
 
 
-def test_the_ledger_of_a_pool_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "pool.jsonl"
-    path.write_text('{"paceline_pool_ledger": 1}\n', encoding="utf-8")
+def test_the_ledger_of_a_pool_has_the_page_of_the_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, own, made = (tmp_path / name for name in ("pool.jsonl", "own.html", "ledger.html"))
+    with pool_of(2) as pool:
+        pool.write_ledger(path)
+        for name, jobs in (("host:0", 4), ("host:1", 2)):
+            for _ in range(jobs):
+                pool.submit(int, kind="k", needs=name).exception()  # int(device) raises
+                pool.submit(str, kind="s", needs=name).result()
+        with Held(pool, 2):
+            pool.submit(str, kind="s").cancel()
+            waits = pool.submit(str, kind="s")
+        waits.result()
+        pool.page(own)
+    assert main(["page", str(path), "-o", str(made)]) == 0
+    pages = [Reader(one.read_text(encoding="utf-8")) for one in (own, made)]
+    assert [len(charts_in(one.read_text(encoding="utf-8"))) for one in (own, made)] == [4, 4]
+    for table in ("How jobs ended", "Devices"):
+        rows = [[row[:3] for row in page.tables[table][1:]] for page in pages]
+        assert rows[0] == rows[1], table
+    counts = {row[0]: row[1] for row in pages[1].tables["How jobs ended"][1:]}
+    assert (counts["failed"], counts["cancelled"], counts["completed"]) == ("6", "1", "9")
+    assert "pool.jsonl: pool on host:0, host:1, placement auto, 16 jobs" in pages[1].words
+    assert "not its words" in pages[1].words
+    ledger_of_trainer = tmp_path / "run.jsonl"
+    ledger_of_trainer.write_text("".join(ledger()), encoding="utf-8")
     with pytest.raises(SystemExit):
-        main(["page", str(path), "-o", str(tmp_path / "pool.html")])
-    assert "is the ledger of a pool" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [path]
+        main(["page", str(path), str(ledger_of_trainer), "-o", str(tmp_path / "both.html")])
+    assert "these have pages of their own" in capsys.readouterr().err
+
+
+def test_the_page_of_a_pools_ledger_ends_where_it_was_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, made = tmp_path / "pool.jsonl", tmp_path / "pool.html"
+    with pool_of(1) as pool:
+        pool.write_ledger(path)
+        for _ in range(3):
+            pool.submit(str).result()
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    third = [number for number, line in enumerate(lines) if '"submit"' in line][2]
+    lines[third] = lines[third].replace('"devices": [0]', '"devices": [7]')
+    path.write_text("".join(lines), encoding="utf-8")
+    assert main(["page", str(path), "-o", str(made)]) == 0
+    page = Reader(made.read_text(encoding="utf-8"))
+    assert f"The page ends at line {third + 1}, where a replay decides differently" in page.words
+    path.write_text("".join(lines[:2]), encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["page", str(path), "-o", str(made)])
+    assert "no job that ran or ended" in capsys.readouterr().err

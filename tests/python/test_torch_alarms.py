@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline import InvalidArgument
+from paceline._observe import resident_bytes
 from paceline.testing import faults
 from paceline.torch import Alarm, DataParallel
 from paceline.torch._run import alone
@@ -101,7 +102,7 @@ def test_memory_that_grows_is_compared_with_the_beginning(monkeypatch: pytest.Mo
     module, batch = classifier(8)
     found: list[Alarm] = []
     sizes = iter([100, 140, 149, 151, 160, 140, 170])
-    monkeypatch.setattr(alarms, "_resident_bytes", lambda: next(sizes))
+    monkeypatch.setattr(alarms, "resident_bytes", lambda: next(sizes))
     with DataParallel(module, TWO) as trainer:
         trainer.on_alarm(found.append, busy=None, throttled=False, every=1)
         steps: list[int] = []
@@ -114,9 +115,9 @@ def test_memory_that_grows_is_compared_with_the_beginning(monkeypatch: pytest.Mo
 
 
 def test_the_memory_is_that_of_the_process() -> None:
-    before = alarms._resident_bytes()
+    before = resident_bytes()
     kept = torch.ones(2**24)
-    assert 2**25 < alarms._resident_bytes() - before < 2**28
+    assert 2**25 < resident_bytes() - before < 2**28
     del kept
 
 

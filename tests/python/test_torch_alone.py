@@ -123,7 +123,7 @@ def test_gradients_and_ledger_hold_in_steps_of_one_device(tmp_path: Path) -> Non
             if step == 4:  # no trial yet, so the answer says what it takes for granted
                 told = trainer.what_if(remove=["host:1"]).text
                 assert "as fast alone as beside each other, which was not measured" in told
-                assert trainer.what_if(remove=iter(["host:1"])).shares[1] == 0  # type: ignore[arg-type]
+                assert trainer.what_if(remove=iter(["host:1"])).shares[1] == 0  # type: ignore[call-overload]
                 assert "alone" not in trainer.what_if(speeds={"host:1": 2.0}).text
     result = replay(path)
     assert (result.records, result.mismatches) == (50, [])

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from paceline import Unavailable
+from paceline._page.pool import Run as Ran
+from paceline._page.pool import page_of
 from paceline._page.run import Move
 from paceline._progress import Figures, Progress
 from paceline._progress_html import drawn, html_display
 from paceline.torch import DataParallel, Pipeline, Pool
-from paceline.torch._pool.page import page_of
-from paceline.torch._pool.tracing import Run as Ran
 from paceline.torch._trainer.pages import _all_moves
 from page_support import MOST_BYTES, Reader, charts_in
 from pool_support import pool_of

@@ -242,7 +242,6 @@ def test_a_module_that_was_changed_since(change: str, steps: int) -> None:
     ("call", "why"),
     [
         ("batch", r"Use loss\(\) for each loss"),
-        ("what_if", "layout"),
         ("write_ledger", "cuts and schedules are not decisions about items"),
         ("replay_claims", "The same cuts= and micro_batches= repeat a run"),
         ("state_dict", r"the weights are module.state_dict\(\)"),

@@ -248,6 +248,7 @@ def test_methods_that_parts_carry_out_look_like_the_trainers_own() -> None:
         "remove",
         "batch_size",
         "of",
+        "prices",
     ]
 
 

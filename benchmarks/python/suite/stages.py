@@ -48,6 +48,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
     quiet = ("--batch", "64", "--seconds", "2") if quick else ()
     fixed_parts = ("--parts", "8,4", "--rounds", "1", "--block", "2") if quick else ()
     busy_core = ("--steps", "40", "--patience", "50") if quick else ()
+    worth = ("--batch", "64", "--rounds", "1", "--block", "2", "--warm-up", "4") if quick else ()
     optimizer = ("--steps", "6") if quick else ()
     partition = ("--seeds", "3") if quick else ()
     profile = ("--steps", "20", "--batch", "64") if quick else ()
@@ -83,6 +84,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("fixed_parts", *fixed_parts, limit=300),
         _script("fixed_parts", "--malloc", *fixed_parts, limit=300),
         _script("proofs", *(("--steps", "5", "--rounds", "1") if quick else ()), limit=600),
+        _script("check_worth", *worth, limit=300),
         _script("straggler", "--plot", str(picture), *straggler, limit=300),
         _script("launch_scaling", *on_host, *short, limit=300),
         _script("race_gpu", *short, limit=900, why_not=no_gpu),

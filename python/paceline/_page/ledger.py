@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from paceline._core.balance import Balancer
 from paceline._page.run import Move, Row, Run, Table, ideal_seconds, milliseconds
 from paceline._replay import is_cut_off, replayed
 from paceline._words import plural
@@ -18,7 +19,12 @@ _MOST_SHARES = 16  # in the words of a move
 
 
 def runs_of(name: str, lines: Sequence[str]) -> list[Run]:
-    """Read the lines of a ledger: one run for each balancer that wrote it.
+    """Read the lines of a ledger: one run for each balancer that wrote it. Raises what `read` does."""
+    return read(name, lines)[0]
+
+
+def read(name: str, lines: Sequence[str]) -> tuple[list[Run], list[Balancer]]:
+    """Read the lines of a ledger: one run for each balancer that wrote it, and what these knew after the last line.
 
     Raises
     ------
@@ -44,7 +50,7 @@ def runs_of(name: str, lines: Sequence[str]) -> list[Run]:
         runs[0].lacks.append(
             f"A replay decided {plural(differing, 'plan')} differently: another version wrote the ledger, or it was changed."
         )
-    return runs
+    return runs, balancers
 
 
 @dataclass

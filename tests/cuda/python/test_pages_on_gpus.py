@@ -1,7 +1,8 @@
-"""The page of a run on GPUs, whose reductions are not timed."""
+"""What is shown of a run on GPUs: its page, without times of reductions, and what `paceline top` and prices ask."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from gpu_cases import BOXES, module_and_batch
 from paceline._cli import main
+from paceline._observe import reports
 from paceline.torch import DataParallel
 from page_support import Reader, charts_in
 from torch_support import classify
@@ -31,3 +33,26 @@ def test_pages_of_trainers_and_of_their_ledgers(fake: Any, tmp_path: Path, box: 
     assert "On GPUs reductions are not timed." in words
     assert "reduction together took" not in words
     assert "Input and the rest of the loop" not in words
+
+
+@pytest.mark.parametrize("box", ["two", "mixed"])
+def test_a_terminal_looks_and_prices_are_asked(fake: Any, monkeypatch: pytest.MonkeyPatch, box: str) -> None:
+    module, batch = module_and_batch()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, monkeypatch.context() as patch:
+        patch.setenv("PACELINE_SOCKETS", folder)
+        looked_at(module, batch, box)
+
+
+def looked_at(module: Any, batch: Any, box: str) -> None:
+    with DataParallel(module, BOXES[box], balance="even", prove=False, observe="socket") as trainer:
+        for _ in range(6):
+            trainer.step(classify, batch)
+        trainer.report()  # waits for the GPUs
+        (process,) = reports()
+        (found,) = process["observed"]
+        assert found["steps"] == 6
+        assert {name: one["share"] for name, one in found["devices"].items()} == trainer.shares
+        assert all((one["memory_bytes"] is None) == name.startswith("host") for name, one in found["devices"].items())
+        worth = trainer.what_if(prices={"cuda": 2.0, "host": 0.1})
+        assert worth.fastest.cost is not None
+        assert "The time between steps does not count" in str(worth)

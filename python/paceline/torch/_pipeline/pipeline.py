@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument
+from paceline._observe import check_observe
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.places import Places, places_of
 from paceline.torch._devices.stages import StagePlaces
@@ -36,6 +37,7 @@ from paceline.torch._trainer.arguments import (
     named_devices,
 )
 from paceline.torch._trainer.base import Trainer
+from paceline.torch._trainer.observed import show
 from paceline.torch._trainer.parts import carried_out_by
 from paceline.torch._trainer.proofs import Prove, prove_of
 from paceline.torch._trainer.works import Works
@@ -83,7 +85,7 @@ Schedule = Literal["auto", "gpipe", "1f1b"]
 _PLAN = "report()['pipeline'], explain() and plot_schedule() have the plan"
 _MISSING = {  # calls of `DataParallel` that trainers with stages do not have, and why
     "batch": "its runs would be planned one by one, and stages hold the activations of one loss. Use loss() for each loss, or DataParallel.",
-    "what_if": f"a plan for other devices needs measured blocks and memory on these. {_PLAN}; layout() compares ways to use devices.",
+    "what_if": f"a Pipeline has it. {_PLAN}; layout() compares ways to use devices.",
     "write_ledger": f"cuts and schedules are not decisions about items, which a ledger holds. {_PLAN}.",
     "replay_claims": "each device runs all items, so there is nothing that a device claims. The same cuts= and micro_batches= repeat a run.",
     "state_dict": "the weights are module.state_dict(), and the state of the training run is training_state().",
@@ -180,6 +182,8 @@ class Pipeline(StagesTrainer):
         as many. Both runs are thrown away after loss, extras, gradients, buffers, and parameters that a forward writes were compared. ``"warn"``,
         ``"raise"``, False and None as for `DataParallel`. Of a `predict` the outputs are compared. Not proved: steps of modules without memory before the
         first one has filled them, and ``micro_batches=1``, which is the whole batch.
+    observe
+        As for `DataParallel`.
 
     Raises
     ------
@@ -218,6 +222,7 @@ class Pipeline(StagesTrainer):
     """
 
     _planner: Planner
+    what_if = carried_out_by("_reports", PipelineReports.what_if)
 
     def __init__(
         self,
@@ -234,9 +239,11 @@ class Pipeline(StagesTrainer):
         init: Init | None = None,
         group: Literal["alone"] = "alone",
         prove: Prove | None = None,
+        observe: Literal["socket"] | None = None,
     ) -> None:
         check_module("Pipeline", module)
         check_devices("Pipeline", devices)
+        check_observe("Pipeline", observe)
         proves = prove_of(prove)
         if reduction not in ("mean", "sum"):
             raise InvalidArgument(f"Pipeline: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
@@ -303,6 +310,7 @@ class Pipeline(StagesTrainer):
             raise
         options: dict[str, Any] = {"reduction": reduction, "prove": proves}
         self._assemble(module, local, owned=owned, works=works, execution=execution, **options)
+        show(self, observe)
 
 
 class PipelineWorks(Works):

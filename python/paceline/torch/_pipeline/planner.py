@@ -47,7 +47,7 @@ class Planner(StagePlanner):
         self.finds_order = False  # of the blocks, since it is not given, and they have not all run yet
         self._reorders = 0
         self.plans_micro_batches = micro_batches is None  # whether the user has not fixed their number
-        self._link = link
+        self.link, self.schedule = link, schedule
         self._names = [device.name for device in group.devices]
         self.blocks = blocks
         self.limits = list(limits)
@@ -61,16 +61,19 @@ class Planner(StagePlanner):
         self._item_bytes = [(0, 0)] * len(blocks)  # bytes per item: saved, and coming in
         self._classes = list(range(len(blocks)))
         spaces = list(dict.fromkeys(device.memory_space for device in group.devices))
-        devices = [
-            StageDevice(device.name, memory_bytes=limit, memory_space=spaces.index(device.memory_space))
-            for device, limit in zip(group.devices, self.limits, strict=True)
-        ]
+        self._spaces = [spaces.index(device.memory_space) for device in group.devices]
         # While nothing but the parameters is known, blocks are as slow as their parameters are large.
         guesses = [
             BlockCost(forward_per_item=1e-9 * size + 1e-6, backward_per_item=0.0, parameter_bytes=size)
             for size in self.parameter_bytes({})
         ]
-        super().__init__(guesses, devices, micro_batches=micro_batches, cuts=list(cuts or []), schedule=schedule)
+        super().__init__(
+            guesses,
+            self.stage_devices([1.0] * len(self._names)),
+            micro_batches=micro_batches,
+            cuts=list(cuts or []),
+            schedule=schedule,
+        )
 
     # What `Stages` asks
 
@@ -147,7 +150,7 @@ class Planner(StagePlanner):
             self._classes = [keys.index(key) for key in keys]
             self._reached = clock.reached
             self._item_bytes = clock.bytes_of(self._classes, items)
-        self.set_link(*self._link())
+        self.set_link(*self.link())
         self.record_samples(step.samples, self._block_bytes(self._reached), self._classes)
 
     def retire(self, device: Any) -> None:
@@ -182,7 +185,7 @@ class Planner(StagePlanner):
     def begin_with(self, costs: Sequence[BlockCost], speeds: Sequence[float]) -> None:
         """Plan all steps from now on with these costs of blocks and speeds of devices."""
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        self.set_link(*self._link())
+        self.set_link(*self.link())
         self.know(costs, speeds)
 
     def ways(self, items: int) -> list[dict[str, Any]]:
@@ -217,6 +220,14 @@ class Planner(StagePlanner):
         return parameter.nbytes * (2 + self._states if parameter.requires_grad else 1)
 
     # What reports say
+
+    def stage_devices(self, speeds: Sequence[float] | None = None) -> list[StageDevice]:
+        """The devices as planners see them, with these speeds or those that were measured."""
+        figures = zip(self._names, speeds or self.speeds, self.limits, self._spaces, strict=True)
+        return [
+            StageDevice(name, speed=speed, memory_bytes=limit, memory_space=space)
+            for name, speed, limit, space in figures
+        ]
 
     @property
     def costs(self) -> list[BlockCost]:

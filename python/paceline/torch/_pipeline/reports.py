@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from paceline import Unavailable
+from paceline import InvalidArgument, OutOfMemory, Unavailable
 from paceline._chrome_trace import ChromeTrace
 from paceline._page.run import Run, Table, milliseconds
 from paceline._page.schedule import schedules
 from paceline._plot_schedule import ScheduleRow, ScheduleSpan, draw_schedule
+from paceline._worth import IMPOSSIBLE, Choice, Worth, asked, idle_notes, prices_of
+from paceline.plan import plan_stages
 from paceline.torch._pipeline.loop import Outcome, PipelineLoop
 from paceline.torch._pipeline.plans import Action
+from paceline.torch._trainer.arguments import check_count
 from paceline.torch._trainer.figures import Report
 from paceline.torch._trainer.recent_steps import Times
 from paceline.torch._trainer.reports import Reports
@@ -94,6 +98,75 @@ class PipelineReports(Reports):
             title=title,
             planned=None if planned is None else self._rows(last, planned),
         )
+
+    def what_if(  # type: ignore[override]
+        self, *, prices: Mapping[str, float], remove: Sequence[str] = (), batch_size: int | None = None
+    ) -> Worth:
+        """What the devices are worth: seconds and cost of 1,000 items with each useful subset of them, with a plan of its own for each.
+
+        It knows the costs of blocks, the present speeds and the memory. Cuts, order and micro-batches are planned anew, but for a fixed number of micro-batches. On host
+        devices the time between two steps counts, too.
+
+        Parameters
+        ----------
+        prices
+            What an hour of each device costs, in any currency, by name or for each one of a kind: ``{"cuda:0": 2.1, "host": 0.05}``.
+        remove
+            Devices that no subset has.
+        batch_size
+            Default: the items of the last step.
+
+        Returns
+        -------
+        paceline.balance.Worth
+            Its shares are blocks. Its errors are those of the mean time of the steps that ran.
+
+        Raises
+        ------
+        InvalidArgument
+            While blocks are measured, and for arguments that cannot be used.
+        """
+        loop, names, run = self._loop, self._works.names, self._runs()[0]
+        planner, last = loop.planner, loop.last
+        if planner.measures or last is None:
+            raise InvalidArgument("what_if: nothing is measured yet; run a few steps first.")
+        if unknown := sorted(set(remove) - set(names)):
+            raise InvalidArgument(f"what_if: there is no device {unknown[0]}; the devices are {', '.join(names)}.")
+        if batch_size is not None:
+            check_count("what_if", "batch_size", batch_size)
+        hourly, items = prices_of(prices, names), batch_size or sum(last.plan.sizes)
+        between, outside, note = self._loop_times(run)
+        times = [row.seconds / row.steps for row in run.counted]
+        error = statistics.stdev(times) / statistics.fmean(times) / len(times) ** 0.5 if len(times) > 1 else 0.0
+        left = [name for at, name in enumerate(names) if name not in remove and at not in planner.retired]
+        devices = dict(zip(names, planner.stage_devices(), strict=True))
+        latency, bandwidth = planner.link()
+
+        def of(kept: Sequence[int]) -> tuple[bool, Choice]:
+            some = [left[number] for number in kept]
+            try:
+                plan = plan_stages(
+                    planner.costs,
+                    [devices[name] for name in some],
+                    batch_size=items,
+                    micro_batches=None if planner.plans_micro_batches else len(last.plan.sizes),
+                    schedule=planner.schedule,
+                    link_latency_seconds=latency,
+                    link_bytes_per_second=bandwidth,
+                )
+            except OutOfMemory:
+                return False, IMPOSSIBLE
+            ends = [*plan.cuts[1:], len(planner.costs)]
+            blocks = {some[on]: end - cut for on, cut, end in zip(plan.order, plan.cuts, ends, strict=True)}
+            seconds = plan.seconds + outside
+            whole = (seconds + between) * 1000 / items
+            cost = whole / 3600 * sum(hourly[name] for name in blocks)
+            return len(blocks) == len(kept), Choice(blocks, seconds, whole, cost, error)
+
+        choices = sorted(asked(len(left), of), key=lambda one: one.seconds) if left else []
+        if not choices:
+            raise InvalidArgument("what_if: no device is left that could run the blocks.")
+        return Worth(choices, items, notes=[*idle_notes(run), note])
 
     def _run(self, history: Sequence[Mapping[str, Any]], report: Mapping[str, Any], explained: str) -> Run:
         run = super()._run(history, report, explained)

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline import InvalidArgument
+from paceline._page.pool import BOUNDS
 from paceline.torch._pool.tracing import Runs
 
-# Seconds that jobs wait, from what an idle worker takes to what a night of batch work takes.
-BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 _RESERVED = {"device", "le", "outcome", "tenant"}
 
 

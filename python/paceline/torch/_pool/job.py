@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline import DeviceLost
+from paceline._page.pool import Run
 from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.figures import Figures
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.seats import entered, hand_over, marks_of
-from paceline.torch._pool.tracing import Run
 
 # What a body tells the engine (pool_py.cpp).
 DONE, FAILED, OUT_OF_MEMORY, LOST = 0, -1, -2, -3

@@ -16,10 +16,12 @@ from typing import Any, Literal
 
 from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
 from paceline._core.engine import Pool as Engine
+from paceline._observe import Observed, check_observe
 from paceline.torch._devices import cuda
 from paceline.torch._pool.figures import Figures
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import Work
+from paceline.torch._pool.look import Look
 from paceline.torch._pool.needs import ANY, Needs, Place, place_of
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.served import Served
@@ -49,7 +51,9 @@ class Jobs:
         budget: float,
         memory: Mapping[str, float],
         hang_seconds: float | None,
+        observe: str | None = None,
     ) -> None:
+        check_observe("Pool", observe)
         self.devices = list(group.devices)
         self.memory = dict(memory)
         self.engine = Engine(group, placement, budget, self.memory)
@@ -63,6 +67,12 @@ class Jobs:
         self._process = os.getpid()
         self._numbers = itertools.count(1)
         _open.add(self)
+        self.look = Look(self)
+        try:
+            self._observed = None if observe is None else Observed(self.look)
+        except BaseException:
+            self.engine.close(True)
+            raise
 
     def put(
         self,
@@ -200,6 +210,8 @@ class Jobs:
                     cuda.release_memory(False)
                 self.engine.release()
             self.closed = True
+            if self._observed is not None:
+                self._observed.close()
             if self.watchdog is not None:
                 self.watchdog.end()
 

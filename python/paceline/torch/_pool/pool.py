@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from paceline.torch._pool.groups import group_of
 from paceline.torch._pool.job import Job
 from paceline.torch._pool.jobs import Jobs, Placement, Priority, name_of
 from paceline.torch._pool.ledger import WritesLedger
+from paceline.torch._pool.look import Shown
 from paceline.torch._pool.needs import Needs
 from paceline.torch._pool.page import Paged
 from paceline.torch._pool.serving import batcher_of, bytes_of
@@ -28,7 +29,7 @@ from paceline.torch._replicas.copies import Replicate
 _T = TypeVar("_T")
 
 
-class Pool(Paged, Traced, WritesLedger):
+class Pool(Paged, Shown, Traced, WritesLedger):
     """Runs many independent pieces of work on the devices of this machine.
 
     A job starts where it ends soonest by what was measured: a slow device leaves to faster ones what these end sooner. Until three jobs of a
@@ -64,6 +65,8 @@ class Pool(Paged, Traced, WritesLedger):
     hang_seconds
         A job or a batch that runs for longer is given up: its future has `Timeout`, a warning names the job, the device and the line, and another thread
         takes the jobs of the device. The thread that hangs goes on, and so does a GPU, beside later jobs. More than any job takes, with compiling and loading.
+    observe
+        ``"socket"``: ``paceline top`` shows the pool until `close`, as for `DataParallel`.
 
     Raises
     ------
@@ -86,9 +89,10 @@ class Pool(Paged, Traced, WritesLedger):
         memory: Mapping[str, float] | None = None,
         tenants: Mapping[str, float | Tenant] | None = None,
         hang_seconds: float | None = None,
+        observe: Literal["socket"] | None = None,
     ) -> None:
         caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in (memory or {}).items()}
-        self._jobs = Jobs(group_of(devices), placement, budget, caps, hang_seconds)
+        self._jobs = Jobs(group_of(devices), placement, budget, caps, hang_seconds, observe)
         add_tenants(self._jobs.engine, tenants)
         self._scalars = Scalars()
 

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline import Unavailable
 from paceline._chrome_trace import ChromeTrace
+from paceline._page.pool import Run
 from paceline._words import plural
 
 _KEPT = 10_000
+FEW = 1000  # what is read quickly
 _QUEUE = "queue"
-
-
-class Run(NamedTuple):
-    """A job or a batch that has run, by the clock of `time.monotonic`."""
-
-    devices: Sequence[str]
-    kind: str
-    begun: float
-    ended: float
-    jobs: int
-    waited: float  # its first job, in seconds
-    outcome: str
 
 
 class Runs:
@@ -46,6 +37,11 @@ class Runs:
     def noted(self) -> tuple[list[Run], list[tuple[float, str, str]]]:
         """The runs by when they begun, and when which kind of job ended how without a run."""
         return sorted(self._runs.copy(), key=lambda run: run.begun), list(self._never.copy())
+
+    def since(self, seconds: float) -> list[Run]:
+        """The runs that have ended since then, by the clock of `time.monotonic`: the last one first, and at most 1,000."""
+        last = itertools.islice(reversed(self._runs.copy()), FEW)
+        return list(itertools.takewhile(lambda run: run.ended >= seconds, last))
 
     def write(self, path: str | os.PathLike[str], devices: Sequence[str]) -> None:
         """Write them all as a trace."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch.utils.hooks import RemovableHandle
 
 from paceline import Device, InvalidArgument
 from paceline._core.runtime import device_health
+from paceline._observe import resident_bytes
 from paceline.torch._devices import cuda
 from paceline.torch._trainer.arguments import check_count, is_number
 from paceline.torch._trainer.works import Works
@@ -108,6 +107,12 @@ class Limits:
         )
 
 
+class AfterStep(Protocol):
+    """What is called after each step. `sample` reads the figures that alarms compare."""
+
+    def after_step(self, sample: Callable[[Limits], Sample]) -> None: ...
+
+
 class Watch:
     """One callback: its limits, its samples, and which of its alarms are on."""
 
@@ -145,9 +150,9 @@ class Alarms:
 
     def __init__(self, report: Callable[[], Mapping[str, Any]], works: Works, devices: Sequence[Device]) -> None:
         self._report = report
-        self._works = works
-        self._devices = devices
-        self._watches: OrderedDict[int, Watch] = OrderedDict()
+        self.works = works
+        self.devices = devices
+        self._watches: OrderedDict[int, AfterStep] = OrderedDict()
         self.recent: deque[tuple[float, Alarm]] = deque(maxlen=64)  # with the moment of each, by time.perf_counter
 
     def on_alarm(
@@ -215,8 +220,12 @@ class Alarms:
             self.recent.append((time.perf_counter(), alarm))
             callback(alarm)
 
+        return self.also(Watch(noted, Limits(busy, memory_growth, throttled, step_seconds), every))
+
+    def also(self, watch: AfterStep) -> RemovableHandle:
+        """Call something else after each step."""
         handle = RemovableHandle(self._watches)
-        self._watches[handle.id] = Watch(noted, Limits(busy, memory_growth, throttled, step_seconds), every)
+        self._watches[handle.id] = watch
         return handle
 
     def after_step(self) -> None:
@@ -225,20 +234,16 @@ class Alarms:
             watch.after_step(self._sample)
 
     def _sample(self, limits: Limits) -> Sample:
-        memory = {"host": _resident_bytes()}
-        for device in self._devices:
+        memory = {"host": resident_bytes()}
+        for device in self.devices:
             if device.kind == "cuda":
                 memory[device.memory_space] = cuda.memory_in_use(device.index)
         health = {}
-        for device in self._devices if limits.throttled else ():  # a millisecond each
+        for device in self.devices if limits.throttled else ():  # a millisecond each
             health[device.name] = {**device_health(device.name), "core_count": len(device.cores)}
-        alone = self._works.steps.alone
+        alone = self.works.steps.alone
         steps_alone = 0 if alone is None else alone.steps_alone
         return Sample(time.monotonic(), self._report(), memory, health, steps_alone)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _throttled(before: dict[str, Any], after: dict[str, Any], seconds: float) -> tuple[float, str]:

@@ -94,6 +94,7 @@ class Trainer:
     page = carried_out_by("_reports", Reports.page)
     live = carried_out_by("_reports", Reports.live)
     trace = carried_out_by("_tracing", Tracing.trace)
+    opentelemetry = carried_out_by("_tracing", Tracing.opentelemetry)
     explain = carried_out_by("_reports", Reports.explain)
     training_state = carried_out_by("_saving", Saving.training_state)
     load_training_state = carried_out_by("_saving", Saving.load_training_state)

@@ -49,6 +49,7 @@ class Lifetime:
         self._execution = execution
         self._gaps = gaps
         self.recent = recent
+        self.observed: Any = None  # what it shows to `paceline top`, and the handle of that
         self._lock = threading.Lock()
         self._freed = threading.Condition()  # notified when it is released
         self._waiting = 0  # for that
@@ -229,6 +230,9 @@ class Lifetime:
                 last_first.callback(_gather, shards)
 
     def _cancel(self) -> None:
+        self.recent.ended = True
+        if self.observed is not None:
+            self.observed[1].close()
         for work in self.works.all():
             work.step_loop.cancel()
 

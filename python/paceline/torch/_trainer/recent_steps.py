@@ -78,6 +78,7 @@ class RecentSteps:
         self.optimizer_times: deque[tuple[float, float]] = deque(
             maxlen=_MARKS
         )  # when steps of optimizers began and ended
+        self.ended = False  # whether the trainer is closed
         self._on_gpu = on_gpu
 
     def step(self, kind: str, execution: Execution) -> contextlib.AbstractContextManager[Step]:

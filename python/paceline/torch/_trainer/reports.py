@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import torch
 
-from paceline import InvalidArgument
-from paceline.balance import Balancer, WhatIfAnswer
+from paceline.balance import Balancer
 from paceline.torch._batch.extras import explain_large
-from paceline.torch._run.alone import Measured
 from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._run.rank_shares import explain_shares
 from paceline.torch._run.workload import Workload
+from paceline.torch._trainer.asks import Asks
 from paceline.torch._trainer.exports import Collector, Scalars
 from paceline.torch._trainer.figures import Report, WorkFigures
-from paceline.torch._trainer.pages import Pages, ShownReport
+from paceline.torch._trainer.pages import ShownReport
 from paceline.torch._trainer.parts import Core
 from paceline.torch._trainer.passes import Passes
 from paceline.torch._trainer.step_gaps import StepGaps
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class Reports(Pages):
+class Reports(Asks):
     """Everything that can be read about a trainer. Nothing here changes what its steps do.
 
     Figures, rows, events, pictures and `what_if` are about `step`. `report` and `explain` are also about `predict` and the runs of `batch`, by name.
@@ -294,68 +292,6 @@ class Reports(Pages):
         if self._dealt is not None:
             texts.append(explain_shares(self._dealt))
         return "\n".join(texts)
-
-    def what_if(
-        self,
-        *,
-        speeds: Mapping[str, float] | None = None,
-        add: Sequence[tuple[str, float]] = (),
-        remove: Sequence[str] = (),
-        batch_size: int | None = None,
-        of: Literal["devices", "ranks"] = "devices",
-    ) -> WhatIfAnswer:
-        """What the best split of `step` and the time of a step would be if devices had other speeds, came or left. Changes nothing.
-
-        Devices that work side by side hinder each other. So if some are removed, the others get faster. By how much is known from small
-        steps that one device ran alone (see `balance`); all seconds then include the trainer's own part of a step. Before such steps, and
-        for longer ones, the others are assumed to be as fast as now. ``text`` says which of the two applies.
-
-        Parameters
-        ----------
-        speeds
-            Device names and factors on their present speed: ``{"host:1": 2.0}`` is twice as fast.
-        add
-            ``(like, speed)`` for each: one more device like the named one, so many times as fast.
-        remove
-            The names of devices that would get no work.
-        batch_size
-            Default: the size of the last step. After a step with `cost`, and for ranks with lengths, batches and shares are work, as in `explain`.
-        of
-            ``"ranks"``, on rank 0 after `batch_sampler`: how global batches would be dealt out to the ranks, whose names are ``"rank 0"``, ``"rank 1"``, ...
-
-        Raises
-        ------
-        InvalidArgument
-            Before the first timing, for wrong arguments, a name that is not there, or a speed that is not above zero. For ranks where none are dealt out to.
-        """
-        given: dict[str, Any] = {"speeds": speeds, "add": add, "remove": remove, "batch_size": batch_size}
-        # what_if is called twice, so iterators have to be kept.
-        asked: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, Iterator) else value for name, value in given.items()
-        }
-        if of == "ranks":
-            if self._dealt is None:
-                raise InvalidArgument("what_if: of='ranks' is for rank 0 of several, after batch_sampler.")
-            return self._dealt.what_if(**{name: value or None for name, value in asked.items()})
-        answer = self._works.steps.step_loop.what_if(**asked)
-        measured = None if self._works.steps.alone is None else self._works.steps.alone.measured
-        # After steps with costs the estimates may be of work instead of items.
-        if measured is None or self._works.steps.step_loop.items is not None:
-            return answer
-        working = [device for device, share in enumerate(answer.shares) if share > 0]
-        return self._works.steps.step_loop.what_if(**asked, **self._relief(measured, working))
-
-    def _relief(self, measured: Measured, working: list[int]) -> dict[str, Any]:
-        """What cannot be estimated from devices side by side: how much faster a device is alone, and the trainer's own part of a step."""
-        factors: dict[int, float] = {}
-        overhead = 0.0
-        for device, alone in measured.alone.items():
-            others = [name for index, name in enumerate(self._works.names) if index != device]
-            estimated = self._works.steps.step_loop.what_if(remove=others, batch_size=measured.size)
-            overhead = max(0.0, measured.together - estimated.present_seconds)
-            factors[device] = max(0.05 * alone.step, alone.step - overhead) / estimated.seconds
-        known = [factors[device] for device in working if device in factors] if len(working) == 1 else []
-        return {"alone": statistics.fmean(known or factors.values()), "overhead_seconds": overhead}
 
     def write_ledger(self, path: str | os.PathLike[str], *, run: str | None = None) -> None:
         """Write every measurement and decision of `step` to a file of JSON lines, and what each device really ran.

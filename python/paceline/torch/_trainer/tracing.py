@@ -14,22 +14,20 @@ from paceline._words import plural
 from paceline.torch._trainer.alarms import Alarms
 from paceline.torch._trainer.recent_steps import RecentSteps, Step, Times
 from paceline.torch._trainer.step_gaps import StepGaps
+from paceline.torch._trainer.telemetry import Telemetry
 
 _CALLER = "caller"
 _LEAST_SECONDS = 1e-6  # shorter waits are the clock's own
 
 
-class Tracing:
+class Tracing(Telemetry):
     """Makes traces of what is known of a trainer's last steps."""
 
     def __init__(
         self, module: nn.Module, names: Sequence[str], recent: RecentSteps, gaps: StepGaps, alarms: Alarms
     ) -> None:
-        self._title = f"{type(module).__name__} on {', '.join(names)}"
-        self._names = names
-        self._recent = recent
+        super().__init__(module, names, recent, alarms)
         self._gaps = gaps
-        self._alarms = alarms
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the last 8 steps, and runs of `batch`, as a trace for https://ui.perfetto.dev or chrome://tracing.

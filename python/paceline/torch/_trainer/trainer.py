@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from paceline import DeviceGroup, InvalidArgument
+from paceline._observe import check_observe
+from paceline.balance import WhatIfAnswer, Worth
 from paceline.comm import Transport
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.places import places_of
@@ -52,6 +55,7 @@ from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.data import Data
 from paceline.torch._trainer.launched import Group, check_ranks_meet, ranks_of
 from paceline.torch._trainer.module import AsModule
+from paceline.torch._trainer.observed import show
 from paceline.torch._trainer.parts import Core, carried_out_by
 from paceline.torch._trainer.passes import Passes
 from paceline.torch._trainer.proofs import Prove, prove_of
@@ -196,6 +200,8 @@ class DataParallel(Trainer, AsModule):
         the large tensors, arrays and vocabularies that the module holds, and each gets a copy of what a forward writes. False: nothing
         is proved, and all is copied. `explain` lists the proofs. ``paceline.torch.proving()`` is true in runs that are thrown away. None: what the environment
         variable ``PACELINE_PROVE`` says (``warn``, ``raise`` or ``off``), else ``"warn"``.
+    observe
+        ``"socket"``: ``paceline top`` shows the trainer, by a socket file that only programs of this user can read from, until `close`. None: nobody can look.
 
     Notes
     -----
@@ -249,6 +255,7 @@ class DataParallel(Trainer, AsModule):
         graphs: bool = False,
         prove: Prove | None = None,
         buffers: Mapping[str, BufferRule] | None = None,
+        observe: Literal["socket"] | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
         check_module("DataParallel", module)
@@ -259,6 +266,7 @@ class DataParallel(Trainer, AsModule):
         named: Any = numbered(next((one for one in (devices, device_ids) if one is not None), "auto"), module)
         check_devices("DataParallel", named)
         check_dim(dim)
+        check_observe("DataParallel", observe)
         self._dim, self._output_device, self._arguments = dim, output_of(output_device), arguments
         if reduction not in ("mean", "sum"):
             raise InvalidArgument(f"DataParallel: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
@@ -330,6 +338,7 @@ class DataParallel(Trainer, AsModule):
             prove=proves,
         )
         self._reports.passes = self._passes = Passes(Core(works, execution, self._lifetime), self._proofs)
+        show(self, observe)
 
     def _is_unused(self) -> bool:
         auto = self._arguments["devices"] in (None, "auto") and self._arguments["device_ids"] in (None, "auto")
@@ -342,5 +351,31 @@ class DataParallel(Trainer, AsModule):
     replay_claims = carried_out_by("_training", Training.replay_claims)
     verify_replicas = carried_out_by("_verification", Verification.verify_replicas)
     find_batch_size = carried_out_by("_trials", Trials.find_batch_size)
-    what_if = carried_out_by("_reports", Reports.what_if)
     write_ledger = carried_out_by("_reports", Reports.write_ledger)
+    _what_if = carried_out_by("_reports", Reports.what_if)
+
+    @overload
+    def what_if(
+        self,
+        *,
+        speeds: Mapping[str, float] | None = None,
+        add: Sequence[tuple[str, float]] = (),
+        remove: Sequence[str] = (),
+        batch_size: int | None = None,
+        of: Literal["devices", "ranks"] = "devices",
+        prices: None = None,
+    ) -> WhatIfAnswer: ...
+    @overload
+    def what_if(
+        self,
+        *,
+        speeds: Mapping[str, float] | None = None,
+        add: Sequence[tuple[str, float]] = (),
+        remove: Sequence[str] = (),
+        batch_size: int | None = None,
+        of: Literal["devices", "ranks"] = "devices",
+        prices: Mapping[str, float],
+    ) -> Worth: ...
+    @functools.wraps(_what_if)
+    def what_if(self, **asked: Any) -> Any:
+        return self._what_if(**asked)

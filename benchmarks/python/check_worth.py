@@ -1,0 +1,131 @@
+"""Whether `what_if(prices=)` predicts the steps of fewer devices: predicted beside measured step for each subset of two cores.
+
+    python check_worth.py --json              run it alone on the machine
+
+One trainer runs on all cores. After each of its blocks of steps it predicts the time from step to step with each subset of the cores. Then a trainer on each
+subset runs a block, so that a machine whose speed changes changes both alike. That is done on a quiet machine, and with a busy loop that takes half of the last
+core. Prints the median over the rounds of predicted over measured time. The goal: within 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline
+from paceline.torch import DataParallel
+from race import data, host, model
+from race.processes import busy_loop
+
+GOAL = 0.05
+
+
+def measure(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+    """By subset of the devices, as text: predicted and measured milliseconds, and their ratio."""
+    subsets = [kept for size in range(len(names), 0, -1) for kept in itertools.combinations(names, size)]
+    predicted: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = {}
+    errors: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="check_worth") as folder, contextlib.ExitStack() as stack:
+        data.save(Path(folder))
+        batches = itertools.cycle(model.batches(folder, args.batch))
+        trainers = [
+            stack.enter_context(DataParallel(model.network(), list(kept), prove=False)) for kept in subsets
+        ]  # the first one has all
+
+        def block(trainer: DataParallel, steps: int) -> float:
+            """The median time from step to step."""
+            seconds, before = [], time.perf_counter()
+            for _ in range(steps):
+                trainer.step(model.loss_fn, next(batches))
+                trainer.module.zero_grad()
+                now = time.perf_counter()
+                seconds.append(now - before)
+                before = now
+            return statistics.median(seconds)
+
+        for trainer in trainers:
+            block(trainer, args.warm_up)
+        for _ in range(args.rounds):
+            for kept, trainer in zip(subsets, trainers, strict=True):
+                measured.setdefault(" ".join(kept), []).append(1e3 * block(trainer, args.block))
+                if trainer is trainers[0]:
+                    worth = trainer.what_if(prices={"host": 1.0})
+                    for one in worth.choices:
+                        name = " ".join(one.devices)
+                        predicted.setdefault(name, []).append(one.seconds * args.batch)  # ms of one batch
+                        errors[name] = one.error
+    found: dict[str, Any] = {}
+    for name, seconds in measured.items():
+        if name not in predicted:
+            found[name] = {"measured_ms": round(statistics.median(seconds), 3), "ratio": None}  # one device has no work
+            continue
+        ratios = [one / other for one, other in zip(predicted[name], seconds, strict=False)]
+        found[name] = {
+            "predicted_ms": round(statistics.median(predicted[name]), 3),
+            "measured_ms": round(statistics.median(seconds), 3),
+            "ratio": round(statistics.median(ratios), 4),
+            "ratios": [round(one, 3) for one in ratios],
+            "error": round(errors[name], 4),
+        }
+    return found
+
+
+def main() -> int:
+    args = arguments()
+    devices = paceline.devices()[: args.cores]
+    if len(devices) < 2:
+        print("check_worth: two cores are needed", file=sys.stderr)
+        return 1
+    names = [device.name for device in devices]
+    results: dict[str, Any] = {"quiet": measure(args, names)}
+    with busy_loop(list(devices[-1].cores)):
+        results["half of the last core"] = measure(args, names)
+    ratios = [one["ratio"] for found in results.values() for one in found.values() if one["ratio"] is not None]
+    for condition, found in results.items():
+        print(f"{condition}, batch {args.batch}:")
+        for name, one in found.items():
+            if one["ratio"] is None:
+                print(
+                    f"  {name:<20} measured {one['measured_ms']:8.2f} ms, not predicted: one of the devices gets no work"
+                )
+            else:
+                figures = f"predicted {one['predicted_ms']:8.2f} ms (+-{one['error']:.1%}), measured {one['measured_ms']:8.2f} ms"
+                print(f"  {name:<20} {figures}, ratio {one['ratio']:.3f}")
+    worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+    met = abs(worst - 1) <= GOAL
+    print(f"farthest from 1: {worst:.3f}; the goal, within {GOAL:.0%}, is {'met' if met else 'missed'}")
+    if args.json:
+        versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        setting = {"batch": args.batch, "hardware": host.hardware(devices), "versions": versions}
+        print(json.dumps({"results": results, "worst": worst, "goal": GOAL, "met": met, **setting}))
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=512, help="global batch (default: 512)")
+    parser.add_argument("--cores", type=int, default=2, help="how many devices (default: 2)")
+    parser.add_argument("--rounds", type=int, default=7, help="of blocks (default: 7)")
+    parser.add_argument("--block", type=int, default=50, help="steps of a trainer in a round (default: 50)")
+    parser.add_argument("--warm-up", type=int, default=60, help="steps of each trainer before (default: 60)")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args()
+    if min(args.rounds, args.block, args.warm_up) < 1 or args.batch < args.cores:
+        parser.error("--rounds, --block and --warm-up must be at least 1, --batch at least --cores")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Read what the page of a pool shows from the pool's ledger."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from paceline import InvalidArgument
+from paceline._page.document import Section
+from paceline._page.pool import BOUNDS, Run, section_of
+from paceline._replay import is_cut_off
+from paceline._replay_pool import replay_pool
+from paceline._words import plural
+
+_MOST = 10_000  # runs, as on the page of a pool
+_LACKS = "A ledger has the decisions of a pool, but not its words. explain() of the pool says why a device leaves jobs waiting."
+
+
+def section(name: str, lines: Sequence[str]) -> Section:
+    """The page of a pool, by the lines of its ledger.
+
+    Raises
+    ------
+    InvalidArgument
+        As `paceline.sim.replay_pool`, and if no job has run or ended.
+    """
+    replayed = replay_pool(lines)  # which names a malformed line
+    found = _Jobs()
+    cut = replayed.mismatch.line if replayed.mismatch is not None else -1 if is_cut_off(lines[-1]) else None
+    entries = [json.loads(line) for line in lines[:cut]]
+    last = max((number for number, entry in enumerate(entries) if "submit" in entry), default=0)
+    for number, entry in enumerate(entries):
+        if not ("retire" in entry and number > last):  # a pool that is closed retires all
+            found.add(entry)
+    if not found.runs and not found.never:
+        raise InvalidArgument("the ledger has no job that ran or ended, so there is nothing to show")
+    said = _LACKS
+    if replayed.mismatch is not None:
+        said += f"\nThe page ends at line {cut}, where a replay decides differently: another version wrote the ledger, or it was changed."
+    made = section_of(found.names, found.runs[-_MOST:], found.never, found.report(), said)
+    made.title = f"{name}: {made.title[0].lower()}{made.title[1:]}, placement {replayed.placement}, {plural(replayed.jobs, 'job')}"
+    return made
+
+
+class _Jobs:
+    """What has become of the jobs so far."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.runs: list[Run] = []
+        self.never: list[float] = []  # when jobs ended that did not run
+        self._kinds: list[str] = []
+        self._due: dict[int, float] = {}  # jobs that have not ended
+        self._began: set[int] = set()
+        self._open: dict[int, tuple[float, dict[str, Any]]] = {}  # runs
+        self._retired: set[int] = set()
+        self._waits: list[float] = []
+        self._outcomes = Counter(dict.fromkeys(("completed", "failed", "rejected", "expired", "cancelled"), 0))
+        self._devices: list[dict[str, Any]] = []
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """An event, and what was decided."""
+        at, decided = entry.get("at", 0.0), entry.get("decided", {})
+        match entry:
+            case {"add_device": {"name": name}}:
+                self.names.append(name)
+                self._devices.append({"jobs": 0, "runs": 0, "busy_seconds": 0.0})
+            case {"add_kind": {"name": name}}:
+                self._kinds.append(name)
+            case {"submit": call, "job": job}:
+                self._due[job] = at + call.get("not_before_seconds", 0.0)
+            case {"finish": call} if call["run"] in self._open:
+                self._finish(at, call)
+            case {"withdraw": {"run": run}}:  # it had not begun
+                self._began.difference_update(self._open.pop(run, (0.0, {"jobs": ()}))[1]["jobs"])
+            case {"retire": {"device": device}} | {"lose": {"device": device}}:
+                self._retired.add(device)
+            case {"restore": {"device": device}}:
+                self._retired.discard(device)
+        for job, outcome, *_ in decided.get("ends", ()):
+            self._outcomes[outcome if outcome in self._outcomes else "failed"] += 1
+            self._due.pop(job, None)
+            if job not in self._began:
+                self.never.append(at)
+        for start in decided.get("starts", ()):
+            self._open[start["run"]] = at, start
+            self._waits += [max(0.0, at - self._due[job]) for job in start["jobs"] if job not in self._began]
+            self._began.update(start["jobs"])
+
+    def _finish(self, at: float, call: dict[str, Any]) -> None:
+        begun, start = self._open.pop(call["run"])
+        devices = [self.names[device] for device in start["devices"]]
+        waited = max(0.0, begun - min(self._due.get(job, begun) for job in start["jobs"]))
+        count = len(start["jobs"])
+        self.runs.append(Run(devices, self._kinds[start["kind"]], begun, at, count, waited, call["result"]))
+        if call["result"] == "completed":
+            figures = self._devices[start["devices"][0]]
+            figures["jobs"] += count
+            figures["runs"] += 1
+            figures["busy_seconds"] += call["seconds"]
+
+    def report(self) -> dict[str, Any]:
+        """What ``Pool.report`` would have said."""
+        waits = [0] * (len(BOUNDS) + 1)
+        for seconds in self._waits:
+            waits[bisect.bisect_left(BOUNDS, seconds)] += 1
+        devices = zip(self.names, self._devices, strict=True)
+        running = {job for _, start in self._open.values() for job in start["jobs"]}
+        return {
+            "devices": {name: {**one, "retired": at in self._retired} for at, (name, one) in enumerate(devices)},
+            "waiting": len(self._due.keys() - running),
+            "running": len(self._open),
+            "backlog_seconds": 0.0,
+            "hangs": [],
+            "outcomes": dict(self._outcomes),
+            "wait_counts": list(zip((*BOUNDS, math.inf), itertools.accumulate(waits), strict=True)),
+            "wait_seconds": sum(self._waits),
+        }

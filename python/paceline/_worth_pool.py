@@ -1,0 +1,159 @@
+"""What the devices of a pool are worth: the requests in its ledger, served again by each useful subset of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline import InvalidArgument
+from paceline._replay_pool import PoolTimes, replay_pool, what_if_pool
+from paceline._words import plural
+from paceline._worth import asked, prices_of
+
+
+@dataclass(frozen=True)
+class PoolChoice:
+    """Some of the devices, and how they would have served the same requests.
+
+    Attributes
+    ----------
+    devices
+        Their names.
+    seconds
+        Of 1,000 requests: 99 of 100 had ended so long after their submit (`times` has more), for comparing subsets.
+    cost
+        Of 1,000 requests that completed. None without prices.
+    lost
+        How many requests fewer completed than did in the ledger.
+    """
+
+    devices: list[str]
+    seconds: float
+    cost: float | None
+    lost: int
+    times: PoolTimes
+
+
+@dataclass
+class PoolWorth:
+    """What the devices of a pool are worth. ``print`` shows a table.
+
+    Attributes
+    ----------
+    choices
+        The subsets, that with the shortest requests first.
+    latency
+        In seconds, or None: how soon 99 of 100 requests are to end.
+    measured
+        What really was.
+    """
+
+    choices: list[PoolChoice]
+    latency: float | None
+    measured: PoolTimes
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> list[PoolChoice]:
+        """Those that are soon enough, and with which no more requests are lost."""
+        limit = float("inf") if self.latency is None else self.latency
+        return [one for one in self.choices if one.lost <= 0 and one.seconds <= limit]
+
+    @property
+    def fastest(self) -> PoolChoice:
+        """The one whose requests are the shortest, of those that lose fewest."""
+        return min(self.choices, key=lambda one: (max(0, one.lost), one.seconds))
+
+    @property
+    def cheapest(self) -> PoolChoice | None:
+        """The cheapest of `good`. None without prices, and if none is good enough."""
+        return min((one for one in self.good if one.cost is not None), key=lambda one: one.cost or 0.0, default=None)
+
+    def __str__(self) -> str:
+        rows = [("devices", "p50 ms", "p99 ms", "completed", "cost of 1,000")]
+        for name, times, cost in (
+            ("as it was", self.measured, None),
+            *((" ".join(one.devices), one.times, one.cost) for one in self.choices),
+        ):
+            figures = (f"{1e3 * times.p50_seconds:.2f}", f"{1e3 * times.p99_seconds:.2f}", str(completed(times)))
+            rows.append((name, *figures, "" if cost is None else f"{cost:.4g}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = ["The same requests, from submit to end, with each subset of the devices:", ""]
+        for row in rows if any(one.cost is not None for one in self.choices) else [(*row[:4], "") for row in rows]:
+            cells = [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+            lines.append("  ".join(cells).rstrip())
+        limit = "" if self.latency is None else f" of those with a p99 of at most {1e3 * self.latency:g} ms"
+        best, cheapest = self.fastest, self.cheapest
+        lines += ["", f"fastest:  {' '.join(best.devices)}, p99 {1e3 * best.seconds:.4g} ms"]
+        if cheapest is not None:
+            lines.append(f"cheapest{limit}: {' '.join(cheapest.devices)}, {cheapest.cost:.4g} for 1,000 requests")
+        elif not self.good:
+            lines.append(f"No subset serves all requests{limit.replace(' of those', '')}: add devices.")
+        return "\n".join([*lines, *self.notes])
+
+
+def completed(times: PoolTimes) -> int:
+    """How many requests completed."""
+    return times.outcomes.get("completed", 0)
+
+
+def worth_pool(
+    ledger: str | os.PathLike[str] | Iterable[str],
+    prices: Mapping[str, float] | None = None,
+    *,
+    latency: float | None = None,
+) -> PoolWorth:
+    """Say what the devices of a pool are worth: the requests in its ledger, served again by each useful subset of them, on a virtual clock.
+
+    Parameters
+    ----------
+    ledger
+        The path of a file that ``Pool.write_ledger`` wrote, or its lines.
+    prices
+        As for `paceline.balance.worth`. A subset costs from the first event to the last one, also while it waits for requests.
+    latency
+        In seconds: 99 of 100 requests are to end so soon after their submit. `cheapest` keeps to it.
+
+    Returns
+    -------
+    PoolWorth
+
+    Raises
+    ------
+    InvalidArgument
+        As `what_if_pool`, without a request that completed, and for wrong prices.
+    OSError
+        If the file cannot be read.
+    """
+    if isinstance(ledger, (str, os.PathLike)):
+        with Path(ledger).open(encoding="utf-8") as file:
+            return worth_pool(list(file), prices, latency=latency)
+    lines = list(ledger)
+    found = replay_pool(lines)
+    names = list(dict.fromkeys(found.devices))
+    hourly = None if prices is None else prices_of(prices, names)
+    if latency is not None and not latency > 0:
+        raise InvalidArgument(f"worth: latency is {latency!r}; give seconds above 0.")
+    if found.times is None or not completed(found.times):
+        raise InvalidArgument("worth: no request has completed, so nothing is known of the devices.")
+    measured = found.times
+
+    def of(kept: Sequence[int]) -> tuple[bool, PoolChoice]:
+        times = what_if_pool(lines, remove=[name for number, name in enumerate(names) if number not in kept])
+        done = completed(times)
+        devices = [names[number] for number in kept]
+        cost = None
+        if hourly is not None and done:
+            cost = sum(hourly[name] for name in devices) * times.elapsed_seconds / 3600 / done * 1000
+        return done > 0, PoolChoice(devices, times.p99_seconds, cost, completed(measured) - done, times)
+
+    choices = sorted(asked(len(names), of), key=lambda one: one.seconds)
+    if not choices:
+        raise InvalidArgument("worth: with no subset of the devices any request completes in the replay.")
+    counted = plural(found.jobs, "request")
+    return PoolWorth(choices, latency, measured, [f"{counted}; runs take what the last models in the ledger say."])

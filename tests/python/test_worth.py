@@ -1,0 +1,282 @@
+"""What devices are worth: `paceline.balance.worth`, `paceline.sim.worth_pool`, `what_if(prices=)` and the command `paceline worth`."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import InvalidArgument
+from paceline._cli import main
+from paceline._core.plan import PoolState
+from paceline._worth import asked
+from paceline.balance import Balancer, Worth, worth
+from paceline.sim import what_if_pool, worth_pool
+from paceline.torch import DataParallel, Pipeline
+from torch_support import TWO, classifier, classify
+
+
+def ledger(seconds: Sequence[float], *, fixed: Sequence[float] = (), idle: float = 0.0, steps: int = 12) -> list[str]:
+    """Of devices a, b, ... that take exactly so many seconds for an item. `idle`: seconds of each step in which nobody computes."""
+    names = [chr(ord("a") + device) for device in range(len(seconds))]
+    balancer = Balancer(names, device_classes=names, ledger=True)
+    for _ in range(steps):
+        shares = balancer.next_plan(120).shares
+        more = [*fixed, *[0.0] * len(seconds)]
+        took = [n * s + m if n else 0.0 for n, s, m in zip(shares, seconds, more, strict=False)]
+        balancer.record([[(n, s)] if n else [] for n, s in zip(shares, took, strict=True)], max(took) + idle)
+    return [f"{line}\n" for line in balancer.ledger().split("\n") if line]
+
+
+def test_each_subset_takes_what_its_devices_take_and_costs_what_they_cost() -> None:
+    (found,) = worth(ledger([1e-3, 3e-3]), {"a": 2.0, "b": 1.0})
+    by_devices = {" ".join(one.devices): one for one in found.choices}
+    assert [" ".join(one.devices) for one in found.choices] == ["a b", "a", "b"]
+    for names, seconds, price in (("a", 1.0, 2.0), ("b", 3.0, 1.0), ("a b", 0.75, 3.0)):
+        one = by_devices[names]
+        assert one.seconds == pytest.approx(seconds, rel=0.02)
+        assert one.step_seconds == pytest.approx(0.12 * seconds, rel=0.02)
+        assert one.cost == pytest.approx(one.seconds * price / 3600)
+        assert 0 <= one.error < 0.1
+    assert found.fastest is by_devices["a b"]
+    assert found.cheapest is by_devices["a"]
+    assert (found.batch_size, found.unit) == (120, "items")
+    text = str(found)
+    assert "fastest:  a b, 0.75 s for 1,000 items" in text
+    assert "cheapest: a, 0.000555" in text
+    assert "no time between steps" in text
+
+
+def test_without_prices_there_are_seconds_only() -> None:
+    (found,) = worth(ledger([1e-3, 3e-3]))
+    assert found.cheapest is None
+    assert all(one.cost is None for one in found.choices)
+    assert "cost" not in str(found)
+
+
+def test_a_subset_that_leaves_a_device_without_work_is_none() -> None:
+    (found,) = worth(ledger([1e-3, 1e-3], fixed=[0.0, 5.0], steps=30))
+    assert [one.devices for one in found.choices] == [["a"], ["b"]]
+
+
+def test_a_retired_device_is_in_no_subset() -> None:
+    balancer = Balancer(["a", "b"], ledger=True)
+    balancer.retire(1)
+    balancer.record([[(balancer.next_plan(120).shares[0], 0.12)], []])
+    (found,) = worth([f"{line}\n" for line in balancer.ledger().split("\n") if line], {"a": 1.0, "b": 1.0})
+    assert [one.devices for one in found.choices] == [["a"]]
+    assert "b has run nothing." in found.notes
+
+
+def test_devices_may_be_added_and_left_out() -> None:
+    lines = ledger([1e-3, 3e-3])
+    (found,) = worth(lines, {"a": 2.0, "b": 1.0, "another a": 9.0}, add=[("a", 2.0), ("a", 1.0)], remove=["b"])
+    best = {" ".join(one.devices): one for one in found.choices}
+    assert len(best) == 7
+    assert found.fastest.devices == ["a", "another a", "another a (2)"]
+    assert found.fastest.seconds == pytest.approx(0.25, rel=0.03)
+    assert found.fastest.cost == pytest.approx(found.fastest.seconds * 20 / 3600)
+    assert found.cheapest is best["a"]
+
+
+def test_of_many_devices_those_are_left_out_that_are_worth_least() -> None:
+    seconds = [1e-3 * (1 + device / 4) for device in range(12)]
+    prices = {chr(ord("a") + device): 1.0 for device in range(11)} | {"l": 0.1}  # the slowest one is nearly free
+    (found,) = worth(ledger(seconds), prices)
+    assert len(found.choices) < 100
+    assert len(found.fastest.devices) == 12
+    assert found.cheapest is not None
+    assert found.cheapest.devices == ["l"]
+    assert len(str(found).splitlines()) < 40
+
+
+def test_subsets_are_all_asked_of_few_devices() -> None:
+    assert len(asked(10, lambda kept: (True, kept))) == 2**10 - 1
+    assert asked(3, lambda kept: (len(kept) == 2, kept)) == [(0, 1), (0, 2), (1, 2)]
+
+
+def test_what_the_error_does_not_tell_apart_is_said() -> None:
+    (found,) = worth(ledger([1e-3, 1e-3]), {"a": 1.0, "b": 1.0})
+    (line,) = [line for line in str(found).splitlines() if line.startswith("cheapest")]
+    assert "within the error of this: " in line
+
+
+def test_a_device_that_stands_idle_is_named_with_the_cure() -> None:
+    (busy,) = worth(ledger([1e-3, 3e-3]), {"a": 1.0, "b": 1.0})
+    (idle,) = worth(ledger([1e-3, 3e-3], idle=0.1), {"a": 1.0, "b": 1.0})
+    assert not any("less than 70%" in note for note in busy.notes)
+    (note,) = [note for note in idle.notes if "less than 70%" in note]
+    assert note.startswith(("a computed in", "b computed in"))
+    assert "on_alarm" in note
+
+
+@pytest.mark.parametrize(
+    ("prices", "what"),
+    [
+        ({"a": 1.0}, "there is none for b. Give b one"),
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, "there is no device c; the devices are a, b"),
+        ({"a": 1.0, "b": -1.0}, "that of b is -1.0"),
+        ({"a": 1.0, "b": float("nan")}, "that of b is nan"),
+        ({"a": 1.0, "b": "2"}, "that of b is '2'"),
+    ],
+)
+def test_prices_that_cannot_be_used_are_refused(prices: dict[str, Any], what: str) -> None:
+    with pytest.raises(InvalidArgument, match=what):
+        worth(ledger([1e-3, 3e-3]), prices)
+
+
+def test_a_ledger_without_steps_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="no step that was recorded"):
+        worth(ledger([1e-3, 3e-3], steps=0))
+
+
+def test_a_trainer_says_it_with_the_time_between_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = classifier(64)
+    with DataParallel(module, TWO, prove=False) as trainer:
+        with pytest.raises(InvalidArgument, match="nothing is measured yet"):
+            trainer.what_if(prices={"host": 1.0})
+        for _ in range(3):
+            trainer.step(classify, batch)
+        monkeypatch.setattr(trainer._reports._gaps, "medians", lambda: (0.5, 0.1, 100.0))
+        found = trainer.what_if(prices={"host": 1.0, "host:1": 3.0, "cuda": 2.0})
+        assert isinstance(found, Worth)
+        assert found.batch_size == 64
+        for one in found.choices:
+            assert one.seconds == pytest.approx((one.step_seconds + 0.5) * 1000 / 64)
+            assert one.step_seconds > 90  # what passes in a call of step beside the devices' work counts
+            assert one.cost == pytest.approx(
+                one.seconds * sum({"host:0": 1, "host:1": 3}[n] for n in one.devices) / 3600
+            )
+        assert "Between two steps 500 ms pass" in str(found)
+        assert trainer.report()["steps"] == 3
+        alone = trainer.what_if(prices={"host": 1.0}, remove=["host:1"])
+        assert [one.devices for one in alone.choices] == [["host:0"]]
+        with pytest.raises(InvalidArgument, match="prices= is for devices"):
+            trainer.what_if(prices={"host": 1.0}, of="ranks")
+        assert not isinstance(trainer.what_if(remove=["host:1"]), Worth)
+
+
+def pool_ledger(path: Path, seconds: Sequence[float], *, every: float, jobs: int = 40) -> list[str]:
+    """Of a pool whose devices take so long for a job, of which one comes each `every` seconds."""
+    pool = PoolState(
+        placement="any",
+        decline=0.5,
+        probe_seconds=5.0,
+        samples=3,
+        margin=1.3,
+        memory_margin_bytes=0.0,
+        patience=[0.1, 1, 60, 60],
+    )
+    pool.write_to(str(path))
+    for device in range(len(seconds)):
+        pool.add_device(0.0, name=f"d:{device}", device_class=f"c{device}", labels=["d"], memory_bytes=1e9, accepted=[])
+    pool.add_kind(name="k", sizes=[1], max_delay_seconds=0.0, padded=False, idempotent=False)
+    ends: list[tuple[float, int, int]] = []
+
+    def decided(at: float, text: str) -> None:
+        for start in json.loads(text or "{}").get("starts", ()):
+            device = start["devices"][0]
+            heapq.heappush(ends, (at + seconds[device], start["run"], device))
+
+    for job in range(jobs + 1):
+        at = every * job if job < jobs else float("inf")
+        while ends and ends[0][0] <= at:
+            end, run, device = heapq.heappop(ends)
+            pool.measure(end, device=device, kind=0, model=(0.0, seconds[device]), samples=3)
+            decided(end, pool.finish(end, run=run, result="completed", seconds=seconds[device]))
+        if job < jobs:
+            decided(at, pool.submit(at, kind=0)[1])
+    del pool
+    return path.read_text().splitlines(keepends=True)
+
+
+def test_the_requests_of_a_pool_are_served_again_by_each_subset(tmp_path: Path) -> None:
+    lines = pool_ledger(tmp_path / "pool.jsonl", [0.01, 0.04], every=0.02)
+    found = worth_pool(lines, {"d:0": 1.0, "d:1": 0.5}, latency=0.02)
+    by_devices = {" ".join(one.devices): one for one in found.choices}
+    assert set(by_devices) == {"d:0", "d:1", "d:0 d:1"}
+    fast = by_devices["d:0"]  # it serves all of them alone, each at once
+    assert (fast.lost, fast.times.outcomes) == (0, {"completed": 40})
+    assert fast.seconds == pytest.approx(0.01)
+    assert fast.cost == pytest.approx(1.0 * (39 * 0.02 + 0.01) / 3600 / 40 * 1000)
+    assert by_devices["d:1"].seconds > 0.02
+    assert found.cheapest is fast
+    assert worth_pool(lines, {"d": 1.0}, latency=0.001).cheapest is None
+    assert "No subset serves all requests" in str(worth_pool(lines, latency=0.001))
+    assert what_if_pool(lines, remove=["d:1"]) == fast.times
+    with pytest.raises(InvalidArgument, match="latency is 0"):
+        worth_pool(lines, latency=0)
+    with pytest.raises(InvalidArgument, match="no request has completed"):
+        worth_pool(lines[:4])
+
+
+def test_the_command_prints_text_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(ledger([1e-3, 3e-3])))
+    assert main(["worth", str(path), "--prices", "a=2, b=1"]) == 0
+    assert "cheapest: a, " in capsys.readouterr().out
+    assert main(["worth", str(path), "--prices", "a=2,b=1", "--json", "--batch-size", "60"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["kinds"]
+    assert told["batch_size"] == 60
+    assert list(told["cheapest"]["shares"]) == ["a"]
+    pool = tmp_path / "pool.jsonl"
+    pool_ledger(pool, [0.01, 0.04], every=0.02)
+    assert main(["worth", str(pool), "--prices", "d:0=1,d:1=0.5", "--latency", "0.02"]) == 0
+    assert "cheapest of those with a p99 of at most 20 ms: d:0, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--prices", "a"], "'a' is no device with its price"),
+        (["--prices", "a=x"], "'a=x' is no device with its price"),
+        (["--prices", "a=1"], "there is none for b"),
+        (["--latency", "1"], "--latency is for the ledgers of pools"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], what: str
+) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(ledger([1e-3, 3e-3])))
+    with pytest.raises(SystemExit) as ended:
+        main(["worth", str(path), *arguments])
+    assert ended.value.code == 2
+    assert what in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["worth", str(tmp_path / "none")])
+
+
+def test_a_pipeline_plans_each_subset_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    with Pipeline(module, TWO, blocks=list(module), prove=False) as trainer:
+        with pytest.raises(InvalidArgument, match="nothing is measured yet"):
+            trainer.what_if(prices={"host": 1.0})
+        for _ in range(5):
+            trainer.step(lambda module, batch: module(batch).square().mean(), torch.randn(64, 64))
+        found = trainer.what_if(prices={"host": 1.0, "host:1": 3.0})
+        (alone,) = trainer.what_if(prices={"host": 1.0}, remove=["host:1"], batch_size=32).choices
+        with pytest.raises(InvalidArgument, match="there is no device host:7"):
+            trainer.what_if(prices={"host": 1.0}, remove=["host:7"])
+        with pytest.raises(InvalidArgument, match="no device is left"):
+            trainer.what_if(prices={"host": 1.0}, remove=TWO)
+        monkeypatch.setattr(trainer._reports._gaps, "medians", lambda: (0.5, 0.0, 0.0))
+        monkeypatch.setattr(type(trainer._planner), "speeds", property(lambda _: [2.0, 1.0]))
+        known = {" ".join(one.devices): one for one in trainer.what_if(prices={"host": 1.0}).choices}
+        assert known["host:1"].step_seconds == pytest.approx(2 * known["host:0"].step_seconds)
+        assert known["host:0"].seconds == pytest.approx((known["host:0"].step_seconds + 0.5) * 1000 / 64)
+        trainer.retire("host:0")
+        assert [one.devices for one in trainer.what_if(prices={"host": 1.0}).choices] == [["host:1"]]
+    singles = {one.devices[0]: one for one in found.choices if len(one.shares) == 1}
+    assert set(singles) == set(TWO)
+    for one in found.choices:
+        assert sum(one.shares.values()) == 4  # blocks
+        assert one.cost == pytest.approx(one.seconds * sum({"host:0": 1, "host:1": 3}[n] for n in one.devices) / 3600)
+        assert one.seconds * 64 / 1000 >= one.step_seconds > 0
+    assert alone.devices == ["host:0"]
