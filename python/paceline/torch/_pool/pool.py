@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ from paceline import Device, DeviceGroup, InvalidArgument, Rejected, find_device
 from paceline.torch._pool.batcher import Batcher
 from paceline.torch._pool.figures import Collector
 from paceline.torch._pool.future import PoolFuture
-from paceline.torch._pool.groups import group_of
+from paceline.torch._pool.groups import group_of, work_beside
 from paceline.torch._pool.job import Job
 from paceline.torch._pool.jobs import Jobs, Placement, Priority, name_of
 from paceline.torch._pool.ledger import WritesLedger
@@ -83,6 +82,8 @@ class Pool(Paged, WritesLedger):
     ) -> None:
         caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in (memory or {}).items()}
         self._jobs = Jobs(group_of(devices), placement, budget, caps, hang_seconds)
+        if budget > 0:
+            work_beside(devices, self._jobs)
         self._scalars = Scalars()
 
     @property
@@ -353,26 +354,6 @@ class Pool(Paged, WritesLedger):
             ``jobs_per_second/host_0``, ``busy_ratio/host_0`` and ``retired/host_0``.
         """
         return self._scalars.of(self.report(), prefix)
-
-    def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the last 10,000 runs as a trace for https://ui.perfetto.dev or chrome://tracing.
-
-        Each device has a row with its jobs and batches. A click shows how many requests a batch has, how long its first one has waited, and how it ended.
-        Jobs that never ran are instants in a row of their own. Works after `close`, too.
-
-        Parameters
-        ----------
-        path
-            The JSON file. An existing one is replaced when the new one is complete.
-
-        Raises
-        ------
-        Unavailable
-            Before the first job.
-        OSError
-            If the file cannot be written.
-        """
-        self._jobs.figures.runs.write(path, [one.name for one in self.devices])
 
     def prometheus(self, /, **labels: str) -> Collector:
         """A collector of ``prometheus_client`` with the figures of `report`, which you register. It starts no server.
