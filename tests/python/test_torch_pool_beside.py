@@ -57,7 +57,7 @@ class Counts(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
+        self.get_buffer("seen").add_(1)
         return batch * self.weight
 
 

@@ -1,4 +1,4 @@
-"""The ledger of a pool, and its trace."""
+"""The ledger of a pool."""
 
 from __future__ import annotations
 
@@ -36,23 +36,3 @@ class WritesLedger(Handle):
             In another process than that of the pool.
         """
         self._jobs.engine.write_ledger(os.fspath(path))
-
-    def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the last 10,000 runs as a trace for https://ui.perfetto.dev or chrome://tracing.
-
-        Each device has a row with its jobs and batches. A click shows how many requests a batch has, how long its first one has waited, and how it ended.
-        Jobs that never ran are instants in a row of their own. Works after `close`, too.
-
-        Parameters
-        ----------
-        path
-            The JSON file. An existing one is replaced when the new one is complete.
-
-        Raises
-        ------
-        Unavailable
-            Before the first job.
-        OSError
-            If the file cannot be written.
-        """
-        self._jobs.figures.runs.write(path, [one.name for one in self._jobs.devices])

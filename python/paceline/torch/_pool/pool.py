@@ -19,13 +19,13 @@ from paceline.torch._pool.ledger import WritesLedger
 from paceline.torch._pool.needs import Needs
 from paceline.torch._pool.page import Paged
 from paceline.torch._pool.serving import batcher_of, bytes_of
-from paceline.torch._pool.tracing import Scalars
+from paceline.torch._pool.tracing import Scalars, Traced
 from paceline.torch._replicas.copies import Replicate
 
 _T = TypeVar("_T")
 
 
-class Pool(Paged, WritesLedger):
+class Pool(Paged, WritesLedger, Traced):
     """Runs many independent pieces of work on the devices of this machine.
 
     A job starts where it ends soonest by what was measured: a slow device leaves to faster ones what these end sooner. Until three jobs of a
@@ -201,6 +201,7 @@ class Pool(Paged, WritesLedger):
         needs: Needs = (),
         autocast: torch.dtype | None = None,
         compile: bool | Mapping[str, Any] = False,
+        graphs: bool = False,
     ) -> Batcher:
         """Answer requests in batches of what waits, of the sizes that end soonest over all devices. Answers are computed in inference mode.
 
@@ -244,12 +245,16 @@ class Pool(Paged, WritesLedger):
             ``torch.bfloat16`` or ``torch.float16``: answer under ``torch.autocast``.
         compile
             Compile each device's copy: True, or options of ``torch.compile``. What is compiled may be served, too. The first batches of each size compile
-            alone, which counts for no device's speed. On GPUs without CUDA graphs, which ``mode="reduce-overhead"`` has.
+            alone, which counts for no device's speed. On GPUs without CUDA graphs of its own, which ``mode="reduce-overhead"`` has.
+        graphs
+            Of a module on GPUs: once a size of batches has run twice on a GPU the third one is captured as a CUDA graph, which later ones replay. Launching
+            then costs next to nothing. Graphs are captured anew when parameters or buffers have other memory. A forward that cannot be captured
+            runs as it is, and a warning says why. So do batches with `pad`.
 
         Raises
         ------
         InvalidArgument
-            For a module in training mode or with a batch norm that keeps no statistics, and for arguments that cannot be used.
+            For a module in training mode or with a batch norm that keeps no statistics, for `graphs` on the host, and for arguments that cannot be used.
         """
         return batcher_of(
             self._jobs,
@@ -258,6 +263,7 @@ class Pool(Paged, WritesLedger):
             initializer=initializer,
             replicate=replicate,
             compile=compile,
+            graphs=graphs,
             resident=resident,
             max_batch=max_batch,
             max_delay=max_delay,
@@ -322,7 +328,7 @@ class Pool(Paged, WritesLedger):
 
     def explain(self) -> str:
         """Text: what each device has run, and why it leaves jobs waiting."""
-        return self._jobs.engine.explain()
+        return self._jobs.engine.explain() + "".join(one.explain() for one in list(self._jobs.served.values()))
 
     def report(self) -> dict[str, Any]:
         """The figures of `explain` and `prometheus`.
@@ -342,18 +348,6 @@ class Pool(Paged, WritesLedger):
             "hangs": [] if self._jobs.watchdog is None else list(self._jobs.watchdog.hangs),
             **self._jobs.figures.report(),
         }
-
-    def scalars(self, prefix: str = "paceline/pool/") -> dict[str, float]:
-        """Figures by flat names, for what logs numbers, such as TensorBoard.
-
-        Returns
-        -------
-        dict
-            ``waiting``, ``running`` and ``backlog_seconds`` are of now. What counts, is of the time since the call before, or since the pool was made: how
-            many jobs ended how, such as ``completed``; ``wait_seconds``, the mean wait; and by device, with ``_`` in place of ``:``,
-            ``jobs_per_second/host_0``, ``busy_ratio/host_0`` and ``retired/host_0``.
-        """
-        return self._scalars.of(self.report(), prefix)
 
     def prometheus(self, /, **labels: str) -> Collector:
         """A collector of ``prometheus_client`` with the figures of `report`, which you register. It starts no server.

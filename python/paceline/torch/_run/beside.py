@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -16,10 +17,12 @@ class Beside:
 
     def __init__(self) -> None:
         self._pools: tuple[weakref.ref[Any], ...] = ()
+        self._lock = threading.Lock()
 
     def add(self, jobs: Any) -> None:
         """One more, which says by `closed` when it ends."""
-        self._pools = (*(one for one in self._pools if one() is not None), weakref.ref(jobs))
+        with self._lock:
+            self._pools = (*(one for one in self._pools if one() is not None), weakref.ref(jobs))
 
     @property
     def longest(self) -> float:

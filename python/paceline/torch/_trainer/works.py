@@ -47,14 +47,14 @@ class Works:
         self._temporary: list[Workload] = []  # of a call that leaves no trace
         self.beside = Beside()
         self._free = free
-        self.steps = self._new(options, searches=free, free=free)
+        self.steps = self._new(options | {"searches": free, "free": free})
         self._by_kind = {kind_of(None): self.steps}
 
     def of(self, kind: str, *, whole: bool = False) -> Workload:
         """The work of this kind, which is made when it is first needed. `whole`: each device runs its share as one micro-batch, however large."""
         if kind not in self._by_kind:
-            options = self.options | {"corrections": False, "micro_batch": 0} if whole else self.options
-            self._by_kind[kind] = self._new(options, limited=not whole, free=self._free and not whole)
+            changes = {"corrections": False, "micro_batch": 0} if whole else {"free": self._free}
+            self._by_kind[kind] = self._new(self.options | changes, limited=not whole)
             give_hints(self._hints, kind, self._by_kind[kind], self._group)
         return self._by_kind[kind]
 
@@ -113,16 +113,14 @@ class Works:
         """Give a device work again."""
         self._change(device, "restore", self.retired.discard)
 
-    def _new(
-        self, options: dict[str, Any], *, limited: bool = True, searches: bool = False, free: bool = False
-    ) -> Workload:
+    def _new(self, options: dict[str, Any], *, limited: bool = True) -> Workload:
         limits: list[int | None] = self.limits if limited else [None] * len(self.names)
-        on_gpu = self._places.on_gpu
+        searches, on_gpu = options.pop("searches", False), self._places.on_gpu
+        beside = self.beside if options.pop("free", False) else None
         loop = StepLoop(self._group, memory_limits=[limit or 0 for limit in limits], search_sizes=searches, **options)
         fixed = options.get("balance") != "auto"
         corrects = len(limits) > 1 and not any(on_gpu) and not fixed
         corrects &= not options.get("micro_batch") and options.get("corrections") is None
-        beside = self.beside if free else None
         work = Workload(loop, limits, on_gpu, searches=searches, fixed=fixed, corrects=corrects, beside=beside)
         for index in self.retired:
             work.step_loop.retire(index)
