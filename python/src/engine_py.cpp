@@ -229,6 +229,8 @@ void bind_engine(py::module_& module) {
           "Begin with shares that fit these speeds, until something is measured. As `speeds` returns them.")
       .def("set_least_items", &StepLoop::set_least_items, py::arg("items"),
            "Of a micro-batch from the next plan on, unless the batch has fewer.")
+      .def("set_longest", &StepLoop::set_longest, py::arg("seconds"),
+           "Of a micro-batch whose size is free, from the next step on. 0: any.")
       .def(
           "plan",
           [](StepLoop& step_loop, std::int64_t batch_size, std::uint64_t memory, std::uint64_t speed, bool any_size) {

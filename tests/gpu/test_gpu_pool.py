@@ -54,6 +54,22 @@ def test_requests_are_answered_as_the_module_answers_and_follow_it(box: Box, at_
         assert not any(one["retired"] for one in pool.report()["devices"].values())
 
 
+def test_replays_of_graphs_answer_as_the_module_and_follow_it(box: Box) -> None:
+    net = box.put(Net().eval())
+    items = torch.randn(100, 16)
+    with Pool(box.devices) as pool:
+        batcher = pool.serve(net, max_batch=4, graphs=True)
+        for round in range(4):
+            found = torch.stack(list(batcher.map(items)))
+            equal([found], [answers_of(net, items)], 1e-4)
+            with torch.no_grad():
+                next(net.parameters()).add_(0.1 * (round + 1))
+                if round == 2:
+                    last = list(net.parameters())[-2]
+                    last.data = last.data.clone()
+        assert "CUDA graphs: 0 captured" not in pool.explain()
+
+
 def test_a_request_sees_weights_that_the_default_stream_has_not_written_yet(box: Box) -> None:
     net = box.put(nn.Linear(16, 4).eval())
     with Pool(box.devices) as pool:

@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal"}  # on a GPU the host waits for these
+# On a GPU the host waits for these. In inference mode `item` comes here as it is.
+_WAITS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal"}
 
 
 class Graph:

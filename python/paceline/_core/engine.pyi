@@ -781,6 +781,10 @@ class StepLoop:
         """
         Of a micro-batch from the next plan on, unless the batch has fewer.
         """
+    def set_longest(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        Of a micro-batch whose size is free, from the next step on. 0: any.
+        """
     def settle(self) -> None:
         """
         Return when the times of all committed steps are known.

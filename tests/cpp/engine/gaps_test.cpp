@@ -154,7 +154,9 @@ TEST(Gaps, BetweenThePiecesOfAClaimAreForWorkOfHigherPriority) {
   EXPECT_EQ(order, (std::vector<std::string>{"0 begins", "call", "2 goes on", "4 goes on"}));
   const StepRecord record = step->record();
   ASSERT_EQ(record.claims.size(), 1U);
-  EXPECT_TRUE(record.claims[0].excluded) << "its time is not the device's alone";
+  EXPECT_FALSE(record.claims[0].excluded);
+  EXPECT_GT(record.claims[0].lent_seconds, 0.0) << "the call's time is not the claim's";
+  EXPECT_EQ(record.timings(group.ids()).devices[0][0].seconds, record.claims[0].seconds());
 }
 
 }  // namespace

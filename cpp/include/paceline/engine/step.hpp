@@ -35,6 +35,11 @@ struct ClaimRecord {
   bool excluded = false;
   /// For a device's first one: seconds from the parameters being ready at home until they were at the device.
   double arrival_seconds = 0.0;
+  /// In which the device did other work between two pieces. 0 (not measured) with asynchronous devices.
+  double lent_seconds = 0.0;
+
+  /// What it took on its own.
+  [[nodiscard]] double seconds() const noexcept { return finish_seconds - start_seconds - lent_seconds; }
 };
 
 /// The work of one step. The worker threads call it, concurrently for different devices.

@@ -108,6 +108,11 @@ class PACELINE_API StepLoop {
   /// @throws InvalidArgument like the constructor.
   void set_corrections(std::optional<bool> corrections);
   void set_least_items(std::int64_t items);
+  /// From the next step on micro-batches end within so many seconds, as far as is known; 0: they take what they take.
+  /// This is for other work on the same devices, which waits for one micro-batch. It has an effect where a search for
+  /// sizes would have one, with StepLoopOptions::search_sizes or without. Devices learn the sizes in the first steps.
+  /// @throws InvalidArgument if the seconds are negative or not finite.
+  void set_longest(double seconds);
 
   /// The device gets no work from the next step on, with costs or without, and no step waits for it. It stays in the
   /// group, and restore() brings it back.

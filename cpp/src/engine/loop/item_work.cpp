@@ -204,7 +204,7 @@ void ItemWork::record(const BatchPlan& plan, const StepRecord& record, const bal
                       .step = plan.balance.step,
                       .count = static_cast<double>(mb.size()),
                       .longest = longest_of(plan.ordered_costs, mb.begin, mb.end),
-                      .seconds = claim.finish_seconds - claim.start_seconds};
+                      .seconds = claim.seconds()};
     for (std::int64_t k = mb.begin; k < mb.end; ++k) {
       const double cost = plan.ordered_costs[static_cast<std::size_t>(k)];
       timing.sum += cost;

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -96,6 +97,7 @@ std::shared_ptr<Step> StepLoop::prepare(std::shared_ptr<const BatchPlan> plan, s
   options.pieces = std::make_shared<internal::StepPieces>(plan, state.caps,
                                                           script.claims.empty() ? state.search_for(*plan) : nullptr,
                                                           options.least_items, std::move(script.pieces));
+  if (script.claims.empty()) options.pieces->shorten(state.shorter_for(*plan), state.longest_seconds);
   options.script = std::move(script.claims);
   options.plan = std::move(plan);
   auto step = std::make_shared<Step>(state.group, std::move(program), std::move(options));
@@ -126,6 +128,13 @@ void StepLoop::set_corrections(std::optional<bool> corrections) {
 }
 
 void StepLoop::set_least_items(std::int64_t items) { state_->set(&StepLoopOptions::least_items, items); }
+
+void StepLoop::set_longest(double seconds) {
+  if (!(seconds >= 0.0 && std::isfinite(seconds))) {
+    throw InvalidArgument(fmt::format("longest micro-batch: {} seconds; give more than 0, or 0 for any.", seconds));
+  }
+  state_->longest_seconds = seconds;
+}
 
 void StepLoop::retire(DeviceId device) {
   require_idle();
@@ -213,6 +222,19 @@ std::string StepLoop::explain() const {
         "Micro-batches of about {}: measured to be {:.2f} times as fast as the size before that. micro_batch= sets "
         "it.\n",
         plural(*search->size(), "item"), search->gain());
+  }
+  if (state_->longest_seconds > 0.0 && !state_->short_pieces.empty()) {
+    std::string sizes;
+    for (const DeviceId id : group().ids()) {
+      const std::int64_t size = state_->short_pieces.back().second->size(id);
+      if (size > 0) {
+        sizes += fmt::format("{}{} on {}", sizes.empty() ? "" : ", ", plural(size, "item"), group().device(id).name);
+      }
+    }
+    if (!sizes.empty()) {
+      text +=
+          fmt::format("Micro-batches of at most {}, to end within {:.0f} ms.\n", sizes, 1e3 * state_->longest_seconds);
+    }
   }
   return text;
 }

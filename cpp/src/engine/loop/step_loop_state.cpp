@@ -24,7 +24,7 @@ std::vector<std::string> of_each(const DeviceGroup& group, std::string Device::*
 }
 
 constexpr std::int64_t kOne = 1;
-constexpr std::size_t kMostSearches = 8;  // kinds of batches that have a search for sizes
+constexpr std::size_t kMostSearches = 8;  // kinds of batches that have a search for sizes, or are cut short
 
 /// Keeps the sizes of micro-batches the same when shares move, for devices that compile, capture or choose algorithms
 /// by size: with a fixed micro-batch, every share is a multiple of it, except for the rest of the batch.
@@ -32,6 +32,21 @@ StepLoopOptions with_stable_shapes(StepLoopOptions options, bool asynchronous) {
   if (asynchronous && options.micro_batch > 0 && options.granularity <= 1) options.granularity = options.micro_batch;
   if (!asynchronous || options.balance != Balance::automatic) options.granularity = std::max(options.granularity, kOne);
   return options;
+}
+
+/// The entry of this key, which is made of `arguments` when it is first asked for. The one that was asked for first of
+/// all is forgotten.
+template <class Key, class Value, class... Arguments>
+std::shared_ptr<Value> of_kind(std::vector<std::pair<Key, std::shared_ptr<Value>>>& entries, const Key& key,
+                               const Arguments&... arguments) {
+  const auto known = std::ranges::find(entries, key, [](const auto& one) { return one.first; });
+  if (known == entries.end()) {
+    if (entries.size() == kMostSearches) entries.erase(entries.begin());
+    entries.emplace_back(key, std::make_shared<Value>(arguments...));
+  } else {
+    std::rotate(known, known + 1, entries.end());  // the last one that was asked for is forgotten last
+  }
+  return entries.back().second;
 }
 
 /// StepOptions::run_ahead for the devices of the group.
@@ -112,19 +127,19 @@ std::shared_ptr<const BatchPlan> StepLoop::State::next_plan(std::span<const doub
   return plan = work.arrange(costs, std::move(decided), least_items());
 }
 
+bool StepLoop::State::any_size(const BatchPlan& batch) const {
+  return options.micro_batch == 0 && options.granularity == 1 && !asynchronous && least_items() == 1 &&
+         !batch.by_cost() && batch.kind.any_size;
+}
+
 std::shared_ptr<balance::SizeSearch> StepLoop::State::search_for(const BatchPlan& batch) {
-  const bool may = options.search_sizes && options.micro_batch == 0 && options.granularity == 1 && !asynchronous &&
-                   least_items() == 1 && !batch.by_cost() && batch.kind.any_size;
-  if (!may) return nullptr;
-  const auto key = std::pair(batch.size, batch.kind.speed);
-  const auto known = std::ranges::find(searches, key, [](const auto& one) { return one.first; });
-  if (known == searches.end()) {
-    if (searches.size() == kMostSearches) searches.erase(searches.begin());
-    searches.emplace_back(key, std::make_shared<balance::SizeSearch>());
-  } else {
-    std::rotate(known, known + 1, searches.end());  // the one that was asked for last is forgotten last
-  }
-  return last_search = searches.back().second;
+  if (!options.search_sizes || !any_size(batch)) return nullptr;
+  return last_search = of_kind(searches, std::pair(batch.size, batch.kind.speed));
+}
+
+std::shared_ptr<internal::ShortPieces> StepLoop::State::shorter_for(const BatchPlan& batch) {
+  if (longest_seconds <= 0.0 || !any_size(batch)) return nullptr;
+  return of_kind(short_pieces, batch.kind.speed, batch.devices);
 }
 
 void StepLoop::State::change_devices(const std::function<void(balance::Balancer&)>& change) {
@@ -151,7 +166,7 @@ void StepLoop::State::note(const Step& done) {
   sample.moved = ran_by.balance.moved;
   PerDevice<double> busy(group.ids());
   for (const ClaimRecord& claim : record.claims) {
-    busy[claim.micro_batch.device] += claim.finish_seconds - claim.start_seconds;
+    busy[claim.micro_batch.device] += claim.seconds();
   }
   sample.busy_seconds = busy.values();
   metrics.add(sample);

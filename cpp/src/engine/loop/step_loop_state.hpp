@@ -20,6 +20,7 @@
 #include "engine/loop/item_work.hpp"
 #include "engine/loop/planner.hpp"
 #include "engine/step/memory_caps.hpp"
+#include "engine/step/short_pieces.hpp"
 #include "engine/unsettled.hpp"
 
 namespace paceline {
@@ -45,8 +46,12 @@ struct StepLoop::State {
   std::shared_ptr<const BatchPlan> next_plan(std::int64_t batch_size, const BatchKind& kind);
   std::shared_ptr<const BatchPlan> next_plan(std::span<const double> costs);
 
+  /// Whether micro-batches of this batch may have any size.
+  [[nodiscard]] bool any_size(const BatchPlan& batch) const;
   /// The search for sizes that this plan's kind of batch has; null: claims are not cut to find a size.
   std::shared_ptr<balance::SizeSearch> search_for(const BatchPlan& batch);
+  /// What cuts this kind of batch into short pieces; null: nothing does.
+  std::shared_ptr<internal::ShortPieces> shorter_for(const BatchPlan& batch);
 
   template <class Value>
   void set(Value StepLoopOptions::* option, Value value) {
@@ -80,6 +85,8 @@ struct StepLoop::State {
   // By size and speed number of the batch, least recently used first.
   std::vector<std::pair<std::pair<std::int64_t, std::uint64_t>, std::shared_ptr<balance::SizeSearch>>> searches;
   std::shared_ptr<balance::SizeSearch> last_search;
+  double longest_seconds = 0.0;  // of a micro-batch whose size is free; 0: any
+  std::vector<std::pair<std::uint64_t, std::shared_ptr<internal::ShortPieces>>> short_pieces;  // as `searches`
   observe::MetricsRecorder metrics;
   observe::History history;
   internal::HealthLog health;

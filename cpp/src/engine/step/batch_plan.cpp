@@ -57,7 +57,7 @@ balance::StepTimings BatchPlan::timings(const StepRecord& record) const {
     sum.any_excluded = sum.any_excluded || claim.excluded;
     if (claim.excluded) continue;
     sum.work += done;
-    sum.seconds += claim.finish_seconds - claim.start_seconds;
+    sum.seconds += claim.seconds();
   }
   balance::StepTimings timings{
       .devices = {}, .reduction_seconds = record.reduce_seconds, .startup_seconds = record.startup_seconds};

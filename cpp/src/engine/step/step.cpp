@@ -113,8 +113,7 @@ StepRecord Step::record() const { return source_->record(); }
 balance::StepTimings StepRecord::timings(std::span<const DeviceId> devices) const {
   PerDevice<std::vector<balance::MicroBatchTiming>> each(devices);
   for (const ClaimRecord& claim : claims) {
-    each[claim.micro_batch.device].push_back(
-        {claim.micro_batch.size(), claim.finish_seconds - claim.start_seconds, claim.excluded});
+    each[claim.micro_batch.device].push_back({claim.micro_batch.size(), claim.seconds(), claim.excluded});
   }
   return {.devices = each.values(),
           .step_seconds = compute_seconds,

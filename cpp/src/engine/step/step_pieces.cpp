@@ -18,6 +18,11 @@ StepPieces::StepPieces(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<Me
   if (!script.empty()) script_ = {plan_->devices, std::move(script)};
 }
 
+void StepPieces::shorten(std::shared_ptr<ShortPieces> shorter, double seconds) {
+  shorter_ = std::move(shorter);
+  seconds_ = seconds;
+}
+
 std::vector<StepPieces::Span> StepPieces::spans(const MicroBatch& claim) const {
   std::vector<Span> spans;
   if (scripted()) {
@@ -26,11 +31,15 @@ std::vector<StepPieces::Span> StepPieces::spans(const MicroBatch& claim) const {
     }
     if (!spans.empty()) return spans;
   }
+  if (shorter_ != nullptr) {
+    const std::optional<std::int64_t> most = search_ == nullptr ? std::nullopt : search_->size();
+    return shorter_->pieces(claim.device, claim.begin, claim.end, seconds_, most);
+  }
   if (search_ != nullptr) return search_->pieces(claim.begin, claim.end);
   return {{claim.begin, claim.end}};
 }
 
-bool StepPieces::on_trial() const { return search_ != nullptr && search_->on_trial(); }
+bool StepPieces::on_trial() const { return searches() && search_->on_trial(); }
 
 void StepPieces::begin(const MicroBatch& claim) {
   DeviceState& state = devices_[claim.device];
@@ -38,14 +47,15 @@ void StepPieces::begin(const MicroBatch& claim) {
   state.cuts.clear();
   state.rest = {claim.begin, claim.begin};
   state.spans_left.clear();
-  if (search_ == nullptr && !scripted()) {  // the usual case allocates nothing after the first claim
+  if (search_ == nullptr && shorter_ == nullptr &&
+      !scripted()) {  // the usual case allocates nothing after the first claim
     state.spans_left.emplace_back(claim.begin, claim.end);
   } else {
     for (const Span& span : spans(claim)) state.spans_left.push_back(span);
     std::ranges::reverse(state.spans_left);
   }
   state.spans += std::ssize(state.spans_left);
-  if (search_ != nullptr) state.timed.emplace_back();
+  if (searches()) state.timed.emplace_back();
 }
 
 std::optional<MicroBatch> StepPieces::next(DeviceId device) {
@@ -58,7 +68,7 @@ std::optional<MicroBatch> StepPieces::next(DeviceId device) {
     state.rest = state.spans_left.back();
     state.spans_left.pop_back();
     state.learns = true;
-    if (search_ != nullptr) state.timed.back().push_back({state.rest.second - state.rest.first, 0.0});
+    if (searches()) state.timed.back().push_back({state.rest.second - state.rest.first, 0.0});
   }
   const MicroBatch& claim = state.claim;
   MicroBatch piece = claim;
@@ -105,10 +115,11 @@ void StepPieces::measure(const MicroBatch& piece, StepProgram& program) {
   if (state.probing) state.learns = learned;  // else nothing could be measured, or only a known size
 }
 
-void StepPieces::ran(const MicroBatch& piece, double seconds) {
+void StepPieces::ran(const MicroBatch& piece, double seconds, bool evidence) {
   DeviceState& state = devices_[piece.device];
   state.ran.push_back({.begin = piece.begin, .end = piece.end, .device = piece.device});
-  if (search_ != nullptr) state.timed.back().back().seconds += seconds;
+  if (searches()) state.timed.back().back().seconds += seconds;
+  if (shorter_ != nullptr && evidence) shorter_->ran(piece.device, piece.size(), seconds);
 }
 
 std::vector<MicroBatch> StepPieces::ran() const {
@@ -132,7 +143,7 @@ bool StepPieces::divided() const {
 }
 
 void StepPieces::commit() const {
-  if (search_ == nullptr) return;
+  if (!searches()) return;
   std::vector<balance::TimedClaims> timed;
   for (const auto& [id, state] : devices_) timed.push_back(state.timed);
   search_->add(timed);

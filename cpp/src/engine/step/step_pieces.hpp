@@ -16,12 +16,13 @@
 #include <paceline/per_device.hpp>
 
 #include "engine/step/memory_caps.hpp"
+#include "engine/step/short_pieces.hpp"
 
 namespace paceline::internal {
 
 /// Cuts the claims of one step into pieces, each of which a worker takes by itself. A piece is a micro-batch of the
-/// size that the search has found to be fast, or has on trial. Where memory is short it is cut further. Each device
-/// touches only its own state.
+/// size that the search has found to be fast, or has on trial, or so short that other work soon has its turn. Where
+/// memory is short it is cut further. Each device touches only its own state.
 class StepPieces {
  public:
   /// Claims run whole.
@@ -30,14 +31,16 @@ class StepPieces {
   StepPieces(std::shared_ptr<const BatchPlan> plan, std::shared_ptr<MemoryCaps> caps,
              std::shared_ptr<balance::SizeSearch> search, std::int64_t least_items,
              std::vector<std::vector<MicroBatch>> script);
+  /// Pieces end within so many seconds. The search then tries nothing, and its size is the largest one.
+  void shorten(std::shared_ptr<ShortPieces> shorter, double seconds);
 
   /// The device has this claim now, and has run the one before.
   void begin(const MicroBatch& claim);
   /// The next piece of the device's claim; none when all have run.
   [[nodiscard]] std::optional<MicroBatch> next(DeviceId device);
-  /// The device has run that piece, on the thread that calls this, in that time.
+  /// The device has run that piece, on the thread that calls this, in that time. `evidence`: which is usual.
   void measure(const MicroBatch& piece, StepProgram& program);
-  void ran(const MicroBatch& piece, double seconds);
+  void ran(const MicroBatch& piece, double seconds, bool evidence);
   /// Whether the times of the device's claim are no evidence, because a size is on trial.
   [[nodiscard]] bool on_trial() const;
 
@@ -69,11 +72,14 @@ class StepPieces {
   };
 
   [[nodiscard]] std::vector<Span> spans(const MicroBatch& claim) const;
+  [[nodiscard]] bool searches() const { return search_ != nullptr && shorter_ == nullptr; }
   [[nodiscard]] Span cut(DeviceState& state, bool& measured);
 
   std::shared_ptr<const BatchPlan> plan_;
   std::shared_ptr<MemoryCaps> caps_;
   std::shared_ptr<balance::SizeSearch> search_;
+  std::shared_ptr<ShortPieces> shorter_;
+  double seconds_ = 0.0;  // of a piece that is shorter
   std::int64_t least_items_ = 1;
   PerDevice<std::vector<MicroBatch>> script_;  // no device: there is no script
   PerDevice<DeviceState> devices_;

@@ -24,7 +24,7 @@ constexpr int kComputing = 0;
 constexpr int kReducing = 1;
 constexpr int kFailed = 2;
 
-// A claim between whose pieces the worker was away for longer says nothing of the device's speed.
+// A claim between whose pieces the worker of an asynchronous device was away for longer says nothing of its speed.
 constexpr double kLeastBetween = 50e-6;  // seconds; less than that, a claim of microseconds would be no evidence
 constexpr double kMostBetween = 0.05;
 
@@ -74,7 +74,7 @@ void StepSource::done(DeviceId device, std::int64_t work, const WorkTiming& timi
   DeviceState& state = devices_[device];
   if (work == kMicroBatch) {
     const double seconds = std::chrono::duration<double>(timing.finish - timing.start).count();
-    pieces_->ran(state.current, seconds);
+    pieces_->ran(state.current, seconds, !state.claim->excluded);
     if (!state.current.continues) state.claim->start_seconds = seconds_at(timing.start);
     state.claim->finish_seconds = seconds_at(timing.finish);
     state.seconds += seconds;
@@ -164,8 +164,12 @@ bool StepSource::next_piece(DeviceState& state, DeviceId device) {
     return true;
   }
   // Between two pieces the worker may have done other work, which is not the claim's.
-  const double between = state.claim->finish_seconds - state.claim->start_seconds - state.seconds;
-  state.claim->excluded |= between > std::max(kLeastBetween, kMostBetween * state.seconds);
+  const double between = std::max(0.0, state.claim->seconds() - state.seconds);
+  if (asynchronous_) {
+    state.claim->excluded |= between > std::max(kLeastBetween, kMostBetween * state.seconds);
+  } else {
+    state.claim->lent_seconds = between;
+  }
   state.claims.push_back(*std::exchange(state.claim, std::nullopt));
   return false;
 }

@@ -193,8 +193,9 @@ class Answerer:
         """Answer a batch of one request many times, on the worker of the device, and drop the answers."""
         answer, _ = self.served.of(seat)
         kind = self.kind_of(example.leaves, example.spec)
-        answers, _ = self._answer(seat, answer, [example._replace(kind=kind)] * size)
-        self._checked(answers, size)
+        for _ in range(self.served.rehearsals):
+            answers, _ = self._answer(seat, answer, [example._replace(kind=kind)] * size)
+            self._checked(answers, size)
 
     def kind_of(self, leaves: list[torch.Tensor], spec: Any) -> str:
         """The engine's name for requests that may share a batch."""

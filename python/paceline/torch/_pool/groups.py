@@ -25,6 +25,13 @@ def group_of(devices: Any) -> DeviceGroup:
     return DeviceGroup([one for some in found for one in some])
 
 
+def work_beside(devices: Any, jobs: Any) -> None:
+    """Let micro-batches of a trainer that gives its devices be short, as long as these jobs are open."""
+    works = getattr(devices, "_works", None)
+    if works is not None:
+        works.beside.add(jobs)
+
+
 def _of_kind(kind: str) -> list[str]:
     return [one.name for one in all_devices() if one.kind == kind]
 

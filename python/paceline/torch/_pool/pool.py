@@ -12,7 +12,7 @@ from paceline import Device, DeviceGroup, InvalidArgument, Rejected, find_device
 from paceline.torch._pool.batcher import Batcher
 from paceline.torch._pool.figures import Collector
 from paceline.torch._pool.future import PoolFuture
-from paceline.torch._pool.groups import group_of
+from paceline.torch._pool.groups import group_of, work_beside
 from paceline.torch._pool.job import Job
 from paceline.torch._pool.jobs import Jobs, Placement, Priority, name_of
 from paceline.torch._pool.ledger import WritesLedger
@@ -22,8 +22,7 @@ from paceline.torch._pool.page import Paged
 from paceline.torch._pool.serving import batcher_of, bytes_of
 from paceline.torch._pool.tenants import Tenant, add_tenants, charge_of, report_of
 from paceline.torch._pool.tenants import name_of as tenant_of
-from paceline.torch._pool.traced import Traced
-from paceline.torch._pool.tracing import Scalars
+from paceline.torch._pool.tracing import Scalars, Traced
 from paceline.torch._replicas.copies import Replicate
 
 _T = TypeVar("_T")
@@ -94,6 +93,8 @@ class Pool(Paged, Shown, Traced, WritesLedger):
         caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in (memory or {}).items()}
         self._jobs = Jobs(group_of(devices), placement, budget, caps, hang_seconds, observe)
         add_tenants(self._jobs.engine, tenants)
+        if budget > 0:
+            work_beside(devices, self._jobs)
         self._scalars = Scalars()
 
     @property
@@ -220,6 +221,7 @@ class Pool(Paged, Shown, Traced, WritesLedger):
         needs: Needs = (),
         autocast: torch.dtype | None = None,
         compile: bool | Mapping[str, Any] = False,
+        graphs: bool = False,
     ) -> Batcher:
         """Answer requests in batches of what waits, of the sizes that end soonest over all devices. Answers are computed in inference mode.
 
@@ -263,12 +265,16 @@ class Pool(Paged, Shown, Traced, WritesLedger):
             ``torch.bfloat16`` or ``torch.float16``: answer under ``torch.autocast``.
         compile
             Compile each device's copy: True, or options of ``torch.compile``. What is compiled may be served, too. The first batches of each size compile
-            alone, which counts for no device's speed. On GPUs without CUDA graphs, which ``mode="reduce-overhead"`` has.
+            alone, which counts for no device's speed. On GPUs without CUDA graphs of its own, which ``mode="reduce-overhead"`` has.
+        graphs
+            Of a module on GPUs: once a size of batches has run twice on a GPU the third one is captured as a CUDA graph, which later ones replay. Launching
+            then costs next to nothing. Graphs are captured anew when parameters or buffers have other memory. A forward that cannot be captured
+            runs as it is, and a warning says why. So do batches with `pad`.
 
         Raises
         ------
         InvalidArgument
-            For a module in training mode or with a batch norm that keeps no statistics, and for arguments that cannot be used.
+            For a module in training mode or with a batch norm that keeps no statistics, for `graphs` on the host, and for arguments that cannot be used.
         """
         return batcher_of(
             self._jobs,
@@ -277,6 +283,7 @@ class Pool(Paged, Shown, Traced, WritesLedger):
             initializer=initializer,
             replicate=replicate,
             compile=compile,
+            graphs=graphs,
             resident=resident,
             max_batch=max_batch,
             max_delay=max_delay,
@@ -341,7 +348,7 @@ class Pool(Paged, Shown, Traced, WritesLedger):
 
     def explain(self) -> str:
         """Text: what each device has run, why it leaves jobs waiting, and what tenants have had."""
-        return self._jobs.engine.explain()
+        return self._jobs.engine.explain() + "".join(one.explain() for one in list(self._jobs.served.values()))
 
     def report(self) -> dict[str, Any]:
         """The figures of `explain` and `prometheus`.

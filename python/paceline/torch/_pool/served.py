@@ -44,9 +44,12 @@ class Served:
         Bytes that it keeps in the memory of a device, until `drop`.
     prepared
         The devices on which `of` has succeeded once.
+    rehearsals
+        How often a batch of a size runs until later ones run as they will.
     """
 
     resident = 0.0
+    rehearsals = 1
 
     def __init__(self, *, compiled: bool, captures: bool = False) -> None:
         self._compiled, self._captures = compiled, captures
@@ -92,6 +95,10 @@ class Served:
     def free(self, seat: Seat) -> None:
         """Forget what was made for a device, where nobody uses it any more."""
         self.drop(seat.name)
+
+    def explain(self) -> str:
+        """What there is to say of it, in words."""
+        return ""
 
     @contextlib.contextmanager
     def running(self, device: str, kind: str, size: tuple[Any, ...]) -> Iterator[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from paceline import InvalidArgument
 from paceline.torch._pool.answerer import Answerer, BatchOptions
 from paceline.torch._pool.batcher import Batcher
+from paceline.torch._pool.graphs import GraphedCopies, check_graphs
 from paceline.torch._pool.jobs import Jobs
 from paceline.torch._pool.needs import Needs, place_of
 from paceline.torch._pool.padding import Padding
@@ -20,7 +22,7 @@ from paceline.torch._replicas.compiled import is_compiled
 from paceline.torch._replicas.copies import Replicate
 
 _LOOSE = 5e-2  # how far padding may move an answer, of the largest value, in half precision
-_OF_VERSIONS = ("initializer", "replicate", "compile", "resident", "memory", "idempotent")
+_OF_VERSIONS = ("initializer", "replicate", "compile", "graphs", "resident", "memory", "idempotent")
 
 
 def bytes_of(call: str, name: str, value: Any) -> float:
@@ -39,6 +41,7 @@ def answerer_of(
     initializer: Callable[[torch.device], Any] | None,
     replicate: Replicate | None,
     compile: bool | Mapping[str, Any],
+    graphs: bool,
     resident: float,
     max_batch: int,
     max_delay: float,
@@ -68,8 +71,11 @@ def answerer_of(
             "serve: with pad= some requests also run alone, to see which part of an answer is padding. Say idempotent=True if the function may be called again."
         )
     bytes_of("serve", "resident", resident)
-    place_of(needs, jobs.devices, jobs.memory)  # raises
-    served = _served(model, initializer, replicate, compile, resident)
+    place = place_of(needs, jobs.devices, jobs.memory)  # raises
+    if graphs:
+        check_graphs(model, jobs.devices, place)
+    copies = functools.partial(GraphedCopies, name) if graphs and pad is None else Copies
+    served = _served(model, initializer, replicate, compile, resident, copies)
     padding = None
     if pad is not None:
         padding = Padding(name, pad, length_dim, cost, **({} if autocast is None else {"tolerance": _LOOSE}))
@@ -106,6 +112,7 @@ def _served(
     replicate: Replicate | None,
     compile: bool | Mapping[str, Any],
     resident: float,
+    copies: Callable[..., Served],
 ) -> Served:
     if not isinstance(model, nn.Module):
         if not callable(model):
@@ -143,7 +150,7 @@ def _served(
     if isinstance(model, torch.jit.ScriptModule):
         return ServedScript(model)
     options = None if compile is False else {} if compile is True else dict(compile)
-    return Copies(model, replicate, options)
+    return copies(model, replicate, options)
 
 
 def _mixes_requests(model: nn.Module) -> bool:

@@ -8,35 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import paceline
 from paceline import InvalidArgument
 from paceline.torch._batch.moving import Move
 from paceline.torch._devices import cuda
 from paceline.torch._devices.places import Places
-from paceline.torch._replicas.hooks import hooks_of_user, sign_of
+from paceline.torch._replicas.capture import WARM_UPS, Attributes, capturing, hook_of_user, place_of, refusal
+from paceline.torch._replicas.hooks import sign_of
 from paceline.torch._replicas.reach import SIMPLE
 from paceline.torch._replicas.replica import Replica
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.flat_gradients import Capture, FlatGradients
 
-WARM_UPS = (
-    2  # micro-batches of a size that run without a graph first: libraries load, allocate and choose algorithms in them
-)
 MOST_GRAPHS = 16  # per device; each keeps the memory of a micro-batch
 _MOST_KEYS = 256  # per device, of micro-batches that were seen
-
-# PyTorch captures one graph at a time in a process, whatever the number of trainers.
-_capture = threading.Lock()
-
-_LIBRARIES = tuple(f"{Path(one.__file__ or '').parent}/" for one in (torch, paceline))
 
 _training = operator.attrgetter("training")
 
@@ -148,18 +138,29 @@ class DeviceGraphs:
     def capture(self, key: Any, replica: Replica, captured: Captured, body: Callable[[Captured], None]) -> None:
         """Capture `body`, which reads the inputs and sets the outputs. Called on the device's worker."""
         captured.inputs.check()
-        _check_hooks(replica)
-        attributes = [(dict(vars(module)), dict(module._buffers)) for module in replica.modules]
+        if hook := hook_of_user(replica.modules):
+            raise InvalidArgument(
+                f"step: graphs=True: {hook}. Return what it computes from forward or as extras of loss_fn, remove it, or train without graphs=True."
+            )
+        attributes = Attributes(replica.modules)
         try:
-            with self._gradients_of(replica, captured), _capture, captured.graph.capturing():
+            with self._gradients_of(replica, captured), capturing(captured.graph):
                 body(captured)
         except RuntimeError as error:
             self._pool = None  # PyTorch may still take it for one that is captured into
-            refusal = _refusal(error)
-            if refusal is None:
+            refused = refusal("forward and backward", error)
+            if refused is None:
                 raise
-            raise refusal from error
-        _check_attributes(replica, attributes)
+            old = " PyTorch before 2.12 does not get over such a capture: start a new process."
+            raise InvalidArgument(
+                f"step: graphs=True: {refused}, return values as extras, or train without graphs=True."
+                + (old if torch.__version__ < "2.12" else "")
+            ) from error
+        if change := attributes.change():
+            raise InvalidArgument(
+                f"step: graphs=True: {change}. Return the value from loss_fn as extras, keep it in a buffer that is written in place, or train "
+                "without graphs=True."
+            )
         self.captured[key] = captured
         self.captures += 1
 
@@ -238,7 +239,7 @@ class Graphs:
         tensors = chain(
             *(chain(one.parameters, *(part._buffers.values() for part in one.modules)) for one in replicas.list)
         )
-        found = [(0, False) if one is None else (_place(one), one.requires_grad) for one in tensors]
+        found = [(place_of(one), one is not None and one.requires_grad) for one in tensors]
         memory = (replicas.generation, replicas.changes, found, 0 if self._flat is None else self._flat.layouts)
         if memory != self._memory:
             if any(device.captured for device in self.devices):
@@ -258,53 +259,6 @@ class Graphs:
         return f"CUDA graphs: {captures} captured, {replays} micro-batches replayed.\n"
 
 
-def _place(tensor: torch.Tensor) -> int:
-    """Where a tensor is. A sparse one has no memory of its own, but is not written to."""
-    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
-
-
 def key_of(function: Any, size: tuple[Any, ...], replica: Replica, given: Sequence[bool]) -> tuple[Any, ...]:
     """All that the operators of a micro-batch depend on, besides values on the device."""
     return (sign_of(function), size, tuple(map(_training, replica.modules)), tuple(given))
-
-
-def _check_hooks(replica: Replica) -> None:
-    for kind, name in hooks_of_user(replica.modules):
-        raise InvalidArgument(
-            f"step: graphs=True: the module has a {kind} ({name}), which a replay would not call. "
-            "Return what it computes from forward or as extras of loss_fn, remove it, or train without graphs=True."
-        )
-
-
-def _check_attributes(replica: Replica, before: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for module, (attributes, buffers) in zip(replica.modules, before, strict=True):
-        for name, value in chain(vars(module).items(), module._buffers.items()):
-            old = buffers if name in module._buffers else attributes
-            if name not in old or old[name] is not value:
-                raise InvalidArgument(
-                    f"step: graphs=True: the forward of {type(module).__name__} sets its attribute '{name}', which a replay would not do. Return "
-                    "the value from loss_fn as extras, keep it in a buffer that is written in place, or train without graphs=True."
-                )
-
-
-def _refusal(error: RuntimeError) -> InvalidArgument | None:
-    """A failed capture in words that name the cure. None for other errors."""
-    if isinstance(error, torch.OutOfMemoryError) or "captur" not in str(error):
-        return None
-    where, trace = "", error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        # Not in a mode or a tensor subclass either, which see the operators of the line that is wanted.
-        if not code.co_filename.startswith(_LIBRARIES) and not code.co_name.startswith("__torch_"):
-            where = f" at {code.co_filename}:{trace.tb_lineno}, in {code.co_name}"
-        trace = trace.tb_next
-    return InvalidArgument(
-        f"step: graphs=True: forward and backward cannot be captured{where}: {str(error).splitlines()[0]}. A captured graph cannot wait for the "
-        "GPU, so Python must not read values of tensors: no item(), no print, no copy to the host, no if or while on a tensor, no boolean mask, no "
-        "nonzero(). Use torch.where and tensors of fixed shape, return values as extras, or train without graphs=True."
-        + (
-            " PyTorch before 2.12 does not get over such a capture: start a new process."
-            if torch.__version__ < "2.12"
-            else ""
-        )
-    )

@@ -74,13 +74,16 @@ class Shares(Source):
         if call.items is not None:
             call.batch = call.items.batch
         may_divide = limits.least == 1 and not limits.undivided and work.writes_buffers is not True
-        call.searches = call.items is None and may_divide and self._searches(work)
+        longest = 0.0 if work.beside is None else work.beside.longest
+        call.searches = call.items is None and may_divide and self._varies(work) and bool(work.searches or longest)
+        if call.searches:
+            work.shorten(longest)
         call.divides = may_divide and (work.corrects or call.searches)
 
-    def _searches(self, work: Workload) -> bool:
-        """Whether to search for sizes. Not if other sizes have to be compiled, or would draw other random numbers under fixed shares."""
+    def _varies(self, work: Workload) -> bool:
+        """Whether sizes may be tried, or short. Not if other sizes have to be compiled, or would draw other random numbers under fixed shares."""
         repeatable = work.fixed and self._places.any_host and work.seen.drawing.draws is not False
-        return work.searches and not work.seen.tunes and not repeatable
+        return not work.seen.tunes and not repeatable
 
     def run(self, run: Executor) -> Any:
         work, queues = run.call.work, self._places.queues

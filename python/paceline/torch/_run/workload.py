@@ -9,6 +9,7 @@ from typing import Any
 from paceline._core.engine import StepLoop
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.alone import AloneTrials
+from paceline.torch._run.beside import Beside
 from paceline.torch._run.launch import LaunchClock
 from paceline.torch._run.recipe import Constraints
 from paceline.torch._run.seen import Seen
@@ -30,12 +31,15 @@ class Workload:
         searches: bool = False,
         fixed: bool = False,
         corrects: bool = False,
+        beside: Beside | None = None,
     ) -> None:
         self.step_loop: StepLoop = step_loop
         self.limits = limits
         self.searches = searches  # whether to search for the size of micro-batches
         self.fixed = fixed  # whether shares stay the same whatever the times
         self.corrects = corrects  # whether corrections are on by default
+        self.beside = beside  # pools for which micro-batches may be short; None: their sizes are not free
+        self._longest = 0.0  # seconds of a micro-batch that the StepLoop was given
         self.seen = Seen(len(on_gpu))
         self.launches = LaunchClock(on_gpu)
         # Whether the forward writes buffers. If it does, the number of forwards changes the result. None: not known yet.
@@ -63,6 +67,12 @@ class Workload:
             if self.corrects:
                 self.step_loop.set_corrections(corrections)
             self.given = (constraints.least, corrections)
+
+    def shorten(self, seconds: float) -> None:
+        """Let micro-batches of free sizes end within so many seconds from now on; 0: they take what they take."""
+        if seconds != self._longest:
+            self.step_loop.set_longest(seconds)
+            self._longest = seconds
 
     def kind(self, key: Hashable) -> int:
         """A number for all batches with this key, for the engine. The least recently used of many keys is forgotten."""

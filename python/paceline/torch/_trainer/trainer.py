@@ -310,7 +310,7 @@ class DataParallel(Trainer, AsModule):
             free = (
                 micro_batch is None and granularity in (None, 1) and hold_back is not False and not any(places.on_gpu)
             )
-            works = Works(local, places, micro_batch_limits(memory, local, module), options, searches=free)
+            works = Works(local, places, micro_batch_limits(memory, local, module), options, free=free)
             if free and policy == "auto" and len(local) > 1 and ranks is None:
                 works.steps.alone = AloneTrials()
             replicas = Replicas(module, places, replicate, common=Common() if proves and len(places) > 1 else None)

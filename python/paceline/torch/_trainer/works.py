@@ -10,6 +10,7 @@ from paceline import Device, DeviceGroup, InvalidArgument
 from paceline._core.engine import StepLoop
 from paceline.torch._devices.places import Places
 from paceline.torch._run.alone import AloneTrials
+from paceline.torch._run.beside import Beside
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.speeds import Speeds, give_hints, speeds_of
 
@@ -24,7 +25,7 @@ def kind_of(run: str | None) -> str:
 class Works:
     """A `Workload` for each kind of work, which has its own times and shares. `options` are those of every StepLoop.
 
-    `searches`: whether steps search for the size of micro-batches.
+    `free`: whether micro-batches may have any size. Then steps search for a fast one, and pools `beside` them have all be short.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Works:
         limits: list[int | None],
         options: dict[str, Any],
         *,
-        searches: bool = False,
+        free: bool = False,
     ) -> None:
         self.names = [device.name for device in group.devices]
         self.options = options
@@ -44,14 +45,16 @@ class Works:
         self.limits = limits  # of memory, per device
         self._hints: Speeds = {}  # of an earlier run
         self._temporary: list[Workload] = []  # of a call that leaves no trace
-        self.steps = self._new(options | {"searches": searches})
+        self.beside = Beside()
+        self._free = free
+        self.steps = self._new(options | {"searches": free, "free": free})
         self._by_kind = {kind_of(None): self.steps}
 
     def of(self, kind: str, *, whole: bool = False) -> Workload:
         """The work of this kind, which is made when it is first needed. `whole`: each device runs its share as one micro-batch, however large."""
         if kind not in self._by_kind:
-            options = self.options | {"corrections": False, "micro_batch": 0} if whole else self.options
-            self._by_kind[kind] = self._new(options, limited=not whole)
+            changes = {"corrections": False, "micro_batch": 0} if whole else {"free": self._free}
+            self._by_kind[kind] = self._new(self.options | changes, limited=not whole)
             give_hints(self._hints, kind, self._by_kind[kind], self._group)
         return self._by_kind[kind]
 
@@ -113,11 +116,12 @@ class Works:
     def _new(self, options: dict[str, Any], *, limited: bool = True) -> Workload:
         limits: list[int | None] = self.limits if limited else [None] * len(self.names)
         searches, on_gpu = options.pop("searches", False), self._places.on_gpu
+        beside = self.beside if options.pop("free", False) else None
         loop = StepLoop(self._group, memory_limits=[limit or 0 for limit in limits], search_sizes=searches, **options)
         fixed = options.get("balance") != "auto"
         corrects = len(limits) > 1 and not any(on_gpu) and not fixed
         corrects &= not options.get("micro_batch") and options.get("corrections") is None
-        work = Workload(loop, limits, on_gpu, searches=searches, fixed=fixed, corrects=corrects)
+        work = Workload(loop, limits, on_gpu, searches=searches, fixed=fixed, corrects=corrects, beside=beside)
         for index in self.retired:
             work.step_loop.retire(index)
         return work

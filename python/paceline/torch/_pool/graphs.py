@@ -1,0 +1,200 @@
+"""Copies of a module on GPUs that answer by CUDA graphs: one for each kind of requests and each size of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from paceline import Device, InvalidArgument
+from paceline.torch._devices import cuda
+from paceline.torch._pool.needs import Place
+from paceline.torch._pool.seats import Seat
+from paceline.torch._pool.served import Answer, Copies
+from paceline.torch._replicas.capture import WARM_UPS, Attributes, capturing, hook_of_user, place_of, refusal
+from paceline.torch._replicas.replica import Replica
+
+MOST_GRAPHS = 64  # per device; they share the memory of the largest, but each keeps its inputs and answers
+_MOST_KEYS = 256  # per device, of batches that were seen
+
+
+def check_graphs(model: Any, devices: Sequence[Device], place: Place) -> None:
+    """Raise if there are no copies of the model whose memory is known, or if a device that may answer has no CUDA graphs."""
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise InvalidArgument(
+            f"serve: graphs=True is for modules of which each device has a copy, and not for a {type(model).__name__}: a graph would go on reading "
+            "memory that it has replaced."
+        )
+    for one in devices:
+        may = (not place.names or one.name in place.names) and {*place.labels} <= {one.name, one.kind, one.device_class}
+        if may and one.kind != "cuda":
+            raise InvalidArgument(
+                f"serve: graphs=True needs GPUs, and {one.name} computes on the host, which has no CUDA graphs. Leave graphs= out, or let GPUs "
+                "alone answer: needs='cuda'."
+            )
+
+
+class _Captured:
+    """The graph of a batch, and the tensors that it reads and writes in each replay."""
+
+    def __init__(self, graph: cuda.Graph, inputs: list[torch.Tensor]) -> None:
+        self.graph, self.inputs = graph, inputs
+        self.answers: Any = None
+
+
+class _DeviceGraphs:
+    """The graphs of one device. Its batches run one after the other, so they share a pool of memory."""
+
+    def __init__(self, replica: Replica, forward: Answer, refused: Callable[[str], None]) -> None:
+        self.replica, self.forward = replica, forward
+        self._refused = refused  # called with why nothing more is captured
+        self._captured: dict[Any, _Captured] = {}
+        self._seen: dict[Any, int] = {}  # how often a key was met
+        self._key: Any = None  # of the present batch
+        self._memory: list[int] = []  # of the module
+        self._pool: Any = None
+        self.captures = self.replays = 0  # so far
+        self.on = True
+
+    def follow(self, seat: Seat) -> None:
+        """Before a batch: drop all graphs if they would read other memory than the module's. The device may still be at a replay."""
+        buffers = chain(*(one._buffers.values() for one in self.replica.modules))
+        memory = list(map(place_of, chain(self.replica.parameters, buffers)))
+        if memory == self._memory:
+            return
+        if self._captured:
+            seat.wait()
+        self._captured.clear()
+        self._seen.clear()
+        self._pool, self._memory = None, memory
+
+    def begin(self, key: Any) -> bool:
+        """Note the next batch. Returns whether it says nothing of later ones, which will be replayed."""
+        self._key = key
+        if key in self._captured or not self.on:
+            return False
+        if len(self._seen) >= _MOST_KEYS:
+            self._seen.clear()
+        self._seen[key] = self._seen.get(key, 0) + 1
+        return len(self._captured) < MOST_GRAPHS
+
+    def answer(self, seat: Seat, batch: Any) -> Any:
+        """Answer the batch, by a graph if there is one. The answers are those of the next replay, too."""
+        leaves, spec = pytree.tree_flatten(batch)
+        captured = self._captured.get(self._key)
+        if captured is not None:
+            if leaves:
+                torch._foreach_copy_(captured.inputs, leaves)
+        else:
+            due = self.on and self._seen.get(self._key, 0) > WARM_UPS and len(self._captured) < MOST_GRAPHS
+            if due:
+                captured = self._capture(seat, leaves, spec)
+            if captured is None:
+                return self.forward(batch)
+        captured.graph.replay()
+        self.replays += 1
+        return captured.answers
+
+    def _capture(self, seat: Seat, leaves: list[torch.Tensor], spec: Any) -> _Captured | None:
+        """The graph of a batch. None if there can be none, and then the device captures nothing more."""
+        if self._pool is None:
+            self._pool = cuda.graph_pool()
+        plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in leaves)
+        why = hook_of_user(self.replica.modules) if plain else "requests are sparse, or tensors of a class of their own"
+        try:
+            if why is None:
+                assert seat.gpu is not None
+                captured = _Captured(cuda.Graph(seat.gpu, self._pool), [one.clone() for one in leaves])
+                attributes = Attributes(self.replica.modules)
+                with capturing(captured.graph):
+                    captured.answers = self.forward(pytree.tree_unflatten(captured.inputs, spec))
+                why = attributes.change() or _frozen(seat, captured.answers)
+        except BaseException as error:
+            self._pool = None  # PyTorch may still take it for one that is captured into
+            if not isinstance(error, Exception):
+                raise
+            why = refusal("the forward", error) or f"its capture has raised {error!r}"
+        if why is not None:
+            self.on = False
+            self._refused(why)
+            return None
+        self._captured[self._key] = captured
+        self.captures += 1
+        return captured
+
+
+class GraphedCopies(Copies):
+    """Copies whose batches are captured on GPUs when a size has run often enough, and replayed after that. On the host they run as others do."""
+
+    rehearsals = WARM_UPS + 1
+
+    def __init__(self, name: str, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._name = name
+        self._graphs: dict[str, _DeviceGraphs] = {}  # of the present copies
+        self._left: list[_DeviceGraphs] = []  # on devices that hang, which may be at a replay
+        self._warned = False
+
+    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
+        answer, loaded = super()._of(seat)
+        copy = self._copies.get(seat.name)
+        if seat.gpu is None or copy is None or copy.answer is not answer:  # this is a run that hung, and goes on
+            return answer, loaded
+        graphs = self._graphs.get(seat.name)
+        if graphs is None or graphs.forward is not answer:
+            graphs = self._graphs[seat.name] = _DeviceGraphs(copy.replica, answer, self._refused)
+        graphs.follow(seat)
+        return functools.partial(graphs.answer, seat), loaded
+
+    @contextlib.contextmanager
+    def running(self, device: str, kind: str, size: tuple[Any, ...]) -> Iterator[float]:
+        """See `Served`."""
+        graphs = self._graphs.get(device)
+        first = graphs is not None and graphs.begin((kind, size))
+        with super().running(device, kind, size) as excluded:
+            yield math.inf if first else excluded
+
+    def drop(self, device: str) -> None:
+        """See `Served`."""
+        if (graphs := self._graphs.pop(device, None)) is not None:
+            self._left.append(graphs)
+        super().drop(device)
+
+    def free(self, seat: Seat) -> None:
+        """See `Served`."""
+        self._graphs.pop(seat.name, None)  # nobody uses it
+        super().free(seat)
+
+    def explain(self) -> str:
+        """See `Served`."""
+        graphs = list(self._graphs.values())
+        captures, replays = sum(one.captures for one in graphs), sum(one.replays for one in graphs)
+        return f"{self._name}: CUDA graphs: {captures} captured, {replays} batches replayed.\n"
+
+    def _refused(self, why: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        with contextlib.suppress(RuntimeWarning):  # where warnings are errors
+            warnings.warn(
+                f"{self._name}: graphs=True: {why}. Batches run without new graphs from now on, which is exact, but slower.",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+
+
+def _frozen(seat: Seat, answers: Any) -> str | None:
+    """An answer that a replay would not compute, in words. None if there is none."""
+    for one in pytree.tree_leaves(answers):
+        if not (isinstance(one, torch.Tensor) and one.device == seat.device):
+            what = f"a tensor on {one.device}" if isinstance(one, torch.Tensor) else f"a {type(one).__name__}"
+            return f"the forward returns {what}, which a replay would not compute"
+    return None

@@ -1,0 +1,79 @@
+"""What captures of CUDA graphs have in common, in training and in serving: their order in a process, and what a replay would leave out."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import paceline
+from paceline.torch._devices import cuda
+from paceline.torch._replicas.hooks import hooks_of_user
+
+WARM_UPS = 2  # runs of a size that go without a graph first: libraries load, allocate and choose algorithms in them
+
+# PyTorch captures one graph at a time in a process, whatever the number of trainers and pools.
+_capture = threading.Lock()
+
+_LIBRARIES = tuple(f"{Path(one.__file__ or '').parent}/" for one in (torch, paceline))
+
+
+@contextlib.contextmanager
+def capturing(graph: cuda.Graph) -> Iterator[None]:
+    """Record the work of the ``with`` block in the graph. Nothing of it runs."""
+    with _capture, graph.capturing():
+        yield
+
+
+def place_of(tensor: torch.Tensor | None) -> int:
+    """Where a tensor is. A sparse one has no memory of its own, but is not written to."""
+    if tensor is None:
+        return 0
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def hook_of_user(modules: Iterable[nn.Module]) -> str | None:
+    """A hook that a replay would not call, in words. None if there is none."""
+    for kind, name in hooks_of_user(modules):
+        return f"the module has a {kind} ({name}), which a replay would not call"
+    return None
+
+
+class Attributes:
+    """What modules hold before a capture."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+
+    def change(self) -> str | None:
+        """What the capture has set and a replay would not, in words. None if there is nothing."""
+        for module, attributes, buffers in self._before:
+            for name, value in chain(vars(module).items(), module._buffers.items()):
+                old = buffers if name in module._buffers else attributes
+                if name not in old or old[name] is not value:
+                    return f"the forward of {type(module).__name__} sets its attribute '{name}', which a replay would not do"
+        return None
+
+
+def refusal(what: str, error: BaseException) -> str | None:
+    """Why `what` cannot be captured, in words. None if the error says something else."""
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError) or "captur" not in str(error):
+        return None
+    where, trace = "", error.__traceback__
+    while trace is not None:
+        code: Any = trace.tb_frame.f_code
+        # Not in a mode or a tensor subclass either, which see the operators of the line that is wanted.
+        if not code.co_filename.startswith(_LIBRARIES) and not code.co_name.startswith("__torch_"):
+            where = f" at {code.co_filename}:{trace.tb_lineno}, in {code.co_name}"
+        trace = trace.tb_next
+    return (
+        f"{what} cannot be captured{where}: {str(error).splitlines()[0]}. A captured graph cannot wait for the "
+        "GPU, so Python must not read values of tensors: no item(), no print, no copy to the host, no if or while on a tensor, no boolean mask, no "
+        "nonzero(). Use torch.where and tensors of fixed shape"
+    )
