@@ -34,6 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--requests", int, 20000, "N", "requests (20000)"),
     ):
         group.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
+    group.add_argument(
+        "--day", action="store_true", help="devices that come and go over a day of requests, as with Pool(autoscale=)"
+    )
+    for option, default, metavar, text in (
+        ("--wait-ms", 100.0, "MS", "mean wait that is aimed at (100)"),
+        ("--activation-seconds", 5.0, "S", "until a device that is wanted takes requests (5)"),
+    ):
+        group.add_argument(option, type=float, default=default, metavar=metavar, help=f"with --day: {text}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     ):
         if given:
             raise InvalidArgument(f"{option} is not for pools; --variation and --believed are")
+    if args.day:
+        return _day(args)
     if args.max_batch < 1:
         raise InvalidArgument(f"--max-batch is {args.max_batch}; it must be at least 1")
     sizes = batch_sizes(args.max_batch)
@@ -95,3 +105,31 @@ def _text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> str:
             line += "".join(f"{part:>{width}.1%}" for part, width in zip(parts, (9, 7, 9, 9), strict=True))
         lines.append(f"{line}  {' '.join(f'{busy:.0%}' for busy in one['busy'])}")
     return "\n".join(lines)
+
+
+def _day(args: argparse.Namespace) -> int:
+    from paceline.sim import simulate_day
+
+    found = simulate_day(
+        args.speeds,
+        wait_seconds=args.wait_ms / 1e3,
+        activation_seconds=args.activation_seconds,
+        job_seconds=(args.fixed_ms + args.per_item_ms) / 1e3,
+        variation=args.variation,
+        seed=args.seed,
+    )
+    if args.json:
+        config = {
+            name: getattr(args, name)
+            for name in ("speeds", "wait_ms", "activation_seconds", "fixed_ms", "per_item_ms", "variation", "seed")
+        }
+        print(json.dumps({"config": config, "day": found}))
+        return 0
+    best = found["best_device_hours"]
+    print(
+        f"{plural(len(args.speeds), 'device')} over 24 hours, seed {args.seed}: a mean wait of at most {args.wait_ms:g} ms in {found['met'] / found['minutes']:.2%} "
+        f"of {found['minutes']} minutes, {1e3 * found['mean_wait_seconds']:.3g} ms over the day\n"
+        f"device-hours: {found['device_hours']:.1f}, {found['device_hours'] / best if best else 1:.3f} of the best plan in hindsight, {best:.1f}; "
+        f"all devices all day: {found['all_device_hours']:.1f}\n{plural(found['activations'], 'activation')}"
+    )
+    return 0

@@ -10,6 +10,7 @@ from paceline._core.sim import (
     scenarios,
     simulate,
     simulate_data_path,
+    simulate_day,
     simulate_pipeline,
     simulate_pool,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "scenarios",
     "simulate",
     "simulate_data_path",
+    "simulate_day",
     "simulate_pipeline",
     "simulate_pool",
     "what_if_pool",

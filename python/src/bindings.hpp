@@ -20,11 +20,13 @@ void bind_plan_items(pybind11::module_& module);
 void bind_plan_stages(pybind11::module_& module);
 // The decisions of a pool; called by bind_plan.
 void bind_pool_state(pybind11::module_& module);
+void bind_pool_scale(pybind11::module_& module);
 void bind_balance(pybind11::module_& module);
 void bind_sim(pybind11::module_& module);
 // Pipelines, pools, and the data path between GPUs; called by bind_sim.
 void bind_sim_pipeline(pybind11::module_& module);
 void bind_sim_pool(pybind11::module_& module);
+void bind_sim_day(pybind11::module_& module);
 void bind_sim_data_path(pybind11::module_& module);
 void bind_runtime(pybind11::module_& module);
 // Finding devices; called by bind_runtime.

@@ -169,6 +169,7 @@ void bind_plan(py::module_& module) {
   bind_plan_items(module);
   bind_plan_stages(module);
   bind_pool_state(module);
+  bind_pool_scale(module);
 }
 
 }  // namespace paceline::python

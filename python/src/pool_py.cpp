@@ -281,6 +281,16 @@ class PythonPool {
     return pool_.forget(kind);
   }
 
+  [[nodiscard]] py::object scale_tick(double least_seconds) {
+    const std::optional<PoolTick> tick = [&] {
+      const BlockingRegion without_gil;
+      return pool_.scale_tick(least_seconds);
+    }();
+    if (!tick) return py::none();
+    return py::make_tuple(tick->seconds, tick->arrived_work, tick->arrived_jobs, tick->waiting_work, tick->known,
+                          tick->speeds, tick->awaited);
+  }
+
   [[nodiscard]] const Pool& pool() const noexcept { return pool_; }
 
  private:
@@ -367,6 +377,9 @@ void bind_pool(py::module_& module) {
           "The names of the devices that start jobs: neither retired nor lost.")
       .def_property_readonly("waiting", [](const PythonPool& self) { return self.pool().waiting(); })
       .def_property_readonly("running", [](const PythonPool& self) { return self.pool().running(); })
+      .def("scale_tick", &PythonPool::scale_tick, py::arg("least_seconds"),
+           "Since the call before: seconds, work and jobs that came, work that waits, whether all that waits is known, "
+           "the speed of each device, and those that jobs wait for. None if it was less than so long ago.")
       .def_property_readonly("backlog_seconds", [](const PythonPool& self) { return self.pool().backlog_seconds(); })
       .def("explain", [](const PythonPool& self) { return self.pool().explain(); });
 }

@@ -173,6 +173,7 @@ void bind_sim(py::module_& module) {
   bind_sim_pipeline(module);
   bind_sim_data_path(module);
   bind_sim_pool(module);
+  bind_sim_day(module);
   py::class_<sim::BoxEvent>(module, "Event", "A change of the simulated machine that the split should follow.")
       .def_readonly("step", &sim::BoxEvent::step, "The first step with the change.")
       .def_readonly("device", &sim::BoxEvent::device, "Index of the device.")

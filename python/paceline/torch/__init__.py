@@ -18,6 +18,7 @@ from paceline.torch._devices.whole_gpu_kernels import WholeGpuKernelsWarning
 from paceline.torch._pipeline.layout import Candidate, Layout, layout
 from paceline.torch._pipeline.pipeline import Pipeline
 from paceline.torch._pipeline.replicas_source import PipelineReplicas
+from paceline.torch._pool.autoscale import Autoscale
 from paceline.torch._pool.batcher import Batcher
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.pool import Pool
@@ -35,6 +36,7 @@ from paceline.torch._trainer.trainer import DataParallel
 
 __all__ = [
     "Alarm",
+    "Autoscale",
     "BalancedRanks",
     "BatchSizeSearch",
     "Batcher",

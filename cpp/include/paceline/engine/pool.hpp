@@ -275,6 +275,8 @@ class PACELINE_API Pool {
   [[nodiscard]] std::vector<std::string> active() const;
   /// The seconds until all that waits now would be served, by measured times: the figure to scale on.
   [[nodiscard]] double backlog_seconds() const;
+  /// What has come since the call before, for plan::Scaler; none if that was less than so many seconds ago.
+  [[nodiscard]] std::optional<PoolTick> scale_tick(double least_seconds = 0.0);
   /// From now on every event that the decisions see goes to this file, which is replaced, and what was decided: see
   /// plan/pool_ledger.hpp. `paceline replay` repeats the decisions.
   /// @throws InvalidArgument after the first job, after a device was retired, and if the file cannot be written

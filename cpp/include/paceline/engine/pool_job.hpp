@@ -102,6 +102,17 @@ struct BatchOptions {
   double resident_bytes = 0.0;
 };
 
+/// What has come to a pool in some time. Work is counted in seconds that all devices together take for it.
+struct PoolTick {
+  double seconds = 0.0;
+  double arrived_work = 0.0;
+  double arrived_jobs = 0.0;
+  double waiting_work = 0.0;        ///< now
+  bool known = true;                ///< false: jobs wait of a kind that no device has run yet
+  std::vector<double> speeds = {};  ///< of each device, retired or not; 0 for a lost one. They add up to about 1
+  std::vector<bool> awaited = {};   ///< retired devices that jobs wait for, since too few others can run these
+};
+
 /// What a job left, once it has ended.
 struct JobReport {
   std::string device;    ///< the name of the first device that it ran on; empty if it never ran

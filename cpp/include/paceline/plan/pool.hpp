@@ -142,6 +142,10 @@ class PACELINE_API PoolState {
   [[nodiscard]] double used_bytes(std::size_t device) const;
   /// The seconds until all that waits now would be served: the figure to scale on. Unknown kinds count as nothing.
   [[nodiscard]] double backlog_seconds() const;
+  /// Of a kind; all zero if its number is free.
+  [[nodiscard]] PoolLoad load(std::size_t kind) const;
+  /// Devices that are retired, not lost, and that jobs wait for, since too few active ones can run these.
+  [[nodiscard]] std::vector<bool> awaited() const;
   /// By their numbers.
   [[nodiscard]] std::vector<PoolTenantUse> tenants() const;
   /// A sentence for a report.

@@ -211,6 +211,14 @@ struct PoolTenantUse {
   double memory_bytes = 0.0;
 };
 
+/// What comes of a kind, in jobs of typical cost.
+struct PoolLoad {
+  double arrived = 0.0;  ///< since the kind was added, with those that were rejected for the queue or their deadline
+  double waiting = 0.0;
+  /// A second, of each device in its largest batches, also if it is retired; 0: unknown, or it is lost.
+  std::vector<double> rates = {};
+};
+
 /// How a run ended. `given_up`: nobody waits for it any more, so its jobs fail, and run nowhere again.
 enum class RunResult : std::uint8_t { completed, failed, out_of_memory, device_lost, given_up };
 

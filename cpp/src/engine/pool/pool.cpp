@@ -194,6 +194,7 @@ std::int64_t Pool::waiting() const { return core_->waiting(); }
 std::int64_t Pool::running() const { return core_->running(); }
 std::vector<std::string> Pool::active() const { return core_->active(); }
 double Pool::backlog_seconds() const { return core_->backlog_seconds(); }
+std::optional<PoolTick> Pool::scale_tick(double least_seconds) { return core_->scale_tick(least_seconds); }
 std::string Pool::explain() const { return core_->explain(); }
 void Pool::write_ledger(const std::filesystem::path& path) { core_->write_ledger(path); }
 

@@ -111,6 +111,7 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   [[nodiscard]] std::int64_t running() const;
   [[nodiscard]] std::vector<std::string> active() const;
   [[nodiscard]] double backlog_seconds() const;
+  [[nodiscard]] std::optional<PoolTick> scale_tick(double least_seconds);
   [[nodiscard]] std::string explain() const;
   void write_ledger(const std::filesystem::path& path);
 
@@ -265,6 +266,10 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   std::size_t let_go_ = 0;                         // workers
   bool closed_ = false;
   bool cancelling_ = false;  // whether nothing starts any more
+  // Of scale_tick(): when it was last called, what had come of each kind by then, and the speeds that it told.
+  double ticked_ = 0.0;
+  std::vector<double> arrived_;
+  std::vector<double> speeds_;
   std::exception_ptr lost_;  // why the last device was lost, if all are
   std::atomic<bool> complete_{false};
 };

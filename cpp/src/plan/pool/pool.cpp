@@ -174,6 +174,7 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
   if (s.quotas && !s.within_quota(made)) refused = PoolReason::quota;
   if (!s.can_run(made)) refused = PoolReason::no_device;
   if (refused == PoolReason::none && !s.admits(made, now_seconds)) refused = PoolReason::deadline;
+  if (refused != PoolReason::no_device && refused != PoolReason::quota) kind.arrived += job.cost;
   if (refused != PoolReason::none) {
     out.ends.push_back({id, JobOutcome::rejected, refused, std::nullopt});
   } else {

@@ -52,6 +52,44 @@ double PoolState::backlog_seconds() const {
   return seconds;
 }
 
+PoolLoad PoolState::load(std::size_t kind) const {
+  const State& s = *state_;
+  const State::Kind& of = s.kinds.at(kind);
+  PoolLoad load{.rates = std::vector<double>(s.devices.size())};
+  if (of.forgotten) return load;
+  load.arrived = of.arrived / of.cost;
+  load.waiting = static_cast<double>(of.held);
+  for (std::size_t d = 0; d < s.devices.size(); ++d) {
+    const std::int64_t most = s.devices[d].lost ? 0 : s.largest(kind, d);
+    const double batch = most > 0 ? s.seconds(kind, d, of.cost * static_cast<double>(most)) : 0.0;
+    if (batch > 0.0) load.rates[d] = static_cast<double>(most) / batch;
+  }
+  return load;
+}
+
+std::vector<bool> PoolState::awaited() const {
+  const State& s = *state_;
+  std::vector<bool> found(s.devices.size());
+  const auto look = [&](std::size_t kind, std::size_t need, std::size_t bound, std::size_t enough) {
+    const auto can = [&](std::size_t d) {
+      return !s.devices[d].lost && (bound == kNone || bound == d) && s.accepts(need, d) && s.largest(kind, d) > 0;
+    };
+    std::size_t active = 0;
+    for (std::size_t d = 0; d < s.devices.size(); ++d) active += s.devices[d].active && can(d) ? 1 : 0;
+    for (std::size_t d = 0; d < s.devices.size() && active < enough; ++d) {
+      if (s.devices[d].active || !can(d)) continue;
+      found[d] = true;
+      ++active;
+    }
+  };
+  for (const std::size_t at : s.active_lines) look(s.lines[at].kind, s.lines[at].need, s.lines[at].bound, 1);
+  for (const auto& [background, key, id] : s.gangs) {
+    const PoolEntry& job = s.jobs.at(id);
+    look(job.kind, job.need, kNone, static_cast<std::size_t>(job.gang));
+  }
+  return found;
+}
+
 std::string PoolState::describe(const PoolDecline& decline) const {
   const std::string& device = state_->devices.at(decline.device).spec.name;
   const std::string& kind = state_->kinds.at(decline.kind).spec.name;

@@ -127,6 +127,7 @@ class PoolState::State {
     PoolKind spec = {};
     std::size_t model = kNone;
     std::int64_t held = 0;                             // waiting jobs
+    double arrived = 0.0;                              // cost of all jobs that it could take
     std::map<std::size_t, std::int64_t> held_by = {};  // tenants, if there are any
     std::vector<Measured> on = {};                     // by device
     std::vector<Measured> classes = {};

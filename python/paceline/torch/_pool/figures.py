@@ -95,6 +95,7 @@ class Collector:
             ("backlog_seconds", "Until what waits now would be served, by measured times.", report["backlog_seconds"]),
             ("queued", "Jobs that wait.", report["waiting"]),
             ("running", "Runs of jobs or batches on devices.", report["running"]),
+            ("desired_devices", "How many devices the mean wait that is aimed at takes.", report["desired_devices"]),
             ("active_devices", "Devices that take jobs.", sum(not one["retired"] for one in devices.values())),
         ):
             gauge = GaugeMetricFamily(f"paceline_pool_{name}", help_text, labels=names)

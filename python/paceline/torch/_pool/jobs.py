@@ -44,6 +44,8 @@ def name_of(fn: Any) -> str:
 class Jobs:
     """What a pool and its batchers share. Jobs keep it until they have ended, so a pool that nobody knows any more ends them first."""
 
+    scale: Any  # the pool's `Scale`, which releases devices
+
     def __init__(
         self,
         group: DeviceGroup,
@@ -62,6 +64,7 @@ class Jobs:
         self._adding = threading.RLock()  # a device, or what is served
         self._again: set[str] = set()  # kinds of jobs that may run again
         self.watchdog = None if hang_seconds is None else Watchdog(self, hang_seconds)
+        self.ends = [] if self.watchdog is None else [self.watchdog.end]  # of threads, once it is closed
         self.figures = Figures([one.name for one in group.devices])
         self.copies: set[PoolFuture[Any]] = set()  # of requests, for versions in the shadow
         self.closed = False
@@ -215,8 +218,8 @@ class Jobs:
             self.closed = True
             if self._observed is not None:
                 self._observed.close()
-            if self.watchdog is not None:
-                self.watchdog.end()
+            for end in self.ends:
+                end()
 
 
 _open: weakref.WeakSet[Jobs] = weakref.WeakSet()

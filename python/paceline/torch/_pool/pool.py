@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument, Rejected, find_device
+from paceline.torch._pool.autoscale import Autoscale, Scale, Scaled
 from paceline.torch._pool.batcher import Batcher
 from paceline.torch._pool.figures import Collector
 from paceline.torch._pool.future import PoolFuture
@@ -28,7 +29,7 @@ from paceline.torch._replicas.copies import Replicate
 _T = TypeVar("_T")
 
 
-class Pool(Paged, Shown, Traced, WritesLedger):
+class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
     """Runs many independent pieces of work on the devices of this machine.
 
     A job starts where it ends soonest by what was measured: a slow device leaves to faster ones what these end sooner. Until three jobs of a
@@ -64,6 +65,8 @@ class Pool(Paged, Shown, Traced, WritesLedger):
     hang_seconds
         A job or a batch that runs for longer is given up: its future has `Timeout`, a warning names the job, the device and the line, and another thread
         takes the jobs of the device. The thread that hangs goes on, and so does a GPU, beside later jobs. More than any job takes, with compiling and loading.
+    autoscale
+        Whether to release devices that are not needed, and to take them back, so that jobs wait for 0.1 s in the mean. `Autoscale` has other figures.
     observe
         ``"socket"``: ``paceline top`` shows the pool until `close`, as for `DataParallel`.
 
@@ -88,6 +91,7 @@ class Pool(Paged, Shown, Traced, WritesLedger):
         memory: Mapping[str, float] | None = None,
         tenants: Mapping[str, float | Tenant] | None = None,
         hang_seconds: float | None = None,
+        autoscale: bool | Autoscale = False,
         observe: Literal["socket"] | None = None,
     ) -> None:
         caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in (memory or {}).items()}
@@ -95,6 +99,7 @@ class Pool(Paged, Shown, Traced, WritesLedger):
         add_tenants(self._jobs.engine, tenants)
         if budget > 0:
             work_beside(devices, self._jobs)
+        self._scale = self._jobs.scale = Scale(self._jobs, autoscale)
         self._scalars = Scalars()
 
     @property
@@ -316,14 +321,6 @@ class Pool(Paged, Shown, Traced, WritesLedger):
         cap = None if memory is None else bytes_of("add", "memory", memory)
         self._jobs.add(find_device(device) if isinstance(device, str) else device, cap)
 
-    def retire(self, device: str) -> None:
-        """Let a device start nothing until `restore`. What runs there goes on."""
-        self._jobs.engine.retire(device)
-
-    def restore(self, device: str) -> None:
-        """Let a device start jobs again."""
-        self._jobs.engine.restore(device)
-
     def close(self, *, cancel: bool = False) -> None:
         """Take no more jobs, and wait until every job has ended. With `cancel`, jobs that have not started are cancelled. A second call does nothing.
 
@@ -348,7 +345,8 @@ class Pool(Paged, Shown, Traced, WritesLedger):
 
     def explain(self) -> str:
         """Text: what each device has run, why it leaves jobs waiting, and what tenants have had."""
-        return self._jobs.engine.explain() + "".join(one.explain() for one in list(self._jobs.served.values()))
+        served = [one.explain() for one in list(self._jobs.served.values())]
+        return "".join((self._jobs.engine.explain(), *served, self._scale.explain()))
 
     def report(self) -> dict[str, Any]:
         """The figures of `explain` and `prometheus`.
@@ -358,6 +356,7 @@ class Pool(Paged, Shown, Traced, WritesLedger):
         dict
             ``devices``: by name ``jobs`` that completed, their ``runs`` alone or in batches, ``busy_seconds`` of these, and whether it is
             ``retired``, or lost. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured times.
+            ``desired_devices``: how many devices a mean wait of 0.1 s takes, or that of `Autoscale`, for what has come lately.
             ``tenants``: by name their ``weight``, the costs of what was ``served``, jobs ``waiting``, ``devices`` and bytes of ``memory`` in use; ``""``: jobs without a name.
             ``hangs``: the last runs that were given up, each with ``device``, ``kind``, ``jobs``, ``where`` and ``time``. ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds``, of all of them together.
         """
@@ -366,6 +365,7 @@ class Pool(Paged, Shown, Traced, WritesLedger):
             "waiting": self.waiting,
             "running": self.running,
             "backlog_seconds": self._jobs.engine.backlog_seconds,
+            "desired_devices": self._scale.desired(),
             "tenants": report_of(self._jobs.engine),
             "hangs": [] if self._jobs.watchdog is None else list(self._jobs.watchdog.hangs),
             **self._jobs.figures.report(),

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What comes to a pool, for how many devices it needs.
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "engine/pool/pool_core.hpp"
+
+namespace paceline::internal {
+
+// Work is counted in seconds that all devices together take for it. So kinds that devices are good at differently add
+// up.
+std::optional<PoolTick> PoolCore::scale_tick(double least_seconds) {
+  check_process("scale_tick");
+  const std::lock_guard lock(mutex_);
+  const double time = now();
+  if (time - ticked_ < least_seconds) return std::nullopt;
+  PoolTick tick{.seconds = time - ticked_, .speeds = std::vector<double>(devices_.size())};
+  ticked_ = time;
+  arrived_.resize(state_.kind_count());
+  double known = 0.0;
+  for (std::size_t kind = 0; kind < arrived_.size(); ++kind) {
+    const plan::PoolLoad load = state_.load(kind);
+    const double before = std::exchange(arrived_[kind], load.arrived);
+    const double jobs = load.arrived < before ? load.arrived : load.arrived - before;  // less: the number is another's
+    const double all = std::accumulate(load.rates.begin(), load.rates.end(), 0.0);
+    if (!(all > 0.0)) {
+      tick.known = tick.known && load.waiting <= 0.0;
+      continue;
+    }
+    tick.arrived_jobs += jobs;
+    tick.arrived_work += jobs / all;
+    tick.waiting_work += load.waiting / all;
+    const double weight = (jobs + load.waiting) / all;
+    known += weight;
+    for (std::size_t d = 0; d < devices_.size(); ++d) tick.speeds[d] += weight * load.rates[d] / all;
+  }
+  if (known > 0.0) {
+    for (double& speed : tick.speeds) speed /= known;
+    speeds_ = tick.speeds;
+  } else if (speeds_.size() == devices_.size()) {
+    tick.speeds = speeds_;
+  } else {
+    std::ranges::fill(tick.speeds, 1.0 / static_cast<double>(devices_.size()));
+  }
+  tick.awaited = state_.awaited();
+  return tick;
+}
+
+}  // namespace paceline::internal

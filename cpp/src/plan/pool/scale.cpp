@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/plan/pool_scale.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+#include "refuse.hpp"
+
+namespace paceline::plan {
+namespace {
+
+constexpr std::size_t kMostByTrying = 12;  // devices: 4096 sets
+constexpr double kJobGain = 0.05;          // of a job's mean work, in a second
+constexpr std::size_t kMostDesired = 4096;
+constexpr double kBacklogSeconds = 60.0;  // in which devices that the box lacks would serve what waits
+
+std::vector<double> speeds_of(std::span<const ScaleDevice> devices, const std::vector<bool>& set) {
+  std::vector<double> speeds;
+  for (std::size_t d = 0; d < devices.size(); ++d) {
+    if (set[d]) speeds.push_back(devices[d].speed);
+  }
+  return speeds;
+}
+
+double price_of(std::span<const ScaleDevice> devices, const std::vector<bool>& set) {
+  double price = 0.0;
+  for (std::size_t d = 0; d < devices.size(); ++d) price += set[d] ? devices[d].price : 0.0;
+  return price;
+}
+
+}  // namespace
+
+double predicted_wait(std::span<const double> speeds, const ScaleDemand& demand) {
+  const double rate = std::accumulate(speeds.begin(), speeds.end(), 0.0);
+  if (!(rate > 0.0)) return std::numeric_limits<double>::infinity();
+  const double load = demand.work_per_second / rate;
+  if (load >= 1.0) return std::numeric_limits<double>::infinity();
+  const auto n = static_cast<double>(speeds.size());
+  const double service = demand.job_seconds * n / rate;
+  const double queue = std::pow(load, std::sqrt(2.0 * (n + 1.0)) - 1.0) / (n * (1.0 - load)) * service;
+  return demand.backlog / rate + demand.variability * queue;
+}
+
+std::vector<bool> least_devices(std::span<const ScaleDevice> devices, const std::vector<bool>& must,
+                                const std::vector<bool>& may, const ScaleDemand& demand, double wait_seconds) {
+  std::vector<bool> set(devices.size());
+  std::vector<std::size_t> open;
+  for (std::size_t d = 0; d < devices.size(); ++d) {
+    if (!devices[d].usable) continue;
+    if (must[d]) {
+      set[d] = true;
+    } else if (may[d]) {
+      open.push_back(d);
+    }
+  }
+  std::stable_sort(open.begin(), open.end(), [&](std::size_t a, std::size_t b) {
+    return devices[a].price * devices[b].speed < devices[b].price * devices[a].speed;
+  });
+  const auto enough = [&](const std::vector<bool>& tried) {
+    return predicted_wait(speeds_of(devices, tried), demand) <= wait_seconds;
+  };
+  if (open.size() > kMostByTrying) {
+    for (const std::size_t d : open) {
+      if (enough(set)) break;
+      set[d] = true;
+    }
+    return set;
+  }
+  std::vector<bool> best;
+  double least = std::numeric_limits<double>::infinity();
+  for (std::uint32_t bits = 0; bits < (1U << open.size()); ++bits) {
+    std::vector<bool> tried = set;
+    for (std::size_t i = 0; i < open.size(); ++i) tried[open[i]] = tried[open[i]] || ((bits >> i) & 1U) != 0;
+    const double price = price_of(devices, tried);
+    if (price < least && enough(tried)) {
+      least = price;
+      best = std::move(tried);
+    }
+  }
+  if (!best.empty()) return best;
+  for (const std::size_t d : open) set[d] = true;
+  return set;
+}
+
+Scaler::Scaler(ScaleOptions options) : options_(options) {
+  require(std::isfinite(options.wait_seconds) && options.wait_seconds > 0.0, "wait_seconds is {}; it must be positive",
+          options.wait_seconds);
+  for (const auto& [name, gain] :
+       {std::pair{"level_gain", options.level_gain}, std::pair{"trend_gain", options.trend_gain}}) {
+    require(gain >= 0.0 && gain <= 1.0, "{} is {}; it must be from 0 to 1", name, gain);
+  }
+}
+
+void Scaler::learn(const ScaleTick& tick) {
+  require(std::isfinite(tick.seconds) && tick.seconds > 0.0, "a tick has {} seconds; they must be positive",
+          tick.seconds);
+  const double rate = tick.arrived_work / tick.seconds;
+  if (!begun_) {
+    level_ = rate;
+    begun_ = true;
+  } else {
+    const double before = level_;
+    const double gain = 1.0 - std::pow(1.0 - options_.level_gain, tick.seconds);
+    const double trend_gain = 1.0 - std::pow(1.0 - options_.trend_gain, tick.seconds);
+    level_ = gain * rate + (1.0 - gain) * (level_ + trend_ * tick.seconds);
+    trend_ = trend_gain * (level_ - before) / tick.seconds + (1.0 - trend_gain) * trend_;
+  }
+  if (!(tick.arrived_jobs > 0.0)) return;
+  const double job = tick.arrived_work / tick.arrived_jobs;
+  double& mean = demand_.job_seconds;
+  mean = mean > 0.0 ? mean + (1.0 - std::pow(1.0 - kJobGain, tick.seconds)) * (job - mean) : job;
+}
+
+std::vector<bool> Scaler::decide(std::span<const ScaleDevice> devices, const ScaleTick& tick) {
+  learn(tick);
+  unneeded_.resize(devices.size());
+  const std::vector<bool> all(devices.size(), true);
+  const std::vector<bool> none(devices.size());
+  std::vector<bool> active = none;
+  double rate = 0.0;
+  double horizon = tick.seconds;  // until a device that is added at the next decision takes work
+  for (std::size_t d = 0; d < devices.size(); ++d) {
+    if (!devices[d].usable) continue;
+    active[d] = devices[d].active;
+    rate += active[d] ? devices[d].speed : 0.0;
+    horizon = std::max(horizon, tick.seconds + devices[d].activation_seconds);
+  }
+  demand_.work_per_second = std::max(0.0, level_ + trend_ * horizon);
+  const double until_then = std::max(0.0, level_ + trend_ * horizon / 2.0) - rate;
+  demand_.backlog = std::max(0.0, tick.waiting_work + until_then * horizon);
+  std::vector<bool> wanted = least_devices(devices, active, all, demand_, options_.wait_seconds);
+
+  ScaleDemand now = demand_;
+  now.backlog = std::max(tick.waiting_work, demand_.backlog);
+  const std::vector<bool> needed = least_devices(devices, none, wanted, now, options_.wait_seconds);
+  auto left = std::count(wanted.begin(), wanted.end(), true);
+  for (std::size_t d = 0; d < devices.size(); ++d) {
+    unneeded_[d] = active[d] && !needed[d] ? unneeded_[d] + tick.seconds : 0.0;
+    if (unneeded_[d] == 0.0 || unneeded_[d] < devices[d].activation_seconds || left == 1) continue;
+    wanted[d] = false;
+    --left;
+    unneeded_[d] = 0.0;
+  }
+  if (left == 0) {  // nothing comes, and nothing was active
+    const auto cheapest = std::min_element(devices.begin(), devices.end(), [](const auto& a, const auto& b) {
+      return a.usable != b.usable ? a.usable : a.price < b.price;
+    });
+    if (cheapest != devices.end() && cheapest->usable)
+      wanted[static_cast<std::size_t>(cheapest - devices.begin())] = true;
+  }
+  count(devices, wanted);
+  return wanted;
+}
+
+void Scaler::count(std::span<const ScaleDevice> devices, const std::vector<bool>& wanted) {
+  std::vector<double> speeds = speeds_of(devices, wanted);
+  wait_ = predicted_wait(speeds, demand_);
+  desired_ = speeds.size();
+  std::vector<double> usable;
+  for (const ScaleDevice& one : devices) {
+    if (one.usable) usable.push_back(one.speed);
+  }
+  if (usable.empty() || wait_ <= options_.wait_seconds || speeds.size() < usable.size()) return;
+  const double mean = std::accumulate(usable.begin(), usable.end(), 0.0) / static_cast<double>(usable.size());
+  ScaleDemand steady = demand_;
+  steady.work_per_second += steady.backlog / kBacklogSeconds;
+  steady.backlog = 0.0;
+  while (predicted_wait(speeds, steady) > options_.wait_seconds && speeds.size() < kMostDesired) {
+    speeds.push_back(mean);
+  }
+  desired_ = speeds.size();
+}
+
+}  // namespace paceline::plan

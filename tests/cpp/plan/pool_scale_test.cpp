@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include <paceline/error.hpp>
+#include <paceline/plan/pool_scale.hpp>
+
+#include "draws.hpp"
+
+namespace paceline::plan {
+namespace {
+
+using testing::Draws;
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+/// The mean wait in front of n equal servers with arrivals at random and exponential services (Erlang C), in services.
+double erlang_wait(int n, double load) {
+  double blocked = 1.0;  // Erlang B, by its recursion
+  for (int i = 1; i <= n; ++i) blocked = load * n * blocked / (i + load * n * blocked);
+  return blocked / (1.0 - load + load * blocked) / (n * (1.0 - load));
+}
+
+TEST(PredictedWait, IsThatOfQueueingTheory) {
+  for (int n = 1; n <= 32; n *= 2) {
+    const std::vector<double> speeds(static_cast<std::size_t>(n), 2.0);
+    for (const double load : {0.5, 0.7, 0.9, 0.97}) {
+      const ScaleDemand demand{.work_per_second = load * 2.0 * n, .job_seconds = 0.1};
+      const double service = 0.1 / 2.0;
+      EXPECT_NEAR(predicted_wait(speeds, demand) / service, erlang_wait(n, load), 0.03 + 0.03 * erlang_wait(n, load))
+          << n << " servers, load " << load;
+    }
+  }
+}
+
+TEST(PredictedWait, CountsWhatWaitsAndIsEndlessWhereTooMuchComes) {
+  const std::vector<double> speeds = {1.0, 0.5};
+  EXPECT_DOUBLE_EQ(predicted_wait(speeds, {.backlog = 3.0}), 2.0);
+  EXPECT_EQ(predicted_wait(speeds, {.work_per_second = 1.5, .job_seconds = 0.1}), kNever);
+  EXPECT_EQ(predicted_wait({}, {}), kNever);
+}
+
+/// By recursion over the devices.
+double least_price(const std::vector<ScaleDevice>& devices, const std::vector<bool>& must, const std::vector<bool>& may,
+                   const ScaleDemand& demand, double wait, std::size_t at = 0, double price = 0.0,
+                   std::vector<double> speeds = {}) {
+  if (at == devices.size()) return predicted_wait(speeds, demand) <= wait ? price : kNever;
+  double least = kNever;
+  const ScaleDevice& one = devices[at];
+  if (!one.usable || !must[at]) least = least_price(devices, must, may, demand, wait, at + 1, price, speeds);
+  if (one.usable && (must[at] || may[at])) {
+    speeds.push_back(one.speed);
+    least = std::min(least, least_price(devices, must, may, demand, wait, at + 1, price + one.price, speeds));
+  }
+  return least;
+}
+
+TEST(LeastDevices, CostAsLittleAsAllSetsThatWereTried) {
+  int found = 0;
+  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+    Draws draws(seed);
+    std::vector<ScaleDevice> devices(draws.count(1, 7));
+    std::vector<bool> must(devices.size());
+    std::vector<bool> may(devices.size());
+    for (std::size_t d = 0; d < devices.size(); ++d) {
+      devices[d] = {.speed = draws.real(0.1, 2.0), .price = draws.real(0.1, 2.0), .usable = draws.chance(0.9)};
+      must[d] = draws.chance(0.2);
+      may[d] = draws.chance(0.8);
+    }
+    const ScaleDemand demand{.work_per_second = draws.real(0.0, 4.0),
+                             .job_seconds = draws.real(0.01, 0.3),
+                             .backlog = draws.chance(0.5) ? draws.real(0.0, 0.5) : 0.0};
+    const double wait = draws.real(0.02, 0.5);
+    const std::vector<bool> set = least_devices(devices, must, may, demand, wait);
+    std::vector<double> speeds;
+    double price = 0.0;
+    for (std::size_t d = 0; d < devices.size(); ++d) {
+      EXPECT_TRUE(!set[d] || (devices[d].usable && (must[d] || may[d])));
+      EXPECT_TRUE(set[d] || !must[d] || !devices[d].usable);
+      if (!set[d]) continue;
+      speeds.push_back(devices[d].speed);
+      price += devices[d].price;
+    }
+    const double least = least_price(devices, must, may, demand, wait);
+    if (least == kNever) {
+      for (std::size_t d = 0; d < devices.size(); ++d) EXPECT_TRUE(set[d] || !devices[d].usable || !may[d]);
+    } else {
+      ++found;
+      EXPECT_LE(predicted_wait(speeds, demand), wait) << seed;
+      EXPECT_NEAR(price, least, 1e-12) << seed;
+    }
+  }
+  EXPECT_GT(found, 100);
+}
+
+TEST(LeastDevices, OfManyAreThoseOfTheLeastPriceForTheirSpeed) {
+  std::vector<ScaleDevice> devices(40, {.speed = 1.0, .price = 1.0});
+  for (std::size_t d = 0; d < 10; ++d) devices[4 * d].price = 0.5;
+  const std::vector<bool> none(40);
+  const std::vector<bool> all(40, true);
+  const std::vector<bool> set = least_devices(devices, none, all, {.work_per_second = 7.5, .job_seconds = 0.01}, 0.1);
+  for (std::size_t d = 0; d < 40; ++d) EXPECT_EQ(set[d], d % 4 == 0 && d < 32) << d;
+}
+
+class ScaledBox {
+ public:
+  explicit ScaledBox(std::vector<ScaleDevice> of) : devices(std::move(of)) {}
+
+  std::size_t tick(double work, double waiting = 0.0) {
+    const std::vector<bool> wanted =
+        scaler.decide(devices, {.arrived_work = work, .arrived_jobs = work / 0.05, .waiting_work = waiting});
+    std::size_t active = 0;
+    for (std::size_t d = 0; d < devices.size(); ++d) {
+      devices[d].active = wanted[d];
+      active += wanted[d] ? 1 : 0;
+    }
+    return active;
+  }
+
+  std::vector<ScaleDevice> devices;
+  Scaler scaler;
+};
+
+TEST(Scaler, AddsAtOnceAndRemovesAfterAsLongAsAnActivationTakes) {
+  ScaledBox box(std::vector<ScaleDevice>(8, {.activation_seconds = 5.0, .active = false}));
+  for (int t = 0; t < 20; ++t) EXPECT_EQ(box.tick(0.0), 1U);
+  EXPECT_GT(box.tick(3.0, 20.0), 2U) << "twenty seconds of work wait";
+  for (int t = 0; t < 300; ++t) (void)box.tick(3.0);
+  const std::size_t steady = box.tick(3.0);
+  EXPECT_EQ(steady, 4U);  // three would have no time to spare
+  std::size_t kept = 0;
+  while (box.tick(0.0) == steady) ++kept;
+  EXPECT_GE(kept, 4U) << "a device that was needed a moment ago";
+  for (int t = 0; t < 300; ++t) (void)box.tick(0.0);
+  EXPECT_EQ(box.tick(0.0), 1U) << "the last one stays";
+}
+
+TEST(Scaler, ForecastsOverTheSecondsOfAnActivation) {
+  ScaledBox slow(std::vector<ScaleDevice>(8, {.activation_seconds = 30.0, .active = false}));
+  ScaledBox fast(std::vector<ScaleDevice>(8, {.activation_seconds = 0.0, .active = false}));
+  bool earlier = false;
+  for (int t = 0; t < 100; ++t) {
+    const double work = 0.03 * t;  // grows by 0.9 within the activation
+    const std::size_t with_load = slow.tick(work);
+    const std::size_t without = fast.tick(work);
+    EXPECT_GE(with_load, without) << t;
+    earlier = earlier || with_load > without;
+  }
+  EXPECT_TRUE(earlier);
+  EXPECT_GT(slow.scaler.demand().work_per_second, fast.scaler.demand().work_per_second + 0.5);
+}
+
+TEST(Scaler, LeavesWhatIsNotUsableAndSaysHowManyWouldDo) {
+  ScaledBox box(std::vector<ScaleDevice>(2, {.active = false}));
+  for (int t = 0; t < 200; ++t) (void)box.tick(5.3);
+  EXPECT_EQ(box.tick(5.3), 2U);
+  EXPECT_EQ(box.scaler.desired(), 6U);
+  EXPECT_EQ(box.scaler.wait_seconds(), kNever);
+  box.devices[0].usable = false;
+  EXPECT_EQ(box.tick(0.1), 1U);
+  EXPECT_TRUE(box.devices[1].active);
+  box.devices[1].usable = false;
+  EXPECT_EQ(box.tick(0.1), 0U);
+  box.devices[1].usable = true;
+  EXPECT_EQ(box.tick(0.0), 1U);
+}
+
+TEST(Scaler, DependsOnTimeAndNotOnTheNumberOfTicks) {
+  ScaledBox box(std::vector<ScaleDevice>(2));
+  Scaler often, seldom;
+  for (int t = 0; t < 60; ++t) (void)often.decide(box.devices, {.arrived_work = t < 30 ? 1.0 : 2.0});
+  for (int t = 0; t < 6; ++t) (void)seldom.decide(box.devices, {.seconds = 10.0, .arrived_work = t < 3 ? 10.0 : 20.0});
+  EXPECT_NEAR(often.demand().work_per_second, seldom.demand().work_per_second, 0.15);
+}
+
+TEST(Scaler, RefusesWhatIsNoTargetAndNoTick) {
+  EXPECT_THROW(Scaler({.wait_seconds = 0.0}), InvalidArgument);
+  EXPECT_THROW(Scaler({.level_gain = 1.5}), InvalidArgument);
+  EXPECT_THROW(Scaler({.trend_gain = -0.1}), InvalidArgument);
+  const std::vector<ScaleDevice> devices(1);
+  EXPECT_THROW((void)Scaler().decide(devices, {.seconds = 0.0}), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace paceline::plan
