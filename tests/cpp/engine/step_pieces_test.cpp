@@ -277,6 +277,9 @@ TEST(ShortPieces, AreNoShorterThanTwiceWhatDoesNotDependOnTheItems) {
   EXPECT_EQ(*std::ranges::max_element(sizes), 12) << "three of two lengths, and half a one";
   internal::ShortPieces single(devices);
   EXPECT_EQ(cut_for(single, 0.0, 0.1, 4, 10), (std::vector<std::int64_t>{1, 1, 1, 1}));
+  internal::ShortPieces few(devices);
+  EXPECT_EQ(cut_for(few, 0.001, 0.001, 3, 1), (std::vector<std::int64_t>{1, 1, 1}));
+  EXPECT_EQ(cut_for(few, 0.001, 0.001, 3, 1), (std::vector<std::int64_t>{3})) << "there was only one length before";
 }
 
 TEST(ShortPieces, AreRunByStepsOfFreeSizesOnly) {

@@ -34,8 +34,8 @@ StepLoopOptions with_stable_shapes(StepLoopOptions options, bool asynchronous) {
   return options;
 }
 
-/// The entry of this key, which is made of `arguments` when it is first asked for. The one that was asked for first of
-/// all is forgotten.
+/// The entry of this key, which is made of `arguments` when it is first asked for. Of many keys the least recently used
+/// one is forgotten.
 template <class Key, class Value, class... Arguments>
 std::shared_ptr<Value> of_kind(std::vector<std::pair<Key, std::shared_ptr<Value>>>& entries, const Key& key,
                                const Arguments&... arguments) {
@@ -44,7 +44,7 @@ std::shared_ptr<Value> of_kind(std::vector<std::pair<Key, std::shared_ptr<Value>
     if (entries.size() == kMostSearches) entries.erase(entries.begin());
     entries.emplace_back(key, std::make_shared<Value>(arguments...));
   } else {
-    std::rotate(known, known + 1, entries.end());  // the last one that was asked for is forgotten last
+    std::rotate(known, known + 1, entries.end());
   }
   return entries.back().second;
 }

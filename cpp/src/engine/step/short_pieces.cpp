@@ -22,9 +22,12 @@ std::vector<ShortPieces::Span> ShortPieces::pieces(DeviceId device, std::int64_t
                                                    double seconds, std::optional<std::int64_t> most) {
   DeviceState& state = devices_[device];
   const std::int64_t items = end - begin;
+  const plan::CostModel model = state.times.samples() > 0 ? state.times.model() : plan::CostModel();
+  // All of the time counts per item until a second length is known.
+  const bool fits = state.times.samples() > 0 && model.seconds(items) <= seconds;
   std::int64_t size = std::max<std::int64_t>(1, items / 2);
-  if (state.fewest < state.largest) {
-    size = std::max({std::int64_t{1}, state.fewest / 2, items_at_once(state.times.model(), seconds, items)});
+  if (state.fewest < state.largest || fits) {
+    size = std::max({std::int64_t{1}, state.fewest / 2, items_at_once(model, seconds, items)});
     if (state.size > 0) size = std::min(size, 2 * state.size);  // one time that is off may not make pieces long
     if (size < items) state.size = size;
   }
