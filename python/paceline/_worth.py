@@ -64,7 +64,7 @@ class Worth:
     choices
         The subsets in which each device has work, the fastest first.
     batch_size, unit
-        Of a step, and what it counts: ``"items"`` or ``"work"``.
+        Of a step, and what it counts: ``"items"`` or ``"units of work"``, of which the first batch with costs had 1,000,000.
     notes
         What else is to be known: devices that stand idle, with the cure, and what was not measured.
     """
@@ -217,7 +217,7 @@ def worth_of(
     names = list(ask(add=add, remove=remove, batch_size=batch_size).names)  # which also checks the arguments
     hourly = None if prices is None else prices_of(prices, names)
     more = [_unique(names, at) for at in range(len(run.devices), len(names))]
-    unit, per = ("items", 1000 / batch_size) if run.unit == "items" else ("work", _WORK / batch_size)
+    unit, per = ("items", 1000 / batch_size) if run.unit == "items" else ("units of work", _WORK / batch_size)
 
     def of(kept: Sequence[int]) -> tuple[bool, Choice]:
         """What one subset takes, and whether each of its devices has work."""
@@ -293,4 +293,5 @@ def idle_notes(run: Run) -> list[str]:
     if least is None or busy[least] >= _BUSY:
         return notes
     said = f"{least} computed in {busy[least]:.0%} of the time of the steps, less than {_BUSY:.0%}: some of its price buys nothing."
-    return [*notes, f"{said} {sentences(run)[2]} trainer.on_alarm() calls back when a device idles."]
+    cure = sentences(run)[2].replace(" in the chart of speeds", "")  # which is on a page
+    return [*notes, f"{said} {cure} trainer.on_alarm() calls back when a device idles."]

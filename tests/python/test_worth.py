@@ -162,6 +162,25 @@ def test_a_trainer_says_it_with_the_time_between_its_steps(monkeypatch: pytest.M
         assert not isinstance(trainer.what_if(remove=["host:1"]), Worth)
 
 
+def test_steps_with_costs_and_without_are_told_apart(tmp_path: Path) -> None:
+    module, batch = classifier(64)
+    path = tmp_path / "run.jsonl"
+    with DataParallel(module, TWO, prove=False) as trainer:
+        trainer.write_ledger(path)
+        found = []
+        for cost in (torch.arange(1, 65), None):
+            for _ in range(3):
+                trainer.step(classify, batch, cost=cost)
+            found.append(trainer.what_if(prices={"host": 1.0}))
+    for by_cost, by_items in (found, worth(path, {"host": 1.0})):
+        assert (by_cost.unit, by_items.unit, by_items.batch_size) == ("units of work", "items", 64)
+        assert by_cost.batch_size == 1_000_000
+        for one in by_cost.choices:  # a batch, and at most as long between steps
+            assert one.step_seconds <= one.seconds < one.step_seconds + 60
+        assert "s for a batch" in str(by_cost)
+        assert "s for 1,000 items" in str(by_items)
+
+
 def pool_ledger(path: Path, seconds: Sequence[float], *, every: float, jobs: int = 40) -> list[str]:
     """Of a pool whose devices take so long for a job, of which one comes each `every` seconds."""
     pool = PoolState(

@@ -97,7 +97,7 @@ class Asks(Pages):
             return self._answer({"speeds": asked["speeds"], **subset}, **overhead)
 
         batch_size = asked["batch_size"] or sum(present.shares)
-        run.unit = "items" if self._works.steps.step_loop.items is None else "work"
+        run.unit = "items" if " items would take" in present.text else "work"  # steps of both kinds may have run
         found = worth_of(ask, run, prices, asked["add"], asked["remove"], batch_size, between)
         found.notes.append(note)
         return found
