@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from paceline._words import plural
 
 _MOST = 10  # devices of which each subset is asked about; with more there are too many
 _MOST_ROWS = 24  # in a text
+_RECENT = 50  # rows of a run, which are steps in a short one
 _BUSY = 0.7  # of the time of the steps; `on_alarm` has the same limit
 _CLOSE = 0.005  # relative; where less is measured than this, figures count as equal
 _WORK = 1_000_000  # units of work of the first batch with costs
@@ -64,7 +66,7 @@ class Worth:
     choices
         The subsets in which each device has work, the fastest first.
     batch_size, unit
-        Of a step, and what it counts: ``"items"`` or ``"work"``.
+        Of a step, and what it counts: ``"items"`` or ``"units of work"``, of which the first batch with costs had 1,000,000.
     notes
         What else is to be known: devices that stand idle, with the cure, and what was not measured.
     """
@@ -195,7 +197,8 @@ def worth(
             def ask(_balancer: Any = balancer, **asked: Any) -> Any:
                 return _balancer.what_if(**{name: value or None for name, value in asked.items()})
 
-            found.append(worth_of(ask, run, prices, add, remove, items))
+            together = waiting(run, balancer.what_if(batch_size=items).present_seconds, items)
+            found.append(worth_of(ask, run, prices, add, remove, items, together=together))
             found[-1].notes.append("A ledger has no time between steps: only steps are counted.")
     if not found:
         raise InvalidArgument("worth: the ledger has no step that was recorded, so nothing is known of the devices.")
@@ -210,14 +213,19 @@ def worth_of(
     remove: Sequence[str],
     batch_size: int,
     between: float = 0.0,
+    together: float = 1.0,
 ) -> Worth:
-    """Ask ``what_if`` about each subset. `run`: what has run, by which devices are known and how busy they were. `between`: seconds between two steps."""
+    """Ask ``what_if`` about each subset.
+
+    `run`: what has run, by which devices are known and how busy they were. `between`: seconds between two steps.
+    `together`: what steps of several devices take, over what is predicted if none waits.
+    """
     add = list(add)
     present = [name for name in run.devices if name not in remove]
     names = list(ask(add=add, remove=remove, batch_size=batch_size).names)  # which also checks the arguments
     hourly = None if prices is None else prices_of(prices, names)
     more = [_unique(names, at) for at in range(len(run.devices), len(names))]
-    unit, per = ("items", 1000 / batch_size) if run.unit == "items" else ("work", _WORK / batch_size)
+    unit, per = ("items", 1000 / batch_size) if run.unit == "items" else ("units of work", _WORK / batch_size)
 
     def of(kept: Sequence[int]) -> tuple[bool, Choice]:
         """What one subset takes, and whether each of its devices has work."""
@@ -229,13 +237,22 @@ def worth_of(
             return False, IMPOSSIBLE
         labels = [*run.devices, *(more[number] for number in new)]
         shares = {label: share for label, share in zip(labels, answer.shares, strict=True) if share > 0}
-        seconds, cost = (answer.seconds + between) * per, None
+        step = answer.seconds * (together if len(shares) > 1 else 1.0)
+        seconds, cost = (step + between) * per, None
         if hourly is not None:
             cost = seconds / 3600 * sum(hourly[label.partition(" (")[0]] for label in shares)
-        return len(shares) == len(kept), Choice(shares, answer.seconds, seconds, cost, answer.error)
+        return len(shares) == len(kept), Choice(shares, step, seconds, cost, answer.error)
 
     choices = asked(len(present) + len(more), of)
     return Worth(sorted(choices, key=lambda one: one.seconds), batch_size, unit, idle_notes(run))
+
+
+def waiting(run: Run, predicted: float, items: int) -> float:
+    """What recent steps took over what is predicted for their shares, at least 1: devices do not end at the same moment. One device alone waits for none."""
+    rows = [row for row in run.rows[-_RECENT:] if abs(sum(row.amounts) / row.steps - items) < 0.01 * items]
+    if not rows or predicted <= 0:
+        return 1.0
+    return max(1.0, statistics.median(row.seconds / row.steps for row in rows) / predicted)
 
 
 def _unique(names: Sequence[str], at: int) -> str:
@@ -293,4 +310,5 @@ def idle_notes(run: Run) -> list[str]:
     if least is None or busy[least] >= _BUSY:
         return notes
     said = f"{least} computed in {busy[least]:.0%} of the time of the steps, less than {_BUSY:.0%}: some of its price buys nothing."
-    return [*notes, f"{said} {sentences(run)[2]} trainer.on_alarm() calls back when a device idles."]
+    cure = sentences(run)[2].replace(" in the chart of speeds", "")  # which is on a page
+    return [*notes, f"{said} {cure} trainer.on_alarm() calls back when a device idles."]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from paceline import InvalidArgument
 from paceline._page.run import Run, milliseconds
-from paceline._worth import Worth, worth_of
+from paceline._worth import Worth, waiting, worth_of
 from paceline.balance import WhatIfAnswer
 from paceline.torch._run.alone import Measured
 from paceline.torch._trainer.pages import Pages
@@ -97,8 +97,9 @@ class Asks(Pages):
             return self._answer({"speeds": asked["speeds"], **subset}, **overhead)
 
         batch_size = asked["batch_size"] or sum(present.shares)
-        run.unit = "items" if self._works.steps.step_loop.items is None else "work"
-        found = worth_of(ask, run, prices, asked["add"], asked["remove"], batch_size, between)
+        together = waiting(run, present.present_seconds, batch_size)
+        run.unit = "items" if " items would take" in present.text else "work"  # steps of both kinds may have run
+        found = worth_of(ask, run, prices, asked["add"], asked["remove"], batch_size, between, together)
         found.notes.append(note)
         return found
 
