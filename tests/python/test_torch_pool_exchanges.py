@@ -105,8 +105,14 @@ def test_a_lone_device_exchanges_versions_only_in_a_gap_that_was_allowed() -> No
             publish.join()
             assert versions_of(ask(batcher, 2)) == {3: 2}
         assert set(clients.versions()) == {1, 3}
-        assert batcher.rollback().number == 1
+        with pytest.raises(Rejected, match=r"^rollback: .*With allow_gap=True requests wait"):
+            batcher.rollback()
+        with pytest.raises(Rejected, match=r"^promote: .*With allow_gap=True requests wait"):
+            batcher.promote(1)
+        assert batcher.promote(1, allow_gap=True).number == 1
         assert versions_of(ask(batcher, 2)) == {1: 2}
+        assert batcher.rollback(allow_gap=True).number == 3
+        assert versions_of(ask(batcher, 2)) == {3: 2}
         assert not states.crowded
 
 

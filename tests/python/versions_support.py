@@ -120,6 +120,6 @@ class Clients:
         return versions_of([answer for one in self.answers for answer in one])
 
 
-def limited(count: int = 2) -> Any:
+def limited(count: int = 2, bytes_each: float = 150.0, **options: Any) -> Any:
     """Devices whose memory holds one state."""
-    return pool_of(count, memory=dict.fromkeys(hosts(count), 150.0))
+    return pool_of(count, memory=dict.fromkeys(hosts(count), bytes_each), **options)

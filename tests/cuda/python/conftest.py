@@ -271,7 +271,9 @@ def _fake_gpus(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(cuda, "follow_on_current", lambda index, event: None)
     monkeypatch.setattr(cuda, "wait", lambda event: None)
     monkeypatch.setattr(cuda, "prepare_worker", lambda index: None)
-    monkeypatch.setattr(cuda, "spare_memory", lambda index: 2**34)
+    monkeypatch.setattr(cuda, "spare_memory", lambda index, unused=0: 2**34)
+    for name in ("mark_memory", "peak_memory"):
+        monkeypatch.setattr(cuda, name, lambda index: 0)
     monkeypatch.setattr(cuda, "memory_bandwidth", lambda index: None)
     monkeypatch.setattr(cuda, "release_memory", fake.release_memory)
     kept: list[

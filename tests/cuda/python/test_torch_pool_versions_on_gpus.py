@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from gpu_cases import BOXES, GPUS, home_of
+from paceline import Rejected
 from paceline.torch import Pool
+from paceline.torch._devices import cuda
+from paceline.torch._pool.answerer import Answerer
 from paceline.torch._pool.served import Copies
 from pool_support import served_by, soon
 
@@ -119,3 +122,43 @@ def test_modules_are_exchanged_where_memory_runs_out_for_two(streams: Any, monke
         batcher.rollback()
         expect_answers(batcher, nets[0], 1)
         assert list(there.values()) == [{0}, {0}]
+
+
+def test_a_version_is_not_loaded_where_a_batch_would_have_no_room_beside_it(
+    streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nets = [Net().eval() for _ in range(3)]
+    size = sum(4 * one.numel() for one in [*nets[0].parameters(), *nets[0].buffers()])
+    beside, load = [], Copies._of
+
+    def noted(self: Copies, seat: Any) -> Any:
+        beside.append(threading.current_thread().name.startswith("paceline publish"))
+        return load(self, seat)
+
+    monkeypatch.setattr(Copies, "_of", noted)
+    monkeypatch.setattr(cuda, "mark_memory", lambda index: 1000)
+    monkeypatch.setattr(cuda, "peak_memory", lambda index: 1300)  # of the largest batch
+    rehearse, sizes = Answerer.rehearse, []
+
+    def sized(self: Answerer, seat: Any, example: Any, size: int) -> None:
+        sizes.append((self.version, size))
+        rehearse(self, seat, example, size)
+
+    monkeypatch.setattr(Answerer, "rehearse", sized)
+    with Pool(GPUS[:2]) as pool:
+        batcher = pool.serve(nets[0], max_batch=4)
+        for name in GPUS[:2]:  # on both
+            pool.retire(name)
+            expect_answers(batcher, nets[0], 1)
+            pool.restore(name)
+        monkeypatch.setattr(cuda, "free_memory", lambda index: size + 300)
+        batcher.publish(nets[1])
+        assert sum(beside) == 2
+        assert [size for version, size in sizes if version == 1] == [4, 4]  # the largest, on each device
+        beside.clear()
+        monkeypatch.setattr(cuda, "free_memory", lambda index: size + 299)
+        batcher.publish(nets[2])  # without the previous one there is room, as far as is known
+        assert not any(beside)
+        expect_answers(batcher, nets[2], 3)
+        with pytest.raises(Rejected, match="all requests must go to the new one"):
+            batcher.publish(nets[0], weight=0.5)

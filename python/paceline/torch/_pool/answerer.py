@@ -8,7 +8,8 @@ import dataclasses
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait as wait_for
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,8 @@ class Request(Work):
 
     def end(self, device: str, seconds: float, outcome: str, message: str) -> None:
         """See `Work`."""
+        if self.answerer is not None and self.future is not None:
+            self.answerer.open.discard(self.future)
         self.answerer, self.leaves, self.spec = None, [], None
         if self.fetched is not None and outcome == "completed":
             try:
@@ -97,11 +100,22 @@ class Answerer:
     """Answers requests by one version of a model.
 
     Requests hold it until they have ended. So once nobody else knows it, what it keeps on the devices is freed after its last batch.
+
+    Attributes
+    ----------
+    open
+        The futures of what has not ended: its requests, and the jobs that warm it.
+    over
+        Whether requests that come now go the present way instead, since `leave`.
     """
+
+    over = False
+    _present: Callable[..., PoolFuture[Any]]
 
     def __init__(self, jobs: Jobs, served: Served, name: str, options: BatchOptions, version: int) -> None:
         self.jobs, self.served, self.name, self.options, self.version = jobs, served, name, options, version
         self.examples: dict[str, Example] = {}  # by kind
+        self.open: set[PoolFuture[Any]] = set()
         self._padding, self._max_batch, self._idempotent = options.padding, options.max_batch, options.idempotent
         self._kinds: dict[Any, str] = {}  # by the structure, shapes and types of a request
         self._values: dict[str, list[Any]] = {}  # by kind: what its tensors are padded with
@@ -110,14 +124,26 @@ class Answerer:
         self._lock = threading.RLock()  # a finalizer may submit while it is held
 
     def only_on(self, devices: list[str] | None) -> Answerer:
-        """The same for some of the devices. It shares everything else."""
+        """The same for some of the devices. It shares everything but `over`."""
         other = copy.copy(self)
-        other._only, other._placed = devices, None
+        other._only, other._placed, other.over = devices, None, False
         return other
+
+    def leave(self, present: Callable[..., PoolFuture[Any]]) -> None:
+        """Let later requests go the present way, and wait until those of this version have ended."""
+        with self._lock:
+            self._present, self.over = present, True
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until all that is open now has ended."""
+        with self._lock:
+            now = set(self.open)
+        wait_for(now)
 
     def put(
         self,
-        _: Key,
+        key: Key,
         item: Any,
         leaves: list[torch.Tensor],
         spec: Any,
@@ -132,16 +158,26 @@ class Answerer:
         placed = self._placed
         if placed is None or placed[0] != len(self.jobs.devices):  # devices are added, and none is taken away
             placed = self._placed = len(self.jobs.devices), self.place()
-        self.jobs.put(
-            request,
-            kind=request.kind,
-            deadline=deadline,
-            priority=priority,
-            wait=wait,
-            place=placed[1],
-            cost=1.0 if self._padding is None else self._padding.cost_of(item, leaves),
-            batched=True,
-        )
+        with self._lock:
+            if not (over := self.over):
+                self.open.add(future)
+        if over:
+            return self._present(key, item, leaves, spec, deadline, priority, wait)
+        try:
+            self.jobs.put(
+                request,
+                kind=request.kind,
+                deadline=deadline,
+                priority=priority,
+                wait=wait,
+                place=placed[1],
+                cost=1.0 if self._padding is None else self._padding.cost_of(item, leaves),
+                batched=True,
+            )
+        except BaseException:
+            self.open.discard(future)
+            future._end("cancelled", "It was not submitted.", None, None)  # for `wait`
+            raise
         return future
 
     def place(self) -> Place:
@@ -218,16 +254,19 @@ class Answerer:
                 seat.release_memory()
             return self._failed(device, begun, requests, error, again=again), 0.0, None
         requests[0].leads = True
-        if requests[0].kind not in self.examples and len(self.examples) < _MOST_EXAMPLES:
-            first = requests[0]
-            leaves = [one.detach().clone() for one in first.leaves]
-            self.examples[first.kind] = Example(first.kind, leaves, first.spec)
+        self._keep_example(requests[0])
         if seat.gpu is not None and not self._idempotent:
             # The GPU may be lost before it has done the batch, which must not run elsewhere then.
             for one in requests:
                 one.given_up = True
         requests[0].note_run([device], len(requests), "completed", ends_later=seat.gpu is not None)
         return DONE, excluded, loaded
+
+    def _keep_example(self, request: Request) -> None:
+        if request.kind not in self.examples and len(self.examples) < _MOST_EXAMPLES:
+            with contextlib.suppress(RuntimeError, MemoryError):  # no memory for it: the batch has its answers
+                leaves = [one.detach().clone() for one in request.leaves]
+                self.examples[request.kind] = Example(request.kind, leaves, request.spec)
 
     def _answer(self, seat: Seat, answer: Answer, requests: Sequence[Request | Example]) -> tuple[Any, float]:
         """Their answers, and the seconds that say nothing of the device's speed."""
@@ -293,7 +332,7 @@ class Answerer:
         ran = device, time.monotonic() - begun
         for request in requests:
             request.error, request.given_up, request.ran = error, not again, None if again else ran
-        return code_of(error, len(requests)) if again else FAILED
+        return code_of(error, len(requests), [device]) if again else FAILED
 
     def _without(self, device: str, requests: Sequence[Request], error: BaseException) -> int:
         """The device could not be prepared: it is retired, and others answer, unless it is the last one."""

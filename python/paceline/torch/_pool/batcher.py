@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 from paceline import InvalidArgument
 from paceline.torch._pool.answerer import Answerer, Key
 from paceline.torch._pool.future import PoolFuture
-from paceline.torch._pool.job import clear_own_frames
 from paceline.torch._pool.jobs import Jobs, Priority
 from paceline.torch._pool.progress import watched
 from paceline.torch._pool.routing import Gap, OnShadow, Router
@@ -97,11 +96,7 @@ class Batcher(Handle):
             )
         if not (key is None or isinstance(key, (str, int, bytes))):
             raise InvalidArgument(f"{self._name}: a request has key={key!r}; it must be a string, a number or bytes.")
-        try:
-            return self._way.put(key, item, leaves, spec, deadline, priority, wait)
-        except BaseException as error:
-            clear_own_frames(error)  # they hold the version, which ends once nothing does
-            raise
+        return self._way.put(key, item, leaves, spec, deadline, priority, wait)
 
     async def ask(
         self, item: Any, *, deadline: float | None = None, priority: Priority = "interactive", key: Key = None
@@ -180,7 +175,7 @@ class Batcher(Handle):
     ) -> Version:
         """Let another model answer, from when it is loaded and warmed on all devices that may answer. Returns then, and waits for jobs of the pool.
 
-        The model is loaded on a thread of its own. Then every size of batches runs once on each device, with requests of shapes that were answered before (64
+        The model is loaded on a thread of its own, which is no worker; `initializer` is called there, too. Then every size of batches runs once on each device, with requests of shapes that were answered before (64
         of them at most), and the pool measures it: jobs of priority ``"normal"``, each as long as a batch. A device that is retired for more than a second loads
         with its first batch. The version that was live is kept on the devices, for `rollback`. Others are freed after their last batches.
 
@@ -206,13 +201,16 @@ class Batcher(Handle):
         Raises
         ------
         Rejected
-            If the version cannot be loaded or warmed, or does not fit. It says where, and has the error as its cause. The service goes on as before.
+            If the version cannot be loaded or warmed, or does not fit. It says where, and has the error as its cause. The service goes on as before, but the
+            version that was kept for `rollback` may have been freed, if memory ran out.
         InvalidArgument
             In a job, a step or a callback, and for other arguments.
+        Unavailable
+            If the pool is closed.
         """
         return self._all().publish(model, weight, shadow, on_shadow, allow_gap, options)
 
-    def promote(self, version: Version | int | None = None, *, weight: float = 1.0) -> Version:
+    def promote(self, version: Version | int | None = None, *, weight: float = 1.0, allow_gap: bool = False) -> Version:
         """Let a candidate, a version in the shadow or the one before answer all requests from now on, at once. Other candidates are retired.
 
         Parameters
@@ -221,25 +219,40 @@ class Batcher(Handle):
             None: the newest candidate or version in the shadow.
         weight
             Below 1: it becomes a candidate with this part of the requests.
+        allow_gap
+            As for `publish`, for the version before, which is loaded again where memory is too short for two.
 
         Raises
         ------
         InvalidArgument
             If there is no such version.
+        Rejected
+            If it must be loaded again, and cannot be. The service goes on as before.
+        Unavailable
+            While devices exchange versions, and if the pool is closed.
         """
-        return self._all().promote(version, weight)
+        return self._all().promote(version, weight, allow_gap)
 
-    def rollback(self) -> Version:
+    def rollback(self, *, allow_gap: bool = False) -> Version:
         """Retire the candidates; if there are none, the live version. Then the version that was live before answers, at once, since it is kept loaded.
 
         Only if memory is too short for two versions it is loaded again first, as by `publish`.
+
+        Parameters
+        ----------
+        allow_gap
+            As for `publish`, for a version that is loaded again.
 
         Raises
         ------
         InvalidArgument
             If there is none.
+        Rejected
+            If it must be loaded again, and cannot be. The service goes on as before.
+        Unavailable
+            While devices exchange versions, and if the pool is closed.
         """
-        return self._all().rollback()
+        return self._all().rollback(allow_gap)
 
     def retire(self, version: Version | int) -> None:
         """Let a candidate, a version in the shadow, or the one that is kept for `rollback` go. Its memory is free after its last batch.
@@ -248,6 +261,8 @@ class Batcher(Handle):
         ------
         InvalidArgument
             If there is no such version, or if it is live.
+        Unavailable
+            While devices exchange versions.
         """
         self._all().retire(version)
 

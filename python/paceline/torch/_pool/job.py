@@ -136,7 +136,7 @@ class Job(Work):
             self.note_run(devices, 1, "failed")
             if is_out_of_memory(error):
                 seats[0].release_memory()
-            return LOST if isinstance(error, DeviceLost) else FAILED
+            return code_of(error, 1, devices)
         self.note_run(devices, 1, "completed", ends_later=any(seat.gpu is not None for seat in seats))
         return DONE
 
@@ -167,16 +167,6 @@ def _forget_own_frames(error: BaseException) -> None:
     error.__traceback__ = trace
 
 
-def clear_own_frames(error: BaseException) -> None:
-    """Let go of what the frames of pools in its traceback hold. Those of users keep their variables, for debuggers."""
-    trace = error.__traceback__
-    while trace is not None:
-        if str(trace.tb_frame.f_globals.get("__name__")).startswith(_OWN):
-            with contextlib.suppress(RuntimeError):  # it runs
-                trace.tb_frame.clear()
-        trace = trace.tb_next
-
-
 def clear_frames(error: BaseException) -> None:
     """Let go of what the frames of its traceback hold, and of those that it was raised in or from, such as the activations of a batch."""
     left: list[BaseException | None] = [error]
@@ -189,8 +179,9 @@ def clear_frames(error: BaseException) -> None:
             left += [one.__cause__, one.__context__]
 
 
-def code_of(error: BaseException, requests: int) -> int:
-    """What the engine is told of an exception of a batch. Out of memory halves the device's batches, so it cannot help a single request."""
+def code_of(error: BaseException, requests: int, devices: Sequence[str]) -> int:
+    """What the engine is told of an exception on these devices. Out of memory halves the device's batches, so it cannot help a single request."""
     if requests > 1 and is_out_of_memory(error):
         return OUT_OF_MEMORY
-    return LOST if isinstance(error, DeviceLost) else FAILED
+    where = getattr(error, "device", None)  # in an error of a user's function there is none
+    return LOST if isinstance(error, DeviceLost) and (not where or where in devices) else FAILED

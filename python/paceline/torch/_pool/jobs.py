@@ -59,6 +59,7 @@ class Jobs:
         self._again: set[str] = set()  # kinds of jobs that may run again
         self.watchdog = None if hang_seconds is None else Watchdog(self, hang_seconds)
         self.figures = Figures([one.name for one in group.devices])
+        self.copies: set[PoolFuture[Any]] = set()  # of requests, for versions in the shadow
         self.closed = False
         self._process = os.getpid()
         self._numbers = itertools.count(1)
@@ -187,6 +188,8 @@ class Jobs:
     def close(self, cancel: bool) -> None:
         """Wait until every job has ended. In another process than that of the pool it does nothing."""
         if os.getpid() == self._process:
+            for one in list(self.copies):  # nobody waits for them
+                one.cancel()
             self.engine.close(cancel)
             hung = () if self.watchdog is None else self.watchdog.hung
             if self.gpus and not self.closed and all(self.seats[name].gpu is None for name in hung):

@@ -22,6 +22,7 @@ from paceline.torch._pool.jobs import Priority
 OnShadow = Callable[[Any, PoolFuture[Any], PoolFuture[Any]], object]
 
 WHOLE = 1_000_000  # weights are counted in whole numbers, which add up exactly
+_COPIES = 8  # batches on each device that wait in the shadow: as many as the engine's queue of a kind holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Router:
 
 
 def _score(key: Key, answerer: Answerer, part: int) -> float:
-    """Weighted rendezvous hashing (Thaler & Ravishankar 1998): another weight moves only keys that come to its version, or leave it."""
+    """Weighted rendezvous hashing (Thaler & Ravishankar 1998): another part moves only keys that come to its version, or leave it. The live version's part changes with each candidate's."""
     digest = hashlib.blake2b(f"{answerer.version} {key!r}".encode(), digest_size=8).digest()
     return -part / math.log((int.from_bytes(digest, "little") + 0.5) / 2.0**64)
 
@@ -84,12 +85,18 @@ def _score(key: Key, answerer: Answerer, part: int) -> float:
 def _mirror(
     shadow: Answerer, on_shadow: OnShadow | None, live: PoolFuture[Any], leaves: list[torch.Tensor], spec: Any
 ) -> None:
+    jobs = shadow.jobs
+    if len(shadow.open) >= _COPIES * shadow.options.max_batch * len(jobs.devices):
+        return
     copies = [one.detach().clone() for one in leaves]  # the caller may change these once the request is answered
     item = copies[0] if spec is None else pytree.tree_unflatten(copies, spec)
     answer = shadow.put(None, item, copies, spec, None, "background", False)
+    jobs.copies.add(answer)
+    answer.add_done_callback(jobs.copies.discard)
 
     def tell(_: object) -> None:
-        if not answer.cancelled() and not isinstance(answer.exception(), (Cancelled, Expired, Rejected)):
+        same = answer.version == shadow.version  # otherwise it was retired just now
+        if same and not answer.cancelled() and not isinstance(answer.exception(), (Cancelled, Expired, Rejected)):
             on_shadow(item, live, answer)  # type: ignore[misc]
 
     if on_shadow is not None:

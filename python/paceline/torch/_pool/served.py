@@ -30,9 +30,8 @@ from paceline.torch._replicas.replica import Replica
 _MOST_SIZES = 16
 
 Answer = Callable[[Any], Any]
-Marks = tuple[
-    list[torch.Tensor | None], list[Any]
-]  # tensors, which are kept so that no other one gets their identity, and versions
+# Tensors, which are kept so that no other one gets their identity, and versions.
+Marks = tuple[list[torch.Tensor | None], list[Any]]
 
 
 class Served:
@@ -54,6 +53,14 @@ class Served:
         self.prepared: set[str] = set()
         self._sizes: dict[tuple[str, str], set[Any]] = {}  # that have run, by device and kind
         self._call = object()  # for the gate; another one once a run hangs
+
+    def holds(self, device: str) -> float:
+        """Bytes of a device's memory that it keeps now, by `resident`."""
+        return 0.0
+
+    def bytes_on(self, seat: Seat) -> float:
+        """Bytes that it takes of a GPU's memory once it is loaded there, as far as that is known."""
+        return self.resident
 
     def add(self, seat: Seat) -> None:
         """Called for each device before it may answer, with all others at work. Raises if it cannot."""
@@ -159,10 +166,12 @@ class WithState(Served):
             made = self._states[seat.name] = (self._initializer(seat.device),)
             seat.wait()  # for copies to a GPU
             loaded = time.monotonic() - begun
-        (state,) = made
-        return functools.partial(
-            self._function, state
-        ), loaded  # no frame of it keeps the state in the traceback of an error
+        # No frame of it keeps the state in the traceback of an error.
+        return functools.partial(self._function, *made), loaded
+
+    def holds(self, device: str) -> float:
+        """See `Served`."""
+        return self.resident if device in self._states else 0.0
 
     def drop(self, device: str) -> None:
         """See `Served`."""
@@ -250,6 +259,11 @@ class Copies(Served):
         if self._home is None and seat.device == self._place:
             self._home = seat.space
         self._copies[seat.name] = self._copy_for(seat)
+
+    def bytes_on(self, seat: Seat) -> float:
+        """See `Served`."""
+        own = [*self._module.buffers(), *(() if seat.space == self._home else self._module.parameters())]
+        return float(sum(one.numel() * one.element_size() for one in own))
 
     def drop(self, device: str) -> None:
         """See `Served`."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
-import time
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from paceline import InvalidArgument, Rejected, Unavailable
@@ -20,7 +19,7 @@ from paceline.torch._pool.routing import WHOLE, Gap, OnShadow, Router, State
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.warming import Warming
 
-_LOOK = 0.005  # seconds between looks at whether the last request has ended
+_NONE_BEFORE = "rollback: there is no version before this one, or it was retired. Publish it again."
 
 
 class Version(NamedTuple):
@@ -65,7 +64,9 @@ class Versions:
         self._numbers = itertools.count(2)
         self._lock = threading.RLock()  # around each change of the state
         self._publishing = threading.Lock()  # one at a time is loaded
-        self._exchanging = self._allow_gap = False
+        self._exchanging = False
+        self._work: dict[str, int] = {}  # see `Warming`
+        self._known: PoolFuture[Any] = PoolFuture()  # by which the engine knows the pool
 
     def publish(
         self,
@@ -86,23 +87,17 @@ class Versions:
         with self._publishing:
             _check_sum("publish", self._state, part)
             made = self._make(model, next(self._numbers), options)
-            try:
-                self._bring(made, part == WHOLE and not shadow, allow_gap)
+            with self._freed_unless_taken(made):
+                self._bring("publish", made, part == WHOLE and not shadow, allow_gap)
                 with self._lock:
                     if shadow:
                         shadows = (*self._state.shadows, (made, on_shadow))
                         self._set(dataclasses.replace(self._state, shadows=shadows))
                     else:
                         self._answer_by("publish", made, part)
-                    self._allow_gap = allow_gap
-            except BaseException as error:
-                clear_frames(error)  # which may refer to what is freed
-                for seat in list(self._jobs.seats.values()):
-                    made.served.free(seat)
-                raise
             return Version(made.version, self._name)
 
-    def promote(self, version: Version | int | None, weight: float) -> Version:
+    def promote(self, version: Version | int | None, weight: float, allow_gap: bool) -> Version:
         """See `Batcher.promote`."""
         part = _part_of("promote", weight)
         with self._lock:
@@ -113,13 +108,13 @@ class Versions:
             newest = max(others, key=lambda one: one.version, default=None)
             found = newest if version is None else self._find("promote", version)
         assert found is not None
-        del others, newest
-        self._warm_again(found, part == WHOLE)
+        self._warm_again("promote", found, part == WHOLE, allow_gap)
         with self._lock:
+            self._find("promote", found.version)  # it may have been retired meanwhile
             self._answer_by("promote", found, part)
         return Version(found.version, self._name)
 
-    def rollback(self) -> Version:
+    def rollback(self, allow_gap: bool) -> Version:
         """See `Batcher.rollback`."""
         with self._lock:
             self._check_quiet("rollback")
@@ -128,10 +123,12 @@ class Versions:
                 return Version(self._state.live.version, self._name)
             found = self._state.previous
         if found is None:
-            raise InvalidArgument("rollback: there is no version before this one, or it was retired. Publish it again.")
-        self._warm_again(found, True)
+            raise InvalidArgument(_NONE_BEFORE)
+        self._warm_again("rollback", found, True, allow_gap)
         with self._lock:
             self._check_quiet("rollback")
+            if found not in (self._state.previous, self._state.live):  # it had to leave for another one
+                raise InvalidArgument(_NONE_BEFORE)
             self._set(State(found, shadows=self._state.shadows))
         return Version(found.version, self._name)
 
@@ -157,6 +154,10 @@ class Versions:
     # With the lock.
 
     def _set(self, state: State) -> None:
+        for role, one in state.all():
+            if role != "previous":
+                one.over = False
+                self._cold.discard(one.version)
         self._turn_to(Router(state) if state.candidates or state.shadows else state.live, state)
 
     def _turn_to(self, way: Answerer | Router | Gap, state: State) -> None:
@@ -190,123 +191,151 @@ class Versions:
     # How a version gets onto the devices.
 
     def _check_may_wait(self) -> None:
-        future: PoolFuture[Any] = PoolFuture()
-        job = Job(future, self._jobs, lambda _: None, (), {}, 1)
-        self._jobs.put(job, kind=f"{self._name}, publishing", priority="normal", deadline=None, wait=False)
+        if self._jobs.closed:
+            raise Unavailable(f"{self._name}: the pool is closed.")
+        with self._lock:
+            if self._known._job is None:
+                job = Job(self._known, self._jobs, lambda _: None, (), {}, 1)
+                self._jobs.put(job, kind=f"{self._name}, publishing", priority="normal", deadline=None, wait=False)
+                self._known.cancel()
         try:
-            Engine.check_may_wait(future._job)
+            Engine.check_may_wait(self._known._job)
         except InvalidArgument:
             raise InvalidArgument(
                 "this call is in a job, a step or a callback, and would keep a device that it waits for"
             ) from None
-        finally:
-            future.cancel()
 
-    def _warm_again(self, found: Answerer, whole: bool) -> None:
+    @contextlib.contextmanager
+    def _freed_unless_taken(self, made: Answerer) -> Iterator[None]:
+        """Around what loads it."""
+        try:
+            yield
+        except BaseException as error:
+            if all(one is not made or role == "previous" for role, one in self._state.all()):
+                clear_frames(error)  # they refer to what it has loaded, and somebody may keep the error
+                made.wait()  # after an interrupt, for a batch that still warms it
+                self._free(made)
+            raise
+
+    def _free(self, gone: Answerer) -> None:
+        """Free it on all devices, also where one is retired."""
+        for seat in list(self._jobs.seats.values()):
+            gone.served.free(seat)
+
+    def _warm_again(self, call: str, found: Answerer, whole: bool, allow_gap: bool) -> None:
         if found.version in self._cold:
             self._check_may_wait()
-            try:
-                with self._publishing:
-                    self._bring(found, whole, self._allow_gap)
-            except BaseException as error:
-                clear_frames(error)
-                raise
+            with self._publishing:
+                if found.version in self._cold:
+                    self._find(call, found.version)
+                    with self._freed_unless_taken(found):
+                        self._bring(call, found, whole, allow_gap)
 
-    def _bring(self, made: Answerer, whole: bool, allow_gap: bool) -> None:
+    def _bring(self, call: str, made: Answerer, whole: bool, allow_gap: bool) -> None:
         """Load it onto all devices that may answer, and warm it there, beside the others where they fit."""
-        warming = Warming(self._jobs, made, list(self._state.live.examples.values()))
+        warming = Warming(self._jobs, made, self._state, call, self._name, self._work)
+        seats = warming.seats()
+        if not seats:
+            raise Rejected(f"{call}: {made.name} was not taken, since no device takes work on which it may answer.")
+        short = [seat for seat in seats if not warming.fits(seat, without=self._state.previous)]
+        if short:  # before the previous version is let go for nothing
+            self._check_exchange(call, made, short, len(seats) > 1, whole, allow_gap)
         beside: list[str] = []
         apart: list[Seat] = []
-        for seat in warming.seats():
-            while not (fits := warming.beside(seat, self._resident_but(made))) and self._let_previous_go(made):
+        for seat in seats:
+            while not (fits := warming.beside(seat)) and self._let_previous_go(made):
                 pass
             if fits:
                 beside.append(seat.name)
             else:
                 apart.append(seat)
         if apart:
-            self._exchange(made, warming, beside, apart, whole, allow_gap)
-        self._cold.discard(made.version)
-
-    def _resident_but(self, made: Answerer) -> float:
-        """The bytes that other versions keep on a device."""
-        with self._lock:
-            others = {one.version: one.served.resident for _, one in self._state.all()}
-        return sum(kept for version, kept in others.items() if version not in {made.version, *self._cold})
+            self._exchange(call, made, warming, beside, apart, whole, allow_gap)
 
     def _let_previous_go(self, made: Answerer) -> bool:
         with self._lock:
             previous = self._state.previous
             if previous is None or previous.version in {made.version, *self._cold}:
                 return False
-            gone = weakref.ref(previous)
             self._set(self._state.without(previous))
-        del previous
-        self._wait_for(gone)
+        previous.leave(self._put)
+        self._free(previous)
         return True
 
     def _exchange(
-        self, made: Answerer, warming: Warming, beside: list[str], apart: list[Seat], whole: bool, allow_gap: bool
+        self,
+        call: str,
+        made: Answerer,
+        warming: Warming,
+        beside: list[str],
+        apart: list[Seat],
+        whole: bool,
+        allow_gap: bool,
     ) -> None:
         """Where only one version fits: on half of these devices while the others answer by the old version, and then on the rest."""
         half = (len(apart) + 1) // 2
-        first, second = apart[:half], apart[half:]
-        stay = [*beside, *(one.name for one in second)]
-        with self._lock:
-            if not whole or self._state.candidates or self._state.shadows or not (stay or allow_gap):
-                raise Rejected(self._no_room(made, apart, alone=not stay))
-            self._exchanging, old, before = True, self._state.live.only_on(None), self._state.previous
-        gap = Gap(lambda *request: self._way.put(*request), self._check_may_wait)
-        left: list[Seat] = []
+        first, left = apart[:half], apart[half:]
+        stay = [*beside, *(one.name for one in left)]
+        gap = Gap(self._put, self._check_may_wait)
+        end: State | None = None
         try:
+            with self._lock:
+                self._check_exchange(call, made, apart, bool(stay), whole, allow_gap)
+                old = self._state.live
+                self._exchanging, end = True, State(old, previous=self._state.previous)
             self._pass_to(old.only_on(stay) if stay else gap, State(old))
             for seat in first:
                 warming.instead(seat, old)
-            if second:
-                left = second
+            if stay:
                 self._pass_to(made.only_on([*beside, *(one.name for one in first)]), State(made, previous=old))
             while left:
                 warming.instead(left[0], old)
                 left = left[1:]
-            with self._lock:
-                self._cold.add(old.version)
-                self._set(State(made, previous=old))
+            self._free(old)
+            end = State(made, previous=old)
         except BaseException:
-            if left:  # the new version answers elsewhere
-                made.served.free(left[0])
-                self._pass_to(old.only_on([*beside, *(one.name for one in left)]), State(old))
-            for seat in apart:
-                made.served.free(seat)
-            with self._lock:
-                self._set(State(old, previous=before))
+            if end is not None:
+                made.wait()  # after an interrupt, for what still loads or warms it
+                if self._state.live is made:
+                    for seat in left[:1]:
+                        made.served.free(seat)
+                    self._pass_to(old.only_on([*beside, *(one.name for one in left)]), State(old))
+                for seat in apart:
+                    made.served.free(seat)
             raise
-        finally:
-            self._exchanging = False
-            gap.over.set()
+        finally:  # also if another interrupt comes meanwhile
+            if end is not None:
+                with self._lock:
+                    self._exchanging = False
+                    if end.live is made:
+                        self._cold.add(old.version)
+                    self._set(end)
+                gap.over.set()
 
     def _pass_to(self, way: Answerer | Gap, state: State) -> None:
         """Let requests go there, and wait until those before have ended."""
         with self._lock:
-            gone = weakref.ref(self._way)
+            before = self._way
             self._turn_to(way, state)
-        del way, state
-        self._wait_for(gone)
+        assert isinstance(before, Answerer)
+        before.leave(self._put)
 
-    def _wait_for(self, gone: weakref.ref[Any]) -> None:
-        """Requests keep what answers them until they have ended."""
-        while gone() is not None:
-            if self._jobs.closed:
-                raise Unavailable("publish: the pool was closed.")
-            time.sleep(_LOOK)
+    def _put(self, *request: Any) -> PoolFuture[Any]:
+        return self._way.put(*request)
 
-    def _no_room(self, made: Answerer, apart: list[Seat], *, alone: bool) -> str:
+    def _check_exchange(
+        self, call: str, made: Answerer, apart: list[Seat], others: bool, whole: bool, allow_gap: bool
+    ) -> None:
+        """Raise if these devices cannot exchange versions. `others`: whether others can answer meanwhile."""
+        if whole and not self._state.candidates and not self._state.shadows and (others or allow_gap):
+            return
         where = ", ".join(one.name for one in apart)
-        return (
-            f"publish: {made.name} was not taken, since it does not fit into the memory of {where} beside the versions that are there. "
+        raise Rejected(
+            f"{call}: {made.name} was not taken, since it does not fit into the memory of {where} beside the versions that are there. "
             + (
-                "No other device could answer while they are exchanged. With allow_gap=True requests wait meanwhile."
-                if alone
-                else "Devices can exchange one version for another. So all requests must go to the new one, and candidates and shadows must be retired."
+                "Devices can exchange one version for another. So all requests must go to the new one, and candidates and shadows must be retired."
+                if others
+                else "No other device could answer while they are exchanged. With allow_gap=True requests wait meanwhile."
             )
         )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -13,22 +14,27 @@ from torch.utils import _pytree as pytree
 
 from paceline import DeviceLost, Rejected
 from paceline._core.sim import batch_sizes
+from paceline.torch._devices import cuda
 from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.answerer import Answerer, Example
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import Job, clear_frames
 from paceline.torch._pool.jobs import Jobs
 from paceline.torch._pool.needs import Place
+from paceline.torch._pool.routing import State
 from paceline.torch._pool.seats import Seat
+from paceline.torch._pool.served import Served
 
 _LOOK = 0.05  # seconds between looks at whether a device was retired
 _AWAY = 20  # looks after which a device that is retired loads with its first batch: some are retired for a moment only
-_BREAK, _LONGEST_BREAK = (
-    3.0,
-    1.0,
-)  # times what a batch has taken: a quarter of one device's time; and seconds, since the first batches may compile
+# Times what a batch has taken, a quarter of one device's time; but no longer than so many seconds, since the first batches may compile.
+_BREAK, _LONGEST_BREAK = 3.0, 1.0
 # Requests at once. Of each class of devices the pool wants three samples before it knows the speed of a kind, and two sizes for a line.
 _MEASURED = (1, 8) * 3
+
+
+class _AwayError(Exception):
+    """The device is retired or lost. It loads with its first batch."""
 
 
 class Warming:
@@ -40,12 +46,19 @@ class Warming:
     ----------
     made
         The version.
-    examples
-        Requests that were answered before, one of each kind.
+    state
+        The versions that there are. It is warmed with requests that the live one has answered, one of each kind.
+    call, batcher
+        Names for errors, and for the kind of the jobs.
+    work
+        By GPU, the bytes that the largest batch took while a version was warmed. It is written to.
     """
 
-    def __init__(self, jobs: Jobs, made: Answerer, examples: Sequence[Example]) -> None:
-        self._jobs, self._made, self._examples = jobs, made, examples
+    def __init__(self, jobs: Jobs, made: Answerer, state: State, call: str, batcher: str, work: dict[str, int]) -> None:
+        self._jobs, self._made, self._live = jobs, made, state.live
+        self._examples = list(state.live.examples.values())
+        self._answering = [one.served for role, one in state.all() if role != "previous"]
+        self._call, self._kind, self._work = call, f"{batcher}, warming", work
 
     def seats(self) -> list[Seat]:
         """The devices that may answer, without those that are retired."""
@@ -59,10 +72,24 @@ class Warming:
             and {*labels} <= {one.name, one.kind, one.device_class}
         ]
 
-    def beside(self, seat: Seat, others: float) -> bool:
-        """Do it beside what is on the device already, which keeps so many bytes. False: memory is too short."""
+    def fits(self, seat: Seat, without: Answerer | None = None) -> bool:
+        """Whether it fits beside what is on the device, or would without another version, as far as that is known.
+
+        On a GPU the service must not be the one that runs out of memory. So there has to be room for the largest batch, too.
+        """
+        gone = None if without is None else without.served
+        if self._made.options.memory > self._left(seat, gone):
+            return False
+        if seat.gpu is None:
+            return True
+        free = cuda.free_memory(seat.gpu) - self._largest(seat) + (0 if gone is None else gone.bytes_on(seat))
+        loads = [one for one in self._answering if seat.name not in one.prepared]  # with their first batches
+        return sum(one.bytes_on(seat) for one in (self._made.served, *loads)) <= free
+
+    def beside(self, seat: Seat) -> bool:
+        """Do it beside what is on the device already. False: memory is too short."""
         made = self._made
-        if others + made.served.resident + made.options.memory > self._cap(seat):
+        if not self.fits(seat):
             return False
         try:
             try:
@@ -70,47 +97,68 @@ class Warming:
                     thread.submit(_load, made, seat).result()
             except Exception as error:
                 raise self._refused(seat, "loading", error) from error
-            for example in self._examples:
-                all(
-                    self._run(seat, f"a batch of {size}", self._rehearsal(seat, example, size))
-                    for size in self._sizes(seat)
-                )
-            self._measure(seat)
+            self._warm(seat)
         except Rejected as error:
             if not is_out_of_memory(error.__cause__ or error):
                 raise
+            made.wait()
             made.served.free(seat)
             seat.release_memory()
             return False
         return True
 
     def instead(self, seat: Seat, old: Answerer) -> None:
-        """Do it in the place of a version that has no requests there any more. Meanwhile nothing else runs on the device."""
+        """Do it in the place of a version that has no requests there any more. Meanwhile the batcher has no requests there."""
 
-        def exchange(device: torch.device) -> bool:
+        def exchange(_: torch.device) -> bool:
             old.served.free(seat)
             seat.release_memory()
             self._made.served.of(seat)
-            for example in self._examples:
-                all(self._rehearsal(seat, example, size)(device) for size in self._sizes(seat))
             return True
 
-        if not self._run(seat, f"loading in the place of version {old.version}", exchange, rests=False):
-            old.served.free(seat)
-        self._measure(seat)
+        with contextlib.suppress(_AwayError):
+            self._run(seat, f"loading in the place of version {old.version}", exchange, rests=False)
+            self._warm(seat, old.served)
 
-    def _cap(self, seat: Seat) -> float:
-        return self._jobs.memory.get(seat.name, math.inf)
+    def _left(self, seat: Seat, gone: Served | None = None) -> float:
+        """Bytes of the pool's ``memory=`` that what it keeps, and what is there, leave for its batches."""
+        served = self._made.served
+        others = sum(
+            one.resident if one in self._answering else one.holds(seat.name)  # it comes back with its next batch
+            for one in list(self._jobs.served.values())
+            if one not in (served, gone)
+        )
+        return self._jobs.memory.get(seat.name, math.inf) - served.resident - others
 
-    def _sizes(self, seat: Seat) -> list[int]:
-        options, left = self._made.options, self._cap(seat) - self._made.served.resident
+    def _sizes(self, seat: Seat, gone: Served | None = None) -> list[int]:
+        options, left = self._made.options, self._left(seat, gone)
         return [size for size in batch_sizes(options.max_batch) if size * options.memory <= left]
 
-    def _rehearsal(self, seat: Seat, example: Example, size: int) -> Callable[[torch.device], bool]:
+    def _largest(self, seat: Seat) -> int:
+        """Bytes that the largest batch takes on a GPU. If no version was warmed there, the live one runs it."""
+        if seat.name not in self._work:
+            with contextlib.suppress(_AwayError):
+                for example in self._examples:
+                    any(self._rehearse(self._live, seat, example, size) for size in reversed(self._sizes(seat)))
+        return self._work.get(seat.name, 0)
+
+    def _warm(self, seat: Seat, gone: Served | None = None) -> None:
+        """Run each size, with breaks if the device serves meanwhile, and measure."""
+        with contextlib.suppress(_AwayError):
+            for example in self._examples:
+                sizes = self._sizes(seat, gone)
+                all(self._rehearse(self._made, seat, example, size, rests=gone is None) for size in sizes)
+            self._measure(seat)
+
+    def _rehearse(self, which: Answerer, seat: Seat, example: Example, size: int, *, rests: bool = True) -> bool:
         def rehearse(_: torch.device) -> bool:
             """False: memory is too short for so many, which the pool will find out, too, and for more."""
+            before = 0 if seat.gpu is None else cuda.mark_memory(seat.gpu)
             try:
-                self._made.rehearse(seat, example, size)
+                which.rehearse(seat, example, size)
+                if seat.gpu is not None:
+                    took = cuda.peak_memory(seat.gpu) - before
+                    self._work[seat.name] = max(took, self._work.get(seat.name, 0))
             except BaseException as error:
                 if size == 1 or not is_out_of_memory(error):
                     raise
@@ -119,7 +167,8 @@ class Warming:
                 return False
             return True
 
-        return rehearse
+        of = "" if which is self._made else f" of version {which.version}"
+        return self._run(seat, f"a batch of {size}{of}", rehearse, rests=rests)
 
     def _measure(self, seat: Seat) -> None:
         """Let requests come the usual way, on one device."""
@@ -130,50 +179,49 @@ class Warming:
                 count = min(count, self._made.options.max_batch)
                 asked = [there.put(None, item, leaves, spec, None, "normal", True) for _ in range(count)]
                 try:
-                    if not all(self._ended(one, seat, f"{count} requests") for one in asked):
-                        return
+                    for one in asked:
+                        self._wait(one, seat, f"{count} requests")
                 finally:
                     for one in asked:
                         one.cancel()
                 _rest(asked[-1])
 
-    def _run(self, seat: Seat, what: str, call: Callable[[torch.device], bool], *, rests: bool = True) -> bool:
-        """Run it on the device's worker. False: the call says so, or the device was retired."""
-        future: PoolFuture[Any] = PoolFuture()
+    def _run(self, seat: Seat, what: str, call: Callable[[torch.device], bool], *, rests: bool) -> bool:
+        """Run it on the device's worker."""
+        future: PoolFuture[bool] = PoolFuture()
         self._jobs.put(
             Job(future, self._jobs, call, (), {}, 1),
-            kind=f"{self._made.name}, warming",
+            kind=self._kind,
             priority="normal",
             deadline=None,
             wait=True,
             place=Place([seat.name], []),
         )
+        self._made.open.add(future)
+        future.add_done_callback(self._made.open.discard)
         try:
-            if not self._ended(future, seat, what):
-                return False
+            self._wait(future, seat, what)
         finally:
             future.cancel()  # after an interrupt
         if rests:
             _rest(future)
-        return bool(future.result())
+        return future.result()
 
-    def _ended(self, future: PoolFuture[Any], seat: Seat, what: str) -> bool:
-        """Wait for it. False: the device was retired, or is lost."""
+    def _wait(self, future: PoolFuture[Any], seat: Seat, what: str) -> None:
         away = 0
         while not wait([future], _LOOK).done:
             away = 0 if seat.name in self._jobs.engine.active else away + 1
             if away >= _AWAY and future.cancel():
-                return False
+                raise _AwayError
         error = future.exception()
-        if error is None:
-            return True
         if isinstance(error, (DeviceLost, Rejected)) and seat.name not in self._jobs.engine.active:
-            return False
-        raise self._refused(seat, what, error) from error
+            raise _AwayError
+        if error is not None:
+            raise self._refused(seat, what, error) from error
 
     def _refused(self, seat: Seat, what: str, error: BaseException) -> Rejected:
         return Rejected(
-            f"publish: {self._made.name} was not taken, since {what} on {seat.name} has raised {error!r}. The service is as it was."
+            f"{self._call}: {self._made.name} was not taken, since {what} on {seat.name} has raised {error!r}. The service is as it was."
         )
 
 
