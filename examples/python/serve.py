@@ -78,6 +78,7 @@ class Service:
         self.pool = Pool(devices)
         self.draining, self.explanation = False, ""
         self._embed = self.pool.serve(network(), max_batch=max_batch)
+        self._number, self._publishing = 1, asyncio.Lock()  # of the last version, also of one that was refused
         routes = [
             Route("/embed", self._answer, methods=["POST"]),
             Route("/publish", self._publish, methods=["POST"]),
@@ -139,9 +140,13 @@ class Service:
             return self._problem(503, str(error), {"Retry-After": str(max(seconds, 1))})
 
     async def _publish(self, _: Request) -> Response:
-        number = max(one["number"] for one in self._embed.versions) + 1
-        made = await asyncio.to_thread(lambda: self._embed.publish(network(number)))
-        return JSONResponse({"version": made.number})
+        async with self._publishing:  # one after the other, so that each has its own number
+            self._number += 1
+            try:
+                await asyncio.to_thread(lambda: self._embed.publish(network(self._number)))
+            except Rejected as error:
+                return self._problem(500, str(error))
+            return JSONResponse({"version": self._number})
 
     async def _health(self, _: Request) -> Response:
         return self._problem(503, "The server ends.") if self.draining else JSONResponse({"status": "ok"})
@@ -225,8 +230,8 @@ class Load:
 
     async def jobs(self) -> dict[str, int]:
         """How many requests each device has answered."""
-        reply = await self.client.request("GET", "/devices")
-        return {name: one["jobs"] for name, one in json.loads(reply.body).items()}
+        devices = json.loads((await self.client.request("GET", "/devices")).body)
+        return {name: one["jobs"] for name, one in devices.items()}
 
 
 class Run(NamedTuple):
@@ -253,7 +258,8 @@ async def drive(port: int, server: subprocess.Popen[str], args: argparse.Namespa
     async def swap() -> tuple[float, float]:
         await asyncio.sleep(third)
         called = time.perf_counter()
-        await load.client.request("POST", "/publish")
+        if (reply := await load.client.request("POST", "/publish")).status != 200:
+            raise SystemExit(f"serve: the swap was answered with {reply.status}: {reply.body!r}")
         return called, time.perf_counter()
 
     async def watch() -> None:
@@ -268,8 +274,7 @@ async def drive(port: int, server: subprocess.Popen[str], args: argparse.Namespa
     await beside
     swapped = await asyncio.gather(*swaps)
     await load.client.open(args.burst)
-    now = time.perf_counter()
-    last = [asyncio.ensure_future(load.one(now)) for _ in range(args.burst)]
+    last = [asyncio.ensure_future(load.one(time.perf_counter())) for _ in range(args.burst)]
     await asyncio.sleep(0)  # each sends its request
     server.send_signal(signal.SIGTERM)
     await asyncio.gather(*last)
@@ -324,9 +329,8 @@ def show(run: Run, status: int, said: str, args: argparse.Namespace) -> int:
         print(f"{first:5.1f} to {end:5.1f} s: {waits(run, run.begin + first, run.begin + end)}{mark}")
     if run.swap is not None:
         print(f"swap, in {run.swap[1] - run.swap[0]:.1f} s: {waits(run, *run.swap)}; by version: {dict(load.versions)}")
-    print(said, end="")
     outcomes = Counter(one.outcome for one in load.sent)
-    print(f"{len(load.sent)} requests: {', '.join(f'{count} {what}' for what, count in outcomes.most_common())}")
+    print(f"{said}{len(load.sent)} requests: {', '.join(f'{count} {what}' for what, count in outcomes.most_common())}")
     print(f"lost: {outcomes['lost']}; largest difference from the model itself: {load.difference:.1e}")
     print(f"the server ended with status {status}; Retry-After: {', '.join(sorted(load.retry_after)) or 'none'}")
     draw(run, args)
@@ -352,8 +356,8 @@ def draw(run: Run, args: argparse.Namespace) -> None:
     middles = [(number + 0.5) * width for number in range(WINDOWS)]
     for part, label in ((0.5, "p50"), (0.99, "p99")):
         times.plot(middles, [quantile(window, part) for window in windows], marker=".", label=label)
-    neighbour = f", a busy loop on {args.slow} in the shaded third" if args.slow else ""
-    times.set(yscale="log", ylabel="ms to the answer", title=f"POST /embed at {args.load:g} of its rate{neighbour}")
+    slow = f", a busy loop on {args.slow} in the shaded third" if args.slow else ""
+    times.set(yscale="log", ylabel="ms to the answer", title=f"POST /embed at {args.load:g} of its rate{slow}")
     for name in args.devices:
         pairs = list(zip(run.devices, run.devices[1:], strict=False))
         speeds = [(now[name] - before[name]) / (end - begin) for (begin, before), (end, now) in pairs]
@@ -375,9 +379,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--slow", metavar="DEVICE", help="hold a busy loop on this device's core in the middle third")
     parser.add_argument("--swap", action="store_true", help="publish another version of the model after a third")
     parser.add_argument("--seconds", type=float, default=15.0, help="of load (default: 15)")
-    parser.add_argument(
-        "--load", type=float, default=0.6, help="of the rate at which clients that wait are answered (default: 0.6)"
-    )
+    parser.add_argument("--load", type=float, default=0.6, help="of the rate to clients that wait (default: 0.6)")
     parser.add_argument("--burst", type=int, default=400, help="requests that come at once in the end (default: 400)")
     parser.add_argument("--batch", type=int, default=16, help="requests of a batch at most (default: 16)")
     parser.add_argument("--plot", type=Path, metavar="FILE", default=Path("serve.png"), help="(default: serve.png)")
@@ -390,9 +392,7 @@ def arguments() -> argparse.Namespace:
     if not (args.seconds > 0 and args.load > 0 and args.burst >= 0 and args.batch >= 1):
         parser.error("--seconds, --load and --batch must be positive, and --burst not negative")
     if args.slow and (args.slow not in args.devices or not paceline.find_device(args.slow).cores):
-        parser.error(
-            f"--slow {args.slow}: not a device of this run with cores of its own; there are {', '.join(args.devices)}"
-        )
+        parser.error(f"--slow {args.slow}: not a device with cores of its own; there are {', '.join(args.devices)}")
     return args
 
 

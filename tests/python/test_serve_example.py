@@ -46,12 +46,12 @@ def service(example: Any) -> Iterator[Any]:
 class Request:
     """A request to the application, without a server."""
 
-    def __init__(self, service: Any, body: bytes = TEXT, **headers: str) -> None:
+    def __init__(self, service: Any, body: bytes = TEXT, path: str = "/embed", **headers: str) -> None:
         self._parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._parts.put_nowait({"type": "http.request", "body": body, "more_body": False})
         self._said: list[dict[str, Any]] = []
         fields = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": "POST", "path": "/embed", "query_string": b"", "headers": fields}
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": fields}
         self.task = asyncio.ensure_future(service.app(scope, self._parts.get, self._say))
 
     async def _say(self, message: Any) -> None:
@@ -141,6 +141,45 @@ def test_a_client_that_goes_takes_its_request_out_of_the_queue(service: Any) -> 
     assert asyncio.run(run()) == 200
     outcomes = service.pool.report()["outcomes"]
     assert (outcomes["cancelled"], outcomes["completed"]) == (1, 2)  # one of these has held the device
+
+
+def test_a_version_that_is_refused_is_told_and_its_number_is_not_given_again(
+    example: Any, service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = example.network
+
+    def refused(version: int) -> Any:
+        made = network(version)
+        if version == 2:
+            made.forward = None
+        return made
+
+    async def run() -> list[Answer]:
+        said = [await Request(service).answer()]  # with which versions are warmed
+        said += [await Request(service, path="/publish").answer() for _ in range(2)]
+        return [*said, await Request(service).answer()]
+
+    monkeypatch.setattr(example, "network", refused)
+    first, bad, good, last = asyncio.run(run())
+    assert first[1]["x-model-version"] == "1"
+    assert (bad[0], "version 2 was not taken" in bad[2]["error"]) == (500, True)
+    assert (good[0], good[2]) == (200, {"version": 3})
+    assert last[1]["x-model-version"] == "3"
+    with torch.no_grad():
+        expected = network(3)(example.tokens(TEXT)[None])[0]
+    torch.testing.assert_close(torch.tensor(last[2]["embedding"]), expected)
+
+
+def test_a_swap_that_is_refused_fails_the_example(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def request(_: Any, __: str, path: str, *___: Any) -> Any:
+        body = json.dumps({"embedding": [0.0], "host:0": {"jobs": 0}}).encode()
+        return SimpleNamespace(status=500 if path == "/publish" else 503, body=body, headers={})
+
+    monkeypatch.setattr(example.Client, "request", request)
+    args = SimpleNamespace(seed=0, seconds=0.3, batch=1, devices=["host:0"], load=0.5, slow=None, swap=True, burst=0)
+    monkeypatch.setattr(example.Load, "jobs", lambda _: asyncio.sleep(0, {"host:0": 0}))
+    with pytest.raises(SystemExit, match="answered with 500"):
+        asyncio.run(example.drive(1, None, args))
 
 
 def test_a_server_that_ends_says_so_and_still_answers(service: Any) -> None:
