@@ -30,9 +30,8 @@ from paceline.torch._replicas.replica import Replica
 _MOST_SIZES = 16
 
 Answer = Callable[[Any], Any]
-Marks = tuple[
-    list[torch.Tensor | None], list[Any]
-]  # tensors, which are kept so that no other one gets their identity, and versions
+# Tensors, which are kept so that no other one gets their identity, and versions.
+Marks = tuple[list[torch.Tensor | None], list[Any]]
 
 
 class Served:
@@ -174,10 +173,12 @@ class WithState(Served):
             made = self._states[seat.name] = (self._initializer(seat.device),)
             seat.wait()  # for copies to a GPU
             loaded = time.monotonic() - begun
-        (state,) = made
-        return functools.partial(
-            self._function, state
-        ), loaded  # no frame of it keeps the state in the traceback of an error
+        # No frame of it keeps the state in the traceback of an error.
+        return functools.partial(self._function, *made), loaded
+
+    def holds(self, device: str) -> float:
+        """See `Served`."""
+        return self.resident if device in self._states else 0.0
 
     def holds(self, device: str) -> float:
         """See `Served`."""
