@@ -354,14 +354,31 @@ TEST(PoolTenants, AreNotChargedForWhatIsCancelledOrTakenBack) {
   EXPECT_EQ(box.pool.tenants()[a].served, 0.0);
   (void)box.submit(0.0, {.tenant = b});
   const PoolStart second = box.last.starts.at(0);
-  const JobId of_a = box.submit(0.1, {.tenant = a});
-  const JobId of_b = box.submit(0.2, {.tenant = b});
-  // Taken back and begun again it is charged once.
-  const PoolDecisions again = box.pool.withdraw(0.3, second.run);
-  EXPECT_EQ(again.starts.at(0).jobs, second.jobs);
-  EXPECT_EQ(box.finish(1.0, again.starts.at(0)).starts.at(0).jobs, Jobs{of_a});
-  EXPECT_EQ(box.pool.tenants()[b].served, 1.0);
+  const JobId of_b = box.submit(0.1, {.tenant = b});
+  const JobId of_a = box.submit(0.2, {.tenant = a});
+  // Otherwise both would have been charged once, and the earlier job would be next.
+  EXPECT_EQ(box.finish(1.0, second).starts.at(0).jobs, Jobs{of_a});
   EXPECT_EQ(box.finish(2.0, box.last.starts.at(0)).starts.at(0).jobs, Jobs{of_b});
+}
+
+TEST(PoolTenants, AreChargedOnceForWhatBeginsAgain) {
+  Box box({1.0}, {.placement = Placement::any});
+  const std::size_t a = box.pool.add_tenant({.name = "a"});
+  const std::size_t b = box.pool.add_tenant({.name = "b"});
+  (void)box.submit(0.0, {.tenant = b});
+  const PoolStart first = box.last.starts.at(0);
+  const JobId of_a = box.submit(0.1, {.tenant = a});
+  const JobId of_b = box.submit(0.1, {.tenant = b});
+  const JobId last = box.submit(0.1, {.tenant = a});
+  const PoolStart again = box.pool.withdraw(0.3, first.run).starts.at(0);
+  EXPECT_EQ(again.jobs, first.jobs);
+  Jobs order;
+  order.push_back(box.finish(1.0, again).starts.at(0).jobs.front());
+  EXPECT_EQ(box.pool.tenants()[b].served, 1.0);
+  for (double now = 2.0; order.size() < 3; now += 1.0)
+    order.push_back(box.finish(now, box.last.starts.at(0)).starts.at(0).jobs.front());
+  // After the first of `a` both have been charged 1. Charged 2, `b` would be last.
+  EXPECT_EQ(order, (Jobs{of_a, of_b, last}));
 }
 
 TEST(PoolTenants, LeaveOtherPrioritiesTheirTurns) {
@@ -400,6 +417,21 @@ TEST(PoolTenants, FillTheQueueForThemselvesOnly) {
   bool cancelled = false;
   (void)box.pool.cancel(0.0, second, cancelled);
   EXPECT_TRUE(box.pool.has_room(0, a));
+}
+
+TEST(PoolTenants, GetTheirTurnBackWithAJobThatIsTakenBack) {
+  Box box({1.0}, {.placement = Placement::any});
+  const std::size_t a = box.pool.add_tenant({.name = "a"});
+  const std::size_t b = box.pool.add_tenant({.name = "b"});
+  (void)box.submit(0.0, {.tenant = a});
+  const PoolStart first = box.last.starts.at(0);
+  (void)box.submit(0.0, {.tenant = a});
+  const JobId of_b = box.submit(0.5, {.tenant = b});
+  (void)box.submit(1.2, {.priority = Priority::interactive});
+  const PoolStart second = box.finish(2.0, first).starts.at(0);
+  EXPECT_EQ(second.jobs, Jobs{of_b});
+  // It had the turn of 1.0, before the interactive job's of 1.3. Its own was of 1.5.
+  EXPECT_EQ(box.pool.withdraw(2.0, second.run).starts.at(0).jobs, Jobs{of_b});
 }
 
 TEST(PoolTenants, MayUseSoManyDevicesAtOnce) {
@@ -473,6 +505,20 @@ TEST(PoolTenants, GangOfATenantAtItsQuotaReservesNothing) {
   const PoolStart second = box.last.starts.at(0);
   (void)box.finish(1.0, second);
   EXPECT_EQ(box.finish(1.0, first).starts.at(0).jobs, Jobs{gang});
+}
+
+TEST(PoolTenants, UseTheMemoryOfEachDeviceOfAGang) {
+  Box box({1.0, 1.0, 1.0, 1.0}, {.placement = Placement::any}, {.name = "work", .peak_bytes = 2.0});
+  const std::size_t a = box.pool.add_tenant({.name = "a", .memory_bytes = 7.0});
+  (void)box.submit(0.0, {.gang = 2, .tenant = a});
+  EXPECT_EQ(box.pool.tenants()[a].memory_bytes, 4.0);
+  EXPECT_EQ(box.pool.tenants()[a].devices, 2);
+  (void)box.submit(0.0, {.gang = 2, .tenant = a});
+  EXPECT_TRUE(box.last.starts.empty());
+  (void)box.submit(0.0, {.tenant = a});
+  EXPECT_EQ(box.last.starts.size(), 1);
+  (void)box.submit(0.0, {.gang = 4, .tenant = a});
+  EXPECT_EQ(box.last.ends.at(0).reason, PoolReason::quota);
 }
 
 TEST(PoolTenants, AreRefusedWithWhatCannotBe) {
@@ -573,11 +619,23 @@ TEST(PoolKinds, AreForgottenOnceNothingOfThemIsThere) {
   (void)box.pool.add_device(1.0, {.name = "late"});
   EXPECT_EQ(box.pool.add_kind({.name = "new", .sizes = {1, 2}}), 0);
   EXPECT_EQ(box.pool.add_kind({.name = "next", .model = "n", .resident_bytes = 1.0}), 1);
+  EXPECT_FALSE(box.pool.resident(0, "n"));
+  EXPECT_EQ(box.pool.used_bytes(0), 0.0);
   EXPECT_EQ(box.pool.kind(0).name, "new");
   EXPECT_TRUE(std::isnan(box.pool.seconds(0, 0, 1.0))) << "nothing is known of the new one";
   EXPECT_EQ(box.pool.largest_batch(0, 2), 2);
-  box.last = box.pool.submit(2.0, {}, id);
-  EXPECT_EQ(box.last.starts.at(0).kind, 0);
+  (void)box.pool.retire(2.0, 1);
+  (void)box.pool.retire(2.0, 2);
+  const JobId first = box.submit(2.0);
+  const RunId begun = box.last.starts.at(0).run;
+  const JobId second = box.submit(2.0, {.kind = 1});
+  const JobId third = box.submit(2.0);
+  PoolStart start = box.pool.withdraw(2.0, begun, first).starts.at(0);
+  EXPECT_EQ(start.jobs, Jobs{second});
+  EXPECT_EQ(start.kind, 1);
+  start = box.finish(3.0, start).starts.at(0);
+  EXPECT_EQ(start.jobs, Jobs{third});
+  EXPECT_EQ(start.kind, 0);
 }
 
 TEST(PoolKinds, LetOthersKeepTheModelThatTheyShare) {
