@@ -19,11 +19,9 @@ from paceline._replay import at_line, numbered
 from paceline._replay_pool_kinds import with_kinds_kept
 
 Ledger = str | os.PathLike[str] | Iterable[str]  # a path, or the lines
-_EVENTS = (
-    *("submit", "finish", "measure", "tick", "withdraw", "cancel", "retire", "restore", "lose", "loaded"),
-    *("add_device", "add_kind", "add_need", "add_tenant", "forget"),
-)
 _TIMELESS = ("add_kind", "add_need", "add_tenant", "forget")
+_TIMED = ("submit", "finish", "measure", "tick", "withdraw", "cancel", "retire", "restore", "lose", "loaded")
+_EVENTS = (*_TIMED, "add_device", *_TIMELESS)
 _ARRIVE = ("submit", "cancel", "retire", "restore", "lose", "add_device", *_TIMELESS[:3])  # with any placement
 _DECIDED = ("ends", "starts", "declines", "wake_seconds")
 _SAMPLES = 1000  # what a model of the whole ledger counts for

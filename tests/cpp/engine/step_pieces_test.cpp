@@ -19,79 +19,18 @@
 #include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 
-#include "engine/step/short_pieces.hpp"
 #include "errors.hpp"
 #include "host_group.hpp"
+#include "piece_program.hpp"
 
 namespace paceline {
 namespace {
 
-constexpr std::int64_t kFixed = 2500;  // bytes of a micro-batch
-constexpr std::int64_t kPerItem = 1000;
-
-/// Notes what runs, and takes memory: `fits` is how many items there is room for.
-class PieceProgram final : public StepProgram {
- public:
-  explicit PieceProgram(std::size_t devices, std::int64_t fits = 1 << 20) : fits_(fits), ran(devices) {}
-
-  bool run(const MicroBatch& mb) override {
-    if (mb.size() > fits_) throw OutOfMemory("as planned");
-    if (seconds_per_item) {
-      const double busy = static_cast<double>(mb.size()) * seconds_per_item(mb.size());
-      std::this_thread::sleep_for(std::chrono::duration<double>(busy));
-    }
-    ran[mb.device.number()].push_back(mb);
-    for (const std::int64_t item : mb.items) {
-      const std::lock_guard lock(mutex_);
-      ++items[item];
-    }
-    return false;
-  }
-  std::optional<std::int64_t> memory_bytes(DeviceId device) override {
-    if (nothing_to_do) return std::nullopt;
-    return kFixed + kPerItem * ran[device.number()].back().size();
-  }
-
-  [[nodiscard]] std::vector<std::int64_t> sizes(std::size_t device) const {
-    std::vector<std::int64_t> sizes;
-    for (const MicroBatch& mb : ran[device]) sizes.push_back(mb.size());
-    return sizes;
-  }
-
- private:
-  std::int64_t fits_;
-  std::mutex mutex_;
-
- public:
-  double (*seconds_per_item)(std::int64_t items) = nullptr;
-  bool nothing_to_do = false;
-  std::vector<std::vector<MicroBatch>> ran;
-  std::map<std::int64_t, int> items;
-};
-
-template <class Batch>
-void run(StepLoop& step_loop, const Batch& batch, const std::shared_ptr<PieceProgram>& program,
-         const BatchKind& kind = {}) {
-  for (;;) {
-    std::shared_ptr<const BatchPlan> plan;
-    if constexpr (std::is_same_v<Batch, int>) {
-      plan = step_loop.plan(batch, kind);
-    } else {
-      plan = step_loop.plan(batch);
-    }
-    for (auto& list : program->ran) list.clear();
-    const auto step = step_loop.begin(plan, program);
-    step->wait();
-    if (step->failure() != nullptr && step_loop.shrink(*step)) continue;
-    step->rethrow_failure();
-    step_loop.commit(step);
-    return;
-  }
-}
-
-std::int64_t sum(const std::vector<std::int64_t>& values) {
-  return std::accumulate(values.begin(), values.end(), std::int64_t{0});
-}
+using testing::kFixed;
+using testing::kPerItem;
+using testing::PieceProgram;
+using testing::run;
+using testing::sum;
 
 TEST(MemoryLimit, RunsAsFewPiecesAsFitOnceTwoSizesAreMeasured) {
   constexpr std::int64_t kLimit = kFixed + 10 * kPerItem;
@@ -228,93 +167,6 @@ TEST(OutOfMemory, LeavesNoPieceWithFewerItemsThanTheLeast) {
   const std::vector<std::int64_t> sizes = program->sizes(0);
   EXPECT_EQ(sum(sizes), 17);
   EXPECT_GE(*std::min_element(sizes.begin(), sizes.end()), 3);
-}
-
-/// Runs claims of so many items, each of whose pieces takes `fixed` + `per_item` * n seconds. Returns the sizes of the
-/// last claim.
-std::vector<std::int64_t> cut_for(internal::ShortPieces& shorter, double fixed, double per_item, std::int64_t items,
-                                  int claims, std::optional<std::int64_t> most = std::nullopt) {
-  std::vector<std::int64_t> sizes;
-  for (int claim = 0; claim < claims; ++claim) {
-    sizes.clear();
-    std::int64_t at = 7;
-    for (const auto& [begin, end] : shorter.pieces(DeviceId(0), 7, 7 + items, 0.0205, most)) {
-      EXPECT_EQ(begin, at);
-      EXPECT_GT(end, begin);
-      at = end;
-      sizes.push_back(end - begin);
-      shorter.ran(DeviceId(0), end - begin, fixed + per_item * static_cast<double>(end - begin));
-    }
-    EXPECT_EQ(at, 7 + items);
-  }
-  return sizes;
-}
-
-TEST(ShortPieces, EndWithinTheirTimeAndComeDownFromWholeClaimsByHalves) {
-  const std::vector<DeviceId> devices{DeviceId(0)};
-  internal::ShortPieces shorter(devices);
-  EXPECT_EQ(cut_for(shorter, 0.004, 0.001, 1000, 1), (std::vector<std::int64_t>{400, 400, 200}));
-  const std::vector<std::int64_t> second = cut_for(shorter, 0.004, 0.001, 1000, 1);
-  EXPECT_EQ(shorter.size(DeviceId(0)), 100) << "half of the fewest that were measured";
-  EXPECT_LE(*std::ranges::max_element(second), 100);
-  const std::vector<std::int64_t> sizes = cut_for(shorter, 0.004, 0.001, 1000, 10);
-  EXPECT_EQ(shorter.size(DeviceId(0)), 16);
-  EXPECT_EQ(*std::ranges::max_element(sizes), 16);
-  EXPECT_EQ(cut_for(shorter, 0.004, 0.001, 3, 1), (std::vector<std::int64_t>{3})) << "a correction is short already";
-  const std::vector<std::int64_t> slower = cut_for(shorter, 0.004, 0.004, 1000, 10);
-  EXPECT_EQ(*std::ranges::max_element(slower), 4) << "the device became slower";
-  const std::vector<std::int64_t> faster = cut_for(shorter, 0.004, 0.001, 1000, 10);
-  EXPECT_EQ(*std::ranges::max_element(faster), 16);
-  const std::vector<std::int64_t> searched = cut_for(shorter, 0.004, 0.001, 1000, 1, 8);
-  EXPECT_EQ(*std::ranges::max_element(searched), 8) << "a size that is faster";
-}
-
-TEST(ShortPieces, AreNoShorterThanTwiceWhatDoesNotDependOnTheItems) {
-  const std::vector<DeviceId> devices{DeviceId(0)};
-  internal::ShortPieces shorter(devices);
-  const std::vector<std::int64_t> sizes = cut_for(shorter, 0.15, 0.01, 40, 10);
-  EXPECT_EQ(shorter.size(DeviceId(0)), 15) << "not single items of 0.16 s each";
-  EXPECT_EQ(*std::ranges::max_element(sizes), 12) << "three of two lengths, and half a one";
-  internal::ShortPieces single(devices);
-  EXPECT_EQ(cut_for(single, 0.0, 0.1, 4, 10), (std::vector<std::int64_t>{1, 1, 1, 1}));
-  internal::ShortPieces few(devices);
-  EXPECT_EQ(cut_for(few, 0.001, 0.001, 3, 1), (std::vector<std::int64_t>{1, 1, 1}));
-  EXPECT_EQ(cut_for(few, 0.001, 0.001, 3, 1), (std::vector<std::int64_t>{3})) << "there was only one length before";
-}
-
-TEST(ShortPieces, AreRunByStepsOfFreeSizesOnly) {
-  const auto pieces = [](const StepLoopOptions& options, const BatchKind& kind, double seconds) {
-    StepLoop step_loop(host_group(2), options);
-    const auto program = std::make_shared<PieceProgram>(2);
-    program->seconds_per_item = [](std::int64_t) { return 1e-3; };
-    step_loop.set_longest(seconds);
-    run(step_loop, 64, program, kind);
-    EXPECT_EQ(sum(program->sizes(0)) + sum(program->sizes(1)), 64);
-    return program->ran[0].size() + program->ran[1].size();
-  };
-  EXPECT_EQ(pieces({.balance = Balance::even}, {}, 1e-3), 6U) << "three on each device";
-  EXPECT_EQ(pieces({.balance = Balance::even}, {}, 0.0), 2U);
-  EXPECT_EQ(pieces({.balance = Balance::even, .micro_batch = 32}, {}, 1e-3), 2U);
-  EXPECT_EQ(pieces({.balance = Balance::even, .granularity = 2}, {}, 1e-3), 2U);
-  EXPECT_EQ(pieces({.balance = Balance::even, .least_items = 2}, {}, 1e-3), 2U);
-  EXPECT_EQ(pieces({.balance = Balance::even}, {.any_size = false}, 1e-3), 2U);
-  StepLoop step_loop(host_group(1), {});
-  EXPECT_THROW(step_loop.set_longest(-1.0), InvalidArgument);
-}
-
-TEST(ShortPieces, AreSaidAndEndWithTheirReason) {
-  StepLoop step_loop(host_group(1), {});
-  const auto program = std::make_shared<PieceProgram>(1);
-  program->seconds_per_item = [](std::int64_t) { return 1e-3; };
-  step_loop.set_longest(2e-3);
-  const std::string said = " on host:0, to end within 2 ms.";
-  for (int step = 0; step < 100 && step_loop.explain().find(said) == std::string::npos; ++step)
-    run(step_loop, 8, program);
-  EXPECT_TRUE(says(step_loop.explain(), said));
-  step_loop.set_longest(0.0);
-  run(step_loop, 8, program);
-  EXPECT_EQ(program->sizes(0), (std::vector<std::int64_t>{8}));
-  EXPECT_FALSE(says(step_loop.explain(), said));
 }
 
 double falling_out_of_a_cache(std::int64_t items) { return items > 128 ? 3e-4 : 7.5e-5; }

@@ -6,8 +6,6 @@ import contextlib
 import contextvars
 import functools
 import math
-import operator
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +18,7 @@ from paceline.torch._devices import cuda
 from paceline.torch._devices.compile_gate import CompileGate
 from paceline.torch._devices.compiling import compiled_for_each
 from paceline.torch._pool.seats import Seat, home_of
+from paceline.torch._pool.weights import Marks, Weights, same
 from paceline.torch._replicas.buffers import Pair, Slots
 from paceline.torch._replicas.compiled import captures_graphs, compiles, is_compiled, is_compiled_function
 from paceline.torch._replicas.copies import Replicate, alias_of, copied, made_by
@@ -30,8 +29,6 @@ from paceline.torch._replicas.replica import Replica
 _MOST_SIZES = 16
 
 Answer = Callable[[Any], Any]
-# Tensors, which are kept so that no other one gets their identity, and versions.
-Marks = tuple[list[torch.Tensor | None], list[Any]]
 
 
 class Served:
@@ -180,66 +177,16 @@ class WithState(Served):
         """See `Served`."""
         return self.resident if device in self._states else 0.0
 
-    def holds(self, device: str) -> float:
-        """See `Served`."""
-        return self.resident if device in self._states else 0.0
-
     def drop(self, device: str) -> None:
         """See `Served`."""
         super().drop(device)
         self._states.pop(device, None)
 
 
-class _Weights:
-    """Copies of the parameters for one memory space where the module is not. The devices there share them.
-
-    One batch at a time is on a device. So when a device takes over new copies nothing there uses the old ones any more, and a lone device may write to them.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seen: Marks = ([], [])
-        self._copies: list[torch.Tensor] = []
-        self._ready: Any = None
-        self.generation = 0
-        self.devices: set[str] = set()
-
-    def of(self, seat: Seat, marks: Marks, present: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
-        """The copies, and how often they were made. `present`: what the device uses now."""
-        with self._lock:
-            if not (self._copies and _same(marks, self._seen)):
-                # A tensor that changes while this goes on is copied again before the next batch.
-                given = [one for one in marks[0] if one is not None]
-                alone, self._seen = len(self.devices) == 1, ([], [])
-                if not (alone and self._overwritten(given)):
-                    if alone and self._copies:  # do not hold old and new ones at once
-                        self._copies = []
-                        for alias in filter(_is_plain, present):
-                            alias.data = alias.data.new_empty(0)
-                    made = {id(one): one.detach().to(seat.device, copy=True) for one in given}
-                    self._copies = [made[id(one)] for one in given]
-                self._seen, self._ready = marks, seat.mark()
-                self.generation += 1
-            elif self._ready is not None:
-                seat.follow([self._ready])
-            return self._copies, self.generation
-
-    def _overwritten(self, given: list[torch.Tensor]) -> bool:
-        """Write the values into the copies, which takes no memory. False if these have another form."""
-        if len(given) != len(self._copies) or not all(map(_is_like, given, self._copies)):
-            return False
-        pairs = {(id(one), id(copy)): (one, copy) for one, copy in zip(given, self._copies, strict=True)}
-        if not len(pairs) == len({one for one, _ in pairs}) == len({copy for _, copy in pairs}):
-            return False  # other ones are tied
-        for one, copy in pairs.values():
-            copy.copy_(one.detach())
-        return True
-
-
 class _Copy:
     """A device's copy of a module."""
 
-    def __init__(self, replica: Replica, answer: Answer, shared: list[Pair], weights: _Weights | None) -> None:
+    def __init__(self, replica: Replica, answer: Answer, shared: list[Pair], weights: Weights | None) -> None:
         self.replica, self.answer = replica, answer
         self.shared = shared  # its parameters, and the user's
         self.weights = weights  # None where the module is
@@ -260,7 +207,7 @@ class Copies(Served):
         )
         self._module, self._replicate, self._options = module, replicate, options
         self._copies: dict[str, _Copy] = {}
-        self._weights: dict[str, _Weights] = {}  # by memory space
+        self._weights: dict[str, Weights] = {}  # by memory space
         self._home: str | None = None  # the memory space of the module, if a device is there
         self._place = home_of(module)
 
@@ -312,7 +259,7 @@ class Copies(Served):
         ]  # without an address there is nothing to compare, nor to share anew
         if far:
             shared += [({"": one}, {"": made.counterparts[id(one)]}, "") for one in reach.unregistered.values()]
-        weights = self._weights.setdefault(seat.space, _Weights()) if far else None
+        weights = self._weights.setdefault(seat.space, Weights()) if far else None
         if weights is not None:
             weights.devices.add(seat.name)
         # module.compile() compiles nothing of a class of PyTorch, such as nn.Sequential.
@@ -334,7 +281,7 @@ class Copies(Served):
         marks = _marks([(ours, name) for ours, _, name in copy.replica.buffer_pairs])
         if here:
             _follow_default(seat)
-        if copy.seen is None or not _same(marks, copy.seen):
+        if copy.seen is None or not same(marks, copy.seen):
             # A forward may have left tensors of inference mode in the place of buffers. Elsewhere these cannot be written to.
             with torch.inference_mode():
                 if copy.weights is not None and copy.seen is None:
@@ -360,7 +307,7 @@ def _share(shared: list[Pair]) -> None:
             alias.data = value.data
 
 
-def _renew(seat: Seat, copy: _Copy, weights: _Weights) -> None:
+def _renew(seat: Seat, copy: _Copy, weights: Weights) -> None:
     slots = [(ours, name) for ours, _, name in copy.shared if ours.get(name) is not None]
     present = [theirs[name] for ours, theirs, name in copy.shared if ours.get(name) is not None]
     made, generation = weights.of(seat, _marks(slots, addresses=True), present)
@@ -391,21 +338,5 @@ def _marks(slots: Sequence[tuple[Slots, str]], *, addresses: bool = False) -> Ma
     return found, [*versions, *((one.dtype, _address(one)) for one in found if one is not None)]
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _is_like(one: torch.Tensor, copy: torch.Tensor) -> bool:
-    return (
-        _is_plain(one)
-        and _is_plain(copy)
-        and (one.shape, one.dtype, one.stride()) == (copy.shape, copy.dtype, copy.stride())
-    )
-
-
 def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if tensor.layout is torch.strided else 0
-
-
-def _same(marks: Marks, seen: Marks) -> bool:
-    return marks[1] == seen[1] and len(marks[0]) == len(seen[0]) and all(map(operator.is_, marks[0], seen[0]))
