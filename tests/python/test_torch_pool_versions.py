@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +194,24 @@ def test_a_version_in_the_shadow_answers_copies_in_the_background() -> None:
         assert batcher.promote().number == 2
         assert roles(batcher) == {2: ("live", 1.0), 1: ("previous", 0.0)}
         assert versions_of(ask(batcher, 3)) == {2: 3}
+
+
+def test_the_engine_forgets_versions_that_are_gone(tmp_path: Path) -> None:
+    with pool_of(1) as pool:
+        pool.write_ledger(tmp_path / "pool.jsonl")
+        batcher = pool.serve(adds(10), max_batch=2)
+        assert versions_of(ask(batcher, 2)) == {1: 2}
+        for number in range(2, 7):
+            batcher.publish(adds(10 * number))
+            assert versions_of(ask(batcher, 2)) == {number: 2}
+        batcher.publish(adds(70), weight=0.5)
+        assert versions_of(ask(batcher, 4)) == {6: 2, 7: 2}
+        with Held(pool):
+            late = ask(batcher, 4)
+            batcher.retire(7)  # it still has requests, so the engine forgets it with the next change
+        assert versions_of(late) == {6: 2, 7: 2}
+        batcher.publish(adds(80))
+        assert roles(batcher) == {8: ("live", 1.0), 6: ("previous", 0.0)}
+    lines = [json.loads(line) for line in (tmp_path / "pool.jsonl").read_text().splitlines()]
+    events = Counter(next(iter(line)) for line in lines)
+    assert events["forget"] == 6  # versions 1 to 5, and 7

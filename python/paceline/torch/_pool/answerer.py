@@ -135,6 +135,13 @@ class Answerer:
             self._present, self.over = present, True
         self.wait()
 
+    def forgotten(self, present: Callable[..., PoolFuture[Any]]) -> bool:
+        """Let later requests go the present way. Whether the engine has forgotten those of this version: not before they have ended."""
+        with self._lock:
+            self._present, self.over = present, True
+            kinds = [] if self.open else list(self._kinds.values())
+        return not self.open and all([self.jobs.engine.forget(kind) for kind in kinds])
+
     def wait(self) -> None:
         """Wait until all that is open now has ended."""
         with self._lock:

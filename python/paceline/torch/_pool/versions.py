@@ -58,7 +58,8 @@ class Versions:
         use: Callable[[Answerer | Router | Gap], None],
     ) -> None:
         self._jobs, self._name, self._make, self._use = jobs, live.name, make, use
-        self._state = State(live)
+        self._state = self._settled = State(live)  # now, and before what goes on
+        self._gone: list[Answerer] = []  # for good, but the engine may have requests of them
         self._way: Answerer | Router | Gap = live  # of a request
         self._cold: set[int] = set()  # versions that have left their devices to another one
         self._numbers = itertools.count(2)
@@ -159,6 +160,14 @@ class Versions:
                 one.over = False
                 self._cold.discard(one.version)
         self._turn_to(Router(state) if state.candidates or state.shadows else state.live, state)
+        kept = [one for _, one in state.all()]
+        gone = [one for _, one in self._settled.all() if one not in kept]
+        self._settled = state
+        self._forget(*gone)
+
+    def _forget(self, *gone: Answerer) -> None:
+        """Let the engine forget what it knows of versions that are gone, now or with a later change."""
+        self._gone = [one for one in (*self._gone, *gone) if not one.forgotten(self._put)]
 
     def _turn_to(self, way: Answerer | Router | Gap, state: State) -> None:
         self._way, self._state = way, state
@@ -215,6 +224,8 @@ class Versions:
                 clear_frames(error)  # they refer to what it has loaded, and somebody may keep the error
                 made.wait()  # after an interrupt, for a batch that still warms it
                 self._free(made)
+                with self._lock:
+                    self._forget(made)
             raise
 
     def _free(self, gone: Answerer) -> None:
