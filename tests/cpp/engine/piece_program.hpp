@@ -15,7 +15,7 @@
 #include <paceline/engine/step_loop.hpp>
 #include <paceline/error.hpp>
 
-namespace paceline::testing {
+namespace paceline::piece_tests {
 
 inline constexpr std::int64_t kFixed = 2500;  // bytes of a micro-batch
 inline constexpr std::int64_t kPerItem = 1000;
@@ -84,4 +84,4 @@ inline std::int64_t sum(const std::vector<std::int64_t>& values) {
   return std::accumulate(values.begin(), values.end(), std::int64_t{0});
 }
 
-}  // namespace paceline::testing
+}  // namespace paceline::piece_tests

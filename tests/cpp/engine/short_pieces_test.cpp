@@ -19,9 +19,9 @@
 namespace paceline {
 namespace {
 
-using testing::PieceProgram;
-using testing::run;
-using testing::sum;
+using piece_tests::PieceProgram;
+using piece_tests::run;
+using piece_tests::sum;
 
 /// Runs claims of so many items, each of whose pieces takes `fixed` + `per_item` * n seconds. Returns the sizes of the
 /// last claim.

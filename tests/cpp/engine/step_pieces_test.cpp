@@ -26,11 +26,11 @@
 namespace paceline {
 namespace {
 
-using testing::kFixed;
-using testing::kPerItem;
-using testing::PieceProgram;
-using testing::run;
-using testing::sum;
+using piece_tests::kFixed;
+using piece_tests::kPerItem;
+using piece_tests::PieceProgram;
+using piece_tests::run;
+using piece_tests::sum;
 
 TEST(MemoryLimit, RunsAsFewPiecesAsFitOnceTwoSizesAreMeasured) {
   constexpr std::int64_t kLimit = kFixed + 10 * kPerItem;
