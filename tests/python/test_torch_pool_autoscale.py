@@ -45,10 +45,14 @@ class Scripted:
         self.active.append(name)
 
 
+class Known(SimpleNamespace):
+    """Can be referred to weakly."""
+
+
 def scripted(count: int, **options: Any) -> tuple[Scripted, Scale]:
     engine = Scripted(count)
     devices = [SimpleNamespace(name=name) for name in engine.names]
-    jobs: Any = SimpleNamespace(engine=engine, devices=devices, ends=[])
+    jobs: Any = Known(engine=engine, devices=devices, ends=[])
     engine.jobs_of = jobs  # keeps it
     scale = Scale(jobs, Autoscale(**options))
     jobs.ends[0]()  # its thread; the test looks by itself

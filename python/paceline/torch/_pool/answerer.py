@@ -96,6 +96,13 @@ class Example(NamedTuple):
     spec: Any
 
 
+class Gone(NamedTuple):
+    """What the engine may still know of a version that is gone. It does not hold the version, which is freed after its last batch."""
+
+    open: set[PoolFuture[Any]]
+    kinds: dict[Any, str]
+
+
 class Answerer:
     """Answers requests by one version of a model.
 
@@ -135,12 +142,11 @@ class Answerer:
             self._present, self.over = present, True
         self.wait()
 
-    def forgotten(self, present: Callable[..., PoolFuture[Any]]) -> bool:
-        """Let later requests go the present way. Whether the engine has forgotten those of this version: not before they have ended."""
+    def left(self, present: Callable[..., PoolFuture[Any]]) -> Gone:
+        """Let later requests go the present way for good."""
         with self._lock:
             self._present, self.over = present, True
-            kinds = [] if self.open else list(self._kinds.values())
-        return not self.open and all([self.jobs.engine.forget(kind) for kind in kinds])
+        return Gone(self.open, self._kinds)
 
     def wait(self) -> None:
         """Wait until all that is open now has ended."""

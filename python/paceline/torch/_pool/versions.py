@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from paceline import InvalidArgument, Rejected, Unavailable
 from paceline._core.engine import Pool as Engine
-from paceline.torch._pool.answerer import Answerer
+from paceline.torch._pool.answerer import Answerer, Gone
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import Job, clear_frames
 from paceline.torch._pool.jobs import Jobs
@@ -59,7 +59,7 @@ class Versions:
     ) -> None:
         self._jobs, self._name, self._make, self._use = jobs, live.name, make, use
         self._state = self._settled = State(live)  # now, and before what goes on
-        self._gone: list[Answerer] = []  # for good, but the engine may have requests of them
+        self._gone: list[Gone] = []
         self._way: Answerer | Router | Gap = live  # of a request
         self._cold: set[int] = set()  # versions that have left their devices to another one
         self._numbers = itertools.count(2)
@@ -166,8 +166,12 @@ class Versions:
         self._forget(*gone)
 
     def _forget(self, *gone: Answerer) -> None:
-        """Let the engine forget what it knows of versions that are gone, now or with a later change."""
-        self._gone = [one for one in (*self._gone, *gone) if not one.forgotten(self._put)]
+        """Let the engine forget versions that are gone: now, or with a later change if they still have requests."""
+        self._gone += [one.left(self._put) for one in gone]
+        engine = self._jobs.engine
+        self._gone = [
+            one for one in self._gone if one.open or not all([engine.forget(kind) for kind in one.kinds.values()])
+        ]
 
     def _turn_to(self, way: Answerer | Router | Gap, state: State) -> None:
         self._way, self._state = way, state
@@ -225,7 +229,8 @@ class Versions:
                 made.wait()  # after an interrupt, for a batch that still warms it
                 self._free(made)
                 with self._lock:
-                    self._forget(made)
+                    if all(one is not made for _, one in self._state.all()):
+                        self._forget(made)
             raise
 
     def _free(self, gone: Answerer) -> None:
