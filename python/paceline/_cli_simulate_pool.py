@@ -16,32 +16,43 @@ _ARGUMENTS = (  # that --json prints
 )
 
 
+# What only --pool has, without --day and with it: option, type, default, metavar, help.
+_OPTIONS: tuple[tuple[str, Any, Any, str, str], ...] = (
+    ("--load", float, 0.7, "PART", "arriving work over what all devices can do in full batches (0.7)"),
+    ("--max-batch", int, 1, "N", "largest batch (1: no batches)"),
+    ("--max-delay-ms", float, 0.0, "MS", "how long a batch may wait to become larger (0)"),
+    (
+        "--length-variation",
+        float,
+        0.0,
+        "F",
+        "standard deviation of a request's length over its mean; a batch is padded to its longest (0)",
+    ),
+    ("--believed", numbers, None, "S,S,...", "what the pool takes the speeds to be (the truth)"),
+    ("--burst", float, 1.0, "N", "mean number of requests that arrive at once (1)"),
+    (
+        "--deadline-ms",
+        float,
+        None,
+        "MS",
+        "mean deadline of a request; each one's is between half of it and one and a half (none)",
+    ),
+    ("--requests", int, 20000, "N", "requests (20000)"),
+)
+_DAY_OPTIONS: tuple[tuple[str, Any, Any, str, str], ...] = (
+    ("--wait-ms", float, 100.0, "MS", "with --day: mean wait that is aimed at (100)"),
+    ("--activation-seconds", float, 5.0, "S", "with --day: until a device that is wanted takes requests (5)"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that only --pool has."""
     group = parser.add_argument_group("with --pool", "also --speeds, --fixed-ms, --per-item-ms and --seed")
-    believed = "what the pool takes the speeds to be (the truth)"
-    lengths = "standard deviation of a request's length over its mean; a batch is padded to its longest (0)"
-    deadline = "mean deadline of a request; each one's is between half of it and one and a half (none)"
-    for option, kind, default, metavar, text in (
-        ("--load", float, 0.7, "PART", "arriving work over what all devices can do in full batches (0.7)"),
-        ("--max-batch", int, 1, "N", "largest batch (1: no batches)"),
-        ("--max-delay-ms", float, 0.0, "MS", "how long a batch may wait to become larger (0)"),
-        ("--length-variation", float, 0.0, "F", lengths),
-        ("--believed", numbers, None, "S,S,...", believed),
-        ("--variation", float, 0.3, "F", "standard deviation of a batch's time over its mean (0.3)"),
-        ("--burst", float, 1.0, "N", "mean number of requests that arrive at once (1)"),
-        ("--deadline-ms", float, None, "MS", deadline),
-        ("--requests", int, 20000, "N", "requests (20000)"),
-    ):
+    variation = ("--variation", float, 0.3, "F", "standard deviation of a batch's time over its mean (0.3)")
+    day = "devices that come and go over a day of requests, as with Pool(autoscale=)"
+    group.add_argument("--day", action="store_true", help=day)
+    for option, kind, default, metavar, text in (variation, *_OPTIONS, *_DAY_OPTIONS):
         group.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
-    group.add_argument(
-        "--day", action="store_true", help="devices that come and go over a day of requests, as with Pool(autoscale=)"
-    )
-    for option, default, metavar, text in (
-        ("--wait-ms", 100.0, "MS", "mean wait that is aimed at (100)"),
-        ("--activation-seconds", 5.0, "S", "until a device that is wanted takes requests (5)"),
-    ):
-        group.add_argument(option, type=float, default=default, metavar=metavar, help=f"with --day: {text}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
     ):
         if given:
             raise InvalidArgument(f"{option} is not for pools; --variation and --believed are")
+    for option, _, default, *_ in _OPTIONS if args.day else _DAY_OPTIONS:
+        if getattr(args, option[2:].replace("-", "_")) != default:
+            raise InvalidArgument(f"{option} is not {'for' if args.day else 'there without'} --day")
     if args.day:
         return _day(args)
     if args.max_batch < 1:

@@ -216,9 +216,9 @@ class PythonPool {
     return Pool::cancel(job);
   }
 
-  bool retire(const std::string& device, bool unless_last) {
+  bool retire(const std::string& device, bool unless_last, bool released) {
     const BlockingRegion without_gil;
-    if (unless_last) return pool_.retire_unless_last(device);
+    if (unless_last) return pool_.retire_unless_last(device, released);
     pool_.retire(device);
     return true;
   }
@@ -281,14 +281,14 @@ class PythonPool {
     return pool_.forget(kind);
   }
 
-  [[nodiscard]] py::object scale_tick(double least_seconds) {
+  [[nodiscard]] py::object scale_tick(double least_seconds, double keep_seconds) {
     const std::optional<PoolTick> tick = [&] {
       const BlockingRegion without_gil;
-      return pool_.scale_tick(least_seconds);
+      return pool_.scale_tick(least_seconds, keep_seconds);
     }();
     if (!tick) return py::none();
     return py::make_tuple(tick->seconds, tick->arrived_work, tick->arrived_jobs, tick->waiting_work, tick->known,
-                          tick->speeds, tick->awaited);
+                          tick->speeds, tick->covers);
   }
 
   [[nodiscard]] const Pool& pool() const noexcept { return pool_; }
@@ -357,7 +357,9 @@ void bind_pool(py::module_& module) {
           "check_may_wait", [](const JobHandle& job) { internal::check_may_wait(job.pool); }, py::arg("job"),
           "Raise on a worker, and in a process that was forked from that of the pool.")
       .def("retire", &PythonPool::retire, py::arg("device"), py::arg("unless_last") = false,
-           "Returns whether it did: not with `unless_last` if no other device is active.")
+           py::arg("released") = false,
+           "Returns whether it did: not with `unless_last` if no other device is active. `released`: as many jobs may "
+           "wait as before.")
       .def("restore", &PythonPool::restore, py::arg("device"))
       .def("add", &PythonPool::add, py::arg("device"), py::arg("memory") = py::none(),
            "One more device, which takes work at once.")
@@ -377,9 +379,10 @@ void bind_pool(py::module_& module) {
           "The names of the devices that start jobs: neither retired nor lost.")
       .def_property_readonly("waiting", [](const PythonPool& self) { return self.pool().waiting(); })
       .def_property_readonly("running", [](const PythonPool& self) { return self.pool().running(); })
-      .def("scale_tick", &PythonPool::scale_tick, py::arg("least_seconds"),
+      .def("scale_tick", &PythonPool::scale_tick, py::arg("least_seconds"), py::arg("keep_seconds"),
            "Since the call before: seconds, work and jobs that came, work that waits, whether all that waits is known, "
-           "the speed of each device, and those that jobs wait for. None if it was less than so long ago.")
+           "the speed of each device, and sets of devices of which so many have to be active. None if it was less than "
+           "`least_seconds` ago. Of needs those of the last `keep_seconds` count.")
       .def_property_readonly("backlog_seconds", [](const PythonPool& self) { return self.pool().backlog_seconds(); })
       .def("explain", [](const PythonPool& self) { return self.pool().explain(); });
 }

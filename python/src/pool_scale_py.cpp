@@ -16,12 +16,12 @@ namespace py = pybind11;
 namespace paceline::python {
 namespace {
 
-using Row = std::tuple<double, double, double, bool, bool>;  // the members of ScaleDevice
+using Row = std::tuple<double, double, double, double, bool, bool>;  // the members of ScaleDevice
 
 std::vector<plan::ScaleDevice> devices_of(const std::vector<Row>& rows) {
   std::vector<plan::ScaleDevice> devices;
-  for (const auto& [speed, price, activation, active, usable] : rows) {
-    devices.push_back({speed, price, activation, active, usable});
+  for (const auto& [speed, price, activation, keep, active, usable] : rows) {
+    devices.push_back({speed, price, activation, keep, active, usable});
   }
   return devices;
 }
@@ -39,7 +39,8 @@ void bind_pool_scale(py::module_& module) {
             return self.decide(devices_of(devices), {seconds, arrived_work, arrived_jobs, waiting_work});
           },
           py::arg("devices"), py::kw_only(), py::arg("seconds"), py::arg("arrived_work"), py::arg("arrived_jobs"),
-          py::arg("waiting_work"), "Devices: (speed, price, seconds of its activation, active, usable) each.")
+          py::arg("waiting_work"),
+          "Devices: (speed, price, seconds of its activation, seconds to keep it, active, usable) each.")
       .def(
           "wait_of",
           [](const plan::Scaler& self, const std::vector<double>& speeds) {
@@ -122,7 +123,7 @@ InvalidArgument
 Notes
 -----
 The plan in hindsight knows each request and what it takes, chooses devices anew each minute, begins each without a queue, pays for activations
-before the minute, and is the best sequence by dynamic programming. So nobody can reach it.)");
+before the minute, keeps its devices within the minute, and is the best sequence by dynamic programming.)");
 }
 
 }  // namespace paceline::python

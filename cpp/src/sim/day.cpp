@@ -28,6 +28,7 @@ constexpr double kEndless = std::numeric_limits<double>::infinity();
 constexpr double kMinute = 60.0;
 constexpr double kTick = 1.0;
 constexpr double kMostJobs = 3e7;
+constexpr std::size_t kMostStates = 512;
 
 enum class DayStream : std::uint64_t { arrival, thin, work, burst };
 
@@ -94,7 +95,8 @@ class Day {
       const std::string name = "sim:" + std::to_string(d);
       (void)pool_.add_device(0.0, {.name = name, .device_class = name});
       (void)pool_.measure(0.0, d, 0, plan::CostModel::affine(0.0, options.job_seconds / options.speeds[d]), 3);
-      devices_.push_back({.speed = options.speeds[d], .activation_seconds = options.activation_seconds});
+      const double seconds = options.activation_seconds;
+      devices_.push_back({.speed = options.speeds[d], .activation_seconds = seconds, .keep_seconds = seconds});
     }
     ready_.assign(devices_.size(), kEndless);
     waits_.resize(static_cast<std::size_t>(std::ceil(options.hours * 60.0)));
@@ -209,6 +211,10 @@ class Hindsight {
       }
       states_ = std::move(longer);
     }
+    require(states_.size() <= kMostStates,
+            "these speeds can be active in {} ways, at most {} are compared: use fewer "
+            "different speeds",
+            states_.size(), kMostStates);
     for (std::size_t s = 0; s < states_.size(); ++s) number_[states_[s]] = s;
   }
 
@@ -322,8 +328,9 @@ DayResult simulate_day(const DayOptions& options) {
   require(expected <= kMostJobs, "a day of {:.3g} jobs is too long to simulate, at most {:.3g}: take longer jobs",
           expected, kMostJobs);
   const std::vector<DayJob> jobs = jobs_of(options);
+  Hindsight hindsight(options, jobs);  // first: it may refuse the speeds
   DayResult result = Day(options, jobs).run();
-  result.best_device_hours = Hindsight(options, jobs).hours();
+  result.best_device_hours = hindsight.hours();
   result.all_device_hours = static_cast<double>(options.speeds.size()) * options.hours;
   return result;
 }

@@ -125,7 +125,7 @@ class ScaledBox {
 };
 
 TEST(Scaler, AddsAtOnceAndRemovesAfterAsLongAsAnActivationTakes) {
-  ScaledBox box(std::vector<ScaleDevice>(8, {.activation_seconds = 5.0, .active = false}));
+  ScaledBox box(std::vector<ScaleDevice>(8, {.activation_seconds = 5.0, .keep_seconds = 5.0, .active = false}));
   for (int t = 0; t < 20; ++t) EXPECT_EQ(box.tick(0.0), 1U);
   EXPECT_GT(box.tick(3.0, 20.0), 2U) << "twenty seconds of work wait";
   for (int t = 0; t < 300; ++t) (void)box.tick(3.0);
@@ -139,7 +139,7 @@ TEST(Scaler, AddsAtOnceAndRemovesAfterAsLongAsAnActivationTakes) {
 }
 
 TEST(Scaler, ForecastsOverTheSecondsOfAnActivation) {
-  ScaledBox slow(std::vector<ScaleDevice>(8, {.activation_seconds = 30.0, .active = false}));
+  ScaledBox slow(std::vector<ScaleDevice>(8, {.activation_seconds = 30.0, .keep_seconds = 30.0, .active = false}));
   ScaledBox fast(std::vector<ScaleDevice>(8, {.activation_seconds = 0.0, .active = false}));
   bool earlier = false;
   for (int t = 0; t < 100; ++t) {

@@ -61,6 +61,7 @@ TEST(SimulatedDay, RefusesWhatIsNoDay) {
   refused([](DayOptions& one) { one.burst = -1.0; });
   refused([](DayOptions& one) { one.ramp_seconds = 0.0; });
   refused([](DayOptions& one) { one.bursts = -1; });
+  refused([](DayOptions& one) { one.speeds = {1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9}; });
 }
 
 }  // namespace

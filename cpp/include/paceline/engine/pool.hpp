@@ -249,7 +249,7 @@ class PACELINE_API Pool {
   /// @throws InvalidArgument if the pool has it, or for such a limit; Unavailable once closed; Error if a GPU refuses
   void add(const Device& device, double memory_bytes = std::numeric_limits<double>::infinity());
   /// Retires the device if another one is active. Returns whether.
-  bool retire_unless_last(const std::string& device);
+  bool retire_unless_last(const std::string& device, bool released = false);
 
   /// Jobs with this tenant's name have its weight and its quotas. See plan::PoolTenant.
   /// @throws InvalidArgument if the pool knows the name already, which a job may have brought, and for a weight or a
@@ -275,8 +275,9 @@ class PACELINE_API Pool {
   [[nodiscard]] std::vector<std::string> active() const;
   /// The seconds until all that waits now would be served, by measured times: the figure to scale on.
   [[nodiscard]] double backlog_seconds() const;
-  /// What has come since the call before, for plan::Scaler; none if that was less than so many seconds ago.
-  [[nodiscard]] std::optional<PoolTick> scale_tick(double least_seconds = 0.0);
+  /// What has come since the call before, for plan::Scaler; none if that was less than so many seconds ago. Needs that
+  /// jobs have had in the last `keep_seconds` are among PoolTick::covers.
+  [[nodiscard]] std::optional<PoolTick> scale_tick(double least_seconds = 0.0, double keep_seconds = 0.0);
   /// From now on every event that the decisions see goes to this file, which is replaced, and what was decided: see
   /// plan/pool_ledger.hpp. `paceline replay` repeats the decisions.
   /// @throws InvalidArgument after the first job, after a device was retired, and if the file cannot be written

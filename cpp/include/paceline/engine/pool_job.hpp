@@ -107,10 +107,14 @@ struct PoolTick {
   double seconds = 0.0;
   double arrived_work = 0.0;
   double arrived_jobs = 0.0;
-  double waiting_work = 0.0;        ///< now
-  bool known = true;                ///< false: jobs wait of a kind that no device has run yet
+  double waiting_work = 0.0;  ///< now
+  /// False: jobs wait of a kind that no device has run yet, or submitters wait for room in the queue.
+  bool known = true;
   std::vector<double> speeds = {};  ///< of each device, retired or not; 0 for a lost one. They add up to about 1
-  std::vector<bool> awaited = {};   ///< retired devices that jobs wait for, since too few others can run these
+  /// So many of these devices, at least, have to be active for what waits, and for what had needs lately.
+  std::vector<std::pair<std::vector<bool>, std::size_t>> covers = {};
+};  ///< of each device, retired or not; 0 for a lost one. They add up to about 1
+std::vector<bool> awaited = {};  ///< retired devices that jobs wait for, since too few others can run these
 };
 
 /// What a job left, once it has ended.

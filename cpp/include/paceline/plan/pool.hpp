@@ -142,10 +142,11 @@ class PACELINE_API PoolState {
   [[nodiscard]] double used_bytes(std::size_t device) const;
   /// The seconds until all that waits now would be served: the figure to scale on. Unknown kinds count as nothing.
   [[nodiscard]] double backlog_seconds() const;
-  /// Of a kind; all zero if its number is free.
-  [[nodiscard]] PoolLoad load(std::size_t kind) const;
-  /// Devices that are retired, not lost, and that jobs wait for, since too few active ones can run these.
-  [[nodiscard]] std::vector<bool> awaited() const;
+  /// Of each kind; all zero where a number is free.
+  [[nodiscard]] std::vector<PoolLoad> loads() const;
+  /// What has to stay active for jobs that wait now, and for needs that jobs have had since then.
+  [[nodiscard]] std::vector<PoolCover> covers(double since_seconds) const;
+  [[nodiscard]] bool lost(std::size_t device) const;
   /// By their numbers.
   [[nodiscard]] std::vector<PoolTenantUse> tenants() const;
   /// A sentence for a report.

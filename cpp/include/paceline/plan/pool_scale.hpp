@@ -15,6 +15,7 @@ struct ScaleDevice {
   double speed = 1.0;               ///< work a second
   double price = 1.0;               ///< of a second in which it is active, in any unit
   double activation_seconds = 0.0;  ///< from when it is wanted until it takes work
+  double keep_seconds = 0.0;        ///< for which it is kept unneeded: what its return costs
   bool active = true;               ///< takes work, or will when its activation is over
   bool usable = true;               ///< false: lost, or retired by its owner
 };
@@ -58,10 +59,10 @@ struct ScaleTick {
 
 /// Which devices shall be active: as few as meet the target.
 ///
-/// Adds at once, and removes a device once it was not needed for as long as its activation takes (ski rental: at most
-/// twice the price of who knows the future). Work that comes is forecast over the seconds that an activation takes,
-/// with its trend.
-/// Source: Holt, ONR Memorandum 52, 1957 (International Journal of Forecasting 20, 2004).
+/// Adds at once, and removes a device once it was not needed for so long that this has cost as much as its return (ski
+/// rental: at most twice the price of who knows the future). Work that comes is forecast over the seconds that an
+/// activation takes, with its trend. Source: Holt, ONR Memorandum 52, 1957 (International Journal of Forecasting 20,
+/// 2004).
 class PACELINE_API Scaler {
  public:
   /// @throws InvalidArgument if the target is not positive, or a gain is not from 0 to 1.

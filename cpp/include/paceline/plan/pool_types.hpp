@@ -211,12 +211,18 @@ struct PoolTenantUse {
   double memory_bytes = 0.0;
 };
 
-/// What comes of a kind, in jobs of typical cost.
+/// What comes of a kind, in jobs of typical cost. A gang counts for each of its devices.
 struct PoolLoad {
   double arrived = 0.0;  ///< since the kind was added, with those that were rejected for the queue or their deadline
-  double waiting = 0.0;
+  double waiting = 0.0;  ///< that may start
   /// A second, of each device in its largest batches, also if it is retired; 0: unknown, or it is lost.
   std::vector<double> rates = {};
+};
+
+/// So many of these devices, at least, have to be active.
+struct PoolCover {
+  std::vector<bool> devices = {};
+  std::size_t count = 1;
 };
 
 /// How a run ended. `given_up`: nobody waits for it any more, so its jobs fail, and run nowhere again.

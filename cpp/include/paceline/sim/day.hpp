@@ -40,6 +40,7 @@ struct DayResult {
 ///
 /// The plan in hindsight chooses devices for each minute. It knows which jobs come and what they take, begins each
 /// minute without a queue, pays for activations before the minute, and is the best sequence by dynamic programming.
+/// Within a minute it keeps its devices.
 /// @throws InvalidArgument if an option is not valid.
 [[nodiscard]] PACELINE_API DayResult simulate_day(const DayOptions& options);
 

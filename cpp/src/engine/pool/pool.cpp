@@ -171,7 +171,9 @@ Pool::~Pool() {
 
 // The core is kept, since a call of then() may destroy the pool.
 void Pool::retire(const std::string& device) { std::shared_ptr(core_)->retire(device, true); }
-bool Pool::retire_unless_last(const std::string& device) { return std::shared_ptr(core_)->retire(device, true, true); }
+bool Pool::retire_unless_last(const std::string& device, bool released) {
+  return std::shared_ptr(core_)->retire(device, true, true, released);
+}
 void Pool::restore(const std::string& device) { std::shared_ptr(core_)->retire(device, false); }
 
 void Pool::close(bool cancel) {
@@ -194,7 +196,9 @@ std::int64_t Pool::waiting() const { return core_->waiting(); }
 std::int64_t Pool::running() const { return core_->running(); }
 std::vector<std::string> Pool::active() const { return core_->active(); }
 double Pool::backlog_seconds() const { return core_->backlog_seconds(); }
-std::optional<PoolTick> Pool::scale_tick(double least_seconds) { return core_->scale_tick(least_seconds); }
+std::optional<PoolTick> Pool::scale_tick(double least_seconds, double keep_seconds) {
+  return core_->scale_tick(least_seconds, keep_seconds);
+}
 std::string Pool::explain() const { return core_->explain(); }
 void Pool::write_ledger(const std::filesystem::path& path) { core_->write_ledger(path); }
 

@@ -264,7 +264,9 @@ bool PoolCore::wait_for_room(std::unique_lock<std::mutex>& lock, std::size_t kin
     {
       BlockingRegion region;
       lock.lock();
+      ++submitters_;
       room_.wait_for(lock, kBetweenLooksForRoom, may_go_on);
+      --submitters_;
       lock.unlock();  // not held while this thread waits for the interpreter
       region.poll();
     }

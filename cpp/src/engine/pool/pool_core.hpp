@@ -95,8 +95,9 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   bool forget(const std::string& kind);
   JobId submit(std::unique_ptr<PoolCall> call, const JobOptions& options);
   bool cancel(JobId id);
-  /// `unless_last`: not if no other device is active. Returns whether it did.
-  bool retire(const std::string& device, bool retired, bool unless_last = false);
+  /// `unless_last`: not if no other device is active. `released`: as many jobs may wait as before. Returns whether it
+  /// did.
+  bool retire(const std::string& device, bool retired, bool unless_last = false, bool released = false);
   /// See Pool.
   void visit_runs_over(double seconds, const Pool::Visit& visit) const;
   bool give_up(plan::RunId run, const std::exception_ptr& error);
@@ -111,7 +112,7 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   [[nodiscard]] std::int64_t running() const;
   [[nodiscard]] std::vector<std::string> active() const;
   [[nodiscard]] double backlog_seconds() const;
-  [[nodiscard]] std::optional<PoolTick> scale_tick(double least_seconds);
+  [[nodiscard]] std::optional<PoolTick> scale_tick(double least_seconds, double keep_seconds);
   [[nodiscard]] std::string explain() const;
   void write_ledger(const std::filesystem::path& path);
 
@@ -268,6 +269,7 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   bool cancelling_ = false;  // whether nothing starts any more
   // Of scale_tick(): when it was last called, what had come of each kind by then, and the speeds that it told.
   double ticked_ = 0.0;
+  int submitters_ = 0;  // that wait for room
   std::vector<double> arrived_;
   std::vector<double> speeds_;
   std::exception_ptr lost_;  // why the last device was lost, if all are

@@ -105,7 +105,7 @@ std::vector<std::string> PoolCore::active() const {
   return names;
 }
 
-bool PoolCore::retire(const std::string& device, bool retired, bool unless_last) {
+bool PoolCore::retire(const std::string& device, bool retired, bool unless_last, bool released) {
   check_process(retired ? "retire" : "restore");
   After after;
   {
@@ -118,7 +118,7 @@ bool PoolCore::retire(const std::string& device, bool retired, bool unless_last)
       if (unless_last && std::ranges::none_of(std::views::iota(std::size_t{0}, devices_.size()), stays)) return false;
       devices_[place].retired = true;
       devices_[place].blocked = false;
-      apply(state_.retire(now(), place), after);
+      apply(state_.retire(now(), place, released), after);
       vacate(place, after);
     } else {
       devices_[place].retired = devices_[place].lost = devices_[place].blocked = false;

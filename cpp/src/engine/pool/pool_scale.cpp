@@ -13,17 +13,18 @@ namespace paceline::internal {
 
 // Work is counted in seconds that all devices together take for it. So kinds that devices are good at differently add
 // up.
-std::optional<PoolTick> PoolCore::scale_tick(double least_seconds) {
+std::optional<PoolTick> PoolCore::scale_tick(double least_seconds, double keep_seconds) {
   check_process("scale_tick");
   const std::lock_guard lock(mutex_);
   const double time = now();
   if (time - ticked_ < least_seconds) return std::nullopt;
-  PoolTick tick{.seconds = time - ticked_, .speeds = std::vector<double>(devices_.size())};
+  PoolTick tick{.seconds = time - ticked_, .known = submitters_ == 0, .speeds = std::vector<double>(devices_.size())};
   ticked_ = time;
-  arrived_.resize(state_.kind_count());
+  const std::vector<plan::PoolLoad> loads = state_.loads();
+  arrived_.resize(loads.size());
   double known = 0.0;
-  for (std::size_t kind = 0; kind < arrived_.size(); ++kind) {
-    const plan::PoolLoad load = state_.load(kind);
+  for (std::size_t kind = 0; kind < loads.size(); ++kind) {
+    const plan::PoolLoad& load = loads[kind];
     const double before = std::exchange(arrived_[kind], load.arrived);
     const double jobs = load.arrived < before ? load.arrived : load.arrived - before;  // less: the number is another's
     const double all = std::accumulate(load.rates.begin(), load.rates.end(), 0.0);
@@ -41,12 +42,14 @@ std::optional<PoolTick> PoolCore::scale_tick(double least_seconds) {
   if (known > 0.0) {
     for (double& speed : tick.speeds) speed /= known;
     speeds_ = tick.speeds;
-  } else if (speeds_.size() == devices_.size()) {
-    tick.speeds = speeds_;
   } else {
-    std::ranges::fill(tick.speeds, 1.0 / static_cast<double>(devices_.size()));
+    speeds_.resize(devices_.size(), 1.0 / static_cast<double>(devices_.size()));
+    tick.speeds = speeds_;
   }
-  tick.awaited = state_.awaited();
+  for (std::size_t d = 0; d < devices_.size(); ++d) tick.speeds[d] = state_.lost(d) ? 0.0 : tick.speeds[d];
+  for (plan::PoolCover& cover : state_.covers(time - keep_seconds)) {
+    tick.covers.emplace_back(std::move(cover.devices), cover.count);
+  }
   return tick;
 }
 

@@ -174,7 +174,11 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
   if (s.quotas && !s.within_quota(made)) refused = PoolReason::quota;
   if (!s.can_run(made)) refused = PoolReason::no_device;
   if (refused == PoolReason::none && !s.admits(made, now_seconds)) refused = PoolReason::deadline;
-  if (refused != PoolReason::no_device && refused != PoolReason::quota) kind.arrived += job.cost;
+  if (refused != PoolReason::no_device && refused != PoolReason::quota) {
+    if (job.need >= s.needs_used.size()) s.needs_used.resize(job.need + 1, -kNever);
+    s.needs_used[job.need] = std::max(s.needs_used[job.need], now_seconds + job.not_before_seconds);
+    kind.arrived += static_cast<double>(job.gang) * job.cost / kind.cost;
+  }
   if (refused != PoolReason::none) {
     out.ends.push_back({id, JobOutcome::rejected, refused, std::nullopt});
   } else {

@@ -52,42 +52,56 @@ double PoolState::backlog_seconds() const {
   return seconds;
 }
 
-PoolLoad PoolState::load(std::size_t kind) const {
-  const State& s = *state_;
-  const State::Kind& of = s.kinds.at(kind);
-  PoolLoad load{.rates = std::vector<double>(s.devices.size())};
-  if (of.forgotten) return load;
-  load.arrived = of.arrived / of.cost;
-  load.waiting = static_cast<double>(of.held);
-  for (std::size_t d = 0; d < s.devices.size(); ++d) {
-    const std::int64_t most = s.devices[d].lost ? 0 : s.largest(kind, d);
-    const double batch = most > 0 ? s.seconds(kind, d, of.cost * static_cast<double>(most)) : 0.0;
-    if (batch > 0.0) load.rates[d] = static_cast<double>(most) / batch;
-  }
-  return load;
-}
+bool PoolState::lost(std::size_t device) const { return state_->devices.at(device).lost; }
 
-std::vector<bool> PoolState::awaited() const {
+std::vector<PoolLoad> PoolState::loads() const {
   const State& s = *state_;
-  std::vector<bool> found(s.devices.size());
-  const auto look = [&](std::size_t kind, std::size_t need, std::size_t bound, std::size_t enough) {
-    const auto can = [&](std::size_t d) {
-      return !s.devices[d].lost && (bound == kNone || bound == d) && s.accepts(need, d) && s.largest(kind, d) > 0;
-    };
-    std::size_t active = 0;
-    for (std::size_t d = 0; d < s.devices.size(); ++d) active += s.devices[d].active && can(d) ? 1 : 0;
-    for (std::size_t d = 0; d < s.devices.size() && active < enough; ++d) {
-      if (s.devices[d].active || !can(d)) continue;
-      found[d] = true;
-      ++active;
+  std::vector<PoolLoad> all(s.kinds.size());
+  for (std::size_t kind = 0; kind < all.size(); ++kind) {
+    const State::Kind& of = s.kinds[kind];
+    all[kind].rates.resize(s.devices.size());
+    if (of.forgotten) continue;
+    all[kind].arrived = of.arrived;
+    for (std::size_t d = 0; d < s.devices.size(); ++d) {
+      const std::int64_t most = s.devices[d].lost ? 0 : s.largest(kind, d);
+      const double batch = most > 0 ? s.seconds(kind, d, of.cost * static_cast<double>(most)) : 0.0;
+      if (batch > 0.0) all[kind].rates[d] = static_cast<double>(most) / batch;
     }
-  };
-  for (const std::size_t at : s.active_lines) look(s.lines[at].kind, s.lines[at].need, s.lines[at].bound, 1);
+  }
+  for (const std::size_t at : s.active_lines) all[s.lines[at].kind].waiting += s.units(s.lines[at]);
   for (const auto& [background, key, id] : s.gangs) {
     const PoolEntry& job = s.jobs.at(id);
-    look(job.kind, job.need, kNone, static_cast<std::size_t>(job.gang));
+    all[job.kind].waiting += static_cast<double>(job.gang);
   }
-  return found;
+  return all;
+}
+
+std::vector<PoolCover> PoolState::covers(double since_seconds) const {
+  const State& s = *state_;
+  std::vector<PoolCover> all;
+  const auto add = [&](const auto& can, std::size_t count) {
+    PoolCover cover{.devices = std::vector<bool>(s.devices.size()), .count = count};
+    for (std::size_t d = 0; d < s.devices.size(); ++d) cover.devices[d] = !s.devices[d].lost && can(d);
+    const bool any = count == 1 && std::ranges::count(cover.devices, true) == std::ssize(s.devices);
+    if (!any) all.push_back(std::move(cover));  // otherwise whichever is active will do
+  };
+  for (const std::size_t at : s.active_lines) {
+    const PoolLine& line = s.lines[at];
+    add(
+        [&](std::size_t d) {
+          return (line.bound == kNone || line.bound == d) && s.accepts(line.need, d) && s.largest(line.kind, d) > 0;
+        },
+        1);
+  }
+  for (const auto& [background, key, id] : s.gangs) {
+    const PoolEntry& job = s.jobs.at(id);
+    add([&](std::size_t d) { return s.accepts(job.need, d) && s.largest(job.kind, d) > 0; },
+        static_cast<std::size_t>(job.gang));
+  }
+  for (std::size_t need = 1; need < s.needs_used.size(); ++need) {
+    if (s.needs_used[need] >= since_seconds) add([&](std::size_t d) { return s.accepts(need, d); }, 1);
+  }
+  return all;
 }
 
 std::string PoolState::describe(const PoolDecline& decline) const {

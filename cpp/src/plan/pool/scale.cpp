@@ -140,7 +140,7 @@ std::vector<bool> Scaler::decide(std::span<const ScaleDevice> devices, const Sca
   auto left = std::count(wanted.begin(), wanted.end(), true);
   for (std::size_t d = 0; d < devices.size(); ++d) {
     unneeded_[d] = active[d] && !needed[d] ? unneeded_[d] + tick.seconds : 0.0;
-    if (unneeded_[d] == 0.0 || unneeded_[d] < devices[d].activation_seconds || left == 1) continue;
+    if (unneeded_[d] == 0.0 || unneeded_[d] < devices[d].keep_seconds || left == 1) continue;
     wanted[d] = false;
     --left;
     unneeded_[d] = 0.0;

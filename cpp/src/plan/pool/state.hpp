@@ -127,7 +127,7 @@ class PoolState::State {
     PoolKind spec = {};
     std::size_t model = kNone;
     std::int64_t held = 0;                             // waiting jobs
-    double arrived = 0.0;                              // cost of all jobs that it could take
+    double arrived = 0.0;                              // jobs that it could take, of typical cost
     std::map<std::size_t, std::int64_t> held_by = {};  // tenants, if there are any
     std::vector<Measured> on = {};                     // by device
     std::vector<Measured> classes = {};
@@ -317,6 +317,7 @@ class PoolState::State {
   std::vector<Kind> kinds = {};
   std::vector<PoolNeed> needs = {{}};
   std::vector<std::vector<char>> accepted = {{}};  // by need and device
+  std::vector<double> needs_used = {};             // when a job last had each need, or will be due
   std::vector<std::string> classes = {};
   std::vector<Space> spaces = {};
   std::vector<Model> models = {};
