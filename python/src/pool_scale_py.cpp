@@ -43,10 +43,12 @@ void bind_pool_scale(py::module_& module) {
           "Devices: (speed, price, seconds of its activation, seconds to keep it, active, usable) each.")
       .def(
           "wait_of",
-          [](const plan::Scaler& self, const std::vector<double>& speeds) {
-            return plan::predicted_wait(speeds, self.demand());
+          [](const plan::Scaler& self, const std::vector<double>& speeds, double waiting_work) {
+            plan::ScaleDemand demand = self.demand();
+            demand.backlog = waiting_work;
+            return plan::predicted_wait(speeds, demand);
           },
-          py::arg("speeds"), "The wait that is predicted for devices of these speeds.")
+          py::arg("speeds"), py::arg("waiting_work"), "The wait that is predicted for devices of these speeds.")
       .def_property_readonly("work_per_second", [](const plan::Scaler& self) { return self.demand().work_per_second; })
       .def_property_readonly("wait_seconds", &plan::Scaler::wait_seconds)
       .def_property_readonly("desired", &plan::Scaler::desired);

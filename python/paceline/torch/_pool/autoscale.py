@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,8 +29,7 @@ class Autoscale:
     wait
         Seconds that a job shall wait in the mean, from its submit to its start.
     keep
-        Seconds for which a device is kept that is not needed. Until then it costs as much as to let it go and to take it back, so this is about what its
-        return costs. Work is also forecast over so long.
+        Seconds for which a device is kept that is not needed.
     prices
         Of a second of a device, by its name. Those of the least price for what they do are kept. Others have the price 1.
     """
@@ -58,9 +58,11 @@ class Scale:
             raise InvalidArgument(f"Pool: autoscale has prices of {unknown}, which are not among its devices {names}.")
         self.acts = bool(asked)
         self.released: set[str] = set()  # by this; without `acts` only in thought
+        self._out: set[str] = set()  # that the pool's owner has retired
         self._jobs, self._scaler = weakref.ref(jobs), Scaler(self.options.wait)  # the jobs own it
         self._speeds: dict[str, float] = {}  # of the last look
-        self._lock = threading.RLock()
+        self._waiting = 0.0  # work, at the last look
+        self._lock = threading.RLock()  # nothing is told to the engine while it is held: that may call anything
         if self.acts:
             over = threading.Event()
             jobs.ends.append(over.set)
@@ -70,38 +72,68 @@ class Scale:
     def look(self) -> None:
         """Decide anew, if some time has passed."""
         jobs = self._jobs()
+        if jobs is None:
+            return
         with self._lock:
-            tick = None if jobs is None else jobs.engine.scale_tick(_LEAST_TICK)
-            if jobs is None or tick is None:
+            changes = self._decide(jobs)
+        for name, want in changes:
+            if want:
+                self._take_back(jobs, name)
+            elif not self.acts or jobs.engine.retire(name, True, True):
+                with self._lock:
+                    if name not in self._out:
+                        self.released.add(name)
+
+    def take_back_all(self) -> None:
+        """Before a device is retired because it is of no use: it may be the only one that is not released."""
+        jobs = self._jobs()
+        for name in list(self.released) if jobs is not None and self.acts else ():
+            self._take_back(jobs, name)
+
+    def _take_back(self, jobs: Any, name: str) -> None:
+        with self._lock:
+            if name not in self.released:
                 return
-            engine = jobs.engine
-            seconds, arrived_work, arrived_jobs, waiting_work, known, speeds, awaited = tick
-            names = [one.name for one in jobs.devices][: len(speeds)]
-            active = set(engine.active)
-            self._speeds = dict(zip(names, speeds, strict=True))
-            self.released &= set(names) if self.acts else active
-            rows = [
-                (
-                    max(self._speeds[name], 1e-9),
-                    self.options.prices.get(name, 1.0),
-                    self.options.keep,
-                    name not in self.released,
-                    name in active or name in self.released,
-                )
-                for name in names
-            ]
-            wanted = self._scaler.decide(
-                rows, seconds=seconds, arrived_work=arrived_work, arrived_jobs=arrived_jobs, waiting_work=waiting_work
+            self.released.discard(name)
+        if self.acts:
+            jobs.engine.restore(name)
+            if name in self._out:  # meanwhile
+                jobs.engine.retire(name)
+
+    def _decide(self, jobs: Jobs) -> list[tuple[str, bool]]:
+        """Which devices shall be released, and which shall come back."""
+        tick = jobs.engine.scale_tick(_LEAST_TICK, self.options.keep)
+        if tick is None:
+            return []
+        seconds, arrived_work, arrived_jobs, self._waiting, known, speeds, covers = tick
+        active = set(jobs.engine.active)
+        self._speeds = dict(zip([one.name for one in jobs.devices], speeds, strict=False))  # one may just be added
+        if not self.acts:
+            self.released &= active
+        there = {name: name in active or name in self.released for name in self._speeds}
+        rows = [
+            (
+                max(speed, 1e-9),
+                self.options.prices.get(name, 1.0),
+                0.0,
+                self.options.keep,
+                name not in self.released,
+                speed > 0 and there[name],
             )
-            # What no device has run yet may take any time, and what only released devices can run waits for these.
-            wanted = [want or wait or not known for want, wait in zip(wanted, awaited, strict=True)]
-            for name, want in zip(names, wanted, strict=True):
-                if want and name in self.released:
-                    self.released.discard(name)
-                    if self.acts:
-                        engine.restore(name)
-                elif not want and name in active and (not self.acts or engine.retire(name, True)):
-                    self.released.add(name)
+            for name, speed in self._speeds.items()
+        ]
+        found = self._scaler.decide(
+            rows, seconds=seconds, arrived_work=arrived_work, arrived_jobs=arrived_jobs, waiting_work=self._waiting
+        )
+        wanted = dict(zip(self._speeds, found, strict=True))
+        if not known:  # nobody knows what it takes
+            wanted = {name: wanted[name] or there[name] for name in wanted}
+        for accepted, count in covers:
+            able = [name for name, can in zip(self._speeds, accepted, strict=False) if can and there[name]]
+            for name in sorted(able, key=lambda one: (not wanted[one], one in self.released))[:count]:
+                wanted[name] = True
+        back = [(name, True) for name in self.released if wanted.get(name, False)]
+        return back + [(name, False) for name in wanted if not wanted[name] and name in active - self.released]
 
     def desired(self) -> int:
         """How many devices the wait takes."""
@@ -110,33 +142,37 @@ class Scale:
         with self._lock:
             return max(1, self._scaler.desired)
 
-    def owned(self, device: str) -> None:
-        """The pool's owner retires or restores it, so it is no longer this that has released it."""
+    def owned(self, device: str, *, out: bool) -> None:
+        """The pool's owner is about to retire (`out`) or to restore it, so it is no longer this that has released it."""
         with self._lock:
             self.released.discard(device)
+            (self._out.add if out else self._out.discard)(device)
 
     def wait_of(self, remove: Iterable[str], add: Iterable[str | float]) -> dict[str, Any]:
-        self.look()
+        """See `Scaled.what_if`."""
         jobs = self._jobs()
-        assert jobs is not None
+        active = set() if jobs is None else set(jobs.engine.active)  # first: it raises in a forked process
+        self.look()
         with self._lock:
-            active = set(jobs.engine.active) | self.released
-            left = {name: speed for name, speed in self._speeds.items() if name in active}
+            names = [] if jobs is None else [one.name for one in jobs.devices]
+            speeds = self._speeds or dict.fromkeys(names, 1 / max(1, len(names)))
+            left = {name: speed for name, speed in speeds.items() if name in active | self.released}
             for name in remove:
                 if left.pop(name, None) is None:
                     raise InvalidArgument(
                         f"what_if: remove has {name!r}, which is not among the devices that take jobs, {sorted(left)}."
                     )
-            fastest = max(self._speeds.values(), default=1.0)
-            speeds = list(left.values())
+            fastest = max(speeds.values(), default=1.0)
+            asked = list(left.values())
             for one in add:
-                if isinstance(one, str) and one not in self._speeds:
+                if isinstance(one, str) and one not in speeds:
                     raise InvalidArgument(f"what_if: add has {one!r}. Name a device of the pool to add one like it.")
                 if not isinstance(one, str) and not 0 < one < math.inf:
                     raise InvalidArgument(f"what_if: add has {one!r}; a speed must be a positive number.")
-                speeds.append(self._speeds[one] if isinstance(one, str) else one * fastest)
-            busy = self._scaler.work_per_second / sum(speeds) if speeds else math.inf
-            return {"devices": len(speeds), "wait_seconds": self._scaler.wait_of(speeds), "busy": busy}
+                asked.append(speeds[one] if isinstance(one, str) else one * fastest)
+            busy = self._scaler.work_per_second / sum(asked) if asked else math.inf
+            wait = self._scaler.wait_of(asked, self._waiting)
+            return {"devices": len(asked), "wait_seconds": wait, "busy": busy}
 
     def explain(self) -> str:
         """A sentence, if there is something to say."""
@@ -150,14 +186,18 @@ class Scale:
 
 
 def _look(known: weakref.ref[Scale], over: threading.Event) -> None:
+    warned = False
     while not over.wait(_TICK):
         scale = known()
         if scale is None:
             return
-        with contextlib.suppress(
-            Error
-        ):  # such as a device that is lost meanwhile; a pool that closes may need devices back
+        try:
             scale.look()
+        except Exception as error:  # it has to go on: a pool that closes may need devices back
+            if not (warned or isinstance(error, Error)):  # an error of ours is such as a device that is just lost
+                warned = True
+                with contextlib.suppress(Exception):  # warnings may be errors
+                    warnings.warn(f"paceline autoscale: a look has failed: {error!r}", RuntimeWarning, stacklevel=1)
         del scale
 
 
@@ -169,13 +209,13 @@ class Scaled:
 
     def retire(self, device: str) -> None:
         """Let a device start nothing until `restore`. What runs there goes on."""
+        self._scale.owned(device, out=True)
         self._jobs.engine.retire(device)
-        self._scale.owned(device)
 
     def restore(self, device: str) -> None:
         """Let a device start jobs again."""
+        self._scale.owned(device, out=False)
         self._jobs.engine.restore(device)
-        self._scale.owned(device)
 
     def what_if(self, *, remove: Iterable[str] = (), add: Iterable[str | float] = ()) -> dict[str, Any]:
         """Predict the mean wait with other devices, for the work that has come lately.
@@ -200,7 +240,7 @@ class Scaled:
 
         Notes
         -----
-        The wait is that of queueing theory (Sakasegawa, 1977) for jobs that come at random, with what waits now. Released devices count as there. Kinds of work that no
-        device has run yet count as nothing.
+        The wait is that of queueing theory (Sakasegawa, 1977) for jobs that come at random, after what waits now. Released devices count as there. Kinds of work that no
+        device has run yet count as nothing, and so does the time of a batch that is just running: with long batches the wait is longer.
         """
         return self._scale.wait_of(remove, add)
