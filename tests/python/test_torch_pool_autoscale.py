@@ -13,11 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from paceline import InvalidArgument
-from paceline.torch import Autoscale, Pool
-from paceline.torch._pool.autoscale import Scale
-from pool_support import pool_of, soon
-from torch_support import hosts
+from paceline import InvalidArgument  # noqa: E402
+from paceline.torch import Autoscale, Pool  # noqa: E402
+from paceline.torch._pool.autoscale import Scale  # noqa: E402
+from pool_support import pool_of, soon  # noqa: E402
+from torch_support import hosts  # noqa: E402
 
 
 class Scripted:

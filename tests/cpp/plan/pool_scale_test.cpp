@@ -2,10 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdint>
 #include <limits>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include <paceline/error.hpp>
+#include <paceline/plan/pool.hpp>
 #include <paceline/plan/pool_scale.hpp>
 
 #include "draws.hpp"
@@ -103,6 +107,77 @@ TEST(LeastDevices, OfManyAreThoseOfTheLeastPriceForTheirSpeed) {
   const std::vector<bool> all(40, true);
   const std::vector<bool> set = least_devices(devices, none, all, {.work_per_second = 7.5, .job_seconds = 0.01}, 0.1);
   for (std::size_t d = 0; d < 40; ++d) EXPECT_EQ(set[d], d % 4 == 0 && d < 32) << d;
+}
+
+// Three devices of speeds 1, 1 and 0.5; the first two have the label "fast".
+struct LoadedPool {
+  LoadedPool() {
+    for (std::size_t d = 0; d < 3; ++d) {
+      const std::string name = "d" + std::to_string(d);
+      const std::vector<std::string> labels(d < 2 ? 1 : 0, "fast");
+      (void)pool.add_device(0.0, {.name = name, .device_class = name, .labels = labels});
+    }
+    kind = pool.add_kind({.name = "score", .sizes = {1, 2}, .queue_limit = 100});
+    fast = pool.add_need({.labels = {"fast"}});
+  }
+
+  void measure() {
+    for (std::size_t d = 0; d < 3; ++d) (void)pool.measure(0.0, d, kind, CostModel::affine(0.0, d < 2 ? 0.1 : 0.2), 3);
+  }
+  JobId submit(double now, PoolJob job = {}) {
+    JobId id{};
+    job.kind = kind;
+    (void)pool.submit(now, job, id);
+    return id;
+  }
+
+  PoolState pool;
+  std::size_t kind = 0;
+  std::size_t fast = 0;
+};
+
+TEST(PoolLoads, CountWhatComesAndWhatMayStart) {
+  LoadedPool box;
+  (void)box.submit(0.0);
+  EXPECT_EQ(box.pool.loads()[0].arrived, 1.0);
+  EXPECT_EQ(box.pool.loads()[0].rates, (std::vector<double>{0.0, 0.0, 0.0})) << "no device has run any";
+  box.measure();
+  for (int n = 0; n < 9; ++n) (void)box.submit(0.0);
+  (void)box.submit(0.0, {.not_before_seconds = 100.0});
+  (void)box.submit(0.0, {.gang = 3});
+  const PoolLoad load = box.pool.loads()[0];
+  EXPECT_EQ(load.arrived, 14.0) << "a gang counts for each of its devices";
+  EXPECT_NEAR(load.rates[0], 10.0, 1e-9);
+  EXPECT_NEAR(load.rates[2], 5.0, 1e-9);
+  EXPECT_LE(load.waiting, 10.0) << "not what is not due, nor what runs";
+  EXPECT_GE(load.waiting, 3.0);
+  (void)box.pool.retire(0.0, 0);
+  EXPECT_NEAR(box.pool.loads()[0].rates[0], 10.0, 1e-9) << "it may come back";
+  (void)box.pool.lose(0.0, 0);
+  EXPECT_EQ(box.pool.loads()[0].rates[0], 0.0);
+  EXPECT_TRUE(box.pool.lost(0));
+}
+
+TEST(PoolCovers, AreWhatWaitsAndNeedsOfLate) {
+  LoadedPool box;
+  box.measure();
+  EXPECT_TRUE(box.pool.covers(0.0).empty());
+  for (std::size_t d = 0; d < 3; ++d) (void)box.pool.retire(1.0, d);
+  (void)box.submit(2.0);
+  EXPECT_TRUE(box.pool.covers(0.0).empty()) << "whichever is active will do";
+  const JobId gang = box.submit(3.0, {.gang = 2});
+  ASSERT_EQ(box.pool.covers(0.0).size(), 1U);
+  EXPECT_EQ(box.pool.covers(0.0)[0].count, 2U);
+  bool cancelled = false;
+  (void)box.pool.cancel(3.0, gang, cancelled);
+  const JobId job = box.submit(4.0, {.need = box.fast});
+  ASSERT_EQ(box.pool.covers(4.5).size(), 1U) << "it waits";
+  EXPECT_EQ(box.pool.covers(4.5)[0].devices, (std::vector<bool>{true, true, false}));
+  (void)box.pool.lose(5.0, 0);
+  EXPECT_EQ(box.pool.covers(4.5)[0].devices, (std::vector<bool>{false, true, false}));
+  (void)box.pool.cancel(5.0, job, cancelled);
+  EXPECT_TRUE(box.pool.covers(4.5).empty());
+  EXPECT_EQ(box.pool.covers(3.5).size(), 1U) << "it had the need half a second ago";
 }
 
 class ScaledBox {
