@@ -113,8 +113,6 @@ struct PoolTick {
   std::vector<double> speeds = {};  ///< of each device, retired or not; 0 for a lost one. They add up to about 1
   /// So many of these devices, at least, have to be active for what waits, and for what had needs lately.
   std::vector<std::pair<std::vector<bool>, std::size_t>> covers = {};
-};  ///< of each device, retired or not; 0 for a lost one. They add up to about 1
-std::vector<bool> awaited = {};  ///< retired devices that jobs wait for, since too few others can run these
 };
 
 /// What a job left, once it has ended.
