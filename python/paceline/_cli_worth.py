@@ -24,7 +24,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="DEVICE=PRICE,...",
         help="what an hour of each device costs, by name or for each one of a kind, such as cuda:0=2.1,host=0.05",
     )
-    parser.add_argument("--batch-size", type=int, metavar="N", help="items of a step (default: as most steps had)")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="items of a step without costs (default: as most of these had)"
+    )
     parser.add_argument(
         "--latency",
         type=float,

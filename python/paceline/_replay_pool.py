@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from paceline import InvalidArgument
 from paceline._core.plan import POOL_LEDGER_VERSION, PoolState
 from paceline._replay import at_line, numbered
 from paceline._replay_pool_kinds import with_kinds_kept
+from paceline._replay_pool_seconds import Seconds
 
 Ledger = str | os.PathLike[str] | Iterable[str]  # a path, or the lines
 _TIMELESS = ("add_kind", "add_need", "add_tenant", "forget")
@@ -24,7 +26,9 @@ _TIMED = ("submit", "finish", "measure", "tick", "withdraw", "cancel", "retire",
 _EVENTS = (*_TIMED, "add_device", *_TIMELESS)
 _ARRIVE = ("submit", "cancel", "retire", "restore", "lose", "add_device", *_TIMELESS[:3])  # with any placement
 _DECIDED = ("ends", "starts", "declines", "wake_seconds")
+_RELEASES = ("retire", "restore")  # by a user, `Autoscale`, or a trainer beside the pool
 _SAMPLES = 1000  # what a model of the whole ledger counts for
+_PARTS = 10  # of the jobs that completed, whose figures have a spread
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,9 @@ class PoolTimes:
         How many jobs ended how, such as ``completed`` and ``expired``.
     elapsed_seconds
         From the first event to the last.
+    p99_error
+        Relative standard error of the 99th percentile to the end: from its spread over ten parts of the jobs that completed, in the order of their ends (the method of
+        batch means). None with fewer than 20 such jobs.
     """
 
     mean_wait_seconds: float
@@ -70,6 +77,7 @@ class PoolTimes:
     p99_seconds: float
     outcomes: dict[str, int]
     elapsed_seconds: float
+    p99_error: float | None = None
 
 
 @dataclass
@@ -170,7 +178,8 @@ def what_if_pool(ledger: Ledger, placement: str | None = None, *, remove: Collec
     placement
         ``"auto"``, ``"any"``, ``"round_robin"``, ``"least_outstanding"``, ``"weighted"`` or ``"earliest_finish"``. None: that of the ledger.
     remove
-        Devices that take no jobs from the beginning.
+        Devices that take no jobs from the beginning. The others then take jobs all the time: devices that were released in the ledger, by `retire`,
+        by ``Autoscale`` or for a trainer beside the pool, stay.
 
     Returns
     -------
@@ -188,13 +197,24 @@ def what_if_pool(ledger: Ledger, placement: str | None = None, *, remove: Collec
         with Path(ledger).open(encoding="utf-8") as file:
             return what_if_pool(file, placement, remove=remove)
     lines = list(ledger)
-    found = replay_pool(lines)
+    return arrivals(lines, replay_pool(lines))[1](placement, remove, bool(remove))
+
+
+def arrivals(
+    lines: list[str], found: PoolReplayResult
+) -> tuple[list[dict[str, Any]], Callable[[str | None, Collection[str], bool], PoolTimes]]:
+    """The events of a replayed ledger, and what answers many times with a placement, what to remove, and whether no device is released."""
     if found.mismatch is not None:
         raise InvalidArgument(
             f"line {found.mismatch.line} of the ledger: its decision is not reproduced, so what follows is not known"
         )
-    entries = with_kinds_kept([json.loads(line) for line in lines[: -1 if found.cut_off else None]])
-    return _WhatIf(_pool_of(entries[0], placement), _Seconds(entries[1:]), remove).run(entries[1:])
+    header, *entries = with_kinds_kept([json.loads(line) for line in lines[: -1 if found.cut_off else None]])
+    seconds = Seconds(entries)
+
+    def ask(placement: str | None, remove: Collection[str], stay: bool) -> PoolTimes:
+        return _WhatIf(_pool_of(header, placement), seconds, remove).run(entries, stay)
+
+    return entries, ask
 
 
 def _pool_of(header: Any, placement: str | None = None) -> PoolState:
@@ -273,6 +293,7 @@ class _Course:
             *_figures(self._took),
             outcomes=dict(self._outcomes),
             elapsed_seconds=max(self._end - self._begin, 0.0),
+            p99_error=_error(self._took),
         )
 
 
@@ -282,49 +303,18 @@ def _figures(values: Iterable[float]) -> tuple[float, float, float]:
     return statistics.fmean(ordered), ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
 
 
-class _Seconds:
-    """How long runs take, by what a ledger has measured."""
-
-    def __init__(self, entries: list[dict[str, Any]]) -> None:
-        self.models: dict[tuple[int, int], list[float]] = {}  # by kind and device: the last ones
-        self._classes: list[str] = []  # of the devices
-        self._factors: dict[int, float] = {}  # of jobs
-        for entry in entries:
-            if "measure" in entry:
-                self.models[entry["measure"]["kind"], entry["measure"]["device"]] = entry["measure"]["model"]
-            elif "add_device" in entry:
-                self._classes.append(entry["add_device"]["device_class"])
-        runs: dict[int, dict[str, Any]] = {}
-        for entry in entries:
-            runs.update({start["run"]: start for start in entry.get("decided", {}).get("starts", ())})
-            finish = entry.get("finish", {})
-            if finish.get("result") == "completed" and finish["run"] in runs:
-                run = runs.pop(finish["run"])
-                usual = self._usual(run)
-                if usual > 0.0:
-                    self._factors.update(dict.fromkeys(run["jobs"], finish["seconds"] / usual))
-
-    def of(self, start: dict[str, Any], first_job: int | None) -> float:
-        """The seconds of a run whose first job had this number in the ledger."""
-        return self._usual(start) * self._factors.get(first_job or 0, 1.0)
-
-    def _usual(self, start: dict[str, Any]) -> float:
-        fixed, per_item = self._model(start["kind"], start["devices"][0])
-        return fixed + per_item * float(start["cost"])
-
-    def _model(self, kind: int, device: int) -> list[float]:
-        """That of a device of its class, or else the mean of all, where it has none."""
-        known = {on: model for (of, on), model in self.models.items() if of == kind}
-        if device in known or not known:
-            return known.get(device, [0.0, 0.0])
-        alike = [model for on, model in known.items() if self._classes[on] == self._classes[device]]
-        return [statistics.fmean(values) for values in zip(*(alike or known.values()), strict=True)]
+def _error(values: list[float]) -> float | None:
+    if len(values) < 2 * _PARTS:
+        return None
+    cuts = [len(values) * part // _PARTS for part in range(_PARTS + 1)]
+    parts = [_figures(values[begin:end])[2] for begin, end in itertools.pairwise(cuts)]
+    return statistics.stdev(parts) / math.sqrt(_PARTS) / (statistics.fmean(parts) or 1.0)
 
 
 class _WhatIf:
     """Runs what arrives in a ledger with other decisions."""
 
-    def __init__(self, pool: PoolState, seconds: _Seconds, remove: Collection[str]) -> None:
+    def __init__(self, pool: PoolState, seconds: Seconds, remove: Collection[str]) -> None:
         self._pool, self._seconds, self._course, self._remove = pool, seconds, _Course(), remove
         self._ids: dict[int, int] = {}  # of jobs in the ledger
         self._jobs: dict[int, int] = {}  # and back
@@ -332,11 +322,12 @@ class _WhatIf:
         self._ends: list[tuple[float, int, float]] = []
         self._kinds, self._devices, self._now, self._wake = 0, 0, 0.0, math.inf
 
-    def run(self, entries: list[dict[str, Any]]) -> PoolTimes:
+    def run(self, entries: list[dict[str, Any]], stay: bool) -> PoolTimes:
         last = max((number for number, entry in enumerate(entries) if "submit" in entry), default=0)
         for number, entry in enumerate(entries):
             name = _event_of(entry)
-            if name in _ARRIVE and not (name == "retire" and number > last):
+            ignored = name in _RELEASES and (stay or (name == "retire" and number > last))
+            if name in _ARRIVE and not ignored:
                 with at_line(number + 2):
                     self._arrive(name, entry)
         self._until(math.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -21,7 +22,7 @@ from paceline._words import plural
 _MOST = 10  # devices of which each subset is asked about; with more there are too many
 _MOST_ROWS = 24  # in a text
 _RECENT = 50  # rows of a run, which are steps in a short one
-_BUSY = 0.7  # of the time of the steps; `on_alarm` has the same limit
+BUSY = 0.7  # of the time of the steps; `on_alarm` has the same limit
 _CLOSE = 0.005  # relative; where less is measured than this, figures count as equal
 _WORK = 1_000_000  # units of work of the first batch with costs
 
@@ -89,55 +90,62 @@ class Worth:
     def __str__(self) -> str:
         what = f"1,000 {self.unit}" if self.unit == "items" else "a batch"
         rows = [("devices", "ms a step", "+-", f"s for {what}", f"cost of {what}", "shares")]
-        shown = self._shown()
-        for one in shown:
+        chosen, others = shown(self.choices)
+        for one in chosen:
             cost = "" if one.cost is None else f"{one.cost:.4g}"
             figures = (f"{1e3 * one.step_seconds:.2f}", f"{one.error:.1%}", f"{one.seconds:.4g}", cost)
             rows.append((" ".join(one.devices), *figures, " ".join(map(str, one.shares.values()))))
-        columns = [0, 1, 2, 3, 5] if shown[0].cost is None else range(6)
+        columns = [0, 1, 2, 3, 5] if chosen[0].cost is None else range(6)
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         lines = [f"A step of {self.batch_size} {self.unit}, with each subset of the devices:", ""]
         for row in rows:
             cells = [row[c].ljust(widths[c]) if c in (0, 5) else row[c].rjust(widths[c]) for c in columns]
             lines.append("  ".join(cells).rstrip())
-        if len(shown) < len(self.choices):
-            others = plural(len(self.choices) - len(shown), "other subset")
-            lines.append(f"and {others}: as fast and as dear as one of these, or slower and no cheaper")
         cheapest = self.cheapest
-        lines += ["", f"fastest:  {self._said(self.fastest, lambda one: one.seconds, f's for {what}')}"]
+        lines += [*others, "", f"fastest:  {self._said(self.fastest, lambda one: one.seconds, f's for {what}')}"]
         if cheapest is not None:
             lines.append(f"cheapest: {self._said(cheapest, lambda one: one.cost or 0.0, f'for {what}')}")
         return "\n".join([*lines, *self.notes])
 
     def _said(self, best: Choice, figure: Callable[[Choice], float], of: str) -> str:
-        """A choice, and which others the error does not tell apart from it."""
         text = f"{' '.join(best.devices)}, {figure(best):.4g} {of} (+-{best.error:.1%})"
-        close = [one for one in self.choices if one is not best and _alike(figure(one), figure(best), one, best)]
-        if not close:
-            return text
-        named = ", ".join(" ".join(one.devices) for one in close[:3])
-        return f"{text}; within the error of this: {named}{', ...' if len(close) > 3 else ''}"
-
-    def _shown(self) -> list[Choice]:
-        """Of subsets that take and cost the same the first one, and of very many only those that no other one beats."""
-        found: dict[Any, Choice] = {}
-        for one in self.choices:
-            steps = [round(math.log(max(value, 1e-30)) / _CLOSE) for value in (one.seconds, one.cost or 1.0)]
-            found.setdefault((len(one.shares), *steps), one)
-        shown = list(found.values())
-        if len(shown) <= _MOST_ROWS:
-            return shown
-        best, least = [], math.inf
-        for one in shown:  # from fast to slow
-            if (one.cost or 0.0) < least:
-                least = one.cost or 0.0
-                best.append(one)
-        return best[:_MOST_ROWS]
+        return text + alike(best, self.choices, figure)
 
 
-def _alike(one: float, other: float, first: Choice, second: Choice) -> bool:
-    noise = max(_CLOSE, 2.0 * math.hypot(first.error, second.error))
-    return abs(one - other) <= noise * max(abs(one), abs(other))
+def alike(best: Any, choices: Sequence[Any], figure: Callable[[Any], float]) -> str:
+    """Words on the choices that the error does not tell apart from the best one."""
+
+    def near(one: Any) -> bool:
+        noise = max(_CLOSE, 2.0 * math.hypot(one.error or 0.0, best.error or 0.0))
+        return abs(figure(one) - figure(best)) <= noise * max(abs(figure(one)), abs(figure(best)))
+
+    close = [" ".join(one.devices) for one in choices if one is not best and _lost(one) == _lost(best) and near(one)]
+    named = ", ".join(close[:3])
+    return f"; within the error of this: {named}{', ...' if len(close) > 3 else ''}" if close else ""
+
+
+def shown(choices: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    """Of choices that take and cost the same the first one, of very many only the best ones; and a line on the others, if there are some."""
+    found: dict[Any, Any] = {}
+    for one in choices:
+        steps = [round(math.log(max(value, 1e-30)) / _CLOSE) for value in (one.seconds, one.cost or 1.0)]
+        found.setdefault((len(one.devices), _lost(one), *steps), one)
+    rows, priced = list(found.values()), choices[0].cost is not None
+    if priced and len(rows) > _MOST_ROWS:  # only those that no other one beats
+        least = [math.inf, *itertools.accumulate((one.cost for one in rows), min)]
+        rows = [one for one, before in zip(rows, least, strict=False) if one.cost < before]
+    worse = "slower" + (" or with fewer completed" if any(map(_lost, choices)) else "")
+    worse += " and no cheaper" if priced and len(rows) <= _MOST_ROWS else ""
+    rows = rows[:_MOST_ROWS]
+    if len(rows) == len(choices):
+        return rows, []
+    others = plural(len(choices) - len(rows), "other subset")
+    return rows, [f"and {others}: as fast{' and as dear' if priced else ''} as one of these, or {worse}"]
+
+
+def _lost(one: Any) -> int:
+    """How many requests fewer than in the ledger complete with a pool's choice. A trainer's choice loses none."""
+    return max(0, getattr(one, "lost", 0))
 
 
 def worth(
@@ -155,13 +163,14 @@ def worth(
     ledger
         The path of a file that ``trainer.write_ledger`` wrote, or its lines.
     prices
-        What an hour of each device costs, in any currency, by name (``"cuda:0"``) or for each one of a kind (``"host"``, ``"cuda"``). None: only seconds.
+        What an hour of each device costs, in any currency, by name (``"cuda:0"``) or for each one of a kind (``"host"``, ``"cuda"``). Parts of a
+        GPU that have no price of their own cost together what the GPU does. A device that no subset has needs none. None: only seconds.
     add
         ``(like, speed)`` for each: one more device like the named one, so many times as fast, at the same price, or at that of ``"another <like>"``.
     remove
         Devices that no subset has.
     batch_size
-        Default: the size that most steps had.
+        Of steps without costs. Default: the size that most of them had.
 
     Returns
     -------
@@ -192,7 +201,7 @@ def worth(
     found = []
     for run, balancer, counted in zip(runs, balancers, sizes, strict=True):
         if run.rows:
-            items = batch_size or (_WORK if run.unit == "work" else counted.most_common(1)[0][0])
+            items = _WORK if run.unit == "work" else batch_size or counted.most_common(1)[0][0]
 
             def ask(_balancer: Any = balancer, **asked: Any) -> Any:
                 return _balancer.what_if(**{name: value or None for name, value in asked.items()})
@@ -200,6 +209,10 @@ def worth(
             together = waiting(run, balancer.what_if(batch_size=items).present_seconds, items)
             found.append(worth_of(ask, run, prices, add, remove, items, together=together))
             found[-1].notes.append("A ledger has no time between steps: only steps are counted.")
+            if batch_size and run.unit == "work":
+                found[-1].notes.append(
+                    "The batch size that was asked for counts items, so it does not apply to steps with costs."
+                )
     if not found:
         raise InvalidArgument("worth: the ledger has no step that was recorded, so nothing is known of the devices.")
     return found
@@ -225,6 +238,7 @@ def worth_of(
     names = list(ask(add=add, remove=remove, batch_size=batch_size).names)  # which also checks the arguments
     hourly = None if prices is None else prices_of(prices, names)
     more = [_unique(names, at) for at in range(len(run.devices), len(names))]
+    labels = [*run.devices, *more]
     unit, per = ("items", 1000 / batch_size) if run.unit == "items" else ("units of work", _WORK / batch_size)
 
     def of(kept: Sequence[int]) -> tuple[bool, Choice]:
@@ -235,12 +249,13 @@ def worth_of(
             answer = ask(add=[add[number] for number in new], remove=[*remove, *out], batch_size=batch_size)
         except InvalidArgument:  # these are retired, or have no memory for the batch
             return False, IMPOSSIBLE
-        labels = [*run.devices, *(more[number] for number in new)]
-        shares = {label: share for label, share in zip(labels, answer.shares, strict=True) if share > 0}
+        asked_of = [*range(len(run.devices)), *(len(run.devices) + number for number in new)]
+        working = {number: share for number, share in zip(asked_of, answer.shares, strict=True) if share > 0}
+        shares = {labels[number]: share for number, share in working.items()}
         step = answer.seconds * (together if len(shares) > 1 else 1.0)
         seconds, cost = (step + between) * per, None
         if hourly is not None:
-            cost = seconds / 3600 * sum(hourly[label.partition(" (")[0]] for label in shares)
+            cost = seconds / 3600 * hourly(working)
         return len(shares) == len(kept), Choice(shares, step, seconds, cost, answer.error)
 
     choices = asked(len(present) + len(more), of)
@@ -261,45 +276,61 @@ def _unique(names: Sequence[str], at: int) -> str:
     return f"{names[at]} ({before + 1})" if before else names[at]
 
 
-def asked(count: int, ask: Callable[[Sequence[int]], tuple[bool, Any]]) -> list[Any]:
+def asked(count: int, ask: Callable[[Sequence[int]], tuple[bool, Any]], most: int = _MOST) -> list[Any]:
     """The answers for all useful subsets of so many devices.
 
     With many devices only for those subsets that remain if the device is left out, one after the other, without which the others are fastest, or cheapest.
     """
     everything = tuple(range(count))
-    if count <= _MOST:
+    if count <= most:
         subsets = (kept for size in range(1, count + 1) for kept in itertools.combinations(everything, size))
         return [answer for useful, answer in map(ask, subsets) if useful]
+    ask = functools.cache(ask)
     found = {everything: ask(everything)}
-    for name in ("seconds", "cost"):
+
+    def rank(one: Any, name: str) -> tuple[int, float]:  # what completes nothing has short requests, and no cost
+        value = getattr(one, name)
+        return _lost(one), math.inf if value is None else value
+
+    for name in ("seconds", "cost") if found[everything][1].cost is not None else ("seconds",):
         kept = everything
         while len(kept) > 1:
             smaller = {tuple(one for one in kept if one != out): None for out in kept}
-            answers = {subset: found.get(subset) or ask(subset) for subset in smaller}
-            kept = min(answers, key=lambda subset: getattr(answers[subset][1], name) or 0.0)
+            answers = {subset: ask(subset) for subset in smaller}
+            kept = min(answers, key=lambda subset: rank(answers[subset][1], name))
             found[kept] = answers[kept]
     return [answer for useful, answer in found.values() if useful] or [found[everything][1]]
 
 
-def prices_of(prices: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """What an hour of each of these devices costs."""
+def prices_of(prices: Mapping[str, float], names: Sequence[str]) -> Callable[[Iterable[int]], float]:
+    """What an hour of some of these devices costs, by their numbers. Parts without a price of their own cost what their GPU does, once.
+
+    Only devices that are asked about need a price.
+    """
     for key, value in prices.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise InvalidArgument(f"prices: that of {key} is {value!r}; give what an hour of it costs, such as 2.1.")
-    found, used = {}, {"host", "cuda"}
+    keys = []
     for name in names:
         plain = name.removeprefix("another ")
-        keys = (name, plain, plain.partition("/")[0], plain.replace(" ", ":").partition(":")[0])
-        given = next((one for one in keys if one in prices), None)
-        if given is None:
-            raise InvalidArgument(
-                f"prices: there is none for {name}. Give {keys[1]} one, or all of its kind ({keys[3]})."
-            )
-        found[name] = float(prices[given])
-        used |= set(keys)
-    if unknown := sorted(set(prices) - used):
+        keys.append((name, plain, plain.partition("/")[0], plain.replace(" ", ":").partition(":")[0]))
+    if unknown := sorted(set(prices).difference({"host", "cuda"}, *keys)):
         raise InvalidArgument(f"prices: there is no device {unknown[0]}; the devices are {', '.join(names)}.")
-    return found
+
+    def hourly(devices: Iterable[int]) -> float:
+        paid: dict[str | int, float] = {}
+        for number in devices:
+            name, plain, whole, kind = keys[number]
+            given = next((key for key in keys[number] if key in prices), None)
+            if given is None:
+                raise InvalidArgument(
+                    f"prices: there is none for {name}. Give {plain} one, or all of its kind ({kind})."
+                )
+            shared = name == plain != whole and given != name  # what is added is a part of a GPU of its own
+            paid[whole if shared else number] = float(prices[given])
+        return sum(paid.values())
+
+    return hourly
 
 
 def idle_notes(run: Run) -> list[str]:
@@ -307,8 +338,8 @@ def idle_notes(run: Run) -> list[str]:
     busy = {name: 1 - idle for name, idle in zip(run.devices, run.idle, strict=True) if idle < 1}
     notes = [f"{name} has run nothing." for name in run.devices if name not in busy]
     least = min(busy, key=lambda name: busy[name], default=None)
-    if least is None or busy[least] >= _BUSY:
+    if least is None or busy[least] >= BUSY:
         return notes
-    said = f"{least} computed in {busy[least]:.0%} of the time of the steps, less than {_BUSY:.0%}: some of its price buys nothing."
+    said = f"{least} computed in {busy[least]:.0%} of the time of the steps, less than {BUSY:.0%}: some of its price buys nothing."
     cure = sentences(run)[2].replace(" in the chart of speeds", "")  # which is on a page
     return [*notes, f"{said} {cure} trainer.on_alarm() calls back when a device idles."]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paceline import InvalidArgument
-from paceline._replay_pool import PoolTimes, replay_pool, what_if_pool
+from paceline._replay_pool import PoolTimes, arrivals, replay_pool
 from paceline._words import plural
-from paceline._worth import asked, prices_of
+from paceline._worth import BUSY, alike, asked, prices_of, shown
+
+_MOST = 5  # devices of which each subset is asked about: each replays the whole ledger
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class PoolChoice:
     lost: int
     times: PoolTimes
 
+    @property
+    def error(self) -> float | None:
+        """Relative standard error of `seconds`, see `PoolTimes`. The cost has none: devices and the time of arrivals are given."""
+        return self.times.p99_error
+
 
 @dataclass
 class PoolWorth:
@@ -43,11 +52,13 @@ class PoolWorth:
     Attributes
     ----------
     choices
-        The subsets, that with the shortest requests first.
+        The subsets, those that lose fewest requests first, of these the one with the shortest requests.
     latency
         In seconds, or None: how soon 99 of 100 requests are to end.
     measured
         What really was.
+    notes
+        What else is to be known: a device that stands idle, with the cure, and what the replay assumes.
     """
 
     choices: list[PoolChoice]
@@ -64,7 +75,7 @@ class PoolWorth:
     @property
     def fastest(self) -> PoolChoice:
         """The one whose requests are the shortest, of those that lose fewest."""
-        return min(self.choices, key=lambda one: (max(0, one.lost), one.seconds))
+        return self.choices[0]
 
     @property
     def cheapest(self) -> PoolChoice | None:
@@ -72,16 +83,18 @@ class PoolWorth:
         return min((one for one in self.good if one.cost is not None), key=lambda one: one.cost or 0.0, default=None)
 
     def __str__(self) -> str:
-        rows = [("devices", "p50 ms", "p99 ms", "completed", "cost of 1,000")]
+        rows = [("devices", "p50 ms", "p99 ms", "+-", "completed", "cost of 1,000")]
+        chosen, others = shown(self.choices)
         for name, times, cost in (
             ("as it was", self.measured, None),
-            *((" ".join(one.devices), one.times, one.cost) for one in self.choices),
+            *((" ".join(one.devices), one.times, one.cost) for one in chosen),
         ):
-            figures = (f"{1e3 * times.p50_seconds:.2f}", f"{1e3 * times.p99_seconds:.2f}", str(completed(times)))
+            error = "" if times.p99_error is None else f"{times.p99_error:.1%}"
+            figures = (f"{1e3 * times.p50_seconds:.2f}", f"{1e3 * times.p99_seconds:.2f}", error, str(completed(times)))
             rows.append((name, *figures, "" if cost is None else f"{cost:.4g}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
         lines = ["The same requests, from submit to end, with each subset of the devices:", ""]
-        for row in rows if any(one.cost is not None for one in self.choices) else [(*row[:4], "") for row in rows]:
+        for row in rows if chosen[0].cost is not None else [(*row[:5], "") for row in rows]:
             cells = [
                 row[0].ljust(widths[0]),
                 *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
@@ -89,7 +102,8 @@ class PoolWorth:
             lines.append("  ".join(cells).rstrip())
         limit = "" if self.latency is None else f" of those with a p99 of at most {1e3 * self.latency:g} ms"
         best, cheapest = self.fastest, self.cheapest
-        lines += ["", f"fastest:  {' '.join(best.devices)}, p99 {1e3 * best.seconds:.4g} ms"]
+        close = alike(best, self.choices, lambda one: one.seconds)
+        lines += [*others, "", f"fastest:  {' '.join(best.devices)}, p99 {1e3 * best.seconds:.4g} ms{close}"]
         if cheapest is not None:
             lines.append(f"cheapest{limit}: {' '.join(cheapest.devices)}, {cheapest.cost:.4g} for 1,000 requests")
         elif not self.good:
@@ -143,17 +157,45 @@ def worth_pool(
         raise InvalidArgument("worth: no request has completed, so nothing is known of the devices.")
     measured = found.times
 
+    entries, ask = arrivals(lines, found)
+
     def of(kept: Sequence[int]) -> tuple[bool, PoolChoice]:
-        times = what_if_pool(lines, remove=[name for number, name in enumerate(names) if number not in kept])
+        times = ask(None, [name for number, name in enumerate(names) if number not in kept], True)
         done = completed(times)
+        cost = None if hourly is None or not done else hourly(kept) * times.elapsed_seconds / 3600 / done * 1000
         devices = [names[number] for number in kept]
-        cost = None
-        if hourly is not None and done:
-            cost = sum(hourly[name] for name in devices) * times.elapsed_seconds / 3600 / done * 1000
         return done > 0, PoolChoice(devices, times.p99_seconds, cost, completed(measured) - done, times)
 
-    choices = sorted(asked(len(names), of), key=lambda one: one.seconds)
+    choices = [one for one in asked(len(names), of, _MOST) if completed(one.times)]
     if not choices:
         raise InvalidArgument("worth: with no subset of the devices any request completes in the replay.")
-    counted = plural(found.jobs, "request")
-    return PoolWorth(choices, latency, measured, [f"{counted}; runs take what the last models in the ledger say."])
+    choices.sort(key=lambda one: (max(0, one.lost), one.seconds))
+    last = max(number for number, entry in enumerate(entries) if "submit" in entry)
+    released = {
+        entry["retire"]["device"] for entry in entries[:last] if "retire" in entry
+    }  # a pool that is closed retires all
+    notes = _idle_notes(found.devices, entries, measured.elapsed_seconds, released)
+    if released:
+        notes.append("Devices were released meanwhile. In the replay each subset has its devices all the time.")
+    notes.append(f"{plural(found.jobs, 'request')}; runs take what the last models in the ledger say.")
+    return PoolWorth(choices, latency, measured, notes)
+
+
+def _idle_notes(
+    names: Sequence[str], entries: Iterable[Mapping[str, Any]], elapsed: float, released: Collection[int]
+) -> list[str]:
+    """The device that stood idle most, if it did so by the rule of thumb for trainers, and the cure. One that was released meanwhile is none."""
+    seconds, runs = Counter(dict.fromkeys(names, 0.0)), dict[int, list[int]]()
+    for entry in entries:
+        runs.update((start["run"], start["devices"]) for start in entry.get("decided", {}).get("starts", ()))
+        if "finish" in entry:
+            for device in runs.pop(entry["finish"]["run"], ()):
+                seconds[names[device]] += entry["finish"].get("seconds", 0.0)
+    notes = [f"{name} has run nothing." for name, busy in seconds.items() if busy <= 0]
+    kept = (name for number, name in enumerate(names) if number not in released and seconds[name] > 0)
+    least = min(kept, key=lambda name: seconds[name], default=None)
+    if least is not None and (busy := seconds[least]) < BUSY * elapsed:
+        said = f"{least} ran requests in {busy / elapsed:.0%} of the time, less than {BUSY:.0%}: some of its price buys nothing."
+        cure = "Take a subset without it, let Pool(autoscale=) release it while it idles, or give it other work."
+        notes.append(f"{said} {cure}")
+    return notes

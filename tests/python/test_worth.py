@@ -1,8 +1,7 @@
-"""What devices are worth: `paceline.balance.worth`, `paceline.sim.worth_pool`, `what_if(prices=)` and the command `paceline worth`."""
+"""What devices are worth: `paceline.balance.worth`, `what_if(prices=)` and the command `paceline worth`."""
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,17 +13,23 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline._cli import main
-from paceline._core.plan import PoolState
 from paceline._worth import asked
 from paceline.balance import Balancer, Worth, worth
-from paceline.sim import what_if_pool, worth_pool
 from paceline.torch import DataParallel, Pipeline
+from test_worth_pool import pool_ledger
 from torch_support import TWO, classifier, classify
 
 
-def ledger(seconds: Sequence[float], *, fixed: Sequence[float] = (), idle: float = 0.0, steps: int = 12) -> list[str]:
+def ledger(
+    seconds: Sequence[float],
+    *,
+    fixed: Sequence[float] = (),
+    idle: float = 0.0,
+    steps: int = 12,
+    names: Sequence[str] = (),
+) -> list[str]:
     """Of devices a, b, ... that take exactly so many seconds for an item. `idle`: seconds of each step in which nobody computes."""
-    names = [chr(ord("a") + device) for device in range(len(seconds))]
+    names = names or [chr(ord("a") + device) for device in range(len(seconds))]
     balancer = Balancer(names, device_classes=names, ledger=True)
     for _ in range(steps):
         shares = balancer.next_plan(120).shares
@@ -60,6 +65,38 @@ def test_without_prices_there_are_seconds_only() -> None:
     assert "cost" not in str(found)
 
 
+@pytest.mark.parametrize("prices", [{"cuda:0": 2.0}, {"cuda": 2.0}])
+def test_parts_of_a_gpu_are_paid_once(prices: dict[str, float]) -> None:
+    lines = ledger([1e-3, 1e-3], names=["cuda:0/0", "cuda:0/1"])
+    (found,) = worth(lines, prices, add=[("cuda:0/0", 1.0)])
+    for one in found.choices:  # what is added is a part of another GPU
+        gpus = len({name.partition("/")[0] for name in one.devices})
+        assert one.cost == pytest.approx(one.seconds * 2.0 * gpus / 3600)
+    (found,) = worth(lines, {"cuda:0/0": 0.5, "cuda:0/1": 0.25})
+    (both,) = [one for one in found.choices if len(one.devices) == 2]
+    assert both.cost == pytest.approx(both.seconds * 0.75 / 3600)
+
+
+def test_a_name_may_look_like_that_of_an_added_device() -> None:
+    (found,) = worth(ledger([1e-3, 3e-3], names=["a (2)", "b"]), {"a (2)": 2.0, "b": 1.0})
+    assert found.fastest.cost == pytest.approx(found.fastest.seconds * 3.0 / 3600)
+
+
+def test_what_is_in_no_subset_needs_no_price() -> None:
+    lines = ledger([1e-3, 3e-3])
+    (found,) = worth(lines, {"a": 2.0}, remove=["b"])
+    assert [(one.devices, one.cost) for one in found.choices] == [(["a"], found.choices[0].seconds * 2.0 / 3600)]
+    assert worth(lines, {"a": 2.0, "b": 1.0}, remove=["b"])[0].choices == found.choices
+
+
+def test_without_prices_many_subsets_have_the_fastest_rows() -> None:
+    (found,) = worth(ledger([1e-3, 1.5e-3, 2e-3, 2.5e-3, 3e-3]))
+    assert len(found.choices) == 31
+    _, _, _, *rows = str(found).splitlines()
+    assert [row.split("  ")[0].strip() for row in rows[:24]] == [" ".join(one.devices) for one in found.choices[:24]]
+    assert rows[24] == "and 7 other subsets: as fast as one of these, or slower"
+
+
 def test_a_subset_that_leaves_a_device_without_work_is_none() -> None:
     (found,) = worth(ledger([1e-3, 1e-3], fixed=[0.0, 5.0], steps=30))
     assert [one.devices for one in found.choices] == [["a"], ["b"]]
@@ -69,7 +106,7 @@ def test_a_retired_device_is_in_no_subset() -> None:
     balancer = Balancer(["a", "b"], ledger=True)
     balancer.retire(1)
     balancer.record([[(balancer.next_plan(120).shares[0], 0.12)], []])
-    (found,) = worth([f"{line}\n" for line in balancer.ledger().split("\n") if line], {"a": 1.0, "b": 1.0})
+    (found,) = worth([f"{line}\n" for line in balancer.ledger().split("\n") if line], {"a": 1.0})
     assert [one.devices for one in found.choices] == [["a"]]
     assert "b has run nothing." in found.notes
 
@@ -159,7 +196,7 @@ def test_a_trainer_says_it_with_the_time_between_its_steps(monkeypatch: pytest.M
             )
         assert "Between two steps 500 ms pass" in str(found)
         assert trainer.report()["steps"] == 3
-        alone = trainer.what_if(prices={"host": 1.0}, remove=["host:1"])
+        alone = trainer.what_if(prices={"host:0": 1.0}, remove=["host:1"])
         assert [one.devices for one in alone.choices] == [["host:0"]]
         with pytest.raises(InvalidArgument, match="prices= is for devices"):
             trainer.what_if(prices={"host": 1.0}, of="ranks")
@@ -176,67 +213,17 @@ def test_steps_with_costs_and_without_are_told_apart(tmp_path: Path) -> None:
             for _ in range(3):
                 trainer.step(classify, batch, cost=cost)
             found.append(trainer.what_if(prices={"host": 1.0}))
+    asked_for = worth(path, {"host": 1.0}, batch_size=16)
+    assert [one.batch_size for one in asked_for] == [1_000_000, 16]
+    assert any("does not apply to steps with costs" in note for note in asked_for[0].notes)
     for by_cost, by_items in (found, worth(path, {"host": 1.0})):
+        assert not any("does not apply" in note for note in by_cost.notes)
         assert (by_cost.unit, by_items.unit, by_items.batch_size) == ("units of work", "items", 64)
         assert by_cost.batch_size == 1_000_000
         for one in by_cost.choices:  # a batch, and at most as long between steps
             assert one.step_seconds <= one.seconds < one.step_seconds + 60
         assert "s for a batch" in str(by_cost)
         assert "s for 1,000 items" in str(by_items)
-
-
-def pool_ledger(path: Path, seconds: Sequence[float], *, every: float, jobs: int = 40) -> list[str]:
-    """Of a pool whose devices take so long for a job, of which one comes each `every` seconds."""
-    pool = PoolState(
-        placement="any",
-        decline=0.5,
-        probe_seconds=5.0,
-        samples=3,
-        margin=1.3,
-        memory_margin_bytes=0.0,
-        patience=[0.1, 1, 60, 60],
-    )
-    pool.write_to(str(path))
-    for device in range(len(seconds)):
-        pool.add_device(0.0, name=f"d:{device}", device_class=f"c{device}", labels=["d"], memory_bytes=1e9, accepted=[])
-    pool.add_kind(name="k", sizes=[1], max_delay_seconds=0.0, padded=False, idempotent=False)
-    ends: list[tuple[float, int, int]] = []
-
-    def decided(at: float, text: str) -> None:
-        for start in json.loads(text or "{}").get("starts", ()):
-            device = start["devices"][0]
-            heapq.heappush(ends, (at + seconds[device], start["run"], device))
-
-    for job in range(jobs + 1):
-        at = every * job if job < jobs else float("inf")
-        while ends and ends[0][0] <= at:
-            end, run, device = heapq.heappop(ends)
-            pool.measure(end, device=device, kind=0, model=(0.0, seconds[device]), samples=3)
-            decided(end, pool.finish(end, run=run, result="completed", seconds=seconds[device]))
-        if job < jobs:
-            decided(at, pool.submit(at, kind=0)[1])
-    del pool
-    return path.read_text().splitlines(keepends=True)
-
-
-def test_the_requests_of_a_pool_are_served_again_by_each_subset(tmp_path: Path) -> None:
-    lines = pool_ledger(tmp_path / "pool.jsonl", [0.01, 0.04], every=0.02)
-    found = worth_pool(lines, {"d:0": 1.0, "d:1": 0.5}, latency=0.02)
-    by_devices = {" ".join(one.devices): one for one in found.choices}
-    assert set(by_devices) == {"d:0", "d:1", "d:0 d:1"}
-    fast = by_devices["d:0"]  # it serves all of them alone, each at once
-    assert (fast.lost, fast.times.outcomes) == (0, {"completed": 40})
-    assert fast.seconds == pytest.approx(0.01)
-    assert fast.cost == pytest.approx(1.0 * (39 * 0.02 + 0.01) / 3600 / 40 * 1000)
-    assert by_devices["d:1"].seconds > 0.02
-    assert found.cheapest is fast
-    assert worth_pool(lines, {"d": 1.0}, latency=0.001).cheapest is None
-    assert "No subset serves all requests" in str(worth_pool(lines, latency=0.001))
-    assert what_if_pool(lines, remove=["d:1"]) == fast.times
-    with pytest.raises(InvalidArgument, match="latency is 0"):
-        worth_pool(lines, latency=0)
-    with pytest.raises(InvalidArgument, match="no request has completed"):
-        worth_pool(lines[:4])
 
 
 def test_the_command_prints_text_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +271,7 @@ def test_a_pipeline_plans_each_subset_of_its_devices(monkeypatch: pytest.MonkeyP
         for _ in range(5):
             trainer.step(lambda module, batch: module(batch).square().mean(), torch.randn(64, 64))
         found = trainer.what_if(prices={"host": 1.0, "host:1": 3.0})
-        (alone,) = trainer.what_if(prices={"host": 1.0}, remove=["host:1"], batch_size=32).choices
+        (alone,) = trainer.what_if(prices={"host:0": 1.0}, remove=["host:1"], batch_size=32).choices
         with pytest.raises(InvalidArgument, match="there is no device host:7"):
             trainer.what_if(prices={"host": 1.0}, remove=["host:7"])
         with pytest.raises(InvalidArgument, match="no device is left"):
@@ -295,7 +282,7 @@ def test_a_pipeline_plans_each_subset_of_its_devices(monkeypatch: pytest.MonkeyP
         assert known["host:1"].step_seconds == pytest.approx(2 * known["host:0"].step_seconds)
         assert known["host:0"].seconds == pytest.approx((known["host:0"].step_seconds + 0.5) * 1000 / 64)
         trainer.retire("host:0")
-        assert [one.devices for one in trainer.what_if(prices={"host": 1.0}).choices] == [["host:1"]]
+        assert [one.devices for one in trainer.what_if(prices={"host:1": 1.0}).choices] == [["host:1"]]
     singles = {one.devices[0]: one for one in found.choices if len(one.shares) == 1}
     assert set(singles) == set(TWO)
     for one in found.choices:

@@ -160,7 +160,7 @@ class PipelineReports(Reports):
             blocks = {some[on]: end - cut for on, cut, end in zip(plan.order, plan.cuts, ends, strict=True)}
             seconds = plan.seconds + outside
             whole = (seconds + between) * 1000 / items
-            cost = whole / 3600 * sum(hourly[name] for name in blocks)
+            cost = whole / 3600 * hourly(map(names.index, blocks))
             return len(blocks) == len(kept), Choice(blocks, seconds, whole, cost, error)
 
         choices = sorted(asked(len(left), of), key=lambda one: one.seconds) if left else []

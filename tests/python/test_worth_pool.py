@@ -1,0 +1,182 @@
+"""What the devices of a pool are worth: `paceline.sim.worth_pool`."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import InvalidArgument, _replay_pool
+from paceline._core.plan import PoolState
+from paceline.sim import what_if_pool, worth_pool
+
+
+def pool_ledger(
+    path: Path,
+    seconds: Sequence[float],
+    *,
+    every: float,
+    jobs: int = 40,
+    names: Sequence[str] = (),
+    needs: Sequence[bool] | None = None,
+    released: Mapping[int, int] | None = None,
+) -> list[str]:
+    """Of a pool whose devices take so long for a job, of which one comes each `every` seconds.
+
+    `needs`: the devices on which every other job may run. `released`: devices that are released before a job, by its number.
+    """
+    pool = PoolState(
+        placement="any",
+        decline=0.5,
+        probe_seconds=5.0,
+        samples=3,
+        margin=1.3,
+        memory_margin_bytes=0.0,
+        patience=[0.1, 1, 60, 60],
+    )
+    pool.write_to(str(path))
+    for device in range(len(seconds)):
+        name = names[device] if names else f"d:{device}"
+        pool.add_device(0.0, name=name, device_class=f"c{device}", labels=["d"], memory_bytes=1e9, accepted=[])
+    pool.add_kind(name="k", sizes=[1], max_delay_seconds=0.0, padded=False, idempotent=False)
+    need = 0 if needs is None else pool.add_need(accepted=needs)
+    ends: list[tuple[float, int, int]] = []
+
+    def decided(at: float, text: str) -> None:
+        for start in json.loads(text or "{}").get("starts", ()):
+            device = start["devices"][0]
+            heapq.heappush(ends, (at + seconds[device], start["run"], device))
+
+    for job in range(jobs + 1):
+        at = every * job if job < jobs else float("inf")
+        while ends and ends[0][0] <= at:
+            end, run, device = heapq.heappop(ends)
+            pool.measure(end, device=device, kind=0, model=(0.0, seconds[device]), samples=3)
+            decided(end, pool.finish(end, run=run, result="completed", seconds=seconds[device]))
+        if released and job in released:
+            decided(at, pool.retire(at, device=released[job]))
+        if job < jobs:
+            decided(at, pool.submit(at, kind=0, need=0 if job % 2 else need)[1])
+    del pool
+    return path.read_text().splitlines(keepends=True)
+
+
+def test_the_requests_of_a_pool_are_served_again_by_each_subset(tmp_path: Path) -> None:
+    lines = pool_ledger(tmp_path / "pool.jsonl", [0.01, 0.04], every=0.02)
+    found = worth_pool(lines, {"d:0": 1.0, "d:1": 0.5}, latency=0.02)
+    by_devices = {" ".join(one.devices): one for one in found.choices}
+    assert set(by_devices) == {"d:0", "d:1", "d:0 d:1"}
+    fast = by_devices["d:0"]  # it serves all of them alone, each at once
+    assert (fast.lost, fast.times.outcomes) == (0, {"completed": 40})
+    assert fast.seconds == pytest.approx(0.01)
+    assert fast.cost == pytest.approx(1.0 * (39 * 0.02 + 0.01) / 3600 / 40 * 1000)
+    assert by_devices["d:1"].seconds > 0.02
+    assert found.cheapest is fast
+    assert worth_pool(lines, {"d": 1.0}, latency=0.001).cheapest is None
+    assert "No subset serves all requests" in str(worth_pool(lines, latency=0.001))
+    assert what_if_pool(lines, remove=["d:1"]) == fast.times
+    with pytest.raises(InvalidArgument, match="latency is 0"):
+        worth_pool(lines, latency=0)
+    with pytest.raises(InvalidArgument, match="no request has completed"):
+        worth_pool(lines[:4])
+
+
+def test_parts_of_a_gpu_are_paid_once_in_a_pool(tmp_path: Path) -> None:
+    lines = pool_ledger(tmp_path / "pool.jsonl", [0.01, 0.04], every=0.02, names=["cuda:0/0", "cuda:0/1"])
+    for one in worth_pool(lines, {"cuda:0": 2.0}).choices:
+        assert one.cost == pytest.approx(
+            2.0 * one.times.elapsed_seconds / 3600 / one.times.outcomes["completed"] * 1000
+        )
+
+
+def test_of_many_devices_those_stay_without_which_requests_are_lost(tmp_path: Path) -> None:
+    only = [True, *[False] * 6]  # the slowest device is the only one that may serve half of the requests
+    lines = pool_ledger(tmp_path / "pool.jsonl", [0.03, *[0.01] * 6], every=0.05, needs=only)
+    found = worth_pool(lines, {"d": 1.0})
+    assert all(one.devices[0] == "d:0" and one.lost == 0 for one in found.choices)
+    assert found.cheapest is not None
+    assert found.cheapest.devices == ["d:0"]
+
+
+def test_subsets_that_lose_requests_stand_behind_those_that_lose_none(tmp_path: Path) -> None:
+    lines = pool_ledger(tmp_path / "pool.jsonl", [0.04, 0.01], every=0.05, needs=[True, False])
+    found = worth_pool(lines, {"d": 1.0})
+    *good, worst = found.choices
+    assert all(one.devices[0] == "d:0" and one.lost == 0 for one in good)
+    assert worst.devices == ["d:1"]
+    assert worst.lost >= 20
+    assert worst.seconds < found.fastest.seconds == good[0].seconds
+
+
+def test_devices_that_were_released_serve_in_each_subset(tmp_path: Path) -> None:
+    lines = pool_ledger(tmp_path / "pool.jsonl", [0.04, 0.01], every=0.02, released={20: 1})
+    found = worth_pool(lines, {"d": 1.0})
+    by_devices = {" ".join(one.devices): one for one in found.choices}
+    assert by_devices["d:1"].times.outcomes == {"completed": 40}
+    assert by_devices["d:1"].seconds == pytest.approx(0.01)
+    assert by_devices["d:0 d:1"].seconds < found.measured.p99_seconds
+    assert any("Devices were released" in note for note in found.notes)
+    assert not any("d:1 ran requests in" in note for note in found.notes)  # it was idle by wish
+    assert what_if_pool(lines, remove=["d:0"]) == by_devices["d:1"].times
+    assert what_if_pool(lines).p99_seconds > by_devices["d:0 d:1"].seconds  # nothing is removed, so the release stays
+
+
+def test_a_ledger_is_read_once_and_many_devices_are_not_all_combined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Counter[str]()
+
+    def count(name: str) -> None:
+        call = getattr(_replay_pool, name)
+
+        def counted(*given: Any) -> Any:
+            calls[name] += 1
+            return call(*given)
+
+        monkeypatch.setattr(_replay_pool, name, counted)
+
+    count("_pool_of")
+    count("with_kinds_kept")
+    worth_pool(pool_ledger(tmp_path / "two.jsonl", [0.01, 0.04], every=0.02))
+    assert calls == {"_pool_of": 1 + 3, "with_kinds_kept": 1}  # the ledger as it was, and each subset
+    calls.clear()
+    worth_pool(pool_ledger(tmp_path / "eight.jsonl", [0.01 + 0.001 * at for at in range(8)], every=0.02))
+    assert calls["_pool_of"] <= 1 + 1 + sum(range(2, 9))
+
+
+def test_a_table_of_many_subsets_of_a_pool_is_short(tmp_path: Path) -> None:
+    lines = pool_ledger(tmp_path / "pool.jsonl", [0.02 + 0.003 * at for at in range(5)], every=0.01)
+    found = worth_pool(lines)
+    rows = str(found).splitlines()
+    assert len(found.choices) == 31
+    assert any(row.startswith("and ") and "other subset" in row for row in rows)
+    assert len(rows) < 24 + 12
+
+
+def test_a_device_of_a_pool_that_stands_idle_is_named_with_the_cure(tmp_path: Path) -> None:
+    busy = worth_pool(pool_ledger(tmp_path / "busy.jsonl", [0.01, 0.01], every=0.005, jobs=100))
+    assert not any("less than 70%" in note for note in busy.notes)
+    idle = worth_pool(pool_ledger(tmp_path / "idle.jsonl", [0.01, 0.01], every=0.02, released={0: 1}))
+    assert "d:1 has run nothing." in idle.notes
+    (note,) = [note for note in idle.notes if "less than 70%" in note]
+    assert note.startswith("d:0 ran requests in 51% of the time")
+    assert "autoscale" in note
+
+
+def test_the_latency_of_a_pool_has_an_error(tmp_path: Path) -> None:
+    found = worth_pool(pool_ledger(tmp_path / "pool.jsonl", [0.01, 0.04], every=0.03, jobs=20))
+    by_devices = {" ".join(one.devices): one for one in found.choices}
+    assert by_devices["d:0"].error == pytest.approx(0.0)  # each request takes as long as the others
+    parts = [0.04 + 0.01 * (2 * part + 1) for part in range(10)]  # each request waits 0.01 s longer for d:1
+    mean = sum(parts) / 10
+    spread = (sum((part - mean) ** 2 for part in parts) / 9) ** 0.5
+    assert by_devices["d:1"].error == pytest.approx(spread / 10**0.5 / mean)
+    assert "+-" in str(found)
+    few = worth_pool(pool_ledger(tmp_path / "few.jsonl", [0.01], every=0.02, jobs=19))
+    assert few.fastest.error is None
+    assert "p99 10 ms" in str(few)
