@@ -60,7 +60,14 @@ def test_the_parts_of_the_service_name_each_other() -> None:
 def test_a_pod_has_more_time_to_end_than_it_drains() -> None:
     grace = manifests()["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     probe = container()["readinessProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] < float(option("--drain")) < grace / 2
+    noticed = probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"]
+    assert noticed < float(option("--drain")) < grace / 2
+
+
+def test_one_slow_answer_takes_no_pod_out_of_the_service() -> None:
+    probe = container()["readinessProbe"]
+    assert probe["failureThreshold"] >= 3
+    assert probe["timeoutSeconds"] >= 2
 
 
 @pytest.fixture(scope="module")
