@@ -16,12 +16,13 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from http_load import Client, Reply
-from paceline import Expired
+from paceline import Expired, Rejected, Unavailable
 from pool_support import Held, soon
 from servers_support import block, program, same, scores, until
 
@@ -117,6 +118,10 @@ async def dropped(*_: Any, **__: Any) -> None:
     raise Expired("a test")
 
 
+async def broken(*_: Any, **__: Any) -> None:
+    raise ValueError("an error of the model")
+
+
 async def runs_on(*_: Any, **__: Any) -> None:
     await asyncio.Event().wait()
 
@@ -143,21 +148,34 @@ def test_fastapi_takes_the_request_of_a_client_that_goes_out_of_the_queue(progra
     assert (outcomes["cancelled"], outcomes["completed"]) == (1, 2)
 
 
+def test_fastapi_says_503_when_the_pool_is_closed(programs: Path) -> None:
+    async def run(state: Any, client: Client) -> None:
+        await asyncio.to_thread(state.pool.close)
+        reply = await post(client, x=X)
+        assert (reply.status, int(reply.headers["retry-after"]) >= 1) == (503, True)
+        assert "closed" in json.loads(reply.body)["error"]
+
+    with_fastapi(programs, run)
+
+
 # Ray Serve, without a cluster: Ray runs the deployment in this process, by the code of its replicas.
 
 
 class Body:
     """Of a request, what the deployment asks for."""
 
-    def __init__(self, **body: Any) -> None:
-        self._body = body
+    def __init__(self, text: str | None = None, **body: Any) -> None:
+        self._text = json.dumps(body) if text is None else text
 
     async def json(self) -> Any:
-        return self._body
+        return json.loads(self._text)
 
 
-def test_ray_serve_runs_the_deployment_with_its_pool_and_swaps_the_version(programs: Path) -> None:
-    serve = pytest.importorskip("ray.serve", exc_type=ImportError)
+def test_ray_serve_runs_the_deployment_with_its_pool_and_swaps_the_version(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray import serve
+
     ranker = program(programs, "Ray Serve").Ranker
     made = []
 
@@ -175,7 +193,14 @@ def test_ray_serve_runs_the_deployment_with_its_pool_and_swaps_the_version(progr
     assert soon(lambda: replica.ranker)  # only without a cluster Ray does not wait for `reconfigure`
     answers = [handle.remote(Body(x=[float(k)] * 8)) for k in range(3)]
     assert all(same(one.result()["scores"], scores([float(k)] * 8)[0]) for k, one in enumerate(answers))
-    assert [handle.remote(body).result().status_code for body in (Body(x=X[1:]), Body())] == [400, 400]
+    late = [Body(x=X, deadline=deadline) for deadline in ("soon", -1.0, float("nan"))]
+    wrong = [Body(x=X[1:]), Body(x=[10**400] * 8), Body(), Body("{"), Body("[]"), *late]
+    assert [handle.remote(body).result().status_code for body in wrong] == [400] * len(wrong)
+    assert same(handle.remote(Body(x=X, deadline=None)).result()["scores"], scores(X)[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(replica.ranker, "ask", broken)
+        with pytest.raises(Exception, match="an error of the model"):  # which Ray answers with 500
+            handle.remote(Body(x=X)).result()
     with Held(replica.pool):
         waiting = [handle.remote(Body(x=X)) for _ in range(8)]
         assert soon(lambda: replica.pool.waiting == 8)
@@ -197,7 +222,7 @@ def test_ray_serve_runs_the_deployment_with_its_pool_and_swaps_the_version(progr
 
 
 def test_the_guide_uses_the_options_and_methods_that_ray_serve_has(programs: Path) -> None:
-    serve = pytest.importorskip("ray.serve", exc_type=ImportError)
+    from ray import serve
     from ray.serve._private import constants
 
     text = block("Ray Serve")
@@ -213,8 +238,21 @@ def test_the_guide_uses_the_options_and_methods_that_ray_serve_has(programs: Pat
 # LitServe
 
 
+@pytest.mark.parametrize(("error", "status"), [(Expired, 504), (Rejected, 503), (Unavailable, 503)])
+def test_litserve_says_what_the_pool_says(programs: Path, error: Any, status: int) -> None:
+    from fastapi import HTTPException
+
+    async def ask(*_: Any) -> None:
+        raise error("a test")
+
+    api = program(programs, "LitServe").Api(max_batch_size=1, enable_async=True)
+    api.ranker = SimpleNamespace(ask=ask)
+    with pytest.raises(HTTPException, match="a test") as found:
+        asyncio.run(api.predict(None))
+    assert found.value.status_code == status
+
+
 def test_litserve_answers_many_requests_at_once_by_one_worker(programs: Path) -> None:
-    pytest.importorskip("litserve")
     with listener() as bound:
         port = bound.getsockname()[1]
     text = block("LitServe")
@@ -231,14 +269,14 @@ def test_litserve_answers_many_requests_at_once_by_one_worker(programs: Path) ->
                     break
             assert server.poll() is None, "it has ended"
             await asyncio.sleep(0.05)
-        bodies = [{"x": [float(k)] * 8} for k in range(64)] + [{"x": X[1:]}, {"y": X}]
+        bodies = [{"x": [float(k)] * 8} for k in range(64)] + [{"x": X[1:]}, {"x": [10**400] * 8}, {"y": X}]
         replies = await asyncio.gather(*(post(client, "/predict", **body) for body in bodies))
         client.close()
         return replies
 
     server = subprocess.Popen([sys.executable, "server.py"], cwd=programs, start_new_session=True)
     try:
-        *answers, short, other = asyncio.run(run())
+        *answers, short, large, other = asyncio.run(run())
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGINT)
@@ -247,7 +285,7 @@ def test_litserve_answers_many_requests_at_once_by_one_worker(programs: Path) ->
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)
-    assert [reply.status for reply in (short, other)] == [400, 400]
+    assert [reply.status for reply in (short, large, other)] == [400] * 3
     assert [reply.status for reply in answers] == [200] * 64
     for k, reply in enumerate(answers):
         assert same(json.loads(reply.body)["scores"], scores([float(k)] * 8)[0])

@@ -108,7 +108,7 @@ def test_kserve_predicts_what_the_model_says(kserve: Any) -> None:
 
     (two, _), (one, _) = asyncio.run(run())
     assert same(two["predictions"] + one["predictions"], scores(*rows))
-    for wrong in ({}, {"instances": [X[1:]]}, {"instances": ["a"]}):
+    for wrong in ({}, {"instances": [X[1:]]}, {"instances": ["a"]}, {"instances": [[10**400] * 8]}):
         with pytest.raises(stand_ins.InvalidInput):
             asyncio.run(kserve(wrong))
 

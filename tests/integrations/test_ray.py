@@ -18,8 +18,6 @@ LOCAL = "ScalingConfig(num_workers=0)"
 # In a run that goes on from a checkpoint: without the checkpoint it would end elsewhere.
 OTHER = (r"torch.manual_seed\(0\)", "torch.manual_seed(7)")
 
-ray = pytest.importorskip("ray")
-
 
 def edited(program: str, **edits: tuple[str, str]) -> str:
     """The program with other lines. Each edit must apply once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import tarfile
 import warnings
@@ -203,7 +204,7 @@ def test_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(workers: int) -> No
 
 
 def test_webdataset(tmp_path: Path) -> None:
-    webdataset = pytest.importorskip("webdataset")
+    webdataset = importlib.import_module("webdataset")
     with tarfile.open(tmp_path / "shard.tar", "w") as shard:
         for index, (x, y) in enumerate(zip(*dataset().tensors, strict=True)):
             for name, value in ((f"{index:04}.x.pth", x.clone()), (f"{index:04}.y.pth", y.clone())):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
+import yaml
 from torch import nn
 
 from frameworks_support import within
@@ -46,7 +47,7 @@ torchft.Manager.start_quorum, paceline.torch.DataParallel.step = begin, die
 
 
 def test_the_survivor_repeats_the_step_with_all_items(tmp_path: Path) -> None:
-    lighthouse = pytest.importorskip("torchft.coordination").LighthouseServer(
+    lighthouse = importlib.import_module("torchft.coordination").LighthouseServer(
         bind="[::]:0", min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=1000
     )
     found = re.search(r"## torchft\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)
@@ -85,7 +86,6 @@ CLUSTER = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 
 
 def test_the_job_of_kubernetes_fits_the_training_script() -> None:
-    yaml = pytest.importorskip("yaml")
     job = yaml.safe_load((CLUSTER / "job.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
     pod = job["spec"]["template"]["spec"]
