@@ -81,9 +81,12 @@ std::vector<PoolCover> PoolState::covers(double since_seconds) const {
   std::vector<PoolCover> all;
   const auto add = [&](const auto& can, std::size_t count) {
     PoolCover cover{.devices = std::vector<bool>(s.devices.size()), .count = count};
-    for (std::size_t d = 0; d < s.devices.size(); ++d) cover.devices[d] = !s.devices[d].lost && can(d);
-    const bool any = count == 1 && std::ranges::count(cover.devices, true) == std::ssize(s.devices);
-    if (!any) all.push_back(std::move(cover));  // otherwise whichever is active will do
+    bool any = count == 1;  // whichever is active will do
+    for (std::size_t d = 0; d < s.devices.size(); ++d) {
+      cover.devices[d] = !s.devices[d].lost && can(d);
+      any = any && (cover.devices[d] || s.devices[d].lost);
+    }
+    if (!any) all.push_back(std::move(cover));
   };
   for (const std::size_t at : s.active_lines) {
     const PoolLine& line = s.lines[at];
