@@ -108,9 +108,13 @@ class _Server:
 
     def add(self, observed: Observed) -> None:
         with self._lock:
+            self._shown.append(observed)  # first: who ends the last one then leaves the file
             if self._listener is None:
-                self._open()
-            self._shown.append(observed)
+                try:
+                    self._open()
+                except BaseException:
+                    self._shown.remove(observed)
+                    raise
 
     def remove(self, observed: Observed) -> None:
         with self._lock:
@@ -133,22 +137,28 @@ class _Server:
                 remove_dead(path)
             name = f"{os.getpid()}-{secrets.token_hex(4)}"  # processes of several containers may share a folder and a number
             made = where / f"{name}.new"
+            self._path = where / f"{name}.sock"
             self._listener = listener = socket.socket(socket.AF_UNIX)
             try:
                 listener.bind(str(made))
                 made.chmod(0o600)
                 listener.listen(_BACKLOG)
-                self._path = where / f"{name}.sock"
                 made.rename(self._path)  # nobody finds a file that does not answer yet
-            except OSError:
+                thread = threading.Thread(target=self._run, args=(listener,), name="paceline observe", daemon=True)
+                self._thread = thread
+                thread.start()
+            except BaseException:
+                self._listener = self._thread = None
+                with contextlib.suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)  # an interrupt may come when the thread waits already
                 listener.close()
-                self._listener = None
-                made.unlink(missing_ok=True)
+                for path in (made, self._path):
+                    path.unlink(missing_ok=True)
                 raise
-        except OSError as error:
+        except Unavailable:
+            raise
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             raise Unavailable(f"observe: no socket can be made in {where}: {error}") from error
-        self._thread = threading.Thread(target=self._run, args=(listener,), name="paceline observe", daemon=True)
-        self._thread.start()
 
     def _run(self, listener: socket.socket) -> None:
         while True:
@@ -172,14 +182,17 @@ class _Server:
         reports = [report for report in (one.report() for one in shown) if report]
         return {"paceline": __version__, "pid": os.getpid(), "program": program, "observed": reports}
 
-    def end(self) -> None:
-        """Remove the file, and end the thread."""
+    def end(self, *, whatever: bool = False) -> None:
+        """Remove the file, and end the thread, if nothing is shown; at the end of the process `whatever` is."""
         with self._lock:
+            if self._shown and not whatever:
+                return  # it has come meanwhile
             listener, thread, self._listener, self._thread = self._listener, self._thread, None, None
+            path, connection = self._path, self._connection  # the next one's are others
             self._shown.clear()
         if listener is not None:
-            self._path.unlink(missing_ok=True)
-            for one in (listener, self._connection):  # wakes accept() and a send to who does not read
+            path.unlink(missing_ok=True)
+            for one in (listener, connection):  # wakes accept() and a send to who does not read
                 with contextlib.suppress(OSError, AttributeError):
                     one.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
             if thread is not None and thread is not threading.current_thread():
@@ -195,7 +208,7 @@ class _Server:
 
 
 _server = _Server()
-atexit.register(_server.end)  # before the interpreter ends threads
+atexit.register(_server.end, whatever=True)  # before the interpreter ends threads
 os.register_at_fork(after_in_child=_server.forget)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from paceline._cli import main
 from paceline._page.document import page_of_runs
 from paceline._page.ledger import runs_of
+from paceline._page.pool_ledger import _Jobs
 from paceline._page.run import Move, Row, Run
 from paceline.balance import Balancer
 from page_support import Reader, charts_in, ledger, lines_of
@@ -106,3 +109,63 @@ def test_the_page_of_a_pools_ledger_ends_where_it_was_changed(
     with pytest.raises(SystemExit):
         main(["page", str(path), "-o", str(made)])
     assert "no job that ran or ended" in capsys.readouterr().err
+
+
+def entries_of(*entries: dict[str, Any]) -> _Jobs:
+    """What has become of the jobs of a pool with two devices, each of which is one's own kind."""
+    found = _Jobs()
+    for name in ("d:0", "d:1"):
+        found.add({"add_device": {"name": name}})
+        found.add({"add_kind": {"name": f"kind of {name}"}})
+    for entry in entries:
+        found.add(entry)
+    return found
+
+
+def starts(run: int, *jobs: int, declines: Any = (), devices: Any = (0,)) -> dict[str, Any]:
+    return {"starts": [{"run": run, "devices": list(devices), "kind": 0, "jobs": list(jobs)}], "declines": declines}
+
+
+def test_a_run_that_is_withdrawn_counts_its_wait_when_it_begins() -> None:
+    submits = [{"at": 0.0, "submit": {}, "job": job} for job in range(2)]
+    found = entries_of(
+        *submits,
+        {"at": 1.0, "tick": {}, "decided": starts(1, 0, 1)},
+        {"at": 2.0, "withdraw": {"run": 1}, "decided": starts(2, 0)},
+        {"at": 3.0, "finish": {"run": 2, "result": "failed", "seconds": 1.0}, "decided": starts(3, 0, 1)},
+        {"at": 4.0, "withdraw": {"run": 3}},
+    ).report()
+    assert (found["wait_counts"][-1][1], found["wait_seconds"]) == (1, 2.0)  # the other job has not begun
+    assert (found["waiting"], found["running"]) == (2, 0)
+
+
+def test_a_ledger_says_who_declined_and_counts_what_failed_as_busy() -> None:
+    faster, memory = [1, 0, "faster_devices", 1, 2.0], [1, 1, "memory", 1, 0.0]
+    found = entries_of(
+        *({"at": 0.0, "submit": {}, "job": job} for job in range(2)),
+        {"at": 1.0, "tick": {}, "decided": {"declines": [faster]}},
+        {"at": 1.0, "tick": {}, "decided": starts(1, 0, declines=[faster, memory], devices=(0, 1))},
+        {"at": 4.0, "finish": {"run": 1, "result": "failed", "seconds": 3.0}},
+    )
+    assert [(row[0], row[1], row[3]) for row in found.declined().rows] == [
+        ("d:1", "kind of d:0", "2"),
+        ("d:1", "kind of d:1", "1"),
+    ]
+    assert "faster devices" in found.declined().rows[0][2]
+    devices = found.report()["devices"].values()
+    assert [(one["runs"], one["busy_seconds"]) for one in devices] == [(0, 3.0), (0, 3.0)]
+
+
+def test_the_page_of_a_ledger_shows_declines_and_no_backlog(tmp_path: Path) -> None:
+    path, made = tmp_path / "pool.jsonl", tmp_path / "pool.html"
+    with pool_of(2) as pool:
+        pool.write_ledger(path)
+        with Held(pool, 1):
+            batcher = pool.serve(lambda x: x, max_batch=4, max_delay=60.0)
+            answer = batcher(torch.tensor(1))  # waits for others, while a device is idle
+        assert answer.cancel()
+    assert main(["page", str(path), "-o", str(made)]) == 0
+    page = Reader(made.read_text(encoding="utf-8"))
+    (row,) = {tuple(row[2:3]) for row in page.tables["Who left jobs waiting"][1:]}
+    assert row == ("the batch may still become larger within max_delay",)
+    assert "would be served" not in page.words

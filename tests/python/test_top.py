@@ -247,6 +247,41 @@ def test_one_that_cannot_be_read_hides_no_other(capsys: pytest.CaptureFixture[st
     assert "\x1b" not in text_of([{"pid": 1, "program": "\x1b[2J", "observed": []}])
 
 
+def test_one_that_comes_while_the_last_one_closes_is_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later: list[Observed] = []
+    things, end = [Thing(figure=3), Thing(figure=4)], _observe._server.end
+    first = Observed(things[0])
+
+    def end_late(**how: bool) -> None:
+        if not later:
+            later.append(Observed(things[1]))
+        end(**how)
+
+    monkeypatch.setattr(_observe._server, "end", end_late)
+    first.close()
+    assert [one["observed"] for one in map(ask, folder.iterdir()) if one] == [[{"figure": 4}]]
+    later[0].close()
+    assert (list(folder.iterdir()), threads()) == ([], [])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()], ids=repr)
+def test_without_a_thread_there_is_no_file_and_the_next_one_is_shown(
+    error: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise error
+
+    thing = Thing(figure=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises((Unavailable, KeyboardInterrupt)) as raised:
+            Observed(thing)
+    assert isinstance(error, KeyboardInterrupt) or "can't start new thread" in str(raised.value)
+    assert list(folder.iterdir()) == []
+    with shown(thing) as path:
+        assert ask(path)["observed"] == [{"figure": 3}]  # type: ignore[index]
+
+
 # A step waits for nobody who looks.
 
 

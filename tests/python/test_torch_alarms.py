@@ -121,6 +121,26 @@ def test_the_memory_is_that_of_the_process() -> None:
     del kept
 
 
+def test_runs_of_a_batch_are_looked_at_and_a_callback_may_use_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = classifier(8)
+    found: list[Alarm] = []
+    sizes = iter([100, 140, 151, 160])
+    monkeypatch.setattr(alarms, "resident_bytes", lambda: next(sizes))
+
+    def retire(alarm: Alarm) -> None:
+        found.append(alarm)
+        trainer.retire("host:1")
+
+    with DataParallel(module, TWO) as trainer:
+        trainer.on_alarm(retire, busy=None, throttled=False, every=2)
+        with trainer.batch(batch) as global_batch:
+            for run in range(8):
+                global_batch.run(lambda module, part: part.backward(classify(module, part.data)))
+                assert len(found) == (run >= 5)
+    assert [alarm.kind for alarm in found] == ["memory_growth"]
+    assert found[0].value == pytest.approx(0.51)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "part", "why"),
     [

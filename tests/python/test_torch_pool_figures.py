@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from paceline import Unavailable
+from paceline._page.pool import Run
+from paceline.torch._pool.figures import Figures
 from pool_support import Held, pool_of
 
 
@@ -88,3 +91,69 @@ def test_scalars_are_of_the_time_since_the_call_before() -> None:
         again = pool.scalars("")
         assert again["completed"] == again["wait_seconds"] == again["busy_ratio/host_0"] == 0
         assert all(type(value) is float for value in again.values())
+
+
+def test_a_run_that_has_not_ended_counts_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pool_of() as pool:
+        with Held(pool, 1) as held:
+            now = time.monotonic()
+            since = pool._jobs.figures.busy_since()
+            monkeypatch.setattr(time, "monotonic", lambda: now + 600)
+            pool._jobs.look._begun = now
+            first, again, shown = pool.report()["devices"], pool.report()["devices"], pool._jobs.look()["devices"]
+        busy = {name: one["busy_seconds"] for name, one in first.items()}
+        assert busy == {name: one["busy_seconds"] for name, one in again.items()}
+        assert busy == {name: now + 600 - since.get(name, now + 600) for name in first}
+        assert sorted(one["busy"] for one in shown.values()) == [0, 1]
+        held.jobs[0].result()
+        then = pool.report()["devices"]
+        assert {name: one["busy_seconds"] for name, one in then.items()} == pytest.approx(busy, abs=0.001)  # once
+        monkeypatch.setattr(time, "monotonic", lambda: now + 700)
+        assert pool.report()["devices"] == then
+        monkeypatch.undo()
+    assert pool._jobs.figures._open == {}
+
+
+def test_the_busy_seconds_of_a_device_never_become_less() -> None:
+    figures, work = Figures(["cuda:0"]), object()
+    begun = time.monotonic() - 60
+    figures.begin_run(work, ["cuda:0"], begun)
+    told = figures.devices()["cuda:0"]["busy_seconds"]
+    figures.end_run(work, Run(["cuda:0"], "job", begun, begun + 40, 1, 0.0, "completed"))  # by the GPU's clock
+    assert figures.devices()["cuda:0"]["busy_seconds"] == told >= 60
+    figures.begin_run(work, ["cuda:0"], begun)
+    figures.end_run(work)
+    assert figures.devices()["cuda:0"]["busy_seconds"] == told
+    figures.end_run(work, Run(["cuda:0"], "job", begun, begun + 40, 1, 0.0, "failed"))
+    assert figures.devices()["cuda:0"]["busy_seconds"] == pytest.approx(80)
+
+
+def test_runs_that_fail_and_each_device_of_a_gang_count_as_busy() -> None:
+    def fail(_: Any) -> None:
+        time.sleep(0.01)
+        raise ValueError
+
+    def unprepared(_: Any) -> Any:
+        time.sleep(0.01)
+        raise OSError
+
+    with pool_of() as pool:
+        assert pool.submit(fail, gang=2).exception() is not None
+        busy = [one["busy_seconds"] for one in pool.report()["devices"].values()]
+        assert min(busy) >= 0.01
+        with pytest.warns(RuntimeWarning, match="is retired from the pool"):
+            assert pool.serve(lambda x: x, initializer=unprepared)(torch.tensor(1)).exception() is not None
+        assert sum(one["busy_seconds"] for one in pool.report()["devices"].values()) >= sum(busy) + 0.02
+        assert [one["runs"] for one in pool.report()["devices"].values()] == [0, 0]
+        assert pool._jobs.figures._open == {}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_run_that_was_given_up_is_busy_no_more() -> None:
+    over = threading.Event()
+    with pool_of(1, hang_seconds=0.05) as pool:
+        job = pool.submit(lambda _: over.wait(20))
+        assert job.exception() is not None
+        assert pool._jobs.figures._open == {}
+        assert pool.report()["devices"]["host:0"]["busy_seconds"] > 0
+        over.set()

@@ -56,8 +56,8 @@ def section_of(
     section.pieces = [
         f"<p class=soft>Each place of the charts is {milliseconds(width)}. Jobs of a batch count as waiting since its first one was submitted. "
         "Jobs that wait now are in the last place of their chart, and jobs that ended without a run are not in it. "
-        f"The charts have the last {plural(len(runs), 'run')}, the tables all.</p>",
-        table(_devices(names, report)),
+        f"The charts, and the time of a run, are of the last {plural(len(runs), 'run')}, all else is of all.</p>",
+        table(_devices(names, runs, report)),
         f"<h3>What each device has run, and why it leaves jobs waiting</h3>{words(explained)}",
         table(_outcomes(report)),
         folded("How long jobs waited", table(_waits(report))),
@@ -180,7 +180,11 @@ def _answers(
     return [("How good was the split?", good), ("What cost most?", cost), ("What to change?", change)]
 
 
-def _devices(names: Sequence[str], report: Mapping[str, Any]) -> Table:
+def _devices(names: Sequence[str], runs: Sequence[Run], report: Mapping[str, Any]) -> Table:
+    took: dict[str, list[float]] = {name: [] for name in names}
+    for run in runs:
+        if run.outcome == "completed":
+            took[run.devices[0]].append(run.ended - run.begun)
     rows = [
         (
             name,
@@ -188,7 +192,7 @@ def _devices(names: Sequence[str], report: Mapping[str, Any]) -> Table:
             f"{one['runs']:.0f}",
             f"{one['jobs'] / one['runs']:.3g}" if one["runs"] else "–",
             milliseconds(one["busy_seconds"]),
-            milliseconds(one["busy_seconds"] / one["runs"]) if one["runs"] else "–",
+            milliseconds(sum(took[name]) / len(took[name])) if took[name] else "–",
             "retired or lost" if one["retired"] else "works",
         )
         for name, one in ((name, report["devices"][name]) for name in names)
@@ -197,7 +201,9 @@ def _devices(names: Sequence[str], report: Mapping[str, Any]) -> Table:
 
 
 def _outcomes(report: Mapping[str, Any]) -> Table:
-    note = f"{report['waiting']} wait and {report['running']} run now; what waits would be served in {milliseconds(report['backlog_seconds'])}"
+    note = f"{report['waiting']} wait and {report['running']} run now"
+    if report["backlog_seconds"] is not None:
+        note += f"; what waits would be served in {milliseconds(report['backlog_seconds'])}"
     return Table(
         "How jobs ended", ("outcome", "jobs"), [(name, str(count)) for name, count in report["outcomes"].items()], note
     )

@@ -11,14 +11,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline import InvalidArgument
-from paceline._page.document import Section
+from paceline._page.document import Section, table
 from paceline._page.pool import BOUNDS, Run, section_of
+from paceline._page.run import Table
 from paceline._replay import is_cut_off
 from paceline._replay_pool import replay_pool
 from paceline._words import plural
 
 _MOST = 10_000  # runs, as on the page of a pool
-_LACKS = "A ledger has the decisions of a pool, but not its words. explain() of the pool says why a device leaves jobs waiting."
+_LACKS = "A ledger has the decisions of a pool, but not its words. The table at the end says how often devices left jobs waiting, and why; explain() of the pool says so of now."
+# Why an idle device declines, by the names in a ledger.
+_REASONS = {
+    "faster_devices": "faster devices that are busy will end them sooner",
+    "deadline": "it cannot end any of them before its deadline",
+    "filling": "the batch may still become larger within max_delay",
+    "reserved": "it is reserved for a gang",
+    "memory": "the model does not fit into its memory beside what runs",
+    "foreground": "background work waits while other work waits for the device",
+    "quota": "their tenants use as much as their quotas allow",
+    "chosen_otherwise": "the placement chose another device, or to wait",
+}
 
 
 def section(name: str, lines: Sequence[str]) -> Section:
@@ -44,6 +56,8 @@ def section(name: str, lines: Sequence[str]) -> Section:
         said += f"\nThe page ends at line {cut}, where a replay decides differently: another version wrote the ledger, or it was changed."
     made = section_of(found.names, found.runs[-_MOST:], found.never, found.report(), said)
     made.title = f"{name}: {made.title[0].lower()}{made.title[1:]}, placement {replayed.placement}, {plural(replayed.jobs, 'job')}"
+    if (declined := found.declined()).rows:
+        made.pieces.append(table(declined))
     return made
 
 
@@ -56,10 +70,10 @@ class _Jobs:
         self.never: list[float] = []  # when jobs ended that did not run
         self._kinds: list[str] = []
         self._due: dict[int, float] = {}  # jobs that have not ended
-        self._began: set[int] = set()
+        self._declined = Counter[tuple[int, int, str]]()  # device, kind and reason
         self._open: dict[int, tuple[float, dict[str, Any]]] = {}  # runs
         self._retired: set[int] = set()
-        self._waits: list[float] = []
+        self._waits: dict[int, tuple[int, float]] = {}  # by job: the run in which it began, and how long it had waited
         self._outcomes = Counter(dict.fromkeys(("completed", "failed", "rejected", "expired", "cancelled"), 0))
         self._devices: list[dict[str, Any]] = []
 
@@ -77,7 +91,9 @@ class _Jobs:
             case {"finish": call} if call["run"] in self._open:
                 self._finish(at, call)
             case {"withdraw": {"run": run}}:  # it had not begun
-                self._began.difference_update(self._open.pop(run, (0.0, {"jobs": ()}))[1]["jobs"])
+                for job in self._open.pop(run, (0.0, {"jobs": ()}))[1]["jobs"]:
+                    if self._waits[job][0] == run:
+                        del self._waits[job]
             case {"retire": {"device": device}} | {"lose": {"device": device}}:
                 self._retired.add(device)
             case {"restore": {"device": device}}:
@@ -85,12 +101,13 @@ class _Jobs:
         for job, outcome, *_ in decided.get("ends", ()):
             self._outcomes[outcome if outcome in self._outcomes else "failed"] += 1
             self._due.pop(job, None)
-            if job not in self._began:
+            if job not in self._waits:
                 self.never.append(at)
         for start in decided.get("starts", ()):
             self._open[start["run"]] = at, start
-            self._waits += [max(0.0, at - self._due[job]) for job in start["jobs"] if job not in self._began]
-            self._began.update(start["jobs"])
+            for job in start["jobs"]:
+                self._waits.setdefault(job, (start["run"], max(0.0, at - self._due[job])))
+        self._declined.update((device, kind, reason) for device, kind, reason, *_ in decided.get("declines", ()))
 
     def _finish(self, at: float, call: dict[str, Any]) -> None:
         begun, start = self._open.pop(call["run"])
@@ -98,16 +115,27 @@ class _Jobs:
         waited = max(0.0, begun - min(self._due.get(job, begun) for job in start["jobs"]))
         count = len(start["jobs"])
         self.runs.append(Run(devices, self._kinds[start["kind"]], begun, at, count, waited, call["result"]))
+        for device in start["devices"]:
+            self._devices[device]["busy_seconds"] += at - begun
         if call["result"] == "completed":
             figures = self._devices[start["devices"][0]]
             figures["jobs"] += count
             figures["runs"] += 1
-            figures["busy_seconds"] += call["seconds"]
+
+    def declined(self) -> Table:
+        """How often idle devices left jobs waiting, by kind and reason."""
+        rows = [
+            (self.names[device], self._kinds[kind], _REASONS.get(reason, reason), str(count))
+            for (device, kind, reason), count in sorted(self._declined.items())
+        ]
+        note = "each event after which the device was idle while jobs waited"
+        return Table("Who left jobs waiting", ("device", "kind of jobs", "why", "times"), rows, note)
 
     def report(self) -> dict[str, Any]:
         """What ``Pool.report`` would have said."""
         waits = [0] * (len(BOUNDS) + 1)
-        for seconds in self._waits:
+        waited = [seconds for _, seconds in self._waits.values()]
+        for seconds in waited:
             waits[bisect.bisect_left(BOUNDS, seconds)] += 1
         devices = zip(self.names, self._devices, strict=True)
         running = {job for _, start in self._open.values() for job in start["jobs"]}
@@ -115,9 +143,9 @@ class _Jobs:
             "devices": {name: {**one, "retired": at in self._retired} for at, (name, one) in enumerate(devices)},
             "waiting": len(self._due.keys() - running),
             "running": len(self._open),
-            "backlog_seconds": 0.0,
+            "backlog_seconds": None,  # the models of the pool know it
             "hangs": [],
             "outcomes": dict(self._outcomes),
             "wait_counts": list(zip((*BOUNDS, math.inf), itertools.accumulate(waits), strict=True)),
-            "wait_seconds": sum(self._waits),
+            "wait_seconds": sum(waited),
         }

@@ -244,7 +244,7 @@ class Answerer:
                 )
             return FAILED, 0.0, None
         for one in requests:
-            one.begin()
+            one.begin([device] if one is requests[0] else ())
             one.error, one.fetched, one.leads = None, None, False
         begun, seat, answered = time.monotonic(), self.jobs.seats[device], False
         try:
@@ -352,6 +352,7 @@ class Answerer:
 
     def _without(self, device: str, requests: Sequence[Request], error: BaseException) -> int:
         """The device could not be prepared: it is retired, and others answer, unless it is the last one."""
+        requests[0].note_run([device], len(requests), "failed")
         for request in requests:
             request.error, request.given_up = error, True
         if requests[0].future is None:  # the run was given up, and its end says nothing of the device

@@ -6,11 +6,12 @@ import bisect
 import itertools
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline import InvalidArgument
-from paceline._page.pool import BOUNDS
+from paceline._page.pool import BOUNDS, Run
 from paceline.torch._pool.tracing import Runs
 
 _RESERVED = {"device", "le", "outcome", "tenant"}
@@ -22,6 +23,8 @@ class Figures:
     def __init__(self, devices: Sequence[str]) -> None:
         self._lock = threading.RLock()  # finalizers and signal handlers may come in while it is held
         self._devices: dict[str, dict[str, float]] = {}
+        self._open: dict[int, tuple[Sequence[str], float]] = {}  # runs by what leads them: devices, and when they began
+        self._told: dict[str, float] = {}  # the most busy seconds that were ever read
         for name in devices:
             self.add(name)
         self._outcomes = dict.fromkeys(("completed", "failed", "rejected", "expired", "cancelled"), 0)
@@ -39,8 +42,28 @@ class Figures:
         with self._lock:
             del self._devices[device]
 
-    def count(self, outcome: str, waited: float | None, device: str, run: float | None) -> None:
-        """Count a job that has ended. `waited`: seconds from its submit to its start, None if it never ran. `run`: seconds of its run, if no other job has these, too."""
+    def begin_run(self, work: object, devices: Sequence[str], begun: float) -> None:
+        """A run of `work` has begun, by the clock of `time.monotonic`."""
+        with self._lock:
+            self._open[id(work)] = devices, begun
+
+    def end_run(self, work: object, run: Run | None = None) -> None:
+        """What ran is over, if it was not yet. `run`: to be noted."""
+        with self._lock:
+            self._open.pop(id(work), None)
+            if run is not None:
+                self.runs.add(run)
+                for name in run.devices:
+                    self._devices[name]["busy_seconds"] += run.ended - run.begun
+
+    def busy_since(self) -> dict[str, float]:
+        """When the runs that devices are at have begun."""
+        with self._lock:
+            begun = sorted(self._open.values(), key=lambda one: -one[1])
+        return {name: at for names, at in begun for name in names}  # the first to begin, if two overlap for a moment
+
+    def count(self, outcome: str, waited: float | None, device: str, *, leads: bool) -> None:
+        """Count a job that has ended. `waited`: seconds from its submit to its start, None if it never ran. `leads`: whether its run counts for it, and for no other job."""
         with self._lock:
             self._outcomes[outcome if outcome in self._outcomes else "failed"] += 1
             if waited is not None:
@@ -49,14 +72,16 @@ class Figures:
             if outcome == "completed":
                 figures = self._devices[device]
                 figures["jobs"] += 1
-                if run is not None:
-                    figures["runs"] += 1
-                    figures["busy_seconds"] += run
+                figures["runs"] += leads
 
     def devices(self) -> dict[str, dict[str, Any]]:
-        """By name: ``jobs`` that completed, their ``runs`` alone or in batches, and ``busy_seconds`` of these."""
+        """By name: ``jobs`` that completed, their ``runs`` alone or in batches, and ``busy_seconds`` of all runs, which never become less."""
         with self._lock:
-            return {name: dict(one) for name, one in self._devices.items()}
+            now, since = time.monotonic(), self.busy_since()
+            for name, one in self._devices.items():
+                busy = one["busy_seconds"] + now - since.get(name, now)
+                self._told[name] = max(busy, self._told.get(name, 0.0))  # a GPU's clock may say less than ours
+            return {name: {**one, "busy_seconds": self._told[name]} for name, one in self._devices.items()}
 
     def report(self) -> dict[str, Any]:
         """``outcomes`` by name; ``wait_counts``, how many jobs waited at most so many seconds; ``wait_seconds`` of all together."""
@@ -112,7 +137,7 @@ class Collector:
         for key, help_text in (
             ("jobs", "Jobs that completed."),
             ("runs", "Their runs, each of a job or of a batch."),
-            ("busy_seconds", "Time spent on jobs."),
+            ("busy_seconds", "Time spent on runs, with those that failed or have not ended."),
         ):
             family = CounterMetricFamily(f"paceline_pool_device_{key}", help_text, labels=[*names, "device"])
             for name, device in devices.items():

@@ -47,27 +47,32 @@ class Work:
         self.on_timeout: Callable[[], None] | None = None  # called when its run has been given up, before it ends
         self.enqueued: tuple[Sequence[str], int] | None = None  # devices and jobs of its run, which GPUs are still at
 
-    def begin(self) -> None:
-        """Called on the worker, before each run."""
+    def begin(self, devices: Sequence[str] = ()) -> None:
+        """Called on the worker, before each run. `devices`: of the run, if it leads it."""
         self._end_run("failed", None)  # on a GPU, after the call
         self.thread, self._run_begun = threading.get_ident(), time.monotonic()
         if self._begun is None and self.future is not None:
             self._begun = self._run_begun
             self.future._begun = True
+        if devices:
+            self._figures.begin_run(self, devices, self._run_begun)
+            if self._counted:  # it was given up before it began
+                self._figures.end_run(self)
 
     def note_run(self, devices: Sequence[str], jobs: int, outcome: str, *, ends_later: bool = False) -> None:
         """Note its run, of so many jobs, which is over, or `ends_later`, when GPUs have done it. One that was given up was noted then."""
         if ends_later:
             self.enqueued, self.thread = (devices, jobs), None
-        elif self.future is not None:
-            self._figures.runs.add(self.run_until_now(devices, jobs, outcome))
+        else:
+            run = None if self.future is None else self.run_until_now(devices, jobs, outcome)
+            self._figures.end_run(self, run)
 
     def _end_run(self, outcome: str, seconds: float | None) -> None:
         """Note the run that GPUs were still at, which has ended after so many seconds, or now."""
         noted, self.enqueued = self.enqueued, None
         if noted is not None and outcome != "timeout":
             run = self.run_until_now(*noted, "completed" if outcome == "completed" else "failed")
-            self._figures.runs.add(run if seconds is None else run._replace(ended=run.begun + seconds))
+            self._figures.end_run(self, run if seconds is None else run._replace(ended=run.begun + seconds))
 
     def run_until_now(self, devices: Sequence[str], jobs: int, outcome: str) -> Run:
         """Its run, as it is noted."""
@@ -93,9 +98,10 @@ class Work:
                 self.on_timeout()
             self._end_run(outcome, seconds)
             waited = None if self._begun is None else self._begun - self._submitted
-            self._figures.count(outcome, waited, device, seconds if self.leads else None)
+            self._figures.count(outcome, waited, device, leads=self.leads)
             if outcome in NEVER_RAN:
                 self._figures.runs.never_ran(self.kind, outcome)
+        self._figures.end_run(self)
         future._end(outcome, message, self.error, self.value)
         self.future = self.value = self.error = self._keeps = None
 
@@ -120,7 +126,7 @@ class Job(Work):
 
     def run(self, devices: list[str], evicted: list[tuple[str, str]]) -> int:
         """Called by the engine on a worker. Never raises."""
-        self.begin()
+        self.begin(devices)
         self.error = None
         seats = [self._keeps.seats[name] for name in devices]
         try:

@@ -23,7 +23,7 @@ class Shown(Handle):
         """Make gauges of OpenTelemetry in your own SDK, until `close`. It sets up no provider and no exporter.
 
         ``paceline.pool.waiting``, ``.running``, ``.backlog``, and with the attribute ``device`` ``paceline.pool.device.jobs``, ``.busy``, ``.retired`` and for GPUs
-        ``.memory``. Rates and busy times are of the last ten seconds.
+        ``.memory``. Rates and busy times are of the last ten seconds. Several pools on one meter need different attributes.
 
         Parameters
         ----------
@@ -65,6 +65,8 @@ class Look:
             for name in run.devices:
                 ran[name] += run.jobs
                 busy[name] += max(0.0, run.ended - max(run.begun, since))
+        for name, begun in jobs.figures.busy_since().items():
+            busy[name] += max(0.0, now - max(begun, since))
         devices = {}
         for name, one in jobs.devices_now().items():
             seat = jobs.seats[name]

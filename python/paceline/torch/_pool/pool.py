@@ -354,8 +354,8 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         Returns
         -------
         dict
-            ``devices``: by name ``jobs`` that completed, their ``runs`` alone or in batches, ``busy_seconds`` of these, and whether it is
-            ``retired``, or lost. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured times.
+            ``devices``: by name ``jobs`` that completed, their ``runs`` alone or in batches, ``busy_seconds`` of all runs, also of those
+            that failed or have not ended, and whether it is ``retired``, or lost. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured times.
             ``desired_devices``: how many devices a mean wait of 0.1 s takes, or that of `Autoscale`, for what has come lately.
             ``tenants``: by name their ``weight``, the costs of what was ``served``, jobs ``waiting``, ``devices`` and bytes of ``memory`` in use; ``""``: jobs without a name.
             ``hangs``: the last runs that were given up, each with ``device``, ``kind``, ``jobs``, ``where`` and ``time``. ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds``, of all of them together.

@@ -61,7 +61,7 @@ class Watchdog:
         def note() -> None:
             self.hung.add(device)
             self.hangs.append(hang)
-            jobs.figures.runs.add(known)
+            jobs.figures.end_run(works[0], known)
             self._warn(told)
 
         works[0].on_timeout = note  # before anybody who waits for it goes on

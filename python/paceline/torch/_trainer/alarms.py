@@ -168,7 +168,7 @@ class Alarms:
         """Call back when a device idles, memory grows, a device is throttled, or steps take long.
 
         Each alarm is called once, and again only after it has gone. The first `every` steps raise none, since first steps compile and
-        allocate. The callback runs on the thread of `step` or `loss`, after the step is committed. It may use the trainer, for instance `retire`.
+        allocate. The callback runs on the thread of `step`, `loss` or a run of `batch`, after that is committed. It may use the trainer, for instance `retire`.
         What it raises comes out of that call. A limit of None means no such alarm.
 
         Parameters
@@ -186,7 +186,7 @@ class Alarms:
         step_seconds
             The mean time of a step, in seconds.
         every
-            Figures are read, and compared with those before, after every so many steps. With GPUs this waits for them.
+            Figures are read, and compared with those before, after every so many steps and runs of `batch`. With GPUs this waits for them.
 
         Returns
         -------

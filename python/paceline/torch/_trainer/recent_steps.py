@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline import Error
 from paceline._core.engine import StepOutcome
@@ -40,6 +41,7 @@ class Step:
     times: Times | None = None
     error: str = ""
     failed_on: str | None = None  # the device to blame
+    context: Any = None  # in which it began, if `RecentSteps.context` reads that
 
     def settle(self) -> None:
         """Read the times of the devices, and let the outcome go. Waits for GPUs."""
@@ -79,6 +81,7 @@ class RecentSteps:
             maxlen=_MARKS
         )  # when steps of optimizers began and ended
         self.ended = False  # whether the trainer is closed
+        self.context: Callable[[], Any] | None = None  # reads OpenTelemetry's present context
         self._on_gpu = on_gpu
 
     def step(self, kind: str, execution: Execution) -> contextlib.AbstractContextManager[Step]:
@@ -88,7 +91,10 @@ class RecentSteps:
                 with contextlib.suppress(Error):
                     if earlier.outcome is not None and earlier.outcome.settled:
                         earlier.settle()
-        return _Noting(self.steps, Step(kind, execution.steps, time.perf_counter()), execution)
+        step = Step(kind, execution.steps, time.perf_counter())
+        if self.context is not None:
+            step.context = self.context()
+        return _Noting(self.steps, step, execution)
 
     def settle(self) -> None:
         """Read the times of all steps, and let their outcomes go. Waits for GPUs."""

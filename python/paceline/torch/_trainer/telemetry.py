@@ -30,15 +30,16 @@ class Telemetry:
         """Fill OpenTelemetry's instruments of your own SDK. It sets up no provider and no exporter.
 
         Gauges: ``paceline.device.share``, ``.speed``, ``.busy``, ``.retired`` and for GPUs ``.memory``, with the attribute ``device``. They are of the last steps, at
-        most eight, and reading them waits for nothing. A histogram ``paceline.step.duration`` in seconds.
+        most eight, and reading them waits for nothing. A histogram ``paceline.step.duration`` in seconds, of steps and runs of `batch`. Several trainers on one meter
+        need different attributes.
 
         Parameters
         ----------
         meter
             As ``opentelemetry.metrics.get_meter("training")`` returns it.
         tracer
-            As ``opentelemetry.trace.get_tracer("training")`` returns it: each step becomes a span ``paceline.step`` below the present one, with its number, the items of
-            each device, and why shares moved before it. A step that raised is there with the next one that did not, and has the status of an error. None: no spans.
+            As ``opentelemetry.trace.get_tracer("training")`` returns it: each step, and each run of `batch`, becomes a span ``paceline.step`` below the one in which it
+            began, with its number, the items of each device, and why shares moved before it. A step that raised is there with the next one that did not, and has the status of an error. None: no spans.
         **attributes
             Of your own, for all gauges, the histogram and all spans: ``run="a"``.
 
@@ -52,7 +53,7 @@ class Telemetry:
         InvalidArgument
             For what is no meter or tracer, and for the attribute ``device``.
         ImportError
-            If the package ``opentelemetry-api`` is not installed.
+            If the package ``opentelemetry-api`` is not installed. It must be 1.30 or newer.
 
         Notes
         -----
@@ -67,6 +68,10 @@ class Telemetry:
             raise InvalidArgument(f"opentelemetry: tracer is a {type(tracer).__name__}; give one of get_tracer(name).")
         look = Look("", self._title, self._alarms.devices, self._alarms.works, self._recent)
         steps = _Steps(look, meter, tracer, self._recent, self._names, attributes)
+        if tracer is not None:
+            from opentelemetry import context
+
+            self._recent.context = context.get_current
         gauges(meter, "paceline", look, OF_TRAINER_DEVICES, (), attributes)
         return self._alarms.also(steps)
 
@@ -124,7 +129,9 @@ class _Steps:
         move = getattr(step.times or step.outcome, "move", None)
         if move is not None:
             more["paceline.move"] = move
-        span = self._tracer.start_span("paceline.step", start_time=began, attributes={**attributes, **more})
+        span = self._tracer.start_span(
+            "paceline.step", step.context, start_time=began, attributes={**attributes, **more}
+        )
         if step.error:
             from opentelemetry.trace import Status, StatusCode
 

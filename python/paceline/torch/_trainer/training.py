@@ -38,8 +38,11 @@ from paceline.torch._trainer.works import kind_of
 class Training(Part):
     """Trains on batches: as the balancer plans, or as the claims that are replayed say."""
 
-    def __init__(self, core: Core, recent: RecentSteps, reduction: Reduction, proofs: Proofs) -> None:
+    def __init__(
+        self, core: Core, recent: RecentSteps, reduction: Reduction, proofs: Proofs, after_run: Callable[[], None]
+    ) -> None:
         super().__init__(core)
+        self._after_run = after_run
         self.reduction: Reduction = reduction
         self._proofs = proofs
         self._places, self._replicas = core.execution.places, core.execution.replicas
@@ -224,7 +227,9 @@ class Training(Part):
                     return FunctionRun(call, fn, objective, scale, wanted)
 
                 loss, *_ = self._ran(fn, whole, objective, scale, costs, run_of, name=name, parameters=wanted)
-                return already_backward(loss)
+                loss = already_backward(loss)
+            self._after_run()  # outside of the call, so that a callback may use the trainer
+            return loss
 
         return GlobalBatch(0 if whole is None else whole.size, start)
 
