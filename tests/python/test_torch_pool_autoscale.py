@@ -276,7 +276,7 @@ def test_what_if_predicts_the_wait_of_other_devices() -> None:
 def test_wrong_arguments_are_refused() -> None:
     for wrong in ({"wait": 0.0}, {"keep": -1.0}, {"prices": {"host:0": 0.0}}, {"wait": "soon"}):
         with pytest.raises(InvalidArgument, match="Autoscale"):
-            Autoscale(**wrong)  # type: ignore[arg-type]
+            Autoscale(**wrong)
     with pytest.raises(InvalidArgument, match="prices of"):
         pool_of(1, autoscale=Autoscale(prices={"host:9": 1.0}))
     with pytest.raises(InvalidArgument, match="autoscale=3"):

@@ -364,13 +364,21 @@ class Pool:
         Once closed: end the streams.
         """
     def restore(self, device: str) -> None: ...
-    def retire(self, device: str, unless_last: bool = False) -> bool:
+    def retire(self, device: str, unless_last: bool = False, released: bool = False) -> bool:
         """
-        Returns whether it did: not with `unless_last` if no other device is active.
+        Returns whether it did: not with `unless_last` if no other device is active. `released`: as many jobs may wait as before.
         """
     def runs_over(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> list[typing.Any]:
         """
         Of runs that have taken longer: number, device, kind, jobs.
+        """
+    def scale_tick(
+        self,
+        least_seconds: typing.SupportsFloat | typing.SupportsIndex,
+        keep_seconds: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> typing.Any:
+        """
+        Since the call before: seconds, work and jobs that came, work that waits, whether all that waits is known, the speed of each device, and sets of devices of which so many have to be active. None if it was less than `least_seconds` ago. Of needs those of the last `keep_seconds` count.
         """
     def stream(self, device: str) -> int | None:
         """

@@ -15,6 +15,7 @@ __all__: list[str] = [
     "POOL_LEDGER_VERSION",
     "PipelineTimes",
     "PoolState",
+    "Scaler",
     "Split",
     "StageDevice",
     "StagePlan",
@@ -483,6 +484,47 @@ class PoolState:
         """
         Write a ledger.
         """
+
+class Scaler:
+    """
+    Which devices of a pool shall be active: as few as meet the wait.
+    """
+    def __init__(self, wait_seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    def decide(
+        self,
+        devices: collections.abc.Sequence[
+            tuple[
+                typing.SupportsFloat | typing.SupportsIndex,
+                typing.SupportsFloat | typing.SupportsIndex,
+                typing.SupportsFloat | typing.SupportsIndex,
+                typing.SupportsFloat | typing.SupportsIndex,
+                bool,
+                bool,
+            ]
+        ],
+        *,
+        seconds: typing.SupportsFloat | typing.SupportsIndex,
+        arrived_work: typing.SupportsFloat | typing.SupportsIndex,
+        arrived_jobs: typing.SupportsFloat | typing.SupportsIndex,
+        waiting_work: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> list[bool]:
+        """
+        Devices: (speed, price, seconds of its activation, seconds to keep it, active, usable) each.
+        """
+    def wait_of(
+        self,
+        speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+        waiting_work: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> float:
+        """
+        The wait that is predicted for devices of these speeds.
+        """
+    @property
+    def desired(self) -> int: ...
+    @property
+    def wait_seconds(self) -> float: ...
+    @property
+    def work_per_second(self) -> float: ...
 
 def correction_floor(
     model: CostModel,

@@ -14,6 +14,7 @@ __all__: list[str] = [
     "scenarios",
     "simulate",
     "simulate_data_path",
+    "simulate_day",
     "simulate_pipeline",
     "simulate_pool",
 ]
@@ -396,6 +397,64 @@ def simulate_data_path(
     ------
     InvalidArgument
         For invalid arguments.
+    """
+
+def simulate_day(
+    speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    *,
+    wait_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.1,
+    activation_seconds: typing.SupportsFloat | typing.SupportsIndex = 5.0,
+    job_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.05,
+    variation: typing.SupportsFloat | typing.SupportsIndex = 0.3,
+    hours: typing.SupportsFloat | typing.SupportsIndex = 24.0,
+    low: typing.SupportsFloat | typing.SupportsIndex = 0.1,
+    high: typing.SupportsFloat | typing.SupportsIndex = 0.6,
+    bursts: typing.SupportsInt | typing.SupportsIndex = 24,
+    burst: typing.SupportsFloat | typing.SupportsIndex = 0.3,
+    burst_seconds: typing.SupportsFloat | typing.SupportsIndex = 240.0,
+    ramp_seconds: typing.SupportsFloat | typing.SupportsIndex = 60.0,
+    seed: typing.SupportsInt | typing.SupportsIndex = 1,
+) -> dict[str, typing.Any]:
+    """
+    A pool whose devices come and go over a day of requests, on a virtual clock, with the decisions of ``Pool(autoscale=...)``.
+
+    Deterministic. Requests come at random: few by night, many by day, and more in bursts.
+
+    Parameters
+    ----------
+    speeds
+        One positive number for each device.
+    wait_seconds
+        The mean wait that is aimed at.
+    activation_seconds
+        From when a device is wanted until it takes work, such as the load of its weights.
+    job_seconds, variation
+        The mean of a request at speed 1, and its coefficient of variation (log-normal).
+    hours
+        The length of the day.
+    low, high
+        Arriving work by night and by day, over what all devices do.
+    bursts, burst, burst_seconds, ramp_seconds
+        How many bursts there are, at random times; what each adds, over what all devices do; how long it lasts; in what time it comes, and goes.
+    seed
+        Of all random numbers.
+
+    Returns
+    -------
+    dict
+        `minutes`, and in how many of them the target was `met` by the mean wait of the requests that came; `device_hours`, from when a device was
+        wanted until it was not; `best_device_hours` of a plan in hindsight, and `all_device_hours` of all devices all day; `mean_wait_seconds`; how many
+        `activations` there were.
+
+    Raises
+    ------
+    InvalidArgument
+        For invalid arguments.
+
+    Notes
+    -----
+    The plan in hindsight knows each request and what it takes, chooses devices anew each minute, begins each without a queue, pays for activations
+    before the minute, keeps its devices within the minute, and is the best sequence by dynamic programming.
     """
 
 def simulate_pipeline(

@@ -14,7 +14,7 @@ from torch import nn
 from gpu_cases import GPUS, home_of
 from paceline.torch import Pool
 from paceline.torch._devices import cuda
-from paceline.torch._pool.served import _Weights
+from paceline.torch._pool.weights import Weights
 from pool_support import Held, served_by
 
 
@@ -67,7 +67,7 @@ def test_weights_are_renewed_in_the_memory_that_they_have(streams: Any) -> None:
 
 def test_a_device_that_runs_out_of_memory_for_new_weights_stays(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     net, x, full = nn.Linear(6, 3).eval(), torch.randn(6), False
-    real = _Weights.of
+    real = Weights.of
 
     def of(*args: Any) -> Any:
         if full:
@@ -76,7 +76,7 @@ def test_a_device_that_runs_out_of_memory_for_new_weights_stays(streams: Any, mo
 
     with Pool(GPUS[:2]) as pool:
         batcher = pool.serve(net, needs=GPUS[0])
-        monkeypatch.setattr(_Weights, "of", of)
+        monkeypatch.setattr(Weights, "of", of)
         batcher(x).result()
         full = True
         with pytest.raises(torch.OutOfMemoryError):
