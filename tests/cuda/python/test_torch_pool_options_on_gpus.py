@@ -188,6 +188,22 @@ def test_a_gpu_that_does_not_end_a_job_is_named_and_close_does_not_wait_for_it(f
         assert fake.released == released + (not hangs)  # giving memory back waits for the GPU
 
 
+def test_a_gpu_is_busy_until_it_has_done_what_was_enqueued(fake: Any) -> None:
+    called = threading.Event()
+    with Pool(GPUS[:1]) as pool:
+        stream = pool._jobs.engine.stream(GPUS[0])
+        fake.hang(stream)
+        job = pool.submit(lambda _: called.set())
+        assert called.wait(20)
+        first, second = (pool.report()["devices"][GPUS[0]]["busy_seconds"] for _ in range(2))
+        assert 0 < first < second
+        fake.go_on(stream)
+        job.result(20)
+        assert pool._jobs.figures.busy_since() == {}
+        assert pool.report()["devices"][GPUS[0]]["busy_seconds"] >= second  # though the fake's clock says less
+    assert pool._jobs.figures._open == {}
+
+
 def test_a_trace_has_runs_of_gpus_with_their_seconds(streams: Any, tmp_path: pathlib.Path) -> None:
     def fails(device: torch.device) -> None:
         raise ValueError("no")
@@ -208,6 +224,7 @@ def test_a_trace_has_runs_of_gpus_with_their_seconds(streams: Any, tmp_path: pat
         (gang,) = [run for run in runs if run.kind == "both"]
         assert (list(gang.devices), gang.outcome) == (GPUS[:2], "completed")
         assert gang.ended - gang.begun == pytest.approx(both.seconds, abs=1e-6)
+        assert pool._jobs.figures._open == {}
         pool.trace(tmp_path / "pool.json")
     spans = [one for one in json.loads((tmp_path / "pool.json").read_text())["traceEvents"] if one.get("ph") == "X"]
     assert sum(one["name"] == "both" for one in spans) == 2
