@@ -113,6 +113,8 @@ def test_wrong_arguments_of_jobs_are_refused() -> None:
             pool.submit(lambda _: None, tenant=3)  # type: ignore[arg-type]
         with pytest.raises(InvalidArgument, match="cost=0 must be a number"):
             pool.submit(lambda _: None, cost=0)
+        with pytest.raises(InvalidArgument, match=r"cost=2000000000000\.0 must be a number above 0, at most 1e12"):
+            pool.submit(lambda _: None, cost=2e12)
         with pytest.raises(InvalidArgument, match="tenant='' must be a name"):
             batcher(torch.tensor(1.0), tenant="")
 

@@ -156,12 +156,13 @@ TEST(PoolTenants, TakeTurnsExactlyByTheRule) {
   EXPECT_GT(overtook, 5000);
 }
 
-// What each of two tenants was served since both began to wait may differ by at most what one start of each charges.
+// What each of two tenants was served since both began to wait for the same devices may differ by at most what one
+// start of each charges, whatever runs again, and whatever others wait for.
 TEST(PoolTenants, WhoWaitAllTheTimeAreServedInTheRatioOfTheirWeights) {
   int checked = 0;
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
     Draws draws(seed);
-    PoolKind kind{.name = "work", .queue_limit = 10000};
+    PoolKind kind{.name = "work", .idempotent = draws.chance(0.5), .queue_limit = 10000};
     if (draws.chance(0.5)) kind.sizes = {1, 2, 4, 8};
     PoolState pool({.placement = draws.chance(0.5) ? Placement::any : Placement::automatic});
     (void)pool.add_kind(kind);
@@ -172,19 +173,33 @@ TEST(PoolTenants, WhoWaitAllTheTimeAreServedInTheRatioOfTheirWeights) {
     }
     const std::size_t tenants = draws.count(2, 4);
     for (std::size_t t = 0; t < tenants; ++t) (void)pool.add_tenant({.name = "t", .weight = draws.real(0.5, 4.0)});
+    std::vector<std::size_t> needs(tenants + 1, 0);  // of tenants
+    if (draws.chance(0.5)) {
+      std::set<std::string> some;
+      for (std::size_t d = 0; d < devices; ++d) {
+        if (draws.chance(0.5)) some.insert(std::to_string(d));
+      }
+      if (some.empty()) some.insert("0");
+      const std::size_t need =
+          pool.add_need({.accepts = [some](const PoolDevice& one) { return some.contains(one.device_class); }});
+      for (std::size_t& one : needs) one = draws.chance(0.5) ? need : 0;
+    }
     std::map<JobId, std::pair<std::size_t, double>> charges;  // by job: tenant, charge
     std::vector<std::int64_t> waiting(tenants + 1, 0);
     std::vector<double> served(tenants + 1, 0.0);
     std::vector<double> largest(tenants + 1, 0.0);                                   // what one start charged
     std::map<std::pair<std::size_t, std::size_t>, std::pair<double, double>> pairs;  // served when both began to wait
     std::vector<RunId> runs;
+    std::map<RunId, std::vector<JobId>> jobs_of;
     double now = 0.0;
     const auto follow = [&](const PoolDecisions& decided) {
       for (const PoolStart& start : decided.starts) {
         runs.push_back(start.run);
+        jobs_of[start.run] = start.jobs;
         std::map<std::size_t, double> sums;
         for (const JobId id : start.jobs) {
-          const auto [tenant, charge] = charges.at(id);
+          auto& [tenant, unpaid] = charges.at(id);
+          const double charge = std::exchange(unpaid, 0.0);
           sums[tenant] += charge;
           served[tenant] += charge;
           --waiting[tenant];
@@ -194,7 +209,7 @@ TEST(PoolTenants, WhoWaitAllTheTimeAreServedInTheRatioOfTheirWeights) {
       const std::vector<PoolTenantUse> use = pool.tenants();
       for (std::size_t a = 1; a <= tenants; ++a) {
         for (std::size_t b = a + 1; b <= tenants; ++b) {
-          if (waiting[a] == 0 || waiting[b] == 0) {
+          if (waiting[a] == 0 || waiting[b] == 0 || needs[a] != needs[b]) {
             pairs.erase({a, b});
             continue;
           }
@@ -215,14 +230,18 @@ TEST(PoolTenants, WhoWaitAllTheTimeAreServedInTheRatioOfTheirWeights) {
         const double charge = draws.real(0.1, 5.0);
         JobId id{};
         ++waiting[tenant];
-        const PoolDecisions decided = pool.submit(now, {.tenant = tenant, .charge = charge}, id);
+        const PoolDecisions decided = pool.submit(now, {.need = needs[tenant], .tenant = tenant, .charge = charge}, id);
         charges[id] = {tenant, charge};
         ASSERT_TRUE(follow(decided)) << "seed " << seed;
       } else if (!runs.empty()) {
         const auto run = runs.begin() + draws.integer(0, std::ssize(runs) - 1);
         const RunId id = *run;
         runs.erase(run);
-        ASSERT_TRUE(follow(pool.finish(now, id, RunResult::completed, draws.real(0.0, 5.0)))) << "seed " << seed;
+        const RunResult result = kind.idempotent && draws.chance(0.2) ? RunResult::device_lost : RunResult::completed;
+        if (result == RunResult::device_lost) {
+          for (const JobId again : jobs_of.at(id)) ++waiting[charges.at(again).first];
+        }
+        ASSERT_TRUE(follow(pool.finish(now, id, result, draws.real(0.0, 5.0)))) << "seed " << seed;
       }
     }
   }

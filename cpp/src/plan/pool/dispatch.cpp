@@ -49,7 +49,7 @@ bool State::foreground_waits(std::size_t device) {
   for (const auto& [background, key, id] : gangs) {
     const Job& job = jobs.at(id);
     if (!background && accepts(job.need, device) &&
-        (!quotas || (fits_quota(job.tenant, job.kind, job.gang, 1) && may_start(job.tenant, {key, id}))))
+        (!quotas || may_start(job.tenant, {key, id}, job.kind, job.gang, 1)))
       return true;
   }
   return false;
@@ -164,6 +164,7 @@ void State::start(PoolLine& line, std::size_t d, std::vector<JobId> next, JobId 
   run.predicted = start.predicted_seconds;
   run.peak_bytes = peak(line.kind, size);
   run.bound = line.bound != kNone;
+  run.shares.clear();
   out.starts.push_back(std::move(start));
 }
 

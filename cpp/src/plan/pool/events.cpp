@@ -73,10 +73,9 @@ void State::enqueue(Job& job, double now) {
   put_in(line, job);
 }
 
-// Back into the queue after a run.
+// Back into the queue after a run. What was charged for it stays charged, and it starts again for nothing.
 void State::again(Job& job, double now) {
   hold(job, 1);
-  if (has_tenants) refund(job);
   enqueue(job, now);
 }
 
@@ -111,7 +110,7 @@ void State::end(JobId id, JobOutcome outcome, PoolReason reason, std::optional<J
   for (PoolEnd one{id, outcome, reason, cause};; one = todo.back(), todo.pop_back()) {
     if (Job* job = jobs.find(one.job)) {
       if (job->phase != Job::Phase::runs) unqueue(*job);
-      if (has_tenants && turn_of(job->id).charged) tenants[job->tenant].served += turn_of(job->id).charge;
+      if (has_tenants && turn_of(job->id).charged) tenants[job->tenant].served += job->charge;
       const std::vector<JobId> dependents = std::move(job->dependents);
       jobs.erase(*job);
       out.ends.push_back(one);

@@ -17,13 +17,19 @@ namespace paceline::plan {
 class FairWalk {
  public:
   FairWalk(const PoolState::State& state, const PoolLine& line, const PoolLine::Ranked& on, double now)
-      : state_(state), line_(line), on_(on), now_(now), taken_(line.tenants.size(), 0) {
+      : state_(state),
+        line_(line),
+        on_(on),
+        now_(now),
+        taken_(line.tenants.size(), 0),
+        tags_(state.fair[1 + state.sets[line.need]]),
+        held_(line.tenants.size(), 0) {
     const KeyEntry in_time{end_of(state.kinds[line.kind].spec.padded ? 0.0 : 1.0), JobId{}};
     for (std::size_t own = 0; own < line.tenants.size(); ++own) {
       for (std::size_t q = 0; q <= kTimed; ++q) {
         const KeyQueue& queue = line.tenants[own].queues[q];
         if (queue.empty()) continue;
-        const double tag = q == kTimed ? 0.0 : state.start_tag(line.tenants[own].tenant, static_cast<Priority>(q));
+        const double tag = q == kTimed ? 0.0 : tags_.start_tag(line.tenants[own].tenant, q);
         sources_.push_back({own, q, &queue, q == kTimed ? queue.lower_bound(in_time) : queue.begin(), tag});
       }
     }
@@ -49,10 +55,11 @@ class FairWalk {
     const PoolEntry& job = state_.jobs.at(best->jobs->at(best->at)->id);
     best->at = best->jobs->next(best->at);
     ++taken_[best->own];
+    if (job.id == state_.tenants[job.tenant].held.id) held_[best->own] = 1;
     if (best->queue != kTimed) {
       const Tenant& tenant = state_.tenants[job.tenant];
-      const double debt = best->charged ? 0.0 : tenant.classes[best->queue].debt;
-      best->tag += state_.turns[JobSlots::slot_of(job.id)].charge / tenant.spec.weight + debt;
+      const double debt = best->charged ? 0.0 : tags_.tags[job.tenant][best->queue].debt;
+      best->tag += state_.owed(job) / tenant.spec.weight + debt;
       best->charged = true;
       places_[best->queue] = line_.places[best->queue].next(places_[best->queue]);
       if (best->queue == lead_) lead_ = kTimed;
@@ -74,12 +81,13 @@ class FairWalk {
   const KeyEntry* front_of(Source& one) {
     const std::size_t tenant = line_.tenants[one.own].tenant;
     const KeyEntry* entry = one.jobs->at(one.at);
-    if (entry == nullptr || !state_.fits_quota(tenant, line_.kind, 1, taken_[one.own] + 1)) return nullptr;
     while (entry != nullptr && one.queue == kTimed && end_of(state_.jobs.at(entry->id).cost) > entry->key) {
       one.at = one.jobs->next(one.at);
       entry = one.jobs->at(one.at);
     }
-    return entry != nullptr && state_.may_start(tenant, *entry) ? entry : nullptr;
+    const std::int64_t jobs = taken_[one.own] + 1;
+    return entry != nullptr && state_.may_start(tenant, *entry, line_.kind, 1, jobs, held_[one.own] != 0) ? entry
+                                                                                                          : nullptr;
   }
   [[nodiscard]] double end_of(double cost) const {
     return now_ + state_.kinds[line_.kind].margin * (state_.alone_seconds(line_, on_, cost) + on_.load);
@@ -91,6 +99,8 @@ class FairWalk {
   double now_;
   std::vector<Source> sources_;
   std::vector<std::int64_t> taken_;  // jobs of each tenant in the line
+  const FairTags& tags_;
+  std::vector<char> held_;  // whether those of the tenant include what it has held for long
   std::array<KeyQueue::Place, kClasses> places_;
   std::size_t lead_ = line_.lead;  // until its turn is taken
 };

@@ -12,7 +12,7 @@ using State = PoolState::State;
 double State::gang_seconds(const Job& job) const {
   std::vector<double> all;
   for (std::size_t d = 0; d < devices.size(); ++d) {
-    if (!devices[d].active || !accepts(job.need, d) || largest(job.kind, d) == 0) continue;
+    if (!can_use(job, d)) continue;
     const double alone = seconds(job.kind, d, job.cost);
     all.push_back(alone >= 0.0 ? alone + load_seconds(job.kind, d) : 0.0);
   }
@@ -43,7 +43,7 @@ bool State::gang_step(JobId id, double now, PoolDecisions& out) {
   std::vector<std::pair<double, std::size_t>> idle_ones;  // by seconds
   std::vector<std::pair<double, std::size_t>> all;        // by when they are free
   for (std::size_t d = 0; d < devices.size(); ++d) {
-    if (!devices[d].active || !accepts(job.need, d) || largest(kind, d) == 0) continue;
+    if (!can_use(job, d)) continue;
     if (background && foreground_waits(d)) continue;
     const bool busy = devices[d].run != RunId{};
     all.emplace_back(busy ? std::max(devices[d].free_at - now, 0.0) : 0.0, d);

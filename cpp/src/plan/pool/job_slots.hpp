@@ -27,6 +27,7 @@ struct PoolEntry {
   double deadline = kNever;
   double key = 0.0;
   double cost = 1.0;
+  double charge = 1.0;                                           // what its tenant pays
   std::int64_t blockers = 0;                                     // jobs that it is after, and that have not ended
   std::int64_t most = std::numeric_limits<std::int64_t>::max();  // jobs in its batch, after a failure
   std::size_t line = 0;                                          // where it waits, in_line

@@ -104,6 +104,7 @@ std::size_t PoolState::add_need(PoolNeed need) {
   for (const State::Device& device : s.devices) row.push_back(satisfies(need, device.spec) ? 1 : 0);
   s.accepted.push_back(std::move(row));
   s.needs.push_back(std::move(need));
+  s.find_sets(s.needs.size() - 1);
   if (s.ledger != nullptr) s.ledger->add_need(s.accepted.back());
   return s.needs.size() - 1;
 }
@@ -128,6 +129,7 @@ PoolDecisions PoolState::add_device(double now_seconds, PoolDevice device) {
     kind.classes.resize(s.classes.size());
   }
   s.devices.push_back(std::move(made));
+  s.find_sets(0);
   for (std::size_t k = 0; k < s.kinds.size(); ++k) s.add_largest(k, s.devices.size() - 1);
   ++s.idle;
   ++s.epoch;
@@ -166,6 +168,7 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
   made.deadline = now_seconds + job.deadline_seconds;
   made.key = made.timed() ? made.deadline : made.due + s.options.patience[static_cast<std::size_t>(job.priority)];
   made.cost = job.cost;
+  made.charge = job.charge > 0.0 ? job.charge : job.cost;
   made.background = job.priority == Priority::background;
   made.priority = job.priority;
   made.tenant = static_cast<std::uint32_t>(job.tenant);
@@ -189,7 +192,7 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
       before->dependents.push_back(id);
     }
     s.hold(made, 1);
-    if (s.has_tenants) s.turn_of(id) = {.charge = job.charge > 0.0 ? job.charge : job.cost};
+    if (s.has_tenants) s.turn_of(id) = {};
     State::Job& stored = s.jobs.add(std::move(made));
     if (stored.blockers == 0 && job.not_before_seconds <= 0.0) {
       s.enqueue(stored, now_seconds);

@@ -102,6 +102,7 @@ class PoolState::State {
     double predicted = 0.0;
     double peak_bytes = 0.0;
     bool bound = false;
+    std::vector<std::pair<std::size_t, std::int64_t>> shares = {};  // jobs of each tenant, once they were counted
   };
   struct Device {
     PoolDevice spec = {};
@@ -264,23 +265,27 @@ class PoolState::State {
   [[nodiscard]] std::int64_t held_for(std::size_t kind, std::size_t tenant) const;
   void join(Job& job, PoolLine* line);
   void leave(const Job& job, PoolLine* line);
-  double take_turn(const Job& job, PoolLine* line, const KeyEntry* place);
+  double charge(const Job& job, FairTags& tags);
+  void take_turn(const Job& job, PoolLine* line, const KeyEntry* place);
   void start_jobs(std::span<const JobId> starting, PoolLine* line, JobId lead);
   void refund(const Job& job);
+  void find_sets(std::size_t from);
+  /// Of jobs with this need, and of all.
+  [[nodiscard]] std::array<FairTags*, 2> tags_of(std::size_t need) { return {&fair[1 + sets[need]], &fair[0]}; }
   void fair_heads(double now);
   void count_use();
+  [[nodiscard]] std::vector<JobId> first_gangs() const;
   void hold_back(double now);
-  [[nodiscard]] bool fits_quota(std::size_t tenant, std::size_t kind, std::int64_t gang,
-                                std::int64_t jobs_of_batch) const;
+  [[nodiscard]] bool may_start(std::size_t tenant, KeyEntry entry, std::size_t kind, std::int64_t gang,
+                               std::int64_t jobs_of_batch, bool held_in_batch = false) const;
   [[nodiscard]] bool within_quota(const Job& job) const {  // alone
     const PoolTenant& tenant = tenants[job.tenant].spec;
     return job.gang <= tenant.devices && static_cast<double>(job.gang) * peak(job.kind, 1) <= tenant.memory_bytes;
   }
-  [[nodiscard]] bool may_start(std::size_t tenant, KeyEntry entry) const { return entry < tenants[tenant].held; }
   [[nodiscard]] bool someone_may_start(const PoolLine& line) const;
-  [[nodiscard]] double start_tag(std::size_t tenant, Priority priority) const {
-    const auto cls = static_cast<std::size_t>(priority);
-    return std::max(tenants[tenant].classes[cls].start, virtual_time[cls]);
+  /// What its tenant has still to pay for it.
+  [[nodiscard]] double owed(const Job& job) const {
+    return turns[JobSlots::slot_of(job.id)].charged ? 0.0 : job.charge;
   }
   [[nodiscard]] Turn& turn_of(JobId id) {
     const std::size_t slot = JobSlots::slot_of(id);
@@ -292,6 +297,9 @@ class PoolState::State {
   bool gang_step(JobId id, double now, PoolDecisions& out);
   void expire_gangs(double now, PoolDecisions& out);
   [[nodiscard]] double gang_seconds(const Job& job) const;
+  [[nodiscard]] bool can_use(const Job& job, std::size_t device) const {  // one that is active
+    return devices[device].active && accepts(job.need, device) && largest(job.kind, device) > 0;
+  }
 
   // Memory, in memory.cpp.
   [[nodiscard]] std::int64_t largest(std::size_t kind, std::size_t device) const { return kinds[kind].largest[device]; }
@@ -330,7 +338,10 @@ class PoolState::State {
   bool has_tenants = false;
   bool quotas = false;  // whether a tenant has one
   std::vector<Tenant> tenants = std::vector<Tenant>(1);
-  std::array<double, kClasses> virtual_time = {};        // of each priority
+  // One queue for all jobs, and one for those of each need, or of the first of several that the same devices satisfy:
+  // the others have no tags.
+  std::vector<FairTags> fair = std::vector<FairTags>(2);
+  std::vector<std::size_t> sets = {0};                   // by need: that first one
   std::vector<Turn> turns = {};                          // by slot of the job
   std::set<std::tuple<bool, double, JobId>> gangs = {};  // background, key
   std::set<std::pair<double, JobId>> starts_at = {};     // held back until then

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <ranges>
 #include <set>
 #include <utility>
 #include <vector>
@@ -33,7 +35,7 @@ void State::share() {
   for (const Job& one : jobs.slots()) {
     if (one.id == JobId{}) continue;
     Job& job = jobs.at(one.id);
-    turn_of(job.id) = {.charge = job.cost};
+    turn_of(job.id) = {};
     if (job.phase == Job::Phase::runs) continue;
     hold_for(job, 1);
     if (job.phase != Job::Phase::held) join(job, job.phase == Job::Phase::in_line ? &lines[job.line] : nullptr);
@@ -55,9 +57,13 @@ std::int64_t State::held_for(std::size_t kind, std::size_t tenant) const {
 
 // A job that may start waits with those of its tenant. `line`: null for a gang.
 void State::join(Job& job, PoolLine* line) {
-  if (line != nullptr) jobs_in(*line, job.tenant).queues[queue_of(job)].insert({job.key, job.id});
+  if (line != nullptr) {
+    jobs_in(*line, job.tenant).queues[queue_of(job)].insert({job.key, job.id});
+  } else {
+    tenants[job.tenant].gangs.emplace(job.background, job.key, job.id);
+  }
   if (job.timed()) return;
-  ++tenants[job.tenant].classes[queue_of(job)].waiting;
+  ++tenants[job.tenant].plain[queue_of(job)];
   double& place = turn_of(job.id).place;
   if (place == kNever) place = job.key;  // otherwise it gets back the one with which it left
   if (line != nullptr) line->places[queue_of(job)].insert({place, job.id});
@@ -71,31 +77,51 @@ void State::leave(const Job& job, PoolLine* line) {
       std::swap(own, line->tenants.back());
       line->tenants.pop_back();
     }
+  } else {
+    tenants[job.tenant].gangs.erase({job.background, job.key, job.id});
   }
   if (job.timed()) return;
   if (line != nullptr) line->places[queue_of(job)].erase({turn_of(job.id).place, job.id});
-  Tenant::Class& of = tenants[job.tenant].classes[queue_of(job)];
-  if (--of.waiting > 0) return;
-  of.start += of.debt;
-  of.debt = 0.0;
+  if (--tenants[job.tenant].plain[queue_of(job)] > 0) return;
+  for (FairTags& tags : fair) {
+    if (tags.tags.empty()) continue;
+    FairTags::Tag& of = tags.tags[job.tenant][queue_of(job)];
+    if (of.debt > 0.0) of.start = tags.start_tag(job.tenant, queue_of(job)) + std::exchange(of.debt, 0.0);
+  }
 }
 
-// A job that starts is charged, before it leaves. Without a deadline it takes this place of its priority, in exchange
-// for its own; null: it keeps that. Returns its start tag; infinity: it has none.
-double State::take_turn(const Job& job, PoolLine* line, const KeyEntry* place) {
-  turn_of(job.id).charged = true;
-  const double charge = turn_of(job.id).charge;
-  Tenant& tenant = tenants[job.tenant];
-  Tenant::Class& of = tenant.classes[static_cast<std::size_t>(job.priority)];
-  const double tag = start_tag(job.tenant, job.priority);
-  const double added = charge / tenant.spec.weight;
+// Needs that the same devices satisfy share a queue, until a device comes that tells them apart.
+void State::find_sets(std::size_t from) {
+  for (std::size_t need = from; need < accepted.size(); ++need) {
+    const auto same = static_cast<std::size_t>(std::ranges::find(accepted, accepted[need]) - accepted.begin());
+    if (need == sets.size()) {
+      sets.push_back(same);
+      fair.emplace_back().tags.resize(same == need ? tenants.size() : 0);
+    } else if (sets[need] != same) {
+      if (same == need) fair[1 + need] = fair[1 + sets[need]];
+      sets[need] = same;
+    }
+  }
+}
+
+// A job that starts is charged, before it leaves. Returns its start tag; infinity: it has none.
+double State::charge(const Job& job, FairTags& tags) {
+  const auto cls = static_cast<std::size_t>(job.priority);
+  const Tenant& tenant = tenants[job.tenant];
+  FairTags::Tag& of = tags.tags[job.tenant][cls];
+  const double tag = tags.start_tag(job.tenant, cls);
+  const double added = owed(job) / tenant.spec.weight;
   if (job.timed()) {
-    (of.waiting > 0 ? of.debt : of.start = tag) += added;
+    (tenant.plain[cls] > 0 ? of.debt : of.start = tag) += added;
     return kNever;
   }
-  of.start = tag + added + of.debt;
-  of.debt = 0.0;
-  if (place == nullptr || place->id == job.id) return tag;
+  of.start = tag + added + std::exchange(of.debt, 0.0);
+  return tag;
+}
+
+// A job without a deadline that starts takes this place of its priority, in exchange for its own; null: it keeps that.
+void State::take_turn(const Job& job, PoolLine* line, const KeyEntry* place) {
+  if (place == nullptr || place->id == job.id) return;
   const auto move = [&](JobId id, PoolLine* of_line, double to) {
     double& own = turn_of(id).place;
     if (of_line != nullptr) {
@@ -110,7 +136,6 @@ double State::take_turn(const Job& job, PoolLine* line, const KeyEntry* place) {
   const double left = turn_of(job.id).place;
   move(taken.id, other.phase == Job::Phase::in_line ? &lines[other.line] : nullptr, left);
   move(job.id, line, taken.key);
-  return tag;
 }
 
 // The jobs of one start leave their line, or the gangs. `lead`: the one to which a turn was offered. Others of a batch
@@ -125,8 +150,9 @@ void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId le
     }
     return hold(jobs.at(starting.front()), -std::ssize(starting));
   }
-  std::array<double, kClasses> tags;
-  tags.fill(kNever);
+  const std::array<FairTags*, 2> both = tags_of(jobs.at(starting.front()).need);
+  std::array<std::array<double, kClasses>, 2> first;
+  for (auto& one : first) one.fill(kNever);
   for (const JobId id : starting) {
     Job& job = jobs.at(id);
     if (has_tenants) {
@@ -139,7 +165,9 @@ void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId le
           place = &line->places[cls].front();
         }
       }
-      tags[cls] = std::min(tags[cls], take_turn(job, line, place));
+      for (std::size_t k = 0; k < both.size(); ++k) first[k][cls] = std::min(first[k][cls], charge(job, *both[k]));
+      turn_of(id).charged = true;
+      take_turn(job, line, place);
     }
     hold(job, -1);
     if (line != nullptr) {
@@ -150,26 +178,37 @@ void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId le
     }
     job.phase = Job::Phase::runs;
   }
-  for (std::size_t cls = 0; has_tenants && cls < kClasses; ++cls) {
-    if (tags[cls] < kNever) virtual_time[cls] = std::max(virtual_time[cls], tags[cls]);
+  for (std::size_t k = 0; has_tenants && k < both.size(); ++k) {
+    for (std::size_t cls = 0; cls < kClasses; ++cls) {
+      double& time = both[k]->virtual_time[cls];
+      if (first[k][cls] < kNever) time = std::max(time, first[k][cls]);
+    }
   }
 }
 
-// A job runs again, or was taken back before it began.
+// A job was taken back before it began.
 void State::refund(const Job& job) {
-  Turn& turn = turn_of(job.id);
-  if (!turn.charged) return;
-  turn.charged = false;
-  Tenant& tenant = tenants[job.tenant];
-  tenant.classes[static_cast<std::size_t>(job.priority)].start -= turn.charge / tenant.spec.weight;
+  if (!std::exchange(turn_of(job.id).charged, false)) return;
+  const double paid = job.charge / tenants[job.tenant].spec.weight;
+  for (FairTags* tags : tags_of(job.need)) {
+    FairTags::Tag& of = tags->tags[job.tenant][static_cast<std::size_t>(job.priority)];
+    const double from_debt = job.timed() ? std::min(paid, of.debt) : 0.0;
+    of.debt -= from_debt;
+    of.start -= paid - from_debt;
+  }
 }
 
-bool State::fits_quota(std::size_t tenant, std::size_t kind, std::int64_t gang, std::int64_t jobs_of_batch) const {
+// Whether its quota lets a tenant start a job that waits as `entry`, in a batch with so many of its jobs.
+bool State::may_start(std::size_t tenant, KeyEntry entry, std::size_t kind, std::int64_t gang,
+                      std::int64_t jobs_of_batch, bool held_in_batch) const {
   constexpr double rounding = 1.0 + 1e-12;  // sums of what was declared may exceed it by that
   const Tenant& of = tenants[tenant];
-  if (of.devices > of.spec.devices - gang) return false;
-  return of.spec.memory_bytes == kNever ||
-         of.bytes + static_cast<double>(gang) * peak(kind, jobs_of_batch) <= of.spec.memory_bytes * rounding;
+  const std::int64_t beside = of.held < entry && !held_in_batch ? of.held_gang : 0;
+  if (of.devices > of.spec.devices - gang - beside) return false;
+  if (of.spec.memory_bytes == kNever) return true;
+  double bytes = of.bytes + static_cast<double>(gang) * peak(kind, jobs_of_batch);
+  if (beside > 0) bytes += static_cast<double>(beside) * peak(of.held_kind, 1);
+  return bytes <= of.spec.memory_bytes * rounding;
 }
 
 // What the jobs of each tenant use now.
@@ -178,29 +217,32 @@ void State::count_use() {
     tenant.devices = 0;
     tenant.bytes = 0.0;
   }
-  std::vector<std::pair<std::size_t, std::int64_t>> counts;
   for (std::size_t d = 0; d < devices.size(); ++d) {
     if (devices[d].run == RunId{} || first_device(devices[d].run) != d) continue;
-    const Run& run = devices[d].current;
-    counts.clear();
-    for (const JobId id : run.jobs) {
-      const std::size_t tenant = jobs.at(id).tenant;
-      const auto found = std::ranges::find(counts, tenant, &std::pair<std::size_t, std::int64_t>::first);
-      if (found != counts.end()) {
-        ++found->second;
-      } else {
-        counts.emplace_back(tenant, 1);
-      }
+    Run& run = devices[d].current;
+    if (run.shares.empty()) {
+      std::map<std::size_t, std::int64_t> counts;
+      for (const JobId id : run.jobs) ++counts[jobs.at(id).tenant];
+      run.shares.assign(counts.begin(), counts.end());
     }
-    for (const auto& [tenant, count] : counts) {
+    for (const auto& [tenant, count] : run.shares) {
       tenants[tenant].devices += std::ssize(run.devices);
       tenants[tenant].bytes += static_cast<double>(run.devices.size()) * peak(run.kind, count);
     }
   }
 }
 
-// What each tenant with a quota may not overtake any more: the first of its jobs that the quota does not let start and
-// whose patience is over.
+// Of each tenant as many as are asked in a decision.
+std::vector<JobId> State::first_gangs() const {
+  std::vector<JobId> first;
+  for (std::size_t t = 0; !gangs.empty() && t < tenants.size(); ++t) {
+    for (const auto& [background, key, id] : tenants[t].gangs | std::views::take(kGangsAsked)) first.push_back(id);
+  }
+  return first;
+}
+
+// What each tenant with a quota must keep room for: the first of its jobs whose patience is over, unless the devices
+// for it are retired. It may fit now: its device may be busy, and later jobs would take the quota again and again.
 void State::hold_back(double now) {
   count_use();
   for (Tenant& tenant : tenants) tenant.held = {kNever, JobId{}};
@@ -208,9 +250,13 @@ void State::hold_back(double now) {
     Tenant& tenant = tenants[job.tenant];
     const KeyEntry entry{job.key, job.id};
     if (job.timed() || job.background || now < job.key || !(entry < tenant.held)) return;
-    if (!fits_quota(job.tenant, job.kind, job.gang, 1)) tenant.held = entry;
+    tenant.held = entry;
+    tenant.held_kind = job.kind;
+    tenant.held_gang = job.gang;
   };
   for (const std::size_t at : active_lines) {
+    rank(lines[at]);
+    if (lines[at].ranked.empty()) continue;
     for (const TenantJobs& own : lines[at].tenants) {
       if (!limited(tenants[own.tenant].spec)) continue;
       for (const KeyQueue& queue : own.queues) {
@@ -218,14 +264,20 @@ void State::hold_back(double now) {
       }
     }
   }
-  for (const auto& [background, key, id] : gangs) look(jobs.at(id));
+  for (const JobId id : first_gangs()) {
+    const Job& job = jobs.at(id);
+    if (!limited(tenants[job.tenant].spec)) continue;
+    std::int64_t there = 0;
+    for (std::size_t d = 0; d < devices.size(); ++d) there += can_use(job, d) ? 1 : 0;
+    if (there >= job.gang) look(job);
+  }
 }
 
 bool State::someone_may_start(const PoolLine& line) const {
   return std::ranges::any_of(line.tenants, [&](const TenantJobs& own) {
-    return fits_quota(own.tenant, line.kind, 1, 1) && std::ranges::any_of(own.queues, [&](const KeyQueue& queue) {
-             return !queue.empty() && may_start(own.tenant, queue.front());
-           });
+    return std::ranges::any_of(own.queues, [&](const KeyQueue& queue) {
+      return !queue.empty() && may_start(own.tenant, queue.front(), line.kind, 1, 1);
+    });
   });
 }
 
@@ -233,9 +285,11 @@ bool State::someone_may_start(const PoolLine& line) const {
 // each line and gang, are offered to these in the order of their tenants' tags.
 void State::fair_heads(double now) {
   struct Candidate {
+    std::size_t set;  // of its need
     double tag;
     KeyEntry first;  // of its jobs
     std::size_t line;
+    std::pair<double, KeyEntry> order = {};
     auto operator<=>(const Candidate&) const = default;
   };
   struct Head {
@@ -254,16 +308,16 @@ void State::fair_heads(double now) {
     const PoolLine& line = lines[at];
     all.push_back({line.background, {kNever, line.front()->id}, {}, at, kTimed});  // if nobody may start, it shows why
     std::array<Candidate, kClasses> best;
-    best.fill({kNever, {}, kNone});
+    const std::size_t set = sets[line.need];
+    best.fill({set, kNever, {}, kNone});
     for (const TenantJobs& own : line.tenants) {
-      if (!fits_quota(own.tenant, line.kind, 1, 1)) continue;
       for (std::size_t q = 0; q <= kTimed; ++q) {
-        if (own.queues[q].empty() || !may_start(own.tenant, own.queues[q].front())) continue;
+        if (own.queues[q].empty() || !may_start(own.tenant, own.queues[q].front(), line.kind, 1, 1)) continue;
         const KeyEntry& first = own.queues[q].front();
         if (q == kTimed) {
           all.push_back({line.background, first, first, at, q});
         } else {
-          best[q] = std::min(best[q], {start_tag(own.tenant, static_cast<Priority>(q)), first, at});
+          best[q] = std::min(best[q], {set, fair[1 + set].start_tag(own.tenant, q), first, at});
         }
       }
     }
@@ -273,19 +327,28 @@ void State::fair_heads(double now) {
       turns_of[cls].push_back(line.places[cls].front());
     }
   }
-  for (const auto& [background, key, id] : gangs) {
+  for (const JobId id : first_gangs()) {
     const Job& job = jobs.at(id);
-    const KeyEntry own{key, id};
-    if (!fits_quota(job.tenant, job.kind, job.gang, 1) || !may_start(job.tenant, own)) continue;
+    const KeyEntry own{job.key, id};
+    if (!may_start(job.tenant, own, job.kind, job.gang, 1)) continue;
     if (job.timed()) {
-      all.push_back({background, own, own, kNone, kTimed});
+      all.push_back({job.background, own, own, kNone, kTimed});
     } else {
-      candidates[queue_of(job)].push_back({start_tag(job.tenant, job.priority), own, kNone});
+      const std::size_t set = sets[job.need];
+      candidates[queue_of(job)].push_back({set, fair[1 + set].start_tag(job.tenant, queue_of(job)), own, kNone});
       turns_of[queue_of(job)].push_back({turn_of(id).place, id});
     }
   }
   for (std::size_t cls = 0; cls < kClasses; ++cls) {
+    // Those of each set in the order of its queue, and the sets by that of all.
     std::ranges::sort(candidates[cls]);
+    const Candidate* before = nullptr;
+    for (Candidate& one : candidates[cls]) {
+      one.order = {fair[0].start_tag(jobs.at(one.first.id).tenant, cls), one.first};
+      if (before != nullptr && before->set == one.set) one.order = std::max(one.order, before->order);
+      before = &one;
+    }
+    std::ranges::stable_sort(candidates[cls], {}, &Candidate::order);
     std::ranges::sort(turns_of[cls]);
     for (std::size_t k = 0; k < candidates[cls].size(); ++k) {
       const bool background = cls == static_cast<std::size_t>(Priority::background);
@@ -315,6 +378,9 @@ std::size_t PoolState::add_tenant(PoolTenant tenant) {
   s.quotas = s.quotas || limited(tenant);
   s.tenants.push_back({.spec = std::move(tenant)});
   s.share();
+  for (FairTags& tags : s.fair) {
+    if (!tags.tags.empty()) tags.tags.emplace_back();
+  }
   if (s.ledger != nullptr) s.ledger->add_tenant(s.tenants.back().spec);
   return s.tenants.size() - 1;
 }

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <set>
+#include <tuple>
 #include <vector>
 
 #include <paceline/plan/pool_types.hpp>
@@ -26,26 +29,38 @@ struct TenantJobs {
   std::array<KeyQueue, kClasses + 1> queues = {};
 };
 
-/// A tenant, and what start-time fair queueing keeps of it.
 struct Tenant {
-  struct Class {
-    double start = 0.0;        // the start tag of its next job without a deadline, unless the virtual time is later
-    double debt = 0.0;         // charges of jobs with deadlines over the weight, for the one after that
-    std::int64_t waiting = 0;  // jobs without deadlines that may start
-  };
   PoolTenant spec = {};
   double served = 0.0;
   std::int64_t waiting = 0;
-  std::array<Class, kClasses> classes = {};
+  std::array<std::int64_t, kClasses> plain = {};         // jobs without deadlines that may start
+  std::set<std::tuple<bool, double, JobId>> gangs = {};  // that wait: background, key
   // Of one decision.
   std::int64_t devices = 0;
   double bytes = 0.0;
-  KeyEntry held{kNever, JobId{}};  // what a quota has held for long: later jobs wait, too
+  // The first job that has waited for long, if there is a quota: later ones start only if the quota holds it beside
+  // them.
+  KeyEntry held{kNever, JobId{}};
+  std::size_t held_kind = 0;
+  std::int64_t held_gang = 0;
+};
+
+/// What start-time fair queueing keeps of jobs that wait for the same devices, or of all.
+struct FairTags {
+  struct Tag {
+    double start = 0.0;  // of the tenant's next job without a deadline, unless the virtual time is later
+    double debt = 0.0;   // charges of jobs with deadlines over the weight, for the one after that
+  };
+  std::array<double, kClasses> virtual_time = {};                                           // of each priority
+  std::vector<std::array<Tag, kClasses>> tags = std::vector<std::array<Tag, kClasses>>(1);  // of each tenant
+
+  [[nodiscard]] double start_tag(std::size_t tenant, std::size_t cls) const {
+    return std::max(tags[tenant][cls].start, virtual_time[cls]);
+  }
 };
 
 /// What is kept of a job where there are tenants.
 struct Turn {
-  double charge = 1.0;
   double place = kNever;  // its turn in its priority: the key of one of its jobs
   bool charged = false;
 };

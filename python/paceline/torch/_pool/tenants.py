@@ -64,8 +64,8 @@ def name_of(call: str, tenant: Any) -> str:
 
 def charge_of(call: str, cost: Any) -> float:
     """What a tenant is charged for a job."""
-    if not _positive(cost):
-        raise InvalidArgument(f"{call}: cost={cost!r} must be a number, finite and positive.")
+    if not (_positive(cost) and cost <= 1e12):
+        raise InvalidArgument(f"{call}: cost={cost!r} must be a number above 0, at most 1e12.")
     return float(cost)
 
 
