@@ -189,7 +189,8 @@ class Batcher(Handle):
         with its first batch. The version that was live is kept on the devices, for `rollback`. Others are freed after their last batches.
 
         Where memory is too short for both versions, by the pool's ``memory=`` or because it runs out, the one before the live one is freed. If that does not
-        help, half of these devices exchange the versions first, one after the other, and the rest after the swap. Each takes no work meanwhile.
+        help, half of these devices exchange the versions first, one after the other, and the rest after the swap. Each takes no work meanwhile, and
+        none can be retired.
 
         Parameters
         ----------

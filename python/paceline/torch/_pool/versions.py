@@ -160,7 +160,7 @@ class Versions:
         self._gone += [one.left(self._present) for one in gone]
         engine = self._jobs.engine
         self._gone = [
-            one for one in self._gone if one.open or not all([engine.forget(kind) for kind in one.kinds.values()])
+            one for one in self._gone if one.open or sum(not engine.forget(kind) for kind in one.kinds.values())
         ]
 
     def _turn_to(self, way: Answerer | Router | Gap, state: State) -> None:
