@@ -19,7 +19,7 @@ def pool_of(count: int = 2, **options: Any) -> Pool:
 
 def served_by(batcher: Any) -> Any:
     """What answers on each device."""
-    return batcher._way.served
+    return batcher._present.way.served
 
 
 def soon(condition: Callable[[], Any]) -> bool:

@@ -43,6 +43,7 @@ def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> St
     class CUDAGraph:
         def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
             assert capture_error_mode == "relaxed"
+            assert not torch.is_inference_mode_enabled(), "the generator's tensors would be of this mode"
             self.pool = self if pool is None else pool
             if self.pool in state.pools:
                 raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
@@ -117,6 +118,11 @@ def test_after_a_failed_capture_the_gpu_draws_and_captures_again(
     assert state.pools == []
     capture()
     state.draw()
+
+
+def test_a_capture_in_inference_mode_leaves_the_generator_to_training(state: State) -> None:
+    with torch.inference_mode(), cuda.Graph(0, "pool").capturing():
+        assert torch.is_inference_mode_enabled()
 
 
 @pytest.mark.parametrize(("current", "captured"), [("default", "new"), ("side", "side")])

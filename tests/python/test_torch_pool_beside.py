@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from paceline import InvalidArgument
 from paceline.torch import DataParallel, Pool
+from pool_support import Held, soon
 from torch_support import assert_same_gradients, classifier, classify, hosts, plain
 
 _BATCH = 40
@@ -75,10 +78,38 @@ def test_requests_start_within_the_part_of_a_device_as_long_as_the_pool_is_open(
             pool.close()
             steps.during = lambda: None
             assert steps.step() == [_BATCH]
+        beside = steps.trainer._works.beside
         lost = Pool(steps.trainer)
-        assert len(steps.step()) > 1
+        assert beside.longest > 0
         del lost
+        assert beside.longest == 0
         assert steps.step() == [_BATCH]
+
+
+def test_a_pool_that_is_closing_shortens_nothing_more() -> None:
+    steps = Steps(nn.Linear(6, 3))
+    with steps.trainer, Pool(steps.trainer) as pool:
+        beside = steps.trainer._works.beside
+        with pytest.raises(InvalidArgument):
+            pool.submit(lambda _: pool.close()).result()
+        assert beside.longest > 0
+        with Held(pool):
+            closing = threading.Thread(target=pool.close)
+            closing.start()
+            assert soon(lambda: beside.longest == 0)
+            assert not pool._jobs.closed
+        closing.join()
+
+
+def test_explain_says_nothing_of_a_pool_that_is_closed() -> None:
+    steps = Steps(nn.Linear(6, 3))
+    with steps.trainer:
+        with Pool(steps.trainer):
+            for _ in range(4):  # the first runs of a size say nothing
+                steps.predict()  # without a search for sizes
+            assert "to end within 20 ms" in steps.trainer.explain()
+        steps.predict()
+        assert "to end within" not in steps.trainer.explain()
 
 
 def test_predictions_are_cut_too() -> None:

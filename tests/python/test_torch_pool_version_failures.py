@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import threading
 from typing import Any
@@ -77,7 +78,7 @@ def test_a_request_that_comes_too_late_for_its_version_has_the_present_one() -> 
     with limited() as pool:
         batcher = pool.serve(answer, initializer=states.of(1), resident=100, max_batch=4)
         ask(batcher, 1)[0].result()
-        late, x = batcher._way, torch.tensor(0.0)
+        late, x = batcher._present.way, torch.tensor(0.0)
         batcher.publish(answer, initializer=states.of(2))
         assert versions_of([late.put(None, x, [x], None, None, "interactive", True)]) == {2: 1}
         assert states.count(1) == 0
@@ -291,7 +292,7 @@ def test_a_rollback_that_comes_while_the_previous_version_goes_is_refused(monkey
         batcher = pool.serve(adds(10), max_batch=4)
         batcher.publish(adds(20))
         versions = batcher._all()
-        monkeypatch.setattr(versions, "_warm_again", lambda *_: batcher.retire(1))
+        monkeypatch.setattr(versions, "_warmed_again", lambda *_: contextlib.nullcontext(batcher.retire(1)))
         with pytest.raises(InvalidArgument, match="no version before"):
             batcher.rollback()
         assert versions_of(ask(batcher, 2)) == {2: 2}

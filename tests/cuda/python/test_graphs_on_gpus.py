@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -67,6 +68,35 @@ def test_gradients_add_up_in_the_users_own(fake: Any) -> None:
             trainer.step(classify, batch)
         assert replays_of(trainer)
     expect_same(module, [6 * gradient for gradient in once if gradient is not None])
+
+
+class Grows(nn.Module):
+    """Keeps a table, which it replaces when there is a longer item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.tables = {"numbers": torch.zeros(1)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.tables["numbers"]) < x.shape[1]:
+            self.tables["numbers"] = torch.arange(float(x.shape[1]), device=x.device)
+        return self.weight * (x + self.tables["numbers"][: x.shape[1]])
+
+
+def test_what_a_forward_replaces_stays_as_long_as_a_graph_reads_it(fake: Any) -> None:
+    def loss_fn(one: Any, part: Any) -> Any:
+        return one(part).sum(1).mean()
+
+    with DataParallel(Grows(), BOXES["one"], prove=None, graphs=True) as trainer:
+        for _ in range(4):
+            assert float(trainer.step(loss_fn, torch.ones(4, 3))) == 6
+        tables = trainer._execution.replicas.list[0].module.tables
+        read = weakref.ref(tables["numbers"])
+        assert float(trainer.step(loss_fn, torch.ones(4, 5))) == 15
+        assert len(tables["numbers"]) == 5
+        assert read() is not None
+        assert float(trainer.step(loss_fn, torch.ones(4, 3))) == 6
 
 
 def test_parameters_without_gradient_keep_none(fake: Any) -> None:

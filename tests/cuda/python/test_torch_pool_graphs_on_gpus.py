@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from gpu_cases import BOXES, GPUS
 from paceline import InvalidArgument
 from paceline.torch import Pool
+from paceline.torch._devices import compile_gate
 from paceline.torch._pool import graphs
 from pool_support import Held, served_by, soon
 
@@ -138,7 +139,7 @@ class Sets(Net):
 class Raises(Net):
     def forward(self, x: torch.Tensor) -> Any:
         if _get_current_dispatch_mode() is not None:  # in a capture of the fake
-            raise torch.OutOfMemoryError("as planned")
+            raise ZeroDivisionError("as planned")
         return super().forward(x)
 
 
@@ -153,7 +154,7 @@ class Hooked(Net):
     [
         (Reads, r"the forward cannot be captured at .*test_torch_pool_graphs_on_gpus.py:\d+, in forward"),
         (Sets, "sets its attribute 'last', which a replay would not do"),
-        (Raises, "its capture has raised OutOfMemoryError"),
+        (Raises, "its capture has raised ZeroDivisionError"),
         (Hooked, "has a forward hook .*, which a replay would not call"),
     ],
 )
@@ -179,7 +180,9 @@ def test_a_version_is_captured_before_it_answers(fake: Any) -> None:
         ask(batcher, net, 1)
         _calls.clear()
         batcher.publish(other)
-        assert (_calls.count(1), _calls.count(2)) == (3, 3), "twice, and the capture"
+        assert (_calls.count(1), _calls.count(2)) == (3, 6), (
+            "twice, and the capture; the largest by the live version, too"
+        )
         _calls.clear()
         found = batcher(x := torch.randn(6)).result()
         assert not _calls, "a replay"
@@ -187,6 +190,86 @@ def test_a_version_is_captured_before_it_answers(fake: Any) -> None:
         batcher.retire(1)
         batcher.publish(Net().eval(), graphs=False)
         assert soon(lambda: "CUDA graphs" in pool.explain())
+
+
+class Grows(nn.Module):
+    """Keeps a table of numbers, which it replaces when a longer request comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = {"numbers": torch.zeros(1)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.tables["numbers"]) < x.shape[1]:
+            self.tables["numbers"] = torch.arange(float(x.shape[1]))
+        return x + self.tables["numbers"][: x.shape[1]]
+
+
+def test_what_a_forward_replaces_stays_as_long_as_a_graph_reads_it(fake: Any) -> None:
+    with Pool(ONE) as pool:
+        batcher = pool.serve(Grows().eval(), graphs=True)
+        tables = served_by(batcher)._copies[ONE[0]].replica.module.tables
+        for _ in range(4):
+            assert batcher(torch.ones(3)).result().tolist() == [1, 2, 3]
+        read = weakref.ref(tables["numbers"])
+        assert batcher(torch.ones(5)).result().tolist() == [1, 2, 3, 4, 5]
+        assert len(tables["numbers"]) == 5
+        assert read() is not None
+        assert batcher(torch.ones(3)).result().tolist() == [1, 2, 3]
+        assert "1 captured, 3 batches" in pool.explain()
+
+
+def test_a_capture_for_which_memory_is_short_is_tried_again_later(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_LATER", 5)
+    short = [1]
+
+    class Large(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            if _get_current_dispatch_mode() is not None and short and short.pop():
+                raise torch.OutOfMemoryError("as planned")
+            return super().forward(x)
+
+    net = Large().eval()
+    with Pool(ONE) as pool, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batcher = pool.serve(net, graphs=True)
+        ask(batcher, net, 3)
+        assert not short
+        _calls.clear()
+        ask(batcher, net, 7)
+        assert "0 captured" in pool.explain()
+        ask(batcher, net, 2)
+        assert "1 captured, 2 batches" in pool.explain()
+
+
+def test_a_capture_runs_alone(fake: Any) -> None:
+    alone = []
+
+    class Looks(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            gate = compile_gate._of_process
+            alone.append((sum(gate._running.values()), sum(gate._compiling.values())))
+            return super().forward(x)
+
+    with Pool(ONE) as pool:
+        batcher = pool.serve(Looks().eval(), graphs=True)
+        for _ in range(5):
+            batcher(torch.randn(6)).result()
+    assert alone == [(1, 0), (1, 0), (1, 1)]
+
+
+def test_a_run_that_hung_and_goes_on_does_not_disturb_the_one_after_it(fake: Any) -> None:
+    net = Net().eval()
+    with Pool(ONE) as pool:
+        batcher = pool.serve(net, graphs=True)
+        served, seat = served_by(batcher), pool._jobs.seats[ONE[0]]
+        served.of(seat)
+        served.drop(seat.name)  # it is given up
+        ask(batcher, net, 4)
+        present = served._graphs[seat.name]
+        key = present._key
+        with served.running(seat.name, "another kind", ()):
+            assert present._key is key
 
 
 def test_lengths_are_padded_without_graphs(fake: Any) -> None:

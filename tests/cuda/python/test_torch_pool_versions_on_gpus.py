@@ -65,6 +65,23 @@ def test_a_version_that_was_loaded_on_another_stream_answers(streams: Any, devic
         assert not any(one["retired"] for one in pool.report()["devices"].values())
 
 
+def test_each_gpu_has_one_stream_on_which_versions_are_loaded(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, queue = [], cuda.Queue
+
+    def counted(index: int) -> Any:
+        made.append(index)
+        return queue(index)
+
+    net = Net().eval()
+    with Pool(GPUS[:2]) as pool:
+        batcher = pool.serve(net, max_batch=4)
+        expect_answers(batcher, net, 1)
+        monkeypatch.setattr(cuda, "Queue", counted)
+        for _ in range(3):
+            batcher.publish(net)
+        assert len(made) == 2
+
+
 def test_a_version_that_nobody_uses_leaves_the_memory_of_the_gpus(streams: Any) -> None:
     with Pool(GPUS[:2]) as pool:
         net = Net().eval()

@@ -108,7 +108,8 @@ class Graph:
         self._stream = stream = torch.cuda.Stream(self._index) if is_default else current
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            with torch.inference_mode(False):  # before 2.11 it makes tensors of the generator, which training uses, too
+                self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 yield
             except BaseException:

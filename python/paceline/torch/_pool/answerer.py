@@ -8,7 +8,7 @@ import dataclasses
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait as wait_for
 from typing import Any, NamedTuple
 
@@ -96,6 +96,20 @@ class Example(NamedTuple):
     spec: Any
 
 
+class Present:
+    """Where requests go now. Whoever changes it does so at once for all who ask."""
+
+    __slots__ = ("way",)
+
+    def __init__(self, way: Any) -> None:
+        self.way = way  # an `Answerer`, a `Router` or a `Gap`
+
+    def put(self, *request: Any) -> PoolFuture[Any]:
+        """Submit a request."""
+        answer: PoolFuture[Any] = self.way.put(*request)
+        return answer
+
+
 class Gone(NamedTuple):
     """What the engine may still know of a version that is gone. It does not hold the version, which is freed after its last batch."""
 
@@ -112,12 +126,11 @@ class Answerer:
     ----------
     open
         The futures of what has not ended: its requests, and the jobs that warm it.
-    over
-        Whether requests that come now go the present way instead, since `leave`.
+    present
+        Where requests that come now go instead, since `leave`.
     """
 
-    over = False
-    _present: Callable[..., PoolFuture[Any]]
+    present: Present | None = None
 
     def __init__(self, jobs: Jobs, served: Served, name: str, options: BatchOptions, version: int) -> None:
         self.jobs, self.served, self.name, self.options, self.version = jobs, served, name, options, version
@@ -131,21 +144,20 @@ class Answerer:
         self._lock = threading.RLock()  # a finalizer may submit while it is held
 
     def only_on(self, devices: list[str] | None) -> Answerer:
-        """The same for some of the devices. It shares everything but `over`."""
+        """The same for some of the devices. It shares everything but `present`."""
         other = copy.copy(self)
-        other._only, other._placed, other.over = devices, None, False
+        other._only, other._placed, other.present = devices, None, None
         return other
 
-    def leave(self, present: Callable[..., PoolFuture[Any]]) -> None:
+    def leave(self, present: Present) -> None:
         """Let later requests go the present way, and wait until those of this version have ended."""
-        with self._lock:
-            self._present, self.over = present, True
+        self.left(present)
         self.wait()
 
-    def left(self, present: Callable[..., PoolFuture[Any]]) -> Gone:
+    def left(self, present: Present) -> Gone:
         """Let later requests go the present way for good."""
         with self._lock:
-            self._present, self.over = present, True
+            self.present = present
         return Gone(self.open, self._kinds)
 
     def wait(self) -> None:
@@ -172,12 +184,12 @@ class Answerer:
         placed = self._placed
         if placed is None or placed[0] != len(self.jobs.devices):  # devices are added, and none is taken away
             placed = self._placed = len(self.jobs.devices), self.place()
-        with self._lock:
-            if not (over := self.over):
-                self.open.add(future)
-        if over:
-            return self._present(key, item, leaves, spec, deadline, priority, wait, tenant)
         try:
+            with self._lock:
+                if (present := self.present) is None:
+                    self.open.add(future)
+            if present is not None:
+                return present.put(key, item, leaves, spec, deadline, priority, wait, tenant)
             self.jobs.put(
                 request,
                 kind=request.kind,
@@ -190,8 +202,9 @@ class Answerer:
                 batched=True,
             )
         except BaseException:
-            self.open.discard(future)
-            future._end("cancelled", "It was not submitted.", None, None)  # for `wait`
+            future._withdraw()  # for `wait`
+            if future._job is None:  # otherwise it stays until its batch has ended
+                self.open.discard(future)
             raise
         return future
 

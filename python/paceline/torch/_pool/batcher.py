@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -14,11 +13,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from paceline import InvalidArgument
-from paceline.torch._pool.answerer import Answerer, Key
+from paceline.torch._pool.answerer import Answerer, Key, Present
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.jobs import Jobs, Priority
 from paceline.torch._pool.progress import watched
-from paceline.torch._pool.routing import Gap, OnShadow, Router
+from paceline.torch._pool.routing import OnShadow
 from paceline.torch._pool.tenants import name_of
 from paceline.torch._pool.versions import Version, Versions
 from paceline.torch._replicas.reach import Handle
@@ -42,8 +41,7 @@ class Batcher(Handle):
 
     def __init__(self, jobs: Jobs, answerer: Answerer, make: Callable[[Any, int, Mapping[str, Any]], Answerer]) -> None:
         self._jobs, self._name, self._max_batch = jobs, answerer.name, answerer.options.max_batch
-        self._way: Answerer | Router | Gap = answerer  # of a request
-        self._make = make
+        self._present, self._make = Present(answerer), make
         self._versions: Versions | None = None  # from the first call on that needs them
         self._lock = threading.RLock()  # finalizers may come in while it is held
 
@@ -100,7 +98,7 @@ class Batcher(Handle):
             )
         if not (key is None or isinstance(key, (str, int, bytes))):
             raise InvalidArgument(f"{self._name}: a request has key={key!r}; it must be a string, a number or bytes.")
-        return self._way.put(key, item, leaves, spec, deadline, priority, wait, name_of(self._name, tenant))
+        return self._present.put(key, item, leaves, spec, deadline, priority, wait, name_of(self._name, tenant))
 
     async def ask(
         self,
@@ -191,7 +189,8 @@ class Batcher(Handle):
         with its first batch. The version that was live is kept on the devices, for `rollback`. Others are freed after their last batches.
 
         Where memory is too short for both versions, by the pool's ``memory=`` or because it runs out, the one before the live one is freed. If that does not
-        help, half of these devices exchange the versions first, one after the other, and the rest after the swap. Each takes no work meanwhile.
+        help, half of these devices exchange the versions first, one after the other, and the rest after the swap. Each takes no work meanwhile, and
+        none can be retired.
 
         Parameters
         ----------
@@ -207,7 +206,7 @@ class Batcher(Handle):
         allow_gap
             Whether requests may wait if no device can answer while versions are exchanged, as on a lone device. Those of `ask` are `Rejected` meanwhile.
         options
-            ``initializer``, ``replicate``, ``compile``, ``resident``, ``memory``, ``idempotent`` as for `Pool.serve`, where they differ from what that was given.
+            ``initializer``, ``replicate``, ``compile``, ``graphs``, ``resident``, ``memory``, ``idempotent`` as for `Pool.serve`, where they differ from what that was given.
 
         Raises
         ------
@@ -285,14 +284,7 @@ class Batcher(Handle):
     def _all(self) -> Versions:
         with self._lock:
             if self._versions is None:
-                known = weakref.ref(self)
-                assert isinstance(self._way, Answerer)
-
-                def use(way: Answerer | Router | Gap) -> None:
-                    if batcher := known():
-                        batcher._way = way
-
-                self._versions = Versions(self._jobs, self._way, self._make, use)
+                self._versions = Versions(self._jobs, self._present, self._make)
             return self._versions
 
 

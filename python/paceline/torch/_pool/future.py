@@ -151,6 +151,13 @@ class PoolFuture(Future[_T], Generic[_T]):
             Engine.cancel(self._job)
         return self.cancelled()
 
+    def _withdraw(self) -> None:
+        """Called after an error of the submit: cancel what the engine has taken nevertheless, and end what it has not."""
+        if self._job is None:
+            self._end("cancelled", "It was not submitted.", None, None)
+        else:
+            self.cancel()
+
     def _check_wait(self) -> None:
         if self._job is None or self.done():
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -16,6 +17,8 @@ from torch.utils import _pytree as pytree
 
 from paceline import Device, InvalidArgument
 from paceline.torch._devices import cuda
+from paceline.torch._devices.out_of_memory import is_out_of_memory
+from paceline.torch._pool.job import clear_frames
 from paceline.torch._pool.needs import Place
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.served import Answer, Copies
@@ -23,6 +26,7 @@ from paceline.torch._replicas.capture import WARM_UPS, Attributes, capturing, ho
 from paceline.torch._replicas.replica import Replica
 
 MOST_GRAPHS = 64  # per device; they share the memory of the largest, but each keeps its inputs and answers
+_LATER = 100  # batches of a size after memory ran out in its capture, until it is tried again
 _MOST_KEYS = 256  # per device, of batches that were seen
 
 
@@ -45,8 +49,8 @@ def check_graphs(model: Any, devices: Sequence[Device], place: Place) -> None:
 class _Captured:
     """The graph of a batch, and the tensors that it reads and writes in each replay."""
 
-    def __init__(self, graph: cuda.Graph, inputs: list[torch.Tensor]) -> None:
-        self.graph, self.inputs = graph, inputs
+    def __init__(self, graph: cuda.Graph, inputs: list[torch.Tensor], attributes: Attributes) -> None:
+        self.graph, self.inputs, self.attributes = graph, inputs, attributes
         self.answers: Any = None
 
 
@@ -59,6 +63,7 @@ class _DeviceGraphs:
         self._captured: dict[Any, _Captured] = {}
         self._seen: dict[Any, int] = {}  # how often a key was met
         self._key: Any = None  # of the present batch
+        self.due = False  # whether it is to be captured
         self._memory: list[int] = []  # of the module
         self._pool: Any = None
         self.captures = self.replays = 0  # so far
@@ -78,13 +83,15 @@ class _DeviceGraphs:
 
     def begin(self, key: Any) -> bool:
         """Note the next batch. Returns whether it says nothing of later ones, which will be replayed."""
-        self._key = key
+        self._key, self.due = key, False
         if key in self._captured or not self.on:
             return False
         if len(self._seen) >= _MOST_KEYS:
             self._seen.clear()
-        self._seen[key] = self._seen.get(key, 0) + 1
-        return len(self._captured) < MOST_GRAPHS
+        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        room = len(self._captured) < MOST_GRAPHS
+        self.due = room and seen > WARM_UPS
+        return room and seen > 0
 
     def answer(self, seat: Seat, batch: Any) -> Any:
         """Answer the batch, by a graph if there is one. The answers are those of the next replay, too."""
@@ -94,8 +101,7 @@ class _DeviceGraphs:
             if leaves:
                 torch._foreach_copy_(captured.inputs, leaves)
         else:
-            due = self.on and self._seen.get(self._key, 0) > WARM_UPS and len(self._captured) < MOST_GRAPHS
-            if due:
+            if self.due:
                 captured = self._capture(seat, leaves, spec)
             if captured is None:
                 return self.forward(batch)
@@ -104,7 +110,7 @@ class _DeviceGraphs:
         return captured.answers
 
     def _capture(self, seat: Seat, leaves: list[torch.Tensor], spec: Any) -> _Captured | None:
-        """The graph of a batch. None if there can be none, and then the device captures nothing more."""
+        """The graph of a batch. None if there can be none, and then the device captures nothing more; or if memory is too short now."""
         if self._pool is None:
             self._pool = cuda.graph_pool()
         plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in leaves)
@@ -112,8 +118,8 @@ class _DeviceGraphs:
         try:
             if why is None:
                 assert seat.gpu is not None
-                captured = _Captured(cuda.Graph(seat.gpu, self._pool), [one.clone() for one in leaves])
                 attributes = Attributes(self.replica.modules)
+                captured = _Captured(cuda.Graph(seat.gpu, self._pool), [one.clone() for one in leaves], attributes)
                 with capturing(captured.graph):
                     captured.answers = self.forward(pytree.tree_unflatten(captured.inputs, spec))
                 why = attributes.change() or _frozen(seat, captured.answers)
@@ -121,6 +127,11 @@ class _DeviceGraphs:
             self._pool = None  # PyTorch may still take it for one that is captured into
             if not isinstance(error, Exception):
                 raise
+            if is_out_of_memory(error):
+                self._seen[self._key] = -_LATER
+                clear_frames(error)
+                seat.release_memory()
+                return None
             why = refusal("the forward", error) or f"its capture has raised {error!r}"
         if why is not None:
             self.on = False
@@ -140,6 +151,9 @@ class GraphedCopies(Copies):
         super().__init__(*arguments)
         self._name = name
         self._graphs: dict[str, _DeviceGraphs] = {}  # of the present copies
+        self._mine = (
+            threading.local()
+        )  # its `graphs` are those of the thread's present batch: a run that hangs may go on beside another one
         self._left: list[_DeviceGraphs] = []  # on devices that hang, which may be at a replay
         self._warned = False
 
@@ -147,19 +161,23 @@ class GraphedCopies(Copies):
         answer, loaded = super()._of(seat)
         copy = self._copies.get(seat.name)
         if seat.gpu is None or copy is None or copy.answer is not answer:  # this is a run that hung, and goes on
+            self._mine.graphs = None
             return answer, loaded
         graphs = self._graphs.get(seat.name)
         if graphs is None or graphs.forward is not answer:
             graphs = self._graphs[seat.name] = _DeviceGraphs(copy.replica, answer, self._refused)
         graphs.follow(seat)
+        self._mine.graphs = graphs
         return functools.partial(graphs.answer, seat), loaded
 
     @contextlib.contextmanager
-    def running(self, device: str, kind: str, size: tuple[Any, ...]) -> Iterator[float]:
+    def running(
+        self, device: str, kind: str, size: tuple[Any, ...], *, captures: bool | None = None
+    ) -> Iterator[float]:
         """See `Served`."""
-        graphs = self._graphs.get(device)
+        graphs: _DeviceGraphs | None = self._mine.graphs
         first = graphs is not None and graphs.begin((kind, size))
-        with super().running(device, kind, size) as excluded:
+        with super().running(device, kind, size, captures=None if graphs is None else graphs.due) as excluded:
             yield math.inf if first else excluded
 
     def drop(self, device: str) -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
@@ -41,6 +41,38 @@ def name_of(fn: Any) -> str:
     return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
 
 
+class _Engine(Engine):
+    """Retires no device while versions of a model are exchanged there: requests may be placed on this device alone, and would wait for it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._kept: list[list[str]] = []
+        self._retiring = threading.RLock()  # callbacks may come in while it is held
+
+    def retire(self, device: str, unless_last: bool = False) -> bool:
+        with self._retiring:
+            if not any(device in one for one in self._kept):
+                return super().retire(device, unless_last)
+        if not unless_last:
+            raise Unavailable(
+                f"retire: versions of a model are just exchanged on {device}. Wait until publish, promote or rollback has returned."
+            )
+        return False
+
+    @contextlib.contextmanager
+    def keeping(self, devices: Sequence[str]) -> Iterator[list[str]]:
+        """Retire none of the devices in the block. Yields those that take work."""
+        kept: list[str] = []
+        try:
+            with self._retiring:
+                self._kept.append(kept)
+                kept += [one for one in self.active if one in devices]
+            yield kept
+        finally:
+            with contextlib.suppress(ValueError):
+                self._kept.remove(kept)
+
+
 class Jobs:
     """What a pool and its batchers share. Jobs keep it until they have ended, so a pool that nobody knows any more ends them first."""
 
@@ -58,7 +90,7 @@ class Jobs:
         check_observe("Pool", observe)
         self.devices = list(group.devices)
         self.memory = dict(memory)
-        self.engine = Engine(group, placement, budget, self.memory)
+        self.engine = _Engine(group, placement, budget, self.memory)
         self.seats = {one.name: Seat(one, self.engine.stream) for one in group.devices}
         self.served: weakref.WeakValueDictionary[str, Served] = weakref.WeakValueDictionary()  # by the batcher's name
         self._adding = threading.RLock()  # a device, or what is served
@@ -67,7 +99,7 @@ class Jobs:
         self.ends = [] if self.watchdog is None else [self.watchdog.end]  # of threads, once it is closed
         self.figures = Figures([one.name for one in group.devices])
         self.copies: set[PoolFuture[Any]] = set()  # of requests, for versions in the shadow
-        self.closed = False
+        self.closing = self.closed = False
         self._process = os.getpid()
         self._numbers = itertools.count(1)
         _open.add(self)
@@ -104,8 +136,8 @@ class Jobs:
         future = work.future
         assert future is not None
         work.kind = kind
-        future._job = self.engine.submit(
-            work,
+        submit = functools.partial(
+            self.engine.submit,
             kind=kind,
             priority=_PRIORITIES.index(priority),
             deadline=math.inf if deadline is None else deadline,
@@ -121,6 +153,8 @@ class Jobs:
             wait=wait,
             batched=batched,
         )
+        # An interrupt comes between two instructions of Python, so not between the engine's yes and the note of it.
+        any(map(functools.partial(setattr, future, "_job"), map(submit, (work,))))
 
     def kind_that_may_run_again(self, kind: str, memory: float) -> str:
         """The engine's name for idempotent jobs of a kind, which need so many bytes: it runs batches again elsewhere, here of one job."""
@@ -207,7 +241,12 @@ class Jobs:
         if os.getpid() == self._process:
             for one in list(self.copies):  # nobody waits for them
                 one.cancel()
-            self.engine.close(cancel)
+            before, self.closing = self.closing, True  # from before the wait, which may be long
+            try:
+                self.engine.close(cancel)
+            except InvalidArgument:  # in a job: it is as open as before
+                self.closing = before
+                raise
             hung = () if self.watchdog is None else self.watchdog.hung
             if self.gpus and not self.closed and all(self.seats[name].gpu is None for name in hung):
                 # Giving memory back waits for what a GPU does, which may be for ever. The workspaces of cuBLAS stay: they belong to the whole process,

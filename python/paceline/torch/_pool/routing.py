@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from paceline import Cancelled, Expired, InvalidArgument, Rejected
-from paceline.torch._pool.answerer import Answerer, Key
+from paceline.torch._pool.answerer import Answerer, Key, Present
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.jobs import Priority
 
@@ -106,8 +106,8 @@ def _mirror(
 class Gap:
     """Stands in the place of a `Router` while no device has any version."""
 
-    def __init__(self, again: Callable[..., PoolFuture[Any]], check_may_wait: Callable[[], None]) -> None:
-        self._again, self._check_may_wait, self.over = again, check_may_wait, threading.Event()
+    def __init__(self, present: Present, check_may_wait: Callable[[], None]) -> None:
+        self._present, self._check_may_wait, self.over = present, check_may_wait, threading.Event()
 
     def put(
         self,
@@ -134,4 +134,4 @@ class Gap:
         self.over.wait()
         if deadline is not None:
             deadline = max(deadline - (time.monotonic() - begun), 1e-9)
-        return self._again(key, item, leaves, spec, deadline, priority, wait, tenant)
+        return self._present.put(key, item, leaves, spec, deadline, priority, wait, tenant)

@@ -16,6 +16,7 @@ from paceline import Device, InvalidArgument
 from paceline.torch._devices import cuda
 from paceline.torch._devices.caller_state import NOTHING
 from paceline.torch._devices.worker_state import prepare_worker
+from paceline.torch._replicas.capture import release_memory
 
 _MOST_ENTRIES = 10_000  # of a job's arguments: looking at them takes a millisecond
 
@@ -30,6 +31,7 @@ class Seat:
         # A GPU's thread launches. With a team of OpenMP threads it would crowd out the others.
         self._threads = max(1, len(device.cores)) if self.gpu is None else 1
         self._stream_of = stream_of
+        self._beside: cuda.Queue | None = None  # one for good: PyTorch keeps what a stream has had for this stream
 
     def prepare(self) -> None:
         """Prepare the calling worker."""
@@ -43,7 +45,11 @@ class Seat:
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
         """Send the operators of the calling thread, which is no worker, to a stream of its own, beside the jobs."""
-        return NOTHING if self.gpu is None else cuda.Queue(self.gpu).entered()
+        if self.gpu is None:
+            return NOTHING
+        if self._beside is None:
+            self._beside = cuda.Queue(self.gpu)
+        return self._beside.entered()
 
     def stacked(self, items: Sequence[torch.Tensor]) -> torch.Tensor:
         """A batch of the items on the device. The host does not wait for the copy."""
@@ -96,7 +102,7 @@ class Seat:
         """Give back what PyTorch keeps of a GPU's memory without using it, after memory ran out."""
         if self.gpu is not None:
             with contextlib.suppress(RuntimeError):  # of a GPU that has failed, which the job reports
-                cuda.release_memory(False)
+                release_memory()
 
 
 @contextlib.contextmanager

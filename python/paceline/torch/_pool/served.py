@@ -97,17 +97,20 @@ class Served:
         return ""
 
     @contextlib.contextmanager
-    def running(self, device: str, kind: str, size: tuple[Any, ...]) -> Iterator[float]:
+    def running(
+        self, device: str, kind: str, size: tuple[Any, ...], *, captures: bool | None = None
+    ) -> Iterator[float]:
         """Around a batch of a kind and a size. Yields the seconds that say nothing of the device's speed: all if something may be compiled.
 
-        What is compiled first runs with no other compiled work beside it, as in training. `size` has all that code may be compiled anew for.
+        What is compiled, or `captures`, runs with no other compiled or captured work beside it, as in training. `size` has all that code may be compiled anew
+        for. `captures` is None where nothing ever does.
         """
-        if not self._compiled:
+        if not self._compiled and captures is None:
             yield 0.0
             return
         sizes = self._sizes.setdefault((device, kind), set())
-        first = size not in sizes and len(sizes) < _MOST_SIZES
-        with CompileGate.of_call().enter(first, self._call) as waited:
+        first = captures or (self._compiled and size not in sizes and len(sizes) < _MOST_SIZES)
+        with CompileGate.of_call().enter(bool(first), self._call) as waited:
             yield math.inf if first or waited else 0.0
         if first:
             sizes.add(size)

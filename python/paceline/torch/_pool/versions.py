@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from paceline import InvalidArgument, Rejected, Unavailable
 from paceline._core.engine import Pool as Engine
-from paceline.torch._pool.answerer import Answerer, Gone
+from paceline.torch._pool.answerer import Answerer, Gone, Present
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import Job, clear_frames
 from paceline.torch._pool.jobs import Jobs
@@ -42,25 +42,17 @@ class Versions:
 
     Parameters
     ----------
-    live
-        The first one.
+    present
+        Where the batcher's requests go: to the first one. It is written to.
     make
         Makes another one of a model, by its number and options.
-    use
-        Lets requests go to what it is given from now on.
     """
 
-    def __init__(
-        self,
-        jobs: Jobs,
-        live: Answerer,
-        make: Callable[[Any, int, Mapping[str, Any]], Answerer],
-        use: Callable[[Answerer | Router | Gap], None],
-    ) -> None:
-        self._jobs, self._name, self._make, self._use = jobs, live.name, make, use
+    def __init__(self, jobs: Jobs, present: Present, make: Callable[[Any, int, Mapping[str, Any]], Answerer]) -> None:
+        live: Answerer = present.way
+        self._jobs, self._name, self._make, self._present = jobs, live.name, make, present
         self._state = self._settled = State(live)  # now, and before what goes on
         self._gone: list[Gone] = []
-        self._way: Answerer | Router | Gap = live  # of a request
         self._cold: set[int] = set()  # versions that have left their devices to another one
         self._numbers = itertools.count(2)
         self._lock = threading.RLock()  # around each change of the state
@@ -109,8 +101,7 @@ class Versions:
             newest = max(others, key=lambda one: one.version, default=None)
             found = newest if version is None else self._find("promote", version)
         assert found is not None
-        self._warm_again("promote", found, part == WHOLE, allow_gap)
-        with self._lock:
+        with self._warmed_again("promote", found, part, allow_gap), self._lock:
             self._find("promote", found.version)  # it may have been retired meanwhile
             self._answer_by("promote", found, part)
         return Version(found.version, self._name)
@@ -125,8 +116,7 @@ class Versions:
             found = self._state.previous
         if found is None:
             raise InvalidArgument(_NONE_BEFORE)
-        self._warm_again("rollback", found, True, allow_gap)
-        with self._lock:
+        with self._warmed_again("rollback", found, WHOLE, allow_gap), self._lock:
             self._check_quiet("rollback")
             if found not in (self._state.previous, self._state.live):  # it had to leave for another one
                 raise InvalidArgument(_NONE_BEFORE)
@@ -157,7 +147,7 @@ class Versions:
     def _set(self, state: State) -> None:
         for role, one in state.all():
             if role != "previous":
-                one.over = False
+                one.present = None
                 self._cold.discard(one.version)
         self._turn_to(Router(state) if state.candidates or state.shadows else state.live, state)
         kept = [one for _, one in state.all()]
@@ -167,15 +157,14 @@ class Versions:
 
     def _forget(self, *gone: Answerer) -> None:
         """Let the engine forget versions that are gone: now, or with a later change if they still have requests."""
-        self._gone += [one.left(self._put) for one in gone]
+        self._gone += [one.left(self._present) for one in gone]
         engine = self._jobs.engine
         self._gone = [
             one for one in self._gone if one.open or not all(engine.forget(kind) for kind in one.kinds.values())
         ]
 
     def _turn_to(self, way: Answerer | Router | Gap, state: State) -> None:
-        self._way, self._state = way, state
-        self._use(way)
+        self._present.way, self._state = way, state  # no interrupt comes in between
 
     def _answer_by(self, call: str, found: Answerer, part: int) -> None:
         self._check_quiet(call)
@@ -238,21 +227,29 @@ class Versions:
         for seat in list(self._jobs.seats.values()):
             gone.served.free(seat)
 
-    def _warm_again(self, call: str, found: Answerer, whole: bool, allow_gap: bool) -> None:
-        if found.version in self._cold:
-            self._check_may_wait()
-            with self._publishing:
-                if found.version in self._cold:
-                    self._find(call, found.version)
-                    with self._freed_unless_taken(found):
-                        self._bring(call, found, whole, allow_gap)
+    @contextlib.contextmanager
+    def _warmed_again(self, call: str, found: Answerer, part: int, allow_gap: bool) -> Iterator[None]:
+        """Load it if it is cold. In the block it is taken; otherwise it leaves again."""
+        if found.version not in self._cold:
+            yield
+            return
+        self._check_may_wait()
+        with self._publishing:
+            if found.version not in self._cold:
+                yield
+                return
+            self._find(call, found.version)
+            _check_sum(call, self._state.without(found), part)
+            with self._freed_unless_taken(found):
+                self._bring(call, found, part == WHOLE, allow_gap)
+                yield
 
     def _bring(self, call: str, made: Answerer, whole: bool, allow_gap: bool) -> None:
         """Load it onto all devices that may answer, and warm it there, beside the others where they fit."""
         warming = Warming(self._jobs, made, self._state, call, self._name, self._work)
         seats = warming.seats()
         if not seats:
-            raise Rejected(f"{call}: {made.name} was not taken, since no device takes work on which it may answer.")
+            raise _nowhere(call, made)
         short = [seat for seat in seats if not warming.fits(seat, without=self._state.previous)]
         if short:  # before the previous version is let go for nothing
             self._check_exchange(call, made, short, len(seats) > 1, whole, allow_gap)
@@ -266,7 +263,12 @@ class Versions:
             else:
                 apart.append(seat)
         if apart:
-            self._exchange(call, made, warming, beside, apart, whole, allow_gap)
+            with self._jobs.engine.keeping([*beside, *(one.name for one in apart)]) as there:
+                if not there:
+                    raise _nowhere(call, made)
+                beside, apart = [one for one in beside if one in there], [one for one in apart if one.name in there]
+                if apart:
+                    self._exchange(call, made, warming, beside, apart, whole, allow_gap)
 
     def _let_previous_go(self, made: Answerer) -> bool:
         with self._lock:
@@ -274,7 +276,7 @@ class Versions:
             if previous is None or previous.version in {made.version, *self._cold}:
                 return False
             self._set(self._state.without(previous))
-        previous.leave(self._put)
+        previous.leave(self._present)
         self._free(previous)
         return True
 
@@ -292,7 +294,8 @@ class Versions:
         half = (len(apart) + 1) // 2
         first, left = apart[:half], apart[half:]
         stay = [*beside, *(one.name for one in left)]
-        gap = Gap(self._put, self._check_may_wait)
+        then = [*beside, *(one.name for one in first)]
+        gap = Gap(self._present, self._check_may_wait)
         end: State | None = None
         try:
             with self._lock:
@@ -303,19 +306,24 @@ class Versions:
             for seat in first:
                 warming.instead(seat, old)
             if stay:
-                self._pass_to(made.only_on([*beside, *(one.name for one in first)]), State(made, previous=old))
+                if not {*then} & {*self._jobs.engine.active}:  # they are lost
+                    raise _nowhere(call, made)
+                self._pass_to(made.only_on(then), State(made, previous=old))
             while left:
                 warming.instead(left[0], old)
                 left = left[1:]
-            self._free(old)
             end = State(made, previous=old)
+            self._free(old)
         except BaseException:
-            if end is not None:
+            if end is not None and end.live is made:
+                self._free(old)  # the rest
+            elif end is not None:
                 made.wait()  # after an interrupt, for what still loads or warms it
                 if self._state.live is made:
                     for seat in left[:1]:
                         made.served.free(seat)
-                    self._pass_to(old.only_on([*beside, *(one.name for one in left)]), State(old))
+                    back = [*beside, *(one.name for one in left)]
+                    self._pass_to(old.only_on(back) if back else gap, State(old))
                 for seat in apart:
                     made.served.free(seat)
             raise
@@ -331,13 +339,10 @@ class Versions:
     def _pass_to(self, way: Answerer | Gap, state: State) -> None:
         """Let requests go there, and wait until those before have ended."""
         with self._lock:
-            before = self._way
+            before = self._present.way
             self._turn_to(way, state)
         assert isinstance(before, Answerer)
-        before.leave(self._put)
-
-    def _put(self, *request: Any) -> PoolFuture[Any]:
-        return self._way.put(*request)
+        before.leave(self._present)
 
     def _check_exchange(
         self, call: str, made: Answerer, apart: list[Seat], others: bool, whole: bool, allow_gap: bool
@@ -354,6 +359,10 @@ class Versions:
                 else "No other device could answer while they are exchanged. With allow_gap=True requests wait meanwhile."
             )
         )
+
+
+def _nowhere(call: str, made: Answerer) -> Rejected:
+    return Rejected(f"{call}: {made.name} was not taken, since no device takes work on which it may answer.")
 
 
 def _part_of(call: str, weight: float) -> int:

@@ -189,20 +189,20 @@ class Warming:
     def _run(self, seat: Seat, what: str, call: Callable[[torch.device], bool], *, rests: bool) -> bool:
         """Run it on the device's worker."""
         future: PoolFuture[bool] = PoolFuture()
-        self._jobs.put(
-            Job(future, self._jobs, call, (), {}, 1),
-            kind=self._kind,
-            priority="normal",
-            deadline=None,
-            wait=True,
-            place=Place([seat.name], []),
-        )
-        self._made.open.add(future)
         future.add_done_callback(self._made.open.discard)
         try:
+            self._made.open.add(future)
+            self._jobs.put(
+                Job(future, self._jobs, call, (), {}, 1),
+                kind=self._kind,
+                priority="normal",
+                deadline=None,
+                wait=True,
+                place=Place([seat.name], []),
+            )
             self._wait(future, seat, what)
         finally:
-            future.cancel()  # after an interrupt
+            future._withdraw()  # after an interrupt
         if rests:
             _rest(future)
         return future.result()

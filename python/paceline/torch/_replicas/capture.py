@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import paceline
 from paceline.torch._devices import cuda
@@ -20,6 +21,7 @@ WARM_UPS = 2  # runs of a size that go without a graph first: libraries load, al
 
 # PyTorch captures one graph at a time in a process, whatever the number of trainers and pools.
 _capture = threading.Lock()
+_PATIENCE_SECONDS = 5.0  # many times what a capture takes
 
 _LIBRARIES = tuple(f"{Path(one.__file__ or '').parent}/" for one in (torch, paceline))
 
@@ -29,6 +31,15 @@ def capturing(graph: cuda.Graph) -> Iterator[None]:
     """Record the work of the ``with`` block in the graph. Nothing of it runs."""
     with _capture, graph.capturing():
         yield
+
+
+def release_memory() -> None:
+    """Let PyTorch give back unused memory of GPUs, which it refuses during a capture. One that hangs is not waited for."""
+    if _capture.acquire(timeout=_PATIENCE_SECONDS):
+        try:
+            cuda.release_memory(False)
+        finally:
+            _capture.release()
 
 
 def place_of(tensor: torch.Tensor | None) -> int:
@@ -46,9 +57,10 @@ def hook_of_user(modules: Iterable[nn.Module]) -> str | None:
 
 
 class Attributes:
-    """What modules hold before a capture."""
+    """What modules hold before a capture. Keep it as long as the graph, which goes on reading the tensors: a forward may replace them."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._held = pytree.tree_leaves([dict(vars(module)) for module in modules])  # also from lists and dictionaries
         self._before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
 
     def change(self) -> str | None:

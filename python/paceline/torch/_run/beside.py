@@ -20,11 +20,11 @@ class Beside:
         self._lock = threading.Lock()
 
     def add(self, jobs: Any) -> None:
-        """One more, which says by `closed` when it ends."""
+        """One more, which says by `closing` when it ends."""
         with self._lock:
             self._pools = (*(one for one in self._pools if one() is not None), weakref.ref(jobs))
 
     @property
     def longest(self) -> float:
         """Seconds that a micro-batch may take; 0: any time."""
-        return _LONGEST if any(not getattr(one(), "closed", True) for one in self._pools) else 0.0
+        return _LONGEST if any(not getattr(one(), "closing", True) for one in self._pools) else 0.0

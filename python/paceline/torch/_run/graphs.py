@@ -95,6 +95,7 @@ class Captured:
         self.term = self.factor
         self.extras: Any = None  # detached, or None
         self.gradients = Capture(graph.mark)
+        self.attributes: Attributes | None = None  # of the replica, before the capture
 
 
 class DeviceGraphs:
@@ -142,7 +143,7 @@ class DeviceGraphs:
             raise InvalidArgument(
                 f"step: graphs=True: {hook}. Return what it computes from forward or as extras of loss_fn, remove it, or train without graphs=True."
             )
-        attributes = Attributes(replica.modules)
+        attributes = captured.attributes = Attributes(replica.modules)
         try:
             with self._gradients_of(replica, captured), capturing(captured.graph):
                 body(captured)

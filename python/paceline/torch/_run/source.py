@@ -76,8 +76,8 @@ class Shares(Source):
         may_divide = limits.least == 1 and not limits.undivided and work.writes_buffers is not True
         longest = 0.0 if work.beside is None else work.beside.longest
         call.searches = call.items is None and may_divide and self._varies(work) and bool(work.searches or longest)
-        if call.searches:
-            work.shorten(longest)
+        if work.beside is not None:
+            work.shorten(longest if call.searches else 0.0)
         call.divides = may_divide and (work.corrects or call.searches)
 
     def _varies(self, work: Workload) -> bool:
