@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import functools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -292,7 +293,13 @@ def test_a_rollback_that_comes_while_the_previous_version_goes_is_refused(monkey
         batcher = pool.serve(adds(10), max_batch=4)
         batcher.publish(adds(20))
         versions = batcher._all()
-        monkeypatch.setattr(versions, "_warmed_again", lambda *_: contextlib.nullcontext(batcher.retire(1)))
+
+        @contextlib.contextmanager
+        def retires(*_: object) -> Iterator[None]:
+            batcher.retire(1)
+            yield
+
+        monkeypatch.setattr(versions, "_warmed_again", retires)
         with pytest.raises(InvalidArgument, match="no version before"):
             batcher.rollback()
         assert versions_of(ask(batcher, 2)) == {2: 2}

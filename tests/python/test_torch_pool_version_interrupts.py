@@ -201,7 +201,7 @@ def test_versions_go_with_their_batcher_without_the_collector_of_cycles() -> Non
 
 
 def test_devices_that_exchange_versions_are_not_retired_meanwhile() -> None:
-    states, refused = States(alone=True), []
+    states, refused = States(alone=True), list[str]()
     names = hosts(2)
 
     def initializer(device: torch.device) -> State:
@@ -209,6 +209,7 @@ def test_devices_that_exchange_versions_are_not_retired_meanwhile() -> None:
             assert not pool._jobs.engine.retire(name, True)  # as after an error of initializer=
             with pytest.raises(Unavailable, match=f"exchanged on {name}. Wait until publish"):
                 pool.retire(name)
+            assert not pool._jobs.scale._out
             refused.append(name)
         state: State = states.of(2)(device)
         return state

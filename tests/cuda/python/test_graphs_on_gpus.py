@@ -91,7 +91,7 @@ def test_what_a_forward_replaces_stays_as_long_as_a_graph_reads_it(fake: Any) ->
     with DataParallel(Grows(), BOXES["one"], prove=None, graphs=True) as trainer:
         for _ in range(4):
             assert float(trainer.step(loss_fn, torch.ones(4, 3))) == 6
-        tables = trainer._execution.replicas.list[0].module.tables
+        tables: Any = trainer._execution.replicas.list[0].module.tables
         read = weakref.ref(tables["numbers"])
         assert float(trainer.step(loss_fn, torch.ones(4, 5))) == 15
         assert len(tables["numbers"]) == 5

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline import Error, InvalidArgument
+from paceline import Error, InvalidArgument, Unavailable
 from paceline._core.plan import Scaler
 from paceline._words import plural
 from paceline.torch._pool.jobs import Jobs
@@ -208,9 +208,19 @@ class Scaled:
     _scale: Scale
 
     def retire(self, device: str) -> None:
-        """Let a device start nothing until `restore`. What runs there goes on."""
+        """Let a device start nothing until `restore`. What runs there goes on.
+
+        Raises
+        ------
+        Unavailable
+            While versions of a model are exchanged there.
+        """
         self._scale.owned(device, out=True)
-        self._jobs.engine.retire(device)
+        try:
+            self._jobs.engine.retire(device)
+        except Unavailable:
+            self._scale.owned(device, out=False)
+            raise
 
     def restore(self, device: str) -> None:
         """Let a device start jobs again."""

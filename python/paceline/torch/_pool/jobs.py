@@ -49,10 +49,10 @@ class _Engine(Engine):
         self._kept: list[list[str]] = []
         self._retiring = threading.RLock()  # callbacks may come in while it is held
 
-    def retire(self, device: str, unless_last: bool = False) -> bool:
+    def retire(self, device: str, unless_last: bool = False, released: bool = False) -> bool:
         with self._retiring:
             if not any(device in one for one in self._kept):
-                return super().retire(device, unless_last)
+                return super().retire(device, unless_last, released)
         if not unless_last:
             raise Unavailable(
                 f"retire: versions of a model are just exchanged on {device}. Wait until publish, promote or rollback has returned."
