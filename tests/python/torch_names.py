@@ -82,7 +82,7 @@ ATTRIBUTES = {
     "fsdp group": ("unshard", "wait_for_unshard", "post_backward"),
 }
 
-# Private names that the package uses of others: Python, torchmetrics, transformers.
+# Private names that the package uses of others: Python, OpenTelemetry, torchmetrics, transformers.
 OTHERS = {
     *(
         "_asdict",
@@ -92,6 +92,7 @@ OTHERS = {
         "_is_gil_enabled",
         "_slotnames",
         "_loss_shifts_labels",
+        "_real_meter",
         "_update_count",
         "_waiters",
     ),
