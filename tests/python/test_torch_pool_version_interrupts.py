@@ -101,7 +101,9 @@ def test_a_batch_that_warms_a_version_is_waited_for_wherever_an_interrupt_comes(
         return answer(state, x)
 
     def runs(frame: Any, event: str, what: Any) -> bool:
-        return just_taken(frame, event, what) and "batch" in str(frame.f_back.f_locals.get("what")) and running.wait(20)
+        return (
+            just_taken(frame, event, what) and frame.f_back.f_locals.get("what") == "a batch of 1" and running.wait(20)
+        )
 
     def free(self: WithState, seat: Any) -> None:
         freed.append((2 in {one.version for (one,) in self._states.values()}, go.is_set()))

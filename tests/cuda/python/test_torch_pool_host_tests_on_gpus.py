@@ -15,6 +15,7 @@ import test_torch_pool_modules
 import test_torch_pool_padding
 import test_torch_pool_requests
 import test_torch_pool_version_failures
+import test_torch_pool_version_interrupts
 import test_torch_pool_versions
 import versions_support
 from gpu_cases import GPUS, ON_A_GPU
@@ -29,6 +30,7 @@ _MODULES = (
     test_torch_pool_padding,
     test_torch_pool_requests,
     test_torch_pool_version_failures,
+    test_torch_pool_version_interrupts,
     test_torch_pool_versions,
 )
 # These name host devices, undo what the fakes replace, or count batches, whose sizes follow from times: the fake GPUs have a clock of their own.
