@@ -54,6 +54,7 @@ def test_requests_are_answered_as_the_module_answers_and_follow_it(box: Box, at_
         assert not any(one["retired"] for one in pool.report()["devices"].values())
 
 
+@pytest.mark.needs_cuda
 def test_replays_of_graphs_answer_as_the_module_and_follow_it(box: Box) -> None:
     net = box.put(Net().eval())
     items = torch.randn(100, 16)
