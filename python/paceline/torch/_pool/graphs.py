@@ -7,6 +7,7 @@ import functools
 import math
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -151,9 +152,7 @@ class GraphedCopies(Copies):
         super().__init__(*arguments)
         self._name = name
         self._graphs: dict[str, _DeviceGraphs] = {}  # of the present copies
-        self._mine = (
-            threading.local()
-        )  # its `graphs` are those of the thread's present batch: a run that hangs may go on beside another one
+        self._mine = threading.local()  # its `graphs`, held weakly, are those of the thread's present batch: a run that hangs may go on beside another one
         self._left: list[_DeviceGraphs] = []  # on devices that hang, which may be at a replay
         self._warned = False
 
@@ -161,13 +160,13 @@ class GraphedCopies(Copies):
         answer, loaded = super()._of(seat)
         copy = self._copies.get(seat.name)
         if seat.gpu is None or copy is None or copy.answer is not answer:  # this is a run that hung, and goes on
-            self._mine.graphs = None
+            self._mine.graphs = _no_graphs
             return answer, loaded
         graphs = self._graphs.get(seat.name)
         if graphs is None or graphs.forward is not answer:
             graphs = self._graphs[seat.name] = _DeviceGraphs(copy.replica, answer, self._refused)
         graphs.follow(seat)
-        self._mine.graphs = graphs
+        self._mine.graphs = weakref.ref(graphs)  # the batch holds them
         return functools.partial(graphs.answer, seat), loaded
 
     @contextlib.contextmanager
@@ -175,7 +174,7 @@ class GraphedCopies(Copies):
         self, device: str, kind: str, size: tuple[Any, ...], *, captures: bool | None = None
     ) -> Iterator[float]:
         """See `Served`."""
-        graphs: _DeviceGraphs | None = self._mine.graphs
+        graphs: _DeviceGraphs | None = self._mine.graphs()
         first = graphs is not None and graphs.begin((kind, size))
         with super().running(device, kind, size, captures=None if graphs is None else graphs.due) as excluded:
             yield math.inf if first else excluded
@@ -216,3 +215,7 @@ def _frozen(seat: Seat, answers: Any) -> str | None:
             what = f"a tensor on {one.device}" if isinstance(one, torch.Tensor) else f"a {type(one).__name__}"
             return f"the forward returns {what}, which a replay would not compute"
     return None
+
+
+def _no_graphs() -> None:
+    """In the place of a weak reference."""

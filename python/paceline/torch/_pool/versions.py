@@ -333,7 +333,10 @@ class Versions:
                     self._exchanging = False
                     if end.live is made:
                         self._cold.add(old.version)
+                    way = self._present.way
                     self._set(end)
+                    if isinstance(way, Answerer) and way is not end.live:
+                        way.left(self._present)  # a thread may be on its way there
                 gap.over.set()
 
     def _pass_to(self, way: Answerer | Gap, state: State) -> None:

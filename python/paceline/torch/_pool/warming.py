@@ -177,8 +177,10 @@ class Warming:
             item = leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
             for count in _MEASURED:
                 count = min(count, self._made.options.max_batch)
-                asked = [there.put(None, item, leaves, spec, None, "normal", True) for _ in range(count)]
+                asked: list[PoolFuture[Any]] = []
                 try:
+                    for _ in range(count):
+                        asked.append(there.put(None, item, leaves, spec, None, "normal", True))
                     for one in asked:
                         self._wait(one, seat, f"{count} requests")
                 finally:
