@@ -68,10 +68,11 @@ def test_the_ledger_of_a_pool_has_the_page_of_the_pool(tmp_path: Path, capsys: p
             for _ in range(jobs):
                 pool.submit(int, kind="k", needs=name).exception()  # int(device) raises
                 pool.submit(str, kind="s", needs=name).result()
-        with Held(pool, 2):
+        with Held(pool, 2) as held:
             pool.submit(str, kind="s").cancel()
             waits = pool.submit(str, kind="s")
-        waits.result()
+        for job in (waits, *held.jobs):
+            job.result()
         pool.page(own)
     assert main(["page", str(path), "-o", str(made)]) == 0
     pages = [Reader(one.read_text(encoding="utf-8")) for one in (own, made)]

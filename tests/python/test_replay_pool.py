@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from paceline.balance import Balancer
 from paceline.sim import replay_pool, what_if_pool
 from paceline.torch import Pool
 from pool_support import Held, pool_of
-from torch_support import hosts, on_worker
+from test_worth_pool import pool_ledger
+from torch_support import hosts
 
 PLACEMENTS = ["auto", "any", "round_robin", "least_outstanding", "weighted", "earliest_finish"]
 OPTIONS: dict[str, Any] = {
@@ -271,19 +271,7 @@ def test_lines_that_are_no_events_are_named() -> None:
 
 def test_another_placement_is_asked_of_the_same_arrivals(tmp_path: Path) -> None:
     path = tmp_path / "pool.jsonl"
-    with pool_of(2) as pool:
-        pool.write_ledger(path)
-        slow = hosts(2)[1]
-
-        def run(_: torch.device) -> None:
-            time.sleep(0.03 if on_worker(slow) else 0.002)
-
-        for name in hosts(2):
-            pool.submit(run, kind="sleep", needs=name).result()
-        with Held(pool, 2):
-            jobs = [pool.submit(run, kind="sleep", wait=False) for _ in range(16)]
-        for job in jobs:
-            job.result()
+    pool_ledger(path, (0.002, 0.03), every=0.0005, jobs=20)
     times = {placement: what_if_pool(path, placement) for placement in PLACEMENTS}
     assert all(one.outcomes == {"completed": 20} for one in times.values())
     assert times["auto"].mean_seconds + 0.01 < times["round_robin"].mean_seconds

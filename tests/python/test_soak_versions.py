@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -60,12 +61,12 @@ def test_versions_that_fail_are_refused_or_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_request_that_is_ended_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    end, count = Request.end, [0]
+    end, numbers = Request.end, itertools.count(1)
 
     def again(self: Request, *how: Any) -> None:
-        count[0] += 1
+        twice = next(numbers) % 500 == 0
         end(self, *how)
-        if count[0] % 500 == 0:
+        if twice:
             end(self, *how)
 
     monkeypatch.setattr(Request, "end", again)
