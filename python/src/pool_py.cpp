@@ -288,7 +288,7 @@ class PythonPool {
     }();
     if (!tick) return py::none();
     return py::make_tuple(tick->seconds, tick->arrived_work, tick->arrived_jobs, tick->waiting_work, tick->known,
-                          tick->speeds, tick->covers);
+                          tick->speeds, tick->lost, tick->covers);
   }
 
   [[nodiscard]] const Pool& pool() const noexcept { return pool_; }
@@ -381,7 +381,8 @@ void bind_pool(py::module_& module) {
       .def_property_readonly("running", [](const PythonPool& self) { return self.pool().running(); })
       .def("scale_tick", &PythonPool::scale_tick, py::arg("least_seconds"), py::arg("keep_seconds"),
            "Since the call before: seconds, work and jobs that came, work that waits, whether all that waits is known, "
-           "the speed of each device, and sets of devices of which so many have to be active. None if it was less than "
+           "the speed of each device, which are lost, and sets of devices of which so many have to be active. None if "
+           "it was less than "
            "`least_seconds` ago. Of needs those of the last `keep_seconds` count.")
       .def_property_readonly("backlog_seconds", [](const PythonPool& self) { return self.pool().backlog_seconds(); })
       .def("explain", [](const PythonPool& self) { return self.pool().explain(); });

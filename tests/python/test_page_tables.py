@@ -71,7 +71,8 @@ def test_the_ledger_of_a_pool_has_the_page_of_the_pool(tmp_path: Path, capsys: p
         with Held(pool, 2) as held:
             pool.submit(str, kind="s").cancel()
             waits = pool.submit(str, kind="s")
-        for job in (waits, *held.jobs):
+        waits.result()
+        for job in held.jobs:
             job.result()
         pool.page(own)
     assert main(["page", str(path), "-o", str(made)]) == 0

@@ -28,12 +28,13 @@ class Scripted:
         self.names = hosts(count)
         self.active = list(self.names)
         self.speeds = [1 / count] * count
+        self.lost = [False] * count
         self.work, self.jobs, self.waiting, self.known = 0.0, 0.0, 0.0, True
         self.covers: list[tuple[list[bool], int]] = []
         self.acting: Any = lambda: None  # called inside of the calls that retire and restore
 
     def scale_tick(self, _: float, __: float) -> tuple[Any, ...]:
-        return 1.0, self.work, self.jobs, self.waiting, self.known, self.speeds, self.covers
+        return 1.0, self.work, self.jobs, self.waiting, self.known, self.speeds, self.lost, self.covers
 
     def retire(self, name: str, unless_last: bool = False, released: bool = False) -> bool:
         assert unless_last == released
@@ -131,6 +132,19 @@ def test_what_its_owner_retires_stays_retired() -> None:
     assert sorted(engine.active) == engine.names
 
 
+def test_what_has_to_stay_counts_as_desired_and_costs_little() -> None:
+    engine, scale = scripted(3, keep=0.0, prices={"host:1": 5.0})
+    looked(scale, 3)
+    engine.covers = [([False, True, True], 1)]
+    looked(scale, 2)
+    assert engine.active == ["host:0", "host:2"]
+    assert scale.desired() == 2
+    with pool_of(1, autoscale=True) as pool:
+        with pytest.raises(InvalidArgument, match="host:9"):
+            pool.retire("host:9")
+        assert not pool._scale._out
+
+
 def test_its_owner_may_come_between_a_decision_and_what_follows() -> None:
     engine, scale = scripted(2, keep=0.0)
 
@@ -153,7 +167,11 @@ def test_its_owner_may_come_between_a_decision_and_what_follows() -> None:
 def test_a_lost_device_does_not_come_back() -> None:
     engine, scale = scripted(2, keep=0.0)
     looked(scale, 3)
-    engine.speeds = [1.0, 0.0]
+    engine.speeds, engine.lost = [1.0, 0.0], [False, True]
+    engine.known = False
+    looked(scale, 2)
+    assert engine.active == ["host:0"]
+    engine.known = True
     engine.work, engine.jobs, engine.waiting = 2.0, 900.0, 9.0
     looked(scale, 3)
     assert engine.active == ["host:0"]

@@ -82,7 +82,8 @@ def test_scalars_are_of_the_time_since_the_call_before() -> None:
             waits = pool.submit(lambda _: time.sleep(0.02), kind="work")
             now = pool.scalars("")
             assert (now["waiting"], now["running"]) == (1, 2)
-        for job in (waits, *held.jobs):
+        waits.result()
+        for job in held.jobs:
             job.result()
         pool.retire("host:1")
         pool.submit(lambda _: None, gang=1).result()

@@ -158,6 +158,15 @@ TEST(PoolLoads, CountWhatComesAndWhatMayStart) {
   EXPECT_TRUE(box.pool.lost(0));
 }
 
+TEST(PoolLoads, TakeADeviceThatHasRunNoneForOneLikeTheOthers) {
+  LoadedPool box;
+  (void)box.pool.measure(0.0, 0, box.kind, CostModel::affine(0.0, 0.1), 3);
+  (void)box.pool.measure(0.0, 1, box.kind, CostModel::affine(0.0, 0.3), 3);
+  EXPECT_NEAR(box.pool.loads()[0].rates[2], (10.0 + 10.0 / 3.0) / 2.0, 1e-9);
+  (void)box.pool.lose(0.0, 2);
+  EXPECT_EQ(box.pool.loads()[0].rates[2], 0.0);
+}
+
 TEST(PoolCovers, AreWhatWaitsAndNeedsOfLate) {
   LoadedPool box;
   box.measure();

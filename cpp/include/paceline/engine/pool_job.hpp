@@ -111,6 +111,7 @@ struct PoolTick {
   /// False: jobs wait of a kind that no device has run yet, or submitters wait for room in the queue.
   bool known = true;
   std::vector<double> speeds = {};  ///< of each device, retired or not; 0 for a lost one. They add up to about 1
+  std::vector<bool> lost = {};
   /// So many of these devices, at least, have to be active for what waits, and for what had needs lately.
   std::vector<std::pair<std::vector<bool>, std::size_t>> covers = {};
 };

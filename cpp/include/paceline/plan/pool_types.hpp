@@ -215,7 +215,8 @@ struct PoolTenantUse {
 struct PoolLoad {
   double arrived = 0.0;  ///< since the kind was added, with those that were rejected for the queue or their deadline
   double waiting = 0.0;  ///< that may start
-  /// A second, of each device in its largest batches, also if it is retired; 0: unknown, or it is lost.
+  /// A second, of each device in its largest batches, also if it is retired. A device that has run none counts as the
+  /// mean of the others. 0: no device has, it cannot, or it is lost.
   std::vector<double> rates = {};
 };
 

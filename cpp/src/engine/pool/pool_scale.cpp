@@ -46,7 +46,10 @@ std::optional<PoolTick> PoolCore::scale_tick(double least_seconds, double keep_s
     speeds_.resize(devices_.size(), 1.0 / static_cast<double>(devices_.size()));
     tick.speeds = speeds_;
   }
-  for (std::size_t d = 0; d < devices_.size(); ++d) tick.speeds[d] = state_.lost(d) ? 0.0 : tick.speeds[d];
+  for (std::size_t d = 0; d < devices_.size(); ++d) {
+    tick.lost.push_back(state_.lost(d));
+    if (tick.lost.back()) tick.speeds[d] = 0.0;
+  }
   for (plan::PoolCover& cover : state_.covers(time - keep_seconds)) {
     tick.covers.emplace_back(std::move(cover.devices), cover.count);
   }

@@ -62,11 +62,21 @@ std::vector<PoolLoad> PoolState::loads() const {
     all[kind].rates.resize(s.devices.size());
     if (of.forgotten) continue;
     all[kind].arrived = of.arrived;
+    double sum = 0.0;
+    double known = 0.0;
+    std::vector<std::size_t> others;  // that can run it, and have not
     for (std::size_t d = 0; d < s.devices.size(); ++d) {
       const std::int64_t most = s.devices[d].lost ? 0 : s.largest(kind, d);
-      const double batch = most > 0 ? s.seconds(kind, d, of.cost * static_cast<double>(most)) : 0.0;
-      if (batch > 0.0) all[kind].rates[d] = static_cast<double>(most) / batch;
+      if (most == 0) continue;
+      const double batch = s.seconds(kind, d, of.cost * static_cast<double>(most));
+      if (batch > 0.0) {
+        sum += all[kind].rates[d] = static_cast<double>(most) / batch;
+        known += 1.0;
+      } else {
+        others.push_back(d);
+      }
     }
+    for (const std::size_t d : others) all[kind].rates[d] = known > 0.0 ? sum / known : 0.0;
   }
   for (const std::size_t at : s.active_lines) all[s.lines[at].kind].waiting += s.units(s.lines[at]);
   for (const auto& [background, key, id] : s.gangs) {

@@ -370,8 +370,7 @@ class Answerer:
             request.error, request.given_up = error, True
         if requests[0].future is None:  # the run was given up, and its end says nothing of the device
             return FAILED
-        self.jobs.scale.take_back_all()
-        if not self.jobs.engine.retire(device, unless_last=True):
+        if not self.jobs.scale.retire_useless(device):
             return FAILED
         try:
             warnings.warn(

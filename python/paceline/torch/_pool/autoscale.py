@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline import Error, InvalidArgument, Unavailable
+from paceline import Error, InvalidArgument
 from paceline._core.plan import Scaler
 from paceline._words import plural
 from paceline.torch._pool.jobs import Jobs
@@ -62,6 +62,8 @@ class Scale:
         self._jobs, self._scaler = weakref.ref(jobs), Scaler(self.options.wait)  # the jobs own it
         self._speeds: dict[str, float] = {}  # of the last look
         self._waiting = 0.0  # work, at the last look
+        self._wanted = 0  # devices, by then
+        self._holding = 0  # calls during which nothing is released
         self._lock = threading.RLock()  # nothing is told to the engine while it is held: that may call anything
         if self.acts:
             over = threading.Event()
@@ -79,16 +81,25 @@ class Scale:
         for name, want in changes:
             if want:
                 self._take_back(jobs, name)
-            elif not self.acts or jobs.engine.retire(name, True, True):
+            elif not self.acts or (not self._holding and jobs.engine.retire(name, True, True)):
                 with self._lock:
                     if name not in self._out:
                         self.released.add(name)
 
-    def take_back_all(self) -> None:
-        """Before a device is retired because it is of no use: it may be the only one that is not released."""
+    def retire_useless(self, device: str) -> bool:
+        """Retire a device that is of no use, but not the last one. Returns whether it did. What is released comes back before: it may be all others."""
         jobs = self._jobs()
-        for name in list(self.released) if jobs is not None and self.acts else ():
-            self._take_back(jobs, name)
+        if jobs is None:
+            return False
+        with self._lock:
+            self._holding += 1
+        try:
+            for name in list(self.released) if self.acts else ():
+                self._take_back(jobs, name)
+            return jobs.engine.retire(device, unless_last=True)
+        finally:
+            with self._lock:
+                self._holding -= 1
 
     def _take_back(self, jobs: Any, name: str) -> None:
         with self._lock:
@@ -105,11 +116,12 @@ class Scale:
         tick = jobs.engine.scale_tick(_LEAST_TICK, self.options.keep)
         if tick is None:
             return []
-        seconds, arrived_work, arrived_jobs, self._waiting, known, speeds, covers = tick
+        seconds, arrived_work, arrived_jobs, self._waiting, known, speeds, lost, covers = tick
         active = set(jobs.engine.active)
-        self._speeds = dict(zip([one.name for one in jobs.devices], speeds, strict=False))  # one may just be added
-        if not self.acts:
-            self.released &= active
+        names = [one.name for one in jobs.devices]
+        self._speeds = dict(zip(names, speeds, strict=False))  # one may just be added
+        gone = {name for name, is_lost in zip(names, lost, strict=False) if is_lost}
+        self.released = self.released - active - gone if self.acts else self.released & active
         there = {name: name in active or name in self.released for name in self._speeds}
         rows = [
             (
@@ -130,8 +142,10 @@ class Scale:
             wanted = {name: wanted[name] or there[name] for name in wanted}
         for accepted, count in covers:
             able = [name for name, can in zip(self._speeds, accepted, strict=False) if can and there[name]]
-            for name in sorted(able, key=lambda one: (not wanted[one], one in self.released))[:count]:
+            prices = {name: self.options.prices.get(name, 1.0) / max(self._speeds[name], 1e-9) for name in able}
+            for name in sorted(able, key=lambda one: (not wanted[one], one in self.released, prices[one]))[:count]:
                 wanted[name] = True
+        self._wanted = sum(wanted.values())
         back = [(name, True) for name in self.released if wanted.get(name, False)]
         return back + [(name, False) for name in wanted if not wanted[name] and name in active - self.released]
 
@@ -140,13 +154,15 @@ class Scale:
         if not self.acts:
             self.look()
         with self._lock:
-            return max(1, self._scaler.desired)
+            return max(1, self._scaler.desired, self._wanted)
 
-    def owned(self, device: str, *, out: bool) -> None:
-        """The pool's owner is about to retire (`out`) or to restore it, so it is no longer this that has released it."""
+    def owned(self, device: str, *, out: bool) -> bool:
+        """The pool's owner is about to retire (`out`) or to restore it, so it is no longer this that has released it. Returns whether its owner had retired it."""
         with self._lock:
+            was = device in self._out
             self.released.discard(device)
             (self._out.add if out else self._out.discard)(device)
+            return was
 
     def wait_of(self, remove: Iterable[str], add: Iterable[str | float]) -> dict[str, Any]:
         """See `Scaled.what_if`."""
@@ -170,7 +186,7 @@ class Scale:
                 if not isinstance(one, str) and not 0 < one < math.inf:
                     raise InvalidArgument(f"what_if: add has {one!r}; a speed must be a positive number.")
                 asked.append(speeds[one] if isinstance(one, str) else one * fastest)
-            busy = self._scaler.work_per_second / sum(asked) if asked else math.inf
+            busy = self._scaler.work_per_second / sum(asked) if sum(asked) > 0 else math.inf
             wait = self._scaler.wait_of(asked, self._waiting)
             return {"devices": len(asked), "wait_seconds": wait, "busy": busy}
 
@@ -215,11 +231,11 @@ class Scaled:
         Unavailable
             While versions of a model are exchanged there.
         """
-        self._scale.owned(device, out=True)
+        was = self._scale.owned(device, out=True)
         try:
             self._jobs.engine.retire(device)
-        except Unavailable:
-            self._scale.owned(device, out=False)
+        except BaseException:
+            self._scale.owned(device, out=was)
             raise
 
     def restore(self, device: str) -> None:

@@ -47,26 +47,30 @@ class _Engine(Engine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._kept: list[list[str]] = []
-        self._retiring = threading.RLock()  # callbacks may come in while it is held
 
     def retire(self, device: str, unless_last: bool = False, released: bool = False) -> bool:
-        with self._retiring:
-            if not any(device in one for one in self._kept):
-                return super().retire(device, unless_last, released)
+        # No lock is held: jobs may end in the call, and their callbacks may want any.
+        if not self._keeps(device):
+            retired = super().retire(device, unless_last, released)
+            if not retired or not self._keeps(device):
+                return retired
+            self.restore(device)  # an exchange has begun meanwhile
         if not unless_last:
             raise Unavailable(
                 f"retire: versions of a model are just exchanged on {device}. Wait until publish, promote or rollback has returned."
             )
         return False
 
+    def _keeps(self, device: str) -> bool:
+        return any(device in one for one in list(self._kept))
+
     @contextlib.contextmanager
     def keeping(self, devices: Sequence[str]) -> Iterator[list[str]]:
         """Retire none of the devices in the block. Yields those that take work."""
         kept: list[str] = []
         try:
-            with self._retiring:
-                self._kept.append(kept)
-                kept += [one for one in self.active if one in devices]
+            self._kept.append(kept)
+            kept += [one for one in self.active if one in devices]
             yield kept
         finally:
             with contextlib.suppress(ValueError):
