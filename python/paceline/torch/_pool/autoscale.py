@@ -64,7 +64,9 @@ class Scale:
         self._waiting = 0.0  # work, at the last look
         self._wanted = 0  # devices, by then
         self._holding = 0  # calls during which nothing is released
-        self._lock = threading.RLock()  # nothing is told to the engine while it is held: that may call anything
+        self._lock = (
+            threading.RLock()
+        )  # No device is retired or restored while it is held: callbacks of jobs that end then may want other locks.
         if self.acts:
             over = threading.Event()
             jobs.ends.append(over.set)
@@ -87,7 +89,7 @@ class Scale:
                         self.released.add(name)
 
     def retire_useless(self, device: str) -> bool:
-        """Retire a device that is of no use, but not the last one. Returns whether it did. What is released comes back before: it may be all others."""
+        """Retire a device that is of no use, but not the last one. Returns whether it did. Released devices come back before, since they may be all others."""
         jobs = self._jobs()
         if jobs is None:
             return False

@@ -336,7 +336,7 @@ class Versions:
                     way = self._present.way
                     self._set(end)
                     if isinstance(way, Answerer) and way is not end.live:
-                        way.left(self._present)  # a thread may be on its way there
+                        way.left(self._present)  # a thread that has read this way may still submit there
                 gap.over.set()
 
     def _pass_to(self, way: Answerer | Gap, state: State) -> None:
