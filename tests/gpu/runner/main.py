@@ -116,6 +116,9 @@ def main(text: str | None) -> int:
         return 1 if record.failed else 0
     if not args.as_several:  # which measures nothing
         print("\n" + goals.table(record.goals, rehearsal=args.rehearse))
+    for entry in record.stages:
+        if entry["stage"] in record.failed:
+            print(f"\n######## what {entry['stage']} said last\n{entry.get('tail', '')}")
     print(f"{'failed: ' + ', '.join(record.failed) if record.failed else 'nothing failed'}; see {record.path}")
     return 1 if record.failed else 0
 
