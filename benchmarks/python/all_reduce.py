@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from race import host
+from race import script
 from race.command import in_turn
 from race.figures import spread
 from race.job import Job
@@ -95,10 +94,7 @@ def size_text(size: int) -> str:
 
 def main() -> int:
     args = arguments()
-    devices = paceline.devices()[:2]
-    if len(devices) < 2 or not all(device.cores for device in devices):
-        print("Two cores are needed that processes can be pinned to.", file=sys.stderr)
-        return 2
+    devices = script.cores(2, pinned=True)
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="all_reduce") as name:
         race = Race(args, devices, Path(name))
@@ -108,18 +104,16 @@ def main() -> int:
     rows = race.rows()
     print(table(rows))
     if args.json:
-        versions = {"paceline": paceline.__version__, **race.pinned.versions, "python": platform.python_version()}
-        setting = {"load_before": round(load, 2), "hardware": host.hardware(devices), "versions": versions}
-        print(json.dumps({"sizes": rows, "rounds": args.rounds, **setting}))
+        setting = {"rounds": args.rounds, "load_before": round(load, 2)}
+        print(json.dumps({"sizes": rows} | setting | script.facts(devices, **race.pinned.versions)))
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of both, in fresh processes (default: 5)")
     parser.add_argument("--calls", type=int, default=200, help="measured of a small size in a round (default: 200)")
     parser.add_argument("--short", action="store_true", help="only two sizes")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     if min(args.rounds, args.calls) < 1:
         parser.error("--rounds and --calls must be at least 1")

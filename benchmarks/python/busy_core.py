@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ import torch
 
 import paceline
 from paceline.torch import DataParallel
-from race import data, host, model
+from race import data, model, script
 from race.processes import busy_loop
 
 BLOCK = 20  # steps of one trainer before the next one's turn
@@ -82,10 +81,7 @@ def measure(args: argparse.Namespace, devices: list[paceline.Device]) -> dict[st
 
 def main() -> int:
     args = arguments()
-    devices = paceline.devices()[: args.cores]
-    if len(devices) < 2:
-        print("busy_core: two cores are needed", file=sys.stderr)
-        return 1
+    devices = script.cores(args.cores)
     result = measure(args, devices)
     figures_text = ", ".join(f"{name} {value} ms" for name, value in result["milliseconds"].items())
     back = result["steps_until_back"]
@@ -95,20 +91,18 @@ def main() -> int:
         f"when the loops had ended it had work again {f'after {back} steps' if back is not None else f'in none of {args.patience} steps'}"
     )
     if args.json:
-        versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        setting = {"batch": args.batch, "loops": args.loops, "hardware": host.hardware(devices), "versions": versions}
-        print(json.dumps(result | setting))
+        setting = {"batch": args.batch, "loops": args.loops}
+        print(json.dumps(result | setting | script.facts(devices, torch=torch.__version__)))
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--batch", type=int, default=32, help="global batch, of short steps (default: 32)")
     parser.add_argument("--loops", type=int, default=6, help="busy loops on the last core (default: 6)")
     parser.add_argument("--cores", type=int, default=2, help="how many devices (default: 2)")
     parser.add_argument("--steps", type=int, default=600, help="of each trainer (default: 600)")
     parser.add_argument("--patience", type=int, default=2000, help="steps to wait for its return (default: 2000)")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     if args.steps < 2 * BLOCK or args.loops < 0 or args.batch < args.cores:
         parser.error(f"--steps must be at least {2 * BLOCK}, --loops at least 0, --batch at least --cores")

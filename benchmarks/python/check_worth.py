@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -24,9 +23,8 @@ from typing import Any
 
 import torch
 
-import paceline
 from paceline.torch import DataParallel
-from race import data, host, model
+from race import data, model, script
 from race.processes import busy_loop
 
 GOAL = 0.05
@@ -99,10 +97,7 @@ def compared(rounds: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dic
 
 def main() -> int:
     args = arguments()
-    devices = paceline.devices()[: args.cores]
-    if len(devices) < 2:
-        print("check_worth: two cores are needed", file=sys.stderr)
-        return 1
+    devices = script.cores(args.cores)
     names = [device.name for device in devices]
     results: dict[str, Any] = {"quiet": measure(args, names)}
     with busy_loop(list(devices[-1].cores)):
@@ -122,20 +117,18 @@ def main() -> int:
     met = abs(worst - 1) <= GOAL
     print(f"farthest from 1: {worst:.3f}; the goal, within {GOAL:.0%}, is {'met' if met else 'missed'}")
     if args.json:
-        versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        setting = {"batch": args.batch, "hardware": host.hardware(devices), "versions": versions}
-        print(json.dumps({"results": results, "worst": worst, "goal": GOAL, "met": met, **setting}))
+        verdict = {"worst": worst, "goal": GOAL, "met": met, "batch": args.batch}
+        print(json.dumps({"results": results} | verdict | script.facts(devices, torch=torch.__version__)))
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--batch", type=int, default=512, help="global batch (default: 512)")
     parser.add_argument("--cores", type=int, default=2, help="how many devices (default: 2)")
     parser.add_argument("--rounds", type=int, default=7, help="of blocks (default: 7)")
     parser.add_argument("--block", type=int, default=50, help="steps of a trainer in a round (default: 50)")
     parser.add_argument("--warm-up", type=int, default=60, help="steps of each trainer before (default: 60)")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     if min(args.rounds, args.block, args.warm_up) < 1 or args.batch < args.cores:
         parser.error("--rounds, --block and --warm-up must be at least 1, --batch at least --cores")

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import ctypes
 import json
-import platform
 import resource
 import statistics
 import sys
@@ -29,7 +28,7 @@ from torch import nn
 
 import paceline
 from paceline.torch import DataParallel
-from race import host
+from race import script
 from race.processes import busy_loop
 
 WARM_UP_STEPS = 20  # from then on automatic shares are measured
@@ -123,10 +122,7 @@ def measure(args: argparse.Namespace, devices: list[paceline.Device]) -> dict[st
 
 def main() -> int:
     args = arguments()
-    devices = paceline.devices()[: len(args.parts)]
-    if len(devices) < len(args.parts) or not all(device.cores for device in devices):
-        print(f"fixed_parts: {len(args.parts)} cores are needed that processes can be pinned to", file=sys.stderr)
-        return 1
+    devices = script.cores(len(args.parts), len(args.parts), pinned=True)
     result = measure(args, devices)
     first, second = result["median"]
     print(
@@ -135,14 +131,13 @@ def main() -> int:
         f"shares of {first}, in steps: {result['shares']}"
     )
     if args.json:
-        versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        setting = {"parts": args.parts, "quiet": args.quiet, "hardware": host.hardware(devices), "versions": versions}
-        print(json.dumps(result | setting))
+        setting = {"parts": args.parts, "quiet": args.quiet}
+        print(json.dumps(result | setting | script.facts(devices, torch=torch.__version__)))
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--parts", default="86,42", help="the fixed items of each device (default: 86,42)")
     parser.add_argument("--quiet", action="store_true", help="without the busy loop")
     parser.add_argument(
@@ -150,7 +145,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=14, help="blocks of each (default: 14)")
     parser.add_argument("--block", type=int, default=10, help="steps in a block (default: 10)")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     args.parts = [int(part) for part in args.parts.split(",")]
     args.batch = sum(args.parts)

@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import statistics
 import sys
 import threading
@@ -34,7 +33,7 @@ import torch
 from torch import nn
 
 import paceline
-from race import host
+from race import script
 from race.figures import spread
 
 THREADS = (1, 2, 4, 8)
@@ -200,19 +199,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def setting() -> dict[str, Any]:
-    return {
-        "hardware": host.hardware(paceline.devices())
-        | {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
-        "gil": bool(getattr(sys, "_is_gil_enabled", lambda: True)()),
-    }
+    facts = script.facts(paceline.devices(), torch=torch.__version__, cuda=torch.version.cuda)
+    facts["hardware"]["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return facts | {"gil": bool(getattr(sys, "_is_gil_enabled", lambda: True)())}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--devices", help="any host device: measure CPU tensors (default: the first GPU)")
     parser.add_argument("--short", action="store_true", help="four seconds, with a wider spread")
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
     return parser.parse_args()
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -20,10 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import paceline
 from paceline.torch import DataParallel
 from paceline.torch._trainer import optimizer as _optimizer
-from race import host
+from race import script
 
 SIZES = ((8, 256), (8, 512), (32, 256), (8, 1024), (32, 512), (32, 1024))  # layers, width
 BLOCK = 6  # steps of one kind before the other's turn
@@ -32,10 +30,7 @@ WARM_UP_STEPS = 12
 
 def main() -> int:
     args = arguments()
-    devices = paceline.devices()[:2]
-    if len(devices) < 2:
-        print("optimizer: two cores are needed", file=sys.stderr)
-        return 1
+    devices = script.cores(2)
     torch.set_num_threads(1)
     _optimizer._LEAST_ELEMENTS = _optimizer._LEAST_ELEMENTS_OF_A_LOOP = 1
     names = [device.name for device in devices]
@@ -49,8 +44,7 @@ def main() -> int:
             f"{row['ratio']:>7.2f}"
         )
     if args.json:
-        versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        print(json.dumps({"rows": rows, "hardware": host.hardware(devices), "versions": versions}))
+        print(json.dumps({"rows": rows} | script.facts(devices, torch=torch.__version__)))
     return 0
 
 
@@ -88,10 +82,9 @@ def measured(names: list[str], layers: int, width: int, fused: bool, steps: int)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--steps", type=int, default=48, help="of each kind and size (default: 48)")
     parser.add_argument("--short", action="store_true", help="the smallest size only")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     if args.steps < BLOCK:
         parser.error(f"--steps must be at least {BLOCK}")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import platform
 import random
 import statistics
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 
 import paceline
 from paceline.plan import split_items
-from race import host
+from race import script
 
 Parts = Sequence[Sequence[int]]  # per device, the indices of its items
 Method = Callable[[list[int], int], Parts]
@@ -165,23 +164,18 @@ def main() -> int:
             f"goal: never, {'met' if each['met'] else 'missed'}"
         )
     if args.json:
-        versions = {
-            "paceline": paceline.__version__,
-            "numberpartitioning": importlib.metadata.version("numberpartitioning"),
-            "python": platform.python_version(),
-        }
+        facts = script.facts(paceline.devices(), numberpartitioning=importlib.metadata.version("numberpartitioning"))
         tables = {title: [HEAD, *rows]}
         batches = {f"{size['items']} x {size['devices']}": size for size in sizes}
-        setting = {"seeds": args.seeds, "hardware": host.hardware(paceline.devices()), "versions": versions}
-        print(json.dumps({"available": True, "goals": found, "tables": tables, "batches": batches, **setting}))
+        result = {"available": True, "goals": found, "tables": tables, "batches": batches, "seeds": args.seeds}
+        print(json.dumps(result | facts))
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=100, help="batches of each size (default: 100)")
     parser.add_argument("--short", action="store_true", help="the smallest size only")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     if args.seeds < 1:
         parser.error("--seeds must be at least 1")

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from paceline.torch import Pool
+from race import script
 
 Round = Callable[[int], list[float]]  # so many jobs, to seconds of each
 
@@ -99,10 +100,9 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--jobs", type=int, default=2000, help="of a round (default: 2000)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 

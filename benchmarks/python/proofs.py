@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from torch import nn
 
 import paceline
 from paceline.torch import DataParallel
-from race import host
+from race import script
 
 
 def loss_fn(module: nn.Module, batch: Any) -> torch.Tensor:
@@ -67,20 +66,18 @@ def main() -> int:
         f"{max(ratios):.4f}); proofs took {', '.join(f'{1e3 * one:.0f}' for one in proofs)} ms, {sum(proofs) / statistics.median(found[False]):.2%} of the run"
     )
     if args.json:
-        versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
         result = {"with": found[True], "without": found[False], "ratios": ratios, "proofs": proofs}
-        print(json.dumps(result | {"hardware": host.hardware(devices), "versions": versions}))
+        print(json.dumps(result | script.facts(devices, torch=torch.__version__)))
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--devices", type=int, default=2, help="how many devices (default: 2)")
     parser.add_argument("--batch", type=int, default=512, help="items of a batch (default: 512)")
     parser.add_argument("--width", type=int, default=512, help="of the hidden layers (default: 512)")
     parser.add_argument("--steps", type=int, default=1000, help="of a run (default: 1000)")
     parser.add_argument("--rounds", type=int, default=4, help="pairs of runs (default: 4)")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     if min(args.devices, args.batch, args.width, args.steps, args.rounds) < 1:
         parser.error("all numbers are at least 1")

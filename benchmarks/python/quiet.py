@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -25,9 +24,8 @@ from typing import Any
 
 import torch
 
-import paceline
 from paceline.torch import DataParallel
-from race import data, host, model
+from race import data, host, model, script
 from race.figures import median_interval, ratio_summary
 
 WARM_UP_STEPS = 40
@@ -103,10 +101,7 @@ def compare(args: argparse.Namespace, names: list[str], batches: Sequence[model.
 
 def main() -> int:
     args = arguments()
-    devices = paceline.devices()[: args.cores]
-    if len(devices) < 2:
-        print("quiet: two cores are needed", file=sys.stderr)
-        return 1
+    devices = script.cores(args.cores)
     cores = [core for device in devices for core in device.cores]
     before = host.core_seconds(cores)
     with tempfile.TemporaryDirectory(prefix="quiet") as folder:
@@ -121,13 +116,12 @@ def main() -> int:
         f"moves of auto: {result['moves_per_100_steps']} in 100 steps; shares now {result['shares']}"
     )
     if args.json:
-        versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        print(json.dumps(result | {"batch": args.batch, "hardware": host.hardware(devices), "versions": versions}))
+        print(json.dumps(result | {"batch": args.batch} | script.facts(devices, torch=torch.__version__)))
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--batch", type=int, default=512, help="global batch (default: 512)")
     parser.add_argument("--cores", type=int, default=2, help="how many devices (default: 2)")
     parser.add_argument(
@@ -135,7 +129,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tolerance", type=float, default=0.005, help="half of the interval (default: 0.005)")
     parser.add_argument("--seconds", type=float, default=240.0, help="at most (default: 240)")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args()
 
 

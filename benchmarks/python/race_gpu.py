@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 
 import paceline
-from race import gpu_parts, host
+from race import gpu_parts, script
 from race.gpu_field import partition
 from race.gpu_networks import MAKERS, Network
 from race.gpu_parts import Length
@@ -135,29 +134,18 @@ def launches(races: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def setting(args: argparse.Namespace, begin: float) -> dict[str, Any]:
-    cuda = torch.cuda.is_available()
-    return {
-        "short": args.short,
-        "seconds": round(time.monotonic() - begin, 1),
-        "hardware": host.hardware(paceline.devices())
-        | {"gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]},
-        "versions": {
-            "paceline": paceline.__version__,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-            "python": platform.python_version(),
-        },
-    }
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
+    facts = script.facts(paceline.devices(), torch=torch.__version__, cuda=torch.version.cuda, nccl=nccl)
+    facts["hardware"]["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"short": args.short, "seconds": round(time.monotonic() - begin, 1), **facts}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--devices", help="race on these host devices, to try the program (default: the first GPU)")
     parser.add_argument("--parts", metavar="abcde", help="only these parts")
     parser.add_argument("--rivals", action="store_true", help="part (e) also without a second GPU, over gloo")
     parser.add_argument("--short", action="store_true", help="about two minutes instead of ten, with a wider spread")
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
     return parser.parse_args()
 
 

@@ -32,6 +32,7 @@ from torch import nn
 import paceline
 from paceline import Cancelled, Expired, Rejected
 from paceline.torch import Pool, PoolFuture
+from race import script
 
 BOUND_MIB = 32.0  # the allocator's arenas of some threads; a leak of 36 bytes a request shows in a million
 OPEN = 200  # requests that a thread has open at most
@@ -236,12 +237,11 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--requests", type=int, default=1_000_000, help="(default: a million)")
     parser.add_argument("--threads", type=int, default=4, help="that submit (default: 4)")
     parser.add_argument("--devices", type=int, default=2, help="how many host devices (default: 2)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="changes nothing: the last line is always JSON")
     args = parser.parse_args()
     if min(args.requests, args.threads, args.devices) < 1:
         parser.error("--requests, --threads and --devices must be at least 1")

@@ -37,6 +37,7 @@ import paceline
 from paceline import Rejected
 from paceline.torch import Batcher, Pool, PoolFuture
 from paceline.torch._pool.job import Work
+from race import script
 
 GOAL = 1.2
 SANE = 3.0
@@ -330,13 +331,12 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--requests", type=int, default=100_000, help="(default: a hundred thousand)")
     parser.add_argument("--load", type=float, default=0.5, help="of the measured capacity (default: 0.5)")
     parser.add_argument("--devices", type=int, default=2, help="how many host devices (default: 2)")
     parser.add_argument("--width", type=int, default=1024, help="of the model (default: 1024)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="changes nothing: the last line is always JSON")
     args = parser.parse_args()
     if min(args.requests, args.devices, args.width - 1) < 1 or not args.load > 0:
         parser.error("--requests, --devices and --load must be positive, and --width at least 2")

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -36,7 +35,7 @@ from torch import nn
 import paceline
 from paceline._core.engine import Lanes, LaneThreads, StepLoop, run_pipeline
 from paceline.torch import DataParallel, Pipeline
-from race import host
+from race import script
 
 NORMS = 53  # of ResNet-50: with a convolution each and one linear layer these are 161 parameters and 159 buffers
 PAUSE_SECONDS = 0.002  # long enough for every worker to go to sleep
@@ -64,9 +63,8 @@ def main() -> int:
             rows[-1] |= pipeline(names, pause, args.steps)
     print(table(rows))
     if args.json:
-        versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        setting = {"load_before": round(load, 2), "hardware": host.hardware(devices), "versions": versions}
-        print(json.dumps({"rows": rows, **setting}))
+        result = {"rows": rows, "load_before": round(load, 2)}
+        print(json.dumps(result | script.facts(devices, torch=torch.__version__)))
     return 0
 
 
@@ -235,9 +233,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--steps", type=int, default=2000, help="of each variant (default: 2000)")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     if args.steps < 1:
         parser.error("--steps must be at least 1")

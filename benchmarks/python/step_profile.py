@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import statistics
 import sys
@@ -37,9 +36,8 @@ from typing import Any
 
 import torch
 
-import paceline
 from paceline.torch import DataParallel
-from race import data, host, model, recovery
+from race import data, model, recovery, script
 from race.processes import busy_loop
 
 WARM_UP_STEPS = 40
@@ -125,10 +123,7 @@ def profile(args: argparse.Namespace, names: list[str], batches: list[model.Pair
 def main() -> int:
     args = arguments()
     torch.set_num_threads(1)
-    devices = paceline.devices()[: args.cores]
-    if len(devices) < 2:
-        print("step_profile: two cores are needed", file=sys.stderr)
-        return 1
+    devices = script.cores(args.cores)
     with tempfile.TemporaryDirectory(prefix="step_profile") as folder:
         data.save(Path(folder), args.network)
         batches = model.batches(folder, args.batch)
@@ -143,21 +138,19 @@ def main() -> int:
         print(f"{name.replace('_', '-'):<12}{milliseconds:>10}{part:>13}")
     print(f"{result['page_faults']:.0f} page faults and {result['micro_batches']:.0f} micro-batches a step")
     if args.json:
-        versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        setting = {"network": args.network, "batch": args.batch, "busy": args.busy, "hardware": host.hardware(devices)}
+        setting = {"network": args.network, "batch": args.batch, "busy": args.busy}
         title = f"{args.network}, batch {args.batch}{', a busy loop on the last core' if args.busy else ''}"
-        print(json.dumps({**result, **setting, "versions": versions, "tables": {title: rows}}))
+        print(json.dumps(result | setting | script.facts(devices, torch=torch.__version__) | {"tables": {title: rows}}))
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--network", choices=["convolution", "transformer"], default="convolution")
     parser.add_argument("--batch", type=int, default=512, help="global batch (default: 512)")
     parser.add_argument("--busy", action="store_true", help="with a busy loop on the last device's core")
     parser.add_argument("--cores", type=int, default=2, help="how many devices (default: 2)")
     parser.add_argument("--steps", type=int, default=200, help="half of them plain PyTorch's (default: 200)")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     if args.steps < 4 * BLOCK:
         parser.error(f"--steps must be at least {4 * BLOCK}")

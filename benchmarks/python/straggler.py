@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -27,9 +26,8 @@ from typing import Any
 
 import torch
 
-import paceline
 from paceline.torch import DataParallel
-from race import data, host, model, recovery
+from race import data, model, recovery, script
 from race.figures import steps_to_recover
 from race.processes import busy_loop
 
@@ -143,10 +141,7 @@ def running_median(values: list[float]) -> list[float]:
 
 def main() -> int:
     args = arguments()
-    devices = paceline.devices()[: args.cores]
-    if len(devices) < 2 or not all(device.cores for device in devices):
-        print("Two cores or more are needed that processes can be pinned to.", file=sys.stderr)
-        return 2
+    devices = script.cores(args.cores, pinned=True)
     slow = range(args.steps // 3, 2 * args.steps // 3)
     with tempfile.TemporaryDirectory(prefix="straggler") as folder:
         data.save(Path(folder))
@@ -162,34 +157,20 @@ def main() -> int:
     if args.plot:
         draw(runs, slow, devices[-1].name, args.plot)
     if args.json:
+        setting = {"batch": args.batch, "steps": args.steps, "slow_steps": [slow.start, slow.stop]}
         print(
-            json.dumps(
-                {
-                    **summaries,
-                    "recovery": recovered,
-                    "batch": args.batch,
-                    "steps": args.steps,
-                    "slow_steps": [slow.start, slow.stop],
-                    "hardware": host.hardware(devices),
-                    "versions": {
-                        "paceline": paceline.__version__,
-                        "torch": torch.__version__,
-                        "python": platform.python_version(),
-                    },
-                }
-            )
+            json.dumps(summaries | {"recovery": recovered} | setting | script.facts(devices, torch=torch.__version__))
         )
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--steps", type=int, default=150, help="of each way to split (default: 150)")
     parser.add_argument("--onsets", type=int, default=7, help="further times that the straggler comes (default: 7)")
     parser.add_argument("--batch", type=int, default=512, help="items of a step (default: 512)")
     parser.add_argument("--cores", type=int, default=2, help="how many devices (default: 2)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg, .png or .pdf")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     if args.steps < 9 or min(args.onsets, args.batch, args.cores) < 1:
         parser.error("--steps must be at least 9, --onsets, --batch and --cores at least 1")

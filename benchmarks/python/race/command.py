@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import paceline
-from race import host
+from race import script
 
 
 class Command:
@@ -55,8 +54,7 @@ class Command:
             "steps": self.args.steps,
             "load_before": round(self._load, 2),
             "seconds": round(time.monotonic() - self._begin, 1),
-            "hardware": host.hardware(self.devices),
-            "versions": {"paceline": paceline.__version__, **versions, "python": platform.python_version()},
+            **script.facts(self.devices, **versions),
         }
 
 
@@ -69,7 +67,7 @@ def in_turn(rivals: Sequence[Callable[[], None]], number: int) -> None:
 
 def parser(description: str | None, *, steps: tuple[int, str], time_limit: float) -> argparse.ArgumentParser:
     """A parser with the common options. `steps` is that option's default and help text."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = script.parser(description)
     made.add_argument(
         "--busy", action="store_true", help="hold a busy loop on the last core while anything is measured"
     )
@@ -82,7 +80,6 @@ def parser(description: str | None, *, steps: tuple[int, str], time_limit: float
         default=time_limit,
         help=f"seconds after which no further round starts (default: {time_limit:.0f})",
     )
-    made.add_argument("--json", action="store_true", help="end with one line of JSON")
     return made
 
 
