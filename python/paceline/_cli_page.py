@@ -30,19 +30,14 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Read, write, and say how large the page is. Bad files exit with 2."""
     from paceline import InvalidArgument
-    from paceline._cli_replay_pool import is_pool
+    from paceline._cli_replay_pool import is_pool, ledger_lines
     from paceline._page.document import page, page_of_runs, write
     from paceline._page.ledger import runs_of
     from paceline._page.pool_ledger import section
 
     runs, pools = [], []
     for path in args.ledgers:
-        try:
-            # Not by splitlines(), which also splits at separators that a device's name may contain.
-            with path.open(encoding="utf-8") as file:
-                lines = list(file)
-        except (OSError, UnicodeDecodeError) as error:
-            args.parser.error(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
+        lines = ledger_lines(args.parser, path)
         try:
             if is_pool(lines):
                 pools.append(section(path.name, lines))

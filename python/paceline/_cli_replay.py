@@ -39,13 +39,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay and print. Returns the exit status: 0, or 1 if a decision was not reproduced; bad files exit with 2."""
-    try:
-        # Not by splitlines(), which also splits at separators that a device's name may contain.
-        with args.file.open(encoding="utf-8") as file:
-            lines = list(file)
-    except (OSError, UnicodeDecodeError) as error:
-        args.parser.error(f"{args.file} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
-
+    lines = _cli_replay_pool.ledger_lines(args.parser, args.file)
     if _cli_replay_pool.is_pool(lines):
         return _cli_replay_pool.run(args, lines)
     if args.what_if:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline import InvalidArgument
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
 
 _MOST_DEVICES = 16  # in one line
 _OUTCOMES = ("rejected", "expired", "cancelled", "failed")
+
+
+def ledger_lines(parser: argparse.ArgumentParser, path: Path) -> list[str]:
+    """The lines of a ledger. A file that cannot be read ends the command."""
+    try:
+        # Not by splitlines(), which also splits at separators that a device's name may contain.
+        with path.open(encoding="utf-8") as file:
+            return list(file)
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
 
 
 def is_pool(lines: list[str]) -> bool:

@@ -40,16 +40,11 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Ask and print. Bad files and prices exit with 2."""
     from paceline import InvalidArgument
-    from paceline._cli_replay_pool import is_pool
+    from paceline._cli_replay_pool import is_pool, ledger_lines
     from paceline._worth_pool import worth_pool
     from paceline.balance import worth
 
-    try:
-        # Not by splitlines(), which also splits at separators that a device's name may contain.
-        with args.file.open(encoding="utf-8") as file:
-            lines = list(file)
-    except (OSError, UnicodeDecodeError) as error:
-        args.parser.error(f"{args.file} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}")
+    lines = ledger_lines(args.parser, args.file)
     pool = is_pool(lines)
     if pool and args.batch_size is not None:
         args.parser.error("--batch-size is for the ledgers of trainers")
