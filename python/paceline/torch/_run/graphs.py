@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from paceline import InvalidArgument
 from paceline.torch._batch.moving import Move
+from paceline.torch._batch.nest import entries_of
 from paceline.torch._devices import cuda
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas.capture import WARM_UPS, Attributes, capturing, hook_of_user, place_of, refusal
@@ -68,17 +69,11 @@ class Inputs:
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _leaves(value, f"{path}[{key!r}]")
-    elif isinstance(node, (list, tuple)) and type(node) is not torch.Size:
-        for index, value in enumerate(node):
-            yield from _leaves(value, f"{path}[{index}]")
-    elif hasattr(type(node), "__dataclass_fields__"):
-        for name in type(node).__dataclass_fields__:
-            yield from _leaves(getattr(node, name), f"{path}.{name}")
-    else:
+    entries = None if type(node) is torch.Size else entries_of(node)
+    if entries is None:
         yield path, node
+    for _, value, way in entries or ():
+        yield from _leaves(value, path + way)
 
 
 class Captured:
