@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.torch import DataParallel, GlobalBatchSampler
-from paceline.torch._batch.by_cost import ByCost
+from paceline.torch import DataParallel
 from rank_processes import Run, part_of
 from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, plain
 
@@ -72,16 +71,6 @@ def test_checks_and_draws(made: Any) -> None:
             assert trainer.step(classify, batch).isfinite()
         report = trainer.check(classify, batch)
         assert all(max(split.differences.values()) < report.tolerance for split in report.splits)
-
-
-def test_samplers_give_the_same_items() -> None:
-    def drawn() -> list[list[int]]:
-        lengths = [1.0 + item % 3 for item in range(20)]
-        return list(GlobalBatchSampler(20, 8, ranks=2, seed=3, by_cost=ByCost(lengths, None, padded=False)))
-
-    wanted = drawn()
-    with torch.device("meta"):
-        assert drawn() == wanted
 
 
 def training(rank: int) -> Any:

@@ -139,19 +139,6 @@ def test_padded_items_that_are_longer_must_not_cost_less() -> None:
         ByCost([1, 2, 3], lambda length: 10 - length, padded=True)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "cost", "message"),
-    [
-        ([1.0, -1.0], None, "the cost of item 1 is -1"),
-        ([1.0] * 8, [1.0], "cost has 1 entry for 8 lengths"),
-        (torch.ones(2, 2), None, "shape"),
-    ],
-)
-def test_what_does_not_fit_is_refused(lengths: Any, cost: Any, message: str) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        ByCost(lengths, cost, padded=False)
-
-
 def under_ddp(rank: int, padded: bool, balance: Any) -> list[int]:
     """How many items a rank has in each step of which every rank has some."""
     torch.manual_seed(0)
