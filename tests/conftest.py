@@ -59,3 +59,13 @@ def _ctrl_c_is_not_ignored() -> Iterator[None]:
 def proved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first step of each kind of work be proved, as it is by default."""
     monkeypatch.setenv("PACELINE_PROVE", "raise")
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Let nothing that was compiled in other tests count."""
+    import torch
+
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +18,7 @@ from paceline.torch._devices import compile_gate
 from paceline.torch._devices import compiling as compiler
 from torch_support import TWO, classifier, noting
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture

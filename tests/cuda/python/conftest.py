@@ -32,6 +32,7 @@ from gpu_cases import AS_PARTS, ON_A_GPU  # noqa: E402
 from gpu_support import forget_streams  # noqa: E402
 from paceline import _core  # noqa: E402
 from paceline.torch._devices import caller_state, cuda  # noqa: E402
+from paceline.torch._run import flat_gradients  # noqa: E402
 from paceline.torch._run.flat_gradients import FlatGradients  # noqa: E402
 from paceline.torch._trainer import shard_ranges, shards  # noqa: E402
 
@@ -352,6 +353,12 @@ def far_gpus(fake: Any, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     monkeypatch.setattr(cuda, "CopyStream", FarCopyStream)
     monkeypatch.setattr(cuda, "prepare_worker", lambda index: gpus.enter(index, gpus.current(index)))
     return gpus
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter's gradient in a bucket of its own."""
+    monkeypatch.setattr(flat_gradients, "MOST_BYTES", 1)
 
 
 @pytest.fixture

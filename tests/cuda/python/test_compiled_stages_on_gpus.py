@@ -20,11 +20,9 @@ pytestmark = [pytest.mark.usefixtures("gpus"), pytest.mark.own_gpus("pipelines i
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
+def _high_limit(fresh_compiler: None) -> Iterator[None]:
     with torch._dynamo.config.patch(recompile_limit=64):  # all blocks share their code, which the limit is for
         yield
-    torch.compiler.reset()
 
 
 class Layer(nn.Module):

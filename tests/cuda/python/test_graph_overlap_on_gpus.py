@@ -20,10 +20,7 @@ if not AS_PARTS:
     SEVERAL["parts"] = ["cuda:0/0", "cuda:0/1", "cuda:1"]
 
 
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each parameter in a bucket of its own."""
-    monkeypatch.setattr(flat_gradients, "MOST_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 def train(trainer: DataParallel, module: nn.Module, steps: range) -> None:

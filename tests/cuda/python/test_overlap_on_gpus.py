@@ -13,16 +13,12 @@ from gpu_cases import BOXES, Shared, expect_same, expect_step, flat_of, module_a
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._devices import cuda
-from paceline.torch._run import flat_gradients
 from torch_support import classify
 
 SEVERAL = {name: devices for name, devices in BOXES.items() if len(devices) > 1}
 
 
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each parameter in a bucket of its own."""
-    monkeypatch.setattr(flat_gradients, "MOST_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 class Backwards(nn.Module):
