@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from frameworks_support import difference, within
-from paceline.torch import GlobalBatchSampler
+from torch_support import train_alone
 
 GUIDE = (Path(__file__).resolve().parents[2] / "python" / "guide" / "processes.md").read_text()
 EPOCHS, BATCH, ITEMS = 2, 16, 72  # four full batches in an epoch, and one of eight items
@@ -102,17 +101,9 @@ def program_of(title: str) -> str:
 def in_one_process(accumulate: int) -> nn.Module:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-    x, y = torch.randn(ITEMS, 6, dtype=torch.float64), torch.randint(0, 3, (ITEMS,))
+    data = torch.randn(ITEMS, 6, dtype=torch.float64), torch.randint(0, 3, (ITEMS,))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for epoch in range(EPOCHS):
-        sampler = GlobalBatchSampler(ITEMS, BATCH)
-        sampler.set_epoch(epoch)
-        batches = list(sampler)
-        for k in range(0, len(batches), accumulate):
-            items = list(chain(*batches[k : k + accumulate]))
-            nn.functional.cross_entropy(module(x[items]), y[items]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train_alone(module, data, optimizer, EPOCHS, BATCH, accumulate)
     return module
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.torch import GlobalBatchSampler
 from rank_processes import Run
-from torch_support import worst_difference
+from torch_support import train_alone, worst_difference
 
 GUIDE = (Path(__file__).resolve().parents[2] / "python" / "guide" / "processes.md").read_text()
 EPOCHS, BATCH, ITEMS = 2, 512, 1300
@@ -48,16 +46,8 @@ def parameters_of(module: nn.Module) -> list[torch.Tensor]:
 
 def in_one_process(accumulate: int) -> list[torch.Tensor]:
     names = setting()
-    module, (x, y), optimizer = names["module"], names["dataset"].tensors, names["optimizer"]
-    for epoch in range(EPOCHS):
-        sampler = GlobalBatchSampler(ITEMS, BATCH)
-        sampler.set_epoch(epoch)
-        batches = list(sampler)
-        for k in range(0, len(batches), accumulate):
-            items = list(chain(*batches[k : k + accumulate]))
-            nn.functional.cross_entropy(module(x[items]), y[items]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    module, data, optimizer = names["module"], names["dataset"].tensors, names["optimizer"]
+    train_alone(module, data, optimizer, EPOCHS, BATCH, accumulate)
     return parameters_of(module)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,14 @@ from torch import nn
 
 from paceline.torch import DataParallel, Pipeline
 from paceline.torch._devices.compile_gate import CompileGate
-from torch_support import TWO, assert_same_gradients, classifier, classify, plain
+from torch_support import TWO, assert_same_gradients, classifier, classify, plain, recorded
 
 COMPILE: dict[str, Any] = {
     "torch.compile(module)": lambda module, **options: torch.compile(module, **options),
     "module.compile()": lambda module, **options: module.compile(**options) or module,
 }
 HOW = pytest.mark.parametrize("how", COMPILE)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @HOW
@@ -137,20 +131,6 @@ def test_a_first_run_that_fails_opens_the_gate_again() -> None:
                 trainer.step(lambda m, b: 1 / 0, batch)  # type: ignore[arg-type,return-value]
         trainer.step(classify, batch)
     assert_same_gradients(module, plain(classifier(8)[0], classify, batch)[1])
-
-
-def recorded(trainer: DataParallel, monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
-    """From now on, for each step: which of its micro-batches are no evidence."""
-    excluded: list[list[bool]] = []
-    execute = trainer._execution._execute
-
-    def recording(*arguments: Any) -> Any:
-        outcome = execute(*arguments)
-        excluded.append([claim[5] for claim in outcome.claims])
-        return outcome
-
-    monkeypatch.setattr(trainer._execution, "_execute", recording)
-    return excluded
 
 
 def lengths(*longest: int) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,16 @@ from torch_support import (
     plain,
     words,
 )
+
+
+def trained(trainer: DataParallel, batch: Any, costs: Sequence[Any], loss_fn: Any = loss_of_words) -> list[Any]:
+    """The gradients of a step with each of these costs."""
+    seen = []
+    for cost in costs:
+        trainer.module.zero_grad()
+        trainer.step(loss_fn, batch, cost=cost)
+        seen.append(gradients(trainer.module))
+    return seen
 
 
 @pytest.mark.parametrize("call", ["step", "run"])
@@ -58,17 +69,10 @@ def test_a_ledger_of_both_kinds_of_steps_has_the_decisions_of_both(tmp_path: Pat
     path = tmp_path / "ledger.jsonl"
     by_cost = [first == "costs", first != "costs", first == "costs"]
 
-    def train(trainer: Any) -> list[Any]:
-        seen = []
-        for cost in by_cost:
-            module.zero_grad()
-            trainer.step(loss_of_words, batch, cost=batch["length"] if cost else None)
-            seen.append(gradients(module))
-        return seen
-
+    costs = [batch["length"] if cost else None for cost in by_cost]
     with DataParallel(module, TWO) as trainer:
         trainer.write_ledger(path)
-        ran = train(trainer)
+        ran = trained(trainer, batch, costs)
     lines = path.read_text().splitlines()
     result = replay(path)
     assert (result.plans, result.records, result.mismatches) == (3, 3, [])
@@ -83,7 +87,7 @@ def test_a_ledger_of_both_kinds_of_steps_has_the_decisions_of_both(tmp_path: Pat
         if first == "items":
             with pytest.raises(InvalidArgument, match=r"cost= while claims are replayed of a step that ran without"):
                 trainer.step(loss_of_words, batch, cost=batch["length"])
-        for now, then in zip(train(trainer), ran, strict=True):
+        for now, then in zip(trained(trainer, batch, costs), ran, strict=True):
             assert all(map(torch.equal, now, then))
     claims[-1]["pieces"] = [[0, 0, 1]]
     path.write_text("\n".join([lines[0], *(json.dumps({"claims": entry}) for entry in claims)]))
@@ -207,20 +211,12 @@ def test_steps_with_costs_run_again_to_the_same_bit(tmp_path: Path, limit: str) 
     module, batch = words(48, 5)
     path = tmp_path / "ledger.jsonl"
 
-    def train(trainer: Any, loss_fn: Any, cost: Any) -> list[Any]:
-        seen = []
-        for _ in range(6):
-            module.zero_grad()
-            trainer.step(loss_fn, batch, cost=cost)
-            seen.append(gradients(module))
-        return seen
-
     memory = 8000 + held(module, 2) if "memory" in limit else None
     balance: Any = "even" if "even" in limit else "auto"
     loss_fn: Any = Short(int(batch["length"].max())) if limit == "runs out" else loss_of_words
     with DataParallel(module, TWO, memory=memory, balance=balance) as trainer:
         trainer.write_ledger(path)
-        first = train(trainer, loss_fn, batch["length"])
+        first = trained(trainer, batch, [batch["length"]] * 6, loss_fn)
     claims = [line["claims"] for line in map(json.loads, path.read_text().splitlines()) if "claims" in line]
     assert len(claims) == 6
     assert all(sorted(entry["order"]) == list(range(48)) for entry in claims)
@@ -229,7 +225,7 @@ def test_steps_with_costs_run_again_to_the_same_bit(tmp_path: Path, limit: str) 
     for cost in (batch["length"], None):  # the ledger says how they are dealt out
         with DataParallel(module, TWO, balance="even") as trainer:
             trainer.replay_claims(path)
-            for now, then in zip(train(trainer, loss_of_words, cost), first, strict=True):
+            for now, then in zip(trained(trainer, batch, [cost] * 6), first, strict=True):
                 assert all(map(torch.equal, now, then))
     path.write_text(path.read_text().replace('"order": [', '"order": [0, '))
     with DataParallel(module, TWO) as trainer, pytest.raises(InvalidArgument, match="every item once"):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classifier, classify, gradients
+from torch_support import TWO, assert_same_gradients, classifier, classify, descend, gradients
 
 
 class Net(nn.Module):
@@ -219,14 +219,6 @@ DERIVED: dict[str, Callable[[Net], Any]] = {
 }
 
 
-def update(module: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad)
-    module.zero_grad()
-
-
 def hooked() -> Net:
     net = Net()
     net.act = nn.Sequential(net.gate, nn.Tanh())
@@ -258,7 +250,7 @@ def test_tensors_that_hooks_derive_from_parameters_are_computed_on_each_device(k
             trainer.step(classify, BATCH)
             assert_same_gradients(net, gradients(reference))
             for module in (net, reference):
-                update(module)
+                descend(module, 1.0)
         assert net.gate.weight is weight  # the user's attribute is the user's
         torch.testing.assert_close(list(net.buffers()), list(reference.buffers()), rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(net.eval()(BATCH[0]), reference.eval()(BATCH[0]), rtol=1e-9, atol=1e-12)

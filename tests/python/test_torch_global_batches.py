@@ -21,7 +21,7 @@ from paceline.torch import DataParallel, GlobalBatchSampler
 from paceline.torch._batch.global_sampler import scaled
 from paceline.torch._run.rank_shares import RankShares
 from rank_processes import error_of
-from torch_support import classifier, classify, hosts, noting, worst_difference
+from torch_support import classifier, classify, descend, hosts, noting, worst_difference
 
 ITEMS, BATCH = 100, 12  # eight full batches in an epoch, and one of four items
 SPLITS = [(9, 3), (2, 10), (12, 0), (5, 7), (0, 12), (6, 6)]
@@ -73,11 +73,7 @@ def loader_of(sampler: GlobalBatchSampler, workers: int = 0) -> DataLoader[Any]:
 def stepped(trainer: DataParallel, batch: Any) -> list[int]:
     """One step of gradient descent. Returns the numbers of the items."""
     trainer.step(loss_of, batch)
-    with torch.no_grad():
-        for parameter in trainer.module.parameters():
-            assert parameter.grad is not None
-            parameter.sub_(parameter.grad, alpha=0.5)
-    trainer.module.zero_grad()
+    descend(trainer.module)
     return [] if batch is None else batch[0].tolist()
 
 

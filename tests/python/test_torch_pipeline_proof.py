@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from paceline import Error, Unavailable
 from paceline.torch import Pipeline, ProofWarning, proving
+from proof_cases import said
 from torch_support import TWO
 
 
@@ -39,14 +40,11 @@ def loss_of(module: nn.Module, rows: Any) -> torch.Tensor:
 
 def steps(module: nn.Module, loss_fn: Any, rows: Any, count: int = 1, **options: Any) -> tuple[str, str, list[Any]]:
     """What was said, the line of the proof, and the gradients."""
-    with warnings.catch_warnings(record=True) as caught, Pipeline(module, TWO, **options) as trainer:
-        warnings.simplefilter("always")
-        for _ in range(count):
-            trainer.step(loss_fn, rows)
+    with Pipeline(module, TWO, **options) as trainer:
+        told = said(lambda: [trainer.step(loss_fn, rows) for _ in range(count)])
         lines = [line for line in trainer.explain().splitlines() if line.startswith("Proof")]
         assert trainer.differs == any("differs" in line for line in lines)
-    said = "\n".join(str(one.message) for one in caught if one.category is ProofWarning)
-    return said, "\n".join(lines), [one.grad for one in module.parameters()]
+    return told, "\n".join(lines), [one.grad for one in module.parameters()]
 
 
 def test_a_mean_over_items_is_equal_in_two_numbers_and_the_step_is_the_planned_one() -> None:

@@ -17,6 +17,7 @@ from paceline.torch import DataParallel
 from paceline.torch._run import rank_rounds
 from rank_processes import Run, error_of, part_of
 from test_torch_rank_norms import WEIGHT, Found, assert_like_one_device, on_one_device, single, stepping, trainer_of
+from test_torch_reducer import Alone
 from torch_support import classify, hosts
 
 # Calls that ranks do not make together
@@ -120,14 +121,8 @@ def test_what_ranks_do_not_agree_on_or_cannot_do_is_an_error_on_all_before_anyth
 
 
 def test_a_reducer_is_refused() -> None:
-    class Sums:
-        def all_reduce(self, tensor: torch.Tensor) -> None: ...
-
-        def should_commit(self) -> bool:
-            return True
-
     with pytest.raises(InvalidArgument, match="together with reducer=, whose ranks come and go"):
-        DataParallel(rows(), hosts(2), reducer=Sums(), **Synchronised)
+        DataParallel(rows(), hosts(2), reducer=Alone(), **Synchronised)
 
 
 # Groups

@@ -12,7 +12,7 @@ from torch import nn
 from paceline import Error, InvalidArgument
 from rank_processes import Run, error_of, part_of, trainer_of
 from test_torch_terms import COUNTS, losses_of, tasks, total_of
-from torch_support import classifier, classify, gradients, loss_of_words, plain, words, worst_difference
+from torch_support import classifier, classify, descend, gradients, loss_of_words, plain, words, worst_difference
 
 SIZES = [[14, 6], [9, 0, 8], [0, 12, 5]]
 
@@ -62,13 +62,9 @@ def test_a_failed_proof_is_a_failure_of_its_rank(on_ranks: Run) -> None:
 
 
 def update(module: nn.Module) -> None:
-    """Gradient descent with clipping. The first optimizer of PyTorch in a process takes seconds to import."""
+    """Gradient descent with clipping."""
     nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            assert parameter.grad is not None
-            parameter.sub_(parameter.grad, alpha=0.5)
-    module.zero_grad()
+    descend(module)
 
 
 def training(rank: int, sizes: list[int]) -> Any:

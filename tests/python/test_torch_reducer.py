@@ -14,7 +14,7 @@ from torch import nn
 from paceline import Cancelled, Error, InvalidArgument
 from paceline.torch import DataParallel
 from test_torch_terms import COUNTS, losses_of, tasks, total_of
-from torch_support import classifier, classify, gradients, hosts, plain, worst_difference
+from torch_support import classifier, classify, descend, gradients, hosts, plain, worst_difference
 
 SECONDS = 20  # after which a test has hung
 
@@ -122,15 +122,6 @@ def on_threads(members: list[Member], function: Callable[[Member], Any]) -> list
     return results
 
 
-def update(module: nn.Module) -> None:
-    """Gradient descent. The first optimizer of PyTorch in a process takes seconds to import."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            assert parameter.grad is not None
-            parameter.sub_(parameter.grad, alpha=0.5)
-    module.zero_grad()
-
-
 def part_of(batch: Any, begin: int, end: int) -> Any:
     return tuple(tensor[begin:end] for tensor in batch) if end > begin else None
 
@@ -182,7 +173,7 @@ def test_if_a_rank_dies_the_other_repeats_the_step_with_all_items(sums: int) -> 
     modules = [copy.deepcopy(reference) for _ in range(2)]
     for _ in range(steps):
         classify(reference, batch).backward()
-        update(reference)
+        descend(reference)
     quorum = Quorum(2)
     quorum.members[1].dies_at = 2 * dies_in + sums
     refused: list[Any] = []
@@ -199,7 +190,7 @@ def test_if_a_rank_dies_the_other_repeats_the_step_with_all_items(sums: int) -> 
                 except Cancelled as error:
                     refused.append((done, "Run the step again" in str(error), gradients(own)))
                     continue
-                update(own)
+                descend(own)
                 done += 1
         return [parameter.detach() for parameter in own.parameters()]
 

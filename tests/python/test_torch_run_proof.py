@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -11,17 +10,13 @@ import torch
 from torch import nn
 
 from paceline import Error, InvalidArgument
-from paceline.torch import ProofWarning
-from proof_cases import Seen, gradients, made, net, rows, same
+from proof_cases import Seen, gradients, made, net, rows, said, same
 
 
 def ran(trainer: Any, batch: Any, *runs: Any, **options: Any) -> str:
     """What the proofs of these runs warn of."""
-    with warnings.catch_warnings(record=True) as caught, trainer.batch(batch) as global_batch:
-        warnings.simplefilter("always")
-        for run in runs:
-            global_batch.run(run, **options)
-    return "\n".join(str(one.message) for one in caught if one.category is ProofWarning)
+    with trainer.batch(batch) as global_batch:
+        return said(lambda: [global_batch.run(run, **options) for run in runs])
 
 
 def two_losses(module: Any, part: Any) -> None:

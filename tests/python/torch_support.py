@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, GlobalBatchSampler
 from program_server import SERVER
 
 LossFunction = Callable[[Any, Any], Any]
@@ -112,6 +113,16 @@ def gradients(module: nn.Module) -> Gradients:
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
 
 
+def descend(module: nn.Module, rate: float = 0.5) -> None:
+    """A step of gradient descent. The first optimizer of PyTorch in a process takes seconds to import."""
+    pairs = [(one, one.grad) for one in module.parameters() if one.grad is not None]
+    assert pairs
+    with torch.no_grad():
+        for parameter, gradient in pairs:
+            parameter.sub_(gradient, alpha=rate)
+    module.zero_grad()
+
+
 def plain(module: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[torch.Tensor, Gradients]:
     """Loss and gradients of PyTorch alone, on a copy of `module` without gradients."""
     reference = copy.deepcopy(module)
@@ -169,6 +180,35 @@ def assert_exact(
             ours = trainer.step(loss_fn, batch, **(given or {}))
             assert_same_gradients(module, wanted, loss.dtype)
             torch.testing.assert_close(ours, loss)
+
+
+def train_alone(
+    module: nn.Module, data: Any, optimizer: Any, epochs: int, batch_size: int, accumulate: int = 1
+) -> None:
+    """What all ranks together train, in one process: on the global batches, of which some accumulate for a step of the optimizer."""
+    for epoch in range(epochs):
+        sampler = GlobalBatchSampler(len(data[0]), batch_size)
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        for k in range(0, len(batches), accumulate):
+            items = list(chain(*batches[k : k + accumulate]))
+            classify(module, [one[items] for one in data]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def recorded(trainer: DataParallel, monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
+    """From now on, for each step: which of its micro-batches are no evidence."""
+    excluded: list[list[bool]] = []
+    execute = trainer._execution._execute
+
+    def recording(*arguments: Any) -> Any:
+        outcome = execute(*arguments)
+        excluded.append([claim[5] for claim in outcome.claims])
+        return outcome
+
+    monkeypatch.setattr(trainer._execution, "_execute", recording)
+    return excluded
 
 
 def run_script(

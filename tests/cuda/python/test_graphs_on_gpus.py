@@ -12,7 +12,7 @@ from torch import nn
 
 from gpu_cases import BOXES, expect_same, expect_step, gpu_type, module_and_batch, plain
 from paceline.torch import DataParallel
-from torch_support import classify
+from torch_support import classify, recorded
 
 GPUS = {name: BOXES[name] for name in ("one", "two", "four")}
 
@@ -329,15 +329,7 @@ def test_a_default_device_hinders_no_graph_and_each_has_graphs_of_its_own(fake: 
 def test_captures_are_no_evidence_of_a_devices_speed(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = module_and_batch()
     with DataParallel(module, BOXES["one"], balance="even", graphs=True) as trainer:
-        excluded: list[list[bool]] = []
-        execute = trainer._execution._execute
-
-        def recording(*arguments: Any) -> Any:
-            outcome = execute(*arguments)
-            excluded.append([claim[5] for claim in outcome.claims])
-            return outcome
-
-        monkeypatch.setattr(trainer._execution, "_execute", recording)
+        excluded = recorded(trainer, monkeypatch)
         for _ in range(5):
             trainer.step(classify, batch)
     assert excluded == [[True], [False], [True], [False], [False]]
