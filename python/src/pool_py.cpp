@@ -327,10 +327,9 @@ void bind_pool(py::module_& module) {
                                 .wait_for_room = wait},
                                batched);
           },
-          py::arg("job"), py::kw_only(), py::arg("kind"), py::arg("priority"), py::arg("deadline"),
-          py::arg("not_before"), py::arg("gang"), py::arg("after"), py::arg("needs"), py::arg("devices"),
-          py::arg("cost"), py::arg("memory"), py::arg("tenant") = "", py::arg("charge") = 0.0, py::arg("wait"),
-          py::arg("batched"),
+          py::arg("job"), py::arg("kind"), py::arg("priority"), py::arg("deadline"), py::arg("not_before"),
+          py::arg("gang"), py::arg("after"), py::arg("needs"), py::arg("devices"), py::arg("cost"), py::arg("memory"),
+          py::arg("tenant"), py::arg("charge"), py::arg("wait"), py::arg("batched"),
           "Submit an object with run(devices, evicted) -> int and end(device, seconds, outcome, message).")
       .def(
           "add_batches",

@@ -194,6 +194,17 @@ def test_answers_have_memory_of_their_own_and_autograd_takes_them() -> None:
             (torch.ones(2, requires_grad=True) * found).sum().backward()
 
 
+def test_answers_keep_the_strides_that_the_model_gives_them() -> None:
+    with pool_of(1) as pool:
+        batcher = pool.serve(lambda x: {"last": x.to(memory_format=torch.channels_last), "plain": x + 1}, max_batch=4)
+        items = [torch.randn(3, 4, 5) for _ in range(4)]
+        for item, found in zip(items, batcher.map(items), strict=True):
+            assert torch.equal(found["last"], item)
+            assert torch.equal(found["plain"], item + 1)
+            assert (found["last"].stride(), found["plain"].stride()) == ((1, 15, 3), (20, 5, 1))
+            assert all(one.untyped_storage().nbytes() == one.nbytes for one in found.values())
+
+
 def test_an_initializer_makes_the_state_of_each_device_once_on_its_worker() -> None:
     made: list[tuple[torch.device, str]] = []
 

@@ -387,7 +387,6 @@ class Pool:
     def submit(
         self,
         job: typing.Any,
-        *,
         kind: str,
         priority: typing.SupportsInt | typing.SupportsIndex,
         deadline: typing.SupportsFloat | typing.SupportsIndex,
@@ -398,8 +397,8 @@ class Pool:
         devices: collections.abc.Sequence[str],
         cost: typing.SupportsFloat | typing.SupportsIndex,
         memory: typing.SupportsFloat | typing.SupportsIndex,
-        tenant: str = "",
-        charge: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        tenant: str,
+        charge: typing.SupportsFloat | typing.SupportsIndex,
         wait: bool,
         batched: bool,
     ) -> Job:

@@ -22,7 +22,7 @@ from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, Work, clear_
 from paceline.torch._pool.jobs import Evicted, Jobs, Priority
 from paceline.torch._pool.needs import Needs, Place
 from paceline.torch._pool.padding import Padding
-from paceline.torch._pool.seats import Fetched, Seat
+from paceline.torch._pool.seats import Fetched, Seat, copies
 from paceline.torch._pool.served import Answer, Served
 
 _MOST_EXAMPLES = 64  # kinds for which another version is warmed; an example is a whole request
@@ -46,15 +46,16 @@ class BatchOptions:
 class Request(Work):
     """One item of a batch. The run of the batch sets its value."""
 
+    leads = False
+    given_up = False  # whether another run cannot end otherwise
+    fetched: tuple[Fetched, int] | None = None  # its answer, while it is on its way from a GPU
+
     def __init__(self, answerer: Answerer, kind: str, leaves: list[torch.Tensor], spec: Any) -> None:
         future: PoolFuture[Any] = PoolFuture()
         future.version = answerer.version
         super().__init__(future, answerer, answerer.jobs.figures)
         self.answerer: Answerer | None = answerer
         self.kind, self.leaves, self.spec = kind, leaves, spec
-        self.leads = False
-        self.given_up = False  # whether another run cannot end otherwise
-        self.fetched: tuple[Fetched, int] | None = None  # its answer, while it is on its way from a GPU
 
     def run_batch(
         self, devices: list[str], evicted: Evicted, requests: list[Request]
@@ -226,8 +227,8 @@ class Answerer:
     def kind_of(self, leaves: list[torch.Tensor], spec: Any) -> str:
         """The engine's name for requests that may share a batch."""
         padding = self._padding
-        shapes = [leaf.shape for leaf in leaves] if padding is None else [padding.shape_of(leaf) for leaf in leaves]
-        key = spec, *[(shape, leaf.dtype, leaf.layout) for shape, leaf in zip(shapes, leaves, strict=True)]
+        shape_of = torch.Tensor.size if padding is None else padding.shape_of
+        key = spec, *[(shape_of(leaf), leaf.dtype, leaf.layout) for leaf in leaves]
         kind = self._kinds.get(key)
         if kind is None:
             with self._lock:
@@ -330,6 +331,10 @@ class Answerer:
         """Give each its answer. Returns the seconds of running some of them alone."""
         alone = 0.0
         leaves, spec = self._checked(answers, len(requests))
+        if self._padding is None and seat.gpu is None:
+            for request, *values in zip(requests, *map(copies, leaves), strict=True):
+                request.value = pytree.tree_unflatten(values, spec)
+            return alone
         if self._padding is None:
             found = [list(seat.fetched(leaf).unbind()) for leaf in leaves]
         else:

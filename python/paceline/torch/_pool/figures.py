@@ -49,6 +49,8 @@ class Figures:
 
     def end_run(self, work: object, run: Run | None = None) -> None:
         """What ran is over, if it was not yet. `run`: to be noted."""
+        if run is None and id(work) not in self._open:
+            return
         with self._lock:
             self._open.pop(id(work), None)
             if run is not None:

@@ -24,6 +24,8 @@ _ERRORS: dict[str, type[Error]] = {
     "device_lost": DeviceLost,
     "timeout": Timeout,
 }
+_check_may_wait = Engine.check_may_wait
+_woken_before = contextlib.suppress(RuntimeError)
 # Guards the states of all futures. A thread holds it for a moment, and asks for no other lock meanwhile.
 _lock = threading.RLock()
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
@@ -51,6 +53,7 @@ class PoolFuture(Future[_T], Generic[_T]):
     _job: Any = None  # what the engine knows it by
     _begun = False
     _asked = False  # whether the user has cancelled it
+    _is_watched = False  # whether `__getattr__` has made something
     # Of the standard library. `__getattr__` makes the rest when it is asked for.
     _state = PENDING
     _result: Any = None
@@ -69,6 +72,7 @@ class PoolFuture(Future[_T], Generic[_T]):
         if name not in ("_condition", "_waiters"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         with _lock:
+            self._is_watched = True
             return self.__dict__.setdefault(name, threading.Condition() if name == "_condition" else [])
 
     def done(self) -> bool:
@@ -115,8 +119,8 @@ class PoolFuture(Future[_T], Generic[_T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What `result` raises, or None."""
-        self._check_wait()
-        if not self.done():
+        if self._state == PENDING:
+            self._check_wait()
             sleeper = threading.Lock()
             sleeper.acquire()
             with _lock:
@@ -130,7 +134,7 @@ class PoolFuture(Future[_T], Generic[_T]):
             if not in_time and not self.done():
                 self._forget(sleeper)
                 raise WaitTimeoutError
-        if self.cancelled():
+        if self._state == CANCELLED_AND_NOTIFIED:
             raise CancelledError
         return self._exception
 
@@ -162,7 +166,7 @@ class PoolFuture(Future[_T], Generic[_T]):
         if self._job is None or self.done():
             return
         try:
-            Engine.check_may_wait(self._job)
+            _check_may_wait(self._job)
         except InvalidArgument:
             raise InvalidArgument(
                 "result: a job, a step or a callback waits for a job of a pool, and keeps a device, which that pool may need to go on. Give submit "
@@ -182,14 +186,14 @@ class PoolFuture(Future[_T], Generic[_T]):
             else:
                 self._exception = _ERRORS.get(outcome, Error)(message) if error is None else error
                 self._state = FINISHED
-            condition = self.__dict__.get("_condition")  # one that is made later sees the state
+            condition = self._condition if self._is_watched else None  # one that is made later sees the state
         if condition is not None:
             with condition:
                 for waiter in self._waiters:
                     if not again or self not in waiter.finished_futures:
                         getattr(waiter, self._word())(self)
-        while (sleeper := self._next_sleeper()) is not None:
-            with contextlib.suppress(RuntimeError):  # an interrupt came after it was woken
+        while self._sleepers and (sleeper := self._next_sleeper()) is not None:
+            with _woken_before:  # an interrupt came after it was woken
                 sleeper.release()
             self._forget(sleeper)
         # Each is taken out before it is called, so an interrupt in one of them leaves the others to be called.
@@ -201,8 +205,8 @@ class PoolFuture(Future[_T], Generic[_T]):
             return self._sleepers[-1] if self._sleepers else None
 
     def _forget(self, sleeper: threading.Lock) -> None:
-        with _lock, contextlib.suppress(ValueError):  # it is woken just now
-            if self._sleepers is not None:
+        with _lock:
+            if self._sleepers and sleeper in self._sleepers:  # otherwise it is woken just now
                 self._sleepers.remove(sleeper)
 
     def _word(self) -> str:

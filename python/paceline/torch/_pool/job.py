@@ -29,27 +29,28 @@ class Work:
     It keeps `keeps`, the pool's jobs, until then. So a pool that nobody else knows ends its jobs first.
     """
 
+    # In the class, since there are thousands of them a second.
+    value: Any = None
+    error: BaseException | None = None
+    ran: tuple[str, float] | None = None  # device and seconds of its last run, if the engine ends it by another one
+    leads = True  # whether the seconds of its run are not those of another work, too
+    kind = ""
+    thread: int | None = None  # that runs it
+    on_timeout: Callable[[], None] | None = None  # called when its run has been given up, before it ends
+    enqueued: tuple[Sequence[str], int] | None = None  # devices and jobs of its run, which GPUs are still at
+    _counted = False
+    _begun: float | None = None
+    _run_begun = 0.0  # its last run
+
     def __init__(self, future: PoolFuture[Any], keeps: Any, figures: Figures) -> None:
         self.future: PoolFuture[Any] | None = future
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.ran: tuple[str, float] | None = (
-            None  # device and seconds of the run that failed, if the engine runs it again to end it
-        )
-        self.leads = True  # whether the seconds of its run are not those of another work, too
-        self._counted = False
         self._keeps, self._figures = keeps, figures
         self._submitted = time.monotonic()
-        self._begun: float | None = None
-        self._run_begun = 0.0  # its last run
-        self.kind = ""
-        self.thread: int | None = None  # that runs it
-        self.on_timeout: Callable[[], None] | None = None  # called when its run has been given up, before it ends
-        self.enqueued: tuple[Sequence[str], int] | None = None  # devices and jobs of its run, which GPUs are still at
 
     def begin(self, devices: Sequence[str] = ()) -> None:
         """Called on the worker, before each run. `devices`: of the run, if it leads it."""
-        self._end_run("failed", None)  # on a GPU, after the call
+        if self.enqueued is not None:
+            self._end_run("failed", None)  # on a GPU, after the call
         self.thread, self._run_begun = threading.get_ident(), time.monotonic()
         if self._begun is None and self.future is not None:
             self._begun = self._run_begun
@@ -96,7 +97,8 @@ class Work:
             self._counted = True
             if outcome == "timeout" and self.on_timeout is not None:
                 self.on_timeout()
-            self._end_run(outcome, seconds)
+            if self.enqueued is not None:
+                self._end_run(outcome, seconds)
             waited = None if self._begun is None else self._begun - self._submitted
             self._figures.count(outcome, waited, device, leads=self.leads)
             if outcome in NEVER_RAN:
@@ -122,7 +124,7 @@ class Job(Work):
     ) -> None:
         super().__init__(future, jobs, jobs.figures)
         self._fn, self._args, self._kwargs, self._gang, self._idempotent = fn, args, kwargs, gang, idempotent
-        self._inputs = marks_of((fn, args, kwargs), lambda: jobs.gpus)
+        self._inputs = marks_of([fn, *args, *kwargs.values()], lambda: jobs.gpus)
 
     def run(self, devices: list[str], evicted: list[tuple[str, str]]) -> int:
         """Called by the engine on a worker. Never raises."""
@@ -135,15 +137,15 @@ class Job(Work):
             with seats[0].entered() if self._gang == 1 else entered(seats):
                 for seat in seats if self._inputs else ():
                     seat.follow(self._inputs)
-                places = [seat.device for seat in seats]
-                self.value = self._fn(places[0] if self._gang == 1 else places, *self._args, **self._kwargs)
+                place = seats[0].device if self._gang == 1 else [seat.device for seat in seats]
+                self.value = self._fn(place, *self._args, **self._kwargs)
         except BaseException as error:
             self.error = error
             self.note_run(devices, 1, "failed")
             if is_out_of_memory(error):
                 seats[0].release_memory()
             return code_of(error, 1, devices)
-        self.note_run(devices, 1, "completed", ends_later=any(seat.gpu is not None for seat in seats))
+        self.note_run(devices, 1, "completed", ends_later={seat.gpu for seat in seats} != {None})
         return DONE
 
     def run_batch(
@@ -158,7 +160,7 @@ class Job(Work):
         if self._idempotent and outcome in NEVER_RAN:
             self.error = None  # of a device that was lost, after which another one would have run it
         self._inputs = []
-        if outcome == "completed" and self._keeps is not None and self._keeps.gpus:
+        if self.value is not None and outcome == "completed" and self._keeps is not None and self._keeps.gpus:
             hand_over(self.value)
         super().end(device, seconds, outcome, message)
 

@@ -135,30 +135,30 @@ class Jobs:
         """Give the engine a piece of work, and its future what the engine knows it by."""
         if priority not in _PRIORITIES:
             raise InvalidArgument(f"submit: priority is {priority!r}; it must be one of {', '.join(_PRIORITIES)}.")
-        if not all(isinstance(one, PoolFuture) and one._job is not None for one in after):
+        if after and not all(isinstance(one, PoolFuture) and one._job is not None for one in after):
             raise InvalidArgument("submit: after= has something else than futures of this pool.")
         future = work.future
         assert future is not None
         work.kind = kind
-        submit = functools.partial(
-            self.engine.submit,
-            kind=kind,
-            priority=_PRIORITIES.index(priority),
-            deadline=math.inf if deadline is None else deadline,
-            not_before=not_before,
-            gang=gang,
-            after=[one._job for one in after],
-            needs=place.labels,
-            devices=place.names,
-            cost=cost,
-            memory=memory,
-            tenant=tenant,
-            charge=charge,
-            wait=wait,
-            batched=batched,
+        arguments = (
+            work,
+            kind,
+            _PRIORITIES.index(priority),
+            math.inf if deadline is None else deadline,
+            not_before,
+            gang,
+            [one._job for one in after] if after else [],
+            place.labels,
+            place.names,
+            cost,
+            memory,
+            tenant,
+            charge,
+            wait,
+            batched,
         )
         # An interrupt comes between two instructions of Python, so not between the engine's yes and the note of it.
-        any(map(functools.partial(setattr, future, "_job"), map(submit, (work,))))
+        any(map(functools.partial(setattr, future, "_job"), itertools.starmap(self.engine.submit, (arguments,))))
 
     def kind_that_may_run_again(self, kind: str, memory: float) -> str:
         """The engine's name for idempotent jobs of a kind, which need so many bytes: it runs batches again elsewhere, here of one job."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from paceline.torch._devices.caller_state import NOTHING
 from paceline.torch._devices.worker_state import prepare_worker
 from paceline.torch._replicas.capture import release_memory
 
+_PLAIN = {type(None), bool, int, float, str, bytes, types.FunctionType, types.BuiltinFunctionType}  # no tensor in them
 _MOST_ENTRIES = 10_000  # of a job's arguments: looking at them takes a millisecond
 
 
@@ -56,7 +58,7 @@ class Seat:
         if self.gpu is None:
             return torch.stack(list(items))
         first = items[0]
-        if any(type(one) is not torch.Tensor or one.layout is not torch.strided or one.is_quantized for one in items):
+        if not all(map(_is_plain, items)):
             return torch.stack(list(items)).to(self.device)
         return self.brought(torch.stack(list(items), out=self.room((len(items), *first.shape), first.dtype)))
 
@@ -123,13 +125,15 @@ def marks_of(values: Any, gpus: Callable[[], Iterable[int]]) -> list[Any]:
     left, seen = [values], 0
     while left:
         one = left.pop()
-        if isinstance(one, torch.Tensor):
-            if one.device.type not in ("cpu", "meta"):
-                found.add(one.device.index)
+        if type(one) in _PLAIN:
+            pass
         elif isinstance(one, (list, tuple)):
             left += one
         elif isinstance(one, dict):
             left += one.values()
+        elif isinstance(one, torch.Tensor):
+            if one.device.type not in ("cpu", "meta"):
+                found.add(one.device.index)
         elif isinstance(one, nn.Module):
             left += [*one.parameters(), *one.buffers()]
         elif isinstance(one, functools.partial):
@@ -155,6 +159,21 @@ def hand_over(value: Any) -> None:
             if isinstance(one, torch.Tensor) and one.device.type not in ("cpu", "meta"):
                 with contextlib.suppress(Exception):
                     cuda.keep_for_default(one)
+
+
+_unbind_copy: Any = torch.unbind_copy  # its stub says that it returns nothing
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def copies(batch: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Its rows, each in memory of its own. One call instead of many, after each of which the thread may lose Python's lock."""
+    if _is_plain(batch) and batch.is_contiguous():
+        rows: Sequence[torch.Tensor] = _unbind_copy(batch)
+        return rows
+    return [row.clone() for row in batch.unbind()]
 
 
 class Fetched:
