@@ -61,7 +61,8 @@ def _text(args: argparse.Namespace, result: PoolReplayResult, others: dict[str, 
     if result.cut_off:
         verdict += " The last line was written in part only, and is left out."
     counts = (plural(result.events, "event"), plural(result.jobs, "job"), plural(result.runs, "run"))
-    lines = [f"{args.file}: a pool on {names}, placement {result.placement}", f"{', '.join(counts)}. {verdict}"]
+    placement = "by a function, whose answers the ledger has" if result.placement == "custom" else result.placement
+    lines = [f"{args.file}: a pool on {names}, placement {placement}", f"{', '.join(counts)}. {verdict}"]
     if result.mismatch is not None:
         one = result.mismatch
         return "\n".join([*lines, f"  line {one.line}, {one.event}: {one.what}", "  What follows was not replayed."])

@@ -12,8 +12,15 @@ from paceline._words import numbers, plural
 PLACEMENTS = ("auto", "any", "weighted", "least_outstanding", "earliest_finish", "round_robin")
 _ARGUMENTS = (  # that --json prints
     *("speeds", "believed", "load", "max_batch", "max_delay_ms", "fixed_ms", "per_item_ms"),
-    *("length_variation", "variation", "burst", "deadline_ms", "requests", "seed"),
+    *("length_variation", "variation", "burst", "deadline_ms", "requests", "seed", "tenants"),
 )
+
+
+def _tenants(text: str) -> list[tuple[float, float]]:
+    pairs = [tuple(map(float, one.split(":"))) for one in text.split(",")]
+    if any(len(one) != 2 for one in pairs):
+        raise ValueError
+    return [(one[0], one[1]) for one in pairs]
 
 
 # What only --pool has, without --day and with it: option, type, default, metavar, help.
@@ -38,6 +45,13 @@ _OPTIONS: tuple[tuple[str, Any, Any, str, str], ...] = (
         "mean deadline of a request; each one's is between half of it and one and a half (none)",
     ),
     ("--requests", int, 20000, "N", "requests (20000)"),
+    (
+        "--tenants",
+        _tenants,
+        None,
+        "W:S,W:S,...",
+        "who shares the pool: the weight of each tenant and its share of the requests. Prints their waits and what they are served (nobody has a name)",
+    ),
 )
 _DAY_OPTIONS: tuple[tuple[str, Any, Any, str, str], ...] = (
     ("--wait-ms", float, 100.0, "MS", "with --day: mean wait that is aimed at (100)"),
@@ -47,7 +61,10 @@ _DAY_OPTIONS: tuple[tuple[str, Any, Any, str, str], ...] = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that only --pool has."""
-    group = parser.add_argument_group("with --pool", "also --speeds, --fixed-ms, --per-item-ms and --seed")
+    group = parser.add_argument_group(
+        "with --pool",
+        "also --speeds, --fixed-ms, --per-item-ms and --seed. It compares the placements that have names; a function of your own takes paceline.sim.simulate_pool",
+    )
     variation = ("--variation", float, 0.3, "F", "standard deviation of a batch's time over its mean (0.3)")
     day = "devices that come and go over a day of requests, as with Pool(autoscale=)"
     group.add_argument("--day", action="store_true", help=day)
@@ -93,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
             deadline_seconds=None if args.deadline_ms is None else args.deadline_ms / 1e3,
             requests=args.requests,
             seed=args.seed,
+            tenants=args.tenants or [],
         )
         for placement in PLACEMENTS
     }
@@ -118,7 +136,39 @@ def _text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> str:
             parts = (one["in_time"], one["late"], one["rejected"], one["expired"])
             line += "".join(f"{part:>{width}.1%}" for part, width in zip(parts, (9, 7, 9, 9), strict=True))
         lines.append(f"{line}  {' '.join(f'{busy:.0%}' for busy in one['busy'])}")
+    if args.tenants:
+        lines += ["", *_tenants_text(args, found)]
     return "\n".join(lines)
+
+
+def _tenants_text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> list[str]:
+    weights, shares = (sum(one[number] for one in args.tenants) for number in (0, 1))
+    lines = [
+        f"{'placement':<18}{'tenant':>7}{'weight':>8}{'requests':>10}{'wait: mean':>12}{'p50':>9}{'p99 ms':>9}{'served':>8}{'while all wait':>16}{'by weight':>11}"
+    ]
+    for placement, figures in found.items():
+        for number, ((weight, share), one) in enumerate(zip(args.tenants, figures["tenants"], strict=True)):
+            waits = [1e3 * one[f"{name}_wait_seconds"] for name in ("mean", "p50", "p99")]
+            lines.append(
+                f"{placement if number == 0 else '':<18}{number:>7}{weight:>8g}{share / shares:>10.1%}{waits[0]:>12.2f}{waits[1]:>9.2f}{waits[2]:>9.2f}"
+                f"{one['served']:>8.1%}{one['served_while_all_wait']:>16.1%}{weight / weights:>11.1%}"
+            )
+    lines += ["", "How far two tenants who both wait get apart, |W1/w1 - W2/w2|, of the bound l1/w1 + l2/w2:"]
+    for placement, figures in found.items():
+        part = figures["unfairness"]
+        why = (
+            "requests are bound to devices when they come"
+            if placement not in ("auto", "any")
+            else "no two tenants waited"
+        )
+        if args.deadline_ms is not None or args.length_variation:
+            why = (
+                "requests have deadlines" if args.deadline_ms is not None else "batches are of requests of like lengths"
+            )
+        over = "BROKEN" if args.max_batch == 1 else "more: who has filled up a batch of others is further ahead"
+        said = f"no bound: {why}" if part is None else f"{part:.1%}, {'kept' if part <= 1 + 1e-9 else over}"
+        lines.append(f"{placement:<18}{said}")
+    return lines
 
 
 def _day(args: argparse.Namespace) -> int:

@@ -87,7 +87,7 @@ class PoolReplayResult:
     Attributes
     ----------
     placement
-        Of the pool.
+        Of the pool. ``"custom"``: a function, whose answers are in the ledger.
     devices
         Their names.
     events, jobs, runs
@@ -189,7 +189,7 @@ def what_if_pool(ledger: Ledger, placement: str | None = None, *, remove: Collec
     Raises
     ------
     InvalidArgument
-        As `replay_pool`, and for another placement.
+        As `replay_pool`, for another placement, and without one for a ledger whose placement was a function.
     OSError
         If the file cannot be read.
     """
@@ -212,6 +212,10 @@ def arrivals(
     seconds = Seconds(entries)
 
     def ask(placement: str | None, remove: Collection[str], stay: bool) -> PoolTimes:
+        if (placement or found.placement) == "custom":
+            raise InvalidArgument(
+                "the pool's placement was a function, and the ledger has its answers, but not what it would answer otherwise: name a placement for what_if_pool"
+            )
         return _WhatIf(_pool_of(header, placement), seconds, remove).run(entries, stay)
 
     return entries, ask

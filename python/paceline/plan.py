@@ -24,6 +24,7 @@ from paceline._core.plan import (
     split_padded,
     split_weighted,
 )
+from paceline._pool_question import PoolCandidate, PoolQuestion
 
 __all__ = [
     "BlockCost",
@@ -31,6 +32,8 @@ __all__ = [
     "ItemCostFit",
     "ItemSplit",
     "PipelineTimes",
+    "PoolCandidate",
+    "PoolQuestion",
     "Split",
     "StageDevice",
     "StagePlan",

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/typing.h>
 
 #include <chrono>
 #include <string>
+#include <variant>
 
 #include <paceline/comm/communicator.hpp>
 #include <paceline/device_id.hpp>
@@ -47,6 +49,12 @@ void bind_pool(pybind11::module_& module);
 void bind_stage_planner(pybind11::module_& module);
 /// Parses "auto" and the other names. `call` begins the message. @throws InvalidArgument for others.
 plan::Placement placement_of(const char* call, const std::string& name);
+using PlacementFunction = pybind11::typing::Callable<pybind11::object(pybind11::ellipsis)>;
+/// A name, or a function of (now, kind, priority, deadline, waiting, candidates), which answers the place of one of the
+/// candidates or -1. A candidate is (name, idle, free in seconds, seconds). `throws`: what the function raises is
+/// thrown on. Otherwise it may run on any thread, and the text that it returns instead is thrown as an Error.
+void set_placement(plan::PoolOptions& options, const char* call,
+                   const std::variant<std::string, PlacementFunction>& placement, bool throws);
 
 /// Parses "auto", "gpipe" or "1f1b". @throws InvalidArgument for others.
 plan::StageOptions::Kind schedule_kind(const std::string& name);

@@ -12,6 +12,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include <paceline/engine/pool.hpp>
@@ -81,15 +82,6 @@ const char* outcome_of(const std::exception_ptr& error, std::string& message) {
   return "failed";
 }
 
-bool on_main_thread() {
-  try {
-    const py::module_ threading = py::module_::import("threading");
-    return threading.attr("current_thread")().is(threading.attr("main_thread")());
-  } catch (py::error_already_set&) {  // another signal, which only the main thread gets
-    return true;
-  }
-}
-
 /// A job of Python's: run(names of devices, evicted models) -> int, called once, and end(device, seconds, outcome,
 /// message), called again if it raises.
 class PythonCall final : public internal::PoolCall {
@@ -133,7 +125,7 @@ class PythonCall final : public internal::PoolCall {
         job_.attr("end")(device_, seconds_, outcome_, message_);
         break;
       } catch (py::error_already_set& failed) {
-        if (failed.matches(PyExc_KeyboardInterrupt) && on_main_thread()) {
+        if (interrupts(failed)) {
           interrupted = true;
         } else {
           failed.discard_as_unraisable("the end of a job");
@@ -171,9 +163,16 @@ void run_batch(Job& job, std::span<internal::PoolCall* const> calls) {
 /// A pool whose jobs are Python objects.
 class PythonPool {
  public:
-  PythonPool(const DeviceGroup& group, const std::string& placement, double budget,
+  PythonPool(const DeviceGroup& group, const std::variant<std::string, PlacementFunction>& placement, double budget,
              const std::map<std::string, double>& memory)
-      : pool_(group, {.placement = placement_of("Pool: ", placement)}, budget, memory) {}
+      : pool_(
+            group,
+            [&] {
+              plan::PoolOptions options;
+              set_placement(options, "Pool: ", placement, false);
+              return options;
+            }(),
+            budget, memory) {}
   ~PythonPool() {
     try {
       close(true);
@@ -186,7 +185,8 @@ class PythonPool {
   JobHandle submit(py::object job, const JobOptions& options, bool batched) {
     const auto state = std::make_shared<internal::JobState>();
     auto call = std::make_unique<PythonCall>(std::move(job), state, batched);
-    // With the interpreter's lock, which only a wait for room gives up: nobody asks for it under the pool's mutex.
+    // With the interpreter's lock, which only a wait for room gives up. Nobody asks for it under the pool's mutex: the
+    // pool asks a user's placement without that.
     return pool_.submit_call(std::move(call), state, options);
   }
 
@@ -302,7 +302,8 @@ class PythonPool {
 void bind_pool(py::module_& module) {
   py::class_<JobHandle>(module, "Job", "A job of a pool.");
   py::class_<PythonPool>(module, "Pool", "Runs jobs on the devices of a group, as the pool decides.")
-      .def(py::init<const DeviceGroup&, const std::string&, double, const std::map<std::string, double>&>(),
+      .def(py::init<const DeviceGroup&, const std::variant<std::string, PlacementFunction>&, double,
+                    const std::map<std::string, double>&>(),
            py::arg("group"), py::arg("placement") = "auto", py::arg("budget") = 0.1,
            py::arg("memory") = std::map<std::string, double>{})
       .def(

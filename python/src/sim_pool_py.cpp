@@ -2,10 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include <paceline/sim/pool.hpp>
@@ -19,14 +22,22 @@ namespace paceline::python {
 void bind_sim_pool(py::module_& module) {
   module.def(
       "simulate_pool",
-      [](const std::vector<double>& speeds, const std::string& placement, std::optional<std::vector<double>> believed,
-         double decline, double fixed_seconds, double per_item_seconds, const std::vector<std::int64_t>& sizes,
-         double max_delay_seconds, double length_variation, double load, double burst, double variation,
-         bool exponential, std::optional<double> deadline_seconds, std::int64_t requests, std::uint64_t seed) {
+      [](const std::vector<double>& speeds, const std::variant<std::string, PlacementFunction>& placement,
+         std::optional<std::vector<double>> believed, double decline, double fixed_seconds, double per_item_seconds,
+         const std::vector<std::int64_t>& sizes, double max_delay_seconds, double length_variation, double load,
+         double burst, double variation, bool exponential, std::optional<double> deadline_seconds,
+         std::int64_t requests, std::uint64_t seed, const std::vector<std::pair<double, double>>& tenants) {
         sim::PoolSimulationOptions options;
         options.speeds = speeds;
         options.believed = believed.value_or(std::vector<double>{});
-        options.pool.placement = placement_of("", placement);
+        const bool custom = std::holds_alternative<PlacementFunction>(placement);
+        if (custom) {
+          const py::object asker = py::module_::import("paceline._pool_question").attr("asker");
+          set_placement(options.pool, "", asker(std::get<PlacementFunction>(placement)).cast<PlacementFunction>(),
+                        true);
+        } else {
+          set_placement(options.pool, "", placement, true);
+        }
         options.pool.decline = decline;
         options.fixed_seconds = fixed_seconds;
         options.per_item_seconds = per_item_seconds;
@@ -40,23 +51,34 @@ void bind_sim_pool(py::module_& module) {
         options.deadline_seconds = deadline_seconds.value_or(std::numeric_limits<double>::infinity());
         options.requests = requests;
         options.seed = seed;
+        for (const auto& [weight, share] : tenants) options.tenants.push_back({weight, share});
         const sim::PoolSimulationResult result = [&] {
-          const py::gil_scoped_release released;
+          std::optional<py::gil_scoped_release> released;
+          if (!custom) released.emplace();
           return sim::simulate_pool(options);
         }();
-        return py::dict(py::arg("p50_seconds") = result.p50_seconds, py::arg("p99_seconds") = result.p99_seconds,
-                        py::arg("mean_seconds") = result.mean_seconds, py::arg("mean_batch") = result.mean_batch,
-                        py::arg("in_time") = result.in_time, py::arg("late") = result.late,
-                        py::arg("rejected") = result.rejected, py::arg("expired") = result.expired,
-                        py::arg("elapsed_seconds") = result.elapsed_seconds, py::arg("busy") = result.busy,
-                        py::arg("batches") = result.batches);
+        py::list served;
+        for (const sim::SimulatedTenantResult& one : result.tenants) {
+          served.append(py::dict(py::arg("p50_wait_seconds") = one.p50_wait_seconds,
+                                 py::arg("p99_wait_seconds") = one.p99_wait_seconds,
+                                 py::arg("mean_wait_seconds") = one.mean_wait_seconds, py::arg("served") = one.served,
+                                 py::arg("served_while_all_wait") = one.served_while_all_wait,
+                                 py::arg("largest_charge") = one.largest_charge));
+        }
+        return py::dict(
+            py::arg("p50_seconds") = result.p50_seconds, py::arg("p99_seconds") = result.p99_seconds,
+            py::arg("mean_seconds") = result.mean_seconds, py::arg("mean_batch") = result.mean_batch,
+            py::arg("in_time") = result.in_time, py::arg("late") = result.late, py::arg("rejected") = result.rejected,
+            py::arg("expired") = result.expired, py::arg("elapsed_seconds") = result.elapsed_seconds,
+            py::arg("busy") = result.busy, py::arg("batches") = result.batches, py::arg("tenants") = served,
+            py::arg("unfairness") = std::isnan(result.unfairness) ? std::nullopt : std::optional(result.unfairness));
       },
       py::arg("speeds"), py::kw_only(), py::arg("placement") = "auto", py::arg("believed") = py::none(),
       py::arg("decline") = 0.5, py::arg("fixed_seconds") = 0.0, py::arg("per_item_seconds") = 0.01,
       py::arg("sizes") = std::vector<std::int64_t>{1}, py::arg("max_delay_seconds") = 0.0,
       py::arg("length_variation") = 0.0, py::arg("load") = 0.7, py::arg("burst") = 1.0, py::arg("variation") = 0.3,
       py::arg("exponential") = false, py::arg("deadline_seconds") = py::none(), py::arg("requests") = 20000,
-      py::arg("seed") = 1,
+      py::arg("seed") = 1, py::arg("tenants") = std::vector<std::pair<double, double>>{},
       R"(Requests on a pool of unequal devices, on a virtual clock, with the decisions of the library's own pool.
 
 Deterministic: the n-th request arrives at the same time whatever the placement, and without batches it is the same work.
@@ -66,7 +88,8 @@ Parameters
 speeds
     One positive number for each device. n requests at once take (fixed_seconds + per_item_seconds * n) / speed in the mean.
 placement
-    ``"auto"``, ``"any"``, ``"round_robin"``, ``"least_outstanding"``, ``"weighted"`` or ``"earliest_finish"``.
+    ``"auto"``, ``"any"``, ``"round_robin"``, ``"least_outstanding"``, ``"weighted"`` or ``"earliest_finish"``. Or a function, as ``Pool`` has it:
+    of a `paceline.plan.PoolQuestion`, which answers the name of a device or None. Devices are ``"sim:0"`` and so on. It is asked after each event.
 believed
     What the pool takes the speeds to be. Default: the truth.
 decline
@@ -90,22 +113,29 @@ deadline_seconds
     The mean deadline; each request's is between half of it and one and a half. None: no deadlines.
 requests, seed
     Their number, and the seed of arrivals and times.
+tenants
+    A weight and a share of the requests for each tenant, as (weight, share). Empty: nobody has a name. A request costs its tenant 1, or its length.
 
 Returns
 -------
 dict
     `p50_seconds`, `p99_seconds` and `mean_seconds` from submit to result, without the first tenth of the requests; `mean_batch`; the parts of all
     requests that ended `in_time`, `late`, `rejected` and `expired`; `elapsed_seconds`; and for each device the part of the time in which it
-    is `busy`, and its number of `batches`.
+    is `busy`, and its number of `batches`. ``tenants``: for each one `mean_wait_seconds`, `p50_wait_seconds` and `p99_wait_seconds` from submit to start,
+    without the first tenth of the requests; its part of the cost that was `served`, and `served_while_all_wait`, of what started while requests of every
+    tenant waited; and its `largest_charge`, of one start. `unfairness`: how far two tenants who both wait get apart at most, \|W1 / w1 - W2 / w2\| with W
+    the cost of what each was served meanwhile, over the bound l1 / w1 + l2 / w2 with l the largest charges: at most 1
+    without batches. Who fills up a batch of others is charged for it, and may be further ahead when others have more to wait for. None where the bound says nothing:
+    with deadlines, with lengths, since batches are of like ones, with a placement that binds requests to devices when they come, or where no two tenants waited.
 
 Raises
 ------
 InvalidArgument
-    For invalid arguments.
+    For invalid arguments, and for a function that leaves requests waiting for ever, or answers what is no device. What it raises is raised.
 
 Notes
 -----
-Requests are independent. Launching, the GIL and transfers take no time. The pool knows the mean of each time, not the time itself.)");
+Tenants take turns by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), whose bound that is. Requests are independent. Launching, the GIL and transfers take no time. The pool knows the mean of each time, not the time itself.)");
   module.def("batch_sizes", &plan::batch_sizes, py::arg("most"), "The sizes of a pool's batches of at most so many.");
 }
 

@@ -40,6 +40,16 @@ bool interpreter_is_ending() noexcept {
 #endif
 }
 
+bool interrupts(const pybind11::error_already_set& error) {
+  if (!error.matches(PyExc_KeyboardInterrupt)) return false;
+  try {
+    const auto threading = pybind11::module_::import("threading");
+    return threading.attr("current_thread")().is(threading.attr("main_thread")());
+  } catch (pybind11::error_already_set&) {  // another signal, which only the main thread gets
+    return true;
+  }
+}
+
 void drop(pybind11::object& object) {
   if (!object) return;
   PyObject* const dropped = object.release().ptr();

@@ -51,6 +51,9 @@ void on_any_thread(Call call) {
   }
 }
 
+/// Whether a signal handler has raised KeyboardInterrupt on the main thread, perhaps in code that it is not meant for.
+bool interrupts(const pybind11::error_already_set& error);
+
 /// Drops a reference on any thread, with or without the GIL. Leaks it if the interpreter is ending.
 void drop(pybind11::object& object);
 

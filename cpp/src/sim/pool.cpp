@@ -11,6 +11,7 @@
 #include <paceline/plan/random.hpp>
 
 #include "plan/pool/job_slots.hpp"
+#include "pool_fairness.hpp"
 #include "refuse.hpp"
 
 namespace paceline::sim {
@@ -22,7 +23,7 @@ using plan::PoolDecisions;
 using plan::Random;
 using plan::RunId;
 
-enum class Stream : std::uint64_t { arrival, burst, work, deadline, length };
+enum class Stream : std::uint64_t { arrival, burst, work, deadline, length, tenant };
 
 Random draw(const PoolSimulationOptions& options, Stream stream, std::uint64_t index) {
   return {options.seed, index, static_cast<std::uint64_t>(stream)};
@@ -48,8 +49,21 @@ struct Request {
   double arrival = 0.0;
   double deadline = std::numeric_limits<double>::infinity();  // of the clock
   double length = 1.0;
+  std::size_t tenant = 0;  // from 1, as the pool has it; 0: nobody has a name
   double latency = -1.0;
 };
+
+// Whose request this is, by the shares.
+std::size_t tenant_of(const PoolSimulationOptions& options, std::uint64_t index) {
+  double all = 0.0;
+  for (const SimulatedTenant& one : options.tenants) all += one.share;
+  double left = draw(options, Stream::tenant, index).uniform() * all;
+  for (std::size_t t = 0; t < options.tenants.size(); ++t) {
+    left -= options.tenants[t].share;
+    if (left < 0.0) return t + 1;
+  }
+  return options.tenants.size();
+}
 
 std::vector<Request> requests_of(const PoolSimulationOptions& options, double rate) {
   std::vector<Request> all;
@@ -60,10 +74,17 @@ std::vector<Request> requests_of(const PoolSimulationOptions& options, double ra
     do {
       Random random = draw(options, Stream::deadline, all.size());
       const double length = log_normal(draw(options, Stream::length, all.size()), options.length_variation);
-      all.push_back({now, now + options.deadline_seconds * (0.5 + random.uniform()), length});
+      all.push_back(
+          {now, now + options.deadline_seconds * (0.5 + random.uniform()), length, tenant_of(options, all.size())});
     } while (size.uniform() > 1.0 / options.burst && std::ssize(all) < options.requests);
   }
   return all;
+}
+
+// Requests that are bound to devices at their submit do not wait for the same ones.
+bool at_submit(plan::Placement placement) {
+  using plan::Placement;
+  return placement != Placement::automatic && placement != Placement::any && placement != Placement::custom;
 }
 
 class Loop {
@@ -86,6 +107,8 @@ class Loop {
       (void)pool_.measure(0.0, d, 0, truth_[d].scaled(options.speeds[d] / believed),
                           std::max<std::int64_t>(options.pool.samples, 1));
     }
+    for (std::size_t t = 0; t < options.tenants.size(); ++t)
+      (void)pool_.add_tenant({.name = std::to_string(t), .weight = options.tenants[t].weight});
     result_.busy.resize(truth_.size());
     result_.batches.resize(truth_.size());
   }
@@ -101,7 +124,9 @@ class Loop {
       if (arrival == now_) {
         JobId id{};
         const Request& request = requests_[next];
-        obey(pool_.submit(now_, {.deadline_seconds = request.deadline - now_, .cost = request.length}, id));
+        fairness_.waits(request.tenant, 1);
+        obey(pool_.submit(
+            now_, {.deadline_seconds = request.deadline - now_, .cost = request.length, .tenant = request.tenant}, id));
         ++next;
       } else if (end == now_) {
         const RunId run = ends_.top().second;
@@ -109,7 +134,7 @@ class Loop {
         const Running running = std::move(running_.at(run));
         running_.erase(run);
         for (const JobId job : running.jobs) {
-          Request& request = requests_[plan::JobSlots::number(job) - 1];
+          Request& request = request_of(job);
           request.latency = now_ - request.arrival;
           (now_ <= request.deadline ? result_.in_time : result_.late) += 1.0;
         }
@@ -131,6 +156,7 @@ class Loop {
   void obey(const PoolDecisions& decisions) {
     wake_ = decisions.wake_seconds;
     for (const plan::PoolEnd& end : decisions.ends) {
+      if (end.outcome != plan::JobOutcome::completed) fairness_.waits(request_of(end.job).tenant, -1);
       if (end.outcome == plan::JobOutcome::rejected) result_.rejected += 1.0;
       if (end.outcome == plan::JobOutcome::expired) result_.expired += 1.0;
     }
@@ -143,8 +169,18 @@ class Loop {
       ends_.emplace(now_ + seconds, start.run);
       result_.busy[device] += seconds;
       ++result_.batches[device];
+      std::vector<std::pair<std::size_t, double>> charges;
+      for (const JobId job : start.jobs) {
+        const Request& request = request_of(job);
+        charges.emplace_back(request.tenant, request.length);
+        if (plan::JobSlots::number(job) > requests_.size() / 10)
+          fairness_.waited(request.tenant, now_ - request.arrival);
+      }
+      fairness_.starts(charges);
     }
   }
+
+  [[nodiscard]] Request& request_of(JobId job) { return requests_[plan::JobSlots::number(job) - 1]; }
 
   PoolSimulationResult summary() {
     std::vector<double> latencies;
@@ -166,6 +202,9 @@ class Loop {
       *part /= static_cast<double>(requests_.size());
     result_.elapsed_seconds = now_;
     for (double& busy : result_.busy) busy /= std::max(now_, std::numeric_limits<double>::min());
+    fairness_.tell(result_);
+    if (options_.deadline_seconds < kNever || options_.length_variation > 0.0 || at_submit(options_.pool.placement))
+      result_.unfairness = std::numeric_limits<double>::quiet_NaN();
     return std::move(result_);
   }
 
@@ -178,6 +217,7 @@ class Loop {
   std::unordered_map<RunId, Running> running_;
   double now_ = 0.0;
   double wake_ = kNever;
+  Fairness fairness_{options_};
   PoolSimulationResult result_;
 };
 
@@ -199,6 +239,9 @@ PoolSimulationResult simulate_pool(const PoolSimulationOptions& options) {
   require(std::isfinite(options.length_variation) && options.length_variation >= 0.0,
           "length_variation is {}; it cannot be negative", options.length_variation);
   require(options.deadline_seconds > 0.0, "deadline_seconds is {}; it must be positive", options.deadline_seconds);
+  require(std::all_of(options.tenants.begin(), options.tenants.end(),
+                      [&](const SimulatedTenant& one) { return positive(one.weight) && positive(one.share); }),
+          "each of tenants needs a positive weight and a positive share");
   require(options.requests >= 1, "requests is {}; there must be at least one", options.requests);
   return Loop(options).run();
 }

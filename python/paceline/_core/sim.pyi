@@ -541,7 +541,7 @@ def simulate_pipeline(
 def simulate_pool(
     speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
     *,
-    placement: str = "auto",
+    placement: str | collections.abc.Callable[..., object] = "auto",
     believed: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
     decline: typing.SupportsFloat | typing.SupportsIndex = 0.5,
     fixed_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
@@ -556,6 +556,9 @@ def simulate_pool(
     deadline_seconds: typing.SupportsFloat | typing.SupportsIndex | None = None,
     requests: typing.SupportsInt | typing.SupportsIndex = 20000,
     seed: typing.SupportsInt | typing.SupportsIndex = 1,
+    tenants: collections.abc.Sequence[
+        tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+    ] = [],
 ) -> dict[str, typing.Any]:
     """
     Requests on a pool of unequal devices, on a virtual clock, with the decisions of the library's own pool.
@@ -567,7 +570,8 @@ def simulate_pool(
     speeds
         One positive number for each device. n requests at once take (fixed_seconds + per_item_seconds * n) / speed in the mean.
     placement
-        ``"auto"``, ``"any"``, ``"round_robin"``, ``"least_outstanding"``, ``"weighted"`` or ``"earliest_finish"``.
+        ``"auto"``, ``"any"``, ``"round_robin"``, ``"least_outstanding"``, ``"weighted"`` or ``"earliest_finish"``. Or a function, as ``Pool`` has it:
+        of a `paceline.plan.PoolQuestion`, which answers the name of a device or None. Devices are ``"sim:0"`` and so on. It is asked after each event.
     believed
         What the pool takes the speeds to be. Default: the truth.
     decline
@@ -591,20 +595,27 @@ def simulate_pool(
         The mean deadline; each request's is between half of it and one and a half. None: no deadlines.
     requests, seed
         Their number, and the seed of arrivals and times.
+    tenants
+        A weight and a share of the requests for each tenant, as (weight, share). Empty: nobody has a name. A request costs its tenant 1, or its length.
 
     Returns
     -------
     dict
         `p50_seconds`, `p99_seconds` and `mean_seconds` from submit to result, without the first tenth of the requests; `mean_batch`; the parts of all
         requests that ended `in_time`, `late`, `rejected` and `expired`; `elapsed_seconds`; and for each device the part of the time in which it
-        is `busy`, and its number of `batches`.
+        is `busy`, and its number of `batches`. ``tenants``: for each one `mean_wait_seconds`, `p50_wait_seconds` and `p99_wait_seconds` from submit to start,
+        without the first tenth of the requests; its part of the cost that was `served`, and `served_while_all_wait`, of what started while requests of every
+        tenant waited; and its `largest_charge`, of one start. `unfairness`: how far two tenants who both wait get apart at most, \|W1 / w1 - W2 / w2\| with W
+        the cost of what each was served meanwhile, over the bound l1 / w1 + l2 / w2 with l the largest charges: at most 1
+        without batches. Who fills up a batch of others is charged for it, and may be further ahead when others have more to wait for. None where the bound says nothing:
+        with deadlines, with lengths, since batches are of like ones, with a placement that binds requests to devices when they come, or where no two tenants waited.
 
     Raises
     ------
     InvalidArgument
-        For invalid arguments.
+        For invalid arguments, and for a function that leaves requests waiting for ever, or answers what is no device. What it raises is raised.
 
     Notes
     -----
-    Requests are independent. Launching, the GIL and transfers take no time. The pool knows the mean of each time, not the time itself.
+    Tenants take turns by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), whose bound that is. Requests are independent. Launching, the GIL and transfers take no time. The pool knows the mean of each time, not the time itself.
     """

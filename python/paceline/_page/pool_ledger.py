@@ -55,7 +55,10 @@ def section(name: str, lines: Sequence[str]) -> Section:
     if replayed.mismatch is not None:
         said += f"\nThe page ends at line {cut}, where a replay decides differently: another version wrote the ledger, or it was changed."
     made = section_of(found.names, found.runs[-_MOST:], found.never, found.report(), said)
-    made.title = f"{name}: {made.title[0].lower()}{made.title[1:]}, placement {replayed.placement}, {plural(replayed.jobs, 'job')}"
+    placement = "by a function" if replayed.placement == "custom" else replayed.placement
+    made.title = (
+        f"{name}: {made.title[0].lower()}{made.title[1:]}, placement {placement}, {plural(replayed.jobs, 'job')}"
+    )
     if (declined := found.declined()).rows:
         made.pieces.append(table(declined))
     return made

@@ -134,6 +134,25 @@ TEST(SimulatedPool, StaysStableWithSpeedsThatAreWrong) {
   expect_near(stale.p99, 6.09, "p99 with the first device really half as fast");
 }
 
+TEST(SimulatedPool, ServesTenantsWhoWaitByTheirWeightsWithinTheBound) {
+  for (std::uint64_t seed = 0; seed < 5; ++seed) {
+    PoolSimulationOptions options{.speeds = {1.0, 0.5}, .load = 2.5, .requests = 3000, .seed = seed};
+    options.tenants = {{.weight = 3.0}, {.weight = 1.0}};
+    if (seed % 2 == 1) options.sizes = {1, 2, 4};
+    const PoolSimulationResult found = simulate_pool(options);
+    if (seed % 2 == 0) {
+      EXPECT_LE(found.unfairness, 1.0 + 1e-9);
+      EXPECT_GT(found.unfairness, 0.3);  // they did get apart
+    }
+    EXPECT_NEAR(found.tenants.at(0).served_while_all_wait, 0.75, 0.02);
+    EXPECT_NEAR(found.tenants.at(0).served, 0.5, 0.05);
+    EXPECT_LT(found.tenants.at(0).mean_wait_seconds, found.tenants.at(1).mean_wait_seconds);
+    options.pool.placement = Placement::weighted;
+    EXPECT_TRUE(std::isnan(simulate_pool(options).unfairness));
+  }
+  EXPECT_THROW((void)simulate_pool({.tenants = {{.weight = 0.0}}}), InvalidArgument);
+}
+
 TEST(SimulatedPool, IsTheSameEveryTimeAndRefusesWhatMakesNoSense) {
   const PoolSimulationResult one = simulate_pool({.requests = 2000, .seed = 3});
   const PoolSimulationResult two = simulate_pool({.requests = 2000, .seed = 3});

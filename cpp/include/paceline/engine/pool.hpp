@@ -190,6 +190,12 @@ class Batcher {
 /// has done that work; no thread waits for it. One job or batch at a time is on each GPU. Work of steps on the same GPU
 /// is on other streams, so the GPU does both at once.
 ///
+/// With plan::Placement::custom it asks PoolOptions::choose without a lock, one thread at a time: that whose call or
+/// run has changed something, or a worker. An answer counts if the job and the idle devices are the same then. While a
+/// device is idle it is asked again after each event, and every 50 ms. If it throws, the fastest idle device takes the
+/// job, as in a closed pool whose other jobs have ended, and explain() says why. It may submit, but not wait for a
+/// pool.
+///
 ///   paceline::Pool pool(paceline::DeviceGroup::all(paceline::DeviceKind::host));
 ///   paceline::Future<double> f = pool.submit([](paceline::Job& job) { return score(job.device()); });
 ///   f.get();

@@ -10,6 +10,12 @@
 
 namespace paceline::sim {
 
+/// Who shares a simulated pool: plan::PoolTenant.
+struct SimulatedTenant {
+  double weight = 1.0;
+  double share = 1.0;  ///< of the requests, over the sum of all shares
+};
+
 /// A pool of devices of unequal speeds under a stream of requests.
 struct PoolSimulationOptions {
   std::vector<double> speeds = {1.0, 1.0, 0.5, 0.25};
@@ -34,6 +40,17 @@ struct PoolSimulationOptions {
   double deadline_seconds = std::numeric_limits<double>::infinity();
   std::int64_t requests = 20000;
   std::uint64_t seed = 1;
+  std::vector<SimulatedTenant> tenants = {};  ///< empty: nobody has a name
+};
+
+/// What comes of a tenant.
+struct SimulatedTenantResult {
+  double p50_wait_seconds = 0.0;  ///< from submit to start, of those that started, without the first tenth of all
+  double p99_wait_seconds = 0.0;
+  double mean_wait_seconds = 0.0;
+  double served = 0.0;                 ///< its part of the cost of all requests that started
+  double served_while_all_wait = 0.0;  ///< the same of those that started while requests of every tenant waited
+  double largest_charge = 0.0;         ///< that one start cost it
 };
 
 struct PoolSimulationResult {
@@ -48,6 +65,14 @@ struct PoolSimulationResult {
   double elapsed_seconds = 0.0;
   std::vector<double> busy = {};           ///< per device: the part of the time in which it works
   std::vector<std::int64_t> batches = {};  ///< per device
+  std::vector<SimulatedTenantResult> tenants = {};
+  /// How far two tenants whose requests both wait get apart at most, |W1 / w1 - W2 / w2| with W the costs of what each
+  /// was served since both began to wait, over the bound l1 / w1 + l2 / w2 of start-time fair queueing (Goyal, Vin and
+  /// Cheng, 1996), l the largest charge. At most 1 without batches. Who fills up a batch of others is charged for it,
+  /// and may be further ahead when others have more to wait for. NaN where the bound says nothing: with deadlines, with
+  /// lengths, since batches are of like ones, with a placement that binds requests to devices, or where no two tenants
+  /// waited.
+  double unfairness = std::numeric_limits<double>::quiet_NaN();
 };
 
 /// Runs the decisions of plan::PoolState on a virtual clock. Deterministic; the n-th request arrives at the same time

@@ -59,9 +59,8 @@ bool Inside::of(const PoolCore& pool) noexcept {
 void check_may_wait(const std::weak_ptr<PoolCore>& pool) {
   if (Inside::any()) {
     throw InvalidArgument(
-        "wait: a job, a step or a call of then() waits for a pool, and keeps a device or the end of a job that the "
-        "pool "
-        "may need to go on. Use JobOptions::after or Future::then.");
+        "wait: a job, a step, a placement or a call of then() waits for a pool, and keeps a device or the end of a job "
+        "that the pool may need to go on. Use JobOptions::after or Future::then.");
   }
   const auto core = pool.lock();
   if (core != nullptr && core->forked())
@@ -71,16 +70,7 @@ void check_may_wait(const std::weak_ptr<PoolCore>& pool) {
 PoolCore::PoolCore(const DeviceGroup& group, plan::PoolOptions options, double budget,
                    const std::map<std::string, double>& memory_bytes)
     : group_(group), budget_(budget), state_([&] {
-        // The user's function is asked where nothing may throw.
-        if (options.choose) {
-          options.choose = [choose = std::move(options.choose)](const plan::PoolQuestion& question) {
-            try {
-              return choose(question);
-            } catch (...) {
-              return std::optional<std::size_t>{};
-            }
-          };
-        }
+        if (options.choose) options.choose = placement_.look_up(std::move(options.choose));
         return std::move(options);
       }()) {
   for (const auto& [name, bytes] : memory_bytes) {
@@ -386,7 +376,7 @@ std::string PoolCore::explain() const {
     if (device.declined) text += "; " + state_.describe(*device.declined);
     text += "\n";
   }
-  text += tenants_text(state_.tenants());
+  text += tenants_text(state_.tenants()) + placement_.explain();
   if (state_.ledger_failed()) text += "The ledger is cut off: a line could not be written. Is the disk full?\n";
   return text + fmt::format("{} jobs wait, {} runs go on\n", state_.waiting(), state_.running());
 }

@@ -28,6 +28,7 @@
 
 #include "engine/pool/job_queue.hpp"
 #include "engine/pool/pool_clock.hpp"
+#include "engine/pool/user_placement.hpp"
 #include "plan/line_fit.hpp"
 
 namespace paceline::internal {
@@ -236,7 +237,10 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   /// A job has reported a device of its run as lost.
   void lose(const Run& run, const std::exception_ptr& error, After& after);
   void check_process(const char* call) const;
-  void follow(After after) noexcept;
+  /// `asks`: calls place_by_user() if a decision wants it.
+  void follow(After after, bool asks = true) noexcept;
+  /// Asks the user's placement what the decisions wanted to know, and decides with its answers.
+  void place_by_user() noexcept;
   /// `timed`: the seconds by the worker, of a run that completed.
   void finish(std::int64_t work, plan::RunResult result, std::optional<double> timed,
               const std::exception_ptr& error) noexcept;
@@ -251,6 +255,7 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   const Clock::time_point begin_ = Clock::now();
   mutable std::mutex mutex_;
   std::condition_variable room_;  // a queue has room, or a worker has let go
+  UserPlacement placement_;       // state_ asks it
   plan::PoolState state_;
   std::map<std::pair<std::string, double>, std::size_t> kinds_;  // by name, and the memory of a job
   std::map<std::pair<std::vector<std::string>, std::vector<std::string>>, std::size_t> needs_;

@@ -360,7 +360,7 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
   keep_time(after, by);
 }
 
-void PoolCore::follow(After after) noexcept {
+void PoolCore::follow(After after, bool asks) noexcept {
   if (after.ring < kNever) clock_.set(at(after.ring));
   if (after.room || !after.ended.empty()) room_.notify_all();
   if (after.wake_all) {
@@ -381,6 +381,7 @@ void PoolCore::follow(After after) noexcept {
   bool complete = false;
   {
     const std::lock_guard lock(mutex_);
+    asks = asks && placement_.begin();
     ending_ -= told;
     complete = closed_ && jobs_.empty() && ending_ == 0 && !complete_.exchange(true, std::memory_order_acq_rel);
     if (complete && clock_.started()) clock_.end();
@@ -389,6 +390,7 @@ void PoolCore::follow(After after) noexcept {
     wake_everyone();
     wake_caller();
   }
+  if (asks) place_by_user();
 }
 
 }  // namespace paceline::internal

@@ -67,11 +67,13 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
       const Device& device = devices[one.device];
       const bool free = device.run == RunId{};
       const bool measured_there = measured(line.kind, one.device).known;
-      candidates.push_back(
-          {one.device, free, free ? 0.0 : std::max(device.free_at - now, 0.0), measured_there ? one.seconds : kNever});
+      candidates.push_back({one.device, device.spec.name, free, free ? 0.0 : std::max(device.free_at - now, 0.0),
+                            measured_there ? one.seconds : kNever});
     }
     const Job* next = has_tenants && !line.ranked.empty() ? first_for(line, line.ranked.front(), now) : nullptr;
-    chosen = options.choose({now, next != nullptr ? next->id : line.front()->id, line.kind, line.size(), candidates});
+    if (next == nullptr) next = &jobs.at(line.front()->id);
+    chosen = options.choose(
+        {now, next->id, line.kind, kind.spec.name, next->priority, next->deadline - now, line.size(), candidates});
     if (ledger != nullptr) ledger->chose(chosen);
   }
   double inverse = 0.0;

@@ -169,7 +169,7 @@ class PoolFuture(Future[_T], Generic[_T]):
             _check_may_wait(self._job)
         except InvalidArgument:
             raise InvalidArgument(
-                "result: a job, a step or a callback waits for a job of a pool, and keeps a device, which that pool may need to go on. Give submit "
+                "result: a job, a step, a placement or a callback waits for a job of a pool, and keeps what that pool may need to go on. Give submit "
                 "after=, or the future a callback."
             ) from None
 

@@ -17,21 +17,22 @@ from typing import Any, Literal
 from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
 from paceline._core.engine import Pool as Engine
 from paceline._observe import Observed, check_observe
+from paceline._pool_question import PRIORITIES as _PRIORITIES
+from paceline._pool_question import Place as PlaceFunction
 from paceline.torch._devices import cuda
 from paceline.torch._pool.figures import Figures
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import Work
 from paceline.torch._pool.look import Look
 from paceline.torch._pool.needs import ANY, Needs, Place, place_of
+from paceline.torch._pool.placing import placing_of
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.served import Served
 from paceline.torch._pool.watchdog import Watchdog
 
 Priority = Literal["interactive", "normal", "batch", "background"]
-Placement = Literal["auto", "any", "weighted", "round_robin", "least_outstanding", "earliest_finish"]
+Placement = Literal["auto", "any", "weighted", "round_robin", "least_outstanding", "earliest_finish"] | PlaceFunction
 Evicted = list[tuple[str, str]]  # devices, and models that leave their memory
-
-_PRIORITIES = ("interactive", "normal", "batch", "background")
 
 
 def name_of(fn: Any) -> str:
@@ -94,7 +95,8 @@ class Jobs:
         check_observe("Pool", observe)
         self.devices = list(group.devices)
         self.memory = dict(memory)
-        self.engine = _Engine(group, placement, budget, self.memory)
+        self.placing, self._placement = placing_of(placement), placement
+        self.engine = _Engine(group, self.placing.weak() if self.placing else placement, budget, self.memory)
         self.seats = {one.name: Seat(one, self.engine.stream) for one in group.devices}
         self.served: weakref.WeakValueDictionary[str, Served] = weakref.WeakValueDictionary()  # by the batcher's name
         self._adding = threading.RLock()  # a device, or what is served
@@ -239,6 +241,12 @@ class Jobs:
         """The figures of each device, and whether it is ``retired``, or lost."""
         active = self.engine.active  # first: it raises in a forked process, where a lock may be held for ever
         return {name: {**one, "retired": name not in active} for name, one in self.figures.devices().items()}
+
+    def placement_now(self) -> dict[str, Any]:
+        """Its name and its errors."""
+        if self.placing is None:
+            return {"name": self._placement, "failures": 0, "last_failure": None}
+        return {name: getattr(self.placing, name) for name in ("name", "failures", "last_failure")}
 
     def close(self, cancel: bool) -> None:
         """Wait until every job has ended. In another process than that of the pool it does nothing."""

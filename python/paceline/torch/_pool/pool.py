@@ -52,7 +52,9 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         jobs run between the trainer's steps.
     placement
         ``"auto"``, or for comparison: ``"any"``, ``"weighted"`` (in the ratio of measured speeds), ``"round_robin"``, ``"least_outstanding"``,
-        ``"earliest_finish"``.
+        ``"earliest_finish"``. Or a function, which is asked where the job that is next of its kind shall start: it is given a `paceline.plan.PoolQuestion`
+        and returns the name of an idle device, or None to let the job wait. It runs on any thread, one question at a time, without a lock of the pool.
+        If it raises, or answers anything else, the fastest idle device takes the job, a warning says so once, and `explain` and `report` count it.
     budget
         The part of a device's time, from 0 to 1, that jobs may take from steps of trainers on the same device. Then a job of priority ``"interactive"``,
         or with a deadline of less than a second, waits for one micro-batch, and not for the device's part of the step. All jobs run where a step has no work for the device,
@@ -357,7 +359,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
             ``devices``: by name ``jobs`` that completed, their ``runs`` alone or in batches, ``busy_seconds`` of all runs, also of those
             that failed or have not ended, and whether it is ``retired``, or lost. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured times.
             ``desired_devices``: how many devices a mean wait of 0.1 s takes, or that of `Autoscale`, for what has come lately.
-            ``tenants``: by name their ``weight``, the costs of what was ``served``, jobs ``waiting``, ``devices`` and bytes of ``memory`` in use; ``""``: jobs without a name.
+            ``placement``: its ``name``, the number of its ``failures``, and the ``last_failure``. ``tenants``: by name their ``weight``, the costs of what was ``served``, jobs ``waiting``, ``devices`` and bytes of ``memory`` in use; ``""``: jobs without a name.
             ``hangs``: the last runs that were given up, each with ``device``, ``kind``, ``jobs``, ``where`` and ``time``. ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds``, of all of them together.
         """
         return {
@@ -366,6 +368,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
             "running": self.running,
             "backlog_seconds": self._jobs.engine.backlog_seconds,
             "desired_devices": self._scale.desired(),
+            "placement": self._jobs.placement_now(),
             "tenants": report_of(self._jobs.engine),
             "hangs": [] if self._jobs.watchdog is None else list(self._jobs.watchdog.hangs),
             **self._jobs.figures.report(),
