@@ -220,8 +220,8 @@ struct PoolLoad {
   /// A second, of each device in its largest batches, also if it is retired. A device that has run none counts as the
   /// mean of the others. 0: no device has, it cannot, or it is lost.
   std::vector<double> rates = {};
-  /// Of a run, in the mean of the last ones: its jobs, its work over that of a job in a largest batch, and the square of
-  /// this. 0: none has run.
+  /// Of a run, in the mean of the last ones: its jobs, its work over that of a job in a largest batch, and the square
+  /// of this. 0: none has run.
   double run_jobs = 0.0;
   double run_work = 0.0;
   double run_square = 0.0;
