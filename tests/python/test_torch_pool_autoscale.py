@@ -206,7 +206,7 @@ def test_batches_that_run_take_more_devices_and_batches_that_fill_do_not() -> No
     assert scale.desired() == few
     assert scale.wait_of((), ())["wait_seconds"] == 3.0
     assert "3 s predicted" in scale.explain()
-    engine.filling, engine.runs = 0.0, (2.0, 0.05, 2 * 0.025**2)  # in batches of fifty
+    engine.filling, engine.runs = 0.0, (1.0, 0.05, 0.05**2)  # in batches of a hundred
     looked(scale, 100)
     assert scale.desired() > few
     assert scale.wait_of((), ())["wait_seconds"] < 0.1
