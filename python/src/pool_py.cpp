@@ -287,7 +287,8 @@ class PythonPool {
       return pool_.scale_tick(least_seconds, keep_seconds);
     }();
     if (!tick) return py::none();
-    return py::make_tuple(tick->seconds, tick->arrived_work, tick->arrived_jobs, tick->waiting_work, tick->known,
+    return py::make_tuple(tick->seconds, tick->arrived_work, tick->arrived_jobs, tick->waiting_work,
+                          py::make_tuple(tick->runs, tick->run_work, tick->run_square), tick->filling, tick->known,
                           tick->speeds, tick->lost, tick->covers);
   }
 
@@ -380,7 +381,8 @@ void bind_pool(py::module_& module) {
       .def_property_readonly("waiting", [](const PythonPool& self) { return self.pool().waiting(); })
       .def_property_readonly("running", [](const PythonPool& self) { return self.pool().running(); })
       .def("scale_tick", &PythonPool::scale_tick, py::arg("least_seconds"), py::arg("keep_seconds"),
-           "Since the call before: seconds, work and jobs that came, work that waits, whether all that waits is known, "
+           "Since the call before: seconds, work and jobs that came, work that waits, the runs of what came (how many, "
+           "their work, the sum of its squares), seconds in which batches fill, whether all that waits is known, "
            "the speed of each device, which are lost, and sets of devices of which so many have to be active. None if "
            "it was less than "
            "`least_seconds` ago. Of needs those of the last `keep_seconds` count.")

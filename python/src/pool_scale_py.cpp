@@ -35,12 +35,15 @@ void bind_pool_scale(py::module_& module) {
       .def(
           "decide",
           [](plan::Scaler& self, const std::vector<Row>& devices, double seconds, double arrived_work,
-             double arrived_jobs, double waiting_work) {
-            return self.decide(devices_of(devices), {seconds, arrived_work, arrived_jobs, waiting_work});
+             double arrived_jobs, double waiting_work, const std::tuple<double, double, double>& runs) {
+            const auto& [count, work, square] = runs;
+            return self.decide(devices_of(devices),
+                               {seconds, arrived_work, arrived_jobs, waiting_work, count, work, square});
           },
           py::arg("devices"), py::kw_only(), py::arg("seconds"), py::arg("arrived_work"), py::arg("arrived_jobs"),
-          py::arg("waiting_work"),
-          "Devices: (speed, price, seconds of its activation, seconds to keep it, active, usable) each.")
+          py::arg("waiting_work"), py::arg("runs"),
+          "Devices: (speed, price, seconds of its activation, seconds to keep it, active, usable) each. Runs in which "
+          "the jobs that arrived will run: how many, their work, and the sum of its squares; 0 if nothing is known.")
       .def(
           "wait_of",
           [](const plan::Scaler& self, const std::vector<double>& speeds, double waiting_work) {

@@ -31,10 +31,13 @@ class Scripted:
         self.lost = [False] * count
         self.work, self.jobs, self.waiting, self.known = 0.0, 0.0, 0.0, True
         self.covers: list[tuple[list[bool], int]] = []
+        self.runs = (0.0, 0.0, 0.0)
+        self.filling = 0.0
         self.acting: Any = lambda: None  # called inside of the calls that retire and restore
 
     def scale_tick(self, _: float, __: float) -> tuple[Any, ...]:
-        return 1.0, self.work, self.jobs, self.waiting, self.known, self.speeds, self.lost, self.covers
+        came = 1.0, self.work, self.jobs, self.waiting, self.runs, self.filling
+        return *came, self.known, self.speeds, self.lost, self.covers
 
     def retire(self, name: str, unless_last: bool = False, released: bool = False) -> bool:
         assert unless_last == released
@@ -191,6 +194,22 @@ def test_locks_of_users_are_not_met_while_it_holds_its_own() -> None:
     engine.acting = call
     looked(scale, 3)
     assert engine.active == ["host:0"]
+
+
+def test_batches_that_run_take_more_devices_and_batches_that_fill_do_not() -> None:
+    engine, scale = scripted(8, keep=0.0, wait=0.1)
+    engine.work, engine.jobs = 0.05, 100.0  # a twentieth of the box
+    looked(scale, 50)
+    few = scale.desired()
+    engine.filling = 3.0
+    looked(scale, 50)
+    assert scale.desired() == few
+    assert scale.wait_of((), ())["wait_seconds"] == 3.0
+    assert "3 s predicted" in scale.explain()
+    engine.filling, engine.runs = 0.0, (1.0, 0.05, 0.05**2)  # in batches of a hundred
+    looked(scale, 100)
+    assert scale.desired() > few
+    assert scale.wait_of((), ())["wait_seconds"] < 0.1
 
 
 def test_without_autoscale_it_is_a_hint() -> None:

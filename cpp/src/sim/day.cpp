@@ -144,7 +144,12 @@ class Day {
       if (devices_[d].active) result_.device_hours += kTick / 3600.0;
     }
     const auto came = static_cast<double>(next - seen_);
-    const std::vector<bool> wanted = scaler_.decide(devices_, {kTick, came * options_.job_seconds, came, waiting_});
+    const plan::PoolLoad load = pool_.loads().front();
+    const double run = load.run_work * options_.job_seconds;
+    const double square = load.run_square * options_.job_seconds * options_.job_seconds;
+    const double runs = load.run_jobs > 0.0 ? came : 0.0;
+    const std::vector<bool> wanted =
+        scaler_.decide(devices_, {kTick, came * options_.job_seconds, came, waiting_, runs, runs * run, runs * square});
     seen_ = next;
     for (std::size_t d = 0; d < devices_.size(); ++d) {
       if (wanted[d] && !devices_[d].active) {

@@ -378,7 +378,7 @@ class Pool:
         keep_seconds: typing.SupportsFloat | typing.SupportsIndex,
     ) -> typing.Any:
         """
-        Since the call before: seconds, work and jobs that came, work that waits, whether all that waits is known, the speed of each device, which are lost, and sets of devices of which so many have to be active. None if it was less than `least_seconds` ago. Of needs those of the last `keep_seconds` count.
+        Since the call before: seconds, work and jobs that came, work that waits, the runs of what came (how many, their work, the sum of its squares), seconds in which batches fill, whether all that waits is known, the speed of each device, which are lost, and sets of devices of which so many have to be active. None if it was less than `least_seconds` ago. Of needs those of the last `keep_seconds` count.
         """
     def stream(self, device: str) -> int | None:
         """

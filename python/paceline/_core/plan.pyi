@@ -507,9 +507,14 @@ class Scaler:
         arrived_work: typing.SupportsFloat | typing.SupportsIndex,
         arrived_jobs: typing.SupportsFloat | typing.SupportsIndex,
         waiting_work: typing.SupportsFloat | typing.SupportsIndex,
+        runs: tuple[
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+        ],
     ) -> list[bool]:
         """
-        Devices: (speed, price, seconds of its activation, seconds to keep it, active, usable) each.
+        Devices: (speed, price, seconds of its activation, seconds to keep it, active, usable) each. Runs in which the jobs that arrived will run: how many, their work, and the sum of its squares; 0 if nothing is known.
         """
     def wait_of(
         self,

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include <paceline/plan/pool_scale.hpp>
+
 #include "engine/pool/pool_core.hpp"
 
 namespace paceline::internal {
@@ -34,11 +36,23 @@ std::optional<PoolTick> PoolCore::scale_tick(double least_seconds, double keep_s
     }
     tick.arrived_jobs += jobs;
     tick.arrived_work += jobs / all;
+    if (load.run_jobs > 0.0) {
+      const double runs = jobs / load.run_jobs;
+      tick.runs += runs;
+      tick.run_work += runs * load.run_work / all;
+      tick.run_square += runs * load.run_square / (all * all);
+    }
+    const plan::PoolKind& spec = state_.kind(kind);
+    if (spec.max_delay_seconds > 0.0 && jobs > 0.0) {
+      const auto largest = static_cast<double>(spec.sizes.back());
+      tick.filling += jobs * plan::filling_wait(jobs / tick.seconds, spec.max_delay_seconds, largest);
+    }
     tick.waiting_work += load.waiting / all;
     const double weight = (jobs + load.waiting) / all;
     known += weight;
     for (std::size_t d = 0; d < devices_.size(); ++d) tick.speeds[d] += weight * load.rates[d] / all;
   }
+  if (tick.arrived_jobs > 0.0) tick.filling /= tick.arrived_jobs;
   if (known > 0.0) {
     for (double& speed : tick.speeds) speed /= known;
     speeds_ = tick.speeds;

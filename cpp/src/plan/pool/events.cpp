@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "plan/pool/state.hpp"
 
@@ -58,7 +59,14 @@ bool State::admits(const Job& job, double now) {
   return std::max(begin, now + ahead) + needed <= job.deadline;
 }
 
+// What comes counts once, from when a device could run it. A client that gives up afterwards has come all the same.
+void State::arrive(Job& job) {
+  if (std::exchange(job.arrived, true)) return;
+  kinds[job.kind].arrived += static_cast<double>(job.gang) * job.cost / kinds[job.kind].cost;
+}
+
 void State::enqueue(Job& job, double now) {
+  if (!has_quota(job)) arrive(job);
   if (job.gang > 1) {
     job.phase = Job::Phase::in_gangs;
     gangs.emplace(job.background, job.key, job.id);
@@ -201,6 +209,20 @@ void State::note_size(Kind& kind, const Run& run, double seconds) {
   if (!on.known) return;
   on.times.compare(on.model, sizes);
   ++kind.epoch;
+}
+
+// The means of the last 100 runs or so, for how long a job waits for one that runs.
+void State::note_run(Kind& kind, const Run& run, double seconds) {
+  constexpr std::int64_t window = 100;
+  const std::size_t first = run.devices.front();
+  const auto most = static_cast<double>(largest(run.kind, first));
+  const double batch = this->seconds(run.kind, first, kind.cost * most);
+  if (!(batch > 0.0)) return;
+  const double work = seconds / batch * most * static_cast<double>(run.devices.size());
+  kind.runs_seen = std::min(kind.runs_seen + 1, window);
+  const std::array<double, 3> one{static_cast<double>(run.jobs.size() * run.devices.size()), work, work * work};
+  for (std::size_t k = 0; k < one.size(); ++k)
+    kind.run_means[k] += (one[k] - kind.run_means[k]) / static_cast<double>(kind.runs_seen);
 }
 
 // The 90 % quantile of the last runs' actual over predicted seconds, every eight runs.

@@ -33,6 +33,7 @@ struct PoolEntry {
   std::size_t line = 0;                                          // where it waits, in_line
   std::vector<JobId> dependents = {};
   bool background = false;
+  bool arrived = false;  // PoolLoad::arrived counts it
   Phase phase = Phase::held;
   Priority priority = Priority::normal;
   std::uint32_t tenant = 0;

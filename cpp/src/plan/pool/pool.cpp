@@ -180,7 +180,7 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
   if (refused != PoolReason::no_device && refused != PoolReason::quota) {
     if (job.need >= s.needs_used.size()) s.needs_used.resize(job.need + 1, -kNever);
     s.needs_used[job.need] = std::max(s.needs_used[job.need], now_seconds + job.not_before_seconds);
-    kind.arrived += static_cast<double>(job.gang) * job.cost / kind.cost;
+    if (refused != PoolReason::none && !s.has_quota(made)) s.arrive(made);
   }
   if (refused != PoolReason::none) {
     out.ends.push_back({id, JobOutcome::rejected, refused, std::nullopt});
@@ -217,6 +217,7 @@ PoolDecisions PoolState::finish(double now_seconds, RunId run, RunResult result,
     for (const std::size_t d : ended.devices) ++kind.classes[s.devices[d].cls].samples;
     if (kind.classes[s.devices[ended.devices.front()].cls].samples <= s.options.samples) ++kind.epoch;
     if (ended.predicted > 0.0) s.observe(kind, seconds / ended.predicted);
+    if (seconds > 0.0) s.note_run(kind, ended, seconds);
     const bool batches = ended.devices.size() == 1 && !kind.spec.padded && kind.spec.sizes.size() > 1;
     if (batches && seconds > 0.0) s.note_size(kind, ended, seconds);  // 0: nothing was measured
     out.ends.reserve(ended.jobs.size());

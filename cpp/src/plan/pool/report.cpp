@@ -62,6 +62,9 @@ std::vector<PoolLoad> PoolState::loads() const {
     all[kind].rates.resize(s.devices.size());
     if (of.forgotten) continue;
     all[kind].arrived = of.arrived;
+    all[kind].run_jobs = of.run_means[0];
+    all[kind].run_work = of.run_means[1];
+    all[kind].run_square = of.run_means[2];
     double sum = 0.0;
     double known = 0.0;
     std::vector<std::size_t> others;  // that can run it, and have not
@@ -78,10 +81,19 @@ std::vector<PoolLoad> PoolState::loads() const {
     }
     for (const std::size_t d : others) all[kind].rates[d] = known > 0.0 ? sum / known : 0.0;
   }
-  for (const std::size_t at : s.active_lines) all[s.lines[at].kind].waiting += s.units(s.lines[at]);
+  if (s.quotas) state_->count_use();
+  for (const std::size_t at : s.active_lines) {
+    const PoolLine& line = s.lines[at];
+    all[line.kind].waiting += s.quotas ? state_->units_within_quotas(line) : s.units(line);
+  }
   for (const auto& [background, key, id] : s.gangs) {
     const PoolEntry& job = s.jobs.at(id);
+    if (s.quotas && !s.may_start(job.tenant, {key, id}, job.kind, job.gang, 1)) continue;
     all[job.kind].waiting += static_cast<double>(job.gang);
+    if (s.quotas) {
+      state_->tenants[job.tenant].devices += job.gang;
+      state_->tenants[job.tenant].bytes += static_cast<double>(job.gang) * s.peak(job.kind, 1);
+    }
   }
   return all;
 }
@@ -98,8 +110,10 @@ std::vector<PoolCover> PoolState::covers(double since_seconds) const {
     }
     if (!any) all.push_back(std::move(cover));
   };
+  if (s.quotas) state_->count_use();
   for (const std::size_t at : s.active_lines) {
     const PoolLine& line = s.lines[at];
+    if (s.quotas && !s.someone_may_start(line)) continue;
     add(
         [&](std::size_t d) {
           return (line.bound == kNone || line.bound == d) && s.accepts(line.need, d) && s.largest(line.kind, d) > 0;
@@ -108,6 +122,7 @@ std::vector<PoolCover> PoolState::covers(double since_seconds) const {
   }
   for (const auto& [background, key, id] : s.gangs) {
     const PoolEntry& job = s.jobs.at(id);
+    if (s.quotas && !s.may_start(job.tenant, {key, id}, job.kind, job.gang, 1)) continue;
     add([&](std::size_t d) { return s.accepts(job.need, d) && s.largest(job.kind, d) > 0; },
         static_cast<std::size_t>(job.gang));
   }

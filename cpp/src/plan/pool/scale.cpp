@@ -14,7 +14,9 @@ namespace paceline::plan {
 namespace {
 
 constexpr std::size_t kMostByTrying = 12;  // devices: 4096 sets
-constexpr double kJobGain = 0.05;          // of a job's mean work, in a second
+constexpr double kRunGain = 0.05;          // of the runs of a second
+constexpr double kNineOfTen = 1.2816;      // standard deviations that nine of ten normal numbers are below
+constexpr double kMinute = 60.0;
 constexpr std::size_t kMostDesired = 4096;
 constexpr double kBacklogSeconds = 60.0;  // in which devices that the box lacks would serve what waits
 
@@ -40,9 +42,27 @@ double predicted_wait(std::span<const double> speeds, const ScaleDemand& demand)
   const double load = demand.work_per_second / rate;
   if (load >= 1.0) return std::numeric_limits<double>::infinity();
   const auto n = static_cast<double>(speeds.size());
-  const double service = demand.job_seconds * n / rate;
-  const double queue = std::pow(load, std::sqrt(2.0 * (n + 1.0)) - 1.0) / (n * (1.0 - load)) * service;
+  const double busy = std::min(1.0, load * demand.overhead);
+  const double service = demand.run_seconds * n / rate;
+  const double queue = std::pow(busy, std::sqrt(2.0 * (n + 1.0)) - 1.0) / (n * (1.0 - load)) * service;
   return demand.backlog / rate + demand.variability * queue;
+}
+
+double minute_wait(std::span<const double> speeds, const ScaleDemand& demand) {
+  const double wait = predicted_wait(speeds, demand);
+  if (wait == std::numeric_limits<double>::infinity()) return wait;
+  const double rate = std::accumulate(speeds.begin(), speeds.end(), 0.0);
+  const double load = demand.work_per_second / rate;
+  const double variance =
+      4.0 * demand.variability * load * demand.run_seconds / (rate * (1.0 - load) * (1.0 - load) * kMinute);
+  const double first = demand.backlog / rate;
+  return first + (wait - first) * (1.0 + kNineOfTen * std::sqrt(variance));
+}
+
+double filling_wait(double jobs_per_second, double max_delay_seconds, double largest) {
+  const double others = jobs_per_second * max_delay_seconds;  // that come meanwhile
+  if (others < largest - 1.0) return max_delay_seconds * (1.0 + others / 2.0) / (1.0 + others);
+  return jobs_per_second > 0.0 ? (largest - 1.0) / (2.0 * jobs_per_second) : 0.0;
 }
 
 std::vector<bool> least_devices(std::span<const ScaleDevice> devices, const std::vector<bool>& must,
@@ -61,7 +81,7 @@ std::vector<bool> least_devices(std::span<const ScaleDevice> devices, const std:
     return devices[a].price * devices[b].speed < devices[b].price * devices[a].speed;
   });
   const auto enough = [&](const std::vector<bool>& tried) {
-    return predicted_wait(speeds_of(devices, tried), demand) <= wait_seconds;
+    return minute_wait(speeds_of(devices, tried), demand) <= wait_seconds;
   };
   if (open.size() > kMostByTrying) {
     for (const std::size_t d : open) {
@@ -110,9 +130,21 @@ void Scaler::learn(const ScaleTick& tick) {
     trend_ = trend_gain * (level_ - before) / tick.seconds + (1.0 - trend_gain) * trend_;
   }
   if (!(tick.arrived_jobs > 0.0)) return;
-  const double job = tick.arrived_work / tick.arrived_jobs;
-  double& mean = demand_.job_seconds;
-  mean = mean > 0.0 ? mean + (1.0 - std::pow(1.0 - kJobGain, tick.seconds)) * (job - mean) : job;
+  const bool known = tick.runs > 0.0;
+  const double runs = known ? tick.runs : tick.arrived_jobs;
+  const double work = known ? tick.run_work : tick.arrived_work;
+  const double square = known ? tick.run_square : 2.0 * work * work / runs;
+  const double kept = std::pow(1.0 - kRunGain, tick.seconds);
+  const auto add = [&](double& sum, double one) { sum = kept * sum + one; };
+  add(seen_.arrived_work, tick.arrived_work);
+  add(seen_.runs, runs);
+  add(seen_.run_work, work);
+  add(seen_.run_square, square);
+  if (!(seen_.run_work > 0.0) || !(seen_.arrived_work > 0.0)) return;
+  const double mean = seen_.run_work / seen_.runs;
+  demand_.run_seconds = mean;
+  demand_.variability = (1.0 + std::max(0.0, seen_.run_square / seen_.runs / (mean * mean) - 1.0)) / 2.0;
+  demand_.overhead = std::max(1.0, seen_.run_work / seen_.arrived_work);
 }
 
 std::vector<bool> Scaler::decide(std::span<const ScaleDevice> devices, const ScaleTick& tick) {
@@ -164,12 +196,12 @@ void Scaler::count(std::span<const ScaleDevice> devices, const std::vector<bool>
   for (const ScaleDevice& one : devices) {
     if (one.usable) usable.push_back(one.speed);
   }
-  if (usable.empty() || wait_ <= options_.wait_seconds || speeds.size() < usable.size()) return;
+  if (usable.empty() || minute_wait(speeds, demand_) <= options_.wait_seconds || speeds.size() < usable.size()) return;
   const double mean = std::accumulate(usable.begin(), usable.end(), 0.0) / static_cast<double>(usable.size());
   ScaleDemand steady = demand_;
   steady.work_per_second += steady.backlog / kBacklogSeconds;
   steady.backlog = 0.0;
-  while (predicted_wait(speeds, steady) > options_.wait_seconds && speeds.size() < kMostDesired) {
+  while (minute_wait(speeds, steady) > options_.wait_seconds && speeds.size() < kMostDesired) {
     speeds.push_back(mean);
   }
   desired_ = speeds.size();

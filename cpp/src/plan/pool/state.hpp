@@ -127,8 +127,10 @@ class PoolState::State {
   struct Kind {
     PoolKind spec = {};
     std::size_t model = kNone;
-    std::int64_t held = 0;                             // waiting jobs
-    double arrived = 0.0;                              // jobs that it could take, of typical cost
+    std::int64_t held = 0;                 // waiting jobs
+    double arrived = 0.0;                  // PoolLoad::arrived
+    std::array<double, 3> run_means = {};  // of PoolLoad::run_jobs, run_work, run_square
+    std::int64_t runs_seen = 0;
     std::map<std::size_t, std::int64_t> held_by = {};  // tenants, if there are any
     std::vector<Measured> on = {};                     // by device
     std::vector<Measured> classes = {};
@@ -186,6 +188,8 @@ class PoolState::State {
   void observe(Kind& kind, double ratio);
   void note_size(Kind& kind, const Run& run, double seconds);
   void typical(Kind& kind, double cost);
+  void arrive(Job& job);
+  void note_run(Kind& kind, const Run& run, double seconds);
   /// What every event ends with that is no addition.
   template <class Write>
   void note(const Write& write) {
@@ -283,6 +287,8 @@ class PoolState::State {
     return job.gang <= tenant.devices && static_cast<double>(job.gang) * peak(job.kind, 1) <= tenant.memory_bytes;
   }
   [[nodiscard]] bool someone_may_start(const PoolLine& line) const;
+  [[nodiscard]] bool has_quota(const Job& job) const;
+  [[nodiscard]] double units_within_quotas(const PoolLine& line);
   /// What its tenant has still to pay for it.
   [[nodiscard]] double owed(const Job& job) const {
     return turns[JobSlots::slot_of(job.id)].charged ? 0.0 : job.charge;

@@ -22,10 +22,6 @@ TenantJobs& jobs_in(PoolLine& line, std::size_t tenant) {
   return found != line.tenants.end() ? *found : line.tenants.emplace_back(tenant);
 }
 
-bool limited(const PoolTenant& tenant) {
-  return tenant.devices < std::numeric_limits<std::int64_t>::max() || tenant.memory_bytes < kNever;
-}
-
 }  // namespace
 
 // From now on there are several tenants. What waits joins them.
@@ -156,6 +152,7 @@ void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId le
   for (const JobId id : starting) {
     Job& job = jobs.at(id);
     if (has_tenants) {
+      arrive(job);
       const auto cls = static_cast<std::size_t>(job.priority);
       const KeyEntry* place = nullptr;
       if (line != nullptr && !job.timed() && lead != JobId{}) {
@@ -196,89 +193,6 @@ void State::refund(const Job& job) {
     of.debt -= from_debt;
     of.start -= paid - from_debt;
   }
-}
-
-// Whether its quota lets a tenant start a job that waits as `entry`, in a batch with so many of its jobs.
-bool State::may_start(std::size_t tenant, KeyEntry entry, std::size_t kind, std::int64_t gang,
-                      std::int64_t jobs_of_batch, bool held_in_batch) const {
-  constexpr double rounding = 1.0 + 1e-12;  // sums of what was declared may exceed it by that
-  const Tenant& of = tenants[tenant];
-  const std::int64_t beside = of.held < entry && !held_in_batch ? of.held_gang : 0;
-  if (of.devices > of.spec.devices - gang - beside) return false;
-  if (of.spec.memory_bytes == kNever) return true;
-  double bytes = of.bytes + static_cast<double>(gang) * peak(kind, jobs_of_batch);
-  if (beside > 0) bytes += static_cast<double>(beside) * peak(of.held_kind, 1);
-  return bytes <= of.spec.memory_bytes * rounding;
-}
-
-// What the jobs of each tenant use now.
-void State::count_use() {
-  for (Tenant& tenant : tenants) {
-    tenant.devices = 0;
-    tenant.bytes = 0.0;
-  }
-  for (std::size_t d = 0; d < devices.size(); ++d) {
-    if (devices[d].run == RunId{} || first_device(devices[d].run) != d) continue;
-    Run& run = devices[d].current;
-    if (run.shares.empty()) {
-      std::map<std::size_t, std::int64_t> counts;
-      for (const JobId id : run.jobs) ++counts[jobs.at(id).tenant];
-      run.shares.assign(counts.begin(), counts.end());
-    }
-    for (const auto& [tenant, count] : run.shares) {
-      tenants[tenant].devices += std::ssize(run.devices);
-      tenants[tenant].bytes += static_cast<double>(run.devices.size()) * peak(run.kind, count);
-    }
-  }
-}
-
-// Of each tenant as many as are asked in a decision.
-std::vector<JobId> State::first_gangs() const {
-  std::vector<JobId> first;
-  for (std::size_t t = 0; !gangs.empty() && t < tenants.size(); ++t) {
-    for (const auto& [background, key, id] : tenants[t].gangs | std::views::take(kGangsAsked)) first.push_back(id);
-  }
-  return first;
-}
-
-// What each tenant with a quota must keep room for: the first of its jobs whose patience is over, unless the devices
-// for it are retired. It may fit now: its device may be busy, and later jobs would take the quota again and again.
-void State::hold_back(double now) {
-  count_use();
-  for (Tenant& tenant : tenants) tenant.held = {kNever, JobId{}};
-  const auto look = [&](const Job& job) {
-    Tenant& tenant = tenants[job.tenant];
-    const KeyEntry entry{job.key, job.id};
-    if (job.timed() || job.background || now < job.key || !(entry < tenant.held)) return;
-    tenant.held = entry;
-    tenant.held_kind = job.kind;
-    tenant.held_gang = job.gang;
-  };
-  for (const std::size_t at : active_lines) {
-    rank(lines[at]);
-    if (lines[at].ranked.empty()) continue;
-    for (const TenantJobs& own : lines[at].tenants) {
-      if (!limited(tenants[own.tenant].spec)) continue;
-      for (const KeyQueue& queue : own.queues) {
-        if (!queue.empty()) look(jobs.at(queue.front().id));
-      }
-    }
-  }
-  for (const JobId id : first_gangs()) {
-    const Job& job = jobs.at(id);
-    if (!limited(tenants[job.tenant].spec)) continue;
-    std::int64_t there = 0;
-    for (std::size_t d = 0; d < devices.size(); ++d) there += can_use(job, d) ? 1 : 0;
-    if (there >= job.gang) look(job);
-  }
-}
-
-bool State::someone_may_start(const PoolLine& line) const {
-  return std::ranges::any_of(line.tenants, [&](const TenantJobs& own) {
-    return std::ranges::any_of(own.queues, [&](const KeyQueue& queue) {
-      return !queue.empty() && may_start(own.tenant, queue.front(), line.kind, 1, 1);
-    });
-  });
 }
 
 // Where what is next waits, in the order in which it is offered to devices. The first turns of each priority, one for

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <set>
 #include <tuple>
 #include <vector>
@@ -28,6 +29,11 @@ struct TenantJobs {
   std::size_t tenant = 0;
   std::array<KeyQueue, kClasses + 1> queues = {};
 };
+
+/// Whether it has a quota.
+inline bool limited(const PoolTenant& tenant) {
+  return tenant.devices < std::numeric_limits<std::int64_t>::max() || tenant.memory_bytes < kNever;
+}
 
 struct Tenant {
   PoolTenant spec = {};

@@ -27,7 +27,8 @@ class Autoscale:
     Parameters
     ----------
     wait
-        Seconds that a job shall wait in the mean, from its submit to its start.
+        Seconds that a job shall wait in the mean, from its submit until its run begins. So many devices are taken that most minutes keep it. The
+        ``max_delay`` of batches is no reason for more devices.
     keep
         Seconds for which a device is kept that is not needed.
     prices
@@ -62,6 +63,7 @@ class Scale:
         self._jobs, self._scaler = weakref.ref(jobs), Scaler(self.options.wait)  # the jobs own it
         self._speeds: dict[str, float] = {}  # of the last look
         self._waiting = 0.0  # work, at the last look
+        self._filling = 0.0  # seconds in which batches fill, which pass while jobs wait for a device
         self._wanted = 0  # devices, by then
         self._holding = 0  # calls during which nothing is released
         self._lock = (
@@ -118,7 +120,8 @@ class Scale:
         tick = jobs.engine.scale_tick(_LEAST_TICK, self.options.keep)
         if tick is None:
             return []
-        seconds, arrived_work, arrived_jobs, self._waiting, known, speeds, lost, covers = tick
+        seconds, arrived_work, arrived_jobs, self._waiting, runs, filling, known, speeds, lost, covers = tick
+        self._filling = filling if arrived_jobs else self._filling
         active = set(jobs.engine.active)
         names = [one.name for one in jobs.devices]
         self._speeds = dict(zip(names, speeds, strict=False))  # one may just be added
@@ -137,7 +140,12 @@ class Scale:
             for name, speed in self._speeds.items()
         ]
         found = self._scaler.decide(
-            rows, seconds=seconds, arrived_work=arrived_work, arrived_jobs=arrived_jobs, waiting_work=self._waiting
+            rows,
+            seconds=seconds,
+            arrived_work=arrived_work,
+            arrived_jobs=arrived_jobs,
+            waiting_work=self._waiting,
+            runs=runs,
         )
         wanted = dict(zip(self._speeds, found, strict=True))
         if not known:  # nobody knows what it takes
@@ -189,7 +197,7 @@ class Scale:
                     raise InvalidArgument(f"what_if: add has {one!r}; a speed must be a positive number.")
                 asked.append(speeds[one] if isinstance(one, str) else one * fastest)
             busy = self._scaler.work_per_second / sum(asked) if sum(asked) > 0 else math.inf
-            wait = self._scaler.wait_of(asked, self._waiting)
+            wait = max(self._scaler.wait_of(asked, self._waiting), self._filling)
             return {"devices": len(asked), "wait_seconds": wait, "busy": busy}
 
     def explain(self) -> str:
@@ -198,7 +206,7 @@ class Scale:
             return ""
         with self._lock:
             names = sorted(self.released)
-            wait = self._scaler.wait_seconds
+            wait = max(self._scaler.wait_seconds, self._filling)
         told = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} released" if names else "no device is released"
         return f"\nautoscale: {told}; {plural(self.desired(), 'device')} for a mean wait of {self.options.wait:g} s, {wait:.3g} s predicted"
 
@@ -268,7 +276,8 @@ class Scaled:
 
         Notes
         -----
-        The wait is that of queueing theory (Sakasegawa, 1977) for jobs that come at random, after what waits now. Released devices count as there. Kinds of work that no
-        device has run yet count as nothing, and so does the time of a batch that is just running: with long batches the wait is longer.
+        The wait is from a job's submit until its run begins, as in ``report()["wait_seconds"]``. It is that of queueing theory (Sakasegawa, 1977; Allen and Cunneen) for
+        jobs that come at random, with the mean and the variation of the runs that were measured, batches included, after what waits now; or ``max_delay`` of batches, if
+        this is longer. Released devices count as there. Kinds of work that no device has run yet count as nothing.
         """
         return self._scale.wait_of(remove, add)
