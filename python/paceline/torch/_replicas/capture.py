@@ -23,6 +23,12 @@ WARM_UPS = 2  # runs of a size that go without a graph first: libraries load, al
 _capture = threading.Lock()
 _PATIENCE_SECONDS = 5.0  # many times what a capture takes
 
+# During a capture PyTorch lets no other thread draw random numbers on its GPU.
+_changed = threading.Condition()
+_loads: dict[int, int] = {}  # threads that load onto a GPU, which may draw there
+_captured: list[int] = []  # GPUs
+_LOAD_SECONDS = 60.0  # then a capture or a load goes on beside the other one, as they may wait for each other
+
 _LIBRARIES = tuple(f"{Path(one.__file__ or '').parent}/" for one in (torch, paceline))
 
 
@@ -31,6 +37,50 @@ def capturing(graph: cuda.Graph) -> Iterator[None]:
     """Record the work of the ``with`` block in the graph. Nothing of it runs."""
     with _capture, graph.capturing():
         yield
+
+
+@contextlib.contextmanager
+def loading(gpu: int | None) -> Iterator[None]:
+    """Around functions of the user's that load something, on a worker or beside one. A load waits for captures on its GPU."""
+    thread = threading.get_ident()
+    if gpu is None or thread in _loads:
+        yield
+        return
+    with _changed:
+        _changed.wait_for(lambda: gpu not in _captured, _LOAD_SECONDS)
+        _loads[thread] = gpu
+    try:
+        yield
+    finally:
+        with _changed:
+            _loads.pop(thread, None)
+            _changed.notify_all()
+
+
+def forget_load(thread: int) -> None:
+    """Let captures go on beside what this thread loads. Its run was given up."""
+    with _changed:
+        _loads.pop(thread, None)
+        _changed.notify_all()
+
+
+def is_loading(gpu: int | None) -> bool:
+    """Whether another thread loads something onto the GPU."""
+    return any(one == gpu and thread != threading.get_ident() for thread, one in list(_loads.items()))
+
+
+@contextlib.contextmanager
+def without_loads(gpu: int, seconds: float = _LOAD_SECONDS) -> Iterator[bool]:
+    """Around a capture: loads onto the GPU wait until it is over. Yields whether those before have ended within so many seconds."""
+    with _changed:
+        ended = _changed.wait_for(lambda: not is_loading(gpu), seconds)
+        _captured.append(gpu)
+    try:
+        yield ended
+    finally:
+        with _changed:
+            _captured.remove(gpu)
+            _changed.notify_all()
 
 
 def release_memory() -> None:
