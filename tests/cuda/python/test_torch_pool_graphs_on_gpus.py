@@ -6,6 +6,7 @@ import contextlib
 import gc
 import re
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -195,28 +196,46 @@ def test_a_version_is_captured_before_it_answers(fake: Any) -> None:
         assert soon(lambda: "CUDA graphs" in pool.explain())
 
 
+class Slotted:
+    __slots__ = ("numbers",)
+
+
+class Boxed:
+    def __init__(self) -> None:
+        self.box = [types.SimpleNamespace()]
+
+    numbers = property(lambda self: self.box[0].numbers, lambda self, value: vars(self.box[0]).update(numbers=value))
+
+
+class Named(dict[str, torch.Tensor]):
+    numbers = property(lambda self: self["numbers"], lambda self, value: self.update(numbers=value))
+
+
 class Grows(nn.Module):
     """Keeps a table of numbers, which it replaces when a longer request comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, tables: Any) -> None:
         super().__init__()
-        self.tables = {"numbers": torch.zeros(1)}
+        self.tables = tables
+        self.tables.numbers = torch.zeros(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if len(self.tables["numbers"]) < x.shape[1]:
-            self.tables["numbers"] = torch.arange(float(x.shape[1]))
-        return x + self.tables["numbers"][: x.shape[1]]
+        if len(self.tables.numbers) < x.shape[1]:
+            self.tables.numbers = torch.arange(float(x.shape[1]))
+        found: torch.Tensor = x + self.tables.numbers[: x.shape[1]]
+        return found
 
 
-def test_what_a_forward_replaces_stays_as_long_as_a_graph_reads_it(fake: Any) -> None:
+@pytest.mark.parametrize("make", [Named, Slotted, Boxed])
+def test_what_a_forward_replaces_stays_as_long_as_a_graph_reads_it(fake: Any, make: Callable[[], Any]) -> None:
     with Pool(ONE) as pool:
-        batcher = pool.serve(Grows().eval(), graphs=True)
+        batcher = pool.serve(Grows(make()).eval(), graphs=True)
         tables = served_by(batcher)._copies[ONE[0]].replica.module.tables
         for _ in range(4):
             assert batcher(torch.ones(3)).result().tolist() == [1, 2, 3]
-        read = weakref.ref(tables["numbers"])
+        read = weakref.ref(tables.numbers)
         assert batcher(torch.ones(5)).result().tolist() == [1, 2, 3, 4, 5]
-        assert len(tables["numbers"]) == 5
+        assert len(tables.numbers) == 5
         assert read() is not None
         assert batcher(torch.ones(3)).result().tolist() == [1, 2, 3]
         assert "1 captured, 3 batches" in pool.explain()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -11,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import paceline
 from paceline.torch._devices import cuda
 from paceline.torch._replicas.hooks import hooks_of_user
+from paceline.torch._replicas.reach import CLOSED, SIMPLE
 
 WARM_UPS = 2  # runs of a size that go without a graph first: libraries load, allocate and choose algorithms in them
 
@@ -107,10 +109,13 @@ def hook_of_user(modules: Iterable[nn.Module]) -> str | None:
 
 
 class Attributes:
-    """What modules hold before a capture. Keep it as long as the graph, which goes on reading the tensors: a forward may replace them."""
+    """What modules hold before a capture. Keep it as long as the graph, which goes on reading the tensors: a forward may replace them.
+
+    These may be anywhere in attributes: in containers, plain objects, closures and bound methods.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._held = pytree.tree_leaves([dict(vars(module)) for module in modules])  # also from lists and dictionaries
+        self._held = _leaves_of([vars(module) for module in modules])
         self._before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
 
     def change(self) -> str | None:
@@ -121,6 +126,27 @@ class Attributes:
                 if name not in old or old[name] is not value:
                     return f"the forward of {type(module).__name__} sets its attribute '{name}', which a replay would not do"
         return None
+
+
+def _leaves_of(left: list[Any]) -> list[Any]:
+    """The tensors, and what Python sees nothing inside of, that can be reached from there, but not by way of classes, modules of Python and globals."""
+    found, seen = [], set()
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, CLOSED):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            inside = []
+        elif isinstance(one, types.FunctionType):
+            inside = [one.__closure__, one.__defaults__, one.__kwdefaults__, vars(one)]
+        else:
+            inside = gc.get_referents(one)
+        inside = [each for each in inside if type(each) not in SIMPLE and not isinstance(each, type)]
+        if not inside:
+            found.append(one)
+        left += inside
+    return found
 
 
 def refusal(what: str, error: BaseException) -> str | None:
