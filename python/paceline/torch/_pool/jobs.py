@@ -18,7 +18,7 @@ from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
 from paceline._core.engine import Pool as Engine
 from paceline._observe import Observed, check_observe
 from paceline.torch._devices import cuda
-from paceline.torch._pool.figures import Figures
+from paceline.torch._pool.figures import PRIORITIES, Figures
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import Work
 from paceline.torch._pool.look import Look
@@ -30,8 +30,6 @@ from paceline.torch._pool.watchdog import Watchdog
 Priority = Literal["interactive", "normal", "batch", "background"]
 Placement = Literal["auto", "any", "weighted", "round_robin", "least_outstanding", "earliest_finish"]
 Evicted = list[tuple[str, str]]  # devices, and models that leave their memory
-
-_PRIORITIES = ("interactive", "normal", "batch", "background")
 
 
 def name_of(fn: Any) -> str:
@@ -133,17 +131,17 @@ class Jobs:
         batched: bool = False,
     ) -> None:
         """Give the engine a piece of work, and its future what the engine knows it by."""
-        if priority not in _PRIORITIES:
-            raise InvalidArgument(f"submit: priority is {priority!r}; it must be one of {', '.join(_PRIORITIES)}.")
+        if priority not in PRIORITIES:
+            raise InvalidArgument(f"submit: priority is {priority!r}; it must be one of {', '.join(PRIORITIES)}.")
         if not all(isinstance(one, PoolFuture) and one._job is not None for one in after):
             raise InvalidArgument("submit: after= has something else than futures of this pool.")
         future = work.future
         assert future is not None
-        work.kind = kind
+        work.kind, work.priority = kind, priority
         submit = functools.partial(
             self.engine.submit,
             kind=kind,
-            priority=_PRIORITIES.index(priority),
+            priority=PRIORITIES.index(priority),
             deadline=math.inf if deadline is None else deadline,
             not_before=not_before,
             gang=gang,
