@@ -324,9 +324,15 @@ class _WhatIf:
 
     def run(self, entries: list[dict[str, Any]], stay: bool) -> PoolTimes:
         last = max((number for number, entry in enumerate(entries) if "submit" in entry), default=0)
+        lost: set[int] = set()
         for number, entry in enumerate(entries):
             name = _event_of(entry)
             ignored = name in _RELEASES and (stay or (name == "retire" and number > last))
+            if name == "lose":
+                lost.add(entry[name]["device"])
+            elif name == "restore" and entry[name]["device"] in lost:  # no release ends with it
+                lost.remove(entry[name]["device"])
+                ignored = False
             if name in _ARRIVE and not ignored:
                 with at_line(number + 2):
                     self._arrive(name, entry)
