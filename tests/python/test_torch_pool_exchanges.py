@@ -139,33 +139,6 @@ def test_memory_that_runs_out_counts_as_memory_that_is_short() -> None:
         assert not states.crowded
 
 
-def test_a_device_that_is_retired_does_not_hold_up_a_publish(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warming, "_AWAY", 4)
-    first, second = hosts(2)
-
-    def initializer(_: torch.device) -> int:
-        if first in pool._jobs.engine.active:
-            pool.retire(first)
-        return 20
-
-    with pool_of() as pool:
-        batcher = pool.serve(lambda state, x: x + state, initializer=lambda _: 10, max_batch=4)
-        ask(batcher, 1)[0].result()
-        publish = threading.Thread(
-            target=batcher.publish,
-            args=(lambda state, x: x + state,),
-            kwargs={"initializer": initializer},
-            daemon=True,
-        )
-        publish.start()
-        publish.join(20)
-        assert not publish.is_alive()
-        assert versions_of(ask(batcher, 4)) == {2: 4}
-        pool.restore(first)
-        pool.retire(second)
-        assert versions_of(ask(batcher, 4)) == {2: 4}
-
-
 def test_a_publish_in_a_job_is_refused_while_another_one_loads() -> None:
     loading, go = threading.Event(), threading.Event()
 
