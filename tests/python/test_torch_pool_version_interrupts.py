@@ -105,9 +105,12 @@ def test_a_batch_that_warms_a_version_is_waited_for_wherever_an_interrupt_comes(
         ended.set()
         return found
 
-    def waits_for(*of: Any) -> Any:  # the batch ends once it is waited for, and not before
+    def ends() -> None:
         if running.is_set():
             go.set()
+
+    def waits_for(*of: Any) -> Any:  # the batch ends once it is waited for, and not before
+        ends()
         return waits(*of)
 
     def runs(frame: Any, event: str, what: Any) -> bool:
@@ -117,7 +120,7 @@ def test_a_batch_that_warms_a_version_is_waited_for_wherever_an_interrupt_comes(
 
     def free(self: WithState, seat: Any) -> None:
         freed.append((2 in {one.version for (one,) in self._states.values()}, ended.is_set()))
-        go.set()
+        ends()  # or it is freed too early
         frees(self, seat)
 
     with limited() if exchange else pool_of() as pool:
