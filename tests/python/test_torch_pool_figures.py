@@ -101,7 +101,7 @@ def test_scalars_are_of_the_time_since_the_call_before() -> None:
 def test_waits_are_told_by_priority() -> None:
     with pool_of(1) as pool:
         with Held(pool) as held:
-            jobs = [pool.submit(lambda _: None, priority=one) for one in ("interactive", "batch", "batch")]
+            jobs: list[Any] = [pool.submit(lambda _: None, priority=one) for one in ("interactive", "batch", "batch")]
             assert pool.submit(lambda _: None, priority="background").cancel()
         for job in (*held.jobs, *jobs):
             job.result()

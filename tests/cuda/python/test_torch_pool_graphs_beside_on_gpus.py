@@ -9,14 +9,36 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_pool_graphs_on_gpus import ONE, Net, ask
+from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from gpu_cases import GPUS
 from paceline.torch import Pool
 from paceline.torch._devices import compile_gate, cuda
 from paceline.torch._pool import graphs
 from paceline.torch._replicas import capture
 from pool_support import served_by, soon
+
+ONE = GPUS[:1]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        return found
+
+
+def ask(batcher: Any, net: nn.Module, times: int) -> None:
+    """Each answer is that of the module."""
+    for _ in range(times):
+        x = torch.randn(6)
+        with torch.inference_mode():
+            wanted = net(x.unsqueeze(0))[0]
+        torch.testing.assert_close(batcher(x).result(20), wanted)
 
 
 def test_a_capture_runs_alone(fake: Any) -> None:
@@ -41,7 +63,7 @@ def test_a_replay_does_not_wait_for_what_compiles_elsewhere(fake: Any, compiled:
         batcher = pool.serve(net, graphs=True, compile=compiled)
         ask(batcher, net, 4)
         with compile_gate.CompileGate.of_call().enter(True, "elsewhere"):
-            assert batcher(torch.randn(6)).result(20)["y"].shape == (4,)
+            assert batcher(torch.randn(6)).result(20).shape == (4,)
 
 
 def add(state: float, x: torch.Tensor) -> torch.Tensor:
