@@ -21,7 +21,7 @@ from paceline._replay_pool_kinds import with_kinds_kept
 from paceline._replay_pool_seconds import Seconds
 
 Ledger = str | os.PathLike[str] | Iterable[str]  # a path, or the lines
-_TIMELESS = ("add_kind", "add_need", "add_tenant", "forget")
+_TIMELESS = ("add_kind", "add_need", "add_tenant", "forget", "unload")
 _TIMED = ("submit", "finish", "measure", "tick", "withdraw", "cancel", "retire", "restore", "lose", "loaded")
 _EVENTS = (*_TIMED, "add_device", *_TIMELESS)
 _ARRIVE = ("submit", "cancel", "retire", "restore", "lose", "add_device", *_TIMELESS[:3])  # with any placement

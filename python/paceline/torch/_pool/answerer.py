@@ -166,6 +166,12 @@ class Answerer:
             now = set(self.open)
         wait_for(now)
 
+    def free(self, seat: Seat) -> None:
+        """Free what it keeps on a device where nobody uses it any more, and let the engine know."""
+        self.served.free(seat)
+        if self.served.resident:
+            self.jobs.engine.unload(seat.name, self.name)
+
     def put(
         self,
         key: Key,
