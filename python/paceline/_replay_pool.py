@@ -21,7 +21,7 @@ from paceline._replay_pool_kinds import with_kinds_kept
 from paceline._replay_pool_seconds import Seconds
 
 Ledger = str | os.PathLike[str] | Iterable[str]  # a path, or the lines
-_TIMELESS = ("add_kind", "add_need", "add_tenant", "forget")
+_TIMELESS = ("add_kind", "add_need", "add_tenant", "forget", "unload")
 _TIMED = ("submit", "finish", "measure", "tick", "withdraw", "cancel", "retire", "restore", "lose", "loaded")
 _EVENTS = (*_TIMED, "add_device", *_TIMELESS)
 _ARRIVE = ("submit", "cancel", "retire", "restore", "lose", "add_device", *_TIMELESS[:3])  # with any placement
@@ -328,9 +328,15 @@ class _WhatIf:
 
     def run(self, entries: list[dict[str, Any]], stay: bool) -> PoolTimes:
         last = max((number for number, entry in enumerate(entries) if "submit" in entry), default=0)
+        lost: set[int] = set()
         for number, entry in enumerate(entries):
             name = _event_of(entry)
             ignored = name in _RELEASES and (stay or (name == "retire" and number > last))
+            if name == "lose":
+                lost.add(entry[name]["device"])
+            elif name == "restore" and entry[name]["device"] in lost:  # no release ends with it
+                lost.remove(entry[name]["device"])
+                ignored = False
             if name in _ARRIVE and not ignored:
                 with at_line(number + 2):
                     self._arrive(name, entry)

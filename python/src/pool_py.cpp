@@ -281,6 +281,11 @@ class PythonPool {
     return pool_.forget(kind);
   }
 
+  bool unload(const std::string& device, const std::string& model) {
+    const BlockingRegion without_gil;
+    return pool_.unload(device, model);
+  }
+
   [[nodiscard]] py::object scale_tick(double least_seconds, double keep_seconds) {
     const std::optional<PoolTick> tick = [&] {
       const BlockingRegion without_gil;
@@ -370,6 +375,8 @@ void bind_pool(py::module_& module) {
            "Of each: name, weight, served, waiting, devices and bytes in use. The first one has no name.")
       .def("forget", &PythonPool::forget, py::arg("kind"),
            "Let go of what is kept for a kind. False: some of it waits or runs, and is kept.")
+      .def("unload", &PythonPool::unload, py::arg("device"), py::arg("model"),
+           "A device no longer keeps a model. False: it is not there, or a batch of it runs there.")
       .def("stream", &PythonPool::stream, py::arg("device"), "CUDA's handle of a GPU's stream; None on the host.")
       .def("write_ledger", &PythonPool::write_ledger, py::arg("path"),
            "Write every event and decision to this file from now on.")

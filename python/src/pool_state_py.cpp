@@ -102,6 +102,7 @@ class ReplayedPool {
   }
 
   bool forget(std::size_t kind) { return pool_.forget(kind); }
+  bool unload(std::size_t device, const std::string& model) { return pool_.unload(device, model); }
 
   std::string add_device(double now, std::string name, std::string device_class, std::vector<std::string> labels,
                          double weight, double memory_bytes, std::optional<std::size_t> shares_memory_of,
@@ -205,6 +206,7 @@ void bind_pool_state(py::module_& module) {
       .def("add_tenant", &ReplayedPool::add_tenant, py::kw_only(), py::arg("name"), py::arg("weight") = 1.0,
            py::arg("devices") = plan::PoolTenant{}.devices, py::arg("memory_bytes") = kInfinity)
       .def("forget", &ReplayedPool::forget, py::kw_only(), py::arg("kind"), "Whether it was.")
+      .def("unload", &ReplayedPool::unload, py::kw_only(), py::arg("device"), py::arg("model"), "Whether it was there.")
       .def("add_device", &ReplayedPool::add_device, py::arg("now"), py::kw_only(), py::arg("name"),
            py::arg("device_class"), py::arg("labels"), py::arg("weight") = 0.0, py::arg("memory_bytes") = kInfinity,
            py::arg("shares_memory_of") = py::none(), py::arg("accepted") = std::vector<bool>{})

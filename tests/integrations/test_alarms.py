@@ -39,6 +39,13 @@ def promtool(folder: Path, **test: Any) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def waits(priority: str, up_to: dict[str, str]) -> dict[str, str]:
+    """How many jobs of a priority have waited at most so many seconds."""
+    return {
+        f'paceline_pool_wait_seconds_bucket{{priority="{priority}",le="{le}"}}': count for le, count in up_to.items()
+    }
+
+
 # The most that waits in a pool whose batches take 0.1 s: eight full ones for each device.
 FULL = {
     "paceline_pool_backlog_seconds": "0.8x100",
@@ -50,12 +57,11 @@ FULL = {
 def test_each_alarm_comes_when_it_should_and_only_then(tmp_path: Path) -> None:
     bad = {
         **FULL,
+        **waits("batch", {"0.3": "0+1x100", "1.0": "0+2x100", "+Inf": "0+2x100"}),
+        **waits("interactive", {"0.3": "0+58x100", "1.0": "0+60x100", "+Inf": "0+60x100"}),
         "paceline_pool_queued": "5x100",
         'paceline_pool_requests_total{outcome="completed"}': "0+60x100",
         'paceline_pool_requests_total{outcome="expired"}': "0+1x100",
-        'paceline_pool_wait_seconds_bucket{le="0.3"}': "0+58x100",
-        'paceline_pool_wait_seconds_bucket{le="1.0"}': "0+60x100",
-        'paceline_pool_wait_seconds_bucket{le="+Inf"}': "0+60x100",
         'paceline_device_busy_seconds_total{device="host:0",uuid="",pci_bus_id=""}': "0+30x100",
         "paceline_step_seconds_sum": "0+54x100",
         "process_resident_memory_bytes": "1000+10x100",
@@ -65,7 +71,8 @@ def test_each_alarm_comes_when_it_should_and_only_then(tmp_path: Path) -> None:
     good = bad | {
         "paceline_pool_backlog_seconds": "0.3x100",  # fewer than two batches
         'paceline_pool_requests_total{outcome="expired"}': "0x100",
-        'paceline_pool_wait_seconds_bucket{le="0.3"}': "0+60x100",
+        **waits("batch", {"0.3": "0+2x100"}),
+        **waits("interactive", {"0.3": "0+60x100"}),
         'paceline_pool_device_busy_seconds_total{device="host:0"}': "0+54x100",
         'paceline_device_busy_seconds_total{device="host:0",uuid="",pci_bus_id=""}': "0+50x100",
         "process_resident_memory_bytes": "1000x100",
@@ -77,12 +84,12 @@ def test_each_alarm_comes_when_it_should_and_only_then(tmp_path: Path) -> None:
         "paceline_pool_queued": "0x100",
         'paceline_pool_device_busy_seconds_total{device="host:0"}': "0+1x100",
         'paceline_pool_requests_total{outcome="expired"}': "0x100",
-        'paceline_pool_wait_seconds_bucket{le="+Inf"}': "0x100",
+        **waits("interactive", {"+Inf": "0x100"}),
     }
     long_jobs = {
         **good,
         "paceline_pool_backlog_seconds": "3600x100",
-        'paceline_pool_wait_seconds_bucket{le="0.3"}': "0x100",
+        **waits("interactive", {"0.3": "0x100"}),
     }
     promtool(
         tmp_path,

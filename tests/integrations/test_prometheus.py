@@ -321,7 +321,8 @@ def test_a_pool_shows_what_waits_runs_and_ended() -> None:
     assert 'paceline_pool_tenant_served_total{service="a",tenant="lab"} 5.0' in text_of(registry)
     assert 'paceline_pool_tenant_queued{service="a",tenant="lab"} 0.0' in text_of(registry)
     assert found["paceline_pool_active_devices", ""] == 1
-    assert found["paceline_pool_wait_seconds_count", ""] == 5
+    for priority, count in (("interactive", 0), ("normal", 5), ("batch", 0), ("background", 0)):
+        assert f'paceline_pool_wait_seconds_count{{priority="{priority}",service="a"}} {count}.0' in text_of(registry)
     for name in ("jobs", "runs"):
         assert sum(found[f"paceline_pool_device_{name}_total", f"host:{k}"] for k in range(2)) == 5
     text = text_of(registry)

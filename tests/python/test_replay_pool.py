@@ -154,14 +154,18 @@ class Script:
                 quotas: dict[str, Any] = {"devices": 1, "memory_bytes": 20.0} if self.rng.random() < 0.5 else {}
                 self.pool.add_tenant(name=f"t{self.tenants}", weight=self.rng.uniform(0.5, 3.0), **quotas)
                 self.tenants += 1
-            elif what < 0.99:
+            elif what < 0.985:
                 self.forget()
+            elif what < 0.99:
+                model = f"m{self.rng.randrange(self.kinds)}"
+                self.pool.unload(device=self.rng.randrange(self.devices), model=model)
             else:
                 self.happens("tick")
 
 
 @pytest.mark.parametrize("placement", [*PLACEMENTS, "custom"])
 def test_every_decision_of_random_events_is_reproduced(placement: str, tmp_path: Path) -> None:
+    unloaded = 0
     for seed in range(6):
         path = tmp_path / f"{seed}.jsonl"
         Script(seed, placement, path).go(500)
@@ -172,6 +176,8 @@ def test_every_decision_of_random_events_is_reproduced(placement: str, tmp_path:
         assert result.runs > 20
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         assert replay_pool(lines) == result
+        unloaded += sum(line.startswith('{"unload"') for line in lines)
+    assert unloaded > 0
 
 
 def eventful(path: Path) -> None:

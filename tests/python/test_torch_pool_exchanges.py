@@ -6,14 +6,17 @@ import asyncio
 import concurrent.futures
 import functools
 import itertools
+import json
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from paceline import InvalidArgument, Rejected, Unavailable
+from paceline.sim import replay_pool
 from paceline.torch import Pool
 from paceline.torch._pool import warming
 from pool_support import Held, pool_of, soon
@@ -81,6 +84,28 @@ def test_a_device_that_cannot_exchange_versions_takes_the_old_one_again() -> Non
         assert not any(one["retired"] for one in pool.report()["devices"].values())
 
 
+def test_a_version_that_was_freed_takes_no_room_of_others(tmp_path: Path) -> None:
+    states, others = States(seconds=0.02), States()  # so the other model would go, which is soon there again
+    with limited(1, bytes_each=250.0) as pool:
+        pool.write_ledger(tmp_path / "pool.jsonl")
+        batcher = pool.serve(answer, initializer=states.of(1), resident=100, max_batch=4)
+        other = pool.serve(answer, initializer=others.of(1), resident=100, max_batch=4)
+        for _ in range(2):
+            versions_of(ask(batcher, 1) + ask(other, 1))
+        batcher.publish(answer, initializer=states.of(2), allow_gap=True)
+        assert (states.count(1), states.count(2), others.count(1)) == (0, 1, 1)
+        versions_of(ask(batcher, 1) + ask(other, 1))
+        batcher.rollback(allow_gap=True)
+        versions_of(ask(batcher, 1) + ask(other, 1))
+        assert len(others.made) == 1  # it was never evicted
+        assert not pool._jobs.engine.unload("no such device", "no such model")
+    lines = [json.loads(line) for line in (tmp_path / "pool.jsonl").read_text().splitlines()]
+    freed = [line["unload"]["model"] for line in lines if "unload" in line]
+    assert [name.rpartition(", ")[2] for name in freed[1:]] == ["version 2"]
+    assert not any(start.get("evict") for line in lines for start in line.get("decided", {}).get("starts", ()))
+    assert replay_pool(tmp_path / "pool.jsonl").mismatch is None
+
+
 def test_a_lone_device_exchanges_versions_only_in_a_gap_that_was_allowed() -> None:
     states = States(alone=True, seconds=0.2)
 
@@ -137,33 +162,6 @@ def test_memory_that_runs_out_counts_as_memory_that_is_short() -> None:
         assert set(clients.versions()) <= {1, 2}
         assert (states.count(1), states.count(2)) == (0, 2)
         assert not states.crowded
-
-
-def test_a_device_that_is_retired_does_not_hold_up_a_publish(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warming, "_AWAY", 4)
-    first, second = hosts(2)
-
-    def initializer(_: torch.device) -> int:
-        if first in pool._jobs.engine.active:
-            pool.retire(first)
-        return 20
-
-    with pool_of() as pool:
-        batcher = pool.serve(lambda state, x: x + state, initializer=lambda _: 10, max_batch=4)
-        ask(batcher, 1)[0].result()
-        publish = threading.Thread(
-            target=batcher.publish,
-            args=(lambda state, x: x + state,),
-            kwargs={"initializer": initializer},
-            daemon=True,
-        )
-        publish.start()
-        publish.join(20)
-        assert not publish.is_alive()
-        assert versions_of(ask(batcher, 4)) == {2: 4}
-        pool.restore(first)
-        pool.retire(second)
-        assert versions_of(ask(batcher, 4)) == {2: 4}
 
 
 def test_a_publish_in_a_job_is_refused_while_another_one_loads() -> None:

@@ -280,7 +280,7 @@ def test_a_finalizer_may_count_while_the_figures_are_read() -> None:
 
         def read() -> None:
             with figures._lock:  # as when the garbage collector comes in between
-                figures.count("cancelled", None, "", leads=False)
+                figures.count("cancelled", "normal", None, "", leads=False)
 
         thread = threading.Thread(target=read, daemon=True)
         thread.start()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import Unavailable
+from paceline import InvalidArgument, Unavailable
 from paceline._page.pool import Run
 from paceline.torch._pool.figures import Figures
 from pool_support import Held, pool_of
@@ -96,6 +96,38 @@ def test_scalars_are_of_the_time_since_the_call_before() -> None:
         again = pool.scalars("")
         assert again["completed"] == again["wait_seconds"] == again["busy_ratio/host_0"] == 0
         assert all(type(value) is float for value in again.values())
+
+
+def test_waits_are_told_by_priority() -> None:
+    with pool_of(1) as pool:
+        with Held(pool) as held:
+            jobs: list[Any] = [pool.submit(lambda _: None, priority=one) for one in ("interactive", "batch", "batch")]
+            assert pool.submit(lambda _: None, priority="background").cancel()
+        for job in (*held.jobs, *jobs):
+            job.result()
+        report = pool.report()
+        (family,) = [one for one in pool.prometheus().collect() if one.name == "paceline_pool_wait_seconds"]
+        with pytest.raises(InvalidArgument, match="labels priority already"):
+            pool.prometheus(priority="x")
+    wanted = {"interactive": 1, "normal": 1, "batch": 2, "background": 0}
+    assert {name: one["wait_counts"][-1][1] for name, one in report["waits"].items()} == wanted
+    assert report["wait_counts"][-1][1] == 4
+    assert report["wait_seconds"] == sum(one["wait_seconds"] for one in report["waits"].values())
+    counts = {one.labels["priority"]: one.value for one in family.samples if one.labels.get("le") == "+Inf"}
+    assert counts == wanted
+
+
+def test_a_job_that_runs_is_known_to_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, running = Figures.begin_run, list[bool]()
+
+    def begin_run(self: Figures, work: Any, *of: Any) -> None:
+        running.append(work.future.running())
+        begin(self, work, *of)
+
+    monkeypatch.setattr(Figures, "begin_run", begin_run)
+    with pool_of(1) as pool:
+        assert pool.submit(lambda _: 1).result() == 1
+    assert running == [False]
 
 
 def test_a_run_that_has_not_ended_counts_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:

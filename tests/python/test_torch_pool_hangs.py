@@ -15,6 +15,8 @@ from torch import nn
 
 from paceline import InvalidArgument, Timeout
 from paceline.torch import DataParallel, Pool
+from paceline.torch._devices.compile_gate import CompileGate
+from paceline.torch._replicas.capture import is_loading, loading
 from pool_support import Held, pool_of, soon
 from torch_support import TWO, classifier, classify, gradients, hosts, plain, worst_difference
 
@@ -118,6 +120,33 @@ def test_a_batch_that_hangs_fails_once_and_its_device_gets_another_copy() -> Non
         hang.__exit__()
         assert hang.over.wait(20)
         assert [int(one) for one in batcher.map(torch.arange(12))] == list(range(1, 13))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_nobody_waits_to_compile_or_capture_for_a_run_that_was_given_up() -> None:
+    entered = threading.Event()
+
+    def compiles(_: torch.device) -> None:
+        with CompileGate.of_call().enter(True, "hangs"), loading(0):
+            hang()
+
+    def follows() -> None:
+        with CompileGate.of_call().enter(True, "another call"):
+            entered.set()
+
+    with Hang() as hang, pool_of(1, hang_seconds=0.1) as pool:
+        job = pool.submit(compiles)
+        with pytest.raises(Timeout):
+            job.result(20)
+        thread = threading.Thread(target=follows, daemon=True)
+        thread.start()
+        assert entered.wait(20)
+        assert soon(lambda: not is_loading(0))
+        hang.__exit__()
+        assert hang.over.wait(20)
+        thread.join()
+        assert pool.submit(lambda _: 1).result(20) == 1
+    assert soon(lambda: not CompileGate.of_call()._stays)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

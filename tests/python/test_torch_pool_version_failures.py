@@ -221,23 +221,29 @@ def test_each_size_is_a_job_of_its_own_of_one_kind() -> None:
             assert sum(device == name for device, _ in found) == 2 * (1 + len(list(batch_sizes(4))))
 
 
-def test_a_device_that_goes_away_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_goes_away_during_a_publish_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warming, "_AWAY", 4)
-    first, _ = hosts(2)
+    first, second = hosts(2)
+    states = States()
 
-    def initializer(_: torch.device) -> int:
+    def initializer(device: torch.device) -> State:
         if first in pool._jobs.engine.active:
             pool.retire(first)
-        return 20
+        made: State = states.of(2)(device)
+        return made
 
     with pool_of() as pool:
-        batcher = pool.serve(lambda state, x: x + state, initializer=lambda _: 10, max_batch=4)
-        for size in range(1, 6):  # kinds
-            batcher(torch.zeros(size)).result()
+        batcher = pool.serve(answer, initializer=states.of(1), max_batch=4)
+        for shape in ((), *((size,) for size in range(1, 6))):  # kinds
+            batcher(torch.zeros(shape)).result()
         before = pool.report()["outcomes"]["cancelled"]
-        batcher.publish(lambda state, x: x + state, initializer=initializer)
+        publish_in_time(batcher, initializer)
         # One for the device, and perhaps one by which the batcher learns whether the call may wait.
         assert pool.report()["outcomes"]["cancelled"] - before in (1, 2)
+        assert versions_of(ask(batcher, 4)) == {2: 4}
+        pool.restore(first)
+        pool.retire(second)
+        assert versions_of(ask(batcher, 4)) == {2: 4}
 
 
 def test_without_a_device_there_is_no_publish_and_on_a_closed_pool_neither() -> None:

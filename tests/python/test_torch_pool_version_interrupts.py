@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import gc
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from paceline import InvalidArgument, Rejected, Unavailable
+from paceline.torch._pool import answerer
 from paceline.torch._pool.jobs import Jobs
 from paceline.torch._pool.served import WithState
 from paceline.torch._pool.versions import Versions
@@ -91,14 +93,25 @@ def test_a_request_that_the_engine_has_taken_is_cancelled_after_an_interrupt() -
 def test_a_batch_that_warms_a_version_is_waited_for_wherever_an_interrupt_comes(
     exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states, running, go = States(), threading.Event(), threading.Event()
-    frees, freed = WithState.free, []
+    states, running, go, ended = States(), threading.Event(), threading.Event(), threading.Event()
+    waits, frees, freed = concurrent.futures.wait, WithState.free, []
 
     def answers(state: State, x: torch.Tensor) -> torch.Tensor:
-        if state.version == 2:
-            running.set()
-            go.wait(20)
-        return answer(state, x)
+        if state.version != 2:
+            return answer(state, x)
+        running.set()
+        go.wait(20)
+        found = answer(state, x)
+        ended.set()
+        return found
+
+    def ends() -> None:
+        if running.is_set():
+            go.set()
+
+    def waits_for(*of: Any) -> Any:  # the batch ends once it is waited for, and not before
+        ends()
+        return waits(*of)
 
     def runs(frame: Any, event: str, what: Any) -> bool:
         return (
@@ -106,20 +119,19 @@ def test_a_batch_that_warms_a_version_is_waited_for_wherever_an_interrupt_comes(
         )
 
     def free(self: WithState, seat: Any) -> None:
-        freed.append((2 in {one.version for (one,) in self._states.values()}, go.is_set()))
+        freed.append((2 in {one.version for (one,) in self._states.values()}, ended.is_set()))
+        ends()  # or it is freed too early
         frees(self, seat)
 
     with limited() if exchange else pool_of() as pool:
         batcher = pool.serve(answers, initializer=states.of(1), resident=100 if exchange else 0, max_batch=4)
         ask(batcher, 1)[0].result()
         monkeypatch.setattr(WithState, "free", free)
-        later = threading.Timer(0.3, go.set)
-        later.start()
+        monkeypatch.setattr(answerer, "wait_for", waits_for)
         with pytest.raises(KeyboardInterrupt), interrupted(runs):
             batcher.publish(answers, initializer=states.of(2))
-        later.join()
-        assert [of_second for of_second, _ in freed if of_second]
-        assert all(ended for of_second, ended in freed if of_second)
+        assert [was_over for of_second, was_over in freed if of_second]
+        assert all(was_over for of_second, was_over in freed if of_second)
         assert versions_of(ask(batcher, 4)) == {1: 4}
 
 

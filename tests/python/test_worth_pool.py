@@ -25,10 +25,12 @@ def pool_ledger(
     names: Sequence[str] = (),
     needs: Sequence[bool] | None = None,
     released: Mapping[int, int] | None = None,
+    lost: Mapping[int, int] | None = None,
+    restored: Mapping[int, int] | None = None,
 ) -> list[str]:
     """Of a pool whose devices take so long for a job, of which one comes each `every` seconds.
 
-    `needs`: the devices on which every other job may run. `released`: devices that are released before a job, by its number.
+    `needs`: the devices on which every other job may run. `released`, `lost`, `restored`: devices that are so before a job, by its number.
     """
     pool = PoolState(
         placement="any",
@@ -58,8 +60,9 @@ def pool_ledger(
             end, run, device = heapq.heappop(ends)
             pool.measure(end, device=device, kind=0, model=(0.0, seconds[device]), samples=3)
             decided(end, pool.finish(end, run=run, result="completed", seconds=seconds[device]))
-        if released and job in released:
-            decided(at, pool.retire(at, device=released[job]))
+        for devices, change in ((released, pool.retire), (lost, pool.lose), (restored, pool.restore)):
+            if devices and job in devices:
+                decided(at, change(at, device=devices[job]))
         if job < jobs:
             decided(at, pool.submit(at, kind=0, need=0 if job % 2 else need)[1])
     del pool
@@ -124,6 +127,14 @@ def test_devices_that_were_released_serve_in_each_subset(tmp_path: Path) -> None
     assert not any("d:1 ran requests in" in note for note in found.notes)  # it was idle by wish
     assert what_if_pool(lines, remove=["d:0"]) == by_devices["d:1"].times
     assert what_if_pool(lines).p99_seconds > by_devices["d:0 d:1"].seconds  # nothing is removed, so the release stays
+
+
+def test_a_device_that_came_back_after_it_was_lost_serves_again(tmp_path: Path) -> None:
+    changes: Any = {"lost": {10: 1}, "restored": {15: 1, 30: 1}, "released": {20: 1}}
+    lines = pool_ledger(tmp_path / "pool.jsonl", [0.04, 0.01], every=0.02, **changes)
+    assert what_if_pool(lines, remove=["d:0"]).outcomes == {"completed": 40}  # some wait for it
+    (alone,) = [one for one in worth_pool(lines, {"d": 1.0}).choices if one.devices == ["d:1"]]
+    assert alone.lost == 0
 
 
 def test_a_ledger_is_read_once_and_many_devices_are_not_all_combined(

@@ -409,6 +409,10 @@ class Pool:
         """
         Of each: name, weight, served, waiting, devices and bytes in use. The first one has no name.
         """
+    def unload(self, device: str, model: str) -> bool:
+        """
+        A device no longer keeps a model. False: it is not there, or a batch of it runs there.
+        """
     def write_ledger(self, path: str) -> None:
         """
         Write every event and decision to this file from now on.

@@ -473,6 +473,10 @@ class PoolState:
         The number of the job, and what was decided.
         """
     def tick(self, now: typing.SupportsFloat | typing.SupportsIndex) -> str: ...
+    def unload(self, *, device: typing.SupportsInt | typing.SupportsIndex, model: str) -> bool:
+        """
+        Whether it was there.
+        """
     def withdraw(
         self,
         now: typing.SupportsFloat | typing.SupportsIndex,

@@ -131,6 +131,18 @@ TEST(PoolKinds, AreForgottenAndServedAnew) {
   pool.submit([](Job&) {}, {.kind = "blocks"}).get();
 }
 
+TEST(PoolKinds, MayHaveAModelThatIsFreedOutsideOfThePool) {
+  Pool pool(host_group(1));
+  const std::string device = pool.active().at(0);
+  const auto batcher =
+      pool.serve<int, int>([](Job&, Requests, Requests) {}, {.model = "m", .resident_bytes = 1.0}, "a");
+  EXPECT_FALSE(pool.unload(device, "m"));
+  (void)batcher.submit(1).get();
+  EXPECT_FALSE(pool.unload("no such device", "m"));
+  EXPECT_TRUE(pool.unload(device, "m"));
+  EXPECT_FALSE(pool.unload(device, "m"));
+}
+
 // What a call holds may use the pool when it ends.
 TEST(PoolKinds, LetGoOfTheirCallsWithoutTheLock) {
   struct Asks {

@@ -70,5 +70,47 @@ TEST(PoolKinds, LetOthersKeepTheModelThatTheyShare) {
   EXPECT_FALSE(box.pool.resident(0, "m"));
 }
 
+TEST(PoolKinds, MayBeUnloadedFromOneDeviceAndLoadAgain) {
+  Box box({1.0, 1.0}, {.placement = Placement::any},
+          {.name = "a", .model = "m", .resident_bytes = 3.0, .reload_seconds = 1.0});
+  (void)box.submit(0.0);
+  const PoolStart first = box.last.starts.at(0);
+  (void)box.submit(0.0);
+  const PoolStart second = box.last.starts.at(0);
+  EXPECT_FALSE(box.pool.unload(0, "m")) << "a batch runs there";
+  (void)box.finish(2.0, first);
+  EXPECT_FALSE(box.pool.unload(0, "never heard of"));
+  EXPECT_TRUE(box.pool.unload(0, "m"));
+  EXPECT_FALSE(box.pool.unload(0, "m"));
+  EXPECT_FALSE(box.pool.resident(0, "m"));
+  EXPECT_EQ(box.pool.used_bytes(0), 0.0);
+  EXPECT_TRUE(box.pool.resident(1, "m"));
+  EXPECT_THROW((void)box.pool.unload(2, "m"), InvalidArgument);
+  (void)box.submit(2.0);
+  EXPECT_EQ(box.last.starts.at(0).load_seconds, 1.0);
+  EXPECT_TRUE(box.pool.resident(0, "m"));
+  (void)box.finish(3.0, second);
+}
+
+// What is counted without being there would cost another model its place.
+TEST(PoolKinds, ThatAreUnloadedTakeNoRoomOfOthers) {
+  for (const bool unloaded : {false, true}) {
+    PoolState pool;
+    (void)pool.add_device(0.0, {.name = "d", .memory_bytes = 10.0});
+    for (const char* const name : {"stays", "gone", "new"})
+      (void)pool.add_kind({.name = name, .model = name, .resident_bytes = 4.0, .reload_seconds = 1.0});
+    PoolDecisions last;
+    for (const std::size_t kind : {std::size_t{0}, std::size_t{1}, std::size_t{2}}) {
+      const bool now = kind == 2 && unloaded;
+      EXPECT_EQ(now && pool.unload(0, "gone"), now);
+      JobId id{};
+      last = pool.submit(0.0, {.kind = kind}, id);
+      (void)pool.finish(0.0, last.starts.at(0).run, RunResult::completed, 1.0);
+    }
+    EXPECT_EQ(last.starts.at(0).evict.size(), unloaded ? 0 : 1);
+    EXPECT_EQ(pool.resident(0, "stays"), unloaded);
+  }
+}
+
 }  // namespace
 }  // namespace paceline::plan::testing

@@ -72,6 +72,21 @@ TEST(PoolLedger, HasTenantsAndWhatIsForgotten) {
 )");
 }
 
+TEST(PoolLedger, HasModelsThatAreUnloaded) {
+  const auto out = std::make_shared<std::ostringstream>();
+  PoolState pool;
+  (void)pool.add_kind({.name = "a", .model = "m \"1\"", .resident_bytes = 1.0});
+  (void)pool.add_device(0.0, {.name = "d:0"});
+  pool.write_to(out);
+  JobId job{};
+  const PoolDecisions made = pool.submit(0.0, {}, job);
+  (void)pool.finish(1.0, made.starts.at(0).run, RunResult::completed, 1.0);
+  out->str("");
+  EXPECT_FALSE(pool.unload(0, "another one"));
+  EXPECT_TRUE(pool.unload(0, "m \"1\""));
+  EXPECT_EQ(out->str(), "{\"unload\": {\"device\": 0, \"model\": \"m \\\"1\\\"\"}}\n");
+}
+
 TEST(PoolLedger, SaysWhatTheUsersPlacementAnswered) {
   const auto out = std::make_shared<std::ostringstream>();
   PoolState pool({.placement = Placement::custom, .choose = [](const PoolQuestion& asked) {

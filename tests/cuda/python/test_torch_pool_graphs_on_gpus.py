@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from gpu_cases import BOXES, GPUS
 from paceline import InvalidArgument
 from paceline.torch import Pool
-from paceline.torch._devices import compile_gate
 from paceline.torch._pool import graphs
 from pool_support import Held, served_by, soon
 
@@ -192,28 +192,46 @@ def test_a_version_is_captured_before_it_answers(fake: Any) -> None:
         assert soon(lambda: "CUDA graphs" in pool.explain())
 
 
+class Slotted:
+    __slots__ = ("numbers",)
+
+
+class Boxed:
+    def __init__(self) -> None:
+        self.box = [types.SimpleNamespace()]
+
+    numbers = property(lambda self: self.box[0].numbers, lambda self, value: vars(self.box[0]).update(numbers=value))
+
+
+class Named(dict[str, torch.Tensor]):
+    numbers = property(lambda self: self["numbers"], lambda self, value: self.update(numbers=value))
+
+
 class Grows(nn.Module):
     """Keeps a table of numbers, which it replaces when a longer request comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, tables: Any) -> None:
         super().__init__()
-        self.tables = {"numbers": torch.zeros(1)}
+        self.tables = tables
+        self.tables.numbers = torch.zeros(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if len(self.tables["numbers"]) < x.shape[1]:
-            self.tables["numbers"] = torch.arange(float(x.shape[1]))
-        return x + self.tables["numbers"][: x.shape[1]]
+        if len(self.tables.numbers) < x.shape[1]:
+            self.tables.numbers = torch.arange(float(x.shape[1]))
+        found: torch.Tensor = x + self.tables.numbers[: x.shape[1]]
+        return found
 
 
-def test_what_a_forward_replaces_stays_as_long_as_a_graph_reads_it(fake: Any) -> None:
+@pytest.mark.parametrize("make", [Named, Slotted, Boxed])
+def test_what_a_forward_replaces_stays_as_long_as_a_graph_reads_it(fake: Any, make: Callable[[], Any]) -> None:
     with Pool(ONE) as pool:
-        batcher = pool.serve(Grows().eval(), graphs=True)
+        batcher = pool.serve(Grows(make()).eval(), graphs=True)
         tables = served_by(batcher)._copies[ONE[0]].replica.module.tables
         for _ in range(4):
             assert batcher(torch.ones(3)).result().tolist() == [1, 2, 3]
-        read = weakref.ref(tables["numbers"])
+        read = weakref.ref(tables.numbers)
         assert batcher(torch.ones(5)).result().tolist() == [1, 2, 3, 4, 5]
-        assert len(tables["numbers"]) == 5
+        assert len(tables.numbers) == 5
         assert read() is not None
         assert batcher(torch.ones(3)).result().tolist() == [1, 2, 3]
         assert "1 captured, 3 batches" in pool.explain()
@@ -240,36 +258,6 @@ def test_a_capture_for_which_memory_is_short_is_tried_again_later(fake: Any, mon
         assert "0 captured" in pool.explain()
         ask(batcher, net, 2)
         assert "1 captured, 2 batches" in pool.explain()
-
-
-def test_a_capture_runs_alone(fake: Any) -> None:
-    alone = []
-
-    class Looks(Net):
-        def forward(self, x: torch.Tensor) -> Any:
-            gate = compile_gate._of_process
-            alone.append((sum(gate._running.values()), sum(gate._compiling.values())))
-            return super().forward(x)
-
-    with Pool(ONE) as pool:
-        batcher = pool.serve(Looks().eval(), graphs=True)
-        for _ in range(5):
-            batcher(torch.randn(6)).result()
-    assert alone == [(1, 0), (1, 0), (1, 1)]
-
-
-def test_a_run_that_hung_and_goes_on_does_not_disturb_the_one_after_it(fake: Any) -> None:
-    net = Net().eval()
-    with Pool(ONE) as pool:
-        batcher = pool.serve(net, graphs=True)
-        served, seat = served_by(batcher), pool._jobs.seats[ONE[0]]
-        served.of(seat)
-        served.drop(seat.name)  # it is given up
-        ask(batcher, net, 4)
-        present = served._graphs[seat.name]
-        key = present._key
-        with served.running(seat.name, "another kind", ()):
-            assert present._key is key
 
 
 def test_lengths_are_padded_without_graphs(fake: Any) -> None:

@@ -268,6 +268,9 @@ class PACELINE_API Pool {
   /// it: devices no longer keep that. Later jobs are measured anew; a kind that is served has to be served again.
   /// False: some of it waits or runs, and is kept.
   bool forget(const std::string& kind);
+  /// A device no longer keeps a model (BatchOptions::model), which is freed there without an eviction. False: the pool
+  /// knows none there, or a batch of it runs there.
+  bool unload(const std::string& device, const std::string& model);
 
   /// Takes no more jobs, and waits until every job has ended and its calls of then() have returned. `cancel`: what does
   /// not run yet is cancelled, and no batch runs again.

@@ -74,6 +74,8 @@ class PACELINE_API PoolState {
   /// Frees what is kept for a kind, and for its model if no other kind has it: it counts as evicted. False: jobs of the
   /// kind wait or run.
   bool forget(std::size_t kind);
+  /// A device no longer keeps a model, which counts as evicted. False: it is not there, or a batch of it runs there.
+  bool unload(std::size_t device, const std::string& model);
   std::size_t add_need(PoolNeed need);
   PoolDecisions add_device(double now_seconds, PoolDevice device);
 

@@ -18,10 +18,10 @@
 ///   {"at": 0.6, "finish": {"run": 1048576, "result": "completed", "seconds": 0.1}, "decided": {...}}
 ///   {"at": 0.6, "measure": {"device": 0, "kind": 0, "model": [0, 0.1], "samples": 1}}
 ///
-/// and "forget", "withdraw", "cancel", "retire", "restore", "lose", "loaded" and "tick", all with the arguments of the
-/// functions of PoolState. What has its default is left out. "accepted" says which devices, or for a device which
-/// needs, go together. With the user's own placement "chosen" lists what it answered. Doubles read back bit for bit;
-/// infinity and NaN are null.
+/// and "forget", "unload", "withdraw", "cancel", "retire", "restore", "lose", "loaded" and "tick", all with the
+/// arguments of the functions of PoolState. What has its default is left out. "accepted" says which devices, or for a
+/// device which needs, go together. With the user's own placement "chosen" lists what it answered. Doubles read back
+/// bit for bit; infinity and NaN are null.
 ///
 /// `paceline.sim.replay_pool` (Python) and `paceline replay` run a fresh PoolState through these events and compare
 /// every decision.

@@ -224,6 +224,7 @@ void Pool::visit_runs_over(double seconds, const Visit& visit) const { core_->vi
 void Pool::add_tenant(plan::PoolTenant tenant) { core_->add_tenant(std::move(tenant)); }
 std::vector<plan::PoolTenantUse> Pool::tenants() const { return core_->tenants(); }
 bool Pool::forget(const std::string& kind) { return core_->forget(kind); }
+bool Pool::unload(const std::string& device, const std::string& model) { return core_->unload(device, model); }
 bool Pool::give_up(plan::RunId run, const std::exception_ptr& error) {
   return std::shared_ptr(core_)->give_up(run, error);
 }

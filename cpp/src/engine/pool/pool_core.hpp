@@ -94,6 +94,7 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   void add_tenant(plan::PoolTenant tenant);
   [[nodiscard]] std::vector<plan::PoolTenantUse> tenants() const;
   bool forget(const std::string& kind);
+  bool unload(const std::string& device, const std::string& model);
   JobId submit(std::unique_ptr<PoolCall> call, const JobOptions& options);
   bool cancel(JobId id);
   /// `unless_last`: not if no other device is active. `released`: as many jobs may wait as before. Returns whether it

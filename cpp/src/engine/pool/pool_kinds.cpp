@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Kinds that are forgotten, and tenants.
+// Kinds that are forgotten, models that are freed, and tenants.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -40,6 +40,14 @@ bool PoolCore::forget(const std::string& kind) {
     one = kinds_.erase(one);
   }
   return all;
+}
+
+bool PoolCore::unload(const std::string& device, const std::string& model) {
+  check_process("unload");
+  const std::lock_guard lock(mutex_);
+  const auto found = std::ranges::find(devices_, device, [](const Device& one) { return one.facts.name; });
+  if (found == devices_.end()) return false;  // it is about to join
+  return state_.unload(static_cast<std::size_t>(found - devices_.begin()), model);
 }
 
 std::size_t PoolCore::tenant_of(const std::string& name) {

@@ -86,4 +86,20 @@ bool PoolState::forget(std::size_t kind) {
   return true;
 }
 
+bool PoolState::unload(std::size_t device, const std::string& model) {
+  State& s = *state_;
+  require(device < s.devices.size(), "device {} is not in the pool, which has {}", device, s.devices.size());
+  const std::size_t space = s.devices[device].space;
+  const auto is_it = [&](std::size_t number) { return number != kNone && s.models[number].name == model; };
+  const auto runs = [&](const State::Device& one) {
+    return one.space == space && one.run != RunId{} && is_it(s.kinds[s.run_of(one).kind].model);
+  };
+  if (std::ranges::any_of(s.devices, runs)) return false;
+  if (std::erase_if(s.spaces[space].residents, [&](const State::Resident& one) { return is_it(one.model); }) == 0)
+    return false;
+  ++s.epoch;
+  if (s.ledger != nullptr) s.ledger->unload(device, model);
+  return true;
+}
+
 }  // namespace paceline::plan

@@ -184,6 +184,10 @@ void PoolLedger::forget(std::size_t kind) {
   line(fmt::format(R"("forget": {{{}}})", Members().add("kind", kind).text()));
 }
 
+void PoolLedger::unload(std::size_t device, const std::string& model) {
+  line(fmt::format(R"("unload": {{{}}})", Members().add("device", device).add("model", json_quoted(model)).text()));
+}
+
 void PoolLedger::add_need(const std::vector<char>& accepted) {
   line(fmt::format(R"("add_need": {{"accepted": {}}})", bools(accepted)));
 }

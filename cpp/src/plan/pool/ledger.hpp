@@ -29,6 +29,7 @@ class PoolLedger {
   void add_kind(const PoolKind& kind);
   void add_tenant(const PoolTenant& tenant);
   void forget(std::size_t kind);
+  void unload(std::size_t device, const std::string& model);
   /// `accepted`: by device.
   void add_need(const std::vector<char>& accepted);
   /// `accepted`: by need, without need 0.

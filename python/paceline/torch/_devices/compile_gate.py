@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
 from typing import Any
 
 _PATIENCE_SECONDS = 60.0  # with another call that compiles
@@ -23,8 +22,9 @@ class CompileGate:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._condition = threading.Condition()
-        self._running: Counter[Any] = Counter()  # how many threads of each call are inside
-        self._compiling: Counter[Any] = Counter()  # of these, those with a first call
+        self._stays: list[
+            tuple[int, Any, bool]
+        ] = []  # thread, call and whether it is a first one, of those that are inside
 
     @classmethod
     def of_call(cls) -> CompileGate:
@@ -39,6 +39,14 @@ class CompileGate:
         if _of_process._process != os.getpid():  # a forked child, which has none of the threads that were inside
             _of_process = cls()
         return _of_process
+
+    @staticmethod
+    def forget(thread: int) -> None:
+        """Let nobody wait any more for a thread that is inside the gate of the process. Its run was given up."""
+        gate = _of_process
+        with gate._condition:
+            gate._stays = [one for one in gate._stays if one[0] != thread]
+            gate._condition.notify_all()
 
     @contextlib.contextmanager
     def enter(self, first: bool, call: Any) -> Any:
@@ -55,24 +63,21 @@ class CompileGate:
                 if left is not None and left <= 0:
                     break
                 self._condition.wait(left)
-            self._running[call] += 1
-            self._compiling[call] += first
+            stay = threading.get_ident(), call, first
+            self._stays.append(stay)
         self._inside.one = self
         try:
             yield waited
         finally:
             self._inside.one = None
             with self._condition:
-                for inside, count in ((self._running, 1), (self._compiling, int(first))):
-                    inside[call] -= count
-                    if not inside[call]:
-                        del inside[call]
+                with contextlib.suppress(ValueError):  # forgotten
+                    self._stays.remove(stay)
                 self._condition.notify_all()
 
     def _holds_up(self, first: bool, call: Any = None) -> bool:
         """Whether a thread, or one of this `call`, has to be over first."""
-        inside = self._running if first else self._compiling
-        return bool(sum(inside.values()) if call is None else inside.get(call))
+        return any((first or compiles) and call in (None, of) for _, of, compiles in self._stays)
 
 
 _of_process = CompileGate()

@@ -93,7 +93,7 @@ class Graph:
     """A CUDA graph of the work that a thread sends to a GPU. Its memory stays in the pool, so every replay uses the same addresses."""
 
     def __init__(self, index: int, pool: Any) -> None:
-        self._index = index
+        self.index = index
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
         self._marks: list[torch.cuda.Event] = []
@@ -102,10 +102,10 @@ class Graph:
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Record the work of the ``with`` block. Nothing of it runs."""
-        current = torch.cuda.current_stream(self._index)
+        current = torch.cuda.current_stream(self.index)
         # CUDA captures no default stream. The stream of a part is used itself, since its kernels belong to the part.
-        is_default = current == torch.cuda.default_stream(self._index)
-        self._stream = stream = torch.cuda.Stream(self._index) if is_default else current
+        is_default = current == torch.cuda.default_stream(self.index)
+        self._stream = stream = torch.cuda.Stream(self.index) if is_default else current
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             with torch.inference_mode(False):  # before 2.11 it makes tensors of the generator, which training uses, too
@@ -130,11 +130,11 @@ class Graph:
         except RuntimeError:
             _failed.append(self._graph)
             with contextlib.suppress(RuntimeError):  # newer versions have ended it
-                torch._C._cuda_endAllocateToPool(self._index, self._pool)
+                torch._C._cuda_endAllocateToPool(self.index, self._pool)
             with contextlib.suppress(RuntimeError):
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(capture_error_mode="relaxed")
-                torch.zeros(1, device=device(self._index))
+                torch.zeros(1, device=device(self.index))
                 graph.capture_end()
             raise
 
@@ -142,7 +142,7 @@ class Graph:
         """In a capture: CUDA's handle of an event that each replay records behind what was captured so far. The graph owns it."""
         event = torch.cuda.Event(external=True)
         # Autograd may add gradients on other streams, each of which the captured one follows.
-        current = torch.cuda.current_stream(self._index)
+        current = torch.cuda.current_stream(self.index)
         if current != self._stream:
             self._stream.wait_stream(current)
         event.record(self._stream)

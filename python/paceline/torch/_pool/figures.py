@@ -12,9 +12,10 @@ from typing import Any
 
 from paceline import InvalidArgument
 from paceline._page.pool import BOUNDS, Run
+from paceline._pool_question import PRIORITIES
 from paceline.torch._pool.tracing import Runs
 
-_RESERVED = {"device", "le", "outcome", "tenant"}
+_RESERVED = {"device", "le", "outcome", "priority", "tenant"}
 
 
 class Figures:
@@ -28,8 +29,8 @@ class Figures:
         for name in devices:
             self.add(name)
         self._outcomes = dict.fromkeys(("completed", "failed", "rejected", "expired", "cancelled"), 0)
-        self._waits = [0] * (len(BOUNDS) + 1)
-        self._waited = 0.0
+        self._waits = {one: [0] * (len(BOUNDS) + 1) for one in PRIORITIES}
+        self._waited = dict.fromkeys(PRIORITIES, 0.0)
         self.runs = Runs()
 
     def add(self, device: str) -> None:
@@ -64,13 +65,13 @@ class Figures:
             begun = sorted(self._open.values(), key=lambda one: -one[1])
         return {name: at for names, at in begun for name in names}  # the first to begin, if two overlap for a moment
 
-    def count(self, outcome: str, waited: float | None, device: str, *, leads: bool) -> None:
+    def count(self, outcome: str, priority: str, waited: float | None, device: str, *, leads: bool) -> None:
         """Count a job that has ended. `waited`: seconds from its submit to its start, None if it never ran. `leads`: whether its run counts for it, and for no other job."""
         with self._lock:
             self._outcomes[outcome if outcome in self._outcomes else "failed"] += 1
             if waited is not None:
-                self._waits[bisect.bisect_left(BOUNDS, waited)] += 1
-                self._waited += waited
+                self._waits[priority][bisect.bisect_left(BOUNDS, waited)] += 1
+                self._waited[priority] += waited
             if outcome == "completed":
                 figures = self._devices[device]
                 figures["jobs"] += 1
@@ -86,15 +87,18 @@ class Figures:
             return {name: {**one, "busy_seconds": self._told[name]} for name, one in self._devices.items()}
 
     def report(self) -> dict[str, Any]:
-        """``outcomes`` by name; ``wait_counts``, how many jobs waited at most so many seconds; ``wait_seconds`` of all together."""
+        """``outcomes`` by name; ``wait_counts``, how many jobs waited at most so many seconds; ``wait_seconds`` of all together; both by priority in ``waits``."""
         with self._lock:
-            outcomes, waits, waited = dict(self._outcomes), list(self._waits), self._waited
-        up_to = itertools.accumulate(waits)
-        return {
-            "outcomes": outcomes,
-            "wait_counts": list(zip((*BOUNDS, math.inf), up_to, strict=True)),
-            "wait_seconds": waited,
-        }
+            outcomes, waited = dict(self._outcomes), dict(self._waited)
+            waits = {one: _up_to(counts) for one, counts in self._waits.items()}
+            total = _up_to([sum(counts) for counts in zip(*self._waits.values(), strict=True)])
+        by_priority = {one: {"wait_counts": waits[one], "wait_seconds": waited[one]} for one in PRIORITIES}
+        seconds = sum(waited.values())
+        return {"outcomes": outcomes, "wait_counts": total, "wait_seconds": seconds, "waits": by_priority}
+
+
+def _up_to(counts: Sequence[int]) -> list[tuple[float, int]]:
+    return list(zip((*BOUNDS, math.inf), itertools.accumulate(counts), strict=True))
 
 
 class Collector:
@@ -132,9 +136,10 @@ class Collector:
         for outcome, count in report["outcomes"].items():
             requests.add_metric([*values, outcome], count)
         yield requests
-        wait = HistogramMetricFamily("paceline_pool_wait_seconds", "From submit to start.", labels=names)
-        buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in report["wait_counts"]]
-        wait.add_metric(values, buckets, report["wait_seconds"])
+        wait = HistogramMetricFamily("paceline_pool_wait_seconds", "From submit to start.", labels=[*names, "priority"])
+        for priority, waits in report["waits"].items():
+            buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in waits["wait_counts"]]
+            wait.add_metric([*values, priority], buckets, waits["wait_seconds"])
         yield wait
         for key, help_text in (
             ("jobs", "Jobs that completed."),

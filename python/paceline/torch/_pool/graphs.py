@@ -23,7 +23,16 @@ from paceline.torch._pool.job import clear_frames
 from paceline.torch._pool.needs import Place
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.served import Answer, Copies
-from paceline.torch._replicas.capture import WARM_UPS, Attributes, capturing, hook_of_user, place_of, refusal
+from paceline.torch._replicas.capture import (
+    WARM_UPS,
+    Attributes,
+    capturing,
+    hook_of_user,
+    is_loading,
+    place_of,
+    refusal,
+    without_loads,
+)
 from paceline.torch._replicas.replica import Replica
 
 MOST_GRAPHS = 64  # per device; they share the memory of the largest, but each keeps its inputs and answers
@@ -58,13 +67,13 @@ class _Captured:
 class _DeviceGraphs:
     """The graphs of one device. Its batches run one after the other, so they share a pool of memory."""
 
-    def __init__(self, replica: Replica, forward: Answer, refused: Callable[[str], None]) -> None:
-        self.replica, self.forward = replica, forward
+    def __init__(self, replica: Replica, forward: Answer, gpu: int, refused: Callable[[str], None]) -> None:
+        self.replica, self.forward, self._gpu = replica, forward, gpu
         self._refused = refused  # called with why nothing more is captured
         self._captured: dict[Any, _Captured] = {}
         self._seen: dict[Any, int] = {}  # how often a key was met
         self._key: Any = None  # of the present batch
-        self.due = False  # whether it is to be captured
+        self.due: bool | None = False  # whether it is to be captured; None: it is replayed
         self._memory: list[int] = []  # of the module
         self._pool: Any = None
         self.captures = self.replays = 0  # so far
@@ -84,14 +93,14 @@ class _DeviceGraphs:
 
     def begin(self, key: Any) -> bool:
         """Note the next batch. Returns whether it says nothing of later ones, which will be replayed."""
-        self._key, self.due = key, False
-        if key in self._captured or not self.on:
+        self._key, self.due = key, None if key in self._captured else False
+        if self.due is None or not self.on:
             return False
         if len(self._seen) >= _MOST_KEYS:
             self._seen.clear()
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         room = len(self._captured) < MOST_GRAPHS
-        self.due = room and seen > WARM_UPS
+        self.due = room and seen > WARM_UPS and not is_loading(self._gpu)  # otherwise a later batch
         return room and seen > 0
 
     def answer(self, seat: Seat, batch: Any) -> Any:
@@ -118,11 +127,13 @@ class _DeviceGraphs:
         why = hook_of_user(self.replica.modules) if plain else "requests are sparse, or tensors of a class of their own"
         try:
             if why is None:
-                assert seat.gpu is not None
                 attributes = Attributes(self.replica.modules)
-                captured = _Captured(cuda.Graph(seat.gpu, self._pool), [one.clone() for one in leaves], attributes)
-                with capturing(captured.graph):
-                    captured.answers = self.forward(pytree.tree_unflatten(captured.inputs, spec))
+                captured = _Captured(cuda.Graph(self._gpu, self._pool), [one.clone() for one in leaves], attributes)
+                with without_loads(self._gpu, 0.0) as alone:
+                    if not alone:  # it has begun just now
+                        return None
+                    with capturing(captured.graph):
+                        captured.answers = self.forward(pytree.tree_unflatten(captured.inputs, spec))
                 why = attributes.change() or _frozen(seat, captured.answers)
         except BaseException as error:
             self._pool = None  # PyTorch may still take it for one that is captured into
@@ -164,7 +175,7 @@ class GraphedCopies(Copies):
             return answer, loaded
         graphs = self._graphs.get(seat.name)
         if graphs is None or graphs.forward is not answer:
-            graphs = self._graphs[seat.name] = _DeviceGraphs(copy.replica, answer, self._refused)
+            graphs = self._graphs[seat.name] = _DeviceGraphs(copy.replica, answer, seat.gpu, self._refused)
         graphs.follow(seat)
         self._mine.graphs = weakref.ref(graphs)  # the batch holds them
         return functools.partial(graphs.answer, seat), loaded
@@ -176,6 +187,9 @@ class GraphedCopies(Copies):
         """See `Served`."""
         graphs: _DeviceGraphs | None = self._mine.graphs()
         first = graphs is not None and graphs.begin((kind, size))
+        if graphs is not None and graphs.due is None:  # a replay compiles and captures nothing, so it waits for nobody
+            yield 0.0
+            return
         with super().running(device, kind, size, captures=None if graphs is None else graphs.due) as excluded:
             yield math.inf if first else excluded
 

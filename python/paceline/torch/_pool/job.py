@@ -34,7 +34,7 @@ class Work:
     error: BaseException | None = None
     ran: tuple[str, float] | None = None  # device and seconds of its last run, if the engine ends it by another one
     leads = True  # whether the seconds of its run are not those of another work, too
-    kind = ""
+    kind, priority = "", "normal"
     thread: int | None = None  # that runs it
     on_timeout: Callable[[], None] | None = None  # called when its run has been given up, before it ends
     enqueued: tuple[Sequence[str], int] | None = None  # devices and jobs of its run, which GPUs are still at
@@ -52,13 +52,14 @@ class Work:
         if self.enqueued is not None:
             self._end_run("failed", None)  # on a GPU, after the call
         self.thread, self._run_begun = threading.get_ident(), time.monotonic()
-        if self._begun is None and self.future is not None:
-            self._begun = self._run_begun
-            self.future._begun = True
         if devices:
             self._figures.begin_run(self, devices, self._run_begun)
             if self._counted:  # it was given up before it began
                 self._figures.end_run(self)
+        future = self.future
+        if self._begun is None and future is not None:
+            self._begun = self._run_begun
+            future._begun = True  # when the figures have it, for who asks them next
 
     def note_run(self, devices: Sequence[str], jobs: int, outcome: str, *, ends_later: bool = False) -> None:
         """Note its run, of so many jobs, which is over, or `ends_later`, when GPUs have done it. One that was given up was noted then."""
@@ -100,7 +101,7 @@ class Work:
             if self.enqueued is not None:
                 self._end_run(outcome, seconds)
             waited = None if self._begun is None else self._begun - self._submitted
-            self._figures.count(outcome, waited, device, leads=self.leads)
+            self._figures.count(outcome, self.priority, waited, device, leads=self.leads)
             if outcome in NEVER_RAN:
                 self._figures.runs.never_ran(self.kind, outcome)
         self._figures.end_run(self)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
 from paceline._core.engine import Pool as Engine
 from paceline._observe import Observed, check_observe
-from paceline._pool_question import PRIORITIES as _PRIORITIES
+from paceline._pool_question import PRIORITIES
 from paceline._pool_question import Place as PlaceFunction
 from paceline.torch._devices import cuda
 from paceline.torch._pool.figures import Figures
@@ -135,17 +135,17 @@ class Jobs:
         batched: bool = False,
     ) -> None:
         """Give the engine a piece of work, and its future what the engine knows it by."""
-        if priority not in _PRIORITIES:
-            raise InvalidArgument(f"submit: priority is {priority!r}; it must be one of {', '.join(_PRIORITIES)}.")
+        if priority not in PRIORITIES:
+            raise InvalidArgument(f"submit: priority is {priority!r}; it must be one of {', '.join(PRIORITIES)}.")
         if after and not all(isinstance(one, PoolFuture) and one._job is not None for one in after):
             raise InvalidArgument("submit: after= has something else than futures of this pool.")
         future = work.future
         assert future is not None
-        work.kind = kind
+        work.kind, work.priority = kind, priority
         arguments = (
             work,
             kind,
-            _PRIORITIES.index(priority),
+            PRIORITIES.index(priority),
             math.inf if deadline is None else deadline,
             not_before,
             gang,

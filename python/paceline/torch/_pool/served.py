@@ -20,6 +20,7 @@ from paceline.torch._devices.compiling import compiled_for_each
 from paceline.torch._pool.seats import Seat, home_of
 from paceline.torch._pool.weights import Marks, Weights, same
 from paceline.torch._replicas.buffers import Pair, Slots
+from paceline.torch._replicas.capture import loading
 from paceline.torch._replicas.compiled import captures_graphs, compiles, is_compiled, is_compiled_function
 from paceline.torch._replicas.copies import Replicate, alias_of, copied, made_by
 from paceline.torch._replicas.reach import Reach
@@ -170,7 +171,8 @@ class WithState(Served):
         made, loaded = self._states.get(seat.name), None
         if made is None:
             begun = time.monotonic()
-            made = self._states[seat.name] = (self._initializer(seat.device),)
+            with loading(seat.gpu):
+                made = self._states[seat.name] = (self._initializer(seat.device),)
             seat.wait()  # for copies to a GPU
             loaded = time.monotonic() - begun
         # No frame of it keeps the state in the traceback of an error.
@@ -243,7 +245,7 @@ class Copies(Served):
     def _copy_for(self, seat: Seat) -> _Copy:
         reach = Reach(self._module)
         parameters = [*self._module.parameters(), *reach.unregistered.values()]
-        with torch.inference_mode(False):
+        with loading(seat.gpu), torch.inference_mode(False):
             if self._replicate is None:
                 made = copied(self._module, reach, alias_of, {}, detaches=True)
             else:

@@ -156,12 +156,20 @@ class Versions:
         self._forget(*gone)
 
     def _forget(self, *gone: Answerer) -> None:
-        """Let the engine forget versions that are gone: now, or with a later change if they still have requests."""
-        self._gone += [one.left(self._present) for one in gone]
+        """Let the engine forget versions that are gone: now, or when what they still have to do has ended."""
+        left = [one.left(self._present) for one in gone]
+        self._gone += left
+        for one in left:
+            for future in list(one.open):
+                future.add_done_callback(self._forget_later)
         engine = self._jobs.engine
         self._gone = [
             one for one in self._gone if one.open or not all(engine.forget(kind) for kind in one.kinds.values())
         ]
+
+    def _forget_later(self, _: object) -> None:
+        with self._lock:
+            self._forget()
 
     def _turn_to(self, way: Answerer | Router | Gap, state: State) -> None:
         self._present.way, self._state = way, state  # no interrupt comes in between
@@ -225,7 +233,7 @@ class Versions:
     def _free(self, gone: Answerer) -> None:
         """Free it on all devices, also where one is retired."""
         for seat in list(self._jobs.seats.values()):
-            gone.served.free(seat)
+            gone.free(seat)
 
     @contextlib.contextmanager
     def _warmed_again(self, call: str, found: Answerer, part: int, allow_gap: bool) -> Iterator[None]:
@@ -321,11 +329,11 @@ class Versions:
                 made.wait()  # after an interrupt, for what still loads or warms it
                 if self._state.live is made:
                     for seat in left[:1]:
-                        made.served.free(seat)
+                        made.free(seat)
                     back = [*beside, *(one.name for one in left)]
                     self._pass_to(old.only_on(back) if back else gap, State(old))
                 for seat in apart:
-                    made.served.free(seat)
+                    made.free(seat)
             raise
         finally:  # also if another interrupt comes meanwhile
             if end is not None:

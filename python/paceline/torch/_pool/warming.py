@@ -102,7 +102,7 @@ class Warming:
             if not is_out_of_memory(error.__cause__ or error):
                 raise
             made.wait()
-            made.served.free(seat)
+            made.free(seat)
             seat.release_memory()
             return False
         return True
@@ -111,7 +111,7 @@ class Warming:
         """Do it in the place of a version that has no requests there any more. Meanwhile the batcher has no requests there."""
 
         def exchange(_: torch.device) -> bool:
-            old.served.free(seat)
+            old.free(seat)
             seat.release_memory()
             self._made.served.of(seat)
             return True

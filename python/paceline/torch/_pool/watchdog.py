@@ -12,6 +12,8 @@ from collections import deque
 from typing import Any
 
 from paceline import Error, InvalidArgument
+from paceline.torch._devices.compile_gate import CompileGate
+from paceline.torch._replicas.capture import forget_load
 
 _LOOKS = 10  # during the time that a job may take
 _LONGEST_PAUSE = 1.0  # seconds
@@ -47,7 +49,8 @@ class Watchdog:
             del jobs
 
     def _give_up(self, jobs: Any, run: int, device: str, kind: str, works: list[Any]) -> None:
-        where = _where(works[0].thread)
+        thread = works[0].thread  # None: only a GPU is still at it
+        where = _where(thread)
         message = f"watchdog: '{kind}' has run on {device} for more than hang_seconds={self._seconds:g} s{where and f', and is at {where}'}."
         for work in works:
             work.hang(device)
@@ -66,7 +69,9 @@ class Watchdog:
 
         works[0].on_timeout = note  # before anybody who waits for it goes on
         try:
-            jobs.engine.give_up(run, told, device)
+            if jobs.engine.give_up(run, told, device) and thread is not None:
+                CompileGate.forget(thread)
+                forget_load(thread)
         except Error as error:
             self._warn(f"{message} It goes on, and its jobs wait, since {device} gives no other stream: {error}")
             raise

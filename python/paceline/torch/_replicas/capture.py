@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -11,17 +13,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import paceline
 from paceline.torch._devices import cuda
 from paceline.torch._replicas.hooks import hooks_of_user
+from paceline.torch._replicas.reach import CLOSED, SIMPLE
 
 WARM_UPS = 2  # runs of a size that go without a graph first: libraries load, allocate and choose algorithms in them
 
 # PyTorch captures one graph at a time in a process, whatever the number of trainers and pools.
 _capture = threading.Lock()
 _PATIENCE_SECONDS = 5.0  # many times what a capture takes
+
+# During a capture PyTorch lets no other thread draw random numbers on its GPU.
+_changed = threading.Condition()
+_loads: dict[int, int] = {}  # threads that load onto a GPU, which may draw there
+_captured: list[int] = []  # GPUs
+_LOAD_SECONDS = 60.0  # then a capture or a load goes on beside the other one, as they may wait for each other
 
 _LIBRARIES = tuple(f"{Path(one.__file__ or '').parent}/" for one in (torch, paceline))
 
@@ -31,6 +39,50 @@ def capturing(graph: cuda.Graph) -> Iterator[None]:
     """Record the work of the ``with`` block in the graph. Nothing of it runs."""
     with _capture, graph.capturing():
         yield
+
+
+@contextlib.contextmanager
+def loading(gpu: int | None) -> Iterator[None]:
+    """Around functions of the user's that load something, on a worker or beside one. A load waits for captures on its GPU."""
+    thread = threading.get_ident()
+    if gpu is None or thread in _loads:
+        yield
+        return
+    with _changed:
+        _changed.wait_for(lambda: gpu not in _captured, _LOAD_SECONDS)
+        _loads[thread] = gpu
+    try:
+        yield
+    finally:
+        with _changed:
+            _loads.pop(thread, None)
+            _changed.notify_all()
+
+
+def forget_load(thread: int) -> None:
+    """Let captures go on beside what this thread loads. Its run was given up."""
+    with _changed:
+        _loads.pop(thread, None)
+        _changed.notify_all()
+
+
+def is_loading(gpu: int | None) -> bool:
+    """Whether another thread loads something onto the GPU."""
+    return any(one == gpu and thread != threading.get_ident() for thread, one in list(_loads.items()))
+
+
+@contextlib.contextmanager
+def without_loads(gpu: int, seconds: float = _LOAD_SECONDS) -> Iterator[bool]:
+    """Around a capture: loads onto the GPU wait until it is over. Yields whether those before have ended within so many seconds."""
+    with _changed:
+        ended = _changed.wait_for(lambda: not is_loading(gpu), seconds)
+        _captured.append(gpu)
+    try:
+        yield ended
+    finally:
+        with _changed:
+            _captured.remove(gpu)
+            _changed.notify_all()
 
 
 def release_memory() -> None:
@@ -57,10 +109,13 @@ def hook_of_user(modules: Iterable[nn.Module]) -> str | None:
 
 
 class Attributes:
-    """What modules hold before a capture. Keep it as long as the graph, which goes on reading the tensors: a forward may replace them."""
+    """What modules hold before a capture. Keep it as long as the graph, which goes on reading the tensors: a forward may replace them.
+
+    These may be anywhere in attributes: in containers, plain objects, closures and bound methods.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._held = pytree.tree_leaves([dict(vars(module)) for module in modules])  # also from lists and dictionaries
+        self._held = _leaves_of([vars(module) for module in modules])
         self._before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
 
     def change(self) -> str | None:
@@ -71,6 +126,27 @@ class Attributes:
                 if name not in old or old[name] is not value:
                     return f"the forward of {type(module).__name__} sets its attribute '{name}', which a replay would not do"
         return None
+
+
+def _leaves_of(left: list[Any]) -> list[Any]:
+    """The tensors, and what Python sees nothing inside of, that can be reached from there, but not by way of classes, modules of Python and globals."""
+    found, seen = [], set()
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, CLOSED):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            inside = []
+        elif isinstance(one, types.FunctionType):
+            inside = [one.__closure__, one.__defaults__, one.__kwdefaults__, vars(one)]
+        else:
+            inside = gc.get_referents(one)
+        inside = [each for each in inside if type(each) not in SIMPLE and not isinstance(each, type)]
+        if not inside:
+            found.append(one)
+        left += inside
+    return found
 
 
 def refusal(what: str, error: BaseException) -> str | None:

@@ -33,7 +33,7 @@ class Handle:
 
 
 # Types that the walk does not enter: `copy.deepcopy` does not copy them, or they hold nothing of interest.
-_CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, torch.Generator, Handle)
+CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, torch.Generator, Handle)
 
 
 class Reach:
@@ -71,7 +71,7 @@ class Reach:
         return self.leads_out or self._functions
 
     def _visit(self, path: str, value: Any, depth: int) -> None:
-        if type(value) in SIMPLE or isinstance(value, _CLOSED) or id(value) in self.seen or id(value) in self._own:
+        if type(value) in SIMPLE or isinstance(value, CLOSED) or id(value) in self.seen or id(value) in self._own:
             return
         self.seen.add(id(value))
         if isinstance(value, torch.Tensor):

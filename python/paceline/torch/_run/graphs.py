@@ -19,7 +19,15 @@ from paceline.torch._batch.moving import Move
 from paceline.torch._batch.nest import entries_of
 from paceline.torch._devices import cuda
 from paceline.torch._devices.places import Places
-from paceline.torch._replicas.capture import WARM_UPS, Attributes, capturing, hook_of_user, place_of, refusal
+from paceline.torch._replicas.capture import (
+    WARM_UPS,
+    Attributes,
+    capturing,
+    hook_of_user,
+    place_of,
+    refusal,
+    without_loads,
+)
 from paceline.torch._replicas.hooks import sign_of
 from paceline.torch._replicas.reach import SIMPLE
 from paceline.torch._replicas.replica import Replica
@@ -140,7 +148,7 @@ class DeviceGraphs:
             )
         attributes = captured.attributes = Attributes(replica.modules)
         try:
-            with self._gradients_of(replica, captured), capturing(captured.graph):
+            with self._gradients_of(replica, captured), without_loads(captured.graph.index), capturing(captured.graph):
                 body(captured)
         except RuntimeError as error:
             self._pool = None  # PyTorch may still take it for one that is captured into
