@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -91,7 +92,7 @@ class ReplicasPlanner:
     measures, measured = False, None  # all is known from the start
     finds_order = False
     plans_micro_batches = True
-    unsettled = None  # on the host times are known when a step is over
+    unsettled, settling = None, nullcontext()  # on the host times are known when a step is over
 
     def __init__(self, groups: Sequence[DeviceGroup], planners: Sequence[Planner]) -> None:
         self.planners = planners
