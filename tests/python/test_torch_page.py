@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from paceline import Unavailable
-from paceline._page.pool import Run as Ran
 from paceline._page.pool import Never, page_of
+from paceline._page.pool import Run as Ran
 from paceline._page.run import Move
 from paceline._progress import Figures, Progress
 from paceline._progress_html import drawn, html_display
@@ -182,11 +182,11 @@ def test_the_page_of_rank_0_has_the_ranks(on_ranks: Run, tmp_path: Path, ledger:
     assert [row[0] for row in rows] == ["rank 0", "rank 1"]
     assert [row[7] for row in rows] == [str(device["share"]) for device in dealt["devices"]]
     assert [row[8] for row in rows] == [f"{rank['items']:.0f}" for rank in last]
-    assert len(charts) == (6 if ledger else 3)
+    assert len(charts) == (7 if ledger else 4), "a ledger has no memory"
     assert ("The ranks: balance auto" in page.words) == ledger
     assert ("no ledger is kept" in page.words) != ledger
     if ledger:
-        assert [one["label"] for one in charts[4]["series"]] == ["rank 0", "rank 1"]
+        assert [one["label"] for one in charts[5]["series"]] == ["rank 0", "rank 1"]
     assert no_dealt is None
     assert "Ranks" not in read(tmp_path / "1.html")[0].tables
 

@@ -183,7 +183,9 @@ def _amount(value: float) -> str:
 def _steps(run: Run) -> Table:
     rows = thinned(run.rows, _TABLE_ROWS)
     drawn = shown(run)
-    parts = {"ideal": "ideal", "waiting": next(iter(run.parts)), "launching": "launching", "reduction": "reduction"}
+    parts = {"ideal": "ideal", "waiting": next(iter(run.parts))} | {
+        name: name for name in ("launching", "reduction", "input")
+    }
     known = [name for name in parts if all(getattr(row, name) is not None for row in rows)]
     head = [
         "steps",
@@ -214,12 +216,12 @@ def _compared(runs: Sequence[Run]) -> str:
         total, parts = run.total, run.parts
         each = total.steps
         name = max(parts, key=lambda one: parts[one])
-        rate = sum(total.amounts) / total.seconds if total.seconds > 0 else 0.0
+        rate = sum(total.amounts) / total.whole if total.whole > 0 else 0.0
         body.append(
             (
                 run.title,
                 str(sum(row.steps for row in run.rows)),
-                milliseconds(total.seconds / each),
+                milliseconds(total.whole / each),
                 milliseconds(total.ideal / each),
                 f"{sum(parts.values()):.1%}",
                 f"{name} {parts[name]:.1%}",

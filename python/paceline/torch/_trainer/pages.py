@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline import InvalidArgument, Unavailable
@@ -28,8 +29,8 @@ class Pages(Part):
     def page(self, path: str | os.PathLike[str]) -> None:
         """Write the run so far as one page of HTML, which needs no network and opens by a double click. Works after `close`, too.
 
-        At the top it says how good the split was, what cost most, and what to change. Charts show shares with their moves, speeds, and the time of a step beside
-        its ideal; for a `Pipeline` also the schedules of the last steps, the last one beside its plan. Tables have the same figures, and memory and ranks if
+        At the top it says how good the split was, what cost most, and what to change. Charts show shares with their moves, speeds, the time of a step beside
+        its ideal, and memory; for a `Pipeline` also the schedules of the last steps, the last one beside its plan. Tables have the same figures, and memory and ranks if
         something is known of them. The ideal is the time in which the devices would have done the same work if each had worked until the end, at the speed
         that it had. `paceline page` makes such a page from ledgers, which also tell apart what was lost in each step, and compares runs.
 
@@ -98,13 +99,14 @@ class Pages(Part):
         run = Run(
             f"{type(reports._module).__name__} on {', '.join(names) if len(names) <= 4 else f'{len(names)} devices'}, balance {self._works.options['balance']}",
             names,
-            [_row(row, names, by_cost, blocks) for row in history],
+            [replace(_row(row, names, by_cost, blocks), **self._beside(row)) for row in history],
             [_move(move) for move in report["recent_moves"]],
             unit="cost" if by_cost else "items",
             share_of="blocks" if blocks else "",
             pipeline=blocks,
             even=self._works.options["balance"] in ("even", "weighted"),
             words=explained,
+            memory_of=reports.memory.names,
         )
         run.advice = self._advice(report, explained)
         if not blocks and report["step_seconds"] > 0:
@@ -118,6 +120,8 @@ class Pages(Part):
                 )
             )
         together = max((row.steps for row in run.rows), default=1)
+        if not (self._on_gpus or reports._gaps.watches):
+            run.lacks.append("A loop over progress or live also tells how long it waits for its input.")
         if together > 1 and not blocks and len(names) > 1:
             run.lacks.append(
                 f"The ideal is known of {together} steps together: a device that had work in only some of them counts with its full speed, so less may have been lost."
@@ -131,6 +135,16 @@ class Pages(Part):
         if not report["memory"]:
             run.lacks.append(_NO_MEMORY)
         return run
+
+    def _beside(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What the loop's steps had beside the devices' work: waits for batches, and memory."""
+        reports: Any = self
+        first, steps = row["first_step"], row["steps"]
+        knows = reports._gaps.watches and not self._on_gpus
+        return {
+            "input": reports._gaps.waited.of(first, steps) or 0.0 if knows else None,
+            "memory": reports.memory.of(first, steps),
+        }
 
     def _advice(self, report: Mapping[str, Any], explained: str) -> str:
         """What to change, in the words of what has measured it: the loop's gaps, the workers' launches, trials of one device, causes of a slow device."""
