@@ -15,7 +15,9 @@ from paceline import InvalidArgument
 from paceline._cli import main
 from paceline._worth import asked
 from paceline.balance import Balancer, Worth, worth
+from paceline.plan import BlockCost
 from paceline.torch import DataParallel, Pipeline
+from test_torch_layout import BLOCKS, ITEMS, inputs, replicas, squares
 from test_worth_pool import pool_ledger
 from torch_support import TWO, classifier, classify
 
@@ -261,6 +263,38 @@ def test_what_cannot_be_asked_is_refused(
     assert what in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["worth", str(tmp_path / "none")])
+
+
+def test_replicas_of_pipelines_divide_the_batch_anew_for_each_subset(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, trainer = replicas()
+    names = list(trainer._works.names)  # measured speeds say which device is in which pipeline
+    fast, slow = frozenset(names[:2]), frozenset(names[2:])
+    prices = dict.fromkeys(names, 1.0) | {names[3]: 3.0}
+    with trainer:
+        with pytest.raises(InvalidArgument, match="nothing is measured yet"):
+            trainer.what_if(prices=prices)
+        trainer.step(squares, inputs())
+        costs = [
+            BlockCost(forward_per_item=1e-3, backward_per_item=2e-3, parameter_bytes=one.parameter_bytes)
+            for one in trainer._planner.costs
+        ]
+        monkeypatch.setattr(type(trainer._planner.planners[0]), "costs", property(lambda _: costs))
+        for planner, speeds in zip(trainer._planner.planners, ([1.0, 1.0], [0.5, 0.5]), strict=True):
+            devices = planner.stage_devices(speeds)
+            monkeypatch.setattr(planner, "stage_devices", lambda _devices=devices: _devices)
+        found = {frozenset(one.devices): one for one in trainer.what_if(prices=prices).choices}
+        with pytest.raises(InvalidArgument, match="no device is left"):
+            trainer.what_if(prices=prices, remove=names)
+        with pytest.raises(InvalidArgument, match="no device is left"):  # no device holds all blocks
+            trainer.what_if(prices=prices, remove=[names[1], names[3]])
+        (half,) = trainer.what_if(prices=prices, remove=names[2:], batch_size=ITEMS // 2).choices
+    whole = found[fast | slow]
+    assert sum(whole.shares.values()) == 2 * BLOCKS, "each pipeline has all blocks"
+    assert sum(found[fast].shares.values()) == BLOCKS
+    assert whole.step_seconds < found[fast].step_seconds < found[slow].step_seconds
+    assert whole.cost == pytest.approx(whole.seconds * 6.0 / 3600)
+    assert frozenset(half.devices) == fast
+    assert half.step_seconds < found[fast].step_seconds
 
 
 def test_a_pipeline_plans_each_subset_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from paceline import InvalidArgument
 from paceline._page.run import Run, milliseconds
@@ -15,6 +15,16 @@ from paceline.torch._trainer.pages import Pages
 from paceline.torch._trainer.step_gaps import StepGaps
 
 _RECENT = 50  # rows of the history, which are steps in a short run
+
+
+class Asked(TypedDict, total=False):
+    """The arguments of `Asks.what_if` beside `prices`, on which the type of its answer depends."""
+
+    speeds: Mapping[str, float] | None
+    add: Sequence[tuple[str, float]]
+    remove: Sequence[str]
+    batch_size: int | None
+    of: Literal["devices", "ranks"]
 
 
 class Asks(Pages):
