@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline._page.document import page_of_runs
-from paceline._page.run import Row, Run, sentences
+from paceline._page.run import Move, Row, Run, sentences
 from paceline.torch import DataParallel
 from paceline.torch._trainer.memory_log import MemoryLog
 from paceline.torch._trainer.step_gaps import StepGaps
@@ -56,6 +56,24 @@ def test_the_wait_for_batches_is_a_part_of_the_loss_and_is_drawn_on_top() -> Non
     assert times["high"] > 10
     steps = Reader(page_of_runs("run", [run])).tables["Steps"]
     assert (steps[0][4], steps[1][4]) == ("input", "6 ms")
+
+
+def test_the_advice_is_about_the_input_if_that_cost_most_and_short_waits_are_not_told() -> None:
+    run = with_input(10, waits=0.006)
+    run.advice = "Small steps: one device would be faster."
+    assert sentences(run)[2].startswith("Give the loader more workers")
+    run = with_input(10, waits=1e-6)
+    run.advice = "Small steps: one device would be faster."
+    assert sentences(run)[2] == run.advice
+    assert "waiting for its batch" not in sentences(run)[0]
+
+
+def test_one_move_has_its_reason() -> None:
+    run = with_input(10, waits=0.0)
+    run.moves = [Move(3, "[4, 4] to [5, 3]", "promised")]
+    assert "1 move with its reason" in page_of_runs("run", [run])
+    run.moves *= 2
+    assert "2 moves with their reasons" in page_of_runs("run", [run])
 
 
 def test_a_run_without_waits_for_batches_has_no_such_part() -> None:

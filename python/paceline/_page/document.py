@@ -64,7 +64,7 @@ def page(title: str, sections: Sequence[Section], before: str = "") -> str:
 </head>
 <body>
 <header><h1>{escape(title)}</h1>
-<p class="soft">Written by paceline {__version__}, {when}. Point at a chart, or move along it by the arrow keys, for the figures of a step; drag to zoom, and
+<p class="soft">Written by paceline {__version__}, {when}. Point at a chart, or move along it by the arrow keys, for the figures there; drag to zoom, and
 press Escape or click twice to see all. A name in a legend hides its line.</p>
 <noscript><p>Charts need JavaScript. The tables have the same figures.</p></noscript></header>
 <main>{before}<div class="runs">{body}</div></main>
@@ -148,7 +148,7 @@ def _pieces(run: Run, rows: Sequence[Row], most: int) -> Iterator[str]:
         note = f"the last {most}, of {len(run.moves)}" if left > 0 else ""
         moves = [(str(move.step + 1), move.what, move.why) for move in run.moves[max(0, left) :]]
         yield folded(
-            f"{plural(len(run.moves), 'move')} with their reasons",
+            f"{plural(len(run.moves), 'move')} with {'its reason' if len(run.moves) == 1 else 'their reasons'}",
             table(Table("Moves", ("before step", "what", "why"), moves, note)),
         )
     yield from (table(one) for one in run.tables)

@@ -11,6 +11,7 @@ from paceline._words import plural
 
 MOST_MOVES = 400  # of all runs of a page, with their reasons
 _CLOSE, _GOOD, _FAIR = 0.03, 0.10, 0.25  # lost parts of the steps' time, by which a split is called so
+_SEEN = 0.005  # of the steps' time; less waiting for batches is not worth a word
 _UNEQUAL = 1.1  # times as fast: by less the speed of devices is no reason to move shares
 
 
@@ -184,7 +185,11 @@ def sentences(run: Run) -> list[str]:
     lost = sum(parts.values())
     word = "close to ideal" if lost < _CLOSE else "good" if lost < _GOOD else "fair" if lost < _FAIR else "poor"
     each = total.steps or 1
-    waits = "" if total.input is None else f" with {milliseconds(total.input / each)} of waiting for its batch"
+    waits = (
+        f" with {milliseconds((total.input or 0.0) / each)} of waiting for its batch"
+        if parts.get("input", 0.0) > _SEEN
+        else ""
+    )
     good = (
         f"The {'schedule' if run.pipeline else 'split'} was {word}: a step took {milliseconds(total.whole / each)} in the mean{waits}, and "
         f"{milliseconds(total.ideal / each)} would do if all devices with work had computed to its end, so {lost:.1%} was lost."
@@ -194,7 +199,8 @@ def sentences(run: Run) -> list[str]:
     cost = f"Most of the loss was {name}, {parts[name]:.1%} of the steps' time"
     if name.startswith("waiting"):
         cost += f": {run.devices[worst]} stood idle longest, for {run.waited[worst]:.0%} of it"
-    return [good, f"{cost}.", run.advice.strip() or _advice(run, name, lost)]
+    advice = "" if name == "input" else run.advice.strip()
+    return [good, f"{cost}.", advice or _advice(run, name, lost)]
 
 
 def _advice(run: Run, name: str, lost: float) -> str:

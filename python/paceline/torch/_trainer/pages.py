@@ -12,6 +12,7 @@ from paceline import InvalidArgument, Unavailable
 from paceline._page.document import page_of_runs, write
 from paceline._page.ledger import known, runs_of
 from paceline._page.run import Move, Row, Run, Table, ideal_seconds, milliseconds
+from paceline._words import plural
 from paceline.torch._trainer.parts import Part
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _CAUSE = "what may slow it: "  # of explain()
 _SLOW = 0.9  # of the fastest device's speed
-_NO_MEMORY = "No device has a limit of memory (memory=), so nothing is known of memory."
+_NO_MEMORY = "No device has a limit of memory (memory=), so what micro-batches take was not measured."
 
 
 class Pages(Part):
@@ -128,7 +129,7 @@ class Pages(Part):
             )
         if report["moves"] > len(run.moves):
             run.lacks.append(
-                f"Shares changed {report['moves']} times. A trainer keeps the reasons of the last 16 changes that promised a gain; a ledger has all."
+                f"Shares changed {plural(report['moves'], 'time')}. A trainer keeps the reasons of the last 16 changes that promised a gain; a ledger has all."
             )
             run.moves = _all_moves(run.moves, history)
         run.tables += [one for one in (_memory(report), self._between(), _others(report)) if one is not None]
@@ -216,7 +217,7 @@ def small_table(report: Mapping[str, Any]) -> str:
         for name, device in report["devices"].items()
     ]
     mean = f", {milliseconds(seconds / timed)} in the mean" if timed > 0 else ""
-    caption = f"{report['steps']} steps{mean}, {report['moves']} moves, imbalance {report['imbalance']:.1%}"
+    caption = f"{report['steps']} steps{mean}, {plural(report['moves'], 'move')}, imbalance {report['imbalance']:.1%}"
     return table(Table(caption, ("device", "share", "items", "items/s", "speed", "busy"), rows))
 
 
