@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,12 @@ def test_memory_is_drawn_by_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_memory_is_read_at_most_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    monkeypatch.setattr("paceline.torch._trainer.memory_log.resident_bytes", lambda: reads.append(1) or 7)
+
+    def read() -> int:
+        reads.append(7)
+        return 7
+
+    monkeypatch.setattr("paceline.torch._trainer.memory_log.resident_bytes", read)
     now = iter(0.03 * step for step in range(100))
     monkeypatch.setattr("paceline.torch._trainer.memory_log.time.monotonic", lambda: next(now))
     log = MemoryLog([])
@@ -189,10 +195,7 @@ def test_the_history_of_a_trainer_has_such_rows() -> None:
 
 def test_a_page_of_10000_steps_with_input_and_memory_is_small() -> None:
     run = with_input(10_000, waits=0.0012345, devices=12)
-    run.rows = [
-        Row(*[getattr(row, name) for name in list(Row.__dataclass_fields__)[:-1]], memory=[1e9 + row.first_step] * 9)
-        for row in run.rows
-    ]
+    run.rows = [replace(row, memory=[1e9 + row.first_step] * 9) for row in run.rows]
     run.memory_of = [f"cuda:{at}" for at in range(9)]
     page = page_of_runs("long", [run])
     assert len(page.encode()) < MOST_BYTES

@@ -57,7 +57,7 @@ def section_of(
     shown = ", ".join(names) if len(names) <= 4 else f"{len(names)} devices"
     begin = min([run.begun - run.waited for run in runs] or [job.came for job in never])
     never = [job for job in never if job.ended >= begin]
-    end = max(one.ended for one in [*runs, *never])
+    end = max([run.ended for run in runs] + [job.ended for job in never])
     width = max((end - begin) / _BINS, 1e-6)
     section = Section(f"Pool on {shown}")
     busy = _busy(names, runs, begin, width)
