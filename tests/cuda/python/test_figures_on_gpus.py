@@ -15,11 +15,9 @@ from pipeline_cases import Case
 from pipeline_gpu_cases import text, words
 from torch_support import classify
 
-STEPS = 25
 
-
-def read_while_steps_run(trainer: Any, step: Callable[[], Any]) -> None:
-    """Run steps, and read figures all the while."""
+def read_while_steps_run(trainer: Any, step: Callable[[], Any], steps: int) -> None:
+    """Run so many steps, and read figures all the while."""
     errors: list[BaseException] = []
     counts: list[int] = []
     over, read_once = threading.Event(), threading.Event()
@@ -40,7 +38,7 @@ def read_while_steps_run(trainer: Any, step: Callable[[], Any]) -> None:
     thread = threading.Thread(target=read)
     thread.start()
     try:
-        for _ in range(STEPS):
+        for _ in range(steps):
             step()
         read_once.wait()
     finally:
@@ -49,22 +47,22 @@ def read_while_steps_run(trainer: Any, step: Callable[[], Any]) -> None:
     assert errors == []
     assert counts == sorted(counts)
     report = trainer.report()
-    assert report["steps"] == STEPS
-    assert sum(row["steps"] for row in trainer.history()) == STEPS - report["proved"]
+    assert report["steps"] == steps
+    assert sum(row["steps"] for row in trainer.history()) == steps - report["proved"]
 
 
 @pytest.mark.parametrize("box", ["two", "mixed"])
 def test_any_thread_may_read_figures_while_steps_run(fake: Any, box: str) -> None:
     module, batch = module_and_batch()
     with DataParallel(module, BOXES[box]) as trainer:
-        read_while_steps_run(trainer, lambda: trainer.step(classify, batch))
+        read_while_steps_run(trainer, lambda: trainer.step(classify, batch), 25)
 
 
 @pytest.mark.own_gpus("pipelines in Python are refused on parts")
 def test_any_thread_may_read_figures_of_a_pipeline(gpus: Any) -> None:
     case = Case(text(), words(), 2, {}, False)
     with Pipeline(case.model, BOXES["two"], cuts=[0, 2], micro_batches=3) as trainer:
-        read_while_steps_run(trainer, lambda: trainer.step(case.loss_fn, case.batch))
+        read_while_steps_run(trainer, lambda: trainer.step(case.loss_fn, case.batch), 8)
 
 
 @pytest.mark.own_gpus("it tells GPUs apart by their numbers")
