@@ -1,14 +1,15 @@
 """Whether `what_if(prices=)` predicts the steps of fewer devices: predicted beside measured step for each subset of two cores.
 
-    python check_worth.py --json                      run it alone on the machine
-    python check_worth.py --micro-batch 128 --json    the same, where no trainer runs more items at once than another one
+    python check_worth.py --json              run it alone on the machine
+    MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=4294967296 python check_worth.py --json
+                                              the same with an allocator that keeps its memory
 
 One trainer runs on all cores. After each of its blocks of steps it predicts the time from step to step with each subset of the cores. Then a trainer on each
 subset runs a block, so that a machine whose speed changes changes both alike. That is done on a quiet machine, and with a busy loop that takes half of the last
 core. Prints the median over the rounds of predicted over measured time. The goal: within 5 %. A missed goal is said, and is no error of the program.
 
-Fewer devices run more items at once. Where that is more than the allocator keeps, it gives memory back after each step, and the next step pays for the page
-faults. So the page faults of a step and its time in the system stand beside each measurement. A step without page faults has kept its memory.
+Fewer devices run more items at once. Where the allocator gives memory back after each step, the next step pays for page faults. So the page faults of a step
+and its time in the system stand beside each measurement. A step without page faults has kept its memory.
 """
 
 from __future__ import annotations
@@ -47,8 +48,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
         data.save(Path(folder))
         batches = itertools.cycle(model.batches(folder, args.batch))
         trainers = [
-            stack.enter_context(DataParallel(model.network(), list(kept), prove=False, micro_batch=args.micro_batch))
-            for kept in subsets
+            stack.enter_context(DataParallel(model.network(), list(kept), prove=False)) for kept in subsets
         ]  # the first one has all
 
         def block(trainer: DataParallel, steps: int) -> float:
@@ -141,7 +141,6 @@ def main() -> int:
         versions = {"paceline": paceline.__version__, "torch": torch.__version__, "python": platform.python_version()}
         setting = {
             "batch": args.batch,
-            "micro_batch": args.micro_batch,
             "hardware": host.hardware(devices),
             "versions": versions,
         }
@@ -152,7 +151,6 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=512, help="global batch (default: 512)")
-    parser.add_argument("--micro-batch", type=int, default=None, help="items at once (default: free)")
     parser.add_argument("--cores", type=int, default=2, help="how many devices (default: 2)")
     parser.add_argument("--rounds", type=int, default=7, help="of blocks (default: 7)")
     parser.add_argument("--block", type=int, default=50, help="steps of a trainer in a round (default: 50)")

@@ -271,7 +271,7 @@ def larger_than_seen(choices: Sequence[Choice], sizes: Iterable[int]) -> list[st
         if seen and share > _LARGER * seen:
             return [
                 f"With {' '.join(one.devices)} a micro-batch would have up to {share} items, and the largest so far had {seen}. Items of larger ones may take longer, "
-                f"as where memory is given back after each step and faulted in again; micro_batch={seen} avoids that."
+                f"as where memory is given back after each step and faulted in again; micro_batch={seen} keeps to sizes that were measured."
             ]
     return []
 

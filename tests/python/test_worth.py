@@ -186,7 +186,7 @@ def test_larger_micro_batches_than_were_measured_are_told(sizes: list[int], told
     assert len(notes) == told
     if told:
         assert "With b a micro-batch would have up to 512 items, and the largest so far had 256." in notes[0]
-        assert "micro_batch=256 avoids that" in notes[0]
+        assert "micro_batch=256 keeps to sizes that were measured" in notes[0]
 
 
 @pytest.mark.parametrize("micro_batch", [None, 8])
