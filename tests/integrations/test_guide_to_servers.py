@@ -30,7 +30,9 @@ X = [0.5] * 8
 
 
 def listener() -> socket.socket:
+    """A socket with a port that no other program gets while it is open. A server that sets SO_REUSEADDR, too, as uvicorn does, may listen there."""
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.bind(("127.0.0.1", 0))
     return made
 
@@ -252,9 +254,27 @@ def test_litserve_says_what_the_pool_says(programs: Path, error: Any, status: in
     assert found.value.status_code == status
 
 
-def test_litserve_answers_many_requests_at_once_by_one_worker(programs: Path) -> None:
+@pytest.fixture
+def reserved() -> Iterator[int]:
     with listener() as bound:
-        port = bound.getsockname()[1]
+        yield bound.getsockname()[1]
+
+
+def test_a_reserved_port_is_not_given_to_others_and_may_be_listened_at(reserved: int) -> None:
+    others = [listener() for _ in range(200)]
+    assert reserved not in [one.getsockname()[1] for one in others]
+    for one in others:
+        one.close()
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", reserved))
+        server.listen()
+        with socket.create_connection(("127.0.0.1", reserved), 10):
+            server.accept()[0].close()
+
+
+def test_litserve_answers_many_requests_at_once_by_one_worker(programs: Path, reserved: int) -> None:
+    port = reserved
     text = block("LitServe")
     assert text.count("port=8000") == 1
     (programs / "server.py").write_text(

@@ -112,14 +112,15 @@ def test_pages_of_a_trainer_a_pipeline_and_a_pool_open_without_a_complaint(tab: 
     module, batch = classifier(12)
     for kind in (DataParallel, Pipeline):
         with kind(module, TWO) as trainer:
-            for _ in range(4):
-                trainer.step(classify, batch)
+            for one in trainer.live([batch] * 4):
+                trainer.step(classify, one)
             trainer.page(tmp_path / f"{kind.__name__}.html")
     with Pool(TWO) as pool:
         served = pool.serve(lambda x: x + 1, max_batch=4)
         list(served.map(torch.tensor(k) for k in range(40)))
+        assert pool.submit(lambda _: None, not_before=60).cancel()
         pool.page(tmp_path / "Pool.html")
-    for name, charts in (("DataParallel", 3), ("Pipeline", 3), ("Pool", 4)):
+    for name, charts in (("DataParallel", 4), ("Pipeline", 4), ("Pool", 4)):
         tab.open(tmp_path / f"{name}.html")
         assert tab.value("document.querySelectorAll('.uplot canvas').length") == charts
         tab.value("document.querySelector('[data-chart=\"1\"]').scrollIntoView()")

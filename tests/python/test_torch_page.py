@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import io
 import json
@@ -16,8 +17,8 @@ import torch
 from torch import nn
 
 from paceline import Unavailable
+from paceline._page.pool import Never, page_of
 from paceline._page.pool import Run as Ran
-from paceline._page.pool import page_of
 from paceline._page.run import Move
 from paceline._progress import Figures, Progress
 from paceline._progress_html import drawn, html_display
@@ -181,11 +182,11 @@ def test_the_page_of_rank_0_has_the_ranks(on_ranks: Run, tmp_path: Path, ledger:
     assert [row[0] for row in rows] == ["rank 0", "rank 1"]
     assert [row[7] for row in rows] == [str(device["share"]) for device in dealt["devices"]]
     assert [row[8] for row in rows] == [f"{rank['items']:.0f}" for rank in last]
-    assert len(charts) == (6 if ledger else 3)
+    assert len(charts) == (7 if ledger else 4), "a ledger has no memory"
     assert ("The ranks: balance auto" in page.words) == ledger
     assert ("no ledger is kept" in page.words) != ledger
     if ledger:
-        assert [one["label"] for one in charts[4]["series"]] == ["rank 0", "rank 1"]
+        assert [one["label"] for one in charts[5]["series"]] == ["rank 0", "rank 1"]
     assert no_dealt is None
     assert "Ranks" not in read(tmp_path / "1.html")[0].tables
 
@@ -227,8 +228,11 @@ def test_the_page_of_a_pool_that_refused_all_jobs(tmp_path: Path) -> None:
         future = pool.submit(lambda _: None, not_before=60)
         assert future.cancel()
         pool.page(tmp_path / "pool.html")
-    page, _ = read(tmp_path / "pool.html")
+    page, charts = read(tmp_path / "pool.html")
     assert "0 of 1 job completed" in page.words
+    waiting, ended = charts[0]["series"]
+    assert max(waiting["data"]) == 1, "until it was cancelled"
+    assert [one for one in ended["data"] if one is not None] == [1]
 
 
 def pool_page(**options: Any) -> tuple[list[dict[str, Any]], dict[str, str], str]:
@@ -254,9 +258,24 @@ def pool_page(**options: Any) -> tuple[list[dict[str, Any]], dict[str, str], str
 
 
 def test_jobs_that_never_ran_before_the_first_run_do_not_stretch_the_page_of_a_pool() -> None:
-    charts, answers, _ = pool_page(never=[1.0, 104.5])
+    came = [Never(1.0, 1.0, "job", "rejected"), Never(104.0, 104.5, "job", "cancelled")]
+    charts, answers, _ = pool_page(never=came)
     assert charts[0]["x"][-1] == pytest.approx(9.5, rel=0.01)
     assert "busy for 84 %" in answers["How good was the split?"]
+
+
+def test_the_queue_of_a_pool_has_the_jobs_that_never_ran() -> None:
+    came = [Never(101.0, 103.0, "job", "expired")] * 3 + [Never(102.0, 102.0, "job", "rejected")]
+    charts, _, words = pool_page(never=came, outcomes={"expired": 3, "rejected": 1})
+    x, (waiting, ended) = charts[0]["x"], charts[0]["series"]
+    at = [bisect.bisect(x, seconds - 99.5) - 1 for seconds in (101.5, 103.5)]
+    assert [waiting["data"][place] for place in at] == [3, 0]
+    assert ended["label"] == "ended without a run"
+    assert {place: count for place, count in enumerate(ended["data"]) if count is not None} == {
+        bisect.bisect(x, 102.0 - 99.5) - 1: 1,
+        bisect.bisect(x, 103.0 - 99.5) - 1: 3,
+    }
+    assert "were refused, expired or were cancelled" in words
 
 
 def test_a_full_pool_that_loses_jobs_needs_devices() -> None:
@@ -270,7 +289,8 @@ def test_jobs_that_wait_are_in_the_queue_and_in_the_advice() -> None:
     charts, answers, words = pool_page(waiting=7)
     assert charts[0]["series"][0]["data"][-1] == 7
     assert "7 jobs did not start yet" in answers["What to change?"]
-    assert "jobs that ended without a run are not in it" in words
+    assert len(charts[0]["series"]) == 1
+    assert "were refused, expired or were cancelled" not in words
     charts, answers, _ = pool_page()
     assert charts[0]["series"][0]["data"][-1] == 0
     assert "start soon" in answers["What to change?"]

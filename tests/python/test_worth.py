@@ -13,9 +13,11 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline._cli import main
-from paceline._worth import asked
+from paceline._worth import Choice, asked, larger_than_seen
 from paceline.balance import Balancer, Worth, worth
+from paceline.plan import BlockCost
 from paceline.torch import DataParallel, Pipeline
+from test_torch_layout import BLOCKS, ITEMS, inputs, replicas, squares
 from test_worth_pool import pool_ledger
 from torch_support import TWO, classifier, classify
 
@@ -177,6 +179,28 @@ def test_a_ledger_without_steps_is_refused() -> None:
         worth(ledger([1e-3, 3e-3], steps=0))
 
 
+@pytest.mark.parametrize(("sizes", "told"), [([256, 100], True), ([410, 2], False), ([], False)])
+def test_larger_micro_batches_than_were_measured_are_told(sizes: list[int], told: bool) -> None:
+    choices = [Choice({"a": 256, "b": 256}, 0.1, 0.2, None, 0.0), Choice({"b": 512}, 0.2, 0.4, None, 0.0)]
+    notes = larger_than_seen(choices, sizes)
+    assert len(notes) == told
+    if told:
+        assert "With b a micro-batch would have up to 512 items, and the largest so far had 256." in notes[0]
+        assert "micro_batch=256 keeps to sizes that were measured" in notes[0]
+
+
+@pytest.mark.parametrize("micro_batch", [None, 8])
+def test_a_trainer_tells_of_larger_micro_batches_unless_their_size_is_fixed(micro_batch: int | None) -> None:
+    module, batch = classifier(64)
+    with DataParallel(module, TWO, prove=False, balance="even", micro_batch=micro_batch) as trainer:
+        for _ in range(3):
+            trainer.step(classify, batch)
+        notes = trainer.what_if(prices={"host": 1.0}).notes
+    assert any("would have up to 64 items, and the largest so far had 32" in note for note in notes) == (
+        not micro_batch
+    )
+
+
 def test_a_trainer_says_it_with_the_time_between_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = classifier(64)
     with DataParallel(module, TWO, prove=False) as trainer:
@@ -261,6 +285,38 @@ def test_what_cannot_be_asked_is_refused(
     assert what in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["worth", str(tmp_path / "none")])
+
+
+def test_replicas_of_pipelines_divide_the_batch_anew_for_each_subset(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, trainer = replicas()
+    names = list(trainer._works.names)  # measured speeds say which device is in which pipeline
+    fast, slow = frozenset(names[:2]), frozenset(names[2:])
+    prices = dict.fromkeys(names, 1.0) | {names[3]: 3.0}
+    with trainer:
+        with pytest.raises(InvalidArgument, match="nothing is measured yet"):
+            trainer.what_if(prices=prices)
+        trainer.step(squares, inputs())
+        costs = [
+            BlockCost(forward_per_item=1e-3, backward_per_item=2e-3, parameter_bytes=one.parameter_bytes)
+            for one in trainer._planner.costs
+        ]
+        monkeypatch.setattr(type(trainer._planner.planners[0]), "costs", property(lambda _: costs))
+        for planner, speeds in zip(trainer._planner.planners, ([1.0, 1.0], [0.5, 0.5]), strict=True):
+            devices = planner.stage_devices(speeds)
+            monkeypatch.setattr(planner, "stage_devices", lambda _devices=devices: _devices)
+        found = {frozenset(one.devices): one for one in trainer.what_if(prices=prices).choices}
+        with pytest.raises(InvalidArgument, match="no device is left"):
+            trainer.what_if(prices=prices, remove=names)
+        with pytest.raises(InvalidArgument, match="no device is left"):  # no device holds all blocks
+            trainer.what_if(prices=prices, remove=[names[1], names[3]])
+        (half,) = trainer.what_if(prices=prices, remove=names[2:], batch_size=ITEMS // 2).choices
+    whole = found[fast | slow]
+    assert sum(whole.shares.values()) == 2 * BLOCKS, "each pipeline has all blocks"
+    assert sum(found[fast].shares.values()) == BLOCKS
+    assert whole.step_seconds < found[fast].step_seconds < found[slow].step_seconds
+    assert whole.cost == pytest.approx(whole.seconds * 6.0 / 3600)
+    assert frozenset(half.devices) == fast
+    assert half.step_seconds < found[fast].step_seconds
 
 
 def test_a_pipeline_plans_each_subset_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:

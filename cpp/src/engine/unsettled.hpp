@@ -3,41 +3,91 @@
 
 #include <cstddef>
 #include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
 #include <utility>
 
 #include <paceline/error.hpp>
 
 namespace paceline::internal {
 
-/// Steps that were committed, and whose times are not known yet. `Step` is a pointer to something with settled(), and
-/// with settle(), which waits; both throw if a device has failed. Not thread-safe.
+/// Steps that were committed, and whose times are not known yet. `Step` is a shared pointer to something with
+/// settled(), and with settle(), which waits; both throw if a device has failed.
+///
+/// One thread adds and settles. Any thread may look() meanwhile: nobody waits inside of the lock, so the thread that
+/// steps may note a step that another one waits for. Each step is noted once, in order, and one at a time.
 template <class Step>
 class Unsettled {
  public:
-  void add(Step step) { steps_.push_back(std::move(step)); }
-  void forget() noexcept { steps_.clear(); }
+  void add(Step step) {
+    const std::lock_guard lock(mutex_);
+    steps_.push_back(std::move(step));
+    stepping_ = std::this_thread::get_id();
+  }
+  void forget() noexcept {
+    std::deque<Step> forgotten;  // ends outside of the lock
+    const std::lock_guard lock(mutex_);
+    forgotten.swap(steps_);
+    failure_ = nullptr;
+  }
   /// Calls `note` with the oldest steps, waiting for them, until at most `most` are left. Then with those that have
-  /// settled.
+  /// settled. `note` must not wait.
   /// @throws what settle() and settled() throw. After an Error no step is left, so that a failed device is reported
   /// only once.
   template <class Note>
   void settle(std::size_t most, const Note& note) {
-    while (!steps_.empty()) {
-      try {
-        if (steps_.size() <= most && !steps_.front()->settled()) return;
-        steps_.front()->settle();
-      } catch (const Error&) {
-        forget();
-        throw;
-      }
-      const Step oldest = std::move(steps_.front());
-      steps_.pop_front();
-      note(*oldest);
+    try {
+      advance(most, note);
+    } catch (const Error&) {
+      forget();
+      throw;
+    }
+  }
+  /// Settles all, for a caller that reads figures. An error that another thread than that of the steps finds is also
+  /// thrown by the next settle(), since whoever steps has to learn of it.
+  template <class Note>
+  void look(const Note& note) {
+    try {
+      advance(0, note);
+    } catch (const Error&) {
+      if (!keeps(std::current_exception())) forget();
+      throw;
     }
   }
 
  private:
-  std::deque<Step> steps_;  // oldest first
+  template <class Note>
+  void advance(std::size_t most, const Note& note) {
+    for (;;) {
+      Step oldest;  // ends outside of the lock
+      bool waits = false;
+      {
+        const std::lock_guard lock(mutex_);
+        if (failure_ != nullptr) std::rethrow_exception(failure_);
+        if (steps_.empty()) return;
+        oldest = steps_.front();
+        waits = steps_.size() > most;
+      }
+      if (!waits && !oldest->settled()) return;
+      oldest->settle();
+      const std::lock_guard lock(mutex_);
+      if (steps_.empty() || steps_.front() != oldest) continue;  // another thread has noted it
+      steps_.pop_front();
+      note(*oldest);
+    }
+  }
+  [[nodiscard]] bool keeps(std::exception_ptr failure) {
+    const std::lock_guard lock(mutex_);
+    if (stepping_ == std::this_thread::get_id()) return false;
+    if (!steps_.empty()) failure_ = std::move(failure);  // else the thread that steps has thrown it
+    return true;
+  }
+
+  std::mutex mutex_;
+  std::deque<Step> steps_;      // oldest first
+  std::exception_ptr failure_;  // what look() has thrown on another thread
+  std::thread::id stepping_;    // the thread that has added the last one
 };
 
 }  // namespace paceline::internal

@@ -35,11 +35,11 @@ def shown(run: Run) -> list[int]:
 
 def rows_of(run: Run, runs: int = 1) -> list[Row]:
     """The rows that are drawn, if a page has so many runs."""
-    return thinned(run.rows, min(MOST_ROWS, MOST_NUMBERS // runs // (3 * len(shown(run)) + 8)))
+    return thinned(run.rows, min(MOST_ROWS, MOST_NUMBERS // runs // (3 * len(shown(run)) + 10 + len(run.memory_of))))
 
 
 def charts_of(run: Run, rows: Sequence[Row], *, longest: float | None = None, moves: int = MOST_MOVES) -> list[Chart]:
-    """Draw shares with moves, speeds, and the time of a step. `longest`: where the axis of times ends, for runs that are compared. `moves`: how many have a reason."""
+    """Draw shares with moves, speeds, the time of a step, and memory if it is known. `longest`: where the axis of times ends, for runs that are compared. `moves`: how many have a reason."""
     if not rows:
         return []
     x = [row.first_step + 1 for row in rows]
@@ -48,12 +48,13 @@ def charts_of(run: Run, rows: Sequence[Row], *, longest: float | None = None, mo
         {"x": x, "of": "step", **_shares(run, rows, drawn, moves)},
         {"x": x, "of": "step", **_speeds(run, rows, drawn)},
         {"x": x, "of": "step", **_times(run, rows, longest)},
+        *([{"x": x, "of": "step", **_memory(run, rows)}] if any(row.memory for row in rows) else []),
     ]
 
 
 def top(rows: Sequence[Row]) -> float:
     """Where an axis of times ends, in ms: above all but the longest means. The first step starts threads and allocates, and would flatten the rest."""
-    means = sorted(1e3 * row.seconds / row.steps for row in rows)
+    means = sorted(1e3 * row.whole / row.steps for row in rows)
     return 1.15 * means[int(0.99 * (len(means) - 1))]
 
 
@@ -125,13 +126,14 @@ def _speeds(run: Run, rows: Sequence[Row], drawn: Sequence[int]) -> Chart:
 
 
 def _times(run: Run, rows: Sequence[Row], longest: float | None) -> Chart:
-    split = {"launching": [row.launching for row in rows], "reduction": [row.reduction for row in rows]}
+    names = ("launching", "reduction", "input")
+    split = {name: [getattr(row, name) for row in rows] for name in names}
     known = {name: seconds for name, seconds in split.items() if all(one is not None for one in seconds)}
     waiting = next(iter(run.parts))
     parts: dict[str, Sequence[Any]] = {
         "ideal": [row.ideal for row in rows],
         waiting: [
-            row.waiting + sum(0.0 if name in known else getattr(row, name) or 0.0 for name in split) for row in rows
+            row.waiting + sum(0.0 if name in known else getattr(row, name) or 0.0 for name in names[:2]) for row in rows
         ],
         **known,
     }
@@ -179,3 +181,17 @@ def _times(run: Run, rows: Sequence[Row], longest: float | None) -> Chart:
         "low": 0,
         "high": longest or top(rows),
     }
+
+
+def _memory(run: Run, rows: Sequence[Row]) -> Chart:
+    """MiB, of the most that was seen in the steps of a row."""
+    series = [
+        {
+            "label": name,
+            "data": numbers(None if row.memory is None else row.memory[at] / 2**20 for row in rows),
+            "step": True,
+            **_looks(range(len(run.memory_of)))[at],
+        }
+        for at, name in enumerate(run.memory_of[:MOST_DEVICES])
+    ]
+    return {"title": "Memory in MiB", "series": series, "low": 0}

@@ -64,7 +64,7 @@ def page(title: str, sections: Sequence[Section], before: str = "") -> str:
 </head>
 <body>
 <header><h1>{escape(title)}</h1>
-<p class="soft">Written by paceline {__version__}, {when}. Point at a chart, or move along it by the arrow keys, for the figures of a step; drag to zoom, and
+<p class="soft">Written by paceline {__version__}, {when}. Point at a chart, or move along it by the arrow keys, for the figures there; drag to zoom, and
 press Escape or click twice to see all. A name in a legend hides its line.</p>
 <noscript><p>Charts need JavaScript. The tables have the same figures.</p></noscript></header>
 <main>{before}<div class="runs">{body}</div></main>
@@ -148,7 +148,7 @@ def _pieces(run: Run, rows: Sequence[Row], most: int) -> Iterator[str]:
         note = f"the last {most}, of {len(run.moves)}" if left > 0 else ""
         moves = [(str(move.step + 1), move.what, move.why) for move in run.moves[max(0, left) :]]
         yield folded(
-            f"{plural(len(run.moves), 'move')} with their reasons",
+            f"{plural(len(run.moves), 'move')} with {'its reason' if len(run.moves) == 1 else 'their reasons'}",
             table(Table("Moves", ("before step", "what", "why"), moves, note)),
         )
     yield from (table(one) for one in run.tables)
@@ -183,7 +183,9 @@ def _amount(value: float) -> str:
 def _steps(run: Run) -> Table:
     rows = thinned(run.rows, _TABLE_ROWS)
     drawn = shown(run)
-    parts = {"ideal": "ideal", "waiting": next(iter(run.parts)), "launching": "launching", "reduction": "reduction"}
+    parts = {"ideal": "ideal", "waiting": next(iter(run.parts))} | {
+        name: name for name in ("launching", "reduction", "input")
+    }
     known = [name for name in parts if all(getattr(row, name) is not None for row in rows)]
     head = [
         "steps",
@@ -214,12 +216,12 @@ def _compared(runs: Sequence[Run]) -> str:
         total, parts = run.total, run.parts
         each = total.steps
         name = max(parts, key=lambda one: parts[one])
-        rate = sum(total.amounts) / total.seconds if total.seconds > 0 else 0.0
+        rate = sum(total.amounts) / total.whole if total.whole > 0 else 0.0
         body.append(
             (
                 run.title,
                 str(sum(row.steps for row in run.rows)),
-                milliseconds(total.seconds / each),
+                milliseconds(total.whole / each),
                 milliseconds(total.ideal / each),
                 f"{sum(parts.values()):.1%}",
                 f"{name} {parts[name]:.1%}",

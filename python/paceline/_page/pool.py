@@ -15,6 +15,7 @@ from paceline._words import plural
 _BINS = 240  # of the time; more would be narrower than a pixel of a small screen
 _BUSY = 0.85  # of the devices' time: more devices would shorten waits
 _NEVER = ("rejected", "expired")
+_ENDED = "Jobs that ended without a run were refused, expired or were cancelled, and count as waiting until then. "
 
 # Seconds that jobs wait, from what an idle worker takes to what a night of batch work takes.
 BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
@@ -32,30 +33,39 @@ class Run(NamedTuple):
     outcome: str
 
 
+class Never(NamedTuple):
+    """A job that ended without a run, by the same clock."""
+
+    came: float
+    ended: float
+    kind: str
+    outcome: str
+
+
 def page_of(
-    names: Sequence[str], runs: Sequence[Run], never: Sequence[float], report: Mapping[str, Any], explained: str
+    names: Sequence[str], runs: Sequence[Run], never: Sequence[Never], report: Mapping[str, Any], explained: str
 ) -> str:
-    """The page. `never`: when jobs ended that did not run, by the clock of the runs."""
+    """The page. `never`: the jobs that did not run."""
     section = section_of(names, runs, never, report, explained)
     return page(section.title, [section])
 
 
 def section_of(
-    names: Sequence[str], runs: Sequence[Run], never: Sequence[float], report: Mapping[str, Any], explained: str
+    names: Sequence[str], runs: Sequence[Run], never: Sequence[Never], report: Mapping[str, Any], explained: str
 ) -> Section:
     """What a page has of one pool."""
     shown = ", ".join(names) if len(names) <= 4 else f"{len(names)} devices"
-    begin = min([run.begun - run.waited for run in runs] or never)
-    never = [seconds for seconds in never if seconds >= begin]
-    end = max([run.ended for run in runs] + list(never))
+    begin = min([run.begun - run.waited for run in runs] or [job.came for job in never])
+    never = [job for job in never if job.ended >= begin]
+    end = max([run.ended for run in runs] + [job.ended for job in never])
     width = max((end - begin) / _BINS, 1e-6)
     section = Section(f"Pool on {shown}")
     busy = _busy(names, runs, begin, width)
     section.answers = _answers(names, runs, report, {name: sum(busy[name]) / len(busy[name]) for name in names})
-    section.charts = _charts(names, runs, begin, width, busy, report["waiting"])
+    section.charts = _charts(names, runs, never, begin, width, busy, report["waiting"])
     section.pieces = [
         f"<p class=soft>Each place of the charts is {milliseconds(width)}. Jobs of a batch count as waiting since its first one was submitted. "
-        "Jobs that wait now are in the last place of their chart, and jobs that ended without a run are not in it. "
+        f"Jobs that wait now are in the last place of their chart. {_ENDED if never else ''}"
         f"The charts, and the time of a run, are of the last {plural(len(runs), 'run')}, all else is of all.</p>",
         table(_devices(names, runs, report)),
         f"<h3>What each device has run, and why it leaves jobs waiting</h3>{words(explained)}",
@@ -86,7 +96,13 @@ def _bin(seconds: float, begin: float, width: float) -> int:
 
 
 def _charts(
-    names: Sequence[str], runs: Sequence[Run], begin: float, width: float, busy: Mapping[str, list[float]], waiting: int
+    names: Sequence[str],
+    runs: Sequence[Run],
+    never: Sequence[Never],
+    begin: float,
+    width: float,
+    busy: Mapping[str, list[float]],
+    waiting: int,
 ) -> list[Chart]:
     x = [float(f"{at * width:.6g}") for at in range(_BINS)]
     change = [0] * (_BINS + 1)
@@ -96,8 +112,14 @@ def _charts(
         change[_bin(run.begun - run.waited, begin, width)] += run.jobs
         change[started] -= run.jobs
         waits[started].append(1e3 * run.waited)
+    lost = [0] * _BINS
+    for job in never:
+        change[_bin(job.came, begin, width)] += 1
+        change[_bin(job.ended, begin, width)] -= 1
+        lost[_bin(job.ended, begin, width)] += 1
     queue = list(itertools.accumulate(change[:_BINS]))
     queue[-1] += waiting
+    ended = [count or None for count in lost]
     mean = numbers(sum(one) / len(one) if one else None for one in waits)
     longest = numbers(max(one) if one else None for one in waits)
     drawn = list(names[:MOST_DEVICES])
@@ -111,8 +133,11 @@ def _charts(
     return [
         of
         | {
-            "title": "Queue: jobs that wait",
-            "series": [{"label": "jobs that wait", "data": queue, "colour": "d0", "step": True}],
+            "title": "Queue: jobs that wait" + (", and those that ended without a run" if never else ""),
+            "series": [
+                {"label": "jobs that wait", "data": queue, "colour": "d0", "step": True},
+                *([{"label": "ended without a run", "data": ended, "colour": "d1", "points": True}] if never else []),
+            ],
         },
         of
         | {

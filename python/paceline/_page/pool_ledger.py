@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline import InvalidArgument
 from paceline._page.document import Section, table
-from paceline._page.pool import BOUNDS, Run, section_of
+from paceline._page.pool import BOUNDS, Never, Run, section_of
 from paceline._page.run import Table
 from paceline._replay import is_cut_off
 from paceline._replay_pool import replay_pool
@@ -70,7 +70,7 @@ class _Jobs:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.runs: list[Run] = []
-        self.never: list[float] = []  # when jobs ended that did not run
+        self.never: list[Never] = []
         self._kinds: list[str] = []
         self._due: dict[int, float] = {}  # jobs that have not ended
         self._declined = Counter[tuple[int, int, str]]()  # device, kind and reason
@@ -103,9 +103,9 @@ class _Jobs:
                 self._retired.discard(device)
         for job, outcome, *_ in decided.get("ends", ()):
             self._outcomes[outcome if outcome in self._outcomes else "failed"] += 1
-            self._due.pop(job, None)
+            due = self._due.pop(job, at)
             if job not in self._waits:
-                self.never.append(at)
+                self.never.append(Never(min(due, at), at, "", outcome))
         for start in decided.get("starts", ()):
             self._open[start["run"]] = at, start
             for job in start["jobs"]:

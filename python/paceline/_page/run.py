@@ -11,6 +11,7 @@ from paceline._words import plural
 
 MOST_MOVES = 400  # of all runs of a page, with their reasons
 _CLOSE, _GOOD, _FAIR = 0.03, 0.10, 0.25  # lost parts of the steps' time, by which a split is called so
+_SEEN = 0.005  # of the steps' time; less waiting for batches is not worth a word
 _UNEQUAL = 1.1  # times as fast: by less the speed of devices is no reason to move shares
 
 
@@ -29,11 +30,18 @@ class Row:
     shares: Sequence[float] | None = None  # as planned; None: not known
     reduction: float | None = None  # seconds; None: not known
     launching: float | None = None  # seconds
+    input: float | None = None  # seconds, beside those of the steps, in which the loop waited for batches
+    memory: Sequence[float] | None = None  # bytes at most, of what `Run.memory_of` names
 
     @property
     def waiting(self) -> float:
         """What is lost beside reduction and launching, and with these where they are not known."""
         return max(0.0, self.seconds - self.ideal - (self.reduction or 0.0) - (self.launching or 0.0))
+
+    @property
+    def whole(self) -> float:
+        """Seconds of the steps and of the waits for their batches."""
+        return self.seconds + (self.input or 0.0)
 
 
 def ideal_seconds(amounts: Sequence[float], busy: Sequence[float]) -> float:
@@ -58,6 +66,7 @@ def joined(rows: Sequence[Row]) -> Row:
         found = [getattr(row, name) for row in rows]
         return None if any(one is None for one in found) else [sum(column) for column in zip(*found, strict=True)]
 
+    memory = [row.memory for row in rows if row.memory is not None]
     shortest = [row.shortest for row in rows if row.shortest is not None]
     return Row(
         rows[0].first_step,
@@ -71,6 +80,8 @@ def joined(rows: Sequence[Row]) -> Row:
         by_device("shares"),
         total(row.reduction for row in rows),
         total(row.launching for row in rows),
+        total(row.input for row in rows),
+        [max(column) for column in zip(*memory, strict=True)] if memory else None,
     )
 
 
@@ -116,6 +127,7 @@ class Run:
     lacks: list[str] = field(default_factory=list)  # what the source does not know
     words: str = ""  # of explain()
     schedules: list[Any] = field(default_factory=list)  # of `schedule`
+    memory_of: Sequence[str] = ()  # whose memory is known over time
 
     @cached_property
     def counted(self) -> list[Row]:
@@ -134,8 +146,9 @@ class Run:
         known = {"launching": total.launching, "reduction": total.reduction}
         unknown = [name for name, seconds in known.items() if seconds is None and not self.pipeline]
         name = "waiting" + "".join(f"{' and' if one == unknown[-1] else ','} {one}" for one in unknown)
+        known["input"] = total.input
         seconds = {name: total.waiting} | {one: s for one, s in known.items() if s is not None}
-        return {name: s / total.seconds if total.seconds > 0 else 0.0 for name, s in seconds.items()}
+        return {name: s / total.whole if total.whole > 0 else 0.0 for name, s in seconds.items()}
 
     @cached_property
     def waited(self) -> list[float]:
@@ -144,7 +157,7 @@ class Run:
             sum(max(0.0, row.seconds - row.busy[device]) for row in self.counted if row.busy[device] > 0)
             for device in range(len(self.devices))
         ]
-        return [one / self.total.seconds if self.total.seconds > 0 else 0.0 for one in seconds]
+        return [one / self.total.whole if self.total.whole > 0 else 0.0 for one in seconds]
 
     @cached_property
     def idle(self) -> list[float]:
@@ -172,8 +185,13 @@ def sentences(run: Run) -> list[str]:
     lost = sum(parts.values())
     word = "close to ideal" if lost < _CLOSE else "good" if lost < _GOOD else "fair" if lost < _FAIR else "poor"
     each = total.steps or 1
+    waits = (
+        f" with {milliseconds((total.input or 0.0) / each)} of waiting for its batch"
+        if parts.get("input", 0.0) > _SEEN
+        else ""
+    )
     good = (
-        f"The {'schedule' if run.pipeline else 'split'} was {word}: a step took {milliseconds(total.seconds / each)} in the mean, and "
+        f"The {'schedule' if run.pipeline else 'split'} was {word}: a step took {milliseconds(total.whole / each)} in the mean{waits}, and "
         f"{milliseconds(total.ideal / each)} would do if all devices with work had computed to its end, so {lost:.1%} was lost."
     )
     name = max(parts, key=lambda one: parts[one])
@@ -181,7 +199,8 @@ def sentences(run: Run) -> list[str]:
     cost = f"Most of the loss was {name}, {parts[name]:.1%} of the steps' time"
     if name.startswith("waiting"):
         cost += f": {run.devices[worst]} stood idle longest, for {run.waited[worst]:.0%} of it"
-    return [good, f"{cost}.", run.advice.strip() or _advice(run, name, lost)]
+    advice = "" if name == "input" else run.advice.strip()
+    return [good, f"{cost}.", advice or _advice(run, name, lost)]
 
 
 def _advice(run: Run, name: str, lost: float) -> str:
@@ -189,6 +208,8 @@ def _advice(run: Run, name: str, lost: float) -> str:
         return "Nothing needs a change: shorter steps need more or faster devices."
     if name == "reduction":
         return "Take larger batches or accumulate gradients, so that there are fewer reductions for as many items."
+    if name == "input":
+        return "Give the loader more workers, or less work for each item: the devices wait for batches."
     if name == "launching":
         return "Take larger batches, so that starting a step counts less; on GPUs graphs=True shortens it, too."
     worked = [speed for speed in run.speeds if speed > 0]

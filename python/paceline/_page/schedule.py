@@ -60,7 +60,7 @@ def schedule(title: str, rows: Sequence[ScheduleRow], planned: Sequence[Schedule
             for row, bubble in zip(planned, bubbles(planned), strict=True)
         }
         lines = [line + plans.get((row.stage, row.device), "") for line, row in zip(lines, rows, strict=True)]
-    return f'<figure><figcaption>{escape(title)}</figcaption><div class="key soft">0 to {milliseconds(whole)}{_KEY}</div>{"".join(lines)}</figure>'
+    return f'<figure><figcaption>{escape(title)}</figcaption><div class="key soft">0 to {milliseconds(whole)}{_KEY}; at the right, how long a device did not compute</div>{"".join(lines)}</figure>'
 
 
 def _start(rows: Sequence[ScheduleRow]) -> float:

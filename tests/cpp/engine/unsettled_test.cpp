@@ -3,8 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <latch>
 #include <memory>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include <paceline/error.hpp>
@@ -69,6 +72,91 @@ TEST_F(UnsettledSteps, StayWhereTheWaitIsInterrupted) {
   EXPECT_THROW(settle(0), std::runtime_error);
   first.interrupted = false;
   EXPECT_EQ(settle(0), (std::vector{1, 2}));
+}
+
+/// A step whose first wait takes until it may go on, as the wait of a thread that reads figures may.
+struct LateWork {
+  int number = 0;
+  bool first_waits = false;
+  std::atomic<bool> done{false};
+  std::atomic<int> waits{0};
+  std::latch inside{1};
+  std::latch go_on{1};
+  [[nodiscard]] bool settled() const { return done; }
+  void settle() {
+    if (waits++ == 0 && first_waits) {
+      inside.count_down();
+      go_on.wait();
+      return;
+    }
+    done.wait(false);
+  }
+};
+
+TEST(UnsettledStepsOfTwoThreads, AreNotTakenForOnesThatAnotherThreadHasNotedMeanwhile) {
+  std::vector<int> noted;
+  const auto note = [&](const LateWork& work) { noted.push_back(work.number); };
+  Unsettled<std::shared_ptr<LateWork>> steps;
+  const auto first = std::make_shared<LateWork>(1, true);
+  const auto second = std::make_shared<LateWork>(2);
+  steps.add(first);
+  std::jthread reader([&] { steps.look(note); });
+  first->inside.wait();
+  first->done = true;
+  steps.settle(0, note);  // overtakes the reader
+  EXPECT_EQ(noted, std::vector{1});
+  steps.add(second);
+  first->go_on.count_down();
+  while (second->waits == 0) std::this_thread::yield();  // the reader waits for it, and has not noted it
+  EXPECT_EQ(noted, std::vector{1});
+  second->done = true;
+  second->done.notify_all();
+  reader.join();
+  EXPECT_EQ(noted, (std::vector{1, 2}));
+}
+
+TEST(UnsettledStepsOfTwoThreads, AreNotedOnceAndInOrderWhileAnotherThreadLooks) {
+  constexpr int kSteps = 2000;
+  std::vector<int> noted;  // without a lock: one thread notes at a time
+  const auto note = [&](const LateWork& work) { noted.push_back(work.number); };
+  Unsettled<std::shared_ptr<LateWork>> steps;
+  std::atomic<bool> over{false};
+  std::jthread reader([&] {
+    while (!over) steps.look(note);
+  });
+  std::shared_ptr<LateWork> before;
+  for (int number = 0; number < kSteps; ++number) {
+    const auto work = std::make_shared<LateWork>(number);
+    steps.add(work);
+    if (before != nullptr) {  // the devices are a step behind
+      before->done = true;
+      before->done.notify_all();
+    }
+    before = work;
+    steps.settle(1, note);
+  }
+  before->done = true;
+  before->done.notify_all();
+  over = true;
+  reader.join();
+  steps.settle(0, note);
+  ASSERT_EQ(noted.size(), static_cast<std::size_t>(kSteps));
+  for (int number = 0; number < kSteps; ++number) EXPECT_EQ(noted[static_cast<std::size_t>(number)], number);
+}
+
+TEST_F(UnsettledSteps, TellTheThreadThatStepsOfAFailureThatAnotherOneHasRead) {
+  Work& lost = add(1);
+  add(2);
+  lost.lost = true;
+  const auto look = [this] { steps_.look([](const Work&) {}); };
+  std::jthread([&] { EXPECT_THROW(look(), DeviceLost); }).join();
+  lost.lost = false;  // as a collective that is asked twice
+  std::jthread([&] { EXPECT_THROW(look(), DeviceLost); }).join();
+  EXPECT_THROW(settle(2), DeviceLost);
+  EXPECT_EQ(settle(0), std::vector<int>{});
+  add(3).lost = true;
+  EXPECT_THROW(look(), DeviceLost) << "on the thread that steps: once";
+  EXPECT_EQ(settle(0), std::vector<int>{});
 }
 
 }  // namespace

@@ -191,7 +191,9 @@ void StepLoop::commit(std::shared_ptr<const Step> step) {
   state_->collect(State::kMostPending);
 }
 
-void StepLoop::settle() { state_->collect(0); }
+void StepLoop::settle() {
+  state_->pending.look([this](const Step& done) { state_->note(done); });
+}
 void StepLoop::forget_unsettled() noexcept { state_->pending.forget(); }
 
 void StepLoop::write_to(std::shared_ptr<balance::LedgerWriter> ledger) {

@@ -193,7 +193,7 @@ Objective PipelineCore::step(std::int64_t batch_size, const BlockCalls& calls, d
     }
     planner_.ran();
     plan_ = plan;
-    pending_.add(std::make_unique<Pending>(
+    pending_.add(std::make_shared<Pending>(
         Pending{plan, marks, step.record(), started, first, measures, planner_.move_count() != moves, &devices_}));
     if (!devices_.asynchronous()) {
       collect(0);

@@ -76,7 +76,7 @@ class PipelineCore {
   StageLog log_;
   std::shared_ptr<const plan::StagePlan> plan_;
   std::vector<std::shared_ptr<StepMarks>> marks_;
-  Unsettled<std::unique_ptr<Pending>> pending_;
+  Unsettled<std::shared_ptr<Pending>> pending_;
   PipelineMemory memory_;  // goes before the marks, when the devices have written to them for the last time
   PipelineRecord last_step_;
 };

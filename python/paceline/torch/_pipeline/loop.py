@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ class Outcome:
         self, passage: Any, step: Any, devices: int, begin: int | None, block: int, *, evidence: bool, trains: bool, lane: int
     ) -> None:  # fmt: skip
         """`passage`: the `Passage` that has run. `begin`: the first item of the micro-batch that failed. `block`: the last one that its forward called."""
+        self._waits = threading.Lock()  # for GPUs: any thread may read figures
         self.plan = plan = passage.plan
         self.bounds = passage.bounds
         self.evidence = evidence  # whether its times say how fast the devices are
@@ -61,8 +63,9 @@ class Outcome:
     def record(self) -> list[list[Action]]:
         """What each stage ran. The first call may wait for GPUs."""
         if self.pending is not None:
-            self._record = self.pending()
-            self.pending = None
+            with self._waits:
+                if self.pending is not None:  # another thread has not waited meanwhile
+                    self._record, self.pending = self.pending(), None
         return self._record
 
     @property
@@ -114,10 +117,11 @@ class PipelineLoop:
             self.planner.unsettled = partial(self._add, outcome)
 
     def settle(self) -> None:
-        """Take note of the times of the last step of all kinds, if these are not known yet."""
-        add, self.planner.unsettled = self.planner.unsettled, None
-        if add is not None:
-            add()
+        """Take note of the times of the last step of all kinds, if these are not known yet. Any thread: a step waits for one that takes note already."""
+        with self.planner.settling:
+            add, self.planner.unsettled = self.planner.unsettled, None
+            if add is not None:
+                add()
 
     def _add(self, outcome: Outcome) -> None:
         before, self._moves = self._moves, self.planner.moves

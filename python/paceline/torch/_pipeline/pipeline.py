@@ -85,7 +85,6 @@ Schedule = Literal["auto", "gpipe", "1f1b"]
 _PLAN = "report()['pipeline'], explain() and plot_schedule() have the plan"
 _MISSING = {  # calls of `DataParallel` that trainers with stages do not have, and why
     "batch": "its runs would be planned one by one, and stages hold the activations of one loss. Use loss() for each loss, or DataParallel.",
-    "what_if": f"a Pipeline has it. {_PLAN}; layout() compares ways to use devices.",
     "write_ledger": f"cuts and schedules are not decisions about items, which a ledger holds. {_PLAN}.",
     "replay_claims": "each device runs all items, so there is nothing that a device claims. The same cuts= and micro_batches= repeat a run.",
     "state_dict": "the weights are module.state_dict(), and the state of the training run is training_state().",
@@ -97,6 +96,7 @@ class StagesTrainer(Trainer):
     """What trainers with stages have in common."""
 
     _kind_of_reports = PipelineReports
+    what_if = carried_out_by("_reports", PipelineReports.what_if)
     _kind_of_proofs = StageProofs
     _kind_of_tracing = PipelineTracing
     _reports: PipelineReports
@@ -222,7 +222,6 @@ class Pipeline(StagesTrainer):
     """
 
     _planner: Planner
-    what_if = carried_out_by("_reports", PipelineReports.what_if)
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class Planner(StagePlanner):
     ) -> None:
         """`link`: between memories, seconds of any copy and bytes per second. Asked when blocks are known."""
         self.unsettled: Callable[[], None] | None = None  # takes note of the last step when its times are there
+        self.settling = threading.RLock()  # while a thread does that; a signal handler may come in
         self.retired: set[int] = set()
         self.finds_order = False  # of the blocks, since it is not given, and they have not all run yet
         self._reorders = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -91,7 +92,7 @@ class ReplicasPlanner:
     measures, measured = False, None  # all is known from the start
     finds_order = False
     plans_micro_batches = True
-    unsettled = None  # on the host times are known when a step is over
+    unsettled, settling = None, nullcontext()  # on the host times are known when a step is over
 
     def __init__(self, groups: Sequence[DeviceGroup], planners: Sequence[Planner]) -> None:
         self.planners = planners
@@ -150,7 +151,7 @@ class ReplicasPlanner:
             self._speeds = speeds
         if items not in self._models:
             half = max(1, items // 2)
-            self._models[items] = [_line(planner, half, items) for planner in self.planners]
+            self._models[items] = [line_of(planner.pipeline_seconds, half, items) for planner in self.planners]
         return self._models[items]
 
     def note(self, plan: ReplicasPlan, record: Sequence[Sequence[Action]], *, evidence: bool) -> None:
@@ -237,8 +238,9 @@ class ReplicasPlanner:
         )
 
 
-def _line(planner: Planner, half: int, items: int) -> tuple[float, float]:
-    seconds = [planner.pipeline_seconds(count) for count in (half, items)]
+def line_of(seconds_of: Callable[[int], float], half: int, items: int) -> tuple[float, float]:
+    """Through the seconds of two numbers of items: a fixed part, and seconds per item."""
+    seconds = [seconds_of(count) for count in (half, items)]
     if items == half:
         return 0.0, seconds[1] / items
     slope = max(0.0, (seconds[1] - seconds[0]) / (items - half))

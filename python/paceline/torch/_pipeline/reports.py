@@ -13,9 +13,9 @@ from paceline._page.run import Run, Table, milliseconds
 from paceline._page.schedule import schedules
 from paceline._plot_schedule import ScheduleRow, ScheduleSpan, draw_schedule
 from paceline._worth import IMPOSSIBLE, Choice, Worth, asked, idle_notes, prices_of
-from paceline.plan import plan_stages
 from paceline.torch._pipeline.loop import Outcome, PipelineLoop
 from paceline.torch._pipeline.plans import Action
+from paceline.torch._pipeline.subsets import pipelines_of, planned
 from paceline.torch._trainer.arguments import check_count
 from paceline.torch._trainer.figures import Report
 from paceline.torch._trainer.recent_steps import Times
@@ -105,7 +105,8 @@ class PipelineReports(Reports):
         """What the devices are worth: seconds and cost of 1,000 items with each useful subset of them, with a plan of its own for each.
 
         It knows the costs of blocks, the present speeds and the memory. Cuts, order and micro-batches are planned anew, but for a fixed number of micro-batches. On host
-        devices the time between two steps counts, too.
+        devices the time between two steps counts, too. Of replicas of pipelines each device stays in its pipeline, and the batch is divided anew; a pipeline without devices gets
+        no items.
 
         Parameters
         ----------
@@ -139,26 +140,15 @@ class PipelineReports(Reports):
         times = [row.seconds / row.steps for row in run.counted]
         error = statistics.stdev(times) / statistics.fmean(times) / len(times) ** 0.5 if len(times) > 1 else 0.0
         left = [name for at, name in enumerate(names) if name not in remove and at not in planner.retired]
-        devices = dict(zip(names, planner.stage_devices(), strict=True))
-        latency, bandwidth = planner.link()
+        micro_batches = None if planner.plans_micro_batches else len(last.plan.sizes)
+        pipelines = pipelines_of(planner, names, micro_batches)
 
         def of(kept: Sequence[int]) -> tuple[bool, Choice]:
-            some = [left[number] for number in kept]
             try:
-                plan = plan_stages(
-                    planner.costs,
-                    [devices[name] for name in some],
-                    batch_size=items,
-                    micro_batches=None if planner.plans_micro_batches else len(last.plan.sizes),
-                    schedule=planner.schedule,
-                    link_latency_seconds=latency,
-                    link_bytes_per_second=bandwidth,
-                )
+                blocks, seconds = planned(pipelines, {left[number] for number in kept}, items)
             except OutOfMemory:
                 return False, IMPOSSIBLE
-            ends = [*plan.cuts[1:], len(planner.costs)]
-            blocks = {some[on]: end - cut for on, cut, end in zip(plan.order, plan.cuts, ends, strict=True)}
-            seconds = plan.seconds + outside
+            seconds += outside
             whole = (seconds + between) * 1000 / items
             cost = whole / 3600 * hourly(map(names.index, blocks))
             return len(blocks) == len(kept), Choice(blocks, seconds, whole, cost, error)

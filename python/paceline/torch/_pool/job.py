@@ -103,7 +103,7 @@ class Work:
             waited = None if self._begun is None else self._begun - self._submitted
             self._figures.count(outcome, self.priority, waited, device, leads=self.leads)
             if outcome in NEVER_RAN:
-                self._figures.runs.never_ran(self.kind, outcome)
+                self._figures.runs.never_ran(self.kind, outcome, self._submitted)
         self._figures.end_run(self)
         future._end(outcome, message, self.error, self.value)
         self.future = self.value = self.error = self._keeps = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline import Unavailable
 from paceline._chrome_trace import ChromeTrace
-from paceline._page.pool import Run
+from paceline._page.pool import Never, Run
 from paceline._words import plural
 
 _KEPT = 10_000
@@ -24,18 +24,18 @@ class Runs:
 
     def __init__(self) -> None:
         self._runs: deque[Run] = deque(maxlen=_KEPT)
-        self._never: deque[tuple[float, str, str]] = deque(maxlen=_KEPT)
+        self._never: deque[Never] = deque(maxlen=_KEPT)
 
     def add(self, run: Run) -> None:
         """Note a run."""
         self._runs.append(run)
 
-    def never_ran(self, kind: str, outcome: str) -> None:
-        """Note a job that has ended now."""
-        self._never.append((time.monotonic(), kind, outcome))
+    def never_ran(self, kind: str, outcome: str, came: float) -> None:
+        """Note a job that has ended now, and came then."""
+        self._never.append(Never(came, time.monotonic(), kind, outcome))
 
-    def noted(self) -> tuple[list[Run], list[tuple[float, str, str]]]:
-        """The runs by when they begun, and when which kind of job ended how without a run."""
+    def noted(self) -> tuple[list[Run], list[Never]]:
+        """The runs by when they begun, and the jobs that ended without a run."""
         return sorted(self._runs.copy(), key=lambda run: run.begun), list(self._never.copy())
 
     def since(self, seconds: float) -> list[Run]:
@@ -62,8 +62,8 @@ class Runs:
                 trace.span(
                     device, name, begun, ended, kind=kind, jobs=run.jobs, waited_seconds=run.waited, outcome=run.outcome
                 )
-        for seconds, kind, outcome in never:
-            trace.instant(_QUEUE, f"{outcome}: {kind}", seconds, kind=outcome)
+        for job in never:
+            trace.instant(_QUEUE, f"{job.outcome}: {job.kind}", job.ended, kind=job.outcome)
         trace.write(path)
 
 

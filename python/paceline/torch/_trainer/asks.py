@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, TypedDict
 
 from paceline import InvalidArgument
 from paceline._page.run import Run, milliseconds
-from paceline._worth import Worth, waiting, worth_of
+from paceline._worth import Worth, larger_than_seen, waiting, worth_of
 from paceline.balance import WhatIfAnswer
 from paceline.torch._run.alone import Measured
 from paceline.torch._trainer.pages import Pages
 from paceline.torch._trainer.step_gaps import StepGaps
 
 _RECENT = 50  # rows of the history, which are steps in a short run
+
+
+class Asked(TypedDict, total=False):
+    """The arguments of `Asks.what_if` beside `prices`, on which the type of its answer depends."""
+
+    speeds: Mapping[str, float] | None
+    add: Sequence[tuple[str, float]]
+    remove: Sequence[str]
+    batch_size: int | None
+    of: Literal["devices", "ranks"]
 
 
 class Asks(Pages):
@@ -101,6 +112,8 @@ class Asks(Pages):
         run.unit = "items" if " items would take" in present.text else "work"  # steps of both kinds may have run
         found = worth_of(ask, run, prices, asked["add"], asked["remove"], batch_size, between, together)
         found.notes.append(note)
+        if not self._works.options["micro_batch"] and not self._on_gpus and run.unit == "items":
+            found.notes += larger_than_seen(found.choices, chain.from_iterable(self._works.steps.seen.ever))
         return found
 
     def _loop_times(self, run: Run) -> tuple[float, float, str]:

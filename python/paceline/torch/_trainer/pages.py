@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline import InvalidArgument, Unavailable
 from paceline._page.document import page_of_runs, write
 from paceline._page.ledger import known, runs_of
 from paceline._page.run import Move, Row, Run, Table, ideal_seconds, milliseconds
+from paceline._words import plural
 from paceline.torch._trainer.parts import Part
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _CAUSE = "what may slow it: "  # of explain()
 _SLOW = 0.9  # of the fastest device's speed
-_NO_MEMORY = "No device has a limit of memory (memory=), so nothing is known of memory."
+_NO_MEMORY = "No device has a limit of memory (memory=), so what micro-batches take was not measured."
 
 
 class Pages(Part):
@@ -28,8 +30,8 @@ class Pages(Part):
     def page(self, path: str | os.PathLike[str]) -> None:
         """Write the run so far as one page of HTML, which needs no network and opens by a double click. Works after `close`, too.
 
-        At the top it says how good the split was, what cost most, and what to change. Charts show shares with their moves, speeds, and the time of a step beside
-        its ideal; for a `Pipeline` also the schedules of the last steps, the last one beside its plan. Tables have the same figures, and memory and ranks if
+        At the top it says how good the split was, what cost most, and what to change. Charts show shares with their moves, speeds, the time of a step beside
+        its ideal, and memory; for a `Pipeline` also the schedules of the last steps, the last one beside its plan. Tables have the same figures, and memory and ranks if
         something is known of them. The ideal is the time in which the devices would have done the same work if each had worked until the end, at the speed
         that it had. `paceline page` makes such a page from ledgers, which also tell apart what was lost in each step, and compares runs.
 
@@ -98,13 +100,14 @@ class Pages(Part):
         run = Run(
             f"{type(reports._module).__name__} on {', '.join(names) if len(names) <= 4 else f'{len(names)} devices'}, balance {self._works.options['balance']}",
             names,
-            [_row(row, names, by_cost, blocks) for row in history],
+            [replace(_row(row, names, by_cost, blocks), **self._beside(row)) for row in history],
             [_move(move) for move in report["recent_moves"]],
             unit="cost" if by_cost else "items",
             share_of="blocks" if blocks else "",
             pipeline=blocks,
             even=self._works.options["balance"] in ("even", "weighted"),
             words=explained,
+            memory_of=reports.memory.names,
         )
         run.advice = self._advice(report, explained)
         if not blocks and report["step_seconds"] > 0:
@@ -118,19 +121,31 @@ class Pages(Part):
                 )
             )
         together = max((row.steps for row in run.rows), default=1)
+        if not (self._on_gpus or reports._gaps.watches):
+            run.lacks.append("A loop over progress or live also tells how long it waits for its input.")
         if together > 1 and not blocks and len(names) > 1:
             run.lacks.append(
                 f"The ideal is known of {together} steps together: a device that had work in only some of them counts with its full speed, so less may have been lost."
             )
         if report["moves"] > len(run.moves):
             run.lacks.append(
-                f"Shares changed {report['moves']} times. A trainer keeps the reasons of the last 16 changes that promised a gain; a ledger has all."
+                f"Shares changed {plural(report['moves'], 'time')}. A trainer keeps the reasons of the last 16 changes that promised a gain; a ledger has all."
             )
             run.moves = _all_moves(run.moves, history)
         run.tables += [one for one in (_memory(report), self._between(), _others(report)) if one is not None]
         if not report["memory"]:
             run.lacks.append(_NO_MEMORY)
         return run
+
+    def _beside(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What the loop's steps had beside the devices' work: waits for batches, and memory."""
+        reports: Any = self
+        first, steps = row["first_step"], row["steps"]
+        knows = reports._gaps.watches and not self._on_gpus
+        return {
+            "input": reports._gaps.waited.of(first, steps) or 0.0 if knows else None,
+            "memory": reports.memory.of(first, steps),
+        }
 
     def _advice(self, report: Mapping[str, Any], explained: str) -> str:
         """What to change, in the words of what has measured it: the loop's gaps, the workers' launches, trials of one device, causes of a slow device."""
@@ -202,7 +217,7 @@ def small_table(report: Mapping[str, Any]) -> str:
         for name, device in report["devices"].items()
     ]
     mean = f", {milliseconds(seconds / timed)} in the mean" if timed > 0 else ""
-    caption = f"{report['steps']} steps{mean}, {report['moves']} moves, imbalance {report['imbalance']:.1%}"
+    caption = f"{report['steps']} steps{mean}, {plural(report['moves'], 'move')}, imbalance {report['imbalance']:.1%}"
     return table(Table(caption, ("device", "share", "items", "items/s", "speed", "busy"), rows))
 
 

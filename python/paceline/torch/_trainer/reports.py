@@ -16,6 +16,7 @@ from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.asks import Asks
 from paceline.torch._trainer.exports import Collector, Scalars
 from paceline.torch._trainer.figures import Report, WorkFigures
+from paceline.torch._trainer.memory_log import MemoryLog
 from paceline.torch._trainer.pages import ShownReport
 from paceline.torch._trainer.parts import Core
 from paceline.torch._trainer.passes import Passes
@@ -42,7 +43,14 @@ class Reports(Asks):
         self.passes: Passes | None = None  # of a trainer that can be called, which sets it
         self._module = core.execution.module
         self._gaps = gaps
+        self.memory = MemoryLog(core.lifetime.group.devices)
         self._scalars = Scalars()
+
+    def note_step(self, began: float, *, timed: bool) -> None:
+        """A step was committed that has begun then. `timed`: whether it is in the history."""
+        if timed:
+            self.memory.after_step()
+        self._gaps.end(began, timed=timed)
 
     def report(self) -> Report:
         """Figures for a dashboard.

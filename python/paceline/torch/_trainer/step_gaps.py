@@ -6,7 +6,10 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from operator import add
 from typing import TypeVar
+
+from paceline.torch._trainer.thinned import Thinned
 
 _T = TypeVar("_T")
 
@@ -26,15 +29,22 @@ class StepGaps:
             maxlen=_RECENT
         )  # seconds between two steps, how many of these went into waiting for a batch, and seconds inside of the step
         self._waited = 0.0  # for batches, since the last step
+        self._untimed = 0.0  # the same, before steps whose times do not count
+        self.watches = False  # whether a loop over batches was ever seen
+        self.waited = Thinned(add)  # seconds before each step whose times count
         self.waits: deque[tuple[float, float]] = deque(maxlen=_WAITS)  # when waiting for a batch began and ended
 
     def begin(self) -> float:
         """Note that a step begins. Returns what to pass to `end`."""
         return time.perf_counter()
 
-    def end(self, began: float) -> None:
-        """Note that the step was committed."""
+    def end(self, began: float, *, timed: bool = True) -> None:
+        """Note that the step was committed. `timed`: whether it is in the history."""
         now = time.perf_counter()
+        self._untimed += self._waited
+        if timed:
+            self.waited.add(self._untimed)
+            self._untimed = 0.0
         if self._ended is not None:
             self._recent.append((began - self._ended, self._waited, now - began))
         self._ended, self._waited = now, 0.0
@@ -46,6 +56,7 @@ class StepGaps:
     def watched(self, batches: Iterable[_T]) -> Iterator[_T]:
         """Yield the batches, and remember how long each took to come."""
         iterator = iter(batches)
+        self.watches = True
         while True:
             began = time.perf_counter()
             try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -64,6 +64,11 @@ from paceline.torch._trainer.training import Training
 from paceline.torch._trainer.trials import Trials
 from paceline.torch._trainer.verification import Verification
 from paceline.torch._trainer.works import Works
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from paceline.torch._trainer.asks import Asked
 
 
 class DataParallel(Trainer, AsModule):
@@ -355,27 +360,9 @@ class DataParallel(Trainer, AsModule):
     _what_if = carried_out_by("_reports", Reports.what_if)
 
     @overload
-    def what_if(
-        self,
-        *,
-        speeds: Mapping[str, float] | None = None,
-        add: Sequence[tuple[str, float]] = (),
-        remove: Sequence[str] = (),
-        batch_size: int | None = None,
-        of: Literal["devices", "ranks"] = "devices",
-        prices: None = None,
-    ) -> WhatIfAnswer: ...
+    def what_if(self, *, prices: None = None, **asked: Unpack[Asked]) -> WhatIfAnswer: ...
     @overload
-    def what_if(
-        self,
-        *,
-        speeds: Mapping[str, float] | None = None,
-        add: Sequence[tuple[str, float]] = (),
-        remove: Sequence[str] = (),
-        batch_size: int | None = None,
-        of: Literal["devices", "ranks"] = "devices",
-        prices: Mapping[str, float],
-    ) -> Worth: ...
+    def what_if(self, *, prices: Mapping[str, float], **asked: Unpack[Asked]) -> Worth: ...
     @functools.wraps(_what_if)
     def what_if(self, **asked: Any) -> Any:
         return self._what_if(**asked)

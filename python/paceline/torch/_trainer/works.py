@@ -70,7 +70,8 @@ class Works:
 
     def runs(self) -> dict[str, Workload]:
         """The work of each run of `batch`, by name."""
-        return {kind.removeprefix(_RUN): work for kind, work in self._by_kind.items() if kind.startswith(_RUN)}
+        kinds = list(self._by_kind.items())  # another thread may add one
+        return {kind.removeprefix(_RUN): work for kind, work in kinds if kind.startswith(_RUN)}
 
     @property
     def predictions(self) -> Workload | None:

@@ -1,0 +1,43 @@
+"""A figure of each step of a whole run, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_CAPACITY = 1024  # rows, as `history` has
+
+
+class Thinned:
+    """Rows of equally many steps. When all rows are full, neighbours are merged, as in `history`. One thread adds, and any may read."""
+
+    def __init__(self, merge: Callable[[float, float], float]) -> None:
+        self._merge = merge  # `max`, or a sum
+        self._rows: tuple[int, list[float]] = (
+            1,
+            [],
+        )  # how many steps each has; one name, so that readers see both as they belong together
+        self._steps = 0
+
+    def add(self, value: float) -> None:
+        """Note the figure of the next step."""
+        each, rows = self._rows
+        at = self._steps // each
+        self._steps += 1
+        if at < len(rows):
+            rows[at] = self._merge(rows[at], value)
+        elif at < _CAPACITY:
+            rows.append(value)
+        else:
+            merged = [self._merge(first, second) for first, second in zip(rows[::2], rows[1::2], strict=True)]
+            self._rows = 2 * each, [*merged, value]
+
+    def of(self, first: int, steps: int) -> float | None:
+        """The rows of these steps, merged. Their figures are those of the steps if each row has at most so many. None if there are none."""
+        each, rows = self._rows
+        found = rows[first // each : -(-(first + steps) // each)]
+        if not found:
+            return None
+        merged = found[0]
+        for value in found[1:]:
+            merged = self._merge(merged, value)
+        return merged
