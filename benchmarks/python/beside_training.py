@@ -127,7 +127,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--devices", nargs="+", default=["host:0", "host:1"])
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each way in each round")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each way in each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
