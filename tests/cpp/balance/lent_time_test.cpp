@@ -107,7 +107,8 @@ struct Lenders {
 };
 
 Balancer balancer_of(std::size_t devices, Balance policy = Balance::automatic) {
-  BalancerOptions options{.devices = {}, .policy = policy};
+  BalancerOptions options;
+  options.policy = policy;
   for (std::size_t i = 0; i < devices; ++i) options.devices.push_back({"host:" + std::to_string(i), "host", {}});
   return Balancer(std::move(options));
 }
