@@ -1,7 +1,7 @@
 """How long a request waits that comes while a model trains on the same cores, and what short micro-batches cost the training.
 
     python benchmarks/python/beside_training.py                     two cores, a convolutional network on 256 images a step
-    python benchmarks/python/beside_training.py --seconds 3 --json  quick; the last line is one JSON object
+    python benchmarks/python/beside_training.py --rounds 1 --json   quick; the last line is one JSON object
 
 The requests go to a small network that a pool serves. They come at random, 20 a second, with the same seeds for each way. `short`: the pool is
 `Pool(trainer)`, which has micro-batches be short. `whole`: it is a pool of the same devices, which has not. `idle`: `Pool(trainer)`, and no request comes.
@@ -128,7 +128,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--devices", nargs="+", default=["host:0", "host:1"])
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each way in each round")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each way in each round")
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
 

@@ -198,6 +198,7 @@ class _Replay:
             written["step_seconds"],
             reduction_seconds=written.get("reduction_seconds", 0.0),
             startup_seconds=written.get("startup_seconds", []),
+            lent_parts=written.get("lent_parts", []),
         )
         self.result.records += 1
 

@@ -74,11 +74,13 @@ std::unique_ptr<RecordedBalancer> make_balancer(
 }
 
 void record(RecordedBalancer& self, const std::vector<std::vector<Run>>& devices, double step_seconds,
-            double reduction_seconds, const std::vector<std::optional<double>>& startup_seconds) {
+            double reduction_seconds, const std::vector<std::optional<double>>& startup_seconds,
+            const std::vector<double>& lent_parts) {
   StepTimings timings;
   timings.step_seconds = step_seconds;
   timings.reduction_seconds = reduction_seconds;
   timings.startup_seconds = startup_seconds;
+  timings.lent_parts = lent_parts;
   for (const auto& device : devices) {
     auto& runs = timings.devices.emplace_back();
     for (const Run& run : device) {
@@ -106,13 +108,14 @@ py::dict report_of(const RecordedBalancer& self) {
   const BalanceReport report = self.report();
   py::list devices;
   for (const DeviceReport& device : report.devices) {
-    devices.append(py::dict(
-        "name"_a = device.name, "device_class"_a = device.device_class, "retired"_a = device.retired,
-        "measured"_a = device.measured, "share"_a = device.share, "speed"_a = device.speed, "noise"_a = device.noise,
-        "error"_a = device.error, "fixed_seconds"_a = device.fixed_seconds,
-        "per_item_seconds"_a = device.per_item_seconds, "equals"_a = device.equals, "samples"_a = device.samples,
-        "since_step"_a = device.since_step, "change_points"_a = device.change_points, "drifts"_a = device.drifts,
-        "slowdown"_a = device.slowdown, "regain"_a = device.regain, "startup_seconds"_a = device.startup_seconds));
+    devices.append(py::dict("name"_a = device.name, "device_class"_a = device.device_class,
+                            "retired"_a = device.retired, "measured"_a = device.measured, "share"_a = device.share,
+                            "speed"_a = device.speed, "noise"_a = device.noise, "error"_a = device.error,
+                            "fixed_seconds"_a = device.fixed_seconds, "per_item_seconds"_a = device.per_item_seconds,
+                            "equals"_a = device.equals, "samples"_a = device.samples,
+                            "since_step"_a = device.since_step, "change_points"_a = device.change_points,
+                            "drifts"_a = device.drifts, "slowdown"_a = device.slowdown, "regain"_a = device.regain,
+                            "startup_seconds"_a = device.startup_seconds, "lent_part"_a = device.lent_part));
   }
   return py::dict("policy"_a = report.policy, "unit"_a = report.unit, "steps"_a = report.steps,
                   "moves"_a = report.moves, "taken_back"_a = report.taken_back,
@@ -206,6 +209,7 @@ InvalidArgument
            "The plan of the next step. Without a `record` in between, a second call returns the same plan.")
       .def("record", &record, py::arg("devices"), py::arg("step_seconds") = 0.0, py::kw_only(),
            py::arg("reduction_seconds") = 0.0, py::arg("startup_seconds") = std::vector<std::optional<double>>{},
+           py::arg("lent_parts") = std::vector<double>{},
            R"(Record the timings of the plan that `next_plan` returned last.
 
 Parameters
@@ -218,7 +222,10 @@ reduction_seconds
     Time from the last finish to the end of the step. 0: unknown.
 startup_seconds
     Per device, the time from the step's first start to its own start; None without work. For a device that came too late to
-    get work, the whole `step_seconds`. Empty: unknown.)")
+    get work, the whole `step_seconds`. Empty: unknown.
+lent_parts
+    Per device, the part of its time in the step, from 0 to 1, in which it did other work, such as requests. The seconds in `devices` are without that.
+    Empty: none.)")
       .def("retire", &RecordedBalancer::retire, py::arg("device"), "Give the device with this index no further work.")
       .def("restore", &RecordedBalancer::restore, py::arg("device"), "Give a retired device work again.")
       .def(
@@ -255,7 +262,8 @@ dict
     last plan); ``required_gain`` (the gain that a move must promise now; 0 unless "auto"); ``last_reason`` (the reason of the last plan).
 
     ``devices``: one dictionary per device, in order. ``name``; ``device_class``; ``retired``; ``share`` (items of the last plan); ``startup_seconds``
-    (how much later than the first device it starts a step); ``measured`` (whether there is evidence; if not, all of the following are 0); ``speed``
+    (how much later than the first device it starts a step); ``lent_part`` (the part of its time in a step that it lends to other work, such as
+    requests, which the plans of "auto" count); ``measured`` (whether there is evidence; if not, all of the following are 0); ``speed``
     (relative to the fastest of its class); ``error`` (relative standard error of the speed); ``noise`` (relative standard deviation of one step's time);
     ``fixed_seconds`` and ``per_item_seconds`` (the estimate: n items take fixed + n * per item); ``equals`` (the number of devices of its class that
     measure the same, itself included); ``samples`` (steps of evidence since its speed last changed); ``since_step`` (the step of that change);

@@ -89,6 +89,9 @@ py::dict metrics_dict(StepLoop& step_loop) {
   const balance::BalanceReport decided = step_loop.balancer().report();
   metrics["taken_back"] = decided.taken_back;
   metrics["recent_moves"] = move_dicts(decided.recent_moves);
+  for (const balance::DeviceReport& device : decided.devices) {
+    if (device.lent_part > 0.0) metrics["devices"][py::str(device.name)]["lent_part"] = device.lent_part;
+  }
   return metrics;
 }
 

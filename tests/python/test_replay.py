@@ -82,6 +82,7 @@ def test_every_option_and_every_call_is_replayed(proportional: bool, tmp_path: P
             ],
             reduction_seconds=rng.choice([0.0, 0.001]),
             startup_seconds=[0.0001 * k if n else None for k, n in enumerate(plan.shares)],
+            lent_parts=[0.0, 0.2 * rng.random(), 0.0] if 20 < step < 40 else [],
         )
     path = tmp_path / "ledger.jsonl"
     path.write_text(balancer.ledger(), encoding="utf-8")

@@ -137,6 +137,48 @@ def test_sizes_that_are_fixed_or_matter_stay(module: nn.Module, options: dict[st
         assert [steps.step() for _ in range(2)] == [sizes] * 2
 
 
+@pytest.mark.parametrize("balance", ["auto", "even"])
+def test_plans_count_what_requests_take_and_gradients_stay_exact(balance: Any) -> None:
+    module, batch = classifier(64)
+    budget, asks = 0.2, threading.Event()
+
+    def loss_fn(module: Any, part: Any) -> Any:
+        if asks.is_set():
+            asks.clear()
+            pool.submit(lambda _: time.sleep(0.002), priority="interactive", needs="host:1", kind="request")
+        return classify(module, part)
+
+    def lent() -> float:
+        devices, text = trainer.report()["devices"], trainer.explain()
+        part = devices["host:1"].get("lent_part", 0.0)
+        assert "lent_part" not in devices["host:0"]
+        assert 0 <= part <= budget
+        assert ("host:1 lends" in text) == (part > 0)
+        assert ("which its share counts" in text) == (part > 0 and balance == "auto")
+        return part
+
+    loss, wanted = plain(module, classify, batch)
+    with DataParallel(module, hosts(2), balance=balance, micro_batch=4, prove=None) as trainer:
+        with Pool(trainer, budget=budget) as pool:
+            for step in range(60):
+                if step == 10:
+                    assert lent() == 0
+                if step >= 10:
+                    asks.set()
+                module.zero_grad()
+                torch.testing.assert_close(trainer.step(loss_fn, batch), loss)
+                assert_same_gradients(module, wanted)
+                lent()
+                shares = [one["share"] for one in trainer.report()["devices"].values()]
+                assert sum(shares) == 64
+                assert balance == "auto" or shares == [32, 32]
+        asks.clear()
+        for _ in range(10):
+            trainer.step(loss_fn, batch)
+        if balance == "even":  # otherwise host:0 may run all of some steps, which say nothing of host:1
+            assert lent() == 0, "the pool is closed, so nothing is lent"
+
+
 def test_gradients_are_exact_in_short_micro_batches() -> None:
     module, batch = classifier(64)
     sizes: list[int] = []

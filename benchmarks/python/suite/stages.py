@@ -65,7 +65,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("race_pool", "--busy", *pool, limit=1500),
         _script("race_trials", *trials, limit=900),
         _script("race_trials", "--busy", *trials, limit=900),
-        _script("beside_training", *(("--seconds", "1", "--rounds", "1") if quick else ()), limit=300),
+        _script("beside_training", *(("--seconds", "1", "--rounds", "1") if quick else ("--seconds", "10")), limit=300),
         _script("pool_overhead", *(("--jobs", "50") if quick else ()), limit=300),
         _script("soak_pool", "--requests", "2000" if quick else "200000", limit=900),
         _script("soak_versions", *(("--requests", "2000", "--width", "128") if quick else ()), limit=900),

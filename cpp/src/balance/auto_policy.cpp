@@ -160,7 +160,7 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
 }
 
 void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timings, double makespan_seconds) {
-  const std::int64_t change_points = context.estimator.change_points();
+  const std::int64_t change_points = context.estimator.change_points() + context.lent.changes();
   const bool changed = change_points != std::exchange(seen_change_points_, change_points);
   if (changed) {
     firm_steps_ = firm_until_step_ = 0;

@@ -47,6 +47,17 @@ void check(const StepTimings& timings, const BalancerOptions& options) {
     const std::string& name = options.devices[i].name;
     throw InvalidArgument(fmt::format("{} reports a start {} s after the first one", name, *seconds), name);
   }
+  if (!timings.lent_parts.empty() && timings.lent_parts.size() != options.devices.size()) {
+    refuse("lent_parts of {} devices for a balancer of {}; give all or none", timings.lent_parts.size(),
+           options.devices.size());
+  }
+  for (std::size_t i = 0; i < timings.lent_parts.size(); ++i) {
+    const double part = timings.lent_parts[i];
+    if (part >= 0.0 && part <= 1.0) continue;
+    const std::string& name = options.devices[i].name;
+    throw InvalidArgument(fmt::format("{} reports that it lent {} of its time; a part is from 0 to 1", name, part),
+                          name);
+  }
   for (std::size_t i = 0; i < timings.devices.size(); ++i) {
     for (const MicroBatchTiming& timing : timings.devices[i]) {
       if (sane(timing.seconds) && timing.items >= 0) continue;
@@ -75,6 +86,7 @@ Balancer::State::State(BalancerOptions given)
       estimator(options.devices, options.proportional),
       reduction(options.reduction_seconds, options.devices.size()),
       startup(given_startup(options)),
+      lent(options.devices.size()),
       sizes(classes_of(estimator, options.devices.size())) {
   check(options);
   for (const DeviceProfile& device : options.devices) limits.push_back(device.limits);
@@ -88,6 +100,7 @@ PolicyContext Balancer::State::context(std::int64_t batch_size) const {
   return {.options = options,
           .estimator = estimator,
           .startup = startup,
+          .lent = lent,
           .sizes = sizes,
           .limits = limits,
           .reduction_seconds = reduction.seconds(),
@@ -143,7 +156,7 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
   }
   // The cost of a correction is unknown before one has run. If it may be small, one is tried.
   for (std::size_t i = 0; i < made.models.size(); ++i) {
-    if (is_little_known(estimator, i)) made.models[i] = with_fixed_part(estimator, i, -2.0);
+    if (is_little_known(estimator, i)) made.models[i] = with_fixed_part(context(batch_size), i, -2.0);
   }
   make_room(incumbents, batch_size, kIncumbentsKept, [](const Incumbent& one) { return one.last_used; });
   incumbents[batch_size] = {proposal.in_force.empty() ? made.shares : std::move(proposal.in_force), made.shares, step};
@@ -194,8 +207,10 @@ void Balancer::record(const StepTimings& timings) {
   state.awaiting_record = false;
   state.estimator.record(state.step, timings);
   state.sizes.record(state.plan->shares, timings);
-  const auto working = static_cast<std::size_t>(
-      std::count_if(timings.devices.begin(), timings.devices.end(), [](const auto& runs) { return !runs.empty(); }));
+  std::vector<bool> worked;
+  for (const auto& runs : timings.devices) worked.push_back(!runs.empty());
+  const auto working = static_cast<std::size_t>(std::ranges::count(worked, true));
+  state.lent.record(timings.lent_parts, worked);
   double seconds = any_excluded(timings) ? 0.0 : seconds_of(timings);  // 0: it compares with no other step
   if (seconds > 0.0) {
     state.startup.record(timings.startup_seconds, seconds);
@@ -325,6 +340,7 @@ BalanceReport Balancer::report() const {
     device.measured = estimate.samples > 0;
     device.share = state.plan ? state.plan->shares[i] : 0;
     device.startup_seconds = state.startup.seconds(i);
+    device.lent_part = state.lent.part(i);
     if (device.measured) {
       double fastest = estimate.scale;
       for (std::size_t j = 0; j < estimates.size(); ++j) {

@@ -15,6 +15,7 @@
 
 #include "balance/auto_policy.hpp"
 #include "balance/estimator.hpp"
+#include "balance/lent_time.hpp"
 #include "balance/policy.hpp"
 #include "balance/reduction_cost.hpp"
 #include "balance/size_history.hpp"
@@ -49,6 +50,7 @@ struct Balancer::State {
   Estimator estimator;
   ReductionCost reduction;
   StartupCost startup;
+  LentTime lent;
   SizeHistory sizes;
   std::vector<std::optional<plan::CostModel>> hinted;  // what an earlier run measured of the devices; empty: nothing
   std::vector<plan::CostModel> hints;                  // the same, with a guess for devices that it lacks

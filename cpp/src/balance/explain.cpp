@@ -102,7 +102,12 @@ std::string describe(const BalanceReport& report, std::int64_t batch_size, std::
   out += batch_size > 0 ? fmt::format("; shares of a batch of {}{}, as planned{}\n", batch_size, unit, multiples)
                         : "; nothing planned yet\n";
   for (std::size_t i = 0; i < report.devices.size(); ++i) {
-    out += device_line(report.devices[i]);
+    const DeviceReport& device = report.devices[i];
+    out += device_line(device);
+    if (device.lent_part > 0.0 && !device.retired) {
+      out += fmt::format("    {} lends {:.0f} % of its time to requests{}\n", device.name, 100.0 * device.lent_part,
+                         report.policy == "auto" ? ", which its share counts" : "");
+    }
     if (i < causes.size() && !causes[i].empty()) out += fmt::format("    what may slow it: {}\n", causes[i]);
   }
   const std::string known = shapes(report);

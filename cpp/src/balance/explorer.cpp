@@ -136,7 +136,7 @@ std::optional<Models> hopeful_models(const PolicyContext& context, const Models&
   for (std::size_t i = 0; i < models.size(); ++i) {
     if (works[context.estimator.class_of(i)] || !is_little_known(context.estimator, i)) continue;
     if (!hopeful) hopeful = models;
-    (*hopeful)[i] = with_fixed_part(context.estimator, i, 2.0);
+    (*hopeful)[i] = with_fixed_part(context, i, 2.0);
   }
   return hopeful;
 }

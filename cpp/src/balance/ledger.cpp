@@ -68,8 +68,10 @@ void LedgerWriter::record(std::int64_t step, const StepTimings& timings) {
   }
   const std::string startup =
       starts.empty() ? "" : fmt::format(R"(, "startup_seconds": [{}])", fmt::join(starts, ", "));
-  line(fmt::format(R"("record": {{"step": {}, "devices": [{}], "step_seconds": {}{}{}}})", step,
-                   fmt::join(devices, ", "), timings.step_seconds, reduction, startup));
+  const std::string lent =
+      timings.lent_parts.empty() ? "" : fmt::format(R"(, "lent_parts": [{}])", fmt::join(timings.lent_parts, ", "));
+  line(fmt::format(R"("record": {{"step": {}, "devices": [{}], "step_seconds": {}{}{}{}}})", step,
+                   fmt::join(devices, ", "), timings.step_seconds, reduction, startup, lent));
 }
 
 void LedgerWriter::claims(std::int64_t step, std::int64_t batch_size, std::span<const LedgerClaim> ran,

@@ -11,6 +11,7 @@
 #include <paceline/plan/split.hpp>
 
 #include "balance/estimator.hpp"
+#include "balance/lent_time.hpp"
 #include "balance/size_history.hpp"
 #include "balance/startup_cost.hpp"
 
@@ -21,6 +22,7 @@ struct PolicyContext {
   const BalancerOptions& options;
   const Estimator& estimator;
   const StartupCost& startup;
+  const LentTime& lent;
   const SizeHistory& sizes;
   std::span<const plan::ShareLimits> limits;  ///< the options' with measured start-ups, maximum 0 for retired devices
   const std::vector<double>& reduction_seconds;  ///< as in plan::SplitOptions, measured or given

@@ -17,7 +17,9 @@ constexpr double kLeastSlope = 0.02;   // as the shape's own
 constexpr double kGainErrors = 2.0;
 
 double error_with(const PolicyContext& context, std::size_t device, std::int64_t items) {
-  return context.estimator.error_at(device, static_cast<double>(std::max<std::int64_t>(items, 1)));
+  const double error = context.estimator.error_at(device, static_cast<double>(std::max<std::int64_t>(items, 1)));
+  const double lent = context.lent.error(device);
+  return lent > 0.0 ? std::hypot(error, lent) : error;
 }
 
 /// Limits each device to twice the largest size that was measured on its class, or twice an even share if that is more.
@@ -49,7 +51,8 @@ void hold_growth(const PolicyContext& context, plan::SplitOptions& options) {
 
 std::vector<plan::CostModel> estimated_models(const PolicyContext& context) {
   std::vector<plan::CostModel> models;
-  for (std::size_t i = 0; i < context.limits.size(); ++i) models.push_back(context.estimator.model(i));
+  for (std::size_t i = 0; i < context.limits.size(); ++i)
+    models.push_back(context.lent.slowed(i, context.estimator.model(i)));
   return models;
 }
 
@@ -74,13 +77,15 @@ bool is_little_known(const Estimator& estimator, std::size_t device) {
   return estimator.shape_of(device).error() >= kUnknownShape && estimator.devices()[device].pooled_centre_items > 0.0;
 }
 
-plan::CostModel with_fixed_part(const Estimator& estimator, std::size_t device, double errors) {
+plan::CostModel with_fixed_part(const PolicyContext& context, std::size_t device, double errors) {
+  const Estimator& estimator = context.estimator;
   const plan::CostModel model = estimator.model(device);
   const double centre = estimator.devices()[device].pooled_centre_items;
   const double seconds = model.fixed_seconds() + model.per_item_seconds() * centre;
   const double part = model.fixed_seconds() / seconds + errors * estimator.shape_of(device).error();
   const double fixed = std::clamp(part, 0.0, 1.0);
-  return plan::CostModel::affine(fixed * seconds, std::max(1.0 - fixed, kLeastSlope) * seconds / centre);
+  return context.lent.slowed(
+      device, plan::CostModel::affine(fixed * seconds, std::max(1.0 - fixed, kLeastSlope) * seconds / centre));
 }
 
 Growth growth(const PolicyContext& context, const std::vector<plan::CostModel>& models) {

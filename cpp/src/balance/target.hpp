@@ -34,7 +34,7 @@ struct Growth {
 /// Whether next to nothing is known about the time of sizes that were not run.
 [[nodiscard]] bool is_little_known(const Estimator& estimator, std::size_t device);
 /// The device's model with a fixed part that is larger by so many standard errors. The time at the measured size stays.
-[[nodiscard]] plan::CostModel with_fixed_part(const Estimator& estimator, std::size_t device, double errors);
+[[nodiscard]] plan::CostModel with_fixed_part(const PolicyContext& context, std::size_t device, double errors);
 
 /// The standard error of the gain of going from `present` to `target`. It compares the device that finishes last now
 /// with the average of all devices that have work in either split.

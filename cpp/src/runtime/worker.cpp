@@ -39,6 +39,11 @@ BesideGang& beside_gang_of_this_thread() noexcept {
   return beside;
 }
 
+LentTime& lent_time_of_this_thread() noexcept {
+  thread_local LentTime lent;
+  return lent;
+}
+
 Worker::Worker(Device device) : device_(std::move(device)) {}
 
 void Worker::start() {
@@ -205,18 +210,28 @@ bool Worker::perform(const Open& open, std::int64_t number) {
     const void* expected = &source;
     return inside_.compare_exchange_strong(expected, nullptr);
   };
+  const bool lends = !open.gang && beside_gang_of_this_thread() == BesideGang::works;
   WorkTiming timing{.start = Clock::now(), .finish = {}};
   try {
     source.perform(open.device, number, turn);
   } catch (...) {
     device_of_this_thread() = nullptr;
+    if (lends) count_lent(timing.start);
     source.failed(open.device, number, std::current_exception());
     return stays();
   }
   timing.finish = Clock::now();
   device_of_this_thread() = nullptr;
+  if (lends) count_lent(timing.start);
   source.done(open.device, number, timing);
   return stays();
+}
+
+void Worker::count_lent(Clock::time_point start) noexcept {
+  LentTime& lent = lent_time_of_this_thread();
+  lent.seconds += std::chrono::duration<double>(Clock::now() - start).count();
+  lent.most = 0.0;
+  for (const Open& one : open_) lent.most += one.gang ? 0.0 : one.source->part();
 }
 
 /// An event that throws counts as done: its source checks it too, and gets the error.

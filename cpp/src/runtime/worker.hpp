@@ -42,6 +42,12 @@ class TaskSignal {
 /// whether that gang waited when it was last asked.
 enum class BesideGang { none, works, waits };
 [[nodiscard]] BesideGang& beside_gang_of_this_thread() noexcept;
+/// What a worker has done while a gang had work for it.
+struct LentTime {
+  double seconds = 0.0;  ///< since the thread began
+  double most = 0.0;     ///< the part of its time that its sources may take in the long run (WorkSource::part())
+};
+[[nodiscard]] LentTime& lent_time_of_this_thread() noexcept;
 
 /// The worker of one device: its thread and the ways to reach it. There is one for each device in the process, and
 /// groups share it (WorkerRegistry). Groups and the thread own it jointly, so that it outlives them if the thread is
@@ -106,6 +112,8 @@ class Worker : public std::enable_shared_from_this<Worker> {
   bool ask();
   /// False if it was handed over meanwhile.
   [[nodiscard]] bool perform(const Open& open, std::int64_t number);
+  /// Other work than a gang's ran since then.
+  void count_lent(Clock::time_point start) noexcept;
   void give_turn(std::list<Open>::iterator one);
   [[nodiscard]] std::list<Open>::iterator let_go(std::list<Open>::iterator one);
   /// True if it was stopped and nothing is left to come.

@@ -215,6 +215,7 @@ class Balancer:
         *,
         reduction_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         startup_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex | None] = [],
+        lent_parts: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] = [],
     ) -> None:
         """
         Record the timings of the plan that `next_plan` returned last.
@@ -230,6 +231,9 @@ class Balancer:
         startup_seconds
             Per device, the time from the step's first start to its own start; None without work. For a device that came too late to
             get work, the whole `step_seconds`. Empty: unknown.
+        lent_parts
+            Per device, the part of its time in the step, from 0 to 1, in which it did other work, such as requests. The seconds in `devices` are without that.
+            Empty: none.
         """
     def report(self) -> dict[str, typing.Any]:
         """
@@ -243,7 +247,8 @@ class Balancer:
             last plan); ``required_gain`` (the gain that a move must promise now; 0 unless "auto"); ``last_reason`` (the reason of the last plan).
 
             ``devices``: one dictionary per device, in order. ``name``; ``device_class``; ``retired``; ``share`` (items of the last plan); ``startup_seconds``
-            (how much later than the first device it starts a step); ``measured`` (whether there is evidence; if not, all of the following are 0); ``speed``
+            (how much later than the first device it starts a step); ``lent_part`` (the part of its time in a step that it lends to other work, such as
+            requests, which the plans of "auto" count); ``measured`` (whether there is evidence; if not, all of the following are 0); ``speed``
             (relative to the fastest of its class); ``error`` (relative standard error of the speed); ``noise`` (relative standard deviation of one step's time);
             ``fixed_seconds`` and ``per_item_seconds`` (the estimate: n items take fixed + n * per item); ``equals`` (the number of devices of its class that
             measure the same, itself included); ``samples`` (steps of evidence since its speed last changed); ``since_step`` (the step of that change);

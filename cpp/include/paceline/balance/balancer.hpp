@@ -61,6 +61,9 @@ struct StepTimings {
   /// Per device from the step's first start to its own, none without work; a device that came when nothing was left to
   /// do: the whole compute time, since it started no earlier. Empty: unknown.
   std::vector<std::optional<double>> startup_seconds = {};
+  /// Per device the part, from 0 to 1, of its time in the step in which it did other work, such as the requests of a
+  /// pool. The seconds above are without that. Empty: none.
+  std::vector<double> lent_parts = {};
 };
 
 /// What to run next, and the numbers behind it.

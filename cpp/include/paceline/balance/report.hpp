@@ -23,6 +23,7 @@ struct DeviceReport {
   double fixed_error = 0.0;  ///< standard error of the fixed part of the time at `reference_items`, as a fraction of it
   double reference_items = 0.0;
   double startup_seconds = 0.0;    ///< how much later than the first device it starts a step
+  double lent_part = 0.0;          ///< of its time in a step that it lends to other work, which plans of "auto" count
   std::size_t equals = 0;          ///< devices of its class that it cannot be told from, itself included
   std::int64_t samples = 0;        ///< steps since the last change of its speed, at most the window
   std::int64_t since_step = 0;     ///< step of that change

@@ -109,6 +109,8 @@ struct PACELINE_API StepRecord {
   double step_seconds = 0.0;    ///< from handing the step to the workers to the end of the reduction
   /// See balance::StepTimings::startup_seconds. Empty (not measured) with asynchronous devices and scripts.
   std::vector<std::optional<double>> startup_seconds{};
+  /// See balance::StepTimings::lent_parts. Empty with asynchronous devices, too, where it is not measured.
+  std::vector<double> lent_parts{};
 
   /// For these devices (DeviceGroup::ids()), in their order.
   [[nodiscard]] balance::StepTimings timings(std::span<const DeviceId> devices) const;

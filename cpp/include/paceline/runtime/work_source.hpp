@@ -103,6 +103,9 @@ class PACELINE_API WorkSource {
   /// Called once, when the source is opened, before any device asks. `devices`: whose workers will ask. Must call
   /// neither wake() nor the group. If it throws, the source is not opened.
   virtual void opened(std::span<const DeviceId> devices);
+  /// The part of a device's time, from 0 to 1, that a source which is no gang takes from gangs at most, in the long
+  /// run: plans of steps count no more. For the worker that asks.
+  [[nodiscard]] virtual double part() const noexcept { return 1.0; }
 
   friend class DeviceGroup;
   friend class internal::GroupWorkers;

@@ -54,6 +54,8 @@ class AddedDevice final : public WorkSource {
   }
 
  private:
+  [[nodiscard]] double part() const noexcept override { return live_ ? pool_->budget() : 0.0; }
+
   static constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
   std::shared_ptr<PoolCore> pool_;
   DeviceGroup group_;

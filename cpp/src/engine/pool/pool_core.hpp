@@ -128,8 +128,10 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   void failed(DeviceId device, std::int64_t work, std::exception_ptr error) noexcept override;
   void cancel(std::exception_ptr reason) noexcept override;
   [[nodiscard]] bool complete() const noexcept override { return complete_.load(std::memory_order_acquire); }
+  [[nodiscard]] double budget() const noexcept { return budget_; }
 
  private:
+  [[nodiscard]] double part() const noexcept override { return 0.0; }  // AddedDevice asks for what comes before steps
   struct Kind {
     std::string name;
     Pool::BatchCall call;             // empty: its jobs run alone

@@ -59,8 +59,10 @@ balance::StepTimings BatchPlan::timings(const StepRecord& record) const {
     sum.work += done;
     sum.seconds += claim.seconds();
   }
-  balance::StepTimings timings{
-      .devices = {}, .reduction_seconds = record.reduce_seconds, .startup_seconds = record.startup_seconds};
+  balance::StepTimings timings{.devices = {},
+                               .reduction_seconds = record.reduce_seconds,
+                               .startup_seconds = record.startup_seconds,
+                               .lent_parts = record.lent_parts};
   bool comparable = true;
   for (const auto& [id, sum] : sums) {
     std::vector<balance::MicroBatchTiming>& own = timings.devices.emplace_back();

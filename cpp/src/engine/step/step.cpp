@@ -118,7 +118,8 @@ balance::StepTimings StepRecord::timings(std::span<const DeviceId> devices) cons
   return {.devices = each.values(),
           .step_seconds = compute_seconds,
           .reduction_seconds = reduce_seconds,
-          .startup_seconds = startup_seconds};
+          .startup_seconds = startup_seconds,
+          .lent_parts = lent_parts};
 }
 
 std::vector<std::int64_t> StepRecord::items(std::span<const DeviceId> devices) const {

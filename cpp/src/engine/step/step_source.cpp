@@ -48,7 +48,10 @@ StepSource::StepSource(const DeviceGroup& group, std::shared_ptr<StepProgram> pr
 
 NextWork StepSource::next(DeviceId device, Clock::time_point now) noexcept {
   DeviceState& state = devices_[device];
-  if (state.stage == Stage::outside) state.stage = state.takes_part && enter() ? Stage::computing : Stage::waiting;
+  if (state.stage == Stage::outside) {
+    state.stage = state.takes_part && enter() ? Stage::computing : Stage::waiting;
+    if (state.stage == Stage::computing) state.lent = lent_time_of_this_thread();
+  }
   if (state.stage == Stage::computing) return next_micro_batch(state, device, now);
   if (state.stage == Stage::over) return NextWork::done();
   const int phase = phase_.load(std::memory_order_acquire);
@@ -103,7 +106,10 @@ StepRecord StepSource::record() const {
     last = std::max(last, claim.finish_seconds);
   }
   record.compute_seconds = std::max(0.0, last - first);
-  if (!asynchronous_) record.reduce_seconds = std::max(0.0, reduced_at_ - last);
+  if (!asynchronous_) {
+    record.reduce_seconds = std::max(0.0, reduced_at_ - last);
+    record.lent_parts = lent_parts(record.claims);
+  }
   if (!scripted_) {
     record.startup_seconds = asynchronous_ ? arrivals(record.claims) : startups(first, record.compute_seconds);
   }
@@ -196,7 +202,11 @@ bool StepSource::enter() noexcept {
 /// The worker that leaves last, when nothing is left to claim, opens the reduction. If something is left, a worker that
 /// has not entered yet takes it.
 void StepSource::leave(DeviceId device) noexcept {
-  devices_[device].stage = Stage::waiting;
+  DeviceState& state = devices_[device];
+  state.stage = Stage::waiting;
+  // Less than before: another thread is the device's worker now.
+  const LentTime& now = lent_time_of_this_thread();
+  state.lent = {.seconds = std::max(0.0, now.seconds - state.lent.seconds), .most = now.most};
   if (inside_.fetch_sub(1, std::memory_order_acq_rel) != 1 || !queue_->exhausted()) return;
   std::uint32_t nobody = 0;
   if (inside_.compare_exchange_strong(nobody, kClosed, std::memory_order_acq_rel)) open_reduction();
@@ -256,6 +266,20 @@ std::vector<std::optional<double>> StepSource::startups(double first, double com
     }
   }
   return seconds;
+}
+
+/// No more than the sources of other work may take, in the long run: a step in which a long job ran says nothing of the
+/// next one.
+std::vector<double> StepSource::lent_parts(const std::vector<ClaimRecord>& claims) const {
+  if (std::ranges::none_of(devices_, [](const auto& one) { return one.value.lent.seconds > 0.0; })) return {};
+  PerDevice<double> own(devices_.ids());
+  for (const ClaimRecord& claim : claims) own[claim.micro_batch.device] += claim.seconds();
+  std::vector<double> parts;
+  for (const auto& [id, state] : devices_) {
+    const double lent = state.lent.seconds;
+    parts.push_back(lent > 0.0 ? std::min(lent / (lent + std::max(0.0, own[id])), state.lent.most) : 0.0);
+  }
+  return parts;
 }
 
 /// By how much later than the first device each device had its parameters. The times at which workers claimed say

@@ -19,6 +19,7 @@
 #include "comm/block_reduction.hpp"
 #include "engine/step/step_pieces.hpp"
 #include "engine/step/work_queue.hpp"
+#include "runtime/worker.hpp"
 
 namespace paceline::internal {
 
@@ -64,6 +65,7 @@ class StepSource final : public WorkSource {
     MicroBatch current;                // the piece
     Stage stage = Stage::outside;
     bool takes_part = true;
+    LentTime lent;            // of the worker's thread: first when it began to compute, then since
     bool asks_again = false;  // it claims once more when it has run everything that it was given
     std::optional<Clock::time_point> waits_since;
   };
@@ -79,6 +81,7 @@ class StepSource final : public WorkSource {
   [[nodiscard]] double seconds_at(Clock::time_point time) const;
   [[nodiscard]] std::vector<std::optional<double>> startups(double first, double compute_seconds) const;
   [[nodiscard]] std::vector<std::optional<double>> arrivals(const std::vector<ClaimRecord>& claims) const;
+  [[nodiscard]] std::vector<double> lent_parts(const std::vector<ClaimRecord>& claims) const;
 
   std::shared_ptr<StepProgram> program_;
   std::unique_ptr<internal::BlockReduction> reduction_;

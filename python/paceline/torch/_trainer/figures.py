@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 
 class DeviceFigures(TypedDict, total=False):
-    """Figures of one device. `cost` and `cost_per_second` are there after a step with costs."""
+    """Figures of one device. `cost` and `cost_per_second` are there after a step with costs, `lent_part` where it is not 0."""
 
     share: int
     items: int
@@ -17,6 +17,7 @@ class DeviceFigures(TypedDict, total=False):
     retired: bool
     cost: float
     cost_per_second: float
+    lent_part: float
 
 
 class _WithCosts(TypedDict, total=False):

@@ -61,7 +61,7 @@ class Reports(Asks):
             ``devices``: by name ``share`` (items of the last step), ``items``, ``busy_seconds`` and ``idle_seconds`` (totals),
             ``items_per_second`` (recent, while busy) and ``speed`` (the same, relative to the fastest device). After a step with `cost` also
             ``cost`` (total) and ``cost_per_second`` (0 while recent steps had no costs), and ``speed`` then compares the latter. ``retired``:
-            whether it gets no work since `retire`.
+            whether it gets no work since `retire`. ``lent_part``, where it is not 0: the part of its time in a step that it lends to requests of a pool.
 
             ``imbalance``: the slowest device's busy time over the mean, minus 1 (recent). ``moves``: the number of changes of shares.
             ``steps``: the number of steps. ``proved``: how many of them one device ran, as proofs. No time of these is counted. ``step_counts``: for bounds from 0.001 to 300 seconds how many steps took at most as long:

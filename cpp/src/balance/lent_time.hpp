@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <paceline/plan/cost_model.hpp>
+
+namespace paceline::balance {
+
+/// What part of its time in a step each device lends to other work, such as the requests of a pool.
+///
+/// Other work comes at a rate, so a device lends more in a longer step: with a part p lent, its items take 1 / (1 - p)
+/// times as long. Fixed seconds for each step would be wrong as soon as the share changes.
+///
+/// The part is the median of the last 9 steps in which the device had work. Between two devices the median is the best
+/// constant guess: with it the device that lends is the last one in half of the steps, so one item less would cost as
+/// much as it gains. A load that begins, ends or changes is believed after 5 steps, and a single long job never is.
+class LentTime {
+ public:
+  explicit LentTime(std::size_t devices) : devices_(devices) {}
+
+  /// One step. `parts`: per device, in [0, 1], or empty: nothing was lent. `worked`: whether each device had work.
+  void record(std::span<const double> parts, const std::vector<bool>& worked);
+
+  /// 0 where it is too little to matter.
+  [[nodiscard]] double part(std::size_t device) const { return devices_[device].part; }
+  /// The relative standard error of the time that items take, because the part varies.
+  [[nodiscard]] double error(std::size_t device) const { return devices_[device].error; }
+  /// How often a device began or ceased to lend.
+  [[nodiscard]] std::int64_t changes() const noexcept { return changes_; }
+  /// How long items take beside other work. Without any: `model` to the bit.
+  [[nodiscard]] plan::CostModel slowed(std::size_t device, const plan::CostModel& model) const;
+
+ private:
+  struct Device {
+    double part = 0.0;
+    double error = 0.0;
+    std::vector<double> parts{};  // oldest first, from the first one above 0; empty again when all are 0
+  };
+
+  std::vector<Device> devices_;
+  std::int64_t changes_ = 0;
+};
+
+}  // namespace paceline::balance

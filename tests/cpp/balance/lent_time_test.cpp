@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "balance/lent_time.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <paceline/balance/balancer.hpp>
+#include <paceline/balance/ledger.hpp>
+#include <paceline/plan/random.hpp>
+
+#include "errors.hpp"
+
+namespace paceline::balance {
+namespace {
+
+using Shares = std::vector<std::int64_t>;
+
+TEST(LentTime, IsTheMedianOfTheLastStepsInWhichTheDeviceHadWork) {
+  LentTime lent(2);
+  for (const double part : {0.1, 0.2, 0.12, 0.11}) lent.record(std::vector{part, 0.0}, {true, true});
+  EXPECT_EQ(lent.part(0), 0.0) << "four steps are too few";
+  lent.record(std::vector{0.9, 0.0}, {false, true});
+  EXPECT_EQ(lent.part(0), 0.0) << "without work nothing is measured";
+  lent.record(std::vector{0.13, 0.0}, {true, true});
+  EXPECT_EQ(lent.part(0), 0.12);
+  EXPECT_GT(lent.error(0), 0.0);
+  EXPECT_EQ(lent.part(1), 0.0);
+  EXPECT_EQ(lent.changes(), 1);
+  for (int k = 0; k < 9; ++k) lent.record(std::vector{0.05, 0.0}, {true, true});
+  EXPECT_EQ(lent.part(0), 0.05);
+  EXPECT_EQ(lent.error(0), 0.0) << "it did not vary";
+}
+
+TEST(LentTime, OfALoadThatEndsIsForgottenInFiveSteps) {
+  LentTime lent(1);
+  for (int k = 0; k < 20; ++k) lent.record(std::vector{0.1}, {true});
+  for (int k = 0; k < 4; ++k) lent.record({}, {true});
+  EXPECT_EQ(lent.part(0), 0.1);
+  lent.record({}, {true});
+  EXPECT_EQ(lent.part(0), 0.0);
+  EXPECT_EQ(lent.changes(), 2);
+}
+
+TEST(LentTime, DoesNotBelieveOneLongJobOrALittle) {
+  LentTime lent(2);
+  for (int k = 0; k < 30; ++k) lent.record(std::vector{k % 8 == 0 ? 0.9 : 0.0, 0.004}, {true, true});
+  EXPECT_EQ(lent.part(0), 0.0);
+  EXPECT_EQ(lent.part(1), 0.0);
+  EXPECT_EQ(lent.changes(), 0);
+}
+
+TEST(LentTime, SlowsItemsAndLeavesADeviceThatLendsNothingAsItIsToTheBit) {
+  LentTime lent(3);
+  for (int k = 0; k < 9; ++k) lent.record(std::vector{0.0, 0.2, 1.0}, {true, true, true});
+  const auto model = plan::CostModel::affine(0.3, 0.1);
+  EXPECT_EQ(lent.slowed(0, model), model);
+  EXPECT_NEAR(lent.slowed(1, model).seconds(7), model.seconds(7) / 0.8, 1e-12);
+  EXPECT_NEAR(lent.slowed(2, model).seconds(7), model.seconds(7) / 0.1, 1e-12) << "not more than nine tenths";
+}
+
+/// Devices that lend: each works for so many seconds per item, and other work comes all the time.
+struct Lenders {
+  std::vector<double> per_item;
+  std::vector<double> rate;         // jobs per second of the device's time in the step
+  double job_seconds = 0.0;         // 0: the rate is the part itself, without jobs that could be counted
+  double overhead_seconds = 0.002;  // of a share
+  std::uint64_t seed = 1;
+
+  [[nodiscard]] double own(std::size_t i, std::int64_t items) const {
+    return items > 0 ? overhead_seconds + per_item[i] * static_cast<double>(items) : 0.0;
+  }
+  /// From the start to the end of the device's share, in that step.
+  [[nodiscard]] double wall(std::int64_t step, std::size_t i, std::int64_t items) const {
+    const double work = own(i, items);
+    if (job_seconds == 0.0) return work / (1.0 - rate[i]);
+    if (rate[i] <= 0.0) return work;
+    plan::Random random(seed, static_cast<std::uint64_t>(step), i);
+    double end = work;
+    for (double at = -std::log1p(-random.uniform()) / rate[i]; at < end;
+         at += -std::log1p(-random.uniform()) / rate[i]) {
+      end += job_seconds;
+    }
+    return end;
+  }
+  [[nodiscard]] double makespan(std::int64_t step, const Shares& shares) const {
+    double longest = 0.0;
+    for (std::size_t i = 0; i < shares.size(); ++i) longest = std::max(longest, wall(step, i, shares[i]));
+    return longest;
+  }
+  /// What the engine measures of a step. `tell`: with the lent time.
+  [[nodiscard]] StepTimings run(std::int64_t step, const Shares& shares, bool tell = true) const {
+    StepTimings timings{.devices = {}, .step_seconds = makespan(step, shares)};
+    for (std::size_t i = 0; i < shares.size(); ++i) {
+      auto& runs = timings.devices.emplace_back();
+      if (shares[i] > 0) runs.push_back({shares[i], own(i, shares[i])});
+      if (tell) timings.lent_parts.push_back(shares[i] > 0 ? 1.0 - own(i, shares[i]) / wall(step, i, shares[i]) : 0.0);
+    }
+    return timings;
+  }
+};
+
+Balancer balancer_of(std::size_t devices, Balance policy = Balance::automatic) {
+  BalancerOptions options;
+  options.policy = policy;
+  for (std::size_t i = 0; i < devices; ++i) options.devices.push_back({"host:" + std::to_string(i), "host", {}});
+  return Balancer(std::move(options));
+}
+
+Shares run(Balancer& balancer, const Lenders& lenders, std::int64_t from, std::int64_t steps, std::int64_t batch,
+           bool tell = true) {
+  for (std::int64_t k = from; k < from + steps; ++k) {
+    balancer.record(lenders.run(k, balancer.next_plan(batch).shares, tell));
+  }
+  return balancer.next_plan(batch).shares;
+}
+
+/// The shortest step of all splits.
+double best(const Lenders& lenders, std::int64_t batch, Shares& shares, std::size_t from = 0) {
+  if (from + 1 == shares.size()) {
+    shares[from] = batch;
+    return lenders.makespan(0, shares);
+  }
+  double least = std::numeric_limits<double>::max();
+  for (shares[from] = 0; shares[from] <= batch; ++shares[from]) {
+    least = std::min(least, best(lenders, batch - shares[from], shares, from + 1));
+  }
+  return least;
+}
+
+TEST(LentTimeInPlans, GivesTheBestOfAllSplitsWithinWhatAMoveMustPromise) {
+  const std::vector<Lenders> boxes{
+      {.per_item = {1e-3, 1e-3}, .rate = {0.1, 0.0}},
+      {.per_item = {1e-3, 2e-3}, .rate = {0.3, 0.1}},
+      {.per_item = {1e-3, 1e-3, 1e-3}, .rate = {0.0, 0.1, 0.05}},
+      {.per_item = {1e-3, 3e-3, 2e-3}, .rate = {0.25, 0.0, 0.1}},
+  };
+  for (std::size_t k = 0; k < boxes.size(); ++k) {
+    const std::int64_t batch = 240;
+    Shares any(boxes[k].per_item.size());
+    const double ideal = best(boxes[k], batch, any);
+    Balancer balancer = balancer_of(any.size());
+    EXPECT_LE(boxes[k].makespan(0, run(balancer, boxes[k], 0, 60, batch)), 1.01 * ideal) << k;
+    Balancer blind = balancer_of(any.size());
+    EXPECT_GT(boxes[k].makespan(0, run(blind, boxes[k], 0, 60, batch, false)), 1.025 * ideal) << k;
+  }
+}
+
+TEST(LentTimeInPlans, IsAsGoodAsTheBestFixedSplitWhenRequestsComeAtRandom) {
+  for (const std::uint64_t seed : {1, 2, 3}) {
+    for (const double rate : {2.5, 20.0, 100.0}) {
+      const Lenders lenders{.per_item = {1e-3, 1e-3},
+                            .rate = {0.0, rate},
+                            .job_seconds = 0.1 / rate,
+                            .overhead_seconds = 0.0,
+                            .seed = seed};
+      constexpr std::int64_t kBatch = 200;
+      constexpr std::int64_t kSteps = 400;
+      std::vector<double> fixed(kBatch + 1);
+      Balancer balancer = balancer_of(2);
+      double planned = 0.0;
+      for (std::int64_t k = 0; k < kSteps; ++k) {
+        const Shares shares = balancer.next_plan(kBatch).shares;
+        balancer.record(lenders.run(k, shares));
+        if (k < 40) continue;
+        planned += lenders.makespan(k, shares);
+        for (std::int64_t n = 0; n <= kBatch; ++n) {
+          fixed[static_cast<std::size_t>(n)] += lenders.makespan(k, {n, kBatch - n});
+        }
+      }
+      const double best = *std::ranges::min_element(fixed);
+      EXPECT_LE(planned, 1.01 * best) << rate << " jobs a second, seed " << seed;
+      if (rate > 2.5) {
+        EXPECT_GT(fixed[kBatch / 2], 1.02 * best) << "the even split, which counts nothing";
+      } else {
+        EXPECT_EQ(fixed[kBatch / 2], best) << "a job in a quarter of the steps is nothing to plan for";
+      }
+    }
+  }
+}
+
+TEST(LentTimeInPlans, IsForgottenAFewStepsAfterTheLoadHasStopped) {
+  const Lenders busy{.per_item = {1e-3, 1e-3}, .rate = {0.0, 0.1}};
+  const Lenders quiet{.per_item = {1e-3, 1e-3}, .rate = {0.0, 0.0}};
+  Balancer balancer = balancer_of(2);
+  EXPECT_EQ(run(balancer, quiet, 0, 60, 200), (Shares{100, 100}));
+  EXPECT_EQ(run(balancer, busy, 60, 8, 200), (Shares{105, 95}));
+  EXPECT_EQ(run(balancer, quiet, 68, 8, 200), (Shares{100, 100}));
+  EXPECT_EQ(balancer.report().devices[1].lent_part, 0.0);
+  EXPECT_EQ(run(balancer, busy, 76, 8, 200), (Shares{105, 95})) << "as quickly again";
+}
+
+TEST(LentTimeInPlans, MovesForMoreThanTheThresholdOnly) {
+  const Lenders lenders{.per_item = {1e-3, 1e-3}, .rate = {0.0, 0.015}};  // a move gains 0.75 %
+  Balancer balancer = balancer_of(2);
+  EXPECT_EQ(run(balancer, lenders, 0, 60, 200), (Shares{100, 100}));
+  EXPECT_NEAR(balancer.report().devices[1].lent_part, 0.015, 1e-9);
+}
+
+TEST(LentTimeInPlans, DoesNotChangeFixedRatios) {
+  const Lenders lenders{.per_item = {1e-3, 1e-3}, .rate = {0.0, 0.3}};
+  Balancer balancer = balancer_of(2, Balance::even);
+  EXPECT_EQ(run(balancer, lenders, 0, 20, 200), (Shares{100, 100}));
+  const std::string text = balancer.explain();
+  EXPECT_NE(text.find("host:1 lends 30 % of its time to requests\n"), std::string::npos) << text;
+}
+
+TEST(LentTimeInPlans, IsInTheExplanationTheReportAndTheLedger) {
+  const Lenders lenders{.per_item = {1e-3, 1e-3}, .rate = {0.0, 0.0909}};
+  Balancer balancer = balancer_of(2);
+  std::ostringstream ledger;
+  balancer.write_to(std::make_shared<LedgerWriter>(ledger));
+  run(balancer, lenders, 0, 4, 200);
+  EXPECT_EQ(balancer.explain().find("lends"), std::string::npos);
+  run(balancer, lenders, 4, 8, 200);
+  const std::string text = balancer.explain();
+  EXPECT_NE(text.find("host:1 lends 9 % of its time to requests, which its share counts\n"), std::string::npos) << text;
+  EXPECT_EQ(text.find("host:0 lends"), std::string::npos) << text;
+  EXPECT_EQ(balancer.report().devices[0].lent_part, 0.0);
+  EXPECT_NEAR(balancer.report().devices[1].lent_part, 0.0909, 1e-9);
+  EXPECT_NE(ledger.str().find(R"("lent_parts": [0, 0.0)"), std::string::npos) << ledger.str();
+}
+
+TEST(LentTimeInPlans, RefusesPartsThatAreNone) {
+  Balancer balancer = balancer_of(2);
+  const StepPlan plan = balancer.next_plan(4);
+  StepTimings timings{.devices = {{{2, 1.0}}, {{2, 1.0}}}};
+  timings.lent_parts = {0.0};
+  EXPECT_TRUE(says(message_of([&] { balancer.record(timings); }), "lent_parts of 1 devices for a balancer of 2"));
+  timings.lent_parts = {0.0, 1.5};
+  EXPECT_TRUE(says(message_of([&] { balancer.record(timings); }), "host:1 reports that it lent 1.5"));
+  timings.lent_parts = {0.0, 1.0};
+  balancer.record(timings);
+}
+
+}  // namespace
+}  // namespace paceline::balance
