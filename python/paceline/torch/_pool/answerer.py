@@ -273,14 +273,16 @@ class Answerer:
                 try:
                     seat.prepare()
                     stack.enter_context(seat.entered())
+                    asked = time.monotonic()
                     answer, loaded = self.served.of(seat)
+                    waited = 0.0 if loaded is None else time.monotonic() - asked - loaded  # for captures
                 except BaseException as error:
                     if device in self.served.prepared and is_out_of_memory(error):
                         raise  # it has answered, so the batch fails, and not the device
                     return self._without(device, requests, error), 0.0, None
                 answers, excluded = self._answer(seat, answer, requests)
                 answered = True
-                excluded += self._hand_out(seat, answers, answer, requests)
+                excluded += waited + self._hand_out(seat, answers, answer, requests)
         except BaseException as error:
             by_chance = answered and isinstance(error, InvalidArgument)  # it may look right in halves
             again = self._idempotent and not by_chance
