@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from paceline import DeviceLost, InvalidArgument, Rejected
+from paceline import DeviceLost, InvalidArgument
 from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, Work, clear_frames, code_of
@@ -219,8 +219,6 @@ class Answerer:
         labels, names = self.jobs.place_of(self.options.needs)
         if self._only is not None:
             names = [one for one in self._only if not names or one in names]
-            if not names:  # which would mean all
-                raise Rejected(f"{self.name}: the request was not taken, since no device is left that may answer it.")
         return Place(labels, names)
 
     def rehearse(self, seat: Seat, example: Example, size: int) -> None:
