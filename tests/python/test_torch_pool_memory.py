@@ -16,6 +16,7 @@ from torch import nn
 from paceline import InvalidArgument, OutOfMemory, Rejected
 from paceline.torch import Pool
 from paceline.torch._pool import answerer, served
+from paceline.torch._pool.job import DONE
 from pool_support import Held, pool_of, served_by
 from torch_support import hosts
 
@@ -209,4 +210,4 @@ def test_a_wait_for_a_capture_is_no_part_of_a_load_nor_of_a_batch(monkeypatch: p
         batcher = pool.serve(lambda state, x: x + state, initializer=initializer, resident=100)
         for _ in range(2):
             assert float(batcher(torch.tensor(1.0)).result()) == 3.0
-    assert found == [(answerer.DONE, 1000.0, 3.0), (answerer.DONE, 0.0, None)]
+    assert found == [(DONE, 1000.0, 3.0), (DONE, 0.0, None)]
