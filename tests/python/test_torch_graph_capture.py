@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
+import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from paceline.torch._devices import cuda
+from paceline.torch._replicas.capture import Attributes
 
 
 class State:
@@ -136,3 +142,38 @@ def test_marks_are_external_events_on_the_stream_that_is_captured(state: State, 
         with torch.cuda.stream("another"):  # type: ignore[arg-type]  # where autograd adds a gradient
             graph.mark()
         assert state.recorded[1:] == [("wait for another", captured), ("event", captured)]
+
+
+class _Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+
+def test_a_graph_keeps_what_it_may_read_and_not_what_modules_refer_to_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "device", lambda _: torch.device("meta"))
+    pinned = torch.zeros(2)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self is pinned)
+
+    def there() -> torch.Tensor:
+        return torch.zeros(1, device="meta")
+
+    def draws(unread: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield unread
+
+    def frame(unread: torch.Tensor) -> types.FrameType:
+        return sys._getframe()
+
+    class Gone:
+        pass
+
+    table, weight = there(), nn.Parameter(there())
+    net: Any = nn.Module()
+    net.weight, net.config = weight, types.SimpleNamespace(tables=[table, pinned, torch.zeros(3)])
+    net.lock, net.entries = threading.Lock(), [{}, 1, weakref.proxy(Gone())]
+    net.rows, net.draws, net.frame = _Rows(there()), draws(there()), frame(there())
+    net.loader = torch.utils.data.DataLoader(_Rows(there()))
+    net.optimizer = torch.optim.SGD([nn.Parameter(there())])
+    held = Attributes([net], 0)._held
+    tensors = [one for one in held if isinstance(one, torch.Tensor)]
+    assert {id(one) for one in tensors} == {id(table), id(weight), id(pinned)}
+    assert not any(one is net.lock for one in held)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ from torch import nn
 
 from paceline import InvalidArgument, OutOfMemory, Rejected
 from paceline.torch import Pool
+from paceline.torch._pool import answerer, served
+from paceline.torch._pool.job import DONE
 from pool_support import Held, pool_of, served_by
 from torch_support import hosts
 
@@ -178,3 +183,31 @@ def test_arguments_for_memory_and_needs_are_checked() -> None:
         ]:
             with pytest.raises(InvalidArgument, match=text):
                 call()  # type: ignore[no-untyped-call]
+
+
+def test_a_wait_for_a_capture_is_no_part_of_a_load_nor_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, found = [0.0], list[Any]()
+    run = answerer.Answerer._run
+
+    @contextlib.contextmanager
+    def loading(_: int | None) -> Iterator[None]:
+        now[0] += 1000.0  # until the capture is over
+        yield
+
+    def initializer(_: torch.device) -> float:
+        now[0] += 3.0
+        return 2.0
+
+    def noted(self: Any, *of: Any) -> Any:
+        found.append(run(self, *of))
+        return found[-1]
+
+    for one in (answerer, served):
+        monkeypatch.setattr(one, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(served, "loading", loading)
+    monkeypatch.setattr(answerer.Answerer, "_run", noted)
+    with pool_of(1) as pool:
+        batcher = pool.serve(lambda state, x: x + state, initializer=initializer, resident=100)
+        for _ in range(2):
+            assert float(batcher(torch.tensor(1.0)).result()) == 3.0
+    assert found == [(DONE, 1000.0, 3.0), (DONE, 0.0, None)]

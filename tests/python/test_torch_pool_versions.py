@@ -196,16 +196,6 @@ def test_a_version_in_the_shadow_answers_copies_in_the_background() -> None:
         assert versions_of(ask(batcher, 3)) == {2: 3}
 
 
-def test_no_device_does_not_mean_all_devices() -> None:
-    with pool_of() as pool:
-        batcher = pool.serve(adds(10))
-        version, x = batcher._present.way, torch.tensor(0.0)
-        assert versions_of([version.only_on(hosts(1)).put(None, x, [x], None, None, "normal", True)]) == {1: 1}
-        with pytest.raises(Rejected, match="no device is left that may answer it"):
-            version.only_on([]).put(None, x, [x], None, None, "normal", True)
-        assert not version.open
-
-
 def test_the_engine_forgets_versions_that_are_gone(tmp_path: Path) -> None:
     with pool_of(1) as pool:
         pool.write_ledger(tmp_path / "pool.jsonl")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from paceline import DeviceLost, InvalidArgument, Rejected
+from paceline import DeviceLost, InvalidArgument
 from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, Work, clear_frames, code_of
@@ -220,8 +220,6 @@ class Answerer:
         labels, names = self.jobs.place_of(self.options.needs)
         if self._only is not None:
             names = [one for one in self._only if not names or one in names]
-            if not names:  # which would mean all
-                raise Rejected(f"{self.name}: the request was not taken, since no device is left that may answer it.")
         return Place(labels, names)
 
     def rehearse(self, seat: Seat, example: Example, size: int) -> None:
@@ -274,14 +272,16 @@ class Answerer:
                 try:
                     seat.prepare()
                     stack.enter_context(seat.entered())
+                    asked = time.monotonic()
                     answer, loaded = self.served.of(seat)
+                    waited = 0.0 if loaded is None else time.monotonic() - asked - loaded  # for captures
                 except BaseException as error:
                     if device in self.served.prepared and is_out_of_memory(error):
                         raise  # it has answered, so the batch fails, and not the device
                     return self._without(device, requests, error), 0.0, None
                 answers, excluded = self._answer(seat, answer, requests)
                 answered = True
-                excluded += self._hand_out(seat, answers, answer, requests)
+                excluded += waited + self._hand_out(seat, answers, answer, requests)
         except BaseException as error:
             by_chance = answered and isinstance(error, InvalidArgument)  # it may look right in halves
             again = self._idempotent and not by_chance

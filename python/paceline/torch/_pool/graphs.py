@@ -127,7 +127,7 @@ class _DeviceGraphs:
         why = hook_of_user(self.replica.modules) if plain else "requests are sparse, or tensors of a class of their own"
         try:
             if why is None:
-                attributes = Attributes(self.replica.modules)
+                attributes = Attributes(self.replica.modules, self._gpu)
                 captured = _Captured(cuda.Graph(self._gpu, self._pool), [one.clone() for one in leaves], attributes)
                 with without_loads(self._gpu, 0.0) as alone:
                     if not alone:  # it has begun just now

@@ -170,8 +170,8 @@ class WithState(Served):
     def _of(self, seat: Seat) -> tuple[Answer, float | None]:
         made, loaded = self._states.get(seat.name), None
         if made is None:
-            begun = time.monotonic()
-            with loading(seat.gpu):
+            with loading(seat.gpu):  # which may wait
+                begun = time.monotonic()
                 made = self._states[seat.name] = (self._initializer(seat.device),)
             seat.wait()  # for copies to a GPU
             loaded = time.monotonic() - begun

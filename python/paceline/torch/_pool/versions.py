@@ -156,7 +156,10 @@ class Versions:
         self._forget(*gone)
 
     def _forget(self, *gone: Answerer) -> None:
-        """Let the engine forget versions that are gone: now, or when what they still have to do has ended."""
+        """Let the engine forget versions that are gone: now, or when what they still have to do has ended.
+
+        One with a run that was given up and goes on: with the first call afterwards.
+        """
         left = [one.left(self._present) for one in gone]
         self._gone += left
         for one in left:

@@ -17,7 +17,7 @@ from torch import nn
 import paceline
 from paceline.torch._devices import cuda
 from paceline.torch._replicas.hooks import hooks_of_user
-from paceline.torch._replicas.reach import CLOSED, SIMPLE
+from paceline.torch._replicas.reach import CLOSED, LIBRARIES, SIMPLE
 
 WARM_UPS = 2  # runs of a size that go without a graph first: libraries load, allocate and choose algorithms in them
 
@@ -30,6 +30,20 @@ _changed = threading.Condition()
 _loads: dict[int, int] = {}  # threads that load onto a GPU, which may draw there
 _captured: list[int] = []  # GPUs
 _LOAD_SECONDS = 60.0  # then a capture or a load goes on beside the other one, as they may wait for each other
+
+# What modules may refer to, and no graph reads.
+_OTHERS = (
+    *CLOSED,
+    types.FrameType,
+    types.TracebackType,
+    types.GeneratorType,
+    types.CoroutineType,
+    types.AsyncGeneratorType,
+    torch.optim.Optimizer,
+    torch.utils.data.Dataset,
+    torch.utils.data.DataLoader,
+)
+_DRIVERS = {"paceline", "lightning", "pytorch_lightning"}
 
 _LIBRARIES = tuple(f"{Path(one.__file__ or '').parent}/" for one in (torch, paceline))
 
@@ -109,13 +123,14 @@ def hook_of_user(modules: Iterable[nn.Module]) -> str | None:
 
 
 class Attributes:
-    """What modules hold before a capture. Keep it as long as the graph, which goes on reading the tensors: a forward may replace them.
+    """What modules hold before a capture on a GPU. Keep it as long as the graph, which goes on reading the tensors: a forward may replace them.
 
     These may be anywhere in attributes: in containers, plain objects, closures and bound methods.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._held = _leaves_of([vars(module) for module in modules])
+    def __init__(self, modules: Sequence[nn.Module], gpu: int) -> None:
+        device = cuda.device(gpu)
+        self._held = [one for one in _leaves_of([vars(module) for module in modules]) if _is_read(one, device)]
         self._before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
 
     def change(self) -> str | None:
@@ -128,25 +143,38 @@ class Attributes:
         return None
 
 
-def _leaves_of(left: list[Any]) -> list[Any]:
-    """The tensors, and what Python sees nothing inside of, that can be reached from there, but not by way of classes, modules of Python and globals."""
-    found, seen = [], set()
+def _leaves_of(left: list[Any]) -> Iterator[Any]:
+    """The tensors, and what Python sees nothing inside of, that can be reached from there, but not by way of classes, modules of Python, globals and `_OTHERS`."""
+    seen: dict[int, Any] = {}
     while left:
         one = left.pop()
-        if id(one) in seen or isinstance(one, CLOSED):
+        kind = type(one)  # isinstance() would ask a weak proxy for the type of what is gone
+        if id(one) in seen or issubclass(kind, _OTHERS) or _drives(kind):
             continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
+        seen[id(one)] = one
+        if issubclass(kind, torch.Tensor):
             inside = []
-        elif isinstance(one, types.FunctionType):
+        elif kind is types.FunctionType:
             inside = [one.__closure__, one.__defaults__, one.__kwdefaults__, vars(one)]
         else:
             inside = gc.get_referents(one)
-        inside = [each for each in inside if type(each) not in SIMPLE and not isinstance(each, type)]
+        inside = [each for each in inside if type(each) not in SIMPLE and not issubclass(type(each), type)]
         if not inside:
-            found.append(one)
+            yield one
         left += inside
-    return found
+
+
+def _drives(kind: type) -> bool:
+    """Whether this is of a trainer, which modules may refer to."""
+    return kind.__module__.partition(".")[0] in _DRIVERS and not issubclass(kind, (nn.Module, torch.Tensor, dict, list))
+
+
+def _is_read(leaf: Any, device: torch.device) -> bool:
+    """Whether a graph on the device may read the memory of this leaf. Copies from the host read pinned memory in each replay."""
+    if not issubclass(type(leaf), torch.Tensor):
+        return type(leaf).__module__.partition(".")[0] not in LIBRARIES - {"torch"}
+    plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided
+    return not plain or leaf.device == device or (leaf.device.type == "cpu" and leaf.is_pinned())
 
 
 def refusal(what: str, error: BaseException) -> str | None:

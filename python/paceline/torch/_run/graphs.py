@@ -146,7 +146,7 @@ class DeviceGraphs:
             raise InvalidArgument(
                 f"step: graphs=True: {hook}. Return what it computes from forward or as extras of loss_fn, remove it, or train without graphs=True."
             )
-        attributes = captured.attributes = Attributes(replica.modules)
+        attributes = captured.attributes = Attributes(replica.modules, captured.graph.index)
         try:
             with self._gradients_of(replica, captured), without_loads(captured.graph.index), capturing(captured.graph):
                 body(captured)
