@@ -29,6 +29,8 @@ class Work:
     It keeps `keeps`, the pool's jobs, until then. So a pool that nobody else knows ends its jobs first.
     """
 
+    own = False  # of the pool, not of its users: a copy of a request in the shadow, or what warms a version. Only its time counts
+
     def __init__(self, future: PoolFuture[Any], keeps: Any, figures: Figures) -> None:
         self.future: PoolFuture[Any] | None = future
         self.value: Any = None
@@ -77,7 +79,7 @@ class Work:
     def run_until_now(self, devices: Sequence[str], jobs: int, outcome: str) -> Run:
         """Its run, as it is noted."""
         waited = (self._begun or self._submitted) - self._submitted
-        return Run(devices, self.kind, self._run_begun, time.monotonic(), jobs, waited, outcome)
+        return Run(devices, self.kind, self._run_begun, time.monotonic(), jobs, waited, outcome, self.own)
 
     def hang(self, device: str) -> None:
         """Called before its run there is given up, which goes on."""
@@ -97,10 +99,11 @@ class Work:
             if outcome == "timeout" and self.on_timeout is not None:
                 self.on_timeout()
             self._end_run(outcome, seconds)
-            waited = None if self._begun is None else self._begun - self._submitted
-            self._figures.count(outcome, waited, device, leads=self.leads)
-            if outcome in NEVER_RAN:
-                self._figures.runs.never_ran(self.kind, outcome)
+            if not self.own:
+                waited = None if self._begun is None else self._begun - self._submitted
+                self._figures.count(outcome, waited, device, leads=self.leads)
+                if outcome in NEVER_RAN:
+                    self._figures.runs.never_ran(self.kind, outcome)
         self._figures.end_run(self)
         future._end(outcome, message, self.error, self.value)
         self.future = self.value = self.error = self._keeps = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,6 +12,7 @@ from paceline import InvalidArgument, Unavailable
 from paceline._page.document import page_of_runs, write
 from paceline._page.ledger import known, runs_of
 from paceline._page.run import Move, Row, Run, Table, ideal_seconds, milliseconds
+from paceline._words import plural
 from paceline.torch._trainer.parts import Part
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _CAUSE = "what may slow it: "  # of explain()
+_SPEED = re.compile(r", speed ([0-9.]+) of the fastest ")  # of explain()
 _SLOW = 0.9  # of the fastest device's speed
 _NO_MEMORY = "No device has a limit of memory (memory=), so nothing is known of memory."
 
@@ -124,7 +127,7 @@ class Pages(Part):
             )
         if report["moves"] > len(run.moves):
             run.lacks.append(
-                f"Shares changed {report['moves']} times. A trainer keeps the reasons of the last 16 changes that promised a gain; a ledger has all."
+                f"Shares changed {plural(report['moves'], 'time')}. A trainer keeps the reasons of the last 16 changes that promised a gain; a ledger has all."
             )
             run.moves = _all_moves(run.moves, history)
         run.tables += [one for one in (_memory(report), self._between(), _others(report)) if one is not None]
@@ -141,11 +144,13 @@ class Pages(Part):
         texts.append(work.launches.explain(busy))
         if work.alone is not None:
             texts.append(work.alone.explain(self._works.names))
-        device = ""
+        device, speed = "", 1.0
         for line in explained.splitlines():
             named = line.strip().partition(": ")[0]
-            device = named if named in report["devices"] else device
-            if line.strip().startswith(_CAUSE) and report["devices"].get(device, {}).get("speed", 1.0) < _SLOW:
+            if named in report["devices"]:  # its speed as the text has it, which joins devices that nothing tells apart
+                said = _SPEED.search(line)
+                device, speed = named, float(said[1]) if said else report["devices"][named].get("speed", 1.0)
+            if line.strip().startswith(_CAUSE) and speed < _SLOW:
                 texts.append(f"Free {device}, the slower device: {line.strip().removeprefix(_CAUSE)}.")
                 break
         return next((text.strip() for text in texts if text), "")
