@@ -72,13 +72,14 @@ def test_the_page_of_a_trainer_has_the_figures_of_its_report(trainer: Any, tmp_p
 
 
 def test_a_device_is_called_slower_only_where_explain_says_so(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(trainer._gaps), "explain", lambda _: "")
-    monkeypatch.setattr(type(trainer._works.steps.launches), "explain", lambda *_: "")
+    reports = trainer._reports
+    monkeypatch.setattr(type(reports._gaps), "explain", lambda _: "")
+    monkeypatch.setattr(type(reports._works.steps.launches), "explain", lambda *_: "")
     report = copy.deepcopy(dict(trainer.report()))
     report["devices"]["host:1"]["speed"] = 0.7
     line = "  host:1: share 4, speed {} of the fastest host (+-1.0 %), noise 1.0 %\n    what may slow it: a program\n"
-    assert trainer._advice(report, line.format("1.00")) == ""
-    assert trainer._advice(report, line.format("0.70")) == "Free host:1, the slower device: a program."
+    assert reports._advice(report, line.format("1.00")) == ""
+    assert reports._advice(report, line.format("0.70")) == "Free host:1, the slower device: a program."
 
 
 def test_before_the_first_step_and_where_nothing_can_be_written_the_reason_is_named(

@@ -24,7 +24,6 @@ from paceline import (
     Rejected,
     Unavailable,
     devices,
-    find_device,
 )
 from paceline.torch import DataParallel, Pool, PoolFuture
 from pool_support import Held, pool_of
