@@ -23,7 +23,7 @@ def group_of(devices: Any) -> DeviceGroup:
         raise InvalidArgument(
             f"Pool: devices is {devices!r}; give 'auto', 'cuda', 'host', a device such as 'host:0', a list of these, a DeviceGroup or a trainer."
         )
-    found = [_some_of_kind(one) if one in ("cuda", "host") else [one] for one in named]
+    found = [_some_of_kind(one) if isinstance(one, str) and one in ("cuda", "host") else [one] for one in named]
     return DeviceGroup([one for some in found for one in some])
 
 

@@ -134,7 +134,7 @@ class Jobs:
         wait: bool,
         not_before: float = 0.0,
         gang: int = 1,
-        after: PoolFuture[Any] | Sequence[PoolFuture[Any]] = (),
+        after: PoolFuture[Any] | Iterable[PoolFuture[Any]] = (),
         place: Place = ANY,
         cost: float = 1.0,
         memory: float = 0.0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -116,7 +116,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         deadline: float | None = None,
         not_before: float = 0.0,
         gang: int = 1,
-        after: PoolFuture[Any] | Sequence[PoolFuture[Any]] = (),
+        after: PoolFuture[Any] | Iterable[PoolFuture[Any]] = (),
         needs: Needs = (),
         memory: float = 0.0,
         tenant: str | None = None,
