@@ -31,7 +31,7 @@ def _package(name: str, module: str, why: str, how: str) -> Wanted:
 
 PACKAGES = (
     _package("torch", "torch", "paceline.torch trains PyTorch modules", "'paceline[torch]'"),
-    _package("numpy", "numpy", "the Python examples and tests use it; the library does not", "numpy"),
+    _package("numpy", "numpy", "PyTorch hands arrays to Python through it; paceline[torch] brings it", "numpy"),
     _package("scikit-learn", "sklearn", "the digits example reads its data from it", "'paceline[examples]'"),
     _package("matplotlib", "matplotlib", "trainer.plot() draws with it", "'paceline[plot]'"),
     _package("rich", "rich", "trainer.progress() draws with it on a terminal", "'paceline[progress]'"),

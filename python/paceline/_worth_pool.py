@@ -177,6 +177,10 @@ def worth_pool(
     notes = _idle_notes(found.devices, entries, measured.elapsed_seconds, released)
     if released:
         notes.append("Devices were released meanwhile. In the replay each subset has its devices all the time.")
+    fewest = max(choices, key=lambda one: one.lost)
+    if fewest.lost > 0:
+        ends = [f"{count} {name}" for name, count in fewest.times.outcomes.items() if count and name != "completed"]
+        notes.append(f"Fewer complete with {' '.join(fewest.devices)}: {', '.join(ends)}.")
     notes.append(f"{plural(found.jobs, 'request')}; runs take what the last models in the ledger say.")
     return PoolWorth(choices, latency, measured, notes)
 

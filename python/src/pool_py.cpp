@@ -394,7 +394,9 @@ void bind_pool(py::module_& module) {
            "it was less than "
            "`least_seconds` ago. Of needs those of the last `keep_seconds` count.")
       .def_property_readonly("backlog_seconds", [](const PythonPool& self) { return self.pool().backlog_seconds(); })
-      .def("explain", [](const PythonPool& self) { return self.pool().explain(); });
+      .def(
+          "explain", [](const PythonPool& self, const Pool::Counts& counts) { return self.pool().explain(counts); },
+          py::arg("counts") = Pool::Counts{}, "Text. `counts`: by device jobs, runs and busy seconds.");
 }
 
 }  // namespace paceline::python

@@ -332,3 +332,11 @@ def test_bad_arguments_end_with_two_and_say_why(
 ) -> None:
     assert run_pipeline(*words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_reference_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).parents[2] / "python/guide/reference.md").read_text(encoding="utf-8")
+    for command in ("--speeds 1,1,1,0.5 --batch", "--pipeline --blocks"):
+        (line,) = [line for line in guide.splitlines() if line.startswith(f"paceline simulate {command}")]
+        main(line.split()[1:])
+        assert capsys.readouterr().out.strip() in guide

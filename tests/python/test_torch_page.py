@@ -72,6 +72,17 @@ def test_the_page_of_a_trainer_has_the_figures_of_its_report(trainer: Any, tmp_p
     assert trainer.explain().splitlines()[0] in page.words
 
 
+def test_a_device_is_called_slower_only_where_explain_says_so(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = trainer._reports
+    monkeypatch.setattr(type(reports._gaps), "explain", lambda _: "")
+    monkeypatch.setattr(type(reports._works.steps.launches), "explain", lambda *_: "")
+    report = copy.deepcopy(dict(trainer.report()))
+    report["devices"]["host:1"]["speed"] = 0.7
+    line = "  host:1: share 4, speed {} of the fastest host (+-1.0 %), noise 1.0 %\n    what may slow it: a program\n"
+    assert reports._advice(report, line.format("1.00")) == ""
+    assert reports._advice(report, line.format("0.70")) == "Free host:1, the slower device: a program."
+
+
 def test_before_the_first_step_and_where_nothing_can_be_written_the_reason_is_named(
     trainer: Any, tmp_path: Path
 ) -> None:
@@ -261,7 +272,7 @@ def test_jobs_that_never_ran_before_the_first_run_do_not_stretch_the_page_of_a_p
     came = [Never(1.0, 1.0, "job", "rejected"), Never(104.0, 104.5, "job", "cancelled")]
     charts, answers, _ = pool_page(never=came)
     assert charts[0]["x"][-1] == pytest.approx(9.5, rel=0.01)
-    assert "busy for 84 %" in answers["How good was the split?"]
+    assert "busy for 84 %" in answers["How did the jobs end?"]
 
 
 def test_the_queue_of_a_pool_has_the_jobs_that_never_ran() -> None:

@@ -15,7 +15,16 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import Cancelled, DeviceGroup, DeviceLost, Expired, InvalidArgument, Rejected, Unavailable, devices
+from paceline import (
+    Cancelled,
+    DeviceGroup,
+    DeviceLost,
+    Expired,
+    InvalidArgument,
+    Rejected,
+    Unavailable,
+    devices,
+)
 from paceline.torch import DataParallel, Pool, PoolFuture
 from pool_support import Held, pool_of
 from torch_support import classifier, classify, gradients, hosts, plain, worst_difference
@@ -29,7 +38,7 @@ def test_a_job_runs_on_a_worker_and_its_future_says_where() -> None:
         assert thread != threading.current_thread().name
         assert job.device in hosts(2)
         assert job.seconds > 0
-        assert f"{job.device}: 1 jobs in 1 runs" in pool.explain()
+        assert f"{job.device}: 1 job in 1 run, " in pool.explain()
     with pytest.raises(Unavailable, match="closed"):
         pool.submit(lambda _: None)
 
@@ -256,7 +265,7 @@ def test_a_trainer_on_the_same_workers_keeps_its_gradients() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(InvalidArgument, match="round_robin"):
         pool_of(placement="fastest")
-    with pytest.raises(InvalidArgument, match="devices is 'gpu'"):
+    with pytest.raises(InvalidArgument, match="'gpu' is not the name of a device"):
         Pool("gpu")
     with pytest.raises(InvalidArgument, match="budget is 2"):
         pool_of(budget=2.0)

@@ -237,6 +237,10 @@ def test_a_device_that_cannot_be_prepared_brings_back_the_others() -> None:
     with Pool(hosts(2), autoscale=Autoscale(keep=0.0)) as pool:
         assert soon(lambda: sum(one["retired"] for one in pool.report()["devices"].values()) == 1)
         (left,) = [name for name, one in pool.report()["devices"].items() if not one["retired"]]
+        (released,) = [name for name, one in pool.report()["devices"].items() if one["released"]]
+        assert released != left
+        assert "; released" in next(line for line in pool.explain().splitlines() if line.startswith(f"{released}: "))
+        assert "; retired" not in pool.explain()
 
         def state(_: Any) -> Any:
             if threading.current_thread() is first[0]:
@@ -245,7 +249,7 @@ def test_a_device_that_cannot_be_prepared_brings_back_the_others() -> None:
 
         first = [pool.submit(lambda _: threading.current_thread(), needs=left).result(20)]
         served = pool.serve(lambda one, batch: batch + one, initializer=state, max_batch=1)
-        with pytest.warns(RuntimeWarning, match="is retired from the pool"):
+        with pytest.warns(RuntimeWarning, match="is lost to the pool"):
             assert float(served(torch.zeros(1)).result(20)) == 1.0
 
 

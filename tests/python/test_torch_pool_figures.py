@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import InvalidArgument, Unavailable
+from paceline import InvalidArgument, Rejected, Unavailable
 from paceline._page.pool import Run
+from paceline._words import plural
 from paceline.torch._pool.figures import Figures
-from pool_support import Held, pool_of
+from pool_support import Held, pool_of, soon
+from versions_support import adds, ask
 
 
 def events_of(path: Path) -> tuple[dict[int, str], list[dict[str, Any]]]:
@@ -178,7 +180,7 @@ def test_runs_that_fail_and_each_device_of_a_gang_count_as_busy() -> None:
         assert pool.submit(fail, gang=2).exception() is not None
         busy = [one["busy_seconds"] for one in pool.report()["devices"].values()]
         assert min(busy) >= 0.01
-        with pytest.warns(RuntimeWarning, match="is retired from the pool"):
+        with pytest.warns(RuntimeWarning, match="is lost to the pool"):
             assert pool.serve(lambda x: x, initializer=unprepared)(torch.tensor(1)).exception() is not None
         assert sum(one["busy_seconds"] for one in pool.report()["devices"].values()) >= sum(busy) + 0.02
         assert [one["runs"] for one in pool.report()["devices"].values()] == [0, 0]
@@ -194,3 +196,94 @@ def test_a_run_that_was_given_up_is_busy_no_more() -> None:
         assert pool._jobs.figures._open == {}
         assert pool.report()["devices"]["host:0"]["busy_seconds"] > 0
         over.set()
+
+
+def counted(pool: Any) -> tuple[Any, ...]:
+    """Outcomes, how many waited, for how long, and what devices ran."""
+    report = pool.report()
+    ran = {name: (one["jobs"], one["runs"]) for name, one in report["devices"].items()}
+    return report["outcomes"], report["wait_counts"], report["wait_seconds"], ran
+
+
+def test_copies_in_the_shadow_and_what_warms_a_version_are_no_requests(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError(len(x))
+
+    with pool_of() as pool:
+        batcher = pool.serve(adds(10), max_batch=4)
+        for answer in ask(batcher, 4):
+            answer.result()
+        before, busy = counted(pool), pool.report()["devices"]["host:0"]["busy_seconds"]
+        pool.scalars()
+        batcher.publish(adds(20), shadow=True)
+        with pytest.raises(Rejected, match="has raised ValueError"):
+            batcher.publish(fails)
+        assert counted(pool) == before
+        assert pool.report()["devices"]["host:0"]["busy_seconds"] > busy
+        shown = pool.scalars("")
+        assert (shown["completed"], shown["failed"], shown["cancelled"], shown["wait_seconds"]) == (0, 0, 0, 0)
+        assert shown["busy_ratio/host_0"] > 0
+        for answer in ask(batcher, 6):
+            answer.result()
+        assert soon(lambda: not pool._jobs.copies)
+        assert soon(lambda: pool.running == 0)
+        outcomes, waits, _, ran = counted(pool)
+        assert outcomes == {"completed": 10, "failed": 0, "rejected": 0, "expired": 0, "cancelled": 0}
+        assert waits[-1][1] == sum(jobs for jobs, _ in ran.values()) == 10
+        now = time.monotonic() + 1
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+        rates = [one["jobs_per_second"] for one in pool._jobs.look()["devices"].values()]
+        assert sum(rates) * (now - pool._jobs.look._begun) == pytest.approx(10)
+        monkeypatch.undo()
+        pool.page(tmp_path / "pool.html")
+    assert "10 of 10 jobs completed" in (tmp_path / "pool.html").read_text()
+
+
+def explained(pool: Any) -> list[str]:
+    """What `explain` says that each device ran."""
+    return [line.partition(" s")[0] for line in pool.explain().splitlines() if line.startswith("host:")]
+
+
+def told(pool: Any) -> list[str]:
+    """The same by `report`."""
+    return [
+        f"{name}: {plural(one['jobs'], 'job')} in {plural(one['runs'], 'run')}, {one['busy_seconds']:.3f}"
+        for name, one in pool.report()["devices"].items()
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_explain_has_the_figures_of_the_report() -> None:
+    over = threading.Event()
+    with pool_of(hang_seconds=0.05) as pool:
+        hangs = pool.submit(lambda _: over.wait(60))
+        assert hangs.exception() is not None
+        pool._jobs.watchdog._seconds = 60.0  # type: ignore[union-attr]
+        for _ in range(5):
+            assert pool.submit(lambda _: 1 / 0).exception() is not None
+        for _ in range(3):
+            pool.submit(lambda _: None).result()
+        pool.submit(lambda _: None, gang=2).result()
+        batcher = pool.serve(lambda x: x + 1, max_batch=4)
+        assert sum(int(one.result()) for one in [batcher(torch.tensor(k)) for k in range(8)]) == 36
+        over.set()
+        assert soon(lambda: pool.running == 0)
+        assert explained(pool) == told(pool)
+    assert explained(pool) == told(pool)
+
+
+def test_explain_says_for_which_devices_jobs_wait() -> None:
+    with pool_of() as pool:
+        pool.retire("host:1")
+        waits = pool.submit(lambda _: 1, kind="a", needs="host:1")
+        gang = pool.submit(lambda _: 2, kind="b", gang=2)
+        text = pool.explain()
+        assert "'a': 1 job waits for host:1, which takes no work now\n" in text
+        assert "'b': 1 job waits for 2 devices at once, and 1 takes work now: host:1 takes none\n" in text
+        assert text.endswith("2 jobs wait, 0 runs go on\n")
+        pool.restore("host:1")
+        assert (waits.result(), gang.result()) == (1, 2)
+        assert "takes no work" not in pool.explain()
+    assert "retired" not in pool.explain()

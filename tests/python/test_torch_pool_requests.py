@@ -234,7 +234,7 @@ def test_a_device_whose_initializer_fails_is_retired_and_others_answer() -> None
 
     with pool_of() as pool:
         batcher = pool.serve(lambda state, x: x + state, initializer=initializer, max_batch=4)
-        with pytest.warns(RuntimeWarning, match=r"host:\d is retired.*no such file"):
+        with pytest.warns(RuntimeWarning, match=r"host:\d is lost to the pool.*no such file"):
             assert [int(one) for one in batcher.map(torch.arange(50))] == list(range(1, 51))
         assert sum(one["retired"] for one in pool.report()["devices"].values()) == 1
     with pool_of(1) as pool:

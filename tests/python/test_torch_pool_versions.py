@@ -215,3 +215,16 @@ def test_the_engine_forgets_versions_that_are_gone(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "pool.jsonl").read_text().splitlines()]
     events = Counter(next(iter(line)) for line in lines)
     assert events["forget"] == 5  # versions 1 to 4, and 7
+
+
+def test_errors_name_the_call_and_the_version() -> None:
+    with pool_of() as pool:
+        batcher, other = pool.serve(adds(10)), pool.serve(adds(10))
+        with pytest.raises(InvalidArgument, match=r"^publish: the module, or a batch norm in it, is in training mode"):
+            batcher.publish(adds(20).train())
+        with pytest.raises(InvalidArgument, match=r"^serve: the module, or a batch norm in it, is in training mode"):
+            pool.serve(adds(20).train())
+        with pytest.raises(InvalidArgument, match=r"^retire: Adds 1 has no version 99, or not any more"):
+            batcher.retire(99)
+        with pytest.raises(InvalidArgument, match=r"^retire: Adds 1 has no version 1 of Adds 2, or"):
+            batcher.retire(Version(1, other._name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,6 +114,7 @@ def test_subsets_that_lose_requests_stand_behind_those_that_lose_none(tmp_path: 
     assert all(one.devices[0] == "d:0" and one.lost == 0 for one in good)
     assert worst.devices == ["d:1"]
     assert worst.lost >= 20
+    assert any(re.search(r"^Fewer complete with d:1: \d+ \w+", note) for note in found.notes)
     assert worst.seconds < found.fastest.seconds == good[0].seconds
 
 

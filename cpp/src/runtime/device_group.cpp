@@ -25,8 +25,7 @@ namespace {
 
 std::vector<Device> checked(std::vector<Device> devices) {
   if (devices.empty()) {
-    throw InvalidArgument(
-        "DeviceGroup: no devices given. Name at least one, e.g. \"host:0\"; paceline::devices() lists them.");
+    throw InvalidArgument("DeviceGroup: no devices given. Name at least one, e.g. \"host:0\"; devices() lists them.");
   }
   std::unordered_set<std::string> seen;
   for (const Device& device : devices) {

@@ -350,7 +350,20 @@ class Pool:
         """
         Wait until every job has ended.
         """
-    def explain(self) -> str: ...
+    def explain(
+        self,
+        counts: collections.abc.Mapping[
+            str,
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsFloat | typing.SupportsIndex,
+            ],
+        ] = {},
+    ) -> str:
+        """
+        Text. `counts`: by device jobs, runs and busy seconds.
+        """
     def forget(self, kind: str) -> bool:
         """
         Let go of what is kept for a kind. False: some of it waits or runs, and is kept.

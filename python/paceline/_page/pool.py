@@ -31,6 +31,7 @@ class Run(NamedTuple):
     jobs: int
     waited: float  # its first job, in seconds
     outcome: str
+    own: bool = False  # of the pool itself: copies of requests in the shadow, or what warms a version
 
 
 class Never(NamedTuple):
@@ -107,7 +108,7 @@ def _charts(
     x = [float(f"{at * width:.6g}") for at in range(_BINS)]
     change = [0] * (_BINS + 1)
     waits: list[list[float]] = [[] for _ in x]
-    for run in runs:
+    for run in (one for one in runs if not one.own):
         started = _bin(run.begun, begin, width)
         change[_bin(run.begun - run.waited, begin, width)] += run.jobs
         change[started] -= run.jobs
@@ -202,7 +203,7 @@ def _answers(
         )
     else:
         change = "Nothing needs a change: jobs start soon after they come."
-    return [("How good was the split?", good), ("What cost most?", cost), ("What to change?", change)]
+    return [("How did the jobs end?", good), ("What cost most?", cost), ("What to change?", change)]
 
 
 def _devices(names: Sequence[str], runs: Sequence[Run], report: Mapping[str, Any]) -> Table:
@@ -218,7 +219,7 @@ def _devices(names: Sequence[str], runs: Sequence[Run], report: Mapping[str, Any
             f"{one['jobs'] / one['runs']:.3g}" if one["runs"] else "–",
             milliseconds(one["busy_seconds"]),
             milliseconds(sum(took[name]) / len(took[name])) if took[name] else "–",
-            "retired or lost" if one["retired"] else "works",
+            "released" if one.get("released") else "retired or lost" if one["retired"] else "works",
         )
         for name, one in ((name, report["devices"][name]) for name in names)
     ]

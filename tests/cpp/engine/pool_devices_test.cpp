@@ -8,6 +8,7 @@
 #include <future>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -55,6 +56,56 @@ TEST(PoolDevices, WhatJoinsIsRetiredRestoredAndMeasuredLikeTheOthers) {
   EXPECT_EQ(pool.submit(where_it_ran, {.needs = {"host:1"}}).get(), "host:1");
   EXPECT_TRUE(says(pool.explain(), "host:2: "));
   EXPECT_TRUE(says(message_of([&] { pool.add(find_device("host:2")); }), "the pool has host:2 already"));
+}
+
+TEST(PoolDevices, ExplainSaysWhichDevicesJobsWaitFor) {
+  Pool pool(host_group(3));
+  pool.retire("host:1");
+  ASSERT_TRUE(pool.retire_unless_last("host:2", true));
+  EXPECT_TRUE(says(pool.explain(), "host:1: 0 jobs in 0 runs, 0.000 s; retired\n")) << pool.explain();
+  EXPECT_TRUE(says(pool.explain(), "host:2: 0 jobs in 0 runs, 0.000 s; released\n")) << pool.explain();
+  EXPECT_TRUE(says(pool.explain(), "0 jobs wait, 0 runs go on")) << pool.explain();
+  const auto one = pool.submit(where_it_ran, {.kind = "one", .needs = {"host:1"}});
+  EXPECT_TRUE(says(pool.explain(), "'one': 1 job waits for host:1, which takes no work now\n1 job waits, 0 runs go on"))
+      << pool.explain();
+  const auto same = pool.submit(where_it_ran, {.kind = "one", .needs = {"host:1"}});
+  const auto all = pool.submit([](Job& job) { return job.devices().size(); }, {.kind = "all", .gang = 3});
+  EXPECT_TRUE(says(pool.explain(), "'one': 2 jobs wait for host:1, which takes no work now\n")) << pool.explain();
+  EXPECT_TRUE(says(pool.explain(),
+                   "'all': 1 job waits for 3 devices at once, and 1 takes work now: host:1, host:2 take none\n"))
+      << pool.explain();
+  pool.restore("host:1");
+  EXPECT_EQ(one.get(), "host:1");
+  EXPECT_EQ(same.get(), "host:1");
+  EXPECT_FALSE(says(pool.explain(), "'one': ")) << pool.explain();
+  pool.restore("host:2");
+  EXPECT_EQ(all.get(), 3U);
+  pool.close(true);
+  EXPECT_TRUE(says(pool.explain(), "s; closed\n")) << pool.explain();
+  EXPECT_FALSE(says(pool.explain(), "; retired")) << pool.explain();
+}
+
+TEST(PoolDevices, ExplainTakesTheFiguresOfWhoCountsThem) {
+  Pool pool(host_group(2));
+  EXPECT_THROW(pool.submit([](Job&) { throw std::runtime_error("no"); }, {.needs = {"host:0"}}).get(),
+               std::runtime_error);
+  EXPECT_TRUE(says(pool.explain(), "host:0: 0 jobs in 0 runs, ")) << pool.explain();
+  const std::string text = pool.explain({{"host:0", {4, 1, 2.5}}});
+  EXPECT_TRUE(says(text, "host:0: 4 jobs in 1 run, 2.500 s\nhost:1: 0 jobs in 0 runs, 0.000 s\n")) << text;
+}
+
+TEST(PoolDevices, BackgroundJobsAreNoBacklog) {
+  Gate gate;
+  Pool pool(host_group(1));
+  for (int k = 0; k < 4; ++k) pool.submit([](Job&) {}, {.kind = "kind"}).get();
+  const Future<void> held = pool.submit([&](Job&) { gate.pass(); }, {.kind = "hold"});
+  const auto background = pool.submit([](Job&) {}, {.kind = "kind", .priority = Priority::background});
+  EXPECT_EQ(pool.backlog_seconds(), 0.0);
+  const auto normal = pool.submit([](Job&) {}, {.kind = "kind"});
+  EXPECT_GT(pool.backlog_seconds(), 0.0);
+  gate.open();
+  normal.get();
+  background.get();
 }
 
 TEST(PoolDevices, ADeviceJoinsAPoolThatHasLostAllOthers) {

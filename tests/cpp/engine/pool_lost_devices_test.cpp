@@ -37,7 +37,7 @@ TEST(PoolLostDevices, ALostDeviceIsRetiredAndThePoolGoesOnWithoutIt) {
   EXPECT_THROW(pool.submit([](Job&) {}, {.needs = {"host:0"}}).get(), Rejected);
   for (int k = 0; k < 10; ++k) EXPECT_EQ(pool.submit(where_it_ran).get(), "host:1");
   EXPECT_EQ(pool.active(), std::vector<std::string>{"host:1"});
-  EXPECT_NE(pool.explain().find("host:0: 0 jobs in 1 runs"), std::string::npos) << pool.explain();
+  EXPECT_NE(pool.explain().find("host:0: 0 jobs in 0 runs"), std::string::npos) << pool.explain();
   EXPECT_NE(pool.explain().find("; lost"), std::string::npos) << pool.explain();
 }
 
@@ -83,7 +83,7 @@ TEST(PoolLostDevices, ABatchRunsElsewhereWhenItsDeviceIsLost) {
     out[0] = job.device().name;
   });
   const std::string device = batch.submit(1).get();
-  EXPECT_NE(pool.explain().find((device == "host:0" ? "host:1" : "host:0") + std::string(": 0 jobs in 1 runs")),
+  EXPECT_NE(pool.explain().find((device == "host:0" ? "host:1" : "host:0") + std::string(": 0 jobs in 0 runs")),
             std::string::npos)
       << pool.explain();
   EXPECT_EQ(pool.submit(where_it_ran).get(), device);

@@ -15,6 +15,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -282,7 +283,8 @@ class PACELINE_API Pool {
   [[nodiscard]] std::int64_t running() const;
   /// The names of the devices that start jobs: neither retired nor lost.
   [[nodiscard]] std::vector<std::string> active() const;
-  /// The seconds until all that waits now would be served, by measured times: the figure to scale on.
+  /// The seconds until all that waits now would be served, by measured times: the figure to scale on. Jobs of
+  /// Priority::background count as nothing.
   [[nodiscard]] double backlog_seconds() const;
   /// What has come since the call before, for plan::Scaler; none if that was less than so many seconds ago. Needs that
   /// jobs have had in the last `keep_seconds` are among PoolTick::covers.
@@ -291,8 +293,11 @@ class PACELINE_API Pool {
   /// plan/pool_ledger.hpp. `paceline replay` repeats the decisions.
   /// @throws InvalidArgument after the first job, after a device was retired, and if the file cannot be written
   void write_ledger(const std::filesystem::path& path);
-  /// Text: what each device has run, and why it leaves jobs waiting.
-  [[nodiscard]] std::string explain() const;
+  /// By the name of a device: jobs that completed, their runs, and the seconds of all runs.
+  using Counts = std::map<std::string, std::tuple<std::int64_t, std::int64_t, double>>;
+  /// Text: what each device has run, and why jobs wait. `counts`: what the pool's owner has counted, in place of the
+  /// pool's own figures.
+  [[nodiscard]] std::string explain(const Counts& counts = {}) const;
 
   // For bindings to other languages.
   /// What Job::stream() is on that device.

@@ -144,17 +144,20 @@ class PACELINE_API PoolState {
   [[nodiscard]] bool resident(std::size_t device, const std::string& model) const;
   /// The weights in the device's memory, and the peaks of what runs there.
   [[nodiscard]] double used_bytes(std::size_t device) const;
-  /// The seconds until all that waits now would be served: the figure to scale on. Unknown kinds count as nothing.
+  /// The seconds until all that waits now would be served: the figure to scale on. Unknown kinds count as nothing, and
+  /// so do jobs of Priority::background, for which nothing else waits.
   [[nodiscard]] double backlog_seconds() const;
   /// Of each kind; all zero where a number is free.
   [[nodiscard]] std::vector<PoolLoad> loads() const;
   /// What has to stay active for jobs that wait now, and for needs that jobs have had since then.
   [[nodiscard]] std::vector<PoolCover> covers(double since_seconds) const;
+  [[nodiscard]] std::vector<PoolShortage> shortages() const;
   [[nodiscard]] bool lost(std::size_t device) const;
   /// By their numbers.
   [[nodiscard]] std::vector<PoolTenantUse> tenants() const;
   /// A sentence for a report.
   [[nodiscard]] std::string describe(const PoolDecline& decline) const;
+  [[nodiscard]] std::string describe(const PoolShortage& shortage) const;
 
   class State;  // private to the library
 

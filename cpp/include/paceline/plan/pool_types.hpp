@@ -233,6 +233,15 @@ struct PoolLoad {
   double run_square = 0.0;
 };
 
+/// Jobs of one kind that wait because too few of the devices that may run them are active.
+struct PoolShortage {
+  std::size_t kind = 0;
+  std::int64_t gang = 1;
+  std::int64_t active = 0;             ///< devices that may run them
+  std::vector<std::size_t> away = {};  ///< devices that may run them, and are retired
+  std::int64_t jobs = 0;
+};
+
 /// So many of these devices, at least, have to be active.
 struct PoolCover {
   std::vector<bool> devices = {};

@@ -199,7 +199,7 @@ double Pool::backlog_seconds() const { return core_->backlog_seconds(); }
 std::optional<PoolTick> Pool::scale_tick(double least_seconds, double keep_seconds) {
   return core_->scale_tick(least_seconds, keep_seconds);
 }
-std::string Pool::explain() const { return core_->explain(); }
+std::string Pool::explain(const Counts& counts) const { return core_->explain(counts); }
 void Pool::write_ledger(const std::filesystem::path& path) { core_->write_ledger(path); }
 
 JobHandle Pool::submit_call(std::unique_ptr<internal::PoolCall> call, std::shared_ptr<const internal::JobState> state,

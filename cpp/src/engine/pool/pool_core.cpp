@@ -17,6 +17,8 @@
 #include <paceline/runtime/blocking.hpp>
 #include <paceline/runtime/turn.hpp>
 
+#include "plural.hpp"
+
 namespace paceline::internal {
 namespace {
 
@@ -363,22 +365,26 @@ double PoolCore::backlog_seconds() const {
   return state_.backlog_seconds();
 }
 
-std::string PoolCore::explain() const {
+std::string PoolCore::explain(const Pool::Counts& counts) const {
   check_process("explain");
   const std::lock_guard lock(mutex_);
   std::string text;
   for (std::size_t place = 0; place < devices_.size(); ++place) {
     const Device& device = devices_[place];
-    text +=
-        fmt::format("{}: {} jobs in {} runs, {:.3f} s", device.facts.name, device.jobs, device.runs, device.seconds);
+    const auto counted = counts.find(device.facts.name);
+    const auto [jobs, runs, seconds] =
+        counted == counts.end() ? std::tuple(device.jobs, device.runs, device.seconds) : counted->second;
+    text += fmt::format("{}: {} in {}, {:.3f} s", device.facts.name, plural(jobs, "job"), plural(runs, "run"), seconds);
     if (device.lent_seconds > 0.0) text += fmt::format(", {:.3f} s of them beside steps", device.lent_seconds);
-    if (!state_.active(place)) text += device.lost ? "; lost" : device.blocked ? "; waits for the budget" : "; retired";
+    if (!state_.active(place)) text += device.away();
     if (device.declined) text += "; " + state_.describe(*device.declined);
     text += "\n";
   }
   text += tenants_text(state_.tenants()) + placement_.explain();
   if (state_.ledger_failed()) text += "The ledger is cut off: a line could not be written. Is the disk full?\n";
-  return text + fmt::format("{} jobs wait, {} runs go on\n", state_.waiting(), state_.running());
+  for (const plan::PoolShortage& one : state_.shortages()) text += state_.describe(one) + "\n";
+  return text + fmt::format("{}, {}\n", plural(state_.waiting(), "job waits", "jobs wait"),
+                            plural(state_.running(), "run goes on", "runs go on"));
 }
 
 }  // namespace paceline::internal

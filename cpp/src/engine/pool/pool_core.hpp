@@ -115,7 +115,7 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   [[nodiscard]] std::vector<std::string> active() const;
   [[nodiscard]] double backlog_seconds() const;
   [[nodiscard]] std::optional<PoolTick> scale_tick(double least_seconds, double keep_seconds);
-  [[nodiscard]] std::string explain() const;
+  [[nodiscard]] std::string explain(const Pool::Counts& counts) const;
   void write_ledger(const std::filesystem::path& path);
 
   NextWork next(DeviceId device, Clock::time_point now) noexcept override;
@@ -170,17 +170,25 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
     DeviceId id{};                              // by which its worker is woken, if it was there at the start
     std::weak_ptr<AddedDevice> source = {};     // otherwise what wakes it
     std::optional<plan::RunId> run = {};        // a gang's is that of its first device
-    bool retired = false;                       // by the user
+    bool retired = false;                       // by the user, or released
+    bool released = false;
     bool lost = false;
-    bool blocked = false;  // by the budget: what waits for the device may start on others, or expire
-    std::int64_t runs = 0;
+    bool blocked = false;   // by the budget: what waits for the device may start on others, or expire
+    std::int64_t runs = 0;  // that completed, as their jobs
     std::int64_t jobs = 0;
-    double seconds = 0.0;
+    double seconds = 0.0;                            // of all runs
     double lent_seconds = 0.0;                       // of them, those that a step may have waited for
     double spent_seconds = 0.0;                      // the same, less what the budget has given since
     double spent_until = 0.0;                        // when that was
     std::optional<plan::PoolDecline> declined = {};  // what it leaves alone now
     std::vector<std::string> evict = {};             // models that the next run there lets go of first
+    /// Why it takes no work, for a text.
+    [[nodiscard]] const char* away() const noexcept {
+      if (lost) return "; lost";
+      if (blocked) return "; waits for the budget";
+      if (released) return "; released";
+      return retired ? "; retired" : "; closed";
+    }
   };
   struct Ended {
     std::shared_ptr<PoolCall> call;

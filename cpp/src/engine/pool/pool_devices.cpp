@@ -117,6 +117,7 @@ bool PoolCore::retire(const std::string& device, bool retired, bool unless_last,
       };
       if (unless_last && std::ranges::none_of(std::views::iota(std::size_t{0}, devices_.size()), stays)) return false;
       devices_[place].retired = true;
+      devices_[place].released = released;
       devices_[place].blocked = false;
       apply(state_.retire(now(), place, released), after);
       vacate(place, after);

@@ -69,6 +69,7 @@ bool PoolCore::give_up(plan::RunId id, const std::exception_ptr& error) {
     run.queues = std::move(queues);
     for (const JobId job : run.jobs) run.kept.push_back(jobs_.at(job).call);
     const double took = std::chrono::duration<double>(Clock::now() - run.began).count();
+    first.seconds += took;
     if (run.lent) {
       first.lent_seconds += took;
       first.spent_seconds += took;

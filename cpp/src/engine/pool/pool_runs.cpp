@@ -239,7 +239,7 @@ void PoolCore::finish(std::int64_t work, plan::RunResult result, std::optional<d
     for (const std::size_t place : run.devices) devices_[place].run.reset();
     const bool completed = result == plan::RunResult::completed;
     Device& device = devices_[first];
-    ++device.runs;
+    device.runs += completed ? 1 : 0;
     device.jobs += completed ? static_cast<std::int64_t>(run.jobs.size()) : 0;
     device.seconds += took;
     if (run.lent) {

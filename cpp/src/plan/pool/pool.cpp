@@ -148,8 +148,8 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
   State::Kind& kind = s.kind_at(job.kind);
   (void)known(s.needs, job.need, "need");
   (void)known(s.tenants, job.tenant, "tenant");
-  require(job.deadline_seconds > 0.0, "deadline_seconds is {}; it must be positive", job.deadline_seconds);
-  require(finite_not_negative(job.not_before_seconds), "not_before_seconds is {}; it must be finite and not negative",
+  require(job.deadline_seconds > 0.0, "the deadline is {} s; it must be positive", job.deadline_seconds);
+  require(finite_not_negative(job.not_before_seconds), "not_before is {} s; it must be finite and not negative",
           job.not_before_seconds);
   require(job.cost > 0.0 && job.cost <= 1e12, "cost is {}; it must be above 0, and at most 1e12", job.cost);
   require(kind.spec.padded || job.cost == 1.0, "cost is {}, but kind '{}' is not padded: its jobs all cost 1", job.cost,

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 
 #include "plan/pool/state.hpp"
+#include "plural.hpp"
 #include "refuse.hpp"
 
 namespace paceline::plan {
@@ -47,7 +49,7 @@ double PoolState::backlog_seconds() const {
   double seconds = 0.0;
   for (const std::size_t at : state_->active_lines) {
     const PoolLine& line = state_->lines[at];
-    if (line.rate > 0.0) seconds += state_->units(line) / line.rate;
+    if (line.rate > 0.0 && !line.background) seconds += state_->units(line) / line.rate;
   }
   return seconds;
 }
@@ -132,6 +134,42 @@ std::vector<PoolCover> PoolState::covers(double since_seconds) const {
   return all;
 }
 
+std::vector<PoolShortage> PoolState::shortages() const {
+  const State& s = *state_;
+  std::vector<PoolShortage> all;
+  const auto add = [&](PoolShortage one, const auto& can) {
+    for (std::size_t d = 0; d < s.devices.size(); ++d) {
+      if (s.devices[d].lost || !can(d)) continue;
+      if (s.devices[d].active) {
+        ++one.active;
+      } else {
+        one.away.push_back(d);
+      }
+    }
+    if (one.active >= one.gang) return;
+    const auto same = std::find_if(all.begin(), all.end(), [&](const PoolShortage& other) {
+      return other.kind == one.kind && other.gang == one.gang && other.away == one.away;
+    });
+    if (same == all.end()) {
+      all.push_back(std::move(one));
+    } else {
+      same->jobs += one.jobs;
+    }
+  };
+  for (const std::size_t at : s.active_lines) {
+    const PoolLine& line = s.lines[at];
+    add({.kind = line.kind, .jobs = line.size()}, [&](std::size_t d) {
+      return (line.bound == kNone || line.bound == d) && s.accepts(line.need, d) && s.largest(line.kind, d) > 0;
+    });
+  }
+  for (const auto& [background, key, id] : s.gangs) {
+    const PoolEntry& job = s.jobs.at(id);
+    add({.kind = job.kind, .gang = job.gang, .jobs = 1},
+        [&](std::size_t d) { return s.accepts(job.need, d) && s.largest(job.kind, d) > 0; });
+  }
+  return all;
+}
+
 std::string PoolState::describe(const PoolDecline& decline) const {
   const std::string& device = state_->devices.at(decline.device).spec.name;
   const std::string& kind = state_->kinds.at(decline.kind).spec.name;
@@ -159,6 +197,18 @@ std::string PoolState::describe(const PoolDecline& decline) const {
     default:
       return leaves + "no reason is known";
   }
+}
+
+std::string PoolState::describe(const PoolShortage& shortage) const {
+  std::vector<std::string> away;
+  for (const std::size_t device : shortage.away) away.push_back(state_->devices.at(device).spec.name);
+  const std::string names = fmt::format("{}", fmt::join(away, ", "));
+  const std::string text = fmt::format("'{}': {} for ", state_->kinds.at(shortage.kind).spec.name,
+                                       plural(shortage.jobs, "job waits", "jobs wait"));
+  const char* const take = away.size() == 1 ? "takes" : "take";
+  if (shortage.gang == 1) return text + fmt::format("{}, which {} no work now", names, take);
+  return text + fmt::format("{} devices at once, and {} work now: {} {} none", shortage.gang,
+                            plural(shortage.active, "takes", "take"), names, take);
 }
 
 }  // namespace paceline::plan

@@ -183,9 +183,11 @@ class Answerer:
         priority: Priority,
         wait: bool,
         tenant: str = "",
+        own: bool = False,
     ) -> PoolFuture[Any]:
-        """Submit a request."""
+        """Submit a request. `own`: see `Work`."""
         request = Request(self, self.kind_of(leaves, spec), leaves, spec)
+        request.own = own
         future = request.future
         assert future is not None
         placed = self._placed
@@ -196,7 +198,7 @@ class Answerer:
                 if (present := self.present) is None:
                     self.open.add(future)
             if present is not None:
-                return present.put(key, item, leaves, spec, deadline, priority, wait, tenant)
+                return present.put(key, item, leaves, spec, deadline, priority, wait, tenant, own)
             self.jobs.put(
                 request,
                 kind=request.kind,
@@ -377,7 +379,7 @@ class Answerer:
         return code_of(error, len(requests), [device]) if again else FAILED
 
     def _without(self, device: str, requests: Sequence[Request], error: BaseException) -> int:
-        """The device could not be prepared: it is retired, and others answer, unless it is the last one."""
+        """The device could not be prepared: it counts as lost, and others answer, unless it is the last one."""
         requests[0].note_run([device], len(requests), "failed")
         for request in requests:
             request.error, request.given_up = error, True
@@ -387,7 +389,7 @@ class Answerer:
             return FAILED
         try:
             warnings.warn(
-                f"{self.name}: {device} is retired from the pool, since what prepares it for requests has raised {error!r}. The other devices answer.",
+                f"{self.name}: {device} is lost to the pool, since what prepares it for requests has raised {error!r}. The other devices answer. restore({device!r}) takes it back.",
                 RuntimeWarning,
                 stacklevel=1,
             )

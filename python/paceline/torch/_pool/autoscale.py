@@ -75,6 +75,11 @@ class Scale:
             known = weakref.ref(self)
             threading.Thread(target=_look, args=(known, over), name="paceline pool autoscale", daemon=True).start()
 
+    @property
+    def away(self) -> set[str]:
+        """The devices that it has released."""
+        return set(self.released) if self.acts else set()
+
     def look(self) -> None:
         """Decide anew, if some time has passed."""
         jobs = self._jobs()
@@ -253,15 +258,17 @@ class Scaled:
         self._scale.owned(device, out=False)
         self._jobs.engine.restore(device)
 
-    def what_if(self, *, remove: Iterable[str] = (), add: Iterable[str | float] = ()) -> dict[str, Any]:
+    def what_if(
+        self, *, remove: str | Iterable[str] = (), add: str | float | Iterable[str | float] = ()
+    ) -> dict[str, Any]:
         """Predict the mean wait with other devices, for the work that has come lately.
 
         Parameters
         ----------
         remove
-            Names of devices to do without.
+            The name of a device to do without, or several.
         add
-            More devices: the name of one of the pool's for one like it, or a speed, 1 for that of the fastest device.
+            One more device, or several: the name of one of the pool's for one like it, or a speed, 1 for that of the fastest device.
 
         Returns
         -------
@@ -280,4 +287,12 @@ class Scaled:
         jobs that come at random, with the mean and the variation of the runs that were measured, batches included, after what waits now; or ``max_delay`` of batches, if
         this is longer. Released devices count as there. Kinds of work that no device has run yet count as nothing.
         """
-        return self._scale.wait_of(remove, add)
+        return self._scale.wait_of(_listed("remove", remove), _listed("add", add))
+
+
+def _listed(name: str, given: Any) -> Iterable[Any]:
+    if isinstance(given, (str, int, float)):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise InvalidArgument(f"what_if: {name} is a {type(given).__name__}; give a device, or a list of them.")
+    return given

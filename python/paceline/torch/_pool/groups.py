@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from paceline import DeviceGroup, InvalidArgument
+from paceline import Device, DeviceGroup, InvalidArgument
 from paceline import devices as all_devices
 
 
 def group_of(devices: Any) -> DeviceGroup:
     """A group of them, or the one that is given."""
-    if isinstance(devices, str):
-        if devices not in ("auto", "cuda", "host"):
-            raise InvalidArgument(
-                f"Pool: devices is {devices!r}; it must be 'auto', 'cuda', 'host', or a list of devices."
-            )
-        return DeviceGroup(_of_kind("cuda") or _of_kind("host") if devices == "auto" else _some_of_kind(devices))
+    if devices == "auto":
+        return DeviceGroup(_of_kind("cuda") or _of_kind("host"))
     if isinstance(devices, DeviceGroup):
         return devices
     group = getattr(devices, "group", None)  # of a trainer, which may be closed before the pool
     if isinstance(group, DeviceGroup):
         return DeviceGroup(list(group.devices))
-    found = [_some_of_kind(one) if one in ("cuda", "host") else [one] for one in devices]
+    named = [devices] if isinstance(devices, (str, Device)) or not isinstance(devices, Iterable) else list(devices)
+    if not all(isinstance(one, (str, Device)) for one in named):
+        raise InvalidArgument(
+            f"Pool: devices is {devices!r}; give 'auto', 'cuda', 'host', a device such as 'host:0', a list of these, a DeviceGroup or a trainer."
+        )
+    found = [_some_of_kind(one) if isinstance(one, str) and one in ("cuda", "host") else [one] for one in named]
     return DeviceGroup([one for some in found for one in some])
 
 

@@ -41,6 +41,7 @@ class Work:
     _counted = False
     _begun: float | None = None
     _run_begun = 0.0  # its last run
+    own = False  # of the pool, not of its users: a copy of a request in the shadow, or what warms a version. Only its time counts
 
     def __init__(self, future: PoolFuture[Any], keeps: Any, figures: Figures) -> None:
         self.future: PoolFuture[Any] | None = future
@@ -79,7 +80,7 @@ class Work:
     def run_until_now(self, devices: Sequence[str], jobs: int, outcome: str) -> Run:
         """Its run, as it is noted."""
         waited = (self._begun or self._submitted) - self._submitted
-        return Run(devices, self.kind, self._run_begun, time.monotonic(), jobs, waited, outcome)
+        return Run(devices, self.kind, self._run_begun, time.monotonic(), jobs, waited, outcome, self.own)
 
     def hang(self, device: str) -> None:
         """Called before its run there is given up, which goes on."""
@@ -100,10 +101,11 @@ class Work:
                 self.on_timeout()
             if self.enqueued is not None:
                 self._end_run(outcome, seconds)
-            waited = None if self._begun is None else self._begun - self._submitted
-            self._figures.count(outcome, self.priority, waited, device, leads=self.leads)
-            if outcome in NEVER_RAN:
-                self._figures.runs.never_ran(self.kind, outcome, self._submitted)
+            if not self.own:
+                waited = None if self._begun is None else self._begun - self._submitted
+                self._figures.count(outcome, self.priority, waited, device, leads=self.leads)
+                if outcome in NEVER_RAN:
+                    self._figures.runs.never_ran(self.kind, outcome, self._submitted)
         self._figures.end_run(self)
         future._end(outcome, message, self.error, self.value)
         self.future = self.value = self.error = self._keeps = None

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
@@ -40,6 +40,16 @@ def name_of(fn: Any) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
+
+
+def _futures(after: Any) -> list[PoolFuture[Any]]:
+    if isinstance(after, PoolFuture):
+        return [after]
+    if not isinstance(after, Iterable):
+        raise InvalidArgument(
+            f"submit: after= is a {type(after).__name__}; give a future of this pool, or a list of them."
+        )
+    return list(after)
 
 
 class _Engine(Engine):
@@ -81,7 +91,7 @@ class _Engine(Engine):
 class Jobs:
     """What a pool and its batchers share. Jobs keep it until they have ended, so a pool that nobody knows any more ends them first."""
 
-    scale: Any  # the pool's `Scale`, which releases devices
+    scale: Any = None  # the pool's `Scale`, which releases devices
 
     def __init__(
         self,
@@ -126,7 +136,7 @@ class Jobs:
         wait: bool,
         not_before: float = 0.0,
         gang: int = 1,
-        after: Sequence[PoolFuture[Any]] = (),
+        after: PoolFuture[Any] | Iterable[PoolFuture[Any]] = (),
         place: Place = ANY,
         cost: float = 1.0,
         memory: float = 0.0,
@@ -137,6 +147,8 @@ class Jobs:
         """Give the engine a piece of work, and its future what the engine knows it by."""
         if priority not in PRIORITIES:
             raise InvalidArgument(f"submit: priority is {priority!r}; it must be one of {', '.join(PRIORITIES)}.")
+        if after != ():
+            after = _futures(after)
         if after and not all(isinstance(one, PoolFuture) and one._job is not None for one in after):
             raise InvalidArgument("submit: after= has something else than futures of this pool.")
         future = work.future
@@ -238,9 +250,19 @@ class Jobs:
         return next(self._numbers)
 
     def devices_now(self) -> dict[str, dict[str, Any]]:
-        """The figures of each device, and whether it is ``retired``, or lost."""
+        """The figures of each device, whether it takes no work, being ``retired``, released or lost, and whether it is ``released``."""
         active = self.engine.active  # first: it raises in a forked process, where a lock may be held for ever
-        return {name: {**one, "retired": name not in active} for name, one in self.figures.devices().items()}
+        away = self.scale.away if self.scale is not None else ()
+        return {
+            name: {**one, "retired": name not in active, "released": name not in active and name in away}
+            for name, one in self.figures.devices().items()
+        }
+
+    def explain(self, devices: Mapping[str, Mapping[str, Any]]) -> str:
+        """The text of `Pool.explain`, with these figures."""
+        counts = {name: (one["jobs"], one["runs"], one["busy_seconds"]) for name, one in devices.items()}
+        served = [one.explain() for one in list(self.served.values())]
+        return "".join((self.engine.explain(counts), *served, self.scale.explain()))
 
     def placement_now(self) -> dict[str, Any]:
         """Its name and its errors."""

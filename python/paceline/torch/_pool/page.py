@@ -37,4 +37,6 @@ class Paged(Handle):
         if not runs and not never:
             raise Unavailable("page: no job has run yet, so there is nothing to show.")
         names = [one.name for one in pool.devices]
-        write(path, page_of(names, runs, never, pool.report(), pool.explain()))
+        report = pool.report()
+        explained = pool._jobs.explain(report["devices"])
+        write(path, page_of(names, runs, never, report, explained))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from paceline.torch._pool.look import Shown
 from paceline.torch._pool.needs import Needs
 from paceline.torch._pool.page import Paged
 from paceline.torch._pool.serving import batcher_of, bytes_of
-from paceline.torch._pool.tenants import Tenant, add_tenants, charge_of, report_of
+from paceline.torch._pool.tenants import Tenant, add_tenants, by_name, charge_of, report_of
 from paceline.torch._pool.tenants import name_of as tenant_of
 from paceline.torch._pool.tracing import Scalars, Traced
 from paceline.torch._replicas.copies import Replicate
@@ -47,8 +47,8 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
     Parameters
     ----------
     devices
-        ``"auto"``: every GPU, or every host device if there is no GPU. ``"cuda"``: every GPU. ``"host"``: every host device, one for each core. A
-        list of devices, in which these two may be, too. A `DeviceGroup`, whose end is that of the pool. A trainer: its devices, on whose workers
+        ``"auto"``: every GPU, or every host device if there is no GPU. ``"cuda"``: every GPU. ``"host"``: every host device, one for each core. A device
+        or its name, or a list of them, in which these two may be, too. A `DeviceGroup`, whose end is that of the pool. A trainer: its devices, on whose workers
         jobs run between the trainer's steps.
     placement
         ``"auto"``, or for comparison: ``"any"``, ``"weighted"`` (in the ratio of measured speeds), ``"round_robin"``, ``"least_outstanding"``,
@@ -86,7 +86,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
 
     def __init__(
         self,
-        devices: str | Sequence[str | Device] | DeviceGroup | Any = "auto",
+        devices: str | Device | Sequence[str | Device] | DeviceGroup | Any = "auto",
         *,
         placement: Placement = "auto",
         budget: float = 0.1,
@@ -96,7 +96,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         autoscale: bool | Autoscale = False,
         observe: Literal["socket"] | None = None,
     ) -> None:
-        caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in (memory or {}).items()}
+        caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in by_name("memory", memory)}
         self._jobs = Jobs(group_of(devices), placement, budget, caps, hang_seconds, observe)
         add_tenants(self._jobs.engine, tenants)
         if budget > 0:
@@ -118,7 +118,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         deadline: float | None = None,
         not_before: float = 0.0,
         gang: int = 1,
-        after: Sequence[PoolFuture[Any]] = (),
+        after: PoolFuture[Any] | Iterable[PoolFuture[Any]] = (),
         needs: Needs = (),
         memory: float = 0.0,
         tenant: str | None = None,
@@ -148,7 +148,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         gang
             On how many devices it runs. `fn` runs on the worker of the first one, and the others run no job meanwhile.
         after
-            Jobs of this pool that must complete first. If one does not, this job is cancelled.
+            A job of this pool that must complete first, or several. If one does not, this job is cancelled.
         needs
             What the device must have: a label, which is its name, ``"host"`` or ``"cuda"``; a function of its facts (``name``, ``kind``, ``device_class``, ``cores``,
             ``memory`` in bytes) that returns whether it will do, ``lambda facts: facts.memory > 4e9``; or a list of these, all of which must hold. A
@@ -346,9 +346,8 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         return self._jobs.engine.running
 
     def explain(self) -> str:
-        """Text: what each device has run, why it leaves jobs waiting, and what tenants have had."""
-        served = [one.explain() for one in list(self._jobs.served.values())]
-        return "".join((self._jobs.engine.explain(), *served, self._scale.explain()))
+        """Text: what each device has run, why jobs wait, and what tenants have had. Its figures are those of `report`."""
+        return self._jobs.explain(self._jobs.devices_now())
 
     def report(self) -> dict[str, Any]:
         """The figures of `explain` and `prometheus`.
@@ -357,7 +356,8 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         -------
         dict
             ``devices``: by name ``jobs`` that completed, their ``runs`` alone or in batches, ``busy_seconds`` of all runs, also of those
-            that failed or have not ended, and whether it is ``retired``, or lost. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured times.
+            that failed or have not ended, whether it takes no work, ``retired`` by you, released or lost, and whether `Autoscale` has ``released`` it. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured
+            times; jobs of priority ``"background"`` count as nothing there. Copies of requests for versions in the shadow, and what warms a version, count in ``busy_seconds``, ``waiting`` and ``running`` only.
             ``desired_devices``: how many devices a mean wait of 0.1 s takes, or that of `Autoscale`, for what has come lately.
             ``placement``: its ``name``, the number of its ``failures``, and the ``last_failure``. ``tenants``: by name their ``weight``, the costs of what was ``served``, jobs ``waiting``, ``devices`` and bytes of ``memory`` in use; ``""``: jobs without a name.
             ``hangs``: the last runs that were given up, each with ``device``, ``kind``, ``jobs``, ``where`` and ``time``. ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds``, of all of them together.

@@ -90,7 +90,7 @@ def _mirror(
         return
     copies = [one.detach().clone() for one in leaves]  # the caller may change these once the request is answered
     item = copies[0] if spec is None else pytree.tree_unflatten(copies, spec)
-    answer = shadow.put(None, item, copies, spec, None, "background", False)
+    answer = shadow.put(None, item, copies, spec, None, "background", False, own=True)
     jobs.copies.add(answer)
     answer.add_done_callback(jobs.copies.discard)
 
@@ -119,6 +119,7 @@ class Gap:
         priority: Priority,
         wait: bool,
         tenant: str = "",
+        own: bool = False,
     ) -> PoolFuture[Any]:
         """Wait until there is a version, and submit the request."""
         try:
@@ -134,4 +135,4 @@ class Gap:
         self.over.wait()
         if deadline is not None:
             deadline = max(deadline - (time.monotonic() - begun), 1e-9)
-        return self._present.put(key, item, leaves, spec, deadline, priority, wait, tenant)
+        return self._present.put(key, item, leaves, spec, deadline, priority, wait, tenant, own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -101,7 +102,10 @@ def batcher_of(jobs: Jobs, model: Any, called: str, **given: Any) -> Batcher:
             raise InvalidArgument(
                 f"publish: {min(others)}= is no option of a version. These are {', '.join(_OF_VERSIONS)}. What else was given to serve is that of all versions."
             )
-        return answerer_of(jobs, model, f"{name}, version {version}", version, **{**given, **options})
+        try:
+            return answerer_of(jobs, model, f"{name}, version {version}", version, **{**given, **options})
+        except InvalidArgument as error:  # it says the same of what serve() is given
+            raise InvalidArgument(re.sub(r"^serve(?=: )", "publish", str(error))) from error.__cause__
 
     return Batcher(jobs, answerer_of(jobs, model, name, 1, **given), make)
 

@@ -46,9 +46,16 @@ def _positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
+def by_name(argument: str, given: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+    """The pairs of an argument of `Pool` that is a dictionary by name."""
+    if not isinstance(given, (Mapping, type(None))):
+        raise InvalidArgument(f"Pool: {argument}={given!r} must be a dictionary by name.")
+    return list((given or {}).items())
+
+
 def add_tenants(engine: Any, tenants: Mapping[str, float | Tenant] | None) -> None:
     """Tell the engine of tenants. Numbers are weights."""
-    for name, tenant in (tenants or {}).items():
+    for name, tenant in by_name("tenants", tenants):
         one = tenant if isinstance(tenant, Tenant) else Tenant(tenant)
         engine.add_tenant(name_of("Pool", name), weight=one.weight, devices=one.devices, memory=one.memory)
 

@@ -28,7 +28,7 @@ class Version(NamedTuple):
     Attributes
     ----------
     number
-        As in ``future.version`` of the requests that it answers. What `Pool.serve` was given is version 1.
+        As in ``future.version`` of the requests that it answers. What `Pool.serve` was given is version 1. Versions that were refused have had numbers, too.
     endpoint
         The name of the batcher.
     """
@@ -193,7 +193,8 @@ class Versions:
         for _, one in self._state.all():
             if (one.version, self._name) == wanted:
                 return one
-        raise InvalidArgument(f"{call}: {self._name} has no version {wanted}, or not any more.")
+        of = "" if wanted[1] == self._name else f" of {wanted[1]}"
+        raise InvalidArgument(f"{call}: {self._name} has no version {wanted[0]}{of}, or not any more.")
 
     def _check_quiet(self, call: str) -> None:
         if self._exchanging:
@@ -209,6 +210,7 @@ class Versions:
         with self._lock:
             if self._known._job is None:
                 job = Job(self._known, self._jobs, lambda _: None, (), {}, 1)
+                job.own = True
                 self._jobs.put(job, kind=f"{self._name}, publishing", priority="normal", deadline=None, wait=False)
                 self._known.cancel()
         try:

@@ -180,7 +180,7 @@ class Warming:
                 asked: list[PoolFuture[Any]] = []
                 try:
                     for _ in range(count):
-                        asked.append(there.put(None, item, leaves, spec, None, "normal", True))
+                        asked.append(there.put(None, item, leaves, spec, None, "normal", True, own=True))
                     for one in asked:
                         self._wait(one, seat, f"{count} requests")
                 finally:
@@ -192,10 +192,12 @@ class Warming:
         """Run it on the device's worker."""
         future: PoolFuture[bool] = PoolFuture()
         future.add_done_callback(self._made.open.discard)
+        job = Job(future, self._jobs, call, (), {}, 1)
+        job.own = True
         try:
             self._made.open.add(future)
             self._jobs.put(
-                Job(future, self._jobs, call, (), {}, 1),
+                job,
                 kind=self._kind,
                 priority="normal",
                 deadline=None,

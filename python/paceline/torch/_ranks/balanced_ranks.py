@@ -135,11 +135,10 @@ class BalancedRanks:
         except Exception as caught:
             error = caught
         kinds = self._meeting.agree("BalancedRanks", error, settings, cuda.name_of_present() or "host")
-        classes = [f"kind {kinds.index(kind) + 1}" for kind in kinds]
         balancer = None
         try:
             if self._meeting.rank == 0:
-                balancer = Balancer(names, device_classes=classes, ledger=kept, **options)
+                balancer = Balancer(names, device_classes=kinds, ledger=kept, **options)
         except Exception as caught:  # its ledger cannot be written
             error = caught
         self._meeting.agree("BalancedRanks", error, {}, None)

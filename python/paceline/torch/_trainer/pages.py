@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _CAUSE = "what may slow it: "  # of explain()
+_SPEED = re.compile(r", speed ([0-9.]+) of the fastest ")  # of explain()
 _SLOW = 0.9  # of the fastest device's speed
 _NO_MEMORY = "No device has a limit of memory (memory=), so what micro-batches take was not measured."
 
@@ -156,11 +158,13 @@ class Pages(Part):
         texts.append(work.launches.explain(busy))
         if work.alone is not None:
             texts.append(work.alone.explain(self._works.names))
-        device = ""
+        device, speed = "", 1.0
         for line in explained.splitlines():
             named = line.strip().partition(": ")[0]
-            device = named if named in report["devices"] else device
-            if line.strip().startswith(_CAUSE) and report["devices"].get(device, {}).get("speed", 1.0) < _SLOW:
+            if named in report["devices"]:  # its speed as the text has it, which joins devices that nothing tells apart
+                said = _SPEED.search(line)
+                device, speed = named, float(said[1]) if said else report["devices"][named].get("speed", 1.0)
+            if line.strip().startswith(_CAUSE) and speed < _SLOW:
                 texts.append(f"Free {device}, the slower device: {line.strip().removeprefix(_CAUSE)}.")
                 break
         return next((text.strip() for text in texts if text), "")

@@ -1,0 +1,47 @@
+"""Arguments of `Pool` and its calls: what may be given alone, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from paceline import Cancelled, InvalidArgument, find_device
+from paceline.torch import Pool
+from pool_support import pool_of
+from torch_support import hosts
+
+
+def test_one_device_or_one_job_needs_no_list() -> None:
+    first, second = hosts(2)
+    for given in (first, find_device(first), [find_device(first)]):
+        with Pool(given) as pool:
+            assert [one.name for one in pool.devices] == [first]
+    with pool_of() as pool:
+        failed = pool.submit(lambda _: 1 / 0)
+        for after in (failed, [failed], (one for one in [failed])):
+            assert isinstance(pool.submit(lambda _: 1, after=after).exception(), Cancelled)
+        assert pool.what_if(remove=second)["devices"] == 1
+        assert pool.what_if(add=0.5)["devices"] == pool.what_if(add=first)["devices"] == 3
+
+
+def test_what_is_no_device_no_job_and_no_dictionary_is_refused() -> None:
+    for wrong in (2, None, [2], ["host:0", None]):
+        with pytest.raises(InvalidArgument, match=re.escape(f"Pool: devices is {wrong!r}; give 'auto'")):
+            Pool(wrong)
+    for options in ({"tenants": ["a"]}, {"memory": 3}):
+        with pytest.raises(InvalidArgument, match="must be a dictionary by name"):
+            pool_of(1, **options)
+    pool: Any
+    with pool_of(1) as pool:
+        with pytest.raises(InvalidArgument, match="after= is a int; give a future"):
+            pool.submit(print, after=3)
+        with pytest.raises(InvalidArgument, match=r"remove has 3\.0"):
+            pool.what_if(remove=3.0)
+        with pytest.raises(InvalidArgument, match="add is a NoneType; give a device"):
+            pool.what_if(add=None)
+        with pytest.raises(InvalidArgument, match="the deadline is -1 s; it must be positive"):
+            pool.submit(print, deadline=-1)
+        with pytest.raises(InvalidArgument, match="not_before is -2 s; it must be finite"):
+            pool.submit(print, not_before=-2)
