@@ -331,12 +331,10 @@ class _WhatIf:
         lost: set[int] = set()
         for number, entry in enumerate(entries):
             name = _event_of(entry)
-            ignored = name in _RELEASES and (stay or (name == "retire" and number > last))
-            if name == "lose":
-                lost.add(entry[name]["device"])
-            elif name == "restore" and entry[name]["device"] in lost:  # no release ends with it
-                lost.remove(entry[name]["device"])
-                ignored = False
+            back = name == "restore" and entry[name]["device"] in lost  # no release ends with it
+            ignored = name in _RELEASES and not back and (stay or (name == "retire" and number > last))
+            if name in ("lose", "restore"):
+                (lost.add if name == "lose" else lost.discard)(entry[name]["device"])
             if name in _ARRIVE and not ignored:
                 with at_line(number + 2):
                     self._arrive(name, entry)

@@ -53,8 +53,9 @@ using PlacementFunction = pybind11::typing::Callable<pybind11::object(pybind11::
 /// A name, or a function of (now, kind, priority, deadline, waiting, candidates), which answers the place of one of the
 /// candidates or -1. A candidate is (name, idle, free in seconds, seconds). `throws`: what the function raises is
 /// thrown on. Otherwise it may run on any thread, and the text that it returns instead is thrown as an Error.
-void set_placement(plan::PoolOptions& options, const char* call,
-                   const std::variant<std::string, PlacementFunction>& placement, bool throws);
+[[nodiscard]] plan::PoolOptions with_placement(plan::PoolOptions options, const char* call,
+                                               const std::variant<std::string, PlacementFunction>& placement,
+                                               bool throws);
 
 /// Parses "auto", "gpipe" or "1f1b". @throws InvalidArgument for others.
 plan::StageOptions::Kind schedule_kind(const std::string& name);

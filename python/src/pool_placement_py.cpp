@@ -72,11 +72,11 @@ Answer ask_anywhere(const py::function& function, const plan::PoolQuestion& ques
 
 }  // namespace
 
-void set_placement(plan::PoolOptions& options, const char* call,
-                   const std::variant<std::string, PlacementFunction>& placement, bool throws) {
+plan::PoolOptions with_placement(plan::PoolOptions options, const char* call,
+                                 const std::variant<std::string, PlacementFunction>& placement, bool throws) {
   if (const auto* const name = std::get_if<std::string>(&placement)) {
     options.placement = placement_of(call, *name);
-    return;
+    return options;
   }
   options.placement = plan::Placement::custom;
   // Dropped on whichever thread ends the pool.
@@ -89,6 +89,7 @@ void set_placement(plan::PoolOptions& options, const char* call,
     std::string text;
     return throws ? ask(*function, question, text) : ask_anywhere(*function, question);
   };
+  return options;
 }
 
 }  // namespace paceline::python

@@ -165,14 +165,7 @@ class PythonPool {
  public:
   PythonPool(const DeviceGroup& group, const std::variant<std::string, PlacementFunction>& placement, double budget,
              const std::map<std::string, double>& memory)
-      : pool_(
-            group,
-            [&] {
-              plan::PoolOptions options;
-              set_placement(options, "Pool: ", placement, false);
-              return options;
-            }(),
-            budget, memory) {}
+      : pool_(group, with_placement({}, "Pool: ", placement, false), budget, memory) {}
   ~PythonPool() {
     try {
       close(true);
@@ -391,8 +384,7 @@ void bind_pool(py::module_& module) {
            "Since the call before: seconds, work and jobs that came, work that waits, the runs of what came (how many, "
            "their work, the sum of its squares), seconds in which batches fill, whether all that waits is known, "
            "the speed of each device, which are lost, and sets of devices of which so many have to be active. None if "
-           "it was less than "
-           "`least_seconds` ago. Of needs those of the last `keep_seconds` count.")
+           "it was less than `least_seconds` ago. Of needs those of the last `keep_seconds` count.")
       .def_property_readonly("backlog_seconds", [](const PythonPool& self) { return self.pool().backlog_seconds(); })
       .def(
           "explain", [](const PythonPool& self, const Pool::Counts& counts) { return self.pool().explain(counts); },

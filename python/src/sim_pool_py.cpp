@@ -33,10 +33,10 @@ void bind_sim_pool(py::module_& module) {
         const bool custom = std::holds_alternative<PlacementFunction>(placement);
         if (custom) {
           const py::object asker = py::module_::import("paceline._pool_question").attr("asker");
-          set_placement(options.pool, "", asker(std::get<PlacementFunction>(placement)).cast<PlacementFunction>(),
-                        true);
+          options.pool = with_placement(options.pool, "",
+                                        asker(std::get<PlacementFunction>(placement)).cast<PlacementFunction>(), true);
         } else {
-          set_placement(options.pool, "", placement, true);
+          options.pool = with_placement(options.pool, "", placement, true);
         }
         options.pool.decline = decline;
         options.fixed_seconds = fixed_seconds;
