@@ -31,6 +31,8 @@ class LentTime {
   [[nodiscard]] double error(std::size_t device) const { return devices_[device].error; }
   /// Whether a device lends time, or did so in its last step.
   [[nodiscard]] bool lends() const noexcept;
+  /// It is retired.
+  void forget(std::size_t device) { devices_[device] = {}; }
   /// How long items take beside other work. Without any: `model` to the bit.
   [[nodiscard]] plan::CostModel slowed(std::size_t device, const plan::CostModel& model) const;
 

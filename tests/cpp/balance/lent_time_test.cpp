@@ -14,6 +14,7 @@
 
 #include <paceline/balance/balancer.hpp>
 #include <paceline/balance/ledger.hpp>
+#include <paceline/balance/what_if.hpp>
 #include <paceline/plan/random.hpp>
 
 #include "errors.hpp"
@@ -59,6 +60,10 @@ TEST(LentTime, OfADeviceWithoutWorkIsForgottenSoThatItIsMeasuredAgain) {
   for (int k = 0; k < 20; ++k) lent.record({}, {false});
   for (int k = 0; k < 5; ++k) lent.record(std::vector{0.2}, {true});
   EXPECT_NEAR(lent.part(0), 0.2, 1e-12);
+  lent.forget(0);
+  EXPECT_EQ(lent.part(0), 0.0);
+  lent.record(std::vector{0.2}, {true});
+  EXPECT_EQ(lent.part(0), 0.0) << "none of the steps before counts";
 }
 
 TEST(LentTime, IsNoMoreThanItsErrorsWhereFewStepsLendAndNoneWhereAllLendLittle) {
@@ -260,6 +265,25 @@ TEST(LentTimeInPlans, MovesForMoreThanTheThresholdOnly) {
   Balancer balancer = balancer_of(2);
   EXPECT_EQ(run(balancer, lenders, 0, 60, 200), (Shares{100, 100}));
   EXPECT_NEAR(balancer.report().devices[1].lent_part, 0.015, 1e-9);
+}
+
+TEST(LentTimeInPlans, OfADeviceThatIsRetiredOrAddedIsNone) {
+  const Lenders lenders{.per_item = {1e-3, 1e-3, 1e-3}, .rate = {0.0, 0.3, 0.0}};
+  Balancer balancer = balancer_of(3);
+  run(balancer, lenders, 0, 60, 240);
+  WhatIfOptions more;
+  more.add = {{.name = "another", .like = 1}};
+  const Shares with = balancer.what_if(more).shares;
+  EXPECT_EQ(with[3], with[0]) << "no requests come to a device that is not there";
+  EXPECT_LT(with[1], with[0]);
+  balancer.retire(1);
+  EXPECT_EQ(balancer.report().devices[1].lent_part, 0.0);
+  EXPECT_EQ(balancer.explain().find("lends"), std::string::npos);
+  run(balancer, lenders, 60, 4, 240);
+  balancer.restore(1);
+  EXPECT_EQ(balancer.report().devices[1].lent_part, 0.0);
+  run(balancer, lenders, 64, 20, 240);
+  EXPECT_NEAR(balancer.report().devices[1].lent_part, 0.3, 1e-9);
 }
 
 TEST(LentTimeInPlans, DoesNotChangeFixedRatios) {
