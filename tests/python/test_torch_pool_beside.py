@@ -173,7 +173,7 @@ def test_plans_count_what_requests_take_and_gradients_stay_exact(balance: Any) -
                 assert sum(shares) == 64
                 assert balance == "auto" or shares == [32, 32]
         asks.clear()
-        for _ in range(10):
+        for _ in range(16):
             trainer.step(loss_fn, batch)
         if balance == "even":  # otherwise host:0 may run all of some steps, which say nothing of host:1
             assert lent() == 0, "the pool is closed, so nothing is lent"

@@ -160,7 +160,7 @@ Proposal AutoPolicy::propose(const PolicyContext& context) {
 }
 
 void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timings, double makespan_seconds) {
-  const std::int64_t change_points = context.estimator.change_points() + context.lent.changes();
+  const std::int64_t change_points = context.estimator.change_points();
   const bool changed = change_points != std::exchange(seen_change_points_, change_points);
   if (changed) {
     firm_steps_ = firm_until_step_ = 0;
@@ -168,7 +168,8 @@ void AutoPolicy::observe(const PolicyContext& context, const StepTimings& timing
   }
   explorer_.observe(context, timings);
   if (explorer_.explores()) return;  // a step off the split says nothing about the split
-  const bool as_planned = ran_as_planned(*context.incumbent, timings);
+  // With other work in some steps and not in others, their times do not tell what a move is worth either.
+  const bool as_planned = ran_as_planned(*context.incumbent, timings) && !context.lent.lends();
   if (!as_planned) judge_.skip(context.batch_size);
   const bool comparable = as_planned && !context.estimator.unsettled();
   auto verdict = judge_.observe(context.batch_size, comparable ? makespan_seconds : 0.0, changed,

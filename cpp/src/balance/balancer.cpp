@@ -235,6 +235,7 @@ void Balancer::retire(std::size_t device) {
   if (state.ledger) state.ledger->retire(device);
   state.retired[device] = true;
   state.limits[device] = {.minimum = 0, .maximum = 0};
+  state.lent.forget(device);
   state.devices_changed();
 }
 

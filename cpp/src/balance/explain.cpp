@@ -104,7 +104,7 @@ std::string describe(const BalanceReport& report, std::int64_t batch_size, std::
   for (std::size_t i = 0; i < report.devices.size(); ++i) {
     const DeviceReport& device = report.devices[i];
     out += device_line(device);
-    if (device.lent_part > 0.0 && !device.retired) {
+    if (device.lent_part > 0.0) {
       out += fmt::format("    {} lends {:.0f} % of its time to requests{}\n", device.name, 100.0 * device.lent_part,
                          report.policy == "auto" ? ", which its share counts" : "");
     }

@@ -3,14 +3,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "balance/bounded.hpp"
-#include "plan/statistics.hpp"
 
 namespace paceline::balance {
 namespace {
 
-constexpr std::size_t kLentKept = 9;
+constexpr std::size_t kLentKept = 16;  // with 9, plans moved twice as often under requests at random
 constexpr std::size_t kLeastLent = 5;
 constexpr double kNegligibleLent = 0.005;  // half of what a move must promise at least
 constexpr double kMostLent = 0.9;          // a device that lends all of its time would never be measured again
@@ -21,24 +21,29 @@ void LentTime::record(std::span<const double> parts, const std::vector<bool>& wo
   for (std::size_t i = 0; i < devices_.size(); ++i) {
     Device& device = devices_[i];
     const double part = parts.empty() ? 0.0 : std::min(parts[i], kMostLent);
-    if (!worked[i] || (part <= 0.0 && device.parts.empty())) continue;
-    keep_last(device.parts, part, kLentKept);
-    const bool lent = device.part > 0.0;
-    device.part = device.error = 0.0;
-    if (std::ranges::all_of(device.parts, [](double one) { return one <= 0.0; })) {
-      device.parts.clear();
-    } else if (device.parts.size() >= kLeastLent) {
-      const double typical = plan::median(device.parts);
-      if (typical >= kNegligibleLent) {
-        std::vector<double> deviations;
-        for (const double one : device.parts) deviations.push_back(std::abs(one - typical));
-        const double deviation = plan::from_median_deviation(plan::median_in_place(deviations));
-        device.part = typical;
-        device.error = plan::median_error(deviation, device.parts.size()) / (1.0 - typical);
-      }
+    if (device.parts.empty() && (!worked[i] || part <= 0.0)) continue;
+    if (worked[i]) {
+      keep_last(device.parts, part, kLentKept);
+    } else {
+      device.parts.erase(device.parts.begin());
     }
-    changes_ += lent != (device.part > 0.0) ? 1 : 0;
+    device.part = device.error = 0.0;
+    if (std::ranges::all_of(device.parts, [](double one) { return one <= 0.0; })) device.parts.clear();
+    if (device.parts.size() < kLeastLent) continue;
+    const auto count = static_cast<double>(device.parts.size());
+    const double sum = std::accumulate(device.parts.begin(), device.parts.end(), 0.0);
+    const double mean = std::min(sum / count, std::ranges::max(device.parts));  // rounding may exceed it
+    if (mean < kNegligibleLent) continue;
+    double squares = 0.0;
+    for (const double one : device.parts) squares += (one - mean) * (one - mean);
+    device.part = mean;
+    device.error = std::sqrt(squares / (count * (count - 1.0))) / (1.0 - mean);
   }
+}
+
+bool LentTime::lends() const noexcept {
+  return std::ranges::any_of(
+      devices_, [](const Device& one) { return one.part > 0.0 || (!one.parts.empty() && one.parts.back() > 0.0); });
 }
 
 plan::CostModel LentTime::slowed(std::size_t device, const plan::CostModel& model) const {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -15,9 +14,10 @@ namespace paceline::balance {
 /// Other work comes at a rate, so a device lends more in a longer step: with a part p lent, its items take 1 / (1 - p)
 /// times as long. Fixed seconds for each step would be wrong as soon as the share changes.
 ///
-/// The part is the median of the last 9 steps in which the device had work. Between two devices the median is the best
-/// constant guess: with it the device that lends is the last one in half of the steps, so one item less would cost as
-/// much as it gains. A load that begins, ends or changes is believed after 5 steps, and a single long job never is.
+/// The part is the mean of the last 16 steps, and its standard error goes into what a move must promise. A median would
+/// jump between nothing and all as soon as other work comes in about half of the steps. Long jobs do not raise the mean
+/// much, since the caller bounds each step's part. A load that begins is counted after 5 steps. One that ends is
+/// forgotten in 16, and so is what a device without work once lent: it would not be measured again otherwise.
 class LentTime {
  public:
   explicit LentTime(std::size_t devices) : devices_(devices) {}
@@ -29,8 +29,10 @@ class LentTime {
   [[nodiscard]] double part(std::size_t device) const { return devices_[device].part; }
   /// The relative standard error of the time that items take, because the part varies.
   [[nodiscard]] double error(std::size_t device) const { return devices_[device].error; }
-  /// How often a device began or ceased to lend.
-  [[nodiscard]] std::int64_t changes() const noexcept { return changes_; }
+  /// Whether a device lends time, or did so in its last step.
+  [[nodiscard]] bool lends() const noexcept;
+  /// It is retired.
+  void forget(std::size_t device) { devices_[device] = {}; }
   /// How long items take beside other work. Without any: `model` to the bit.
   [[nodiscard]] plan::CostModel slowed(std::size_t device, const plan::CostModel& model) const;
 
@@ -42,7 +44,6 @@ class LentTime {
   };
 
   std::vector<Device> devices_;
-  std::int64_t changes_ = 0;
 };
 
 }  // namespace paceline::balance

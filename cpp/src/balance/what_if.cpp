@@ -70,7 +70,7 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
     require_device(added.like, count, "an added device");
     require_speed(added.speed, added.name);
     answer.names.push_back(added.name);
-    models.push_back(models[added.like].scaled(1.0 / added.speed));
+    models.push_back(state.estimator.model(added.like).scaled(1.0 / added.speed));  // it lends no time
     split.limits.push_back(state.options.devices[added.like].limits);
     measured_by.push_back(added.like);
   }

@@ -210,7 +210,7 @@ bool Worker::perform(const Open& open, std::int64_t number) {
     const void* expected = &source;
     return inside_.compare_exchange_strong(expected, nullptr);
   };
-  const bool lends = !open.gang && beside_gang_of_this_thread() == BesideGang::works;
+  const bool lends = !open.gang && beside_gang_of_this_thread() == BesideGang::works && source.part() > 0.0;
   WorkTiming timing{.start = Clock::now(), .finish = {}};
   try {
     source.perform(open.device, number, turn);

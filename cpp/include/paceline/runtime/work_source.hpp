@@ -104,8 +104,8 @@ class PACELINE_API WorkSource {
   /// neither wake() nor the group. If it throws, the source is not opened.
   virtual void opened(std::span<const DeviceId> devices);
   /// The part of a device's time, from 0 to 1, that a source which is no gang takes from gangs at most, in the long
-  /// run: plans of steps count no more. For the worker that asks.
-  [[nodiscard]] virtual double part() const noexcept { return 1.0; }
+  /// run: plans of steps count no more. 0: its work is not counted. For the worker that asks.
+  [[nodiscard]] virtual double part() const noexcept { return 0.0; }
 
   friend class DeviceGroup;
   friend class internal::GroupWorkers;

@@ -131,7 +131,6 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   [[nodiscard]] double budget() const noexcept { return budget_; }
 
  private:
-  [[nodiscard]] double part() const noexcept override { return 0.0; }  // AddedDevice asks for what comes before steps
   struct Kind {
     std::string name;
     Pool::BatchCall call;             // empty: its jobs run alone
