@@ -92,7 +92,7 @@ class ReplicasPlanner:
     measures, measured = False, None  # all is known from the start
     finds_order = False
     plans_micro_batches = True
-    unsettled, settling = None, nullcontext()  # on the host times are known when a step is over
+    unsettled, failure, settling = None, None, nullcontext()  # on the host times are known when a step is over
 
     def __init__(self, groups: Sequence[DeviceGroup], planners: Sequence[Planner]) -> None:
         self.planners = planners
