@@ -288,6 +288,8 @@ def test_replicas_of_pipelines_divide_the_batch_anew_for_each_subset(monkeypatch
         with pytest.raises(InvalidArgument, match="no device is left"):  # no device holds all blocks
             trainer.what_if(prices=prices, remove=[names[1], names[3]])
         (half,) = trainer.what_if(prices=prices, remove=names[2:], batch_size=ITEMS // 2).choices
+        monkeypatch.setattr(trainer._planner, "least_items", ITEMS)  # so the batch cannot be divided
+        assert {sum(one.shares.values()) for one in trainer.what_if(prices=prices).choices} == {BLOCKS}
     whole = found[fast | slow]
     assert sum(whole.shares.values()) == 2 * BLOCKS, "each pipeline has all blocks"
     assert sum(found[fast].shares.values()) == BLOCKS
