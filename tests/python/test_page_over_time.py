@@ -137,7 +137,8 @@ def test_a_replay_leaves_the_waits_and_the_memory_of_the_history_as_they_are(tmp
             trainer.step(classify, batch)
         assert [row["steps"] for row in trainer.history()] == [1, 1]
         assert trainer._gaps.waited.of(1, 1) is not None
-        assert trainer._gaps.waited.of(2, 1) is trainer._reports.memory.of(2, 1) is None
+        assert trainer._gaps.waited.of(2, 1) is None
+        assert trainer._reports.memory.of(2, 1) is None
 
 
 def test_a_failed_step_leaves_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ class Unsettled {
   }
   /// Calls `note` with the oldest steps, waiting for them, until at most `most` are left. Then with those that have
   /// settled. `note` must not wait.
-  /// @throws what settle() and settled() throw. After an Error no step is left, so that a failed device is reported
-  /// only once.
+  /// @throws what settle(), settled() and `note` throw. After an Error no step is left, so that a failed device is
+  /// reported only once.
   template <class Note>
   void settle(std::size_t most, const Note& note) {
     try {
@@ -81,8 +81,8 @@ class Unsettled {
       oldest->settle();
       const std::lock_guard lock(mutex_);
       if (steps_.empty() || steps_.front() != oldest) continue;  // another thread has noted it
+      note(*oldest);                                             // throws if the times cannot be read
       steps_.pop_front();
-      note(*oldest);
     }
   }
   void note_failure(const Step& failed, std::exception_ptr failure) {

@@ -74,6 +74,16 @@ TEST_F(UnsettledSteps, StayWhereTheWaitIsInterrupted) {
   EXPECT_EQ(settle(0), (std::vector{1, 2}));
 }
 
+TEST_F(UnsettledSteps, AreDroppedIfTheirTimesCannotBeRead) {
+  add(1).done = true;
+  add(2).done = true;
+  const auto look = [this] { steps_.look([](const Work&) { throw DeviceLost("reading a time failed"); }); };
+  std::jthread([&] { EXPECT_THROW(look(), DeviceLost); }).join();
+  std::jthread([&] { EXPECT_NO_THROW(look()); }).join();
+  EXPECT_THROW(settle(2), DeviceLost);
+  EXPECT_EQ(settle(0), std::vector<int>{});
+}
+
 /// A step whose first wait takes until it may go on, as the wait of a thread that reads figures may.
 struct LateWork {
   int number = 0;
