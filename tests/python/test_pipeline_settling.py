@@ -49,11 +49,12 @@ class Loop(PipelineLoop):
 
     def ran(self, times: Callable[[], Any]) -> Outcome:
         """A step whose times come later."""
-        outcome: Any = object.__new__(Outcome)
-        outcome._waits, outcome._record, outcome.pending = threading.RLock(), [], times
+        passage = SimpleNamespace(plan=SimpleNamespace(order=(0,), sizes=(1,)), bounds=[(0, 1)])
+        step = SimpleNamespace(failed=False, take_cause=None, record=[], started=0.0, failed_action=None)
+        outcome = Outcome(passage, step, 1, None, 0, evidence=True, trains=True, lane=0)
+        outcome.pending = times
         self.commit(outcome)
-        made: Outcome = outcome
-        return made
+        return outcome
 
 
 def test_a_step_waits_for_the_thread_that_takes_note_of_the_last_one(times: Times) -> None:
@@ -95,11 +96,10 @@ def test_a_signal_handler_may_read_figures_while_its_thread_waits_for_gpus() -> 
         return TIMES
 
     outcome = loop.ran(interrupted)
-    threads = ThreadPoolExecutor(1)  # the pytest process goes on if it hangs
-    try:
-        threads.submit(loop.settle).result(30)
-    finally:
-        threads.shutdown(wait=False)
+    thread = threading.Thread(target=loop.settle, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
     assert loop.noted == [TIMES]
 
 
