@@ -22,7 +22,6 @@ from paceline._words import plural
 _MOST = 10  # devices of which each subset is asked about; with more there are too many
 _MOST_ROWS = 24  # in a text
 _RECENT = 50  # rows of a run, which are steps in a short one
-_LARGER = 1.25  # times the largest micro-batch; shares that move by less are measured soon
 BUSY = 0.7  # of the time of the steps; `on_alarm` has the same limit
 _CLOSE = 0.005  # relative; where less is measured than this, figures count as equal
 _WORK = 1_000_000  # units of work of the first batch with costs
@@ -261,19 +260,6 @@ def worth_of(
 
     choices = asked(len(present) + len(more), of)
     return Worth(sorted(choices, key=lambda one: one.seconds), batch_size, unit, idle_notes(run))
-
-
-def larger_than_seen(choices: Sequence[Choice], sizes: Iterable[int]) -> list[str]:
-    """A note on the first choice in which a device would run clearly more items at once than in any micro-batch so far, which had these sizes."""
-    seen = max(sizes, default=0)
-    for one in choices:
-        share = max(one.shares.values())
-        if seen and share > _LARGER * seen:
-            return [
-                f"With {' '.join(one.devices)} a micro-batch would have up to {share} items, and the largest so far had {seen}. Items of larger ones may take longer, "
-                f"as where memory is given back after each step and faulted in again; micro_batch={seen} keeps to sizes that were measured."
-            ]
-    return []
 
 
 def waiting(run: Run, predicted: float, items: int) -> float:

@@ -45,7 +45,7 @@ def test_the_wait_for_batches_is_a_part_of_the_loss_and_is_drawn_on_top() -> Non
     assert run.parts == pytest.approx({"waiting, launching and reduction": 0.1, "input": 0.6})
     good, cost, change = sentences(run)
     assert "a step took 10 ms in the mean with 6 ms of waiting for its batch, and 3 ms would do" in good
-    assert "70.0% was lost" in good
+    assert "70.0% was lost: 10.0% by the split, 60.0% by the wait for batches." in good
     assert cost == "Most of the loss was input, 60.0% of the steps' time."
     assert change.startswith("Give the loader more workers")
     times = charts_in(page_of_runs("run", [run]))[2]
@@ -67,6 +67,12 @@ def test_the_advice_is_about_the_input_if_that_cost_most_and_short_waits_are_not
     run.advice = "Small steps: one device would be faster."
     assert sentences(run)[2] == run.advice
     assert "waiting for its batch" not in sentences(run)[0]
+
+
+def test_a_slow_loader_makes_no_split_poor() -> None:
+    run = with_input(10, waits=0.006)
+    run.rows = [replace(row, ideal=0.0039) for row in run.rows]
+    assert sentences(run)[0].startswith("The split was close to ideal")
 
 
 def test_one_move_has_its_reason() -> None:
@@ -120,6 +126,19 @@ def test_what_was_waited_before_a_proved_step_counts_for_the_next_one() -> None:
         assert [row["steps"] for row in trainer.history()] == [1, 1], "the first step is proved"
         assert (trainer._gaps.waited.of(0, 1) or 0.0) >= NAP
         assert trainer._gaps.waited.of(2, 1) is None
+
+
+def test_a_replay_leaves_the_waits_and_the_memory_of_the_history_as_they_are(tmp_path: Path) -> None:
+    module, batch = classifier(16)
+    with DataParallel(module, TWO, balance="even") as trainer:
+        trainer.write_ledger(tmp_path / "ledger")
+        for replays in (None, tmp_path / "ledger", None):
+            trainer.replay_claims(replays)
+            trainer.step(classify, batch)
+        assert [row["steps"] for row in trainer.history()] == [1, 1]
+        assert trainer._gaps.waited.of(1, 1) is not None
+        assert trainer._gaps.waited.of(2, 1) is None
+        assert trainer._reports.memory.of(2, 1) is None
 
 
 def test_a_failed_step_leaves_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +210,25 @@ def test_the_history_of_a_trainer_has_such_rows() -> None:
         for _ in range(1026):
             trainer.step(classify, batch)
         assert {row["steps"] for row in trainer.history()} == {trainer._gaps.waited._rows[0]} == {2}
+
+
+def test_steps_of_another_thread_while_a_page_is_made_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = classifier(4)
+    with DataParallel(module, ["host:0"]) as trainer:
+        for _ in trainer.live(range(1024)):
+            trainer.step(classify, batch)
+        reports: Any = trainer._reports
+        history, waited = reports.history, reports._gaps.waited
+        whole = waited.of(0, 1024)
+
+        def late() -> Any:
+            rows = history()
+            waited.add(1.0)  # merges the rows
+            return rows
+
+        monkeypatch.setattr(type(reports), "history", lambda _: late())
+        (run,) = reports._runs()
+        assert sum(row.input for row in run.rows) == pytest.approx(whole)
 
 
 def test_a_page_of_10000_steps_with_input_and_memory_is_small() -> None:

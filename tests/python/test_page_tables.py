@@ -158,6 +158,17 @@ def test_a_ledger_says_who_declined_and_counts_what_failed_as_busy() -> None:
     assert [(one["runs"], one["busy_seconds"]) for one in devices] == [(0, 3.0), (0, 3.0)]
 
 
+def test_jobs_that_must_not_begin_at_once_wait_since_they_were_submitted() -> None:
+    found = entries_of(
+        *({"at": 1.0, "submit": {"not_before_seconds": 2.0}, "job": job} for job in range(2)),
+        {"at": 5.0, "tick": {}, "decided": starts(1, 0) | {"ends": [[1, "cancelled"]]}},
+        {"at": 6.0, "finish": {"run": 1, "result": "completed", "seconds": 1.0}},
+    )
+    assert [one.waited for one in found.runs] == [4.0]
+    assert [one.came for one in found.never] == [1.0]
+    assert found.report()["wait_seconds"] == 4.0
+
+
 def test_the_page_of_a_ledger_shows_declines_and_no_backlog(tmp_path: Path) -> None:
     path, made = tmp_path / "pool.jsonl", tmp_path / "pool.html"
     with pool_of(2) as pool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline._cli import main
-from paceline._worth import Choice, asked, larger_than_seen
+from paceline._worth import asked
 from paceline.balance import Balancer, Worth, worth
 from paceline.plan import BlockCost
 from paceline.torch import DataParallel, Pipeline
@@ -180,28 +180,6 @@ def test_a_ledger_without_steps_is_refused() -> None:
         worth(ledger([1e-3, 3e-3], steps=0))
 
 
-@pytest.mark.parametrize(("sizes", "told"), [([256, 100], True), ([410, 2], False), ([], False)])
-def test_larger_micro_batches_than_were_measured_are_told(sizes: list[int], told: bool) -> None:
-    choices = [Choice({"a": 256, "b": 256}, 0.1, 0.2, None, 0.0), Choice({"b": 512}, 0.2, 0.4, None, 0.0)]
-    notes = larger_than_seen(choices, sizes)
-    assert len(notes) == told
-    if told:
-        assert "With b a micro-batch would have up to 512 items, and the largest so far had 256." in notes[0]
-        assert "micro_batch=256 keeps to sizes that were measured" in notes[0]
-
-
-@pytest.mark.parametrize("micro_batch", [None, 8])
-def test_a_trainer_tells_of_larger_micro_batches_unless_their_size_is_fixed(micro_batch: int | None) -> None:
-    module, batch = classifier(64)
-    with DataParallel(module, TWO, prove=False, balance="even", micro_batch=micro_batch) as trainer:
-        for _ in range(3):
-            trainer.step(classify, batch)
-        notes = trainer.what_if(prices={"host": 1.0}).notes
-    assert any("would have up to 64 items, and the largest so far had 32" in note for note in notes) == (
-        not micro_batch
-    )
-
-
 def test_a_trainer_says_it_with_the_time_between_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = classifier(64)
     with DataParallel(module, TWO, prove=False) as trainer:
@@ -311,6 +289,8 @@ def test_replicas_of_pipelines_divide_the_batch_anew_for_each_subset(monkeypatch
         with pytest.raises(InvalidArgument, match="no device is left"):  # no device holds all blocks
             trainer.what_if(prices=prices, remove=[names[1], names[3]])
         (half,) = trainer.what_if(prices=prices, remove=names[2:], batch_size=ITEMS // 2).choices
+        monkeypatch.setattr(trainer._planner, "least_items", ITEMS)  # so the batch cannot be divided
+        assert {sum(one.shares.values()) for one in trainer.what_if(prices=prices).choices} == {BLOCKS}
     whole = found[fast | slow]
     assert sum(whole.shares.values()) == 2 * BLOCKS, "each pipeline has all blocks"
     assert sum(found[fast].shares.values()) == BLOCKS

@@ -33,38 +33,46 @@ class Unsettled {
   }
   /// Calls `note` with the oldest steps, waiting for them, until at most `most` are left. Then with those that have
   /// settled. `note` must not wait.
-  /// @throws what settle() and settled() throw. After an Error no step is left, so that a failed device is reported
-  /// only once.
+  /// @throws what settle(), settled() and `note` throw. After an Error no step is left, so that a failed device is
+  /// reported only once.
   template <class Note>
   void settle(std::size_t most, const Note& note) {
     try {
-      advance(most, note);
+      throw_failure();
+      Step oldest;
+      advance(most, note, oldest);
     } catch (const Error&) {
       forget();
       throw;
     }
   }
-  /// Settles all, for a caller that reads figures. An error that another thread than that of the steps finds is also
-  /// thrown by the next settle(), since whoever steps has to learn of it.
+  /// Settles all, for a caller that reads figures or changes devices. After an Error no step is left. An Error that
+  /// another thread than that of the steps finds is also thrown by the next settle(), since whoever steps has to learn
+  /// of it, but by no other look().
   template <class Note>
   void look(const Note& note) {
+    Step oldest;
     try {
-      advance(0, note);
+      advance(0, note, oldest);
     } catch (const Error&) {
-      if (!keeps(std::current_exception())) forget();
+      note_failure(oldest, std::current_exception());
       throw;
     }
   }
 
  private:
+  void throw_failure() {
+    const std::lock_guard lock(mutex_);
+    if (failure_ != nullptr) std::rethrow_exception(failure_);
+  }
+  /// `oldest`: the step that it waits for, which is the one that has failed if it throws.
   template <class Note>
-  void advance(std::size_t most, const Note& note) {
+  void advance(std::size_t most, const Note& note, Step& oldest) {
     for (;;) {
-      Step oldest;  // ends outside of the lock
+      oldest = nullptr;  // ends outside of the lock
       bool waits = false;
       {
         const std::lock_guard lock(mutex_);
-        if (failure_ != nullptr) std::rethrow_exception(failure_);
         if (steps_.empty()) return;
         oldest = steps_.front();
         waits = steps_.size() > most;
@@ -73,15 +81,18 @@ class Unsettled {
       oldest->settle();
       const std::lock_guard lock(mutex_);
       if (steps_.empty() || steps_.front() != oldest) continue;  // another thread has noted it
+      note(*oldest);                                             // throws if the times cannot be read
       steps_.pop_front();
-      note(*oldest);
     }
   }
-  [[nodiscard]] bool keeps(std::exception_ptr failure) {
+  void note_failure(const Step& failed, std::exception_ptr failure) {
+    std::deque<Step> forgotten;  // ends outside of the lock
     const std::lock_guard lock(mutex_);
-    if (stepping_ == std::this_thread::get_id()) return false;
-    if (!steps_.empty()) failure_ = std::move(failure);  // else the thread that steps has thrown it
-    return true;
+    const bool steps = stepping_ == std::this_thread::get_id();
+    if (steps) failure_ = nullptr;
+    if (steps_.empty() || steps_.front() != failed) return;  // another thread has thrown it
+    forgotten.swap(steps_);
+    if (!steps) failure_ = std::move(failure);
   }
 
   std::mutex mutex_;

@@ -72,7 +72,9 @@ class _Jobs:
         self.runs: list[Run] = []
         self.never: list[Never] = []
         self._kinds: list[str] = []
-        self._due: dict[int, float] = {}  # jobs that have not ended
+        self._came: dict[
+            int, float
+        ] = {}  # when jobs that have not ended were submitted, also those that must not begin before some time
         self._declined = Counter[tuple[int, int, str]]()  # device, kind and reason
         self._open: dict[int, tuple[float, dict[str, Any]]] = {}  # runs
         self._retired: set[int] = set()
@@ -89,8 +91,8 @@ class _Jobs:
                 self._devices.append({"jobs": 0, "runs": 0, "busy_seconds": 0.0})
             case {"add_kind": {"name": name}}:
                 self._kinds.append(name)
-            case {"submit": call, "job": job}:
-                self._due[job] = at + call.get("not_before_seconds", 0.0)
+            case {"submit": _, "job": job}:
+                self._came[job] = at
             case {"finish": call} if call["run"] in self._open:
                 self._finish(at, call)
             case {"withdraw": {"run": run}}:  # it had not begun
@@ -103,19 +105,19 @@ class _Jobs:
                 self._retired.discard(device)
         for job, outcome, *_ in decided.get("ends", ()):
             self._outcomes[outcome if outcome in self._outcomes else "failed"] += 1
-            due = self._due.pop(job, at)
+            came = self._came.pop(job, at)
             if job not in self._waits:
-                self.never.append(Never(min(due, at), at, "", outcome))
+                self.never.append(Never(came, at, "", outcome))
         for start in decided.get("starts", ()):
             self._open[start["run"]] = at, start
             for job in start["jobs"]:
-                self._waits.setdefault(job, (start["run"], max(0.0, at - self._due[job])))
+                self._waits.setdefault(job, (start["run"], at - self._came[job]))
         self._declined.update((device, kind, reason) for device, kind, reason, *_ in decided.get("declines", ()))
 
     def _finish(self, at: float, call: dict[str, Any]) -> None:
         begun, start = self._open.pop(call["run"])
         devices = [self.names[device] for device in start["devices"]]
-        waited = max(0.0, begun - min(self._due.get(job, begun) for job in start["jobs"]))
+        waited = begun - min(self._came.get(job, begun) for job in start["jobs"])
         count = len(start["jobs"])
         self.runs.append(Run(devices, self._kinds[start["kind"]], begun, at, count, waited, call["result"]))
         for device in start["devices"]:
@@ -144,7 +146,7 @@ class _Jobs:
         running = {job for _, start in self._open.values() for job in start["jobs"]}
         return {
             "devices": {name: {**one, "retired": at in self._retired} for at, (name, one) in enumerate(devices)},
-            "waiting": len(self._due.keys() - running),
+            "waiting": len(self._came.keys() - running),
             "running": len(self._open),
             "backlog_seconds": None,  # the models of the pool know it
             "hangs": [],

@@ -182,17 +182,18 @@ def sentences(run: Run) -> list[str]:
     if not run.rows:
         return ["No step has run, or none was recorded.", "So nothing has cost time.", "So there is nothing to change."]
     total, parts = run.total, run.parts
-    lost = sum(parts.values())
-    word = "close to ideal" if lost < _CLOSE else "good" if lost < _GOOD else "fair" if lost < _FAIR else "poor"
-    each = total.steps or 1
-    waits = (
-        f" with {milliseconds((total.input or 0.0) / each)} of waiting for its batch"
-        if parts.get("input", 0.0) > _SEEN
-        else ""
-    )
+    lost, fed = sum(parts.values()), parts.get("input", 0.0)
+    split = (lost - fed) / (1 - fed) if fed < 1 else 0.0  # of the time in which there was a batch
+    word = "close to ideal" if split < _CLOSE else "good" if split < _GOOD else "fair" if split < _FAIR else "poor"
+    each, waits, of_that = total.steps or 1, "", ""
+    if fed > _SEEN:
+        waits = f" with {milliseconds((total.input or 0.0) / each)} of waiting for its batch"
+        of_that = (
+            f": {lost - fed:.1%} by the {'schedule' if run.pipeline else 'split'}, {fed:.1%} by the wait for batches"
+        )
     good = (
         f"The {'schedule' if run.pipeline else 'split'} was {word}: a step took {milliseconds(total.whole / each)} in the mean{waits}, and "
-        f"{milliseconds(total.ideal / each)} would do if all devices with work had computed to its end, so {lost:.1%} was lost."
+        f"{milliseconds(total.ideal / each)} would do if all devices with work had computed to its end, so {lost:.1%} was lost{of_that}."
     )
     name = max(parts, key=lambda one: parts[one])
     worst = max(range(len(run.devices)), key=lambda device: run.waited[device])

@@ -74,6 +74,16 @@ TEST_F(UnsettledSteps, StayWhereTheWaitIsInterrupted) {
   EXPECT_EQ(settle(0), (std::vector{1, 2}));
 }
 
+TEST_F(UnsettledSteps, AreDroppedIfTheirTimesCannotBeRead) {
+  add(1).done = true;
+  add(2).done = true;
+  const auto look = [this] { steps_.look([](const Work&) { throw DeviceLost("reading a time failed"); }); };
+  std::jthread([&] { EXPECT_THROW(look(), DeviceLost); }).join();
+  std::jthread([&] { EXPECT_NO_THROW(look()); }).join();
+  EXPECT_THROW(settle(2), DeviceLost);
+  EXPECT_EQ(settle(0), std::vector<int>{});
+}
+
 /// A step whose first wait takes until it may go on, as the wait of a thread that reads figures may.
 struct LateWork {
   int number = 0;
@@ -150,13 +160,46 @@ TEST_F(UnsettledSteps, TellTheThreadThatStepsOfAFailureThatAnotherOneHasRead) {
   lost.lost = true;
   const auto look = [this] { steps_.look([](const Work&) {}); };
   std::jthread([&] { EXPECT_THROW(look(), DeviceLost); }).join();
-  lost.lost = false;  // as a collective that is asked twice
-  std::jthread([&] { EXPECT_THROW(look(), DeviceLost); }).join();
+  std::jthread([&] { EXPECT_NO_THROW(look()) << "a second reader"; }).join();
+  EXPECT_NO_THROW(look()) << "as retire(), with which the caller answers the failure";
   EXPECT_THROW(settle(2), DeviceLost);
   EXPECT_EQ(settle(0), std::vector<int>{});
   add(3).lost = true;
   EXPECT_THROW(look(), DeviceLost) << "on the thread that steps: once";
   EXPECT_EQ(settle(0), std::vector<int>{});
+}
+
+TEST(UnsettledStepsOfTwoThreads, DoNotThrowAFailureAgainThatTheThreadThatStepsHasThrownMeanwhile) {
+  struct LostWork {
+    std::latch inside{1};
+    std::latch go_on{1};
+    std::atomic<int> waits{0};
+    bool lost = true;
+    [[nodiscard]] bool settled() const { return true; }
+    void settle() {
+      if (!lost) return;
+      if (waits++ == 0) {
+        inside.count_down();
+        go_on.wait();
+      }
+      throw DeviceLost("it is lost");
+    }
+  };
+  int noted = 0;
+  const auto note = [&](const LostWork&) { ++noted; };
+  Unsettled<std::shared_ptr<LostWork>> steps;
+  const auto lost = std::make_shared<LostWork>();
+  const auto next = std::make_shared<LostWork>();
+  next->lost = false;
+  steps.add(lost);
+  std::jthread reader([&] { EXPECT_THROW(steps.look(note), DeviceLost); });
+  lost->inside.wait();
+  EXPECT_THROW(steps.settle(0, note), DeviceLost);
+  steps.add(next);  // the caller has gone on without the device
+  lost->go_on.count_down();
+  reader.join();
+  EXPECT_NO_THROW(steps.settle(0, note));
+  EXPECT_EQ(noted, 1);
 }
 
 }  // namespace

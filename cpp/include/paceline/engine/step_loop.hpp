@@ -139,7 +139,10 @@ class PACELINE_API StepLoop {
   /// plan(), commit() and settle() look for them.
   /// @throws InvalidArgument for a step that has no plan: a StepLoop has not prepared it.
   void commit(std::shared_ptr<const Step> step);
-  /// Waits until the times of all committed steps are known. @throws Error if a device has failed.
+  /// Waits until the times of all committed steps are known. Any thread may call it while another one steps.
+  /// @throws Error if a device has failed. The steps whose times are not known are dropped then, so later calls do not
+  /// throw it again. If another thread than that of the last commit() gets the error, the next plan() or commit()
+  /// throws it, too, once.
   void settle();
   /// Drops the committed steps whose times are not known yet, because one of them has failed. The balancer and the
   /// metrics do not get them.

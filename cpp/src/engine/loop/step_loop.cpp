@@ -163,7 +163,7 @@ std::vector<std::optional<plan::CostModel>> StepLoop::speeds(bool by_cost) const
 
 void StepLoop::hint(const std::vector<std::optional<plan::CostModel>>& models, bool by_cost) {
   require_idle();
-  state_->collect(0);
+  state_->look();
   internal::Planner& planner = by_cost ? state_->by_cost : state_->alike;
   planner.balancer.hint(models);
   planner.forget();
@@ -191,9 +191,7 @@ void StepLoop::commit(std::shared_ptr<const Step> step) {
   state_->collect(State::kMostPending);
 }
 
-void StepLoop::settle() {
-  state_->pending.look([this](const Step& done) { state_->note(done); });
-}
+void StepLoop::settle() { state_->look(); }
 void StepLoop::forget_unsettled() noexcept { state_->pending.forget(); }
 
 void StepLoop::write_to(std::shared_ptr<balance::LedgerWriter> ledger) {

@@ -143,7 +143,7 @@ std::shared_ptr<internal::ShortPieces> StepLoop::State::shorter_for(const BatchP
 }
 
 void StepLoop::State::change_devices(const std::function<void(balance::Balancer&)>& change) {
-  collect(0);
+  look();
   for (internal::Planner* const planner : {&alike, &by_cost}) {
     change(planner->balancer);
     planner->forget();
@@ -176,6 +176,10 @@ void StepLoop::State::note(const Step& done) {
 
 void StepLoop::State::collect(std::size_t most) {
   pending.settle(most, [this](const Step& done) { note(done); });
+}
+
+void StepLoop::State::look() {
+  pending.look([this](const Step& done) { note(done); });
 }
 
 void StepLoop::State::note_events(const BatchPlan& ran_by, const StepRecord& done) {

@@ -66,6 +66,8 @@ struct StepLoop::State {
   void note(const Step& done);
   /// Unsettled::settle()
   void collect(std::size_t most);
+  /// Unsettled::look()
+  void look();
   void note_events(const BatchPlan& ran_by, const StepRecord& done);
 
   DeviceGroup group;

@@ -293,13 +293,18 @@ def memory_in_use(index: int) -> int:
     return torch.cuda.memory_allocated(index)
 
 
+def reserved_memory(index: int) -> int:
+    """The bytes of a GPU that PyTorch keeps, used or not."""
+    return torch.cuda.memory_reserved(index)
+
+
 def free_memory(index: int) -> int:
     """The bytes of a GPU that nobody has, but for a sixteenth of all, and what PyTorch keeps of it without using it.
 
     The sixteenth is for what plans do not know: cuBLAS's workspaces of each stream, the rounding of PyTorch's allocator, and gaps between
     its blocks. It is a guess; if memory runs out nevertheless, the plan changes.
     """
-    return spare_memory(index, torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index))
+    return spare_memory(index, reserved_memory(index) - torch.cuda.memory_allocated(index))
 
 
 def spare_memory(index: int, unused: int = 0) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from paceline import DeviceGroup
@@ -29,7 +28,7 @@ class Outcome:
         self, passage: Any, step: Any, devices: int, begin: int | None, block: int, *, evidence: bool, trains: bool, lane: int
     ) -> None:  # fmt: skip
         """`passage`: the `Passage` that has run. `begin`: the first item of the micro-batch that failed. `block`: the last one that its forward called."""
-        self._waits = threading.Lock()  # for GPUs: any thread may read figures
+        self._waits = threading.RLock()  # for GPUs: any thread may read figures, and a signal handler may come in
         self.plan = plan = passage.plan
         self.bounds = passage.bounds
         self.evidence = evidence  # whether its times say how fast the devices are
@@ -109,19 +108,40 @@ class PipelineLoop:
 
     def commit(self, outcome: Outcome) -> None:
         """Take note of a step that was committed. Its times are read when somebody asks for them, or when the next step begins."""
-        self.settle()
+        self.settle(steps=True)
         self.last = outcome
         if outcome.settled:
             self._add(outcome)
         else:
-            self.planner.unsettled = partial(self._add, outcome)
+            self.planner.unsettled, self.planner.stepping = (self, outcome), threading.get_ident()
 
-    def settle(self) -> None:
-        """Take note of the times of the last step of all kinds, if these are not known yet. Any thread: a step waits for one that takes note already."""
-        with self.planner.settling:
-            add, self.planner.unsettled = self.planner.unsettled, None
-            if add is not None:
-                add()
+    def settle(self, *, steps: bool = False) -> None:
+        """Take note of the times of the last step of all kinds, if these are not known yet. Any thread: a step waits for one that takes note already.
+
+        After an error that step is dropped. If another thread than the one that steps finds the error, the next step (`steps`) raises it, too, once.
+        """
+        planner = self.planner
+        with planner.settling:
+            failure = planner.failure
+            if steps and failure is not None:
+                planner.failure = None
+                raise failure
+            waiting = planner.unsettled
+            if waiting is None:
+                return
+            loop, outcome = waiting
+            try:
+                _ = outcome.record  # An interrupt leaves the step to whoever asks next.
+            except Exception as error:
+                planner.unsettled = None
+                if loop.last is outcome:
+                    loop.last = None  # reports would ask for its times again
+                if threading.get_ident() != planner.stepping:
+                    planner.failure = error
+                raise
+            if planner.unsettled is waiting:  # no signal handler has taken note meanwhile
+                planner.unsettled = None
+                loop._add(outcome)
 
     def _add(self, outcome: Outcome) -> None:
         before, self._moves = self._moves, self.planner.moves
@@ -255,7 +275,7 @@ class PipelineWork(Workload):
 
     def plan_for(self, whole: Batch, least: int) -> Any:
         """What the next step runs."""
-        self.step_loop.settle()
+        self.step_loop.settle(steps=True)
         least = 2 if self.normalises else least
         if self.predicts:
             plan = self.planner.plan_prediction(whole.size, least)

@@ -92,13 +92,13 @@ class ReplicasPlanner:
     measures, measured = False, None  # all is known from the start
     finds_order = False
     plans_micro_batches = True
-    unsettled, settling = None, nullcontext()  # on the host times are known when a step is over
+    unsettled, failure, settling = None, None, nullcontext()  # on the host times are known when a step is over
 
     def __init__(self, groups: Sequence[DeviceGroup], planners: Sequence[Planner]) -> None:
         self.planners = planners
         self.blocks = planners[0].blocks
         self.retired: set[int] = set()
-        self._least_items = 1
+        self.least_items = 1
         self._sizes = [len(group) for group in groups]
         self._first_devices = [0, *accumulate(self._sizes)][:-1]
         self._speeds: list[float] = []  # of all devices, when the lines were made
@@ -108,7 +108,7 @@ class ReplicasPlanner:
 
     def follow(self, item_bytes: int, least: int) -> None:
         """Note the fewest items of a micro-batch. Nothing is measured again: `layout` has measured all."""
-        self._least_items = least
+        self.least_items = least
         for planner in self.planners:
             planner.set_least_items(least)
 
@@ -135,7 +135,7 @@ class ReplicasPlanner:
         models = self._model(items)
         works = [number for number in range(len(models)) if not self._is_retired(number)]
         found = split_batch(
-            items, [models[number] for number in works], minimum=min(items, self._least_items), may_be_zero=True
+            items, [models[number] for number in works], minimum=min(items, self.least_items), may_be_zero=True
         )
         shares = [0] * len(models)
         for number, share in zip(works, found.shares, strict=True):

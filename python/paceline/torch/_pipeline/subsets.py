@@ -14,6 +14,7 @@ class _Pipeline(NamedTuple):
     planner: Any
     devices: Mapping[str, StageDevice]
     micro_batches: int | None  # None: as many as is best
+    least_items: int  # of its share
 
     def plan(self, items: int) -> StagePlan:
         latency, bandwidth = self.planner.link()
@@ -37,7 +38,9 @@ def pipelines_of(planner: Any, names: Sequence[str], micro_batches: int | None) 
     for one in getattr(planner, "planners", [planner]):
         devices = one.stage_devices()
         own = itertools.islice(left, len(devices))
-        found.append(_Pipeline(one, dict(zip(own, devices, strict=True)), micro_batches))
+        found.append(
+            _Pipeline(one, dict(zip(own, devices, strict=True)), micro_batches, getattr(planner, "least_items", 1))
+        )
     return found
 
 
@@ -58,7 +61,8 @@ def planned(pipelines: Sequence[_Pipeline], kept: Collection[str], items: int) -
     shares = [items]
     if len(some) > 1:
         models = [line_of(one.seconds, max(1, items // 2), items) for one in some]
-        shares = list(split_batch(items, models, may_be_zero=True).shares)
+        least = min(items, some[0].least_items)
+        shares = list(split_batch(items, models, minimum=least, may_be_zero=True).shares)
     blocks: dict[str, int] = {}
     seconds = 0.0
     for one, share in zip(some, shares, strict=True):

@@ -180,6 +180,7 @@ class _Counters(Participant):
             if outcome is not None:
                 execution.committed, work = outcome, done.run.call.work
                 work.step_loop.commit(outcome)
+                work.trained += 1
                 work.launches.add(done.run.launches)
                 if work.sends_early is None:
                     work.sends_early = True

@@ -21,6 +21,7 @@ class Workload:
     """One kind of work, with its own times, sizes and memory. These say nothing about another kind."""
 
     proved = 0  # steps that one device ran, as proofs; they are not among those of `step_loop`
+    trained = 0  # steps that train and were committed to `step_loop`
 
     def __init__(
         self,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, Literal, TypedDict
 
 from paceline import InvalidArgument
 from paceline._page.run import Run, milliseconds
-from paceline._worth import Worth, larger_than_seen, waiting, worth_of
+from paceline._worth import Worth, waiting, worth_of
 from paceline.balance import WhatIfAnswer
 from paceline.torch._run.alone import Measured
 from paceline.torch._trainer.pages import Pages
@@ -112,8 +111,6 @@ class Asks(Pages):
         run.unit = "items" if " items would take" in present.text else "work"  # steps of both kinds may have run
         found = worth_of(ask, run, prices, asked["add"], asked["remove"], batch_size, between, together)
         found.notes.append(note)
-        if not self._works.options["micro_batch"] and not self._on_gpus and run.unit == "items":
-            found.notes += larger_than_seen(found.choices, chain.from_iterable(self._works.steps.seen.ever))
         return found
 
     def _loop_times(self, run: Run) -> tuple[float, float, str]:

@@ -363,7 +363,7 @@ class Trainer:
     ) -> torch.Tensor:
         """A training step, whose time since the step before counts as waiting for the caller."""
         with self._lifetime.exclusive(call), self._execution.together(call):
-            began, proved = self._gaps.begin(), self._works.steps.proved
+            began, trained = self._gaps.begin(), self._works.steps.trained
             try:
                 self._verification.before_step(loss_fn, batch, options)
                 loss = self._training.step(loss_fn, batch, options, carries=carries)
@@ -371,7 +371,7 @@ class Trainer:
             except BaseException:
                 self._gaps.interrupted()
                 raise
-            self._reports.note_step(began, timed=self._works.steps.proved == proved)
+            self._reports.note_step(began, timed=self._works.steps.trained > trained)
         self._alarms.after_step()  # outside of the call, so that a callback may use the trainer
         return loss
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +15,9 @@ from paceline._page.document import page_of_runs, write
 from paceline._page.ledger import known, runs_of
 from paceline._page.run import Move, Row, Run, Table, ideal_seconds, milliseconds
 from paceline._words import plural
+from paceline.torch._trainer.memory_log import MemoryLog
 from paceline.torch._trainer.parts import Part
+from paceline.torch._trainer.thinned import Thinned
 
 if TYPE_CHECKING:
     from paceline._progress import Progress
@@ -83,8 +86,9 @@ class Pages(Part):
     def _runs(self) -> list[Run]:
         """What the page shows: this run, and the ranks' if this process has decided on their shares and kept a ledger."""
         reports: Any = self
-        report = reports.report()
-        runs = [self._run(reports.history(), report, reports.explain())]
+        waited, memory, report = copy(reports._gaps.waited), copy(reports.memory), reports.report()
+        history = [{**row, **self._beside(row, waited, memory)} for row in reports.history()]
+        runs = [self._run(history, report, reports.explain())]
         dealt = reports._dealt
         if dealt is not None:
             runs[0].tables.append(_ranks(report, dealt.report()))
@@ -102,7 +106,7 @@ class Pages(Part):
         run = Run(
             f"{type(reports._module).__name__} on {', '.join(names) if len(names) <= 4 else f'{len(names)} devices'}, balance {self._works.options['balance']}",
             names,
-            [replace(_row(row, names, by_cost, blocks), **self._beside(row)) for row in history],
+            [replace(_row(row, names, by_cost, blocks), input=row["input"], memory=row["memory"]) for row in history],
             [_move(move) for move in report["recent_moves"]],
             unit="cost" if by_cost else "items",
             share_of="blocks" if blocks else "",
@@ -139,14 +143,14 @@ class Pages(Part):
             run.lacks.append(_NO_MEMORY)
         return run
 
-    def _beside(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What the loop's steps had beside the devices' work: waits for batches, and memory."""
+    def _beside(self, row: Mapping[str, Any], waited: Thinned, memory: MemoryLog) -> dict[str, Any]:
+        """What the loop's steps had beside the devices' work: waits for batches, and memory. Both were read before the history, whose rows are as long or longer."""
         reports: Any = self
         first, steps = row["first_step"], row["steps"]
         knows = reports._gaps.watches and not self._on_gpus
         return {
-            "input": reports._gaps.waited.of(first, steps) or 0.0 if knows else None,
-            "memory": reports.memory.of(first, steps),
+            "input": waited.of(first, steps) or 0.0 if knows else None,
+            "memory": memory.of(first, steps),
         }
 
     def _advice(self, report: Mapping[str, Any], explained: str) -> str:

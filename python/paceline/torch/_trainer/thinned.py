@@ -8,7 +8,10 @@ _CAPACITY = 1024  # rows, as `history` has
 
 
 class Thinned:
-    """Rows of equally many steps. When all rows are full, neighbours are merged, as in `history`. One thread adds, and any may read."""
+    """Rows of equally many steps. When all rows are full, neighbours are merged, as in `history`. One thread adds, and any may read.
+
+    A copy has the rows of now, which are never merged, beside a `history` that is read afterwards.
+    """
 
     def __init__(self, merge: Callable[[float, float], float]) -> None:
         self._merge = merge  # `max`, or a sum
