@@ -178,7 +178,7 @@ def test_a_graph_keeps_what_it_may_read_and_not_what_modules_refer_to_besides(
             self.unread = unread
 
     class Nameless:
-        __module__ = property(lambda self: 1)  # type: ignore[assignment]
+        __module__ = property(lambda self: 1)
         rows = there()
 
     table, weight = there(), nn.Parameter(there())

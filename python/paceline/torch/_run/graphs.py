@@ -79,7 +79,7 @@ class Inputs:
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     entries = None if type(node) is torch.Size else entries_of(node)
-    if entries is not None and dataclasses.is_dataclass(node) and isinstance(node, Mapping):  # besides its fields
+    if entries is not None and isinstance(node, Mapping) and dataclasses.is_dataclass(type(node)):  # besides its fields
         entries += [(key, value, f"[{key!r}]") for key, value in node.items()]
     if entries is None:
         yield path, node
