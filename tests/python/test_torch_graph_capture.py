@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 import types
@@ -16,6 +17,7 @@ from torch import nn
 
 from paceline.torch._devices import cuda
 from paceline.torch._replicas.capture import Attributes
+from paceline.torch._run.graphs import Inputs
 
 
 class State:
@@ -149,8 +151,11 @@ class _Rows(torch.utils.data.Dataset[torch.Tensor]):
         self.rows = rows
 
 
-def test_a_graph_keeps_what_it_may_read_and_not_what_modules_refer_to_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "device", lambda _: torch.device("meta"))
+@pytest.mark.parametrize("gpu", ["meta", "meta:1"], ids=["its own", "another"])
+def test_a_graph_keeps_what_it_may_read_and_not_what_modules_refer_to_besides(
+    monkeypatch: pytest.MonkeyPatch, gpu: str
+) -> None:
+    monkeypatch.setattr(cuda, "device", lambda _: torch.device(gpu))
     pinned = torch.zeros(2)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self is pinned)
 
@@ -166,14 +171,39 @@ def test_a_graph_keeps_what_it_may_read_and_not_what_modules_refer_to_besides(mo
     class Gone:
         pass
 
+    class Driver:
+        __module__ = "lightning.pytorch"
+
+        def __init__(self, unread: torch.Tensor) -> None:
+            self.unread = unread
+
+    class Nameless:
+        __module__ = property(lambda self: 1)
+        rows = there()
+
     table, weight = there(), nn.Parameter(there())
     net: Any = nn.Module()
     net.weight, net.config = weight, types.SimpleNamespace(tables=[table, pinned, torch.zeros(3)])
     net.lock, net.entries = threading.Lock(), [{}, 1, weakref.proxy(Gone())]
     net.rows, net.draws, net.frame = _Rows(there()), draws(there()), frame(there())
+    net.trainers = Driver(there()), type("Own", (Driver,), {"__module__": "script"})(there())
+    net.nameless = Nameless(), type("None", (), {"__module__": None})()
     net.loader = torch.utils.data.DataLoader(_Rows(there()))
     net.optimizer = torch.optim.SGD([nn.Parameter(there())])
     held = Attributes([net], 0)._held
     tensors = [one for one in held if isinstance(one, torch.Tensor)]
     assert {id(one) for one in tensors} == {id(table), id(weight), id(pinned)}
     assert not any(one is net.lock for one in held)
+
+
+def test_a_graph_sees_the_items_of_a_dataclass_that_is_a_mapping() -> None:
+    @dataclasses.dataclass(eq=False)
+    class Output(dict[str, Any]):
+        rows: torch.Tensor
+
+    def inputs(scale: Any) -> Inputs:
+        part = Output(torch.zeros(2))
+        part["scale"] = scale
+        return Inputs(lambda move: (move(part.rows), part)[1], lambda one: one)
+
+    assert not inputs(1.0).fits(inputs(2.0))

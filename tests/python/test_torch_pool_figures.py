@@ -241,6 +241,23 @@ def test_copies_in_the_shadow_and_what_warms_a_version_are_no_requests(
     assert "10 of 10 jobs completed" in (tmp_path / "pool.html").read_text()
 
 
+def test_a_request_beside_copies_in_the_shadow_counts() -> None:
+    with pool_of(1) as pool:
+        batcher = pool.serve(adds(10), max_batch=4)
+        ask(batcher, 1)[0].result()
+        batcher.publish(adds(20), shadow=True)
+        with Held(pool):
+            answer = batcher(torch.tensor(0.0))
+            assert soon(lambda: pool.waiting == 2)
+            batcher.promote()
+            beside = batcher(torch.tensor(1.0), priority="background")
+        assert (float(answer.result()), float(beside.result())) == (10.0, 21.0)
+        assert soon(lambda: pool.running == 0)
+        noted, _ = pool._jobs.figures.runs.noted()
+        assert (noted[-1].jobs, noted[-1].own) == (2, False)
+        assert pool.report()["devices"]["host:0"]["runs"] == 4
+
+
 def explained(pool: Any) -> list[str]:
     """What `explain` says that each device ran."""
     return [line.partition(" s")[0] for line in pool.explain().splitlines() if line.startswith("host:")]

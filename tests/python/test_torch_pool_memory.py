@@ -190,9 +190,9 @@ def test_a_wait_for_a_capture_is_no_part_of_a_load_nor_of_a_batch(monkeypatch: p
     run = answerer.Answerer._run
 
     @contextlib.contextmanager
-    def loading(_: int | None) -> Iterator[None]:
+    def loading(_: int | None) -> Iterator[float]:
         now[0] += 1000.0  # until the capture is over
-        yield
+        yield 1000.0
 
     def initializer(_: torch.device) -> float:
         now[0] += 3.0
@@ -210,4 +210,8 @@ def test_a_wait_for_a_capture_is_no_part_of_a_load_nor_of_a_batch(monkeypatch: p
         batcher = pool.serve(lambda state, x: x + state, initializer=initializer, resident=100)
         for _ in range(2):
             assert float(batcher(torch.tensor(1.0)).result()) == 3.0
-    assert found == [(DONE, 1000.0, 3.0), (DONE, 0.0, None)]
+        batcher = pool.serve(nn.Identity().eval())
+        for _ in range(2):
+            batcher(torch.tensor(1.0)).result()
+            served_by(batcher).drop("host:0")  # as after a run that hangs
+    assert found == [(DONE, 1000.0, 3.0), (DONE, 0.0, None), (DONE, 0.0, None), (DONE, 1000.0, None)]

@@ -113,10 +113,11 @@ def gradients(module: nn.Module) -> Gradients:
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
 
 
-def descend(module: nn.Module, rate: float = 0.5) -> None:
-    """A step of gradient descent. The first optimizer of PyTorch in a process takes seconds to import."""
+def descend(module: nn.Module, rate: float = 0.5, *, some: bool = False) -> None:
+    """A step of gradient descent; with `some`, of parameters that have a gradient, which otherwise all must have. The first optimizer of PyTorch in a process takes seconds to import."""
     pairs = [(one, one.grad) for one in module.parameters() if one.grad is not None]
     assert pairs
+    assert some or len(pairs) == len(list(module.parameters()))
     with torch.no_grad():
         for parameter, gradient in pairs:
             parameter.sub_(gradient, alpha=rate)

@@ -66,7 +66,8 @@ class Request(Work):
         """
         assert self.answerer is not None
         self.answerer.jobs.evict(evicted)
-        return self.answerer._run(devices[0], requests)
+        # A run that begins with a copy of the pool's own counts as its own, so those of users come first.
+        return self.answerer._run(devices[0], sorted(requests, key=lambda one: one.own))
 
     def hang(self, device: str) -> None:
         """See `Work`. The thread that hangs keeps what it uses."""
@@ -222,11 +223,12 @@ class Answerer:
         labels, names = self.jobs.place_of(self.options.needs)
         if self._only is not None:
             names = [one for one in self._only if not names or one in names]
+            assert names, "no names would mean all devices"
         return Place(labels, names)
 
     def rehearse(self, seat: Seat, example: Example, size: int) -> None:
         """Answer a batch of one request many times, on the worker of the device, and drop the answers."""
-        answer, _ = self.served.of(seat)
+        answer, *_ = self.served.of(seat)
         kind = self.kind_of(example.leaves, example.spec)
         for _ in range(self.served.rehearsals):
             answers, _ = self._answer(seat, answer, [example._replace(kind=kind)] * size)
@@ -274,9 +276,7 @@ class Answerer:
                 try:
                     seat.prepare()
                     stack.enter_context(seat.entered())
-                    asked = time.monotonic()
-                    answer, loaded = self.served.of(seat)
-                    waited = 0.0 if loaded is None else time.monotonic() - asked - loaded  # for captures
+                    answer, loaded, waited = self.served.of(seat)
                 except BaseException as error:
                     if device in self.served.prepared and is_out_of_memory(error):
                         raise  # it has answered, so the batch fails, and not the device

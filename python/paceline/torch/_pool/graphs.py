@@ -22,7 +22,7 @@ from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.job import clear_frames
 from paceline.torch._pool.needs import Place
 from paceline.torch._pool.seats import Seat
-from paceline.torch._pool.served import Answer, Copies
+from paceline.torch._pool.served import Answer, Copies, Ready
 from paceline.torch._replicas.capture import (
     WARM_UPS,
     Attributes,
@@ -167,18 +167,18 @@ class GraphedCopies(Copies):
         self._left: list[_DeviceGraphs] = []  # on devices that hang, which may be at a replay
         self._warned = False
 
-    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
-        answer, loaded = super()._of(seat)
+    def _of(self, seat: Seat) -> Ready:
+        answer, loaded, waited = super()._of(seat)
         copy = self._copies.get(seat.name)
         if seat.gpu is None or copy is None or copy.answer is not answer:  # this is a run that hung, and goes on
             self._mine.graphs = _no_graphs
-            return answer, loaded
+            return answer, loaded, waited
         graphs = self._graphs.get(seat.name)
         if graphs is None or graphs.forward is not answer:
             graphs = self._graphs[seat.name] = _DeviceGraphs(copy.replica, answer, seat.gpu, self._refused)
         graphs.follow(seat)
         self._mine.graphs = weakref.ref(graphs)  # the batch holds them
-        return functools.partial(graphs.answer, seat), loaded
+        return functools.partial(graphs.answer, seat), loaded, waited
 
     @contextlib.contextmanager
     def running(

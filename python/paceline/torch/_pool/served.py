@@ -30,6 +30,9 @@ from paceline.torch._replicas.replica import Replica
 _MOST_SIZES = 16
 
 Answer = Callable[[Any], Any]
+Ready = tuple[
+    Answer, float | None, float
+]  # seconds of loading it, if it was not resident, and of waiting for captures before
 
 
 class Served:
@@ -72,16 +75,16 @@ class Served:
             )
         self._devices.add(seat.name)
 
-    def of(self, seat: Seat) -> tuple[Answer, float | None]:
+    def of(self, seat: Seat) -> Ready:
         """Called on the device's worker, on its stream, before each batch. What it raises makes the device useless for these requests.
 
-        Also the seconds in which it was loaded, if it was not resident.
+        Also the seconds in which it was loaded, if it was not resident, and those of waiting for captures before that.
         """
-        answer, loaded = self._of(seat)
+        answer, loaded, waited = self._of(seat)
         self.prepared.add(seat.name)
-        return (self._limited(answer) if self._compiled else answer), loaded
+        return (self._limited(answer) if self._compiled else answer), loaded, waited
 
-    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
+    def _of(self, seat: Seat) -> Ready:
         raise TypeError("Served._of is for subclasses")
 
     def drop(self, device: str) -> None:
@@ -132,8 +135,8 @@ class ServedFunction(Served):
         super().__init__(compiled=is_compiled_function(function), captures=captures_graphs(function))
         self._function = function
 
-    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
-        return self._function, None
+    def _of(self, seat: Seat) -> Ready:
+        return self._function, None, 0.0
 
 
 class ServedScript(ServedFunction):
@@ -143,7 +146,7 @@ class ServedScript(ServedFunction):
         super().__init__(module)
         self._place = home_of(module)
 
-    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
+    def _of(self, seat: Seat) -> Ready:
         _follow_default(seat)
         return super()._of(seat)
 
@@ -167,16 +170,16 @@ class WithState(Served):
         self._function, self._initializer, self.resident = function, initializer, resident
         self._states: dict[str, tuple[Any]] = {}  # each worker writes its own
 
-    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
-        made, loaded = self._states.get(seat.name), None
+    def _of(self, seat: Seat) -> Ready:
+        made, loaded, waited = self._states.get(seat.name), None, 0.0
         if made is None:
-            with loading(seat.gpu):  # which may wait
+            with loading(seat.gpu) as waited:
                 begun = time.monotonic()
                 made = self._states[seat.name] = (self._initializer(seat.device),)
             seat.wait()  # for copies to a GPU
             loaded = time.monotonic() - begun
         # No frame of it keeps the state in the traceback of an error.
-        return functools.partial(self._function, *made), loaded
+        return functools.partial(self._function, *made), loaded, waited
 
     def holds(self, device: str) -> float:
         """See `Served`."""
@@ -195,6 +198,7 @@ class _Copy:
         self.replica, self.answer = replica, answer
         self.shared = shared  # its parameters, and the user's
         self.weights = weights  # None where the module is
+        self.waited = 0.0  # seconds for captures, before it was made
         self.generation = 0  # of the weights that it has
         self.seen: Marks | None = None  # of the user's buffers
 
@@ -245,7 +249,7 @@ class Copies(Served):
     def _copy_for(self, seat: Seat) -> _Copy:
         reach = Reach(self._module)
         parameters = [*self._module.parameters(), *reach.unregistered.values()]
-        with loading(seat.gpu), torch.inference_mode(False):
+        with loading(seat.gpu) as waited, torch.inference_mode(False):
             if self._replicate is None:
                 made = copied(self._module, reach, alias_of, {}, detaches=True)
             else:
@@ -269,13 +273,16 @@ class Copies(Served):
             weights.devices.add(seat.name)
         # module.compile() compiles nothing of a class of PyTorch, such as nn.Sequential.
         answer = replica.module if self._options is None else torch.compile(replica.module, **self._options)
-        return _Copy(replica, answer, shared, weights)
+        copy = _Copy(replica, answer, shared, weights)
+        copy.waited = waited
+        return copy
 
-    def _of(self, seat: Seat) -> tuple[Answer, float | None]:
+    def _of(self, seat: Seat) -> Ready:
         # The copy gets the user's buffers, and the user's parameters or their memory, if these have changed.
-        copy = self._copies.get(seat.name)
+        copy, waited = self._copies.get(seat.name), 0.0
         if copy is None:  # after a run that hangs, which has the one before
             copy = self._copies[seat.name] = self._copy_for(seat)
+            waited = copy.waited
         here = seat.device == self._place  # PyTorch orders copies between GPUs itself
         if copy.weights is None:
             _share(copy.shared)
@@ -294,7 +301,7 @@ class Copies(Served):
                 assert copy.replica.buffers is not None
                 copy.replica.buffers.pull()
             copy.seen = marks
-        return copy.answer, None
+        return copy.answer, None, waited
 
 
 def _follow_default(seat: Seat) -> None:

@@ -49,25 +49,26 @@ class Watchdog:
             del jobs
 
     def _give_up(self, jobs: Any, run: int, device: str, kind: str, works: list[Any]) -> None:
-        thread = works[0].thread  # None: only a GPU is still at it
+        lead = min(works, key=lambda one: one.own)  # as `Request.run_batch` takes them
+        thread = lead.thread  # None: only a GPU is still at it
         where = _where(thread)
         message = f"watchdog: '{kind}' has run on {device} for more than hang_seconds={self._seconds:g} s{where and f', and is at {where}'}."
         for work in works:
             work.hang(device)
-        if works[0].enqueued:
+        if lead.enqueued:
             told = f"{message} The pool has given it up. The GPU goes on with it, beside later jobs. If it does not end, retire('{device}') lets others run these."
         else:
             told = f"{message} The pool has given it up. Its thread goes on, and another one runs the jobs of {device}."
-        known = works[0].run_until_now([device], len(works), "given up")
+        known = lead.run_until_now([device], len(works), "given up")
         hang = {"device": device, "kind": kind, "jobs": len(works), "where": where, "time": time.time()}
 
         def note() -> None:
             self.hung.add(device)
             self.hangs.append(hang)
-            jobs.figures.end_run(works[0], known)
+            jobs.figures.end_run(lead, known)
             self._warn(told)
 
-        works[0].on_timeout = note  # before anybody who waits for it goes on
+        lead.on_timeout = note  # before anybody who waits for it goes on
         try:
             if jobs.engine.give_up(run, told, device) and thread is not None:
                 CompileGate.forget(thread)
@@ -76,7 +77,7 @@ class Watchdog:
             self._warn(f"{message} It goes on, and its jobs wait, since {device} gives no other stream: {error}")
             raise
         finally:
-            works[0].on_timeout = None
+            lead.on_timeout = None
 
     def _warn(self, message: str) -> None:
         with contextlib.suppress(Exception):  # such as the warning itself, where warnings are errors

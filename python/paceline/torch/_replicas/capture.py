@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -56,17 +57,18 @@ def capturing(graph: cuda.Graph) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loading(gpu: int | None) -> Iterator[None]:
-    """Around functions of the user's that load something, on a worker or beside one. A load waits for captures on its GPU."""
+def loading(gpu: int | None) -> Iterator[float]:
+    """Around functions of the user's that load something, on a worker or beside one. A load waits for captures on its GPU: yields for how many seconds it did."""
     thread = threading.get_ident()
     if gpu is None or thread in _loads:
-        yield
+        yield 0.0
         return
+    begun = time.monotonic()
     with _changed:
         _changed.wait_for(lambda: gpu not in _captured, _LOAD_SECONDS)
         _loads[thread] = gpu
     try:
-        yield
+        yield time.monotonic() - begun
     finally:
         with _changed:
             _loads.pop(thread, None)
@@ -166,15 +168,20 @@ def _leaves_of(left: list[Any]) -> Iterator[Any]:
 
 def _drives(kind: type) -> bool:
     """Whether this is of a trainer, which modules may refer to."""
-    return kind.__module__.partition(".")[0] in _DRIVERS and not issubclass(kind, (nn.Module, torch.Tensor, dict, list))
+    drives = any(_package_of(base) in _DRIVERS for base in kind.__mro__)  # a user's subclass, too
+    return drives and not issubclass(kind, (nn.Module, torch.Tensor, dict, list))
+
+
+def _package_of(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]  # a class may have None or a property there
 
 
 def _is_read(leaf: Any, device: torch.device) -> bool:
-    """Whether a graph on the device may read the memory of this leaf. Copies from the host read pinned memory in each replay."""
+    """Whether a graph on the device may read the memory of this leaf. Copies in it read other GPUs and pinned memory in each replay."""
     if not issubclass(type(leaf), torch.Tensor):
-        return type(leaf).__module__.partition(".")[0] not in LIBRARIES - {"torch"}
+        return _package_of(type(leaf)) not in LIBRARIES - {"torch"}
     plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided
-    return not plain or leaf.device == device or (leaf.device.type == "cpu" and leaf.is_pinned())
+    return not plain or leaf.device.type == device.type or (leaf.device.type == "cpu" and leaf.is_pinned())
 
 
 def refusal(what: str, error: BaseException) -> str | None:

@@ -7,8 +7,9 @@ and the scale are copied into static tensors first, and gradients are added to s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -60,7 +61,7 @@ class Inputs:
         """Raise if a graph would freeze something whose changes nobody sees."""
         for path, kind, value in self.others:
             if kind not in SIMPLE:
-                what = "0-dimensional host tensor" if isinstance(value, torch.Tensor) else kind.__name__
+                what = f"{value.dim()}-dimensional host tensor" if isinstance(value, torch.Tensor) else kind.__name__
                 raise InvalidArgument(
                     f"step: graphs=True: {path} is a {what}. A captured graph would keep its present value in all later steps. Pass a tensor with "
                     "dimensions, with batch_dim=None if it has no items, or train without graphs=True."
@@ -78,6 +79,8 @@ class Inputs:
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     entries = None if type(node) is torch.Size else entries_of(node)
+    if entries is not None and isinstance(node, Mapping) and dataclasses.is_dataclass(type(node)):  # besides its fields
+        entries += [(key, value, f"[{key!r}]") for key, value in node.items()]
     if entries is None:
         yield path, node
     for _, value, way in entries or ():
