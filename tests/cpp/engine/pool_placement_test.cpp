@@ -270,6 +270,25 @@ TEST(PoolPlacement, TheDestructorWaitsForTheFunction) {
   EXPECT_TRUE(over);
 }
 
+// As above, a question may have begun just before.
+TEST(PoolPlacement, AJobThatACloseHasCancelledIsNotAskedAbout) {
+  constexpr int kRounds = 10;
+  std::atomic<bool> ended{false};
+  std::atomic<int> late{0};
+  for (int k = 0; k < kRounds; ++k) {
+    ended = false;
+    Pool pool(host_group(2), by([&](const PoolQuestion&) {
+                late += ended ? 1 : 0;
+                return Answer();
+              }));
+    const auto job = pool.submit(where_it_ran);
+    job.then([&](const auto&) { ended = true; });
+    pool.close(true);
+    EXPECT_THROW(job.get(), Cancelled);
+  }
+  EXPECT_LT(late, kRounds / 2);
+}
+
 TEST(PoolPlacement, ADeviceThatCameBackIsNotToldAsReleased) {
   Pool pool(host_group(2));
   EXPECT_TRUE(pool.retire_unless_last("host:1", true));
