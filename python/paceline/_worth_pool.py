@@ -140,7 +140,7 @@ def worth_pool(
     Raises
     ------
     InvalidArgument
-        As `what_if_pool`, without a request that completed, and for wrong prices.
+        As `what_if_pool`, without a request that completed, for a placement that was a function, and for wrong prices.
     OSError
         If the file cannot be read.
     """
@@ -149,6 +149,10 @@ def worth_pool(
             return worth_pool(list(file), prices, latency=latency)
     lines = list(ledger)
     found = replay_pool(lines)
+    if found.placement == "custom":
+        raise InvalidArgument(
+            "worth: the pool's placement was a function, and the ledger does not have what it would answer with fewer devices. Write a ledger with a placement that has a name."
+        )
     names = list(dict.fromkeys(found.devices))
     hourly = None if prices is None else prices_of(prices, names)
     if latency is not None and not latency > 0:

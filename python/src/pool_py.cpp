@@ -167,6 +167,7 @@ class PythonPool {
              const std::map<std::string, double>& memory)
       : pool_(group, with_placement({}, "Pool: ", placement, false), budget, memory) {}
   ~PythonPool() {
+    pool_.leave_placement();  // a thread in it may never come back once the interpreter is ending
     try {
       close(true);
     } catch (const std::exception&) {  // nothing that a destructor could tell

@@ -20,7 +20,7 @@ from paceline import Cancelled, InvalidArgument
 from paceline._cli import main
 from paceline._core.plan import PoolState
 from paceline.plan import PoolQuestion
-from paceline.sim import replay_pool, what_if_pool
+from paceline.sim import replay_pool, what_if_pool, worth_pool
 from paceline.torch import Pool, PoolFuture
 from pool_support import Held, pool_of, soon
 from test_torch_pool_life import program
@@ -350,6 +350,8 @@ def test_a_ledger_is_replayed_by_the_answers_and_asks_no_function(
     assert what_if_pool(path, "any").outcomes == {"completed": 20}
     with pytest.raises(InvalidArgument, match="the pool's placement was a function"):
         what_if_pool(path)
+    with pytest.raises(InvalidArgument, match="worth: the pool's placement was a function"):
+        worth_pool(path)
     assert main(["replay", str(path), "--what-if"]) == 0
     text = capsys.readouterr().out
     assert "placement by a function, whose answers the ledger has" in text

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -169,8 +170,12 @@ TEST(PoolPlacement, AWorkerGoesOnWhereThereAreMoreQuestionsThanAThreadAsks) {
   Gate gate;
   std::atomic<bool> open{false};
   std::atomic<bool> begun{false};
+  std::atomic<int> by_first{0};
+  std::thread::id first_id;
   Pool pool(host_group(1), by([&](const PoolQuestion& question) {
+              if (!begun) first_id = std::this_thread::get_id();
               begun = true;
+              by_first += std::this_thread::get_id() == first_id ? 1 : 0;
               if (!open) {
                 gate.pass();
                 return Answer();
@@ -186,7 +191,111 @@ TEST(PoolPlacement, AWorkerGoesOnWhereThereAreMoreQuestionsThanAThreadAsks) {
   open = true;
   gate.open();
   first.join();
+  EXPECT_LE(by_first, 64);
   for (const auto& job : jobs) EXPECT_EQ(job.get(), "host:0");
+}
+
+// A question from just before the run ended may be asked once in a while, but not each time.
+TEST(PoolPlacement, ADeviceThatARunHasLeftIsIdleInTheNextQuestion) {
+  constexpr int kRounds = 10;
+  std::atomic<bool> ended{false};
+  std::atomic<int> busy{0};
+  Pool pool(host_group(2), by([&](const PoolQuestion& question) {
+              const bool idle = last_idle(question) == Answer(1);
+              if (ended && !idle) ++busy;
+              return idle ? Answer(1) : Answer();
+            }));
+  for (int k = 0; k < kRounds; ++k) {
+    ended = false;
+    Gate gate;
+    std::atomic<bool> held{false};
+    const auto hold = pool.submit([&](Job&) {
+      held = true;
+      gate.pass();
+    });
+    hold.then([&](const auto&) { ended = true; });
+    while (!held) std::this_thread::yield();
+    const auto waits = pool.submit(where_it_ran);
+    gate.open();
+    EXPECT_EQ(waits.get(), "host:1");
+    hold.get();
+  }
+  EXPECT_LT(busy, kRounds / 2);
+}
+
+TEST(PoolPlacement, ACallOfThenMayWaitForAJobThatIsPlacedMeanwhile) {
+  std::atomic<bool> ran{false};
+  std::atomic<bool> in_time{false};
+  Gate gate;
+  Pool pool(host_group(2), by([](const PoolQuestion& question) -> Answer {
+              return question.kind_name == "first" ? Answer(0) : last_idle(question);
+            }));
+  const auto first = pool.submit([&](Job&) { gate.pass(); }, {.kind = "first"});
+  first.then([&](const auto&) {
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!ran && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+    in_time = ran.load();
+  });
+  const auto second = pool.submit([&](Job&) { ran = true; }, {.kind = "second", .after = {first}});
+  gate.open();
+  second.get();
+  pool.close();
+  EXPECT_TRUE(in_time);
+}
+
+TEST(PoolPlacement, TheDestructorWaitsForTheFunction) {
+  Gate gate;
+  std::atomic<bool> asked{false};
+  std::atomic<bool> over{false};
+  std::atomic<bool> destroyed{false};
+  std::atomic<bool> lets_wait{true};
+  std::optional<Pool> pool(std::in_place, host_group(1), by([&](const PoolQuestion&) {
+                             if (lets_wait.exchange(false)) return Answer();  // on the thread that submits
+                             asked = true;
+                             gate.pass();
+                             over = true;
+                             return Answer();
+                           }));
+  const auto job = pool->submit(where_it_ran, {.deadline_seconds = 1000.0});
+  while (!asked) std::this_thread::yield();
+  std::thread ends([&] {
+    pool.reset();
+    destroyed = true;
+  });
+  EXPECT_THROW(job.get(), Cancelled);
+  std::this_thread::sleep_for(std::chrono::milliseconds(400));  // more than the destructor waits for workers
+  EXPECT_FALSE(destroyed);
+  gate.open();
+  ends.join();
+  EXPECT_TRUE(over);
+}
+
+// As above, a question may have begun just before.
+TEST(PoolPlacement, AJobThatACloseHasCancelledIsNotAskedAbout) {
+  constexpr int kRounds = 10;
+  std::atomic<bool> ended{false};
+  std::atomic<int> late{0};
+  for (int k = 0; k < kRounds; ++k) {
+    ended = false;
+    Pool pool(host_group(2), by([&](const PoolQuestion&) {
+                late += ended ? 1 : 0;
+                return Answer();
+              }));
+    const auto job = pool.submit(where_it_ran);
+    job.then([&](const auto&) { ended = true; });
+    pool.close(true);
+    EXPECT_THROW(job.get(), Cancelled);
+  }
+  EXPECT_LT(late, kRounds / 2);
+}
+
+TEST(PoolPlacement, ADeviceThatCameBackIsNotToldAsReleased) {
+  Pool pool(host_group(2));
+  EXPECT_TRUE(pool.retire_unless_last("host:1", true));
+  EXPECT_NE(pool.explain().find("; released"), std::string::npos);
+  pool.restore("host:1");
+  pool.close();
+  EXPECT_EQ(pool.explain().find("; released"), std::string::npos);
 }
 
 }  // namespace

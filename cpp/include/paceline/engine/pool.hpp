@@ -193,9 +193,9 @@ class Batcher {
 ///
 /// With plan::Placement::custom it asks PoolOptions::choose without a lock, one thread at a time: that whose call or
 /// run has changed something, or a worker. An answer counts if the job and the idle devices are the same then. While a
-/// device is idle it is asked again after each event, and every 50 ms. If it throws, the fastest idle device takes the
-/// job, as in a closed pool whose other jobs have ended, and explain() says why. It may submit, but not wait for a
-/// pool.
+/// device is idle it is asked again after each event, and every 50 ms if it let a job wait. If it throws, the fastest
+/// idle device takes the job, as in a closed pool whose other jobs have ended, and explain() says why. It may submit,
+/// but not wait for a pool.
 ///
 ///   paceline::Pool pool(paceline::DeviceGroup::all(paceline::DeviceKind::host));
 ///   paceline::Future<double> f = pool.submit([](paceline::Job& job) { return score(job.device()); });
@@ -212,7 +212,7 @@ class PACELINE_API Pool {
   explicit Pool(DeviceGroup group, plan::PoolOptions options = {}, double budget = 0.1,
                 const std::map<std::string, double>& memory_bytes = {});
   /// close(true). In a job, a step or a call of then() it waits only for what runs on other workers, and in one of this
-  /// pool for nothing.
+  /// pool for nothing. It waits for a call of PoolOptions::choose that goes on, which close() does not.
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -304,6 +304,8 @@ class PACELINE_API Pool {
   [[nodiscard]] Stream* stream(const std::string& device) const;
   /// Once closed: ends the streams of GPUs, which otherwise end with the pool.
   void release() noexcept;
+  /// The destructor does not wait for PoolOptions::choose, which owns what it uses.
+  void leave_placement() noexcept { waits_for_placement_ = false; }
   using BatchCall = std::function<void(Job&, std::span<internal::PoolCall* const>)>;
   /// `state`: what the call's end() ends.
   JobHandle submit_call(std::unique_ptr<internal::PoolCall> call, std::shared_ptr<const internal::JobState> state,
@@ -330,6 +332,7 @@ class PACELINE_API Pool {
   DeviceGroup group_;
   std::shared_ptr<internal::PoolCore> core_;
   std::shared_ptr<internal::AddedGroups> added_;
+  bool waits_for_placement_ = true;
 };
 
 template <class T>

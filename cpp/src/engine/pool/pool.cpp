@@ -164,6 +164,7 @@ Pool::~Pool() {
     if (core_->forked()) return;
     core_->close(true);
     if (!internal::Inside::of(*core_)) group_.wait(*core_);  // what runs may use what is destroyed after the pool
+    if (waits_for_placement_ && !internal::Inside::of(*core_)) core_->wait_for_placement();
     if (!internal::Inside::any()) leave(group_, *added_, *core_);
   } catch (...) {  // nothing that a destructor could tell
   }

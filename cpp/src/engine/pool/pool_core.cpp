@@ -347,6 +347,12 @@ bool PoolCore::let_go() {
   return room_.wait_for(lock, kLetGo, [this] { return let_go_ >= devices_.size(); });
 }
 
+void PoolCore::wait_for_placement() {
+  const BlockingRegion region;
+  std::unique_lock lock(mutex_);
+  room_.wait(lock, [this] { return !placement_.asking(); });
+}
+
 std::int64_t PoolCore::waiting() const {
   check_process("waiting");
   const std::lock_guard lock(mutex_);

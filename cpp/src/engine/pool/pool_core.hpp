@@ -110,6 +110,8 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   /// Once complete: whether every worker has let go of it, within a moment. One that is busy with work of others has
   /// not.
   [[nodiscard]] bool let_go();
+  /// Once complete: until no thread is in the user's placement.
+  void wait_for_placement();
   [[nodiscard]] std::int64_t waiting() const;
   [[nodiscard]] std::int64_t running() const;
   [[nodiscard]] std::vector<std::string> active() const;
@@ -185,8 +187,7 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
     [[nodiscard]] const char* away() const noexcept {
       if (lost) return "; lost";
       if (blocked) return "; waits for the budget";
-      if (released) return "; released";
-      return retired ? "; retired" : "; closed";
+      return retired ? (released ? "; released" : "; retired") : "; closed";
     }
   };
   struct Ended {
@@ -249,6 +250,8 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   void check_process(const char* call) const;
   /// `asks`: calls place_by_user() if a decision wants it.
   void follow(After after, bool asks = true) noexcept;
+  /// See UserPlacement::begin().
+  [[nodiscard]] bool begin_to_ask();
   /// Asks the user's placement what the decisions wanted to know, and decides with its answers.
   void place_by_user() noexcept;
   /// `timed`: the seconds by the worker, of a run that completed.

@@ -363,6 +363,10 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
 void PoolCore::follow(After after, bool asks) noexcept {
   if (after.ring < kNever) clock_.set(at(after.ring));
   if (after.room || !after.ended.empty()) room_.notify_all();
+  if (asks && !after.ended.empty()) {  // a worker asks, since a call of then() may wait for what is placed
+    const std::lock_guard lock(mutex_);
+    after.wake_all |= placement_.open();
+  }
   if (after.wake_all) {
     wake_everyone();
   } else {
@@ -381,7 +385,7 @@ void PoolCore::follow(After after, bool asks) noexcept {
   bool complete = false;
   {
     const std::lock_guard lock(mutex_);
-    asks = asks && placement_.begin();
+    asks = asks && begin_to_ask();
     ending_ -= told;
     complete = closed_ && jobs_.empty() && ending_ == 0 && !complete_.exchange(true, std::memory_order_acq_rel);
     if (complete && clock_.started()) clock_.end();

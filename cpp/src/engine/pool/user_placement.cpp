@@ -58,12 +58,18 @@ std::optional<std::size_t> UserPlacement::known(const plan::PoolQuestion& asked)
     const Question& one = *found->second;
     if (one.same(asked) && (one.answer || one.asked.waiting == asked.waiting)) return one.answer;
   }
-  if (open_ == nullptr) open_ = std::make_shared<Question>(asked);
+  // One event may decide several times, and only the last question has what is idle after it.
+  if (open_ == nullptr || (open_->asked.job == asked.job && !open_->same(asked)))
+    open_ = std::make_shared<Question>(asked);
   return {};
 }
 
-bool UserPlacement::begin() {
+bool UserPlacement::begin(const std::function<bool(plan::JobId)>& waits) {
   if (asking_ || open_ == nullptr) return false;
+  if (!waits(open_->asked.job)) {
+    open_ = nullptr;
+    return false;
+  }
   if (answers_.empty()) waits_ = false;  // otherwise the round goes on
   asking_ = next();
   return true;
@@ -119,6 +125,13 @@ std::string UserPlacement::explain() const {
                      failures_, last_failure_);
 }
 
+bool PoolCore::begin_to_ask() {
+  return placement_.begin([this](JobId id) {
+    const auto job = jobs_.find(id);
+    return job != jobs_.end() && job->second.run == plan::RunId{};
+  });
+}
+
 void PoolCore::place_by_user() noexcept {
   bool more = true;
   for (int asked = 1; more; ++asked) {
@@ -144,6 +157,7 @@ void PoolCore::place_by_user() noexcept {
         keep_time(after, wake_seconds_);
         after.wake_all |= !clock_.started();
       }
+      if (!more) room_.notify_all();  // see wait_for_placement()
     }
     follow(std::move(after), false);
   }

@@ -24,9 +24,13 @@ class UserPlacement {
 
   // Under the pool's mutex:
   [[nodiscard]] Choose look_up(Choose choose);
-  /// Whether there is a question, and this thread is now the one that asks the user. It then calls ask(), answer() and
-  /// next() in turn, until next() is false or put_off().
-  [[nodiscard]] bool begin();
+  /// Whether there is a question about a job that still waits, and this thread is now the one that asks the user. It
+  /// then calls ask(), answer() and next() in turn, until next() is false or put_off().
+  [[nodiscard]] bool begin(const std::function<bool(plan::JobId)>& waits);
+  /// Whether a question is not yet asked.
+  [[nodiscard]] bool open() const noexcept { return open_ != nullptr; }
+  /// Whether a thread asks the user now.
+  [[nodiscard]] bool asking() const noexcept { return asking_; }
   /// `last`: the pool is closed, so a job does not wait where nothing runs.
   void answer(std::optional<std::size_t> device, bool last);
   /// Whether there is another question. If not, the round is over.
