@@ -189,6 +189,8 @@ class PoolState::State {
   void note_size(Kind& kind, const Run& run, double seconds);
   void typical(Kind& kind, double cost);
   void arrive(Job& job);
+  void turn_away(Job& job);
+  void use_need(std::size_t need, double due);
   void note_run(Kind& kind, const Run& run, double seconds);
   /// What every event ends with that is no addition.
   template <class Write>
