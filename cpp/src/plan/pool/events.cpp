@@ -226,7 +226,7 @@ void State::note_size(Kind& kind, const Run& run, double seconds) {
   ++kind.epoch;
 }
 
-// The means of the last 100 runs or so, of the squares of the last 1000, for how long a job waits for one that runs.
+// The means of the last 100 runs or so, of their squares the last 1000, for how long a job waits for one that runs.
 // One that hung counts as ten: it says nothing about the next.
 void State::note_run(Kind& kind, const Run& run, double seconds) {
   constexpr std::array<std::int64_t, 3> windows{100, 100, 1000};
@@ -237,9 +237,13 @@ void State::note_run(Kind& kind, const Run& run, double seconds) {
   double work = seconds / batch * most * static_cast<double>(run.devices.size());
   if (kind.runs_seen > 10) work = std::min(work, 10.0 * kind.run_means[1]);
   kind.runs_seen = std::min(kind.runs_seen + 1, windows.back());
-  const std::array<double, 3> one{static_cast<double>(run.jobs.size() * run.devices.size()), work, work * work};
-  for (std::size_t k = 0; k < one.size(); ++k)
-    kind.run_means[k] += (one[k] - kind.run_means[k]) / static_cast<double>(std::min(kind.runs_seen, windows[k]));
+  const auto add = [&](std::size_t k, double one) {
+    kind.run_means[k] += (one - kind.run_means[k]) / static_cast<double>(std::min(kind.runs_seen, windows[k]));
+  };
+  add(0, static_cast<double>(run.jobs.size() * run.devices.size()));
+  add(1, work);
+  const double ratio = work / kind.run_means[1];  // so the variation stays when batches or the model change
+  add(2, ratio * ratio);
 }
 
 // The 90 % quantile of the last runs' actual over predicted seconds, every eight runs.
