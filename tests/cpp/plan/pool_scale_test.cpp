@@ -28,7 +28,7 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 double least_price(const std::vector<ScaleDevice>& devices, const std::vector<bool>& must, const std::vector<bool>& may,
                    const ScaleDemand& demand, double wait, std::size_t at = 0, double price = 0.0,
                    std::vector<double> speeds = {}) {
-  if (at == devices.size()) return minute_wait(speeds, demand) <= wait ? price : kNever;
+  if (at == devices.size()) return predicted_wait(speeds, demand) <= wait ? price : kNever;
   double least = kNever;
   const ScaleDevice& one = devices[at];
   if (!one.usable || !must[at]) least = least_price(devices, must, may, demand, wait, at + 1, price, speeds);
@@ -70,7 +70,7 @@ TEST(LeastDevices, CostAsLittleAsAllSetsThatWereTried) {
       for (std::size_t d = 0; d < devices.size(); ++d) EXPECT_TRUE(set[d] || !devices[d].usable || !may[d]);
     } else {
       ++found;
-      EXPECT_LE(minute_wait(speeds, demand), wait) << seed;
+      EXPECT_LE(predicted_wait(speeds, demand), wait) << seed;
       EXPECT_NEAR(price, least, 1e-12) << seed;
     }
   }
@@ -180,6 +180,55 @@ TEST(PoolLoads, CountOfATenantWhatItsQuotaLetsRun) {
   EXPECT_LE(box.pool.loads()[0].waiting, 5.0);
 }
 
+TEST(PoolLoads, CountOfATenantWithAQuotaAlsoWhatNoDeviceServed) {
+  LoadedPool box;
+  box.measure();
+  const std::size_t small = box.pool.add_tenant({.name = "small", .devices = 1});
+  (void)box.pool.retire(0.0, 0);
+  (void)box.pool.retire(0.0, 1);
+  const auto arrived = [&] { return box.pool.loads()[0].arrived; };
+  (void)box.submit(0.0, {.need = box.fast, .deadline_seconds = 10.0, .tenant = small});
+  EXPECT_EQ(arrived(), 0.0);
+  (void)box.pool.tick(11.0);
+  EXPECT_EQ(arrived(), 1.0) << "it has expired";
+  EXPECT_EQ(box.pool.covers(10.5).size(), 1U);
+  (void)box.submit(11.0, {.deadline_seconds = 1e-3, .tenant = small});
+  EXPECT_EQ(arrived(), 2.0) << "it was refused for its deadline";
+  (void)box.submit(11.0, {.deadline_seconds = 5.0 + 1e-3, .not_before_seconds = 5.0, .tenant = small});
+  (void)box.submit(11.0, {.deadline_seconds = 5.0 + 1e-3, .not_before_seconds = 5.0});
+  EXPECT_EQ(arrived(), 2.0) << "they were not due";
+  (void)box.submit(12.0, {.tenant = small});
+  (void)box.submit(12.0, {.deadline_seconds = 1e-3, .tenant = small});
+  EXPECT_EQ(arrived(), 3.0) << "the quota is used";
+}
+
+TEST(PoolLoads, CountAllOfATenantWhoseQuotaHoldsNothingBack) {
+  LoadedPool box;
+  box.measure();
+  const std::size_t wide = box.pool.add_tenant({.name = "wide", .devices = 3});
+  for (std::size_t d = 0; d < 3; ++d) (void)box.pool.retire(0.0, d);
+  for (int n = 0; n < 20; ++n) (void)box.submit(0.0, {.tenant = wide});
+  EXPECT_EQ(box.pool.loads()[0].arrived, 20.0);
+  EXPECT_EQ(box.pool.loads()[0].waiting, 20.0);
+}
+
+TEST(PoolLoads, TakeARunThatHungForTen) {
+  PoolState pool;
+  (void)pool.add_device(0.0, {.name = "d"});
+  const std::size_t kind = pool.add_kind({.name = "score", .queue_limit = 100});
+  (void)pool.measure(0.0, 0, kind, CostModel::affine(0.0, 0.1), 3);
+  for (int n = 0; n < 200; ++n) {
+    JobId id{};
+    const PoolDecisions decided = pool.submit(n, {.kind = kind}, id);
+    ASSERT_EQ(decided.starts.size(), 1U);
+    (void)pool.finish(n, decided.starts[0].run, RunResult::completed, n == 150 ? 1000.0 : 0.15);
+  }
+  const PoolLoad load = pool.loads()[0];
+  EXPECT_NEAR(load.run_work, 1.0, 1e-12) << "of one job, though it takes longer than the model says";
+  EXPECT_GT(load.run_square, 1.1);
+  EXPECT_LT(load.run_square, 2.0);
+}
+
 TEST(PoolCovers, NeedNoDeviceForWhatAQuotaHoldsBack) {
   LoadedPool box;
   box.measure();
@@ -188,7 +237,7 @@ TEST(PoolCovers, NeedNoDeviceForWhatAQuotaHoldsBack) {
   (void)box.pool.retire(0.0, 1);
   (void)box.submit(0.0, {.tenant = small});
   (void)box.submit(1.0, {.need = box.fast, .tenant = small});
-  EXPECT_TRUE(box.pool.covers(5.0).empty()) << "the tenant uses the third device";
+  EXPECT_TRUE(box.pool.covers(0.0).empty()) << "the tenant uses the third device";
   (void)box.submit(2.0, {.need = box.fast});
   EXPECT_EQ(box.pool.covers(5.0).size(), 1U);
 }

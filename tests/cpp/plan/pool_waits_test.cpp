@@ -60,34 +60,6 @@ TEST(PredictedWait, GrowsWithWhatRunsTakeAndHowTheyVary) {
   EXPECT_NEAR(predicted_wait(speeds, equal), 0.5 * predicted_wait(speeds, jobs), 1e-12);
 }
 
-TEST(MinuteWait, IsKeptByMostMinutes) {  // of an M/M/1 queue, whose waits follow Lindley's recursion
-  const std::vector<double> speeds = {1.0};
-  const ScaleDemand demand{.work_per_second = 0.7, .run_seconds = 0.1};
-  Draws draws(7);
-  const auto exponential = [&](double mean) { return -mean * std::log(1.0 - draws.real(0.0, 1.0)); };
-  int kept = 0;
-  double sum = 0.0;
-  constexpr int kMinutes = 2000;
-  double wait = 0.0;
-  const double most = minute_wait(speeds, demand);
-  double left = 0.0;
-  for (int m = 0; m < kMinutes; ++m) {
-    double waits = 0.0, jobs = 0.0;
-    for (left += 60.0; left > 0.0;) {
-      waits += wait;
-      jobs += 1.0;
-      const double gap = exponential(0.1 / 0.7);
-      wait = std::max(0.0, wait + exponential(0.1) - gap);
-      left -= gap;
-    }
-    sum += waits / jobs;
-    kept += waits <= most * jobs ? 1 : 0;
-  }
-  EXPECT_NEAR(sum / kMinutes, predicted_wait(speeds, demand), 0.1 * predicted_wait(speeds, demand));
-  EXPECT_GT(kept, 0.8 * kMinutes) << "the mean itself is kept by about 60 %";
-  EXPECT_LT(kept, 0.95 * kMinutes);
-}
-
 TEST(FillingWait, IsUntilABatchIsFullOrItsFirstRequestHasWaited) {
   EXPECT_DOUBLE_EQ(filling_wait(0.0, 0.05, 8.0), 0.05);
   EXPECT_LT(filling_wait(40.0, 0.05, 8.0), 0.05);

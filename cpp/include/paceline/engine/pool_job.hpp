@@ -111,7 +111,7 @@ struct PoolTick {
   double runs = 0.0;          ///< in which the jobs that arrived will run; 0: nothing has run yet
   double run_work = 0.0;      ///< of those
   double run_square = 0.0;    ///< the sum of the squares of their work
-  double filling = 0.0;       ///< seconds that the jobs that arrived wait for max_delay, in the mean
+  double filling = 0.0;       ///< seconds that the jobs that arrived wait for their batches to fill, in the mean
   /// False: jobs wait of a kind that no device has run yet, or submitters wait for room in the queue.
   bool known = true;
   std::vector<double> speeds = {};  ///< of each device, retired or not; 0 for a lost one. They add up to about 1

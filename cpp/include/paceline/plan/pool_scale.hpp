@@ -39,17 +39,11 @@ struct ScaleDemand {
 /// rho)) services, times the variability (Allen & Cunneen).
 [[nodiscard]] PACELINE_API double predicted_wait(std::span<const double> speeds, const ScaleDemand& demand);
 
-/// The mean wait of the jobs of a minute, which about nine of ten minutes keep: predicted_wait(), and 1.28 standard
-/// deviations of a minute's mean more. With one device at a load of 0.7 and jobs of 0.1 s, 83 % of the minutes keep it,
-/// since these means are skewed. Source: the variance of the mean of a reflected Brownian motion (Whitt,
-/// Management Science 35, 1989).
-[[nodiscard]] PACELINE_API double minute_wait(std::span<const double> speeds, const ScaleDemand& demand);
-
-/// The mean wait for max_delay, from a job's submit: until as many came as the largest batch has, or until the first
-/// one has waited for so long. It passes while jobs wait for a device, too.
+/// The mean wait of a job for its batch to fill, from its submit: until as many came as the largest batch has, or until
+/// the first one has waited for `max_delay_seconds`. It passes while jobs wait for a device, too.
 [[nodiscard]] PACELINE_API double filling_wait(double jobs_per_second, double max_delay_seconds, double largest);
 
-/// The devices with the least sum of prices whose minute_wait() is at most `wait_seconds`, of those that are usable
+/// The devices with the least sum of prices whose predicted_wait() is at most `wait_seconds`, of those that are usable
 /// and that `may` allows, with all of `must`. All allowed ones if none is enough. Exact up to 12 that may be left out;
 /// beyond, devices of the least price for their speed come first.
 [[nodiscard]] PACELINE_API std::vector<bool> least_devices(std::span<const ScaleDevice> devices,
@@ -57,7 +51,7 @@ struct ScaleDemand {
                                                            const ScaleDemand& demand, double wait_seconds);
 
 struct ScaleOptions {
-  double wait_seconds = 0.1;  ///< the mean wait that is aimed at
+  double wait_seconds = 0.1;  ///< the mean wait; four fifths are planned for, so that most minutes keep it
   double level_gain = 0.1;    ///< Holt's alpha, for a second
   double trend_gain = 0.02;   ///< Holt's beta, for a second
 };

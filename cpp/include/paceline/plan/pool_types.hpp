@@ -220,14 +220,15 @@ struct PoolTenantUse {
 /// What comes of a kind, in jobs of typical cost. A gang counts for each of its devices.
 struct PoolLoad {
   /// Since the kind was added, from when they could run, with those that were rejected for the queue or their deadline,
-  /// and with those that were cancelled since. Those of a tenant with a quota count once they start.
+  /// and with those that were cancelled since. Those of a tenant with a quota count once they
+  /// start, or are rejected or expire though the quota has room. A quota of as many devices as there are is none.
   double arrived = 0.0;
   double waiting = 0.0;  ///< that would start if there were devices: as many as quotas let run
   /// A second, of each device in its largest batches, also if it is retired. A device that has run none counts as the
   /// mean of the others. 0: no device has, it cannot, or it is lost.
   std::vector<double> rates = {};
   /// Of a run, in the mean of the last ones: its jobs, its work over that of a job in a largest batch, and the square
-  /// of this. 0: none has run.
+  /// of this. One that hung counts as ten. 0: none has run.
   double run_jobs = 0.0;
   double run_work = 0.0;
   double run_square = 0.0;

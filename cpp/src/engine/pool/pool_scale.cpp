@@ -41,6 +41,10 @@ std::optional<PoolTick> PoolCore::scale_tick(double least_seconds, double keep_s
       tick.runs += runs;
       tick.run_work += runs * load.run_work / all;
       tick.run_square += runs * load.run_square / (all * all);
+    } else {  // each job as a run of exponential work
+      tick.runs += jobs;
+      tick.run_work += jobs / all;
+      tick.run_square += 2.0 * jobs / (all * all);
     }
     const plan::PoolKind& spec = state_.kind(kind);
     if (spec.max_delay_seconds > 0.0 && jobs > 0.0) {

@@ -21,8 +21,11 @@ void State::expire(double now, PoolDecisions& out) {
   for (std::size_t at = 0; at < active_lines.size();) {
     const std::size_t i = active_lines[at];
     if (!lines[i].timed.empty()) rank(lines[i]);
-    while (!lines[i].timed.empty() && last_start(lines[i]) < now)
-      end(lines[i].timed.front().id, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
+    while (!lines[i].timed.empty() && last_start(lines[i]) < now) {
+      const JobId late = lines[i].timed.front().id;
+      turn_away(jobs.at(late));
+      end(late, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
+    }
     // Lines may have become empty: this one, and those with jobs that depend on others.
     if (at < active_lines.size() && active_lines[at] == i) {
       ++at;

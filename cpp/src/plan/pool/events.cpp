@@ -65,6 +65,21 @@ void State::arrive(Job& job) {
   kinds[job.kind].arrived += static_cast<double>(job.gang) * job.cost / kinds[job.kind].cost;
 }
 
+// What no device served, though it could have started: its tenant's quota has room.
+void State::turn_away(Job& job) {
+  if (has_quota(job)) {
+    count_use();
+    if (!may_start(job.tenant, {job.key, job.id}, job.kind, job.gang, 1)) return;
+    use_need(job.need, last_now);
+  }
+  arrive(job);
+}
+
+void State::use_need(std::size_t need, double due) {
+  if (need >= needs_used.size()) needs_used.resize(need + 1, -kNever);
+  needs_used[need] = std::max(needs_used[need], due);
+}
+
 void State::enqueue(Job& job, double now) {
   if (!has_quota(job)) arrive(job);
   if (job.gang > 1) {
@@ -211,18 +226,24 @@ void State::note_size(Kind& kind, const Run& run, double seconds) {
   ++kind.epoch;
 }
 
-// The means of the last 100 runs or so, for how long a job waits for one that runs.
+// The means of the last 100 runs or so, of their squares the last 1000, for how long a job waits for one that runs.
+// One that hung counts as ten: it says nothing about the next.
 void State::note_run(Kind& kind, const Run& run, double seconds) {
-  constexpr std::int64_t window = 100;
+  constexpr std::array<std::int64_t, 3> windows{100, 100, 1000};
   const std::size_t first = run.devices.front();
   const auto most = static_cast<double>(largest(run.kind, first));
   const double batch = this->seconds(run.kind, first, kind.cost * most);
   if (!(batch > 0.0)) return;
-  const double work = seconds / batch * most * static_cast<double>(run.devices.size());
-  kind.runs_seen = std::min(kind.runs_seen + 1, window);
-  const std::array<double, 3> one{static_cast<double>(run.jobs.size() * run.devices.size()), work, work * work};
-  for (std::size_t k = 0; k < one.size(); ++k)
-    kind.run_means[k] += (one[k] - kind.run_means[k]) / static_cast<double>(kind.runs_seen);
+  double work = seconds / batch * most * static_cast<double>(run.devices.size());
+  if (kind.runs_seen > 10) work = std::min(work, 10.0 * kind.run_means[1]);
+  kind.runs_seen = std::min(kind.runs_seen + 1, windows.back());
+  const auto add = [&](std::size_t k, double one) {
+    kind.run_means[k] += (one - kind.run_means[k]) / static_cast<double>(std::min(kind.runs_seen, windows[k]));
+  };
+  add(0, static_cast<double>(run.jobs.size() * run.devices.size()));
+  add(1, work);
+  const double ratio = work / kind.run_means[1];  // so the variation stays when batches or the model change
+  add(2, ratio * ratio);
 }
 
 // The 90 % quantile of the last runs' actual over predicted seconds, every eight runs.

@@ -28,7 +28,9 @@ void State::expire_gangs(double now, PoolDecisions& out) {
     if (job.timed() && job.deadline - kinds[job.kind].margin * gang_seconds(job) < now) late.push_back(id);
   }
   for (const JobId id : late) {
-    if (jobs.find(id) != nullptr) end(id, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
+    if (jobs.find(id) == nullptr) continue;
+    turn_away(jobs.at(id));
+    end(id, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
   }
 }
 

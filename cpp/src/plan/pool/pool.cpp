@@ -178,9 +178,8 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
   if (!s.can_run(made)) refused = PoolReason::no_device;
   if (refused == PoolReason::none && !s.admits(made, now_seconds)) refused = PoolReason::deadline;
   if (refused != PoolReason::no_device && refused != PoolReason::quota) {
-    if (job.need >= s.needs_used.size()) s.needs_used.resize(job.need + 1, -kNever);
-    s.needs_used[job.need] = std::max(s.needs_used[job.need], now_seconds + job.not_before_seconds);
-    if (refused != PoolReason::none && !s.has_quota(made)) s.arrive(made);
+    if (!s.has_quota(made)) s.use_need(job.need, now_seconds + job.not_before_seconds);
+    if (refused != PoolReason::none && job.not_before_seconds <= 0.0 && job.after.empty()) s.turn_away(made);
   }
   if (refused != PoolReason::none) {
     out.ends.push_back({id, JobOutcome::rejected, refused, std::nullopt});

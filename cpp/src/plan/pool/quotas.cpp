@@ -95,7 +95,12 @@ bool State::someone_may_start(const PoolLine& line) const {
   });
 }
 
-bool State::has_quota(const Job& job) const { return quotas && limited(tenants[job.tenant].spec); }
+// Whether a quota could hold back a job: one of as many devices as there are does not.
+bool State::has_quota(const Job& job) const {
+  if (!quotas) return false;
+  const PoolTenant& spec = tenants[job.tenant].spec;
+  return spec.devices < std::ssize(devices) || spec.memory_bytes < kNever;
+}
 
 // What of a line would run if there were devices, in typical jobs: as many batches of each tenant as its quota still
 // has devices and memory for. They use these, also for the lines that are asked next.
@@ -107,7 +112,8 @@ double State::units_within_quotas(const PoolLine& line) {
     if (!limited(tenant.spec)) continue;
     std::int64_t waits = 0;
     for (const KeyQueue& queue : own.queues) waits += queue.size();
-    for (; waits > 0 && tenant.devices < tenant.spec.devices; ++tenant.devices) {
+    const std::int64_t all = std::ssize(devices);  // with these the quota holds nothing back
+    for (; waits > 0 && tenant.devices < std::min(tenant.spec.devices, all); ++tenant.devices) {
       const auto fits = [&](std::int64_t size) {
         return size <= waits &&
                (tenant.spec.memory_bytes == kNever || tenant.bytes + peak(line.kind, size) <= tenant.spec.memory_bytes);
@@ -117,7 +123,7 @@ double State::units_within_quotas(const PoolLine& line) {
       waits -= *(above - 1);
       tenant.bytes += peak(line.kind, *(above - 1));
     }
-    held += waits;
+    if (tenant.devices < all) held += waits;
   }
   return units(line) * static_cast<double>(line.size() - held) / static_cast<double>(line.size());
 }

@@ -65,8 +65,10 @@ std::vector<PoolLoad> PoolState::loads() const {
     if (of.forgotten) continue;
     all[kind].arrived = of.arrived;
     all[kind].run_jobs = of.run_means[0];
-    all[kind].run_work = of.run_means[1];
-    all[kind].run_square = of.run_means[2];
+    // Without batches the work of runs is that of their jobs, whatever the model of the seconds is off by.
+    const double unit = of.spec.sizes.back() == 1 && of.run_means[1] > 0.0 ? of.run_means[0] / of.run_means[1] : 1.0;
+    all[kind].run_work = unit * of.run_means[1];
+    all[kind].run_square = all[kind].run_work * all[kind].run_work * of.run_means[2];
     double sum = 0.0;
     double known = 0.0;
     std::vector<std::size_t> others;  // that can run it, and have not

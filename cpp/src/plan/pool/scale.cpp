@@ -15,8 +15,7 @@ namespace {
 
 constexpr std::size_t kMostByTrying = 12;  // devices: 4096 sets
 constexpr double kRunGain = 0.05;          // of the runs of a second
-constexpr double kNineOfTen = 1.2816;      // standard deviations that nine of ten normal numbers are below
-constexpr double kMinute = 60.0;
+constexpr double kAim = 0.8;               // of the target: minutes differ, and most shall keep it
 constexpr std::size_t kMostDesired = 4096;
 constexpr double kBacklogSeconds = 60.0;  // in which devices that the box lacks would serve what waits
 
@@ -48,17 +47,6 @@ double predicted_wait(std::span<const double> speeds, const ScaleDemand& demand)
   return demand.backlog / rate + demand.variability * queue;
 }
 
-double minute_wait(std::span<const double> speeds, const ScaleDemand& demand) {
-  const double wait = predicted_wait(speeds, demand);
-  if (wait == std::numeric_limits<double>::infinity()) return wait;
-  const double rate = std::accumulate(speeds.begin(), speeds.end(), 0.0);
-  const double load = demand.work_per_second / rate;
-  const double variance =
-      4.0 * demand.variability * load * demand.run_seconds / (rate * (1.0 - load) * (1.0 - load) * kMinute);
-  const double first = demand.backlog / rate;
-  return first + (wait - first) * (1.0 + kNineOfTen * std::sqrt(variance));
-}
-
 double filling_wait(double jobs_per_second, double max_delay_seconds, double largest) {
   const double others = jobs_per_second * max_delay_seconds;  // that come meanwhile
   if (others < largest - 1.0) return max_delay_seconds * (1.0 + others / 2.0) / (1.0 + others);
@@ -81,7 +69,7 @@ std::vector<bool> least_devices(std::span<const ScaleDevice> devices, const std:
     return devices[a].price * devices[b].speed < devices[b].price * devices[a].speed;
   });
   const auto enough = [&](const std::vector<bool>& tried) {
-    return minute_wait(speeds_of(devices, tried), demand) <= wait_seconds;
+    return predicted_wait(speeds_of(devices, tried), demand) <= wait_seconds;
   };
   if (open.size() > kMostByTrying) {
     for (const std::size_t d : open) {
@@ -164,11 +152,11 @@ std::vector<bool> Scaler::decide(std::span<const ScaleDevice> devices, const Sca
   demand_.work_per_second = std::max(0.0, level_ + trend_ * horizon);
   const double until_then = std::max(0.0, level_ + trend_ * horizon / 2.0) - rate;
   demand_.backlog = std::max(0.0, tick.waiting_work + until_then * horizon);
-  std::vector<bool> wanted = least_devices(devices, active, all, demand_, options_.wait_seconds);
+  std::vector<bool> wanted = least_devices(devices, active, all, demand_, kAim * options_.wait_seconds);
 
   ScaleDemand now = demand_;
   now.backlog = std::max(tick.waiting_work, demand_.backlog);
-  const std::vector<bool> needed = least_devices(devices, none, wanted, now, options_.wait_seconds);
+  const std::vector<bool> needed = least_devices(devices, none, wanted, now, kAim * options_.wait_seconds);
   auto left = std::count(wanted.begin(), wanted.end(), true);
   for (std::size_t d = 0; d < devices.size(); ++d) {
     unneeded_[d] = active[d] && !needed[d] ? unneeded_[d] + tick.seconds : 0.0;
@@ -196,12 +184,12 @@ void Scaler::count(std::span<const ScaleDevice> devices, const std::vector<bool>
   for (const ScaleDevice& one : devices) {
     if (one.usable) usable.push_back(one.speed);
   }
-  if (usable.empty() || minute_wait(speeds, demand_) <= options_.wait_seconds || speeds.size() < usable.size()) return;
+  if (usable.empty() || wait_ <= kAim * options_.wait_seconds || speeds.size() < usable.size()) return;
   const double mean = std::accumulate(usable.begin(), usable.end(), 0.0) / static_cast<double>(usable.size());
   ScaleDemand steady = demand_;
   steady.work_per_second += steady.backlog / kBacklogSeconds;
   steady.backlog = 0.0;
-  while (minute_wait(speeds, steady) > options_.wait_seconds && speeds.size() < kMostDesired) {
+  while (predicted_wait(speeds, steady) > kAim * options_.wait_seconds && speeds.size() < kMostDesired) {
     speeds.push_back(mean);
   }
   desired_ = speeds.size();

@@ -129,7 +129,7 @@ class PoolState::State {
     std::size_t model = kNone;
     std::int64_t held = 0;                 // waiting jobs
     double arrived = 0.0;                  // PoolLoad::arrived
-    std::array<double, 3> run_means = {};  // of PoolLoad::run_jobs, run_work, run_square
+    std::array<double, 3> run_means = {};  // PoolLoad::run_jobs, run_work, run_square / run_work²
     std::int64_t runs_seen = 0;
     std::map<std::size_t, std::int64_t> held_by = {};  // tenants, if there are any
     std::vector<Measured> on = {};                     // by device
@@ -189,6 +189,8 @@ class PoolState::State {
   void note_size(Kind& kind, const Run& run, double seconds);
   void typical(Kind& kind, double cost);
   void arrive(Job& job);
+  void turn_away(Job& job);
+  void use_need(std::size_t need, double due);
   void note_run(Kind& kind, const Run& run, double seconds);
   /// What every event ends with that is no addition.
   template <class Write>

@@ -152,6 +152,7 @@ void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId le
   for (const JobId id : starting) {
     Job& job = jobs.at(id);
     if (has_tenants) {
+      if (has_quota(job)) use_need(job.need, last_now);
       arrive(job);
       const auto cls = static_cast<std::size_t>(job.priority);
       const KeyEntry* place = nullptr;

@@ -27,7 +27,7 @@ class Autoscale:
     Parameters
     ----------
     wait
-        Seconds that a job shall wait in the mean, from its submit until its run begins. So many devices are taken that most minutes keep it. The
+        Seconds that a job shall wait in the mean, from its submit until its run begins. So many devices are taken that four fifths of it are predicted, and most minutes keep it. The
         ``max_delay`` of batches is no reason for more devices.
     keep
         Seconds for which a device is kept that is not needed.
@@ -284,8 +284,8 @@ class Scaled:
         Notes
         -----
         The wait is from a job's submit until its run begins, as in ``report()["wait_seconds"]``. It is that of queueing theory (Sakasegawa, 1977; Allen and Cunneen) for
-        jobs that come at random, with the mean and the variation of the runs that were measured, batches included, after what waits now; or ``max_delay`` of batches, if
-        this is longer. Released devices count as there. Kinds of work that no device has run yet count as nothing.
+        jobs that come at random, with the mean and the variation of the runs that were measured, batches included, after what waits now; or the mean time
+        that a request waits for its batch to fill, at most ``max_delay``, if this is longer. Released devices count as there. Kinds of work that no device has run yet count as nothing.
         """
         return self._scale.wait_of(_listed("remove", remove), _listed("add", add))
 
