@@ -96,5 +96,5 @@ OTHERS = {
         "_update_count",
         "_waiters",
     ),
-    *("_global", "_celsius", "_hz", "_mhz", "_watts"),  # ends of names
+    *("_global", "_celsius", "_hz", "_mhz", "_watts", "_wait_seconds"),  # ends of names
 }
