@@ -314,7 +314,7 @@ class Pool:
     def __init__(
         self,
         group: paceline._core.runtime.DeviceGroup,
-        placement: str | collections.abc.Callable[..., object] = "auto",
+        placement: str | collections.abc.Callable[..., typing.Any] = "auto",
         budget: typing.SupportsFloat | typing.SupportsIndex = 0.1,
         memory: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex] = {},
     ) -> None: ...
