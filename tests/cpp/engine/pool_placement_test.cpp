@@ -195,7 +195,7 @@ TEST(PoolPlacement, AWorkerGoesOnWhereThereAreMoreQuestionsThanAThreadAsks) {
   for (const auto& job : jobs) EXPECT_EQ(job.get(), "host:0");
 }
 
-// A question from just before the run ended may be asked once in a while, but not each time.
+// The pool may have asked just before the run ended, so a few late questions are no fault.
 TEST(PoolPlacement, ADeviceThatARunHasLeftIsIdleInTheNextQuestion) {
   constexpr int kRounds = 10;
   std::atomic<bool> ended{false};
@@ -270,7 +270,7 @@ TEST(PoolPlacement, TheDestructorWaitsForTheFunction) {
   EXPECT_TRUE(over);
 }
 
-// As above, a question may have begun just before.
+// The pool may have asked just before the close, so a few late questions are no fault.
 TEST(PoolPlacement, AJobThatACloseHasCancelledIsNotAskedAbout) {
   constexpr int kRounds = 10;
   std::atomic<bool> ended{false};

@@ -191,11 +191,11 @@ class Batcher {
 /// has done that work; no thread waits for it. One job or batch at a time is on each GPU. Work of steps on the same GPU
 /// is on other streams, so the GPU does both at once.
 ///
-/// With plan::Placement::custom it asks PoolOptions::choose without a lock, one thread at a time: that whose call or
-/// run has changed something, or a worker. An answer counts if the job and the idle devices are the same then. While a
-/// device is idle it is asked again after each event, and every 50 ms if it let a job wait. If it throws, the fastest
-/// idle device takes the job, as in a closed pool whose other jobs have ended, and explain() says why. It may submit,
-/// but not wait for a pool.
+/// With plan::Placement::custom the pool asks PoolOptions::choose without a lock, one thread at a time: that whose call
+/// or run has changed something, or a worker. It drops an answer if the job has ended or other devices are idle by
+/// then. While a device is idle the pool asks again after each event, and every 50 ms if the function let a job wait.
+/// If the function throws, the fastest idle device takes the job, and explain() says why. In a closed pool whose other
+/// jobs have ended, that device takes it, too. The function may submit, but not wait for a pool.
 ///
 ///   paceline::Pool pool(paceline::DeviceGroup::all(paceline::DeviceKind::host));
 ///   paceline::Future<double> f = pool.submit([](paceline::Job& job) { return score(job.device()); });
@@ -304,7 +304,7 @@ class PACELINE_API Pool {
   [[nodiscard]] Stream* stream(const std::string& device) const;
   /// Once closed: ends the streams of GPUs, which otherwise end with the pool.
   void release() noexcept;
-  /// The destructor does not wait for PoolOptions::choose, which owns what it uses.
+  /// From now on the destructor does not wait for PoolOptions::choose. So that function has to own what it uses.
   void leave_placement() noexcept { waits_for_placement_ = false; }
   using BatchCall = std::function<void(Job&, std::span<internal::PoolCall* const>)>;
   /// `state`: what the call's end() ends.
