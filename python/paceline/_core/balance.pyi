@@ -1,108 +1,73 @@
 from __future__ import annotations
 
-import collections.abc
 import os
-import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsFloat, SupportsIndex, SupportsInt
 
 import paceline._core.plan
 
+_Int = SupportsInt | SupportsIndex
+_Float = SupportsFloat | SupportsIndex
 __all__: list[str] = ["Balancer", "LEDGER_VERSION", "StepPlan", "WhatIfAnswer"]
 
 class WhatIfAnswer:
-    """
-    The best split for the devices asked about, and the time of a step.
-    """
+    """The best split for the devices asked about, and the time of a step."""
     def __repr__(self) -> str: ...
     @property
     def best_seconds(self) -> float:
-        """
-        Estimated time of a step with the best shares for the present devices.
-        """
+        """Estimated time of a step with the best shares for the present devices."""
     @property
     def error(self) -> float:
-        """
-        Relative standard error of `seconds`.
-        """
+        """Relative standard error of `seconds`."""
     @property
     def names(self) -> list[str]:
-        """
-        Names of the present devices, then of the added ones.
-        """
+        """Names of the present devices, then of the added ones."""
     @property
     def present_seconds(self) -> float:
-        """
-        Estimated time of a step with the present shares and devices.
-        """
+        """Estimated time of a step with the present shares and devices."""
     @property
     def seconds(self) -> float:
-        """
-        Estimated time of a step with these shares.
-        """
+        """Estimated time of a step with these shares."""
     @property
     def shares(self) -> list[int]:
-        """
-        Items per name; 0 for removed devices.
-        """
+        """Items per name; 0 for removed devices."""
     @property
     def text(self) -> str:
-        """
-        The answer as a sentence.
-        """
+        """The answer as a sentence."""
 
 class StepPlan:
-    """
-    What each device runs in the next step, and the estimates behind it.
-    """
+    """What each device runs in the next step, and the estimates behind it."""
     def __repr__(self) -> str: ...
     @property
     def batch_size(self) -> int:
-        """
-        Items of the whole batch.
-        """
+        """Items of the whole batch."""
     @property
     def granularity(self) -> int:
-        """
-        What the shares are multiples of, but for the rest.
-        """
+        """What the shares are multiples of, but for the rest."""
     @property
     def models(self) -> list[paceline._core.plan.CostModel]:
-        """
-        The present estimate per device, a `plan.CostModel`; empty before the first timing.
-        """
+        """The present estimate per device, a `plan.CostModel`; empty before the first timing."""
     @property
     def moved(self) -> bool:
-        """
-        Whether the shares differ from the last plan's for the same batch size.
-        """
+        """Whether the shares differ from the last plan's for the same batch size."""
     @property
     def noise(self) -> list[float]:
-        """
-        Per device, the relative standard deviation of its time.
-        """
+        """Per device, the relative standard deviation of its time."""
     @property
     def predicted_seconds(self) -> float:
-        """
-        The makespan that the models predict; 0 before the first timing.
-        """
+        """The makespan that the models predict; 0 before the first timing."""
     @property
     def reason(self) -> str:
-        """
-        The reason for the plan, as a sentence.
-        """
+        """The reason for the plan, as a sentence."""
     @property
     def shares(self) -> list[int]:
-        """
-        Items per device; they sum to the batch.
-        """
+        """Items per device; they sum to the batch."""
     @property
     def step(self) -> int:
-        """
-        Steps recorded before this one.
-        """
+        """Steps recorded before this one."""
 
 class Balancer:
-    """
-    The closed loop: timings in, plans out.
+    """The closed loop: timings in, plans out.
 
     Every plan is a pure function of the arguments and of the calls made so far. Not thread-safe.
 
@@ -142,28 +107,17 @@ class Balancer:
     """
     def __init__(
         self,
-        devices: collections.abc.Sequence[str],
+        devices: Sequence[str],
         policy: str = "auto",
         *,
-        device_classes: str | collections.abc.Sequence[str] | None = None,
-        weights: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
-        granularity: typing.SupportsInt | typing.SupportsIndex = 1,
-        minimum: typing.SupportsInt
-        | typing.SupportsIndex
-        | None
-        | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None]
-        | None = None,
-        maximum: typing.SupportsInt
-        | typing.SupportsIndex
-        | None
-        | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None]
-        | None = None,
-        may_be_zero: bool | collections.abc.Sequence[bool] | None = None,
-        startup_seconds: typing.SupportsFloat
-        | typing.SupportsIndex
-        | collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]
-        | None = None,
-        reduction_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
+        device_classes: str | Sequence[str] | None = None,
+        weights: Sequence[_Float] | None = None,
+        granularity: _Int = 1,
+        minimum: _Int | None | Sequence[_Int | None] | None = None,
+        maximum: _Int | None | Sequence[_Int | None] | None = None,
+        may_be_zero: bool | Sequence[bool] | None = None,
+        startup_seconds: _Float | Sequence[_Float] | None = None,
+        reduction_seconds: Sequence[_Float] | None = None,
         calibrate: bool = True,
         proportional: bool = False,
         unit: str = "items",
@@ -171,17 +125,9 @@ class Balancer:
     ) -> None: ...
     def __repr__(self) -> str: ...
     def explain(self) -> str:
-        """
-        Text: what was measured, what was decided and why, what a move would gain, and what is unknown.
-        """
-    def hint(
-        self,
-        models: collections.abc.Sequence[
-            tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex] | None
-        ],
-    ) -> None:
-        """
-        Begin with the best split for speeds that an earlier run measured.
+        """Text: what was measured, what was decided and why, what a move would gain, and what is unknown."""
+    def hint(self, models: Sequence[tuple[_Float, _Float] | None]) -> None:
+        """Begin with the best split for speeds that an earlier run measured.
 
         "auto" only: it takes the place of the even split and of the calibration. Timings take its place, so wrong speeds are corrected. After the first timing it does nothing.
 
@@ -196,29 +142,19 @@ class Balancer:
             For another number of models than devices, and for numbers that are negative or not finite.
         """
     def ledger(self) -> str:
-        """
-        The calls so far as JSON lines, for `replay`.
-        """
-    def next_plan(self, batch_size: typing.SupportsInt | typing.SupportsIndex) -> StepPlan:
-        """
-        The plan of the next step. Without a `record` in between, a second call returns the same plan.
-        """
+        """The calls so far as JSON lines, for `replay`."""
+    def next_plan(self, batch_size: _Int) -> StepPlan:
+        """The plan of the next step. Without a `record` in between, a second call returns the same plan."""
     def record(
         self,
-        devices: collections.abc.Sequence[
-            collections.abc.Sequence[
-                tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
-                | tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex, bool]
-            ]
-        ],
-        step_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        devices: Sequence[Sequence[tuple[_Int, _Float] | tuple[_Int, _Float, bool]]],
+        step_seconds: _Float = 0.0,
         *,
-        reduction_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        startup_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex | None] = [],
-        lent_parts: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] = [],
+        reduction_seconds: _Float = 0.0,
+        startup_seconds: Sequence[_Float | None] = [],
+        lent_parts: Sequence[_Float] = [],
     ) -> None:
-        """
-        Record the timings of the plan that `next_plan` returned last.
+        """Record the timings of the plan that `next_plan` returned last.
 
         Parameters
         ----------
@@ -235,9 +171,8 @@ class Balancer:
             Per device, the part of its time in the step, from 0 to 1, in which it did other work, such as requests. The seconds in `devices` are without that.
             Empty: none.
         """
-    def report(self) -> dict[str, typing.Any]:
-        """
-        What `explain` says, as numbers.
+    def report(self) -> dict[str, Any]:
+        """What `explain` says, as numbers.
 
         Returns
         -------
@@ -262,28 +197,21 @@ class Balancer:
             (it measured worse); or "overtaken" by another move or a change of speed; or "unjudged" if nothing comparable ran before. The measured gain
             and the resolution are 0 unless the move was judged.
         """
-    def restore(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
-        """
-        Give a retired device work again.
-        """
-    def retire(self, device: typing.SupportsInt | typing.SupportsIndex) -> None:
-        """
-        Give the device with this index no further work.
-        """
-    def set_least_items(self, items: typing.SupportsInt | typing.SupportsIndex) -> None:
-        """
-        From the next plan on, every nonzero share has at least so many items, unless the batch has fewer. 1: no minimum.
-        """
+    def restore(self, device: _Int) -> None:
+        """Give a retired device work again."""
+    def retire(self, device: _Int) -> None:
+        """Give the device with this index no further work."""
+    def set_least_items(self, items: _Int) -> None:
+        """From the next plan on, every nonzero share has at least so many items, unless the batch has fewer. 1: no minimum."""
     def what_if(
         self,
         *,
-        speeds: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex] | None = None,
-        add: collections.abc.Sequence[tuple[str, typing.SupportsFloat | typing.SupportsIndex]] | None = None,
-        remove: collections.abc.Sequence[str] | None = None,
-        batch_size: typing.SupportsInt | typing.SupportsIndex | None = None,
+        speeds: Mapping[str, _Float] | None = None,
+        add: Sequence[tuple[str, _Float]] | None = None,
+        remove: Sequence[str] | None = None,
+        batch_size: _Int | None = None,
     ) -> WhatIfAnswer:
-        """
-        Predict the best split and the time of a step for other devices: other speeds, more devices or fewer.
+        """Predict the best split and the time of a step for other devices: other speeds, more devices or fewer.
 
         Uses the present estimates and changes nothing.
 
@@ -309,13 +237,9 @@ class Balancer:
         """
     @property
     def ledger_failed(self) -> bool:
-        """
-        Whether a line of the ledger could not be written. No line is written after it, and the balancer goes on.
-        """
+        """Whether a line of the ledger could not be written. No line is written after it, and the balancer goes on."""
     @property
     def move_count(self) -> int:
-        """
-        Changes of shares so far, not counting changes of the batch size.
-        """
+        """Changes of shares so far, not counting changes of the batch size."""
 
 LEDGER_VERSION: int = 7

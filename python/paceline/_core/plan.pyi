@@ -4,9 +4,11 @@ Pure decisions: cost models, splits of batches and of items, stages of pipelines
 
 from __future__ import annotations
 
-import collections.abc
-import typing
+from collections.abc import Sequence
+from typing import SupportsFloat, SupportsIndex, SupportsInt
 
+_Int = SupportsInt | SupportsIndex
+_Float = SupportsFloat | SupportsIndex
 __all__: list[str] = [
     "BlockCost",
     "CostModel",
@@ -33,18 +35,13 @@ __all__: list[str] = [
 ]
 
 class CostModel:
-    """
-    Seconds that a device needs for a share of n items; nondecreasing in n.
+    """Seconds that a device needs for a share of n items; nondecreasing in n.
 
     Make one with `affine`. `CostModel()` costs nothing. Immutable.
     """
     @staticmethod
-    def affine(
-        fixed_seconds: typing.SupportsFloat | typing.SupportsIndex,
-        per_item_seconds: typing.SupportsFloat | typing.SupportsIndex,
-    ) -> CostModel:
-        """
-        `fixed_seconds + per_item_seconds * n`.
+    def affine(fixed_seconds: _Float, per_item_seconds: _Float) -> CostModel:
+        """`fixed_seconds + per_item_seconds * n`.
 
         Raises
         ------
@@ -55,126 +52,78 @@ class CostModel:
     def __hash__(self) -> int: ...
     def __init__(self) -> None: ...
     def __repr__(self) -> str: ...
-    def items_within(
-        self,
-        budget_seconds: typing.SupportsFloat | typing.SupportsIndex,
-        limit: typing.SupportsInt | typing.SupportsIndex,
-    ) -> int:
-        """
-        The largest n in [0, limit] with seconds(n) <= budget_seconds; -1 if even n = 0 does not fit.
-        """
-    def scaled(self, factor: typing.SupportsFloat | typing.SupportsIndex) -> CostModel:
-        """
-        The same shape on a device `factor` times slower.
-        """
-    def seconds(self, items: typing.SupportsInt | typing.SupportsIndex) -> float:
-        """
-        Seconds for a share of `items` items.
-        """
+    def items_within(self, budget_seconds: _Float, limit: _Int) -> int:
+        """The largest n in [0, limit] with seconds(n) <= budget_seconds; -1 if even n = 0 does not fit."""
+    def scaled(self, factor: _Float) -> CostModel:
+        """The same shape on a device `factor` times slower."""
+    def seconds(self, items: _Int) -> float:
+        """Seconds for a share of `items` items."""
     @property
     def fixed_seconds(self) -> float:
-        """
-        Seconds that do not depend on the size.
-        """
+        """Seconds that do not depend on the size."""
     @property
     def per_item_seconds(self) -> float:
-        """
-        Seconds that each further item costs.
-        """
+        """Seconds that each further item costs."""
 
 class Split:
-    """
-    The shares of one step, and when the models expect the last device to finish.
-    """
+    """The shares of one step, and when the models expect the last device to finish."""
     def __repr__(self) -> str: ...
     @property
     def makespan_seconds(self) -> float:
-        """
-        When the models expect the last device to finish.
-        """
+        """When the models expect the last device to finish."""
     @property
     def shares(self) -> list[int]:
-        """
-        Items per device; they sum to the batch.
-        """
+        """Items per device; they sum to the batch."""
 
 class ItemSplit:
-    """
-    The items of each device, and when the models expect the last device to finish.
-    """
+    """The items of each device, and when the models expect the last device to finish."""
     def __repr__(self) -> str: ...
     @property
     def gap(self) -> float:
-        """
-        (makespan - lower bound) / lower bound.
-        """
+        """(makespan - lower bound) / lower bound."""
     @property
     def items(self) -> list[list[int]]:
-        """
-        Per device, the indices of its items, ascending.
-        """
+        """Per device, the indices of its items, ascending."""
     @property
     def loads(self) -> list[float]:
-        """
-        Per device, the sum of its items' costs; for `split_padded`, their count times the largest cost.
-        """
+        """Per device, the sum of its items' costs; for `split_padded`, their count times the largest cost."""
     @property
     def lower_bound_seconds(self) -> float:
-        """
-        No split has a smaller makespan. Equal to the makespan if the split is proven best.
-        """
+        """No split has a smaller makespan. Equal to the makespan if the split is proven best."""
     @property
     def makespan_seconds(self) -> float:
-        """
-        When the models expect the last device to finish.
-        """
+        """When the models expect the last device to finish."""
 
 class ItemCostFit:
-    """
-    The cost of an item, learned from timings: one shape shared by all devices, and a scale per device.
+    """The cost of an item, learned from timings: one shape shared by all devices, and a scale per device.
 
     The coefficients are those of the fastest device: a micro-batch takes fixed_seconds + per_token_seconds * tokens +
     per_squared_token_seconds * (sum of squared lengths).
     """
     def __repr__(self) -> str: ...
-    def item_seconds(self, tokens: typing.SupportsFloat | typing.SupportsIndex) -> float:
-        """
-        Seconds that one more item of this length adds on the fastest device: its cost for `split_items`.
-        """
+    def item_seconds(self, tokens: _Float) -> float:
+        """Seconds that one more item of this length adds on the fastest device: its cost for `split_items`."""
     @property
     def fixed_seconds(self) -> float:
-        """
-        Seconds of a micro-batch that do not depend on its tokens.
-        """
+        """Seconds of a micro-batch that do not depend on its tokens."""
     @property
     def models(self) -> list[tuple[float, float]]:
-        """
-        Per device, the pair (fixed_seconds, seconds_per_cost) for `split_items`.
-        """
+        """Per device, the pair (fixed_seconds, seconds_per_cost) for `split_items`."""
     @property
     def per_squared_token_seconds(self) -> float:
-        """
-        Seconds per unit of the sum of squared lengths (attention).
-        """
+        """Seconds per unit of the sum of squared lengths (attention)."""
     @property
     def per_token_seconds(self) -> float:
-        """
-        Seconds that each further token costs.
-        """
+        """Seconds that each further token costs."""
     @property
     def relative_rms(self) -> float:
-        """
-        Root mean square of (predicted - measured) / measured over the samples.
-        """
+        """Root mean square of (predicted - measured) / measured over the samples."""
     @property
     def scales(self) -> list[float]:
-        """
-        Per device, its time relative to the fastest device; 0 for a device without samples.
-        """
+        """Per device, its time relative to the fastest device; 0 for a device without samples."""
 
 class BlockCost:
-    """
-    What one block of a model costs: one of the layers between which it may be cut.
+    """What one block of a model costs: one of the layers between which it may be cut.
 
     Seconds are on a device of speed 1. What comes before the first block belongs to the first block; what comes after the last one
     (a head, its logits, the loss) belongs to the last block.
@@ -182,17 +131,16 @@ class BlockCost:
     def __init__(
         self,
         *,
-        forward_per_item: typing.SupportsFloat | typing.SupportsIndex,
-        backward_per_item: typing.SupportsFloat | typing.SupportsIndex,
-        forward_fixed: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        backward_fixed: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        parameter_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
-        saved_bytes_per_item: typing.SupportsInt | typing.SupportsIndex = 0,
-        boundary_bytes_per_item: typing.SupportsInt | typing.SupportsIndex = 0,
-        workspace_bytes_per_item: typing.SupportsInt | typing.SupportsIndex = 0,
+        forward_per_item: _Float,
+        backward_per_item: _Float,
+        forward_fixed: _Float = 0.0,
+        backward_fixed: _Float = 0.0,
+        parameter_bytes: _Int = 0,
+        saved_bytes_per_item: _Int = 0,
+        boundary_bytes_per_item: _Int = 0,
+        workspace_bytes_per_item: _Int = 0,
     ) -> None:
-        """
-        Parameters
+        """Parameters
         ----------
         forward_per_item, backward_per_item
             Seconds per item of a micro-batch.
@@ -210,55 +158,38 @@ class BlockCost:
     def __repr__(self) -> str: ...
     @property
     def backward_fixed(self) -> float:
-        """
-        Seconds of a backward, whatever its items.
-        """
+        """Seconds of a backward, whatever its items."""
     @property
     def backward_per_item(self) -> float:
-        """
-        Seconds per item of a backward.
-        """
+        """Seconds per item of a backward."""
     @property
     def boundary_bytes_per_item(self) -> int:
-        """
-        The input, which may be sent.
-        """
+        """The input, which may be sent."""
     @property
     def forward_fixed(self) -> float:
-        """
-        Seconds of a forward, whatever its items.
-        """
+        """Seconds of a forward, whatever its items."""
     @property
     def forward_per_item(self) -> float:
-        """
-        Seconds per item of a forward.
-        """
+        """Seconds per item of a forward."""
     @property
     def parameter_bytes(self) -> int:
-        """
-        Bytes of parameters and what trains them.
-        """
+        """Bytes of parameters and what trains them."""
     @property
     def saved_bytes_per_item(self) -> int:
-        """
-        What autograd keeps.
-        """
+        """What autograd keeps."""
 
 class StageDevice:
-    """
-    One device, as far as a pipeline is concerned.
-    """
+    """One device, as far as a pipeline is concerned."""
     def __init__(
         self,
         name: str = "",
         *,
-        speed: typing.SupportsFloat | typing.SupportsIndex = 1.0,
-        noise: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        memory_bytes: typing.SupportsInt | typing.SupportsIndex | None = None,
-        memory_space: typing.SupportsInt | typing.SupportsIndex = 0,
+        speed: _Float = 1.0,
+        noise: _Float = 0.0,
+        memory_bytes: _Int | None = None,
+        memory_space: _Int = 0,
     ) -> None:
-        """
-        Parameters
+        """Parameters
         ----------
         name
             For messages.
@@ -274,260 +205,149 @@ class StageDevice:
     def __repr__(self) -> str: ...
 
 class PipelineTimes:
-    """
-    When everything happens in a pipeline, in seconds.
-    """
+    """When everything happens in a pipeline, in seconds."""
     def __repr__(self) -> str: ...
     @property
     def actions(self) -> list[list[tuple[float, float]]]:
-        """
-        Per stage, start and finish of each of its actions.
-        """
+        """Per stage, start and finish of each of its actions."""
     @property
     def busy_seconds(self) -> list[float]:
-        """
-        Per stage, how long it works.
-        """
+        """Per stage, how long it works."""
     @property
     def seconds(self) -> float:
-        """
-        When the last action ends.
-        """
+        """When the last action ends."""
 
 class StagePlan:
-    """
-    A model that is cut into stages, with the device and the actions of each.
-    """
+    """A model that is cut into stages, with the device and the actions of each."""
     def __repr__(self) -> str: ...
     @property
     def bound_seconds(self) -> float:
-        """
-        No schedule of these stages is quicker.
-        """
+        """No schedule of these stages is quicker."""
     @property
     def bytes(self) -> list[int]:
-        """
-        Bytes that each stage needs.
-        """
+        """Bytes that each stage needs."""
     @property
     def cuts(self) -> list[int]:
-        """
-        The first block of each stage.
-        """
+        """The first block of each stage."""
     @property
     def ideal_seconds(self) -> float:
-        """
-        The work of the step over the speeds of all devices.
-        """
+        """The work of the step over the speeds of all devices."""
     @property
     def in_flight(self) -> list[int]:
-        """
-        The most micro-batches that each stage has in flight.
-        """
+        """The most micro-batches that each stage has in flight."""
     @property
     def moved_bytes(self) -> int:
-        """
-        Parameter bytes in another memory space than in the previous plan.
-        """
+        """Parameter bytes in another memory space than in the previous plan."""
     @property
     def order(self) -> list[int]:
-        """
-        The device of each stage.
-        """
+        """The device of each stage."""
     @property
     def schedule(self) -> list[list[tuple[str, int]]]:
-        """
-        Per stage, what it does, in order: ("F", micro-batch) or ("B", micro-batch).
-        """
+        """Per stage, what it does, in order: ("F", micro-batch) or ("B", micro-batch)."""
     @property
     def schedule_text(self) -> str:
-        """
-        The schedule, a line per stage.
-        """
+        """The schedule, a line per stage."""
     @property
     def seconds(self) -> float:
-        """
-        Seconds of a step, expected with noise.
-        """
+        """Seconds of a step, expected with noise."""
     @property
     def sizes(self) -> list[int]:
-        """
-        Items of each micro-batch; they differ by at most one.
-        """
+        """Items of each micro-batch; they differ by at most one."""
 
 class PoolState:
-    """
-    The decisions of a pool, for replays of its ledger. Functions are its events, and return what was decided as the ledger has it.
-    """
+    """The decisions of a pool, for replays of its ledger. Functions are its events, and return what was decided as the ledger has it."""
     def __init__(
         self,
         *,
         placement: str,
-        decline: typing.SupportsFloat | typing.SupportsIndex,
-        probe_seconds: typing.SupportsFloat | typing.SupportsIndex = ...,
-        samples: typing.SupportsInt | typing.SupportsIndex,
-        margin: typing.SupportsFloat | typing.SupportsIndex,
-        memory_margin_bytes: typing.SupportsFloat | typing.SupportsIndex,
-        patience: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+        decline: _Float,
+        probe_seconds: _Float = ...,
+        samples: _Int,
+        margin: _Float,
+        memory_margin_bytes: _Float,
+        patience: Sequence[_Float],
     ) -> None: ...
     def add_device(
         self,
-        now: typing.SupportsFloat | typing.SupportsIndex,
+        now: _Float,
         *,
         name: str,
         device_class: str,
-        labels: collections.abc.Sequence[str],
-        weight: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        memory_bytes: typing.SupportsFloat | typing.SupportsIndex = ...,
-        shares_memory_of: typing.SupportsInt | typing.SupportsIndex | None = None,
-        accepted: collections.abc.Sequence[bool] = [],
+        labels: Sequence[str],
+        weight: _Float = 0.0,
+        memory_bytes: _Float = ...,
+        shares_memory_of: _Int | None = None,
+        accepted: Sequence[bool] = [],
     ) -> str: ...
     def add_kind(
         self,
         *,
         name: str,
-        sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
-        max_delay_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        sizes: Sequence[_Int],
+        max_delay_seconds: _Float = 0.0,
         padded: bool = False,
         idempotent: bool = False,
-        queue_limit: typing.SupportsInt | typing.SupportsIndex = 0,
+        queue_limit: _Int = 0,
         model: str = "",
-        resident_bytes: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        reload_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        peak_bytes: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        peak_bytes_per_item: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        resident_bytes: _Float = 0.0,
+        reload_seconds: _Float = 0.0,
+        peak_bytes: _Float = 0.0,
+        peak_bytes_per_item: _Float = 0.0,
     ) -> int: ...
-    def add_need(self, *, accepted: collections.abc.Sequence[bool]) -> int: ...
+    def add_need(self, *, accepted: Sequence[bool]) -> int: ...
     def add_tenant(
-        self,
-        *,
-        name: str,
-        weight: typing.SupportsFloat | typing.SupportsIndex = 1.0,
-        devices: typing.SupportsInt | typing.SupportsIndex = 9223372036854775807,
-        memory_bytes: typing.SupportsFloat | typing.SupportsIndex = ...,
+        self, *, name: str, weight: _Float = 1.0, devices: _Int = 9223372036854775807, memory_bytes: _Float = ...
     ) -> int: ...
-    def cancel(
-        self, now: typing.SupportsFloat | typing.SupportsIndex, *, job: typing.SupportsInt | typing.SupportsIndex
-    ) -> str: ...
-    def chose(self, devices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None]) -> None:
-        """
-        What the user's placement answers during the next event.
-        """
-    def finish(
-        self,
-        now: typing.SupportsFloat | typing.SupportsIndex,
-        *,
-        run: typing.SupportsInt | typing.SupportsIndex,
-        result: str,
-        seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    ) -> str: ...
-    def forget(self, *, kind: typing.SupportsInt | typing.SupportsIndex) -> bool:
-        """
-        Whether it was.
-        """
-    def loaded(
-        self,
-        now: typing.SupportsFloat | typing.SupportsIndex,
-        *,
-        kind: typing.SupportsInt | typing.SupportsIndex,
-        seconds: typing.SupportsFloat | typing.SupportsIndex,
-    ) -> str: ...
-    def lose(
-        self, now: typing.SupportsFloat | typing.SupportsIndex, *, device: typing.SupportsInt | typing.SupportsIndex
-    ) -> str: ...
-    def measure(
-        self,
-        now: typing.SupportsFloat | typing.SupportsIndex,
-        *,
-        device: typing.SupportsInt | typing.SupportsIndex,
-        kind: typing.SupportsInt | typing.SupportsIndex,
-        model: tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex],
-        samples: typing.SupportsInt | typing.SupportsIndex,
-    ) -> str: ...
-    def restore(
-        self, now: typing.SupportsFloat | typing.SupportsIndex, *, device: typing.SupportsInt | typing.SupportsIndex
-    ) -> str: ...
-    def retire(
-        self,
-        now: typing.SupportsFloat | typing.SupportsIndex,
-        *,
-        device: typing.SupportsInt | typing.SupportsIndex,
-        paused: bool = False,
-    ) -> str: ...
+    def cancel(self, now: _Float, *, job: _Int) -> str: ...
+    def chose(self, devices: Sequence[_Int | None]) -> None:
+        """What the user's placement answers during the next event."""
+    def finish(self, now: _Float, *, run: _Int, result: str, seconds: _Float = 0.0) -> str: ...
+    def forget(self, *, kind: _Int) -> bool:
+        """Whether it was."""
+    def loaded(self, now: _Float, *, kind: _Int, seconds: _Float) -> str: ...
+    def lose(self, now: _Float, *, device: _Int) -> str: ...
+    def measure(self, now: _Float, *, device: _Int, kind: _Int, model: tuple[_Float, _Float], samples: _Int) -> str: ...
+    def restore(self, now: _Float, *, device: _Int) -> str: ...
+    def retire(self, now: _Float, *, device: _Int, paused: bool = False) -> str: ...
     def submit(
         self,
-        now: typing.SupportsFloat | typing.SupportsIndex,
+        now: _Float,
         *,
-        kind: typing.SupportsInt | typing.SupportsIndex,
-        need: typing.SupportsInt | typing.SupportsIndex = 0,
+        kind: _Int,
+        need: _Int = 0,
         priority: str = "normal",
-        deadline_seconds: typing.SupportsFloat | typing.SupportsIndex = ...,
-        not_before_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-        cost: typing.SupportsFloat | typing.SupportsIndex = 1.0,
-        gang: typing.SupportsInt | typing.SupportsIndex = 1,
-        after: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [],
-        tenant: typing.SupportsInt | typing.SupportsIndex = 0,
-        charge: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        deadline_seconds: _Float = ...,
+        not_before_seconds: _Float = 0.0,
+        cost: _Float = 1.0,
+        gang: _Int = 1,
+        after: Sequence[_Int] = [],
+        tenant: _Int = 0,
+        charge: _Float = 0.0,
     ) -> tuple[int, str]:
-        """
-        The number of the job, and what was decided.
-        """
-    def tick(self, now: typing.SupportsFloat | typing.SupportsIndex) -> str: ...
-    def unload(self, *, device: typing.SupportsInt | typing.SupportsIndex, model: str) -> bool:
-        """
-        Whether it was there.
-        """
-    def withdraw(
-        self,
-        now: typing.SupportsFloat | typing.SupportsIndex,
-        *,
-        run: typing.SupportsInt | typing.SupportsIndex,
-        cancelled: typing.SupportsInt | typing.SupportsIndex | None = None,
-    ) -> str: ...
+        """The number of the job, and what was decided."""
+    def tick(self, now: _Float) -> str: ...
+    def unload(self, *, device: _Int, model: str) -> bool:
+        """Whether it was there."""
+    def withdraw(self, now: _Float, *, run: _Int, cancelled: _Int | None = None) -> str: ...
     def write_to(self, path: str) -> None:
-        """
-        Write a ledger.
-        """
+        """Write a ledger."""
 
 class Scaler:
-    """
-    Which devices of a pool shall be active: as few as meet the wait.
-    """
-    def __init__(self, wait_seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    """Which devices of a pool shall be active: as few as meet the wait."""
+    def __init__(self, wait_seconds: _Float) -> None: ...
     def decide(
         self,
-        devices: collections.abc.Sequence[
-            tuple[
-                typing.SupportsFloat | typing.SupportsIndex,
-                typing.SupportsFloat | typing.SupportsIndex,
-                typing.SupportsFloat | typing.SupportsIndex,
-                typing.SupportsFloat | typing.SupportsIndex,
-                bool,
-                bool,
-            ]
-        ],
+        devices: Sequence[tuple[_Float, _Float, _Float, _Float, bool, bool]],
         *,
-        seconds: typing.SupportsFloat | typing.SupportsIndex,
-        arrived_work: typing.SupportsFloat | typing.SupportsIndex,
-        arrived_jobs: typing.SupportsFloat | typing.SupportsIndex,
-        waiting_work: typing.SupportsFloat | typing.SupportsIndex,
-        runs: tuple[
-            typing.SupportsFloat | typing.SupportsIndex,
-            typing.SupportsFloat | typing.SupportsIndex,
-            typing.SupportsFloat | typing.SupportsIndex,
-        ],
+        seconds: _Float,
+        arrived_work: _Float,
+        arrived_jobs: _Float,
+        waiting_work: _Float,
+        runs: tuple[_Float, _Float, _Float],
     ) -> list[bool]:
-        """
-        Devices: (speed, price, seconds of its activation, seconds to keep it, active, usable) each. Runs in which the jobs that arrived will run: how many, their work, and the sum of its squares; 0 if nothing is known.
-        """
-    def wait_of(
-        self,
-        speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
-        waiting_work: typing.SupportsFloat | typing.SupportsIndex,
-    ) -> float:
-        """
-        The wait that is predicted for devices of these speeds.
-        """
+        """Devices: (speed, price, seconds of its activation, seconds to keep it, active, usable) each. Runs in which the jobs that arrived will run: how many, their work, and the sum of its squares; 0 if nothing is known."""
+    def wait_of(self, speeds: Sequence[_Float], waiting_work: _Float) -> float:
+        """The wait that is predicted for devices of these speeds."""
     @property
     def desired(self) -> int: ...
     @property
@@ -535,24 +355,17 @@ class Scaler:
     @property
     def work_per_second(self) -> float: ...
 
-def correction_floor(
-    model: CostModel,
-    overhead: typing.SupportsFloat | typing.SupportsIndex = 0.25,
-    granularity: typing.SupportsInt | typing.SupportsIndex = 1,
-) -> int:
-    """
-    The smallest micro-batch whose fixed cost is at most the fraction `overhead` of its time, rounded up to a multiple of `granularity`.
-    """
+def correction_floor(model: CostModel, overhead: _Float = 0.25, granularity: _Int = 1) -> int:
+    """The smallest micro-batch whose fixed cost is at most the fraction `overhead` of its time, rounded up to a multiple of `granularity`."""
 
 def fit_item_cost(
-    tokens: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
-    seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    tokens: Sequence[_Float],
+    seconds: Sequence[_Float],
     *,
-    devices: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
-    squared_tokens: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
+    devices: Sequence[_Int] | None = None,
+    squared_tokens: Sequence[_Float] | None = None,
 ) -> ItemCostFit:
-    """
-    Learn the cost of an item from timed micro-batches, by nonnegative least squares of the relative error.
+    """Learn the cost of an item from timed micro-batches, by nonnegative least squares of the relative error.
 
     Parameters
     ----------
@@ -587,11 +400,8 @@ def fit_item_cost(
     (0.1, 0.001, 0.0)
     """
 
-def gpipe(
-    stages: typing.SupportsInt | typing.SupportsIndex, micro_batches: typing.SupportsInt | typing.SupportsIndex
-) -> list[list[tuple[str, int]]]:
-    """
-    All forwards, then all backwards. Every stage keeps all micro-batches in flight.
+def gpipe(stages: _Int, micro_batches: _Int) -> list[list[tuple[str, int]]]:
+    """All forwards, then all backwards. Every stage keeps all micro-batches in flight.
 
     Parameters
     ----------
@@ -613,13 +423,8 @@ def gpipe(
     Huang et al., GPipe, NeurIPS 2019. Backwards run in the order of the micro-batches, too, so that gradients are summed in that order.
     """
 
-def one_f_one_b(
-    stages: typing.SupportsInt | typing.SupportsIndex,
-    micro_batches: typing.SupportsInt | typing.SupportsIndex,
-    extra: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
-) -> list[list[tuple[str, int]]]:
-    """
-    One forward, one backward: stage i of k first runs k - i + extra[i] forwards, then alternates backwards and forwards.
+def one_f_one_b(stages: _Int, micro_batches: _Int, extra: Sequence[_Int] | None = None) -> list[list[tuple[str, int]]]:
+    """One forward, one backward: stage i of k first runs k - i + extra[i] forwards, then alternates backwards and forwards.
 
     Parameters
     ----------
@@ -651,16 +456,15 @@ def one_f_one_b(
     """
 
 def pipeline_times(
-    schedule: collections.abc.Sequence[collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]]],
-    forward: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
-    backward: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    schedule: Sequence[Sequence[tuple[str, _Int]]],
+    forward: Sequence[_Float],
+    backward: Sequence[_Float],
     *,
-    send_forward: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
-    send_backward: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
-    scale: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
+    send_forward: Sequence[_Float] | None = None,
+    send_backward: Sequence[_Float] | None = None,
+    scale: Sequence[_Float] | None = None,
 ) -> PipelineTimes:
-    """
-    The exact times of a schedule: an action starts when its stage is free and its input has arrived.
+    """The exact times of a schedule: an action starts when its stage is free and its input has arrived.
 
     Parameters
     ----------
@@ -691,24 +495,23 @@ def pipeline_times(
     """
 
 def plan_stages(
-    blocks: collections.abc.Sequence[BlockCost],
-    devices: collections.abc.Sequence[StageDevice],
+    blocks: Sequence[BlockCost],
+    devices: Sequence[StageDevice],
     *,
-    batch_size: typing.SupportsInt | typing.SupportsIndex,
-    micro_batches: typing.SupportsInt | typing.SupportsIndex | None = None,
-    cuts: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
-    order: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+    batch_size: _Int,
+    micro_batches: _Int | None = None,
+    cuts: Sequence[_Int] | None = None,
+    order: Sequence[_Int] | None = None,
     schedule: str = "auto",
-    most_in_flight: typing.SupportsInt | typing.SupportsIndex = 0,
-    link_latency_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    link_bytes_per_second: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    tied_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
-    previous_cuts: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
-    previous_order: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
-    indifference: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    most_in_flight: _Int = 0,
+    link_latency_seconds: _Float = 0.0,
+    link_bytes_per_second: _Float = 0.0,
+    tied_bytes: _Int = 0,
+    previous_cuts: Sequence[_Int] | None = None,
+    previous_order: Sequence[_Int] | None = None,
+    indifference: _Float = 0.0,
 ) -> StagePlan:
-    """
-    Cut a model into stages over unequal devices so that a step takes as little time as possible and every stage fits.
+    """Cut a model into stages over unequal devices so that a step takes as little time as possible and every stage fits.
 
     Parameters
     ----------
@@ -762,32 +565,18 @@ def plan_stages(
     """
 
 def split_batch(
-    batch_size: typing.SupportsInt | typing.SupportsIndex,
-    models: collections.abc.Sequence[
-        CostModel | tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
-    ],
+    batch_size: _Int,
+    models: Sequence[CostModel | tuple[_Float, _Float]],
     *,
-    minimum: typing.SupportsInt
-    | typing.SupportsIndex
-    | None
-    | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None]
-    | None = None,
-    maximum: typing.SupportsInt
-    | typing.SupportsIndex
-    | None
-    | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None]
-    | None = None,
-    granularity: typing.SupportsInt | typing.SupportsIndex = 1,
-    may_be_zero: bool | collections.abc.Sequence[bool] | None = None,
-    startup_seconds: typing.SupportsFloat
-    | typing.SupportsIndex
-    | collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]
-    | None = None,
-    reduction_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
-    previous: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
+    minimum: _Int | None | Sequence[_Int | None] | None = None,
+    maximum: _Int | None | Sequence[_Int | None] | None = None,
+    granularity: _Int = 1,
+    may_be_zero: bool | Sequence[bool] | None = None,
+    startup_seconds: _Float | Sequence[_Float] | None = None,
+    reduction_seconds: Sequence[_Float] | None = None,
+    previous: Sequence[_Int] | None = None,
 ) -> Split:
-    """
-    Split a batch so that the last device finishes as early as possible: the exact integer optimum.
+    """Split a batch so that the last device finishes as early as possible: the exact integer optimum.
 
     Parameters
     ----------
@@ -830,23 +619,13 @@ def split_batch(
     [384, 128]
     """
 
-def split_even(
-    batch_size: typing.SupportsInt | typing.SupportsIndex, device_count: typing.SupportsInt | typing.SupportsIndex
-) -> list[int]:
-    """
-    Shares that differ by at most one item, the larger ones first.
-    """
+def split_even(batch_size: _Int, device_count: _Int) -> list[int]:
+    """Shares that differ by at most one item, the larger ones first."""
 
 def split_items(
-    costs: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
-    models: collections.abc.Sequence[
-        CostModel | tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
-    ],
-    *,
-    tolerance: typing.SupportsFloat | typing.SupportsIndex = 0.0001,
+    costs: Sequence[_Float], models: Sequence[CostModel | tuple[_Float, _Float]], *, tolerance: _Float = 0.0001
 ) -> ItemSplit:
-    """
-    Split items of unequal cost so that the last device finishes as early as possible.
+    """Split items of unequal cost so that the last device finishes as early as possible.
 
     Parameters
     ----------
@@ -879,14 +658,8 @@ def split_items(
     [[0, 1], [2, 3, 4]]
     """
 
-def split_padded(
-    costs: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
-    models: collections.abc.Sequence[
-        CostModel | tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
-    ],
-) -> ItemSplit:
-    """
-    Split items over devices that pad their items to the longest, so that the last device finishes as early as possible.
+def split_padded(costs: Sequence[_Float], models: Sequence[CostModel | tuple[_Float, _Float]]) -> ItemSplit:
+    """Split items over devices that pad their items to the longest, so that the last device finishes as early as possible.
 
     A device runs all its items in one padded batch. With n items, the costliest of cost c, it takes
     fixed_seconds + seconds_per_cost * n * c. Without padding, where costs add up, use `split_items`.
@@ -922,12 +695,8 @@ def split_padded(
     [[1, 5], [0, 2, 3, 4, 6, 7]]
     """
 
-def split_weighted(
-    batch_size: typing.SupportsInt | typing.SupportsIndex,
-    weights: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
-) -> list[int]:
-    """
-    Shares in the ratio of `weights`, rounded by largest remainder; the lower index wins ties. A weight of zero gets nothing.
+def split_weighted(batch_size: _Int, weights: Sequence[_Float]) -> list[int]:
+    """Shares in the ratio of `weights`, rounded by largest remainder; the lower index wins ties. A weight of zero gets nothing.
 
     Raises
     ------

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
-import collections.abc
-import typing
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsFloat, SupportsIndex, SupportsInt
 
+_Int = SupportsInt | SupportsIndex
+_Float = SupportsFloat | SupportsIndex
 __all__: list[str] = [
     "Event",
     "Scenario",
@@ -20,199 +22,122 @@ __all__: list[str] = [
 ]
 
 class Scenario:
-    """
-    A way in which training machines misbehave, with bounds for the balancer.
-    """
+    """A way in which training machines misbehave, with bounds for the balancer."""
     def __repr__(self) -> str: ...
     @property
     def about(self) -> str:
-        """
-        What happens, and where it was observed or published.
-        """
+        """What happens, and where it was observed or published."""
     @property
     def most_moves_per_100_steps(self) -> float:
-        """
-        The bound on `ScenarioResult.moves_per_100_steps`.
-        """
+        """The bound on `ScenarioResult.moves_per_100_steps`."""
     @property
     def most_regret(self) -> float:
-        """
-        The bound on `ScenarioResult.regret`.
-        """
+        """The bound on `ScenarioResult.regret`."""
     @property
     def most_steps_to_recover(self) -> int:
-        """
-        The bound on `ScenarioResult.steps_to_recover`; 0: no bound.
-        """
+        """The bound on `ScenarioResult.steps_to_recover`; 0: no bound."""
     @property
     def name(self) -> str:
-        """
-        The name that results use.
-        """
+        """The name that results use."""
     @property
     def steps(self) -> int:
-        """
-        The number of simulated steps.
-        """
+        """The number of simulated steps."""
 
 class ScenarioResult:
-    """
-    The results of one scenario over its seeds.
-    """
+    """The results of one scenario over its seeds."""
     def __repr__(self) -> str: ...
     @property
     def even_loss(self) -> float:
-        """
-        The loss of the even split.
-        """
+        """The loss of the even split."""
     @property
     def loss(self) -> float:
-        """
-        `SimulationResult.loss_to_ideal`, mean over the seeds.
-        """
+        """`SimulationResult.loss_to_ideal`, mean over the seeds."""
     @property
     def missed(self) -> list[str]:
-        """
-        The bounds that were missed, as sentences.
-        """
+        """The bounds that were missed, as sentences."""
     @property
     def moves_per_100_steps(self) -> float:
-        """
-        Changes of shares, mean over the seeds.
-        """
+        """Changes of shares, mean over the seeds."""
     @property
     def name(self) -> str:
-        """
-        The name of the scenario.
-        """
+        """The name of the scenario."""
     @property
     def optimum_loss(self) -> float:
-        """
-        The smallest loss of a rule that cannot see the future.
-        """
+        """The smallest loss of a rule that cannot see the future."""
     @property
     def optimum_source(self) -> str:
-        """
-        The source of `optimum_loss`.
-        """
+        """The source of `optimum_loss`."""
     @property
     def regret(self) -> float:
-        """
-        The loss minus `optimum_loss`.
-        """
+        """The loss minus `optimum_loss`."""
     @property
     def steps_to_recover(self) -> int | None:
-        """
-        For the slowest event, the median over the seeds; None without events, or if it never recovered.
-        """
+        """For the slowest event, the median over the seeds; None without events, or if it never recovered."""
     @property
     def worst_loss(self) -> float:
-        """
-        The largest loss of one seed.
-        """
+        """The largest loss of one seed."""
 
 class Event:
-    """
-    A change of the simulated machine that the split should follow.
-    """
+    """A change of the simulated machine that the split should follow."""
     def __repr__(self) -> str: ...
     @property
     def device(self) -> int:
-        """
-        Index of the device.
-        """
+        """Index of the device."""
     @property
     def kind(self) -> str:
-        """
-        "throttle", "release", "late start", "on time" or "failure".
-        """
+        """ "throttle", "release", "late start", "on time" or "failure"."""
     @property
     def step(self) -> int:
-        """
-        The first step with the change.
-        """
+        """The first step with the change."""
 
 class SimulationResult:
-    """
-    How a policy performed on a simulated machine.
-    """
+    """How a policy performed on a simulated machine."""
     def __repr__(self) -> str: ...
     @property
     def elapsed_seconds(self) -> float:
-        """
-        The time that passed on the virtual clock.
-        """
+        """The time that passed on the virtual clock."""
     @property
     def events(self) -> list[Event]:
-        """
-        The events, in order of steps.
-        """
+        """The events, in order of steps."""
     @property
     def explanation(self) -> str:
-        """
-        The text of `Balancer.explain()` after the last step.
-        """
+        """The text of `Balancer.explain()` after the last step."""
     @property
     def final_shares(self) -> list[int]:
-        """
-        Items per device in the last step.
-        """
+        """Items per device in the last step."""
     @property
     def ideal_seconds(self) -> float:
-        """
-        The oracle's time for all steps.
-        """
+        """The oracle's time for all steps."""
     @property
     def ledger(self) -> str:
-        """
-        The ledger as JSON lines; empty unless requested.
-        """
+        """The ledger as JSON lines; empty unless requested."""
     @property
     def loss_to_ideal(self) -> float:
-        """
-        Mean over steps of (noise-free makespan of the shares used / that of the oracle's shares) - 1.
-        """
+        """Mean over steps of (noise-free makespan of the shares used / that of the oracle's shares) - 1."""
     @property
     def lost_steps(self) -> int:
-        """
-        Steps repeated because a device failed.
-        """
+        """Steps repeated because a device failed."""
     @property
     def moves(self) -> int:
-        """
-        Changes of shares.
-        """
+        """Changes of shares."""
     @property
     def moves_per_100_steps(self) -> float:
-        """
-        Changes of shares, per 100 steps.
-        """
+        """Changes of shares, per 100 steps."""
     @property
     def steps_to_recover(self) -> list[int | None]:
-        """
-        Per event, steps until within 5 % of the new ideal; None if the next event came first.
-        """
+        """Per event, steps until within 5 % of the new ideal; None if the next event came first."""
     @property
     def time_over_ideal(self) -> float:
-        """
-        The total time, noise and lost steps included, divided by the oracle's noise-free time.
-        """
+        """The total time, noise and lost steps included, divided by the oracle's noise-free time."""
 
-def batch_sizes(most: typing.SupportsInt | typing.SupportsIndex) -> list[int]:
-    """
-    The sizes of a pool's batches of at most so many.
-    """
+def batch_sizes(most: _Int) -> list[int]:
+    """The sizes of a pool's batches of at most so many."""
 
-def launch_rate(threads: typing.SupportsInt | typing.SupportsIndex) -> float:
-    """
-    How many operators of forward and backward a second so many threads of one process start together, as measured on one host.
-    """
+def launch_rate(threads: _Int) -> float:
+    """How many operators of forward and backward a second so many threads of one process start together, as measured on one host."""
 
-def run_suite(
-    names: collections.abc.Sequence[str] = [], *, seeds: typing.SupportsInt | typing.SupportsIndex = 5
-) -> list[ScenarioResult]:
-    """
-    Run the balancer through scenarios and check each result against its bounds.
+def run_suite(names: Sequence[str] = [], *, seeds: _Int = 5) -> list[ScenarioResult]:
+    """Run the balancer through scenarios and check each result against its bounds.
 
     Parameters
     ----------
@@ -232,68 +157,32 @@ def run_suite(
     """
 
 def scenarios() -> list[Scenario]:
-    """
-    All scenarios of the suite.
-    """
+    """All scenarios of the suite."""
 
 def simulate(
-    speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    speeds: Sequence[_Float],
     *,
-    batch_size: typing.SupportsInt | typing.SupportsIndex = 512,
-    steps: typing.SupportsInt | typing.SupportsIndex = 400,
+    batch_size: _Int = 512,
+    steps: _Int = 400,
     policy: str = "auto",
-    noise: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    throttles: collections.abc.Sequence[
-        tuple[
-            typing.SupportsInt | typing.SupportsIndex,
-            typing.SupportsFloat | typing.SupportsIndex,
-            typing.SupportsInt | typing.SupportsIndex,
-            typing.SupportsInt | typing.SupportsIndex,
-        ]
-    ] = [],
-    failures: collections.abc.Sequence[
-        tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
-    ] = [],
-    spike_probability: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    spike_factor: typing.SupportsFloat | typing.SupportsIndex = 1.0,
-    seed: typing.SupportsInt | typing.SupportsIndex = 0,
-    fixed_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.004,
-    per_item_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0001,
-    device_classes: collections.abc.Sequence[str] | None = None,
+    noise: _Float = 0.0,
+    throttles: Sequence[tuple[_Int, _Float, _Int, _Int]] = [],
+    failures: Sequence[tuple[_Int, _Int]] = [],
+    spike_probability: _Float = 0.0,
+    spike_factor: _Float = 1.0,
+    seed: _Int = 0,
+    fixed_seconds: _Float = 0.004,
+    per_item_seconds: _Float = 0.0001,
+    device_classes: Sequence[str] | None = None,
     ledger: bool = False,
-    drifts: collections.abc.Sequence[
-        tuple[
-            typing.SupportsInt | typing.SupportsIndex,
-            typing.SupportsFloat | typing.SupportsIndex,
-            typing.SupportsFloat | typing.SupportsIndex,
-            typing.SupportsInt | typing.SupportsIndex,
-            typing.SupportsInt | typing.SupportsIndex,
-        ]
-    ] = [],
-    pauses: collections.abc.Sequence[
-        tuple[
-            typing.SupportsInt | typing.SupportsIndex,
-            typing.SupportsFloat | typing.SupportsIndex,
-            typing.SupportsInt | typing.SupportsIndex,
-            typing.SupportsInt | typing.SupportsIndex,
-        ]
-    ] = [],
-    reduction_seconds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] = [],
-    first_run_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    lasting_noise: collections.abc.Sequence[
-        tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex, bool]
-    ] = [],
-    late_starts: collections.abc.Sequence[
-        tuple[
-            typing.SupportsInt | typing.SupportsIndex,
-            typing.SupportsFloat | typing.SupportsIndex,
-            typing.SupportsInt | typing.SupportsIndex,
-            typing.SupportsInt | typing.SupportsIndex,
-        ]
-    ] = [],
+    drifts: Sequence[tuple[_Int, _Float, _Float, _Int, _Int]] = [],
+    pauses: Sequence[tuple[_Int, _Float, _Int, _Int]] = [],
+    reduction_seconds: Sequence[_Float] = [],
+    first_run_seconds: _Float = 0.0,
+    lasting_noise: Sequence[tuple[_Float, _Float, bool]] = [],
+    late_starts: Sequence[tuple[_Int, _Float, _Int, _Int]] = [],
 ) -> SimulationResult:
-    """
-    Run the balancer on simulated devices with a virtual clock.
+    """Run the balancer on simulated devices with a virtual clock.
 
     A device takes `(fixed_seconds + per_item_seconds * n) / speed` for n > 0 items, times throttles and noise. The balancer sees
     only the times. Deterministic: equal arguments give equal results, and policies meet the same noise.
@@ -350,20 +239,19 @@ def simulate(
 
 def simulate_data_path(
     *,
-    gpus: typing.SupportsInt | typing.SupportsIndex,
-    parameters: typing.SupportsFloat | typing.SupportsIndex,
-    bytes_each: typing.SupportsFloat | typing.SupportsIndex = 2.0,
-    forward_seconds: typing.SupportsFloat | typing.SupportsIndex,
-    backward_seconds: typing.SupportsFloat | typing.SupportsIndex,
-    update_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    gpus: _Int,
+    parameters: _Float,
+    bytes_each: _Float = 2.0,
+    forward_seconds: _Float,
+    backward_seconds: _Float,
+    update_seconds: _Float = 0.0,
     link: str = "nvlink4",
-    bandwidth: typing.SupportsFloat | typing.SupportsIndex | None = None,
-    latency_seconds: typing.SupportsFloat | typing.SupportsIndex | None = None,
-    bucket_bytes: typing.SupportsFloat | typing.SupportsIndex = 26214400.0,
-    operators: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-) -> dict[str, typing.Any]:
-    """
-    A data parallel step on equal GPUs, on a virtual clock: what gradients and parameters cost beyond the computing.
+    bandwidth: _Float | None = None,
+    latency_seconds: _Float | None = None,
+    bucket_bytes: _Float = 26214400.0,
+    operators: _Float = 0.0,
+) -> dict[str, Any]:
+    """A data parallel step on equal GPUs, on a virtual clock: what gradients and parameters cost beyond the computing.
 
     Deterministic. A model with assumed links (`paceline/sim/data_path.hpp`), not a measurement.
 
@@ -400,23 +288,22 @@ def simulate_data_path(
     """
 
 def simulate_day(
-    speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    speeds: Sequence[_Float],
     *,
-    wait_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.1,
-    activation_seconds: typing.SupportsFloat | typing.SupportsIndex = 5.0,
-    job_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.05,
-    variation: typing.SupportsFloat | typing.SupportsIndex = 0.3,
-    hours: typing.SupportsFloat | typing.SupportsIndex = 24.0,
-    low: typing.SupportsFloat | typing.SupportsIndex = 0.1,
-    high: typing.SupportsFloat | typing.SupportsIndex = 0.6,
-    bursts: typing.SupportsInt | typing.SupportsIndex = 24,
-    burst: typing.SupportsFloat | typing.SupportsIndex = 0.3,
-    burst_seconds: typing.SupportsFloat | typing.SupportsIndex = 240.0,
-    ramp_seconds: typing.SupportsFloat | typing.SupportsIndex = 60.0,
-    seed: typing.SupportsInt | typing.SupportsIndex = 1,
-) -> dict[str, typing.Any]:
-    """
-    A pool whose devices come and go over a day of requests, on a virtual clock, with the decisions of ``Pool(autoscale=...)``.
+    wait_seconds: _Float = 0.1,
+    activation_seconds: _Float = 5.0,
+    job_seconds: _Float = 0.05,
+    variation: _Float = 0.3,
+    hours: _Float = 24.0,
+    low: _Float = 0.1,
+    high: _Float = 0.6,
+    bursts: _Int = 24,
+    burst: _Float = 0.3,
+    burst_seconds: _Float = 240.0,
+    ramp_seconds: _Float = 60.0,
+    seed: _Int = 1,
+) -> dict[str, Any]:
+    """A pool whose devices come and go over a day of requests, on a virtual clock, with the decisions of ``Pool(autoscale=...)``.
 
     Deterministic. Requests come at random: few by night, many by day, and more in bursts.
 
@@ -458,33 +345,25 @@ def simulate_day(
     """
 
 def simulate_pipeline(
-    speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    speeds: Sequence[_Float],
     *,
-    blocks: typing.SupportsInt | typing.SupportsIndex = 24,
-    batch_size: typing.SupportsInt | typing.SupportsIndex = 512,
-    micro_batches: typing.SupportsInt | typing.SupportsIndex | None = None,
-    steps: typing.SupportsInt | typing.SupportsIndex = 0,
-    fixed_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.004,
-    per_item_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0001,
-    memory_bytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] | None = None,
-    parameter_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
-    saved_bytes_per_item: typing.SupportsInt | typing.SupportsIndex = 0,
-    boundary_bytes_per_item: typing.SupportsInt | typing.SupportsIndex = 0,
-    link_bytes_per_second: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    first_run_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    noise: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    throttles: collections.abc.Sequence[
-        tuple[
-            typing.SupportsInt | typing.SupportsIndex,
-            typing.SupportsFloat | typing.SupportsIndex,
-            typing.SupportsInt | typing.SupportsIndex,
-            typing.SupportsInt | typing.SupportsIndex,
-        ]
-    ] = [],
-    seed: typing.SupportsInt | typing.SupportsIndex = 0,
-) -> dict[str, typing.Any]:
-    """
-    Plan a pipeline for simulated devices, and run it with its balancer on a virtual clock.
+    blocks: _Int = 24,
+    batch_size: _Int = 512,
+    micro_batches: _Int | None = None,
+    steps: _Int = 0,
+    fixed_seconds: _Float = 0.004,
+    per_item_seconds: _Float = 0.0001,
+    memory_bytes: Sequence[_Int] | None = None,
+    parameter_bytes: _Int = 0,
+    saved_bytes_per_item: _Int = 0,
+    boundary_bytes_per_item: _Int = 0,
+    link_bytes_per_second: _Float = 0.0,
+    first_run_seconds: _Float = 0.0,
+    noise: _Float = 0.0,
+    throttles: Sequence[tuple[_Int, _Float, _Int, _Int]] = [],
+    seed: _Int = 0,
+) -> dict[str, Any]:
+    """Plan a pipeline for simulated devices, and run it with its balancer on a virtual clock.
 
     Deterministic: equal arguments give equal results.
 
@@ -539,29 +418,26 @@ def simulate_pipeline(
     """
 
 def simulate_pool(
-    speeds: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+    speeds: Sequence[_Float],
     *,
-    placement: str | collections.abc.Callable[..., typing.Any] = "auto",
-    believed: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | None = None,
-    decline: typing.SupportsFloat | typing.SupportsIndex = 0.5,
-    fixed_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    per_item_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.01,
-    sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [1],
-    max_delay_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    length_variation: typing.SupportsFloat | typing.SupportsIndex = 0.0,
-    load: typing.SupportsFloat | typing.SupportsIndex = 0.7,
-    burst: typing.SupportsFloat | typing.SupportsIndex = 1.0,
-    variation: typing.SupportsFloat | typing.SupportsIndex = 0.3,
+    placement: str | Callable[..., Any] = "auto",
+    believed: Sequence[_Float] | None = None,
+    decline: _Float = 0.5,
+    fixed_seconds: _Float = 0.0,
+    per_item_seconds: _Float = 0.01,
+    sizes: Sequence[_Int] = [1],
+    max_delay_seconds: _Float = 0.0,
+    length_variation: _Float = 0.0,
+    load: _Float = 0.7,
+    burst: _Float = 1.0,
+    variation: _Float = 0.3,
     exponential: bool = False,
-    deadline_seconds: typing.SupportsFloat | typing.SupportsIndex | None = None,
-    requests: typing.SupportsInt | typing.SupportsIndex = 20000,
-    seed: typing.SupportsInt | typing.SupportsIndex = 1,
-    tenants: collections.abc.Sequence[
-        tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
-    ] = [],
-) -> dict[str, typing.Any]:
-    """
-    Requests on a pool of unequal devices, on a virtual clock, with the decisions of the library's own pool.
+    deadline_seconds: _Float | None = None,
+    requests: _Int = 20000,
+    seed: _Int = 1,
+    tenants: Sequence[tuple[_Float, _Float]] = [],
+) -> dict[str, Any]:
+    """Requests on a pool of unequal devices, on a virtual clock, with the decisions of the library's own pool.
 
     Deterministic: the n-th request arrives at the same time whatever the placement, and without batches it is the same work.
 
