@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,13 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from paceline._cli_page import add_parser as add_page
-    from paceline._cli_replay import add_parser as add_replay
-    from paceline._cli_run import add_parser as add_run
-    from paceline._cli_simulate import add_parser as add_simulate
-    from paceline._cli_top import add_parser as add_top
-    from paceline._cli_verify import add_parser as add_verify
-    from paceline._cli_worth import add_parser as add_worth
     from paceline._core.runtime import build_facts
 
     parser = argparse.ArgumentParser(prog="paceline", description="All the devices of one machine as one.")
@@ -58,13 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="one JSON object instead of text")
     info.add_argument("--links", action="store_true", help="also measure the links between GPUs, for at most a second")
     info.set_defaults(run=_info)
-    add_run(commands)
-    add_simulate(commands)
-    add_replay(commands)
-    add_page(commands)
-    add_top(commands)
-    add_worth(commands)
-    add_verify(commands)
+    for name in ("run", "simulate", "replay", "page", "top", "worth", "verify"):
+        import_module(f"paceline._cli_{name}").add_parser(commands)
     return parser
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.torch._devices.noise import states_of
 from paceline.torch._replicas.buffers import KeptAttributes, KeptBuffers
 from paceline.torch._replicas.kept_parameters import KeptParameters
-from paceline.torch._replicas.reach import LIBRARIES, SIMPLE
+from paceline.torch._replicas.reach import FUNCTIONS, LIBRARIES, SIMPLE
 
 _DEEPEST = 3  # functions that call functions, and objects in objects
 _MISSING = object()
@@ -94,7 +94,7 @@ class KeptAround:
             found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
             found += self._variables_of(function)
         for value in found:
-            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            if isinstance(value, FUNCTIONS):
                 if depth < _DEEPEST:
                     yield from self._reached(value, depth + 1)
             elif (

@@ -26,12 +26,13 @@ from paceline.torch._devices.noise import SliceNoise
 from paceline.torch._pipeline.carried import watched
 from paceline.torch._pipeline.loop import PipelineWork
 from paceline.torch._replicas.batch_norm import using_batch_statistics
+from paceline.torch._replicas.reach import name_of
 from paceline.torch._run.call import Asked, Call
 from paceline.torch._run.executor import Executor
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.train_run import LossFunction
 from paceline.torch._run.workload import Workload
-from paceline.torch._trainer.proofs import TRIES, Proofs, Wanted, name_of, words_of
+from paceline.torch._trainer.proofs import TRIES, Proofs, Wanted, words_of
 
 _PLANNED = (
     "The number of micro-batches is planned by measured times, so the result depends on these. micro_batches= fixes it."

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.torch._replicas.attributes import HOOKS, equal, frozen
-from paceline.torch._replicas.reach import LONGEST, closure_of
+from paceline.torch._replicas.reach import FUNCTIONS, LONGEST, closure_of, held_by
 
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, dict, OrderedDict)
 _DEEPEST = 4  # levels of containers in which a forward leaves tensors
 _CHANGING = (*_CONTAINERS, set, deque)
@@ -54,11 +53,11 @@ class Functions:
         """Put new functions into the attributes of `theirs`, a copy of `ours`, and into lists and dictionaries there."""
         for name, value in list(vars(theirs).items()) if ours is not theirs else ():
             self._is_hook = name in HOOKS
-            if isinstance(value, _FUNCTIONS):
+            if isinstance(value, FUNCTIONS):
                 vars(theirs)[name] = self._of(value)
             elif type(value) in _CONTAINERS and value is not vars(ours).get(name):
                 for key, one in list(enumerate(value) if isinstance(value, list) else value.items()):
-                    if isinstance(one, _FUNCTIONS):
+                    if isinstance(one, FUNCTIONS):
                         value[key] = self._of(one)
 
     def _of(self, value: Any, *, copies: bool = False) -> Any:
@@ -110,8 +109,7 @@ class Functions:
 def _inside(value: Any) -> list[Any]:
     """What functions hold, and lists, tuples and dictionaries that are not long."""
     if isinstance(value, types.FunctionType):
-        held = [one for _, one in closure_of(value)]
-        return [*held, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return held_by(value)
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, functools.partial):

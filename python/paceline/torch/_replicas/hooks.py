@@ -19,11 +19,10 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._replicas.attributes import HOOKS
-from paceline.torch._replicas.reach import BARE, LIBRARIES, LONGEST, SIMPLE, Reach, closure_of
+from paceline.torch._replicas.reach import BARE, FUNCTIONS, LIBRARIES, LONGEST, SIMPLE, Reach, held_by, name_of
 
 _KINDS = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator, *_FUNCTIONS)
+_CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator, *FUNCTIONS)
 _DEPTH = 3  # levels of nesting: a dictionary in a list in an object
 
 
@@ -78,7 +77,7 @@ def hooks_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
 
 def hooks_of_user(modules: Iterable[nn.Module]) -> Iterator[tuple[str, str]]:
     """The kind and the name of each hook on the modules that is neither PyTorch's nor paceline's own."""
-    return ((kind, _name_of(hook)) for kind, hook in hooks_of(modules) if not kind.startswith("global"))
+    return ((kind, name_of(hook)) for kind, hook in hooks_of(modules) if not kind.startswith("global"))
 
 
 class _Watched:
@@ -109,7 +108,7 @@ class _Watched:
         if kept.root.copied:
             why, later = "Every device's replica has a copy of that, and yours gets nothing.", ""
         return InvalidArgument(
-            f"step: the {self._described} ({_name_of(self.hook)}) keeps a tensor of shape {tuple(kept.tensor.shape)} in {kept.root.name}, which the "
+            f"step: the {self._described} ({name_of(self.hook)}) keeps a tensor of shape {tuple(kept.tensor.shape)} in {kept.root.name}, which the "
             f"module does not hold. {why} Keep it on the module that the hook is given (module.features = output), and read it in loss_fn from "
             f"loss_fn's own module argument; or return it from forward.{later}"
         )
@@ -155,14 +154,14 @@ def _roots(hook: Any, own: set[int], seen: set[int]) -> Iterator[Root]:
 
 
 def _variable(name: str, get: Callable[[], Any], own: set[int], seen: set[int]) -> Iterator[Root]:
-    if isinstance(get(), _FUNCTIONS):
+    if isinstance(get(), FUNCTIONS):
         yield from _roots(get(), own, seen)
     elif not isinstance(get(), _CLOSED):  # also None, which a global or nonlocal statement may replace
         yield Root(f"'{name}'", get, False)
 
 
 def _root(name: str, content: Any, own: set[int], seen: set[int], copied: bool = True) -> Iterator[Root]:
-    if isinstance(content, _FUNCTIONS):
+    if isinstance(content, FUNCTIONS):
         yield from _roots(content, own, seen)
     elif type(content) not in SIMPLE and not isinstance(content, _CLOSED) and id(content) not in own:
         yield Root(name, lambda: content, copied)
@@ -184,18 +183,7 @@ def sign_of(function: Any) -> tuple[Any, ...]:
     owner, inner = getattr(function, "__self__", None), getattr(function, "__func__", function)
     if not isinstance(inner, types.FunctionType):
         return (id(function),)
-    held = (
-        *(content for _, content in closure_of(inner)),
-        *(inner.__defaults__ or ()),
-        *(inner.__kwdefaults__ or {}).values(),
-    )
-    return (id(owner), inner.__code__, *map(id, held))
-
-
-def _name_of(hook: Any) -> str:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    return (id(owner), inner.__code__, *map(id, held_by(inner)))
 
 
 def _collect(root: Root, value: Any, own: set[int], found: dict[int, _Kept], depth: int) -> None:

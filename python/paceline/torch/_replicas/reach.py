@@ -22,6 +22,7 @@ SIMPLE = frozenset(
 LONGEST = 256
 _DEEPEST = 4  # level down to which objects are compared; in `cfg.a.b.p`, cfg has level 0
 LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 
 
@@ -132,6 +133,25 @@ def closure_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # not set yet
             continue
+
+
+def held_by(function: types.FunctionType) -> list[Any]:
+    """What the function refers to by its closure and its defaults."""
+    held = [one for _, one in closure_of(function)]
+    return [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def unwrapped(function: Any) -> Any:
+    """What `functools.partial` was given."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def name_of(function: Any) -> str:
+    """What messages call it."""
+    function = unwrapped(function)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def has_slots(kind: type) -> bool:

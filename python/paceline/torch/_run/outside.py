@@ -7,7 +7,6 @@ there are more than two parts. The code here puts ``.grad`` back if a step fails
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from paceline.torch._replicas.copies import check_hooks
+from paceline.torch._replicas.reach import unwrapped
 from paceline.torch._replicas.replicas import Replicas
 
 _SIGNED = 12  # nodes from the root of a graph that are compared to see whether the graph is a new one
@@ -195,6 +195,5 @@ def leaves_of(root: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def code_of(function: Any) -> Any:
     """The code of the function, which is the same for each lambda that one place in the program makes."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = unwrapped(function)
     return getattr(function, "__code__", None) or type(function)

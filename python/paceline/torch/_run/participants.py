@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from paceline import InvalidArgument
-from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._replicas.buffers import KeptBuffers, SharedBuffers
-from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.journal import Done, Participant
-from paceline.torch._run.outside import OutsideGradients
 from paceline.torch._run.train_run import TrainRun
 
-
-class Committing(Protocol):
-    """What participants read and write of an `Execution`."""
-
-    replicas: Replicas
-    outside: OutsideGradients
-    module: nn.Module
-    ranks: Any
-    sampler: GlobalBatchSampler | None
-    committed: Any
-    items: list[int]
-    extras: Any
-    steps: int
-
-    def push(self, outcome: Any, *, buffers: bool = True) -> None:
-        """Give the user's module what the forwards have written."""
+if TYPE_CHECKING:
+    from paceline.torch._run.execution import Execution
 
 
-def of_step(execution: Committing) -> list[Participant]:
+def of_step(execution: Execution) -> list[Participant]:
     """What a step changes. Tensors outside come after the module's gradients, because such a tensor may be a part of the module by now."""
     return [
         _Buffers(execution),
@@ -45,12 +27,12 @@ def of_step(execution: Committing) -> list[Participant]:
     ]
 
 
-def of_part(execution: Committing, *own: Participant) -> list[Participant]:
+def of_part(execution: Execution, *own: Participant) -> list[Participant]:
     """What a step changes that the devices do not run: on a rank without items, or a proof, which has some of its `own`."""
     return [_Gradients(execution), *own, _Counters(execution)]
 
 
-def of_forward(execution: Committing) -> list[Participant]:
+def of_forward(execution: Execution) -> list[Participant]:
     """What a forward changes. As in plain PyTorch, running statistics follow in training."""
     return [_Pushed(execution, always=False), _Times()]
 
@@ -58,7 +40,7 @@ def of_forward(execution: Committing) -> list[Participant]:
 class _Gradients(Participant):
     """The user's ``.grad``."""
 
-    def __init__(self, execution: Committing) -> None:
+    def __init__(self, execution: Execution) -> None:
         self._replicas = execution.replicas
         self._user: UserGradients | None = None
 
@@ -89,7 +71,7 @@ class _Gradients(Participant):
 class _Outside(Participant):
     """Gradients of tensors outside of the module."""
 
-    def __init__(self, execution: Committing) -> None:
+    def __init__(self, execution: Execution) -> None:
         self._execution, self._outside, self._replicas = execution, execution.outside, execution.replicas
 
     def prepare(self, run: TrainRun) -> None:
@@ -110,7 +92,7 @@ class _Outside(Participant):
 class _Buffers(Participant):
     """The buffers: those that replicas share may not be written, and those of a single device are put back after a failure."""
 
-    def __init__(self, execution: Committing) -> None:
+    def __init__(self, execution: Execution) -> None:
         self._replicas = execution.replicas
         self._kept: tuple[int, KeptBuffers] | None = None  # of a single device, with the replicas' generation
         self._noted = False  # whether these are the buffers before the present step
@@ -146,7 +128,7 @@ class _Buffers(Participant):
 class _Pushed(Participant):
     """Buffers and attributes that a device's forward has written."""
 
-    def __init__(self, execution: Committing, *, always: bool = True) -> None:
+    def __init__(self, execution: Execution, *, always: bool = True) -> None:
         """`always`: buffers also follow in evaluation mode."""
         self._execution, self._always = execution, always
 
@@ -166,7 +148,7 @@ class _Pushed(Participant):
 class _Counters(Participant):
     """What is counted and measured of committed steps. What must not be done twice is marked before, with no call in between."""
 
-    def __init__(self, execution: Committing) -> None:
+    def __init__(self, execution: Execution) -> None:
         self._execution, self._counted = execution, False
 
     def prepare(self, run: Any) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from paceline import InvalidArgument, Unavailable
 from paceline.torch._batch.objective import Objective
+from paceline.torch._replicas.reach import name_of
 from paceline.torch._run.call import Call
 from paceline.torch._run.train_run import Loss, TrainRun
 
@@ -224,13 +225,6 @@ def without_gradient(some: bool) -> RuntimeError:
         "run: no gradient: fn has to call micro_batch.backward(loss) on a loss that depends on parameters"
         + (", here on those that were given as parameters=." if some else ".")
     )
-
-
-def name_of(fn: Any) -> str:
-    """The name that a function's times are kept under."""
-    while hasattr(fn, "func"):  # functools.partial
-        fn = fn.func
-    return str(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
 def indices_of(wanted: Iterable[nn.Parameter], parameters: list[torch.Tensor]) -> set[int]:

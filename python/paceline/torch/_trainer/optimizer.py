@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,6 +13,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from paceline.plan import split_items
+
+if TYPE_CHECKING:
+    from paceline.torch._trainer.host_workers import HostWorkers
 
 # Optimizers that update each parameter from its own gradient and state alone, so that any division gives the same bits. Others run as they
 # are. So do subclasses, since they may do anything.
@@ -24,28 +27,13 @@ _LEAST_ELEMENTS = 1 << 21
 _LEAST_ELEMENTS_OF_A_LOOP = 1 << 17  # on average
 _MOST_IN_ONE_PART = 0.85  # of the elements; a single parameter is not divided, and all wait for the largest part
 
-Task = Callable[[], None]
-
-
-class Workers(Protocol):
-    """Runs parts of a step at the same time. An optimizer keeps it alive, so it must not keep a trainer alive."""
-
-    def part_count(self) -> int:
-        """The number of parts to divide work into. 1: do not divide it."""
-
-    def run_parts(self, tasks: Sequence[Task]) -> bool:
-        """Run each task once, on any worker. False: nothing was run, since the workers are not available."""
-
-    def stepped(self, began: float) -> None:
-        """Note that a step of the optimizer began then, in seconds of ``time.perf_counter``, and ends now."""
-
 
 class Divided(Optimizer):
     """What a trainer adds to a class of PyTorch: `made_of` makes a subclass of both. A copy or a pickle of an instance is a plain one."""
 
     _plain: type[Optimizer]
 
-    def __init__(self, parameters: Iterable[Any], *, workers: Workers, **options: Any) -> None:
+    def __init__(self, parameters: Iterable[Any], *, workers: HostWorkers, **options: Any) -> None:
         self._workers = workers
         super().__init__(parameters, **options)
 
@@ -101,7 +89,7 @@ class Spread(Divided):
         return self._parts[1]
 
 
-def spread(cls: type[Optimizer], parameters: Iterable[Any], workers: Workers, options: dict[str, Any]) -> Optimizer:
+def spread(cls: type[Optimizer], parameters: Iterable[Any], workers: HostWorkers, options: dict[str, Any]) -> Optimizer:
     """``cls(parameters, **options)``, whose step is spread over the workers if it can be."""
     if cls not in SEPARABLE:
         return cls(parameters, **options)

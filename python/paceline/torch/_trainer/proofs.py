@@ -23,6 +23,7 @@ from paceline.torch._check.state import Result
 from paceline.torch._devices.failures import warn_caller
 from paceline.torch._features.faults import Faults
 from paceline.torch._replicas.hooks import hooks_of
+from paceline.torch._replicas.reach import closure_of, name_of
 from paceline.torch._run.execution import Execution
 from paceline.torch._run.journal import Done, Journal, Participant
 from paceline.torch._run.memory import is_out_of_memory
@@ -293,11 +294,6 @@ def words_of(proof: Proof) -> str:
     )
 
 
-def name_of(function: Any) -> str:
-    """What messages call it."""
-    return str(getattr(function, "__qualname__", type(function).__name__))
-
-
 def _is_power_of_ten(number: int) -> bool:
     while number % 10 == 0:
         number //= 10
@@ -311,11 +307,7 @@ def _signature(function: Any) -> Any:
         found += [_kind_of(one) for one in (*function.args, *function.keywords.values())]
         function = function.func
     found += map(_kind_of, (getattr(function, "__defaults__", None) or ()))
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            found.append(_kind_of(cell.cell_contents))
-        except ValueError:  # not bound yet
-            found.append(None)
+    found += [_kind_of(one) for _, one in closure_of(function)] if hasattr(function, "__code__") else []
     found.append(type(getattr(function, "__self__", None)))
     return tuple(found)
 
