@@ -1,6 +1,4 @@
-"""
-The compiled part of paceline.
-"""
+"""The compiled part of paceline."""
 
 from __future__ import annotations
 

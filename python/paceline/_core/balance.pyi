@@ -8,7 +8,6 @@ import paceline._core.plan
 
 _Int = SupportsInt | SupportsIndex
 _Float = SupportsFloat | SupportsIndex
-__all__: list[str] = ["Balancer", "LEDGER_VERSION", "StepPlan", "WhatIfAnswer"]
 
 class WhatIfAnswer:
     """The best split for the devices asked about, and the time of a step."""

@@ -6,7 +6,6 @@ import paceline._core.runtime
 
 _Int = SupportsInt | SupportsIndex
 _Float = SupportsFloat | SupportsIndex
-__all__: list[str] = ["Communicator", "measure_links", "nccl_info", "reduce_isa", "set_nccl_path"]
 
 class Communicator:
     """The compiled part of `paceline.Communicator`."""

@@ -9,27 +9,6 @@ import paceline._core.runtime
 
 _Int = SupportsInt | SupportsIndex
 _Float = SupportsFloat | SupportsIndex
-__all__: list[str] = [
-    "BatchPlan",
-    "DeviceQueues",
-    "Job",
-    "LaneThreads",
-    "Lanes",
-    "ModuleContents",
-    "Nothing",
-    "PipelineOutcome",
-    "Pool",
-    "StageLog",
-    "StagePlanner",
-    "StepLoop",
-    "StepOutcome",
-    "TensorMemory",
-    "collect_garbage_if_due",
-    "forward_only",
-    "in_flight",
-    "pipeline_actions",
-    "run_pipeline",
-]
 
 class StepOutcome:
     """How one step ended."""

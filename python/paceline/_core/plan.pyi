@@ -1,6 +1,4 @@
-"""
-Pure decisions: cost models, splits of batches and of items, stages of pipelines.
-"""
+"""Pure decisions: cost models, splits of batches and of items, stages of pipelines."""
 
 from __future__ import annotations
 
@@ -9,30 +7,6 @@ from typing import SupportsFloat, SupportsIndex, SupportsInt
 
 _Int = SupportsInt | SupportsIndex
 _Float = SupportsFloat | SupportsIndex
-__all__: list[str] = [
-    "BlockCost",
-    "CostModel",
-    "ItemCostFit",
-    "ItemSplit",
-    "POOL_LEDGER_VERSION",
-    "PipelineTimes",
-    "PoolState",
-    "Scaler",
-    "Split",
-    "StageDevice",
-    "StagePlan",
-    "correction_floor",
-    "fit_item_cost",
-    "gpipe",
-    "one_f_one_b",
-    "pipeline_times",
-    "plan_stages",
-    "split_batch",
-    "split_even",
-    "split_items",
-    "split_padded",
-    "split_weighted",
-]
 
 class CostModel:
     """Seconds that a device needs for a share of n items; nondecreasing in n.

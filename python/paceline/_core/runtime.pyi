@@ -4,20 +4,6 @@ from collections.abc import Sequence
 from typing import Any, SupportsFloat, SupportsIndex
 
 _Float = SupportsFloat | SupportsIndex
-__all__: list[str] = [
-    "Device",
-    "DeviceGroup",
-    "build_facts",
-    "device_health",
-    "devices",
-    "find_device",
-    "gpu_facts",
-    "host_facts",
-    "on_a_worker",
-    "partition",
-    "release_partitions",
-    "why_no_devices",
-]
 
 class Device:
     """A place of execution: ``host:1``, a worker pinned to cores of its own; ``cuda:0``, a GPU; ``cuda:0/1``, a part of one.

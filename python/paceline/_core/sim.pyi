@@ -5,21 +5,6 @@ from typing import Any, SupportsFloat, SupportsIndex, SupportsInt
 
 _Int = SupportsInt | SupportsIndex
 _Float = SupportsFloat | SupportsIndex
-__all__: list[str] = [
-    "Event",
-    "Scenario",
-    "ScenarioResult",
-    "SimulationResult",
-    "batch_sizes",
-    "launch_rate",
-    "run_suite",
-    "scenarios",
-    "simulate",
-    "simulate_data_path",
-    "simulate_day",
-    "simulate_pipeline",
-    "simulate_pool",
-]
 
 class Scenario:
     """A way in which training machines misbehave, with bounds for the balancer."""
