@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline import InvalidArgument, Unavailable, __version__
+from paceline import Unavailable, __version__
+from paceline._words import require_one_of
 
 REQUEST = b"report\n"
 SECONDS = 2.0  # for each of a request and its answer
@@ -39,8 +40,7 @@ def folder() -> Path:
 
 def check_observe(call: str, observe: Any) -> None:
     """Refuse another value of the option `observe`."""
-    if observe not in (None, "socket"):
-        raise InvalidArgument(f"{call}: observe is {observe!r}; it must be 'socket' or None.")
+    require_one_of(call, "observe", observe, "socket", None)
 
 
 def is_own(path: Path) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline import InvalidArgument
+from paceline._words import require
 from paceline.torch._pipeline.blocks import Block
 
 # `torch.utils.swap_tensors` swaps attributes, too, and refuses tensors that somebody refers to weakly, as recurrent networks do.
@@ -148,10 +149,9 @@ def _refuse_states_on_meta(parameters: Sequence[torch.Tensor]) -> Callable[[], N
 
 def unfilled(module: nn.Module, blocks: Sequence[Block], init: Init | None) -> Unfilled | None:
     """What has to be filled by `init`. None if everything has memory."""
-    if not (init is None or callable(init) or isinstance(init, str | os.PathLike)):
-        raise InvalidArgument(
-            f"Pipeline: init is {init!r}; give a function init(name, part), or the path of a state_dict that torch.save has written."
-        )
+    fits = init is None or callable(init) or isinstance(init, str | os.PathLike)
+    wanted = "give a function init(name, part), or the path of a state_dict that torch.save has written"
+    require(fits, "Pipeline", "init", init, wanted)
     named = [*module.named_parameters(), *module.named_buffers()]
     name = next((name for name, one in named if one.is_meta), None)
     if name is None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline import Device, DeviceGroup, InvalidArgument
 from paceline._observe import check_observe
+from paceline._words import require, require_one_of
 from paceline.torch._batch.objective import Reduction
 from paceline.torch._devices.places import Places, places_of
 from paceline.torch._devices.stages import StagePlaces
@@ -47,8 +48,8 @@ def check_cuts(cuts: Any, blocks: int) -> None:
     """Raise if cuts are not the first blocks of stages."""
     if cuts is None:
         return
-    if isinstance(cuts, str) or not isinstance(cuts, Sequence):
-        raise InvalidArgument(f"Pipeline: cuts is {cuts!r}; give a list of the first blocks of the stages: [0, 3].")
+    is_list = isinstance(cuts, Sequence) and not isinstance(cuts, str)
+    require(is_list, "Pipeline", "cuts", cuts, "give a list of the first blocks of the stages: [0, 3]")
     if (
         not all(map(is_whole, cuts))
         or not cuts
@@ -244,15 +245,13 @@ class Pipeline(StagesTrainer):
         check_devices("Pipeline", devices)
         check_observe("Pipeline", observe)
         proves = prove_of(prove)
-        if reduction not in ("mean", "sum"):
-            raise InvalidArgument(f"Pipeline: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
+        require_one_of("Pipeline", "reduction", reduction, *get_args(Reduction))
         if group != "alone":
             raise InvalidArgument(
                 "Pipeline: group=, and stages are devices of one process: several processes would sum the gradients of parameters that lie on "
                 "different devices in each. Use DataParallel(group=) for several machines, or one process."
             )
-        if schedule not in get_args(Schedule):
-            raise InvalidArgument(f"Pipeline: schedule is {schedule!r}; it must be 'auto', 'gpipe' or '1f1b'.")
+        require_one_of("Pipeline", "schedule", schedule, *get_args(Schedule))
         if micro_batches is not None:
             check_count("Pipeline", "micro_batches", micro_batches)
         found = blocks_of(module, blocks)

@@ -48,28 +48,18 @@ class BalancedRanks:
 
     Parameters
     ----------
-    items
-        How many the data set has: ``len(dataset)``. For items of unequal length: the length of each of them.
-    batch_size
-        Items of a global batch, over all ranks; at least one for each rank.
+    items, batch_size, seed, shuffle, drop_last
+        As for `DataParallel.batch_sampler`.
     cost
         With lengths: what an item costs. None: its length. A function of the length, e.g. ``ItemCostFit.item_seconds``, or one number per item. Items of
         each batch are dealt out so that the sums of costs fit the ranks' speeds. That is right where items are packed one after the other, or run one by one.
     padded
         With lengths: whether the collate function pads a rank's items to the longest of them, so that each costs as much as this one. Then some ranks get
         few long items and others many short ones; ranks of one speed take turns in that.
-    seed
-        Seed of the permutations. Each epoch has another one.
-    shuffle
-        False: in the order of the data set.
-    drop_last
-        Leave out the last batch of an epoch if it is smaller than the others.
     balance
         ``"auto"``: by the measured times. ``"even"``: equal shares, with lengths of the work. A list with one number above 0 per rank: fixed ratios.
     ledger
-        Whether rank 0 keeps all measurements and decisions, for `ledger`. True: in memory. A path: in this file on the machine of rank 0, which is
-        replaced. Each line is written as soon as it is decided, so the file of a process that was killed can be replayed. If a later line
-        cannot be written, rank 0 warns once and training goes on.
+        Whether rank 0 keeps all measurements and decisions, for `ledger`; as for `DataParallel.batch_sampler`.
 
     Raises
     ------

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
+from paceline._words import require_one_of
 from paceline.torch._replicas.buffers import Slots, copy_all
 from paceline.torch._replicas.replicas import Replicas
 
@@ -29,10 +30,7 @@ class BufferRules:
         """
         known = dict(module.named_buffers(remove_duplicate=False))
         for name, rule in rules.items():
-            if rule not in _RULES:
-                raise InvalidArgument(
-                    f"DataParallel: buffers[{name!r}] is {rule!r}; it must be 'sum', 'mean' or 'home'."
-                )
+            require_one_of("DataParallel", f"buffers[{name!r}]", rule, *_RULES)
             if name not in known:
                 raise InvalidArgument(
                     f"DataParallel: buffers names {name!r}, and the module has no such buffer. It has {', '.join(map(repr, list(known)[:8])) or 'none'}."

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline import InvalidArgument
-from paceline.torch._run.gradients import DTYPES
+from paceline.torch._run.gradients import DTYPES, is_sparse
 
 _ALIGNMENT = 16  # bytes that a kernel loads at a time; no element type needs more
 
@@ -109,10 +109,7 @@ class Layout:
                 missing.append(piece.of(flat))
                 continue
             if gradient.layout is not torch.strided:
-                raise InvalidArgument(
-                    f"step: the gradient of parameter {self._names[piece.index]} is sparse. Gradients of several devices are summed "
-                    "densely; make the layer dense (sparse=False), or use one device."
-                )
+                raise is_sparse(self._names[piece.index])
             targets.append(piece.of(flat))
             sources.append(torch.view_as_real(gradient.resolve_conj()) if piece.is_complex else gradient)
         if targets:

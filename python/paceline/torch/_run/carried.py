@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+Gradients = Sequence[torch.Tensor | None]
 
 
 class Carried:
@@ -39,12 +42,13 @@ class Carried:
 
     def loss(self, value: torch.Tensor) -> torch.Tensor:
         """The loss with this value, as an operator's output whose inputs are the leaves."""
-        apply: Any = _HandOut.apply
-        loss: torch.Tensor = apply(self, value, *self._leaves)
+        apply: Any = HandOut.apply
+        # Not the value itself, so that the caller may change it in place, as by ``loss /= 4``.
+        loss: torch.Tensor = apply(self.hand_out, [value.clone()], [True], *self._leaves)[0]
         return loss
 
-    def hand_out(self, factor: torch.Tensor) -> list[torch.Tensor | None]:
-        """The gradients times `factor`, once.
+    def hand_out(self, factors: Gradients) -> Gradients:
+        """The gradients times the only factor, once.
 
         Raises
         ------
@@ -71,6 +75,7 @@ class Carried:
                     "parameters. Call backward before optimizer.step()."
                 )
         gradients, self._gradients = self._gradients, None
+        factor: Any = factors[0]
         factor = factor.detach() if self._scale is None else factor.detach() / self._scale
         if factor.device.type != "cpu" or factor.item() != 1:  # a GPU is not asked, since the host would wait for it
             present = [gradient for gradient in gradients if gradient is not None]
@@ -80,14 +85,22 @@ class Carried:
         return gradients
 
 
-class _HandOut(torch.autograd.Function):
-    """An operator that passes a value on and, in backward, hands out what a `Carried` has."""
+class HandOut(torch.autograd.Function):
+    """Outputs that the devices have computed. In backward a function makes the gradients of the leaves from those of the outputs."""
 
     @staticmethod
-    def forward(ctx: Any, carried: Carried, value: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
-        ctx.carried = carried
-        return value.clone()  # not a view, so that the caller may change it in place, as by ``loss /= 4``
+    def forward(
+        ctx: Any,
+        gradients_of: Callable[[Gradients], Gradients],
+        tensors: Sequence[torch.Tensor],
+        differentiable: Sequence[bool],
+        *leaves: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.gradients_of = gradients_of
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(tensor for tensor, yes in zip(tensors, differentiable, strict=True) if not yes))
+        return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *factors: torch.Tensor) -> Any:
-        return None, None, *ctx.carried.hand_out(factors[0])
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None, None, None, *ctx.gradients_of(gradients)

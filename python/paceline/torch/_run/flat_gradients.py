@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline import InvalidArgument
 from paceline._words import plural
 from paceline.torch._devices.places import Places
 from paceline.torch._replicas.replica import Replica
 from paceline.torch._replicas.replicas import Replicas
 from paceline.torch._run.buckets import Layout
-from paceline.torch._run.gradients import DTYPES, Sink, View
+from paceline.torch._run.gradients import DTYPES, Sink, View, is_sparse, weakly
 
 # Large enough that a bucket takes longer to pull than to launch, and small enough that the last one, which nothing hides, is short.
 MOST_BYTES = 25 << 20
@@ -213,12 +210,11 @@ class FlatGradients(Sink):
         most_bytes = MOST_BYTES if len(gpus) < _MANY_GPUS else 2 * MOST_BYTES
         self._layout = Layout(replicas.parameters, replicas.names, self._order, most_bytes)
         self._bucket_of = {piece.index: k for k, one in enumerate(self._layout.buckets) for piece in one.pieces}
-        came = weakref.WeakMethod(self._came)  # PyTorch keeps hooks where the garbage collector does not look
         for device, replica in enumerate(replicas.list):
             with self._places.enter(device):
                 self._devices.append(self._memory_of(device, replica))
             for index in self._bucket_of:
-                hook = functools.partial(_call, came, device, index)
+                hook = weakly(self._came, device, index)
                 self._handles.append(replica.parameters[index].register_post_accumulate_grad_hook(hook))
 
     def _memory_of(self, device: int, replica: Replica) -> _Device:
@@ -263,19 +259,10 @@ class FlatGradients(Sink):
             queues.seal(device, k, *_view(one.buckets[k]))
 
 
-def _call(method: weakref.WeakMethod[Any], device: int, index: int, parameter: torch.Tensor) -> None:
-    alive = method()
-    if alive is not None:
-        alive(device, index, parameter)
-
-
 def _refuse_sparse(replicas: Replicas) -> None:
     for name, module in replicas.named_modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise InvalidArgument(
-                f"step: the gradient of parameter {name}.weight is sparse. Gradients of several devices are summed densely; make the layer "
-                "dense (sparse=False), or use one device."
-            )
+            raise is_sparse(f"{name}.weight")
 
 
 def _view(tensor: torch.Tensor) -> View:

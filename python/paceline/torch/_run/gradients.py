@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -27,6 +29,26 @@ _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
 _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 _memory = TensorMemory(torch.Tensor)
+
+
+def is_sparse(name: str) -> InvalidArgument:
+    """What to raise for a sparse gradient of the parameter of this name."""
+    return InvalidArgument(
+        f"step: the gradient of parameter {name} is sparse. Gradients of several devices are summed densely; make the layer dense "
+        "(sparse=False), or use one device."
+    )
+
+
+def weakly(method: Callable[..., None], *given: Any) -> Callable[..., None]:
+    """A call of the method that does not keep its object alive, since PyTorch keeps hooks where the garbage collector does not look."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*given, *arguments)
+
+    return call
 
 
 def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -110,10 +132,7 @@ class PerTensor(Sink):
         found: list[View | None] = []
         for index, gradient in enumerate(map(_grad, parameters)):
             if gradient is not None and gradient.layout is not torch.strided:
-                raise InvalidArgument(
-                    f"step: the gradient of parameter {self._names[index]} is sparse. Gradients of several devices are summed densely; make the layer "
-                    "dense (sparse=False), or use one device."
-                )
+                raise is_sparse(self._names[index])
             code = None if gradient is None else DTYPES.get(gradient.dtype)
             if code is not None and gradient.is_contiguous():
                 found.append((gradient.data_ptr(), gradient.numel(), code))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,8 +12,7 @@ from paceline.torch._run.gradients import UserGradients
 from paceline.torch._run.journal import Done, Participant
 from paceline.torch._run.train_run import TrainRun
 
-if TYPE_CHECKING:
-    from paceline.torch._run.execution import Execution
+Execution = Any  # `execution.Execution`, which imports this
 
 
 def of_step(execution: Execution) -> list[Participant]:

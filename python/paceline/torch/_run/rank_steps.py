@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from typing import Any
 
 import torch
 
 from paceline.torch._replicas.replicas import Replicas
-from paceline.torch._run.gradients import PerTensor, grads_of
+from paceline.torch._run.gradients import PerTensor, grads_of, weakly
 from paceline.torch._run.participants import refuse_outside_of_ranks
 from paceline.torch._run.rank_sums import RankSums
 from paceline.torch._run.ranks import Ranks
@@ -67,12 +65,9 @@ class LastBackward:
             self.release()
             self._key = key
             self._bucket_of = {piece.index: k for k, one in enumerate(sums.layout.buckets) for piece in one.pieces}
-            came = weakref.WeakMethod(self._came)  # PyTorch keeps hooks where the garbage collector does not look
             for index in self._bucket_of:
                 parameter = replicas.list[0].parameters[index]
-                self._handles.append(
-                    parameter.register_post_accumulate_grad_hook(functools.partial(_call, came, index))
-                )
+                self._handles.append(parameter.register_post_accumulate_grad_hook(weakly(self._came, index)))
         self._sink = SentEarly(replicas, sums, self._bucket_of, sends=sends)
         return self._sink
 
@@ -86,16 +81,10 @@ class LastBackward:
             handle.remove()
         self._handles, self._key = [], None
 
-    def _came(self, index: int) -> None:
+    def _came(self, index: int, _: torch.Tensor) -> None:
         sink = self._sink
         if sink is not None:
             sink.came(index)
-
-
-def _call(method: weakref.WeakMethod[Any], index: int, parameter: torch.Tensor) -> None:
-    alive = method()
-    if alive is not None:
-        alive(index)
 
 
 def open_sums(ranks: Ranks, run: TrainRun, early: LastBackward | None, steps: int) -> None:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline import Device, InvalidArgument
 from paceline._core.runtime import device_health
 from paceline._observe import resident_bytes
+from paceline._words import require
 from paceline.torch._devices import cuda
 from paceline.torch._trainer.arguments import check_count, is_number
 from paceline.torch._trainer.works import Works
@@ -211,9 +212,9 @@ class Alarms:
             ("memory_growth", memory_growth, math.inf),
             ("step_seconds", step_seconds, math.inf),
         ):
-            if value is not None and (not is_number(value) or not 0 < value <= most):
-                bounds = "above 0 and at most 1" if most == 1.0 else "above 0"
-                raise InvalidArgument(f"on_alarm: {name} is {value!r}; it must be a number {bounds}, or None.")
+            bounds = "above 0 and at most 1" if most == 1.0 else "above 0"
+            fits = value is None or (is_number(value) and 0 < value <= most)
+            require(fits, "on_alarm", name, value, f"it must be a number {bounds}, or None")
         check_count("on_alarm", "every", every)
 
         def noted(alarm: Alarm) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from paceline import Device, DeviceGroup, InvalidArgument, OutOfMemory
 from paceline import devices as all_devices
 from paceline._core.runtime import gpu_facts
-from paceline._words import plural
+from paceline._words import plural, require, require_one_of
 from paceline.comm import Transport
 from paceline.torch._devices import cuda
 from paceline.torch._trainer.launched import own_devices
@@ -45,12 +45,6 @@ def check_module(call: str, module: object) -> None:
         raise InvalidArgument(
             f"{call}: module is a {type(module).__name__} already. Give what it wraps: {call}(model.module)."
         )
-
-
-def check_dim(dim: object) -> None:
-    """Raise if `dim` is no dimension to split along."""
-    if not is_whole(dim) or dim < 0:  # type: ignore[operator]
-        raise InvalidArgument(f"DataParallel: dim is {dim!r}; it must be an integer of at least 0.")
 
 
 def _numbers_are() -> str:
@@ -86,10 +80,8 @@ def check_devices(call: str, devices: object) -> None:
     known = isinstance(devices, (str, DeviceGroup)) or (
         isinstance(devices, Sequence) and all(isinstance(device, (str, Device, torch.device)) for device in devices)
     )
-    if not known:
-        raise InvalidArgument(
-            f"{call}: devices is {devices!r}; give 'auto', a list of names such as ['host:0', 'host:1'], or a DeviceGroup."
-        )
+    names = "give 'auto', a list of names such as ['host:0', 'host:1'], or a DeviceGroup"
+    require(known, call, "devices", devices, names)
 
 
 def check_transport(transport: object) -> None:
@@ -102,10 +94,7 @@ def check_transport(transport: object) -> None:
 
 def check_reduce_dtype(reduce_dtype: object, transport: Transport) -> None:
     """Raise if gradients cannot travel in this type, even if there is nothing to carry."""
-    if reduce_dtype not in (None, torch.bfloat16, torch.float16):
-        raise InvalidArgument(
-            f"DataParallel: reduce_dtype is {reduce_dtype!r}; it must be torch.bfloat16, torch.float16 or None."
-        )
+    require_one_of("DataParallel", "reduce_dtype", reduce_dtype, torch.bfloat16, torch.float16, None)
     if reduce_dtype is not None and transport == "nccl":
         raise InvalidArgument(
             f"DataParallel: reduce_dtype={reduce_dtype} together with transport='nccl': NCCL would not only send, but add in that type. Leave "
@@ -132,10 +121,8 @@ def policy_of(
     """The name of the policy, and its ratios if it has any, for so many devices."""
     if isinstance(balance, str) and balance in ("auto", "even"):
         return balance, []
-    if isinstance(balance, str) or not isinstance(balance, Sequence) or not all(map(is_number, balance)):
-        raise InvalidArgument(
-            f"{call}: balance is {balance!r}; it must be 'auto', 'even' or a list with one ratio per {unit}."
-        )
+    fits = not isinstance(balance, str) and isinstance(balance, Sequence) and all(map(is_number, balance))
+    require(fits, call, "balance", balance, f"it must be 'auto', 'even' or a list with one ratio per {unit}")
     if count not in (None, len(balance)):
         raise InvalidArgument(
             f"{call}: balance is {balance!r}, which is not one ratio for each of {plural(count, unit)}."
@@ -145,16 +132,14 @@ def policy_of(
 
 def check_hold_back(hold_back: object, policy: str) -> None:
     """Raise if `hold_back` is not a choice, or if nothing may move for it."""
-    if hold_back is not None and not isinstance(hold_back, bool):
-        raise InvalidArgument(f"DataParallel: hold_back is {hold_back!r}; it must be True, False or None.")
+    require_one_of("DataParallel", "hold_back", hold_back, True, False, None)
     if hold_back and policy != "auto":
         raise InvalidArgument("DataParallel: hold_back=True needs balance='auto'; other policies never move work.")
 
 
 def check_batch_norm(batch_norm: object, **options: Any) -> None:
     """Raise if `batch_norm` is not a choice, or if devices that wait for each other cannot do what `options` say."""
-    if batch_norm not in get_args(BatchNorm):
-        raise InvalidArgument(f"DataParallel: batch_norm is {batch_norm!r}; it must be 'apart' or 'synchronised'.")
+    require_one_of("DataParallel", "batch_norm", batch_norm, *get_args(BatchNorm))
     if batch_norm == "apart":
         return
     for name, value in options.items():
@@ -216,10 +201,9 @@ def check_optimizer(cls: object, parameters: object) -> None:
 
 def check_shard(shard: object) -> None:
     """Raise if `shard` is not one of its values."""
-    if not (shard is True or shard is False or (isinstance(shard, str) and shard == "auto")):
-        raise InvalidArgument(
-            f"optimizer: shard is {shard!r}; it must be 'auto' (from three GPUs on, if the first one lacks memory), True (from two on) or False."
-        )
+    fits = isinstance(shard, bool) or (isinstance(shard, str) and shard == "auto")
+    means = "it must be 'auto' (from three GPUs on, if the first one lacks memory), True (from two on) or False"
+    require(fits, "optimizer", "shard", shard, means)
 
 
 def memory_limits(call: str, memory: Memory | None, group: DeviceGroup) -> list[int | None]:
@@ -284,24 +268,20 @@ def _memory_bytes(device: Device) -> int:
 def check_sizes(micro_batch: int | None, granularity: int | None) -> None:
     """Raise if one of them, which both count items, is not a positive integer."""
     for name, value in (("micro_batch", micro_batch), ("granularity", granularity)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise InvalidArgument(
-                f"DataParallel: {name} is {value}; it must be an integer of at least 1, or None to have it chosen."
-            )
+        fits = value is None or (isinstance(value, int) and value >= 1)
+        require(fits, "DataParallel", name, value, "it must be an integer of at least 1, or None to have it chosen")
 
 
 def check_timeout(call: str, timeout: object) -> None:
     """Raise if `timeout` is no time to wait for."""
-    if not is_number(timeout) or not float(timeout) > 0:  # type: ignore[arg-type]
-        raise InvalidArgument(
-            f"{call}: timeout is {timeout!r}; it must be a positive number of seconds, or float('inf')."
-        )
+    wanted = "it must be a positive number of seconds, or float('inf')"
+    require(is_number(timeout) and float(timeout) > 0, call, "timeout", timeout, wanted)  # type: ignore[arg-type]
 
 
 def check_count(call: str, name: str, value: object) -> None:
     """Raise if `value` is not a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidArgument(f"{call}: {name} is {value!r}; it must be an integer of at least 1.")
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    require(fits, call, name, value, "it must be an integer of at least 1")
 
 
 def watchdog_folder(seconds: object, path: str | os.PathLike[str] | None) -> Path | None:
@@ -313,10 +293,9 @@ def watchdog_folder(seconds: object, path: str | os.PathLike[str] | None) -> Pat
                 "may take, such as watchdog=300."
             )
         return None
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-        raise InvalidArgument(
-            f"DataParallel: watchdog is {seconds!r}; give the seconds that a step may take, or None for no watchdog."
-        )
+    fits = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < math.inf
+    wanted = "give the seconds that a step may take, or None for no watchdog"
+    require(fits, "DataParallel", "watchdog", seconds, wanted)
     folder = Path("." if path is None else path).absolute()
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InvalidArgument(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from paceline import InvalidArgument
 from paceline._plot import figure_class, save
-from paceline._words import plural
+from paceline._words import plural, require
 from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._trainer.arguments import is_number, is_whole
 
@@ -102,10 +102,8 @@ def check_arguments(make_batch: object, weight: object, seconds: float) -> None:
             f"find_batch_size: weight is a {type(fixed[0]).__name__}, which fits one size of batches only; give a function that makes the "
             "weights from a batch."
         )
-    if not is_number(seconds) or not 0 <= seconds < math.inf:
-        raise InvalidArgument(
-            f"find_batch_size: seconds is {seconds!r}; a number of at least 0 is needed: how long to time each size for."
-        )
+    wanted = "a number of at least 0 is needed: how long to time each size for"
+    require(is_number(seconds) and 0 <= seconds < math.inf, "find_batch_size", "seconds", seconds, wanted)
 
 
 def check_size(got: int, wanted: int) -> None:
@@ -122,11 +120,8 @@ def search(
         raise InvalidArgument(
             f"find_batch_size: smallest is {smallest!r} and largest {largest!r}; integers of at least 1 in this order are needed."
         )
-    if not is_number(efficiency) or not 0 < efficiency < 1:
-        raise InvalidArgument(
-            f"find_batch_size: efficiency is {efficiency!r}; a number between 0 and 1 is needed: the part of the highest throughput that "
-            "is enough."
-        )
+    wanted = "a number between 0 and 1 is needed: the part of the highest throughput that is enough"
+    require(is_number(efficiency) and 0 < efficiency < 1, "find_batch_size", "efficiency", efficiency, wanted)
     seconds: dict[int, float] = {}
     size, largest = int(smallest), int(largest)
     stopped = f"{largest} is the largest that was to be measured"

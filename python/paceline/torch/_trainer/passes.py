@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,10 @@ from paceline._words import plural
 from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.joining import joined
 from paceline.torch._run.call import Asked
+from paceline.torch._run.carried import Gradients, HandOut
 from paceline.torch._run.halves import BackwardRun, ForwardRun
 from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.proofs import Proofs
-
-_Gradients = Sequence[torch.Tensor | None]
 
 
 class PassesClock:
@@ -98,7 +97,7 @@ class Passes(Part):
         outside = list(run.outside_leaves.values())
         runs: list[ForwardRun] = [run]  # taken out by the backward, which frees the graphs
 
-        def backward(gradients: _Gradients) -> _Gradients:
+        def backward(gradients: Gradients) -> Gradients:
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     "backward: create_graph=True through a module that runs on several devices, whose gradients come without a graph. Compute "
@@ -116,13 +115,13 @@ class Passes(Part):
             any(part.outputs[index].requires_grad for parts in run.slices for part in parts)
             for index in range(len(tensors))
         ]
-        apply: Any = _Passes.apply
+        apply: Any = HandOut.apply
         outputs = iter(apply(backward, tensors, differentiable, *parameters, *sources, *outside))
         return joined([(0, whole.size, nest)], "output", lambda pieces, path: next(outputs), "forward")
 
     def _backward(
-        self, fn: Callable[..., Any], whole: Batch, runs: list[ForwardRun], gradients: _Gradients
-    ) -> tuple[_Gradients, _Gradients, dict[int, torch.Tensor]]:
+        self, fn: Callable[..., Any], whole: Batch, runs: list[ForwardRun], gradients: Gradients
+    ) -> tuple[Gradients, Gradients, dict[int, torch.Tensor]]:
         """The gradients of the parameters, of the inputs, and of all other leaves by the leaf's identity. Takes the only run out of `runs`."""
         with self._lifetime.between_steps("backward"), self.clock("backward"):
             forward = runs.pop()
@@ -138,24 +137,3 @@ class Passes(Part):
             done = self._execution.train(asked)
             by_leaf = {id(leaf): gradient for leaf, gradient in done.run.outside_gradients}
             return done.totals, forward.input_gradients(by_leaf), by_leaf
-
-
-class _Passes(torch.autograd.Function):
-    """Outputs that a forward on the devices has computed. Their backward runs on the devices."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        run_backward: Callable[[_Gradients], _Gradients],
-        tensors: list[torch.Tensor],
-        differentiable: list[bool],
-        *leaves: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.run_backward = run_backward
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(tensor for tensor, yes in zip(tensors, differentiable, strict=True) if not yes))
-        return tuple(tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None, None, None, *ctx.run_backward(gradients)

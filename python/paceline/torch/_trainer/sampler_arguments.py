@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from paceline import InvalidArgument
+from paceline._words import require
 from paceline.torch._batch.by_cost import ByCost, Cost
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._trainer.arguments import check_count, is_whole
@@ -47,8 +48,7 @@ def sampler_of(
         )
     check_count(call, "items", count)
     check_count(call, "batch_size", batch_size)
-    if not is_whole(seed):
-        raise InvalidArgument(f"{call}: seed is {seed!r}; it must be an integer.")
+    require(is_whole(seed), call, "seed", seed, "it must be an integer")
     return GlobalBatchSampler(count, batch_size, seed=int(seed), by_cost=by_cost, call=call, **options)
 
 
@@ -56,9 +56,7 @@ def ledger_of(call: str, ledger: object) -> bool | str:
     """Whether to keep a ledger, or the file for it."""
     if isinstance(ledger, bool):
         return ledger
-    path = os.fspath(ledger) if isinstance(ledger, (str, os.PathLike)) else None
-    if not path or not isinstance(path, str):
-        raise InvalidArgument(
-            f"{call}: ledger is {ledger!r}; it must be the path of a file, True to keep it in memory, or False."
-        )
-    return path
+    path: Any = os.fspath(ledger) if isinstance(ledger, (str, os.PathLike)) else None
+    wanted = "it must be the path of a file, True to keep it in memory, or False"
+    require(path and isinstance(path, str), call, "ledger", ledger, wanted)
+    return str(path)

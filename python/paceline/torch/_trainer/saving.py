@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline import InvalidArgument
+from paceline._words import require
 from paceline.torch._devices.caller_state import bytes_of
 from paceline.torch._devices.failures import noted
 from paceline.torch._save.background import PendingSave
@@ -154,8 +155,7 @@ class Saving(Part):
         ...     if step % 100 == 99:
         ...         trainer.save_async("saves", optimizer=optimizer, extra={"step": step})
         """
-        if not is_whole(keep) or keep < 1:
-            raise InvalidArgument(f"save_async: keep is {keep!r}; it must be an integer of at least 1.")
+        require(is_whole(keep) and keep >= 1, "save_async", "keep", keep, "it must be an integer of at least 1")
         root = Path(path).absolute()  # the working directory may change while the thread writes
         with self._lifetime.between_steps("save_async"):
             self._lifetime.saver.finish()

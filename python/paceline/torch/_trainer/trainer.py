@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import torch
 from torch import nn
 
 from paceline import DeviceGroup, InvalidArgument
 from paceline._observe import check_observe
+from paceline._words import require, require_one_of
 from paceline.balance import WhatIfAnswer, Worth
 from paceline.comm import Transport
 from paceline.torch._batch.objective import Reduction
@@ -36,7 +37,6 @@ from paceline.torch._trainer.arguments import (
     check_batch_norm,
     check_count,
     check_devices,
-    check_dim,
     check_graphs,
     check_hold_back,
     check_module,
@@ -44,6 +44,7 @@ from paceline.torch._trainer.arguments import (
     check_sizes,
     check_timeout,
     check_transport,
+    is_whole,
     micro_batch_limits,
     named_devices,
     numbered,
@@ -270,14 +271,12 @@ class DataParallel(Trainer, AsModule):
             )
         named: Any = numbered(next((one for one in (devices, device_ids) if one is not None), "auto"), module)
         check_devices("DataParallel", named)
-        check_dim(dim)
+        require(is_whole(dim) and dim >= 0, "DataParallel", "dim", dim, "it must be an integer of at least 0")
         check_observe("DataParallel", observe)
         self._dim, self._output_device, self._arguments = dim, output_of(output_device), arguments
-        if reduction not in ("mean", "sum"):
-            raise InvalidArgument(f"DataParallel: reduction is {reduction!r}; it must be 'mean' or 'sum'.")
+        require_one_of("DataParallel", "reduction", reduction, *get_args(Reduction))
         check_sizes(micro_batch, granularity)
-        if not isinstance(graphs, bool):
-            raise InvalidArgument(f"DataParallel: graphs is {graphs!r}; it must be True or False.")
+        require_one_of("DataParallel", "graphs", graphs, True, False)
         check_transport(transport)
         check_reduce_dtype(reduce_dtype, transport)
         check_timeout("DataParallel", timeout)
