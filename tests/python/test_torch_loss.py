@@ -106,11 +106,11 @@ def test_gradients_are_taken_over_without_a_copy_and_free_when_the_loss_is_dropp
     module, batch = classifier(16)
     with DataParallel(module, TWO) as trainer:
         loss = trainer.loss(classify, batch)
-        addresses = [gradient.data_ptr() for gradient in loss.grad_fn.carried._gradients]  # type: ignore[union-attr]
+        addresses = [gradient.data_ptr() for gradient in loss.grad_fn.gradients_of.__self__._gradients]  # type: ignore[union-attr]
         loss.backward()
         assert [parameter.grad.data_ptr() for parameter in module.parameters()] == addresses
         loss = trainer.loss(classify, batch)
-        carried = weakref.ref(loss.grad_fn.carried)  # type: ignore[union-attr]
+        carried = weakref.ref(loss.grad_fn.gradients_of.__self__)  # type: ignore[union-attr]
         assert carried() is not None
         gc.disable()
         try:

@@ -290,6 +290,6 @@ def test_what_watches_the_first_steps_takes_no_part_in_later_ones() -> None:
     with Pipeline(module, TWO) as trainer:
         for _ in range(6):
             trainer.step(squares, torch.randn(8 * ITEMS, WIDTH))
-            watching.append({"_InOrder", "_Carries"} & set(trainer._works.steps.recipe.names))
+            watching.append({"OtherOrder", "_Carries"} & set(trainer._works.steps.recipe.names))
     assert len(watching[0]) == 2
     assert not watching[-1]

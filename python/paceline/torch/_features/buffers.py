@@ -15,19 +15,13 @@ class WrittenBuffers(Feature):
     """Finds out, where a device may run its share in several micro-batches, whether a forward writes buffers. If so, it gets one."""
 
     def bind(self, call: Call) -> Bound | None:
-        return _Marks() if call.work.writes_buffers is not True and call.all_replicas.any_buffers else None
+        return self if call.work.writes_buffers is not True and call.all_replicas.any_buffers else None
 
-
-class _Marks(Bound):
-    """Version counters are cheap, but batch_norm does not count its writes. So the first run of a mode compares values."""
-
-    def __init__(self) -> None:
+    def begin(self, run: Executor) -> None:
+        # Version counters are cheap, but batch_norm does not count its writes. So the first run of a mode compares values.
         self._marks: list[Any] | None = None
         self._first = False
         self._values: KeptBuffers | None = None
-
-    def begin(self, run: Executor) -> None:
-        self._marks, self._first, self._values = None, False, None
         if run.divides and run.claims is None:
             replicas = run.call.all_replicas
             self._marks = [replica.buffer_marks() for replica in replicas.list]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.torch._replicas.common import Common
 from paceline.torch._run.call import Call
 from paceline.torch._run.executor import Executor
 from paceline.torch._run.feature import Bound, Feature
@@ -15,15 +14,11 @@ class CommonData(Feature):
     """Notices a forward that writes such data, puts it back and gives each replica its own."""
 
     def bind(self, call: Call) -> Bound | None:
-        common = call.all_replicas.common
-        return None if common is None else _Noted(common)
-
-
-class _Noted(Bound):
-    def __init__(self, common: Common) -> None:
-        self._common = common
+        return None if call.all_replicas.common is None else self
 
     def begin(self, run: Executor) -> None:
+        assert run.call.all_replicas.common is not None
+        self._common = run.call.all_replicas.common
         self._common.note()
 
     def retry(self, run: Executor, outcome: Any, *, failed: bool) -> Retry | None:

@@ -24,10 +24,8 @@ class CompiledCode(Feature):
                 "keeps the memory of such graphs in a way that one thread for each GPU may use, and ends the process if there are two. Use "
                 "mode='max-autotune-no-cudagraphs' or no mode, or whole GPUs."
             )
-        return _Compiles() if call.seen.compiled else None
+        return self if call.seen.compiled else None
 
-
-class _Compiles(Bound):
     @contextlib.contextmanager
     def run(self, run: Executor) -> Iterator[None]:
         with compiled_for_each(len(run.call.all_places), run.state.contexts):
@@ -42,10 +40,8 @@ class ArrivingParameters(Feature):
     """
 
     def bind(self, call: Call) -> Bound | None:
-        return _Arrive() if call.seen.waits else None
+        return self if call.seen.waits else None
 
-
-class _Arrive(Bound):
     @contextlib.contextmanager
     def run(self, run: Executor) -> Iterator[None]:
         try:

@@ -16,12 +16,7 @@ class Faults(Feature):
         self._of, self._names = of, names
 
     def bind(self, call: Call) -> Bound | None:
-        return _Injected(self._of, self._names) if call.keep else None
-
-
-class _Injected(Bound):
-    def __init__(self, of: Callable[[int], Around], names: list[str]) -> None:
-        self._of, self._names = of, names
+        return self if call.keep else None
 
     def begin(self, run: Executor) -> None:
         self._faults = self._of(run.call.number)

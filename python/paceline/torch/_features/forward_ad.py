@@ -15,7 +15,7 @@ class ForwardAD(Feature):
     """Holds the dual level while several devices run. They use it together from the first error on that says that one of them needs it."""
 
     def bind(self, call: Call) -> Bound | None:
-        return _Holds() if len(call.all_places) > 1 else None
+        return self if len(call.all_places) > 1 else None
 
     def mend(self, run: Executor, error: BaseException, outcome: Any) -> Retry | BaseException | None:
         if len(run.call.all_places) < 2 or forward_ad.wanted(error) is None:
@@ -25,7 +25,5 @@ class ForwardAD(Feature):
             return Retry("a dual level is entered")
         return forward_ad.refused(error)
 
-
-class _Holds(Bound):
     def run(self, run: Executor) -> Context:
         return forward_ad.Held(run.seen.forward_ad)

@@ -15,10 +15,8 @@ class IdleItems(Feature):
     """Runs a step again, with all items, if `loss_fn` turns out to return something for each of them beside the loss."""
 
     def bind(self, call: Call) -> Bound | None:
-        return _Idle()
+        return self
 
-
-class _Idle(Bound):
     def retry(self, run: Executor, outcome: Any, *, failed: bool) -> Retry | None:
         if failed or not isinstance(run, TrainRun) or not run.lacks_extras:
             return None

@@ -34,7 +34,7 @@ class NormsApart(Feature):
         return Constraints(least=2 if alone or (work is not None and work.normalises) else 1)
 
     def bind(self, call: Call) -> Bound | None:
-        return _Apart(self) if call.keep and call.recipe.constraints.least > 1 else None
+        return self if call.keep and call.recipe.constraints.least > 1 else None
 
     def mend(self, run: Executor, error: BaseException, outcome: Any) -> Retry | BaseException | None:
         if fails_over_one_item(error) and run.constraints.least == 1 < run.batch.size:
@@ -42,22 +42,11 @@ class NormsApart(Feature):
             return Retry("something normalises over a micro-batch")
         return None
 
-    def warn(self) -> None:
-        """Say, once, that a batch was normalised in parts."""
-        if self._warned:
-            return
-        self._warned = True
-        warn_of_normalised_apart(using_batch_statistics(self._replicas.norms), self._cure)
+    def check(self, run: Executor, outcome: Any) -> None:
+        if outcome.micro_batches > 1 and not self._warned:
+            self._warned = True
+            warn_of_normalised_apart(using_batch_statistics(self._replicas.norms), self._cure)
 
     def explain(self) -> str:
         norms = using_batch_statistics(self._replicas.norms) if self._warned else []
         return f"{normalised_apart(norms, self._cure)}\n" if norms else ""
-
-
-class _Apart(Bound):
-    def __init__(self, norms: NormsApart) -> None:
-        self._norms = norms
-
-    def check(self, run: Executor, outcome: Any) -> None:
-        if outcome.micro_batches > 1:
-            self._norms.warn()

@@ -23,17 +23,13 @@ class OtherOrder(Feature):
         return bool(_planner(call).finds_order)
 
     def bind(self, call: Call) -> Bound | None:
-        return _InOrder() if _planner(call).finds_order else None
+        return self if _planner(call).finds_order else None
 
     def mend(self, run: Executor, error: BaseException, outcome: Any) -> Retry | BaseException | None:
         if not isinstance(error, OtherOrderError):
             return None
         _planner(run.call).reorder(error.calls)
         return Retry("blocks are called in another order", most=_MOST_ORDERS)
-
-
-class _InOrder(Bound):
-    """Until a forward has called all blocks in their order."""
 
     def begin(self, run: Executor) -> None:
         self._ran_all = False

@@ -33,9 +33,9 @@ from paceline.torch._trainer.arguments import (
     check_count,
     check_devices,
     check_module,
+    group_of,
     is_whole,
     memory_limits,
-    named_devices,
 )
 from paceline.torch._trainer.base import Trainer
 from paceline.torch._trainer.observed import show
@@ -258,11 +258,7 @@ class Pipeline(StagesTrainer):
         check_cuts(cuts, len(found))
         proves = None if micro_batches == 1 else proves  # as on one device, whatever the loss is
         without_memory = unfilled(module, found, init)
-        if isinstance(devices, DeviceGroup):
-            local = devices.share()
-        else:
-            local = DeviceGroup(named_devices("Pipeline", devices, module, brings=False))
-        owned = local is not devices
+        local = group_of("Pipeline", devices, module, brings=False)
         try:
             check_whole_gpus(local)
             if cuts is not None and len(cuts) > len(local):
@@ -303,11 +299,10 @@ class Pipeline(StagesTrainer):
             self._stages.unfilled, self._stages.at_end = without_memory, at_end
             execution = Execution(module, places, replicas, self._stages)
         except BaseException:
-            if owned:
-                local.close()
+            local.close()
             raise
         options: dict[str, Any] = {"reduction": reduction, "prove": proves}
-        self._assemble(module, local, owned=owned, works=works, execution=execution, **options)
+        self._assemble(module, local, works=works, execution=execution, **options)
         show(self, observe)
 
 

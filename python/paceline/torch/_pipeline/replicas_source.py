@@ -234,6 +234,4 @@ class PipelineReplicas(StagesTrainer):
                 group.close()
             raise
         options: dict[str, Any] = {"reduction": reduction, "prove": proves}
-        self._assemble(
-            module, local, owned=True, works=works, execution=Execution(module, places, replicas, source), **options
-        )
+        self._assemble(module, local, works=works, execution=Execution(module, places, replicas, source), **options)

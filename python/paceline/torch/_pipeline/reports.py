@@ -73,19 +73,7 @@ class PipelineReports(Reports):
         Parameters
         ----------
         path
-            A file to write, as .png, .svg, .pdf or another format of matplotlib. None: only make the figure.
-
-        Returns
-        -------
-        matplotlib.figure.Figure
-            A figure to add to and to save. No window opens, and pyplot is not used.
-
-        Raises
-        ------
-        ImportError
-            If matplotlib is not installed. ``pip install 'paceline[plot]'`` brings it.
-        Unavailable
-            Before the first step.
+            As for `plot`, which also says what this returns and raises.
         """
         last = self._loop.last
         if last is None:

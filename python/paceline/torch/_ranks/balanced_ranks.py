@@ -17,7 +17,6 @@ from paceline.balance import Balancer
 from paceline.torch._batch.by_cost import Cost
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._devices import cuda
-from paceline.torch._ranks.arguments import policy_options
 from paceline.torch._ranks.clock import Clock
 from paceline.torch._ranks.leaving_out import LeftOut
 from paceline.torch._ranks.loop import Loop, RanksLoader, Taken, Weight
@@ -25,7 +24,7 @@ from paceline.torch._ranks.meeting import Meeting
 from paceline.torch._ranks.times import Times
 from paceline.torch._ranks.waits import Waits
 from paceline.torch._run.rank_shares import explain_shares
-from paceline.torch._trainer.arguments import Balance
+from paceline.torch._trainer.arguments import Balance, policy_of
 from paceline.torch._trainer.sampler_arguments import Items, Ledger, ledger_of, sampler_of
 
 
@@ -118,7 +117,14 @@ class BalancedRanks:
                 ranks=self._meeting.size,
                 every_rank=True,
             )
-            options = {**policy_options(balance, len(names)), "may_be_zero": False, "unit": self._sampler.unit}
+            count = None if isinstance(balance, str) else len(names)
+            policy, ratios = policy_of(balance, "BalancedRanks", "rank", count)
+            if ratios and not min(ratios) > 0:
+                raise InvalidArgument(
+                    f"BalancedRanks: balance is {balance!r}. Every rank needs a number above 0: the others wait for its backward."
+                )
+            options: Any = {"policy": policy, "weights": ratios or None, "may_be_zero": False}
+            options["unit"] = self._sampler.unit
             Balancer(names, **options)  # raises on every rank if it cannot be made
             kept = ledger_of("BalancedRanks", ledger)
             settings = {**self._sampler.equal(), "balance": (options["policy"], options["weights"])}

@@ -51,8 +51,8 @@ class Bound:
         raise TypeError("Bound.check is for subclasses")
 
 
-class Feature:
-    """Adds something to the calls of one trainer."""
+class Feature(Bound):
+    """Adds something to the calls of one trainer. It may bind itself, since one call runs at a time."""
 
     def key(self, call: Call) -> Hashable:
         """What `bind` looks at, beside what is in the key of every recipe (`Features.recipe_of`)."""

@@ -102,17 +102,17 @@ def check_reduce_dtype(reduce_dtype: object, transport: Transport) -> None:
         )
 
 
-def named_devices(
-    call: str, devices: str | Sequence[str | Device | torch.device], module: nn.Module, *, brings: bool = True
-) -> str | Sequence[str | Device]:
-    """What to make a group of. `brings`: whether ``"auto"`` brings a module in host memory to the first GPU."""
+def group_of(call: str, devices: Any, module: nn.Module, *, brings: bool = True) -> DeviceGroup:
+    """A group of its own for a trainer. `brings`: whether ``"auto"`` brings a module in host memory to the first GPU."""
+    if isinstance(devices, DeviceGroup):
+        return devices.share()
     if devices == "auto":
-        return own_devices(call, module, brings=brings)
+        return DeviceGroup(own_devices(call, module, brings=brings))
     if devices == "host":
-        return [device.name for device in all_devices() if device.kind == "host"]
+        return DeviceGroup([device.name for device in all_devices() if device.kind == "host"])
     if isinstance(devices, str):
-        return devices
-    return [str(device) if isinstance(device, torch.device) else device for device in devices]
+        return DeviceGroup(devices)
+    return DeviceGroup([str(device) if isinstance(device, torch.device) else device for device in devices])
 
 
 def policy_of(

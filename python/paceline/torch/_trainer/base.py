@@ -57,18 +57,17 @@ class Trainer:
         module: nn.Module,
         group: DeviceGroup,
         *,
-        owned: bool,
         works: Works,
         execution: Execution,
         reduction: Reduction,
         verify_every: int | None = None,
         prove: Literal["warn", "raise"] | None = None,
     ) -> None:
-        """Make the parts. `owned`: whether the group ends with the trainer."""
+        """Make the parts. The group ends with the trainer."""
         self.module, self.group = module, group
         self._works, self._execution = works, execution
         self._gaps, self._recent = StepGaps(), RecentSteps(on_gpu=any(execution.places.on_gpu))
-        self._lifetime = Lifetime(group, owned, execution, works, self._gaps, self._recent)
+        self._lifetime = Lifetime(group, execution, works, self._gaps, self._recent)
         core = Core(works, execution, self._lifetime)
         self._proofs = proofs = self._kind_of_proofs(prove, works, execution)
         self._reports = self._kind_of_reports(core, self._gaps)

@@ -34,7 +34,6 @@ class Lifetime:
     def __init__(
         self,
         group: DeviceGroup,
-        owned: bool,
         execution: Execution,
         works: Works,
         gaps: StepGaps,
@@ -59,7 +58,7 @@ class Lifetime:
         self._abandoned = False  # by a second Ctrl-C: workers were still inside when the call ended
         threads = self._limited_threads()
         # This runs when the trainer is dropped without close(). _close_all handles the end of the program.
-        self._finalizer = weakref.finalize(self, _finalize, group if owned else None, threads)
+        self._finalizer = weakref.finalize(self, _finalize, group, threads)
         self._finalizer.atexit = False
         _open.add(self)
 
@@ -269,11 +268,10 @@ def _gather(shards: Any) -> None:
         shards.gather()
 
 
-def _finalize(group: DeviceGroup | None, threads: CallerThreads | None, timeout: float = 10.0) -> None:
-    """End the workers of a trainer that made its own group, and give the thread that has made it its PyTorch threads back."""
+def _finalize(group: DeviceGroup, threads: CallerThreads | None, timeout: float = 10.0) -> None:
+    """End the work of a trainer, and give the thread that has made it its PyTorch threads back."""
     try:
-        if group is not None:
-            group.close(timeout)
+        group.close(timeout)
     finally:
         if threads is not None:
             threads.release()

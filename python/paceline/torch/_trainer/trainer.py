@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 import torch
 from torch import nn
 
-from paceline import DeviceGroup, InvalidArgument
+from paceline import InvalidArgument
 from paceline._observe import check_observe
 from paceline._words import require, require_one_of
 from paceline.balance import WhatIfAnswer, Worth
@@ -44,9 +44,9 @@ from paceline.torch._trainer.arguments import (
     check_sizes,
     check_timeout,
     check_transport,
+    group_of,
     is_whole,
     micro_batch_limits,
-    named_devices,
     numbered,
     output_of,
     policy_of,
@@ -287,12 +287,7 @@ class DataParallel(Trainer, AsModule):
         if verify_every is not None:
             check_count("DataParallel", "verify_every", verify_every)
         folder = watchdog_folder(watchdog, watchdog_path)
-        local = (
-            named.share()
-            if isinstance(named, DeviceGroup)
-            else DeviceGroup(named_devices("DataParallel", named, module))
-        )
-        owned = local is not named
+        local = group_of("DataParallel", named, module)
         try:
             _, weights = policy_of(balance, count=len(local))
             places = places_of(local, module, timeout, transport, reduce_dtype)
@@ -328,13 +323,11 @@ class DataParallel(Trainer, AsModule):
             if ranks is not None:
                 execution.join(ranks, synchronised=synchronised)
         except BaseException:
-            if owned:
-                local.close()
+            local.close()
             raise
         self._assemble(
             module,
             local,
-            owned=owned,
             works=works,
             execution=execution,
             reduction=reduction,
