@@ -199,17 +199,14 @@ Raises
 ------
 InvalidArgument
     For invalid arguments, and if the file cannot be opened or written to.)")
-      .def(py::init(&make_balancer), py::arg("devices"), py::arg("policy") = "auto", py::kw_only(),
-           py::arg("device_classes") = py::none(), py::arg("weights") = py::none(), py::arg("granularity") = 1,
-           py::arg("minimum") = py::none(), py::arg("maximum") = py::none(), py::arg("may_be_zero") = py::none(),
-           py::arg("startup_seconds") = py::none(), py::arg("reduction_seconds") = py::none(),
-           py::arg("calibrate") = true, py::arg("proportional") = false, py::arg("unit") = "items",
-           py::arg("ledger") = false)
-      .def("next_plan", &RecordedBalancer::next_plan, py::arg("batch_size"),
+      .def(py::init(&make_balancer), "devices"_a, "policy"_a = "auto", py::kw_only(), "device_classes"_a = py::none(),
+           "weights"_a = py::none(), "granularity"_a = 1, "minimum"_a = py::none(), "maximum"_a = py::none(),
+           "may_be_zero"_a = py::none(), "startup_seconds"_a = py::none(), "reduction_seconds"_a = py::none(),
+           "calibrate"_a = true, "proportional"_a = false, "unit"_a = "items", "ledger"_a = false)
+      .def("next_plan", &RecordedBalancer::next_plan, "batch_size"_a,
            "The plan of the next step. Without a `record` in between, a second call returns the same plan.")
-      .def("record", &record, py::arg("devices"), py::arg("step_seconds") = 0.0, py::kw_only(),
-           py::arg("reduction_seconds") = 0.0, py::arg("startup_seconds") = std::vector<std::optional<double>>{},
-           py::arg("lent_parts") = std::vector<double>{},
+      .def("record", &record, "devices"_a, "step_seconds"_a = 0.0, py::kw_only(), "reduction_seconds"_a = 0.0,
+           "startup_seconds"_a = std::vector<std::optional<double>>{}, "lent_parts"_a = std::vector<double>{},
            R"(Record the timings of the plan that `next_plan` returned last.
 
 Parameters
@@ -226,14 +223,14 @@ startup_seconds
 lent_parts
     Per device, the part of its time in the step, from 0 to 1, in which it did other work, such as requests. The seconds in `devices` are without that.
     Empty: none.)")
-      .def("retire", &RecordedBalancer::retire, py::arg("device"), "Give the device with this index no further work.")
-      .def("restore", &RecordedBalancer::restore, py::arg("device"), "Give a retired device work again.")
+      .def("retire", &RecordedBalancer::retire, "device"_a, "Give the device with this index no further work.")
+      .def("restore", &RecordedBalancer::restore, "device"_a, "Give a retired device work again.")
       .def(
           "hint",
           [](RecordedBalancer& self, const std::vector<std::optional<std::pair<double, double>>>& models) {
             self.hint(hints_of(models));
           },
-          py::arg("models"), R"(Begin with the best split for speeds that an earlier run measured.
+          "models"_a, R"(Begin with the best split for speeds that an earlier run measured.
 
 "auto" only: it takes the place of the even split and of the calibration. Timings take its place, so wrong speeds are corrected. After the first timing it does nothing.
 
@@ -246,7 +243,7 @@ Raises
 ------
 InvalidArgument
     For another number of models than devices, and for numbers that are negative or not finite.)")
-      .def("set_least_items", &RecordedBalancer::set_least_items, py::arg("items"),
+      .def("set_least_items", &RecordedBalancer::set_least_items, "items"_a,
            "From the next plan on, every nonzero share has at least so many items, unless the batch has fewer. 1: no "
            "minimum.")
       .def(
@@ -276,8 +273,8 @@ dict
     ``resolution`` (smaller differences are noise); ``outcome``: "pending" until 8 steps have run with the new shares, then "kept" or "taken back"
     (it measured worse); or "overtaken" by another move or a change of speed; or "unjudged" if nothing comparable ran before. The measured gain
     and the resolution are 0 unless the move was judged.)")
-      .def("what_if", &what_if, py::kw_only(), py::arg("speeds") = py::none(), py::arg("add") = py::none(),
-           py::arg("remove") = py::none(), py::arg("batch_size") = py::none(),
+      .def("what_if", &what_if, py::kw_only(), "speeds"_a = py::none(), "add"_a = py::none(), "remove"_a = py::none(),
+           "batch_size"_a = py::none(),
            R"(Predict the best split and the time of a step for other devices: other speeds, more devices or fewer.
 
 Uses the present estimates and changes nothing.

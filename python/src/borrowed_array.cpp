@@ -12,6 +12,8 @@
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 constexpr const char* kSupported = "float32, float64, float16, bfloat16, int32 and int64";
@@ -91,7 +93,7 @@ py::object call_dlpack(py::handle object, const Device& device) {
   if (device.kind == DeviceKind::cuda) stream["stream"] = legacy_default_stream;
   const py::object method = object.attr("__dlpack__");
   try {
-    return method(py::arg("max_version") = py::make_tuple(dlpack::kMajorVersion, 0), py::arg("copy") = false, **stream);
+    return method("max_version"_a = py::make_tuple(dlpack::kMajorVersion, 0), "copy"_a = false, **stream);
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_TypeError)) throw;
   }

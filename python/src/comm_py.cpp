@@ -21,6 +21,8 @@
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 // One argument of a collective: a list or tuple with one array per device.
@@ -140,34 +142,28 @@ Transport transport_of(const char* call, const std::string& name) {
 py::list list_of(const paceline::GpuLinks& links) {
   py::list list;
   for (const GpuLink& link : links.pairs) {
-    py::dict entry;
-    entry["from"] = link.from;
-    entry["to"] = link.to;
-    entry["kind"] = name_of(link.kind);
-    entry["bytes_per_second"] = link.bytes_per_second;
-    entry["push_bytes_per_second"] = link.push_bytes_per_second;
-    entry["pushed"] = link.pushed;
-    list.append(entry);
+    list.append(py::dict("from"_a = link.from, "to"_a = link.to, "kind"_a = name_of(link.kind),
+                         "bytes_per_second"_a = link.bytes_per_second,
+                         "push_bytes_per_second"_a = link.push_bytes_per_second, "pushed"_a = link.pushed));
   }
   return list;
 }
 
 void bind_comm(py::module_& module) {
   py::class_<Communicator>(module, "Communicator", "The compiled part of `paceline.Communicator`.")
-      .def(py::init(&make_communicator), py::arg("group"), py::arg("transport"), py::arg("timeout"))
-      .def("all_reduce", &all_reduce, py::arg("buffers"), py::arg("op"))
-      .def("reduce_scatter", &reduce_scatter, py::arg("inputs"), py::arg("outputs"), py::arg("op"))
-      .def("all_gather", &all_gather, py::arg("inputs"), py::arg("outputs"))
-      .def("broadcast", &broadcast, py::arg("buffers"), py::arg("root"))
-      .def("send", &send, py::arg("input"), py::arg("output"), py::arg("source"), py::arg("target"))
+      .def(py::init(&make_communicator), "group"_a, "transport"_a, "timeout"_a)
+      .def("all_reduce", &all_reduce, "buffers"_a, "op"_a)
+      .def("reduce_scatter", &reduce_scatter, "inputs"_a, "outputs"_a, "op"_a)
+      .def("all_gather", &all_gather, "inputs"_a, "outputs"_a)
+      .def("broadcast", &broadcast, "buffers"_a, "root"_a)
+      .def("send", &send, "input"_a, "output"_a, "source"_a, "target"_a)
       .def("wait", &Communicator::wait, py::call_guard<BlockingRegion>())
       .def("close", &Communicator::close, py::call_guard<BlockingRegion>())
       .def("description", &Communicator::description);
   module.def("nccl_info", &library_info,
              "NCCL's ``version`` and ``path``, or ``why_none`` if there is no NCCL. Loads NCCL if needed; "
              "needs no GPU.");
-  module.def("set_nccl_path", &set_nccl_path, py::arg("path"),
-             "Set where NCCL is installed. No effect once NCCL is loaded.");
+  module.def("set_nccl_path", &set_nccl_path, "path"_a, "Set where NCCL is installed. No effect once NCCL is loaded.");
   module.def(
       "measure_links",
       [](const DeviceGroup& group) {
@@ -177,7 +173,7 @@ void bind_comm(py::module_& module) {
         }();
         return list_of(links);
       },
-      py::arg("group"),
+      "group"_a,
       "The links between the GPUs of a group, measured once in a process, within a second: ``from``, ``to``, ``kind``, "
       "``bytes_per_second``, ``push_bytes_per_second`` if the source copies (0: unknown), and ``pushed``, whether it "
       "does so from now on.");

@@ -14,6 +14,12 @@
 
 namespace paceline::python {
 
+/// Refuses another number of values than wanted. `each` says what there is one for.
+inline void require_size(std::size_t size, std::size_t wanted, const char* name, const char* each) {
+  if (size == wanted) return;
+  throw InvalidArgument(fmt::format("{} is of length {} instead of {}; pass one per {}", name, size, wanted, each));
+}
+
 /// None, one value for all devices, or one per device.
 template <class Value>
 using DeviceArgument = std::optional<std::variant<Value, std::vector<Value>>>;
@@ -27,11 +33,7 @@ void for_each_device(const DeviceArgument<Value>& given, std::size_t device_coun
     return;
   }
   const std::vector<Value>& each = std::get<1>(*given);
-  if (each.size() != device_count) {
-    throw InvalidArgument(
-        fmt::format("{} is of length {} instead of {}; pass one per device, or one value for all of them", name,
-                    each.size(), device_count));
-  }
+  require_size(each.size(), device_count, name, "device, or one value for all of them");
   for (std::size_t i = 0; i < device_count; ++i) set(i, static_cast<Value>(each[i]));
 }
 

@@ -21,6 +21,8 @@
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 using Facts = py::typing::Dict<py::str, py::object>;
@@ -46,29 +48,17 @@ Facts host_facts() {
     affinity.push_back(core.index);
     if (core.numa_node >= 0) nodes[core.numa_node].push_back(core.index);
   }
-  Facts facts;
-  facts["cpu_model"] = read_cpu_model();
-  facts["affinity"] = affinity;
-  facts["numa_nodes"] = nodes;
-  facts["cpu_limit"] = py::none();
-  if (topology.cpu_limit) {
-    py::dict limit;
-    limit["cores"] = topology.cpu_limit->cores();
-    limit["source"] = topology.cpu_limit->source;
-    facts["cpu_limit"] = std::move(limit);
-  }
-  return facts;
+  std::optional<py::dict> limit;
+  if (const auto& cpu = topology.cpu_limit) limit = py::dict("cores"_a = cpu->cores(), "source"_a = cpu->source);
+  return Facts("cpu_model"_a = read_cpu_model(), "affinity"_a = affinity, "numa_nodes"_a = nodes,
+               "cpu_limit"_a = limit);
 }
 
 Facts build_facts() {
   const BuildInfo build = build_info();
-  Facts facts;
-  facts["version"] = build.version;
-  facts["compiler"] = build.compiler;
-  facts["flags"] = build.flags;
-  facts["fmt"] = build.fmt_version;
-  facts["pybind11"] = fmt::format("{}.{}.{}", PYBIND11_VERSION_MAJOR, PYBIND11_VERSION_MINOR, PYBIND11_VERSION_MICRO);
-  return facts;
+  return Facts(
+      "version"_a = build.version, "compiler"_a = build.compiler, "flags"_a = build.flags, "fmt"_a = build.fmt_version,
+      "pybind11"_a = fmt::format("{}.{}.{}", PYBIND11_VERSION_MAJOR, PYBIND11_VERSION_MINOR, PYBIND11_VERSION_MICRO));
 }
 
 /// Why this build or machine has no devices, by kind; empty for a kind that has devices.
@@ -126,7 +116,7 @@ A plain value: the name and the properties of the place. `devices`, `find_device
 
 There is one host device per core of the process's affinity mask, limited by its cgroup's CPU quota. With a quota, a device is pinned
 to several cores, because every core of the mask is given to a device.)");
-  module.def("find_device", &find_device, py::arg("name"), py::call_guard<py::gil_scoped_release>(),
+  module.def("find_device", &find_device, "name"_a, py::call_guard<py::gil_scoped_release>(),
              R"(The device called `name`, such as ``host:1``.
 
 More host devices than cores are allowed; they share cores. Parts of a GPU, such as ``cuda:0/1``, exist once `partition` has made them.

@@ -31,6 +31,8 @@
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 using Claim = std::tuple<DeviceId, std::int64_t, std::int64_t, double, double, bool, bool>;
@@ -199,14 +201,14 @@ void bind_engine(py::module_& module) {
                                                                .memory_limits = std::move(memory_limits),
                                                                .search_sizes = search_sizes});
            }),
-           py::arg("group"), py::kw_only(), py::arg("balance") = "auto", py::arg("weights") = std::vector<double>{},
-           py::arg("micro_batch") = 0, py::arg("granularity") = 1, py::arg("corrections") = py::none(),
-           py::arg("memory_limits") = std::vector<std::int64_t>{}, py::arg("search_sizes") = false)
-      .def("set_corrections", &StepLoop::set_corrections, py::arg("corrections"),
+           "group"_a, py::kw_only(), "balance"_a = "auto", "weights"_a = std::vector<double>{}, "micro_batch"_a = 0,
+           "granularity"_a = 1, "corrections"_a = py::none(), "memory_limits"_a = std::vector<std::int64_t>{},
+           "search_sizes"_a = false)
+      .def("set_corrections", &StepLoop::set_corrections, "corrections"_a,
            "From the next plan on. None: on host devices.")
-      .def("retire", &StepLoop::retire, py::arg("device"),
+      .def("retire", &StepLoop::retire, "device"_a,
            "The device with this index gets no work from the next step on, and no step waits for it.")
-      .def("restore", &StepLoop::restore, py::arg("device"), "It gets work again.")
+      .def("restore", &StepLoop::restore, "device"_a, "It gets work again.")
       .def(
           "speeds",
           [](StepLoop& step_loop, bool by_cost) {
@@ -218,18 +220,18 @@ void bind_engine(py::module_& module) {
             }
             return speeds;
           },
-          py::arg("by_cost") = false,
+          "by_cost"_a = false,
           "Per device, the measured (fixed seconds, seconds per item), by_cost per unit of work; None: not measured.")
       .def(
           "hint",
           [](StepLoop& step_loop, const std::vector<std::optional<std::pair<double, double>>>& speeds, bool by_cost) {
             step_loop.hint(hints_of(speeds), by_cost);
           },
-          py::arg("speeds"), py::arg("by_cost") = false,
+          "speeds"_a, "by_cost"_a = false,
           "Begin with shares that fit these speeds, until something is measured. As `speeds` returns them.")
-      .def("set_least_items", &StepLoop::set_least_items, py::arg("items"),
+      .def("set_least_items", &StepLoop::set_least_items, "items"_a,
            "Of a micro-batch from the next plan on, unless the batch has fewer.")
-      .def("set_longest", &StepLoop::set_longest, py::arg("seconds"),
+      .def("set_longest", &StepLoop::set_longest, "seconds"_a,
            "Of a micro-batch whose size is free, from the next step on. 0: any.")
       .def(
           "plan",
@@ -237,7 +239,7 @@ void bind_engine(py::module_& module) {
             // Read-only in Python too.
             return std::const_pointer_cast<BatchPlan>(step_loop.plan(batch_size, {memory, speed, any_size}));
           },
-          py::arg("batch_size"), py::arg("memory") = 0, py::arg("speed") = 0, py::arg("any_size") = true,
+          "batch_size"_a, "memory"_a = 0, "speed"_a = 0, "any_size"_a = true,
           "Plan a batch of so many items. memory, speed: numbers of its kind. any_size: whether it may run in "
           "micro-batches of sizes that are searched.")
       .def(
@@ -245,17 +247,17 @@ void bind_engine(py::module_& module) {
           [](StepLoop& step_loop, const std::vector<double>& costs) {
             return std::const_pointer_cast<BatchPlan>(step_loop.plan(costs));
           },
-          py::arg("costs"), "Plan a batch with one cost per item.")
+          "costs"_a, "Plan a batch with one cost per item.")
       .def_property_readonly("items", &items_dict,
                              "What items cost and what padding was saved; None before the first plan with costs.")
-      .def("run", &run_plan, py::arg("plan"), py::arg("body"), py::arg("finish"), py::arg("queues") = py::none(),
-           py::arg("outputs") = py::none(), py::arg("claims") = py::none(), py::arg("pieces") = py::none(),
+      .def("run", &run_plan, "plan"_a, "body"_a, "finish"_a, "queues"_a = py::none(), "outputs"_a = py::none(),
+           "claims"_a = py::none(), "pieces"_a = py::none(),
            "Run the last plan: body(device, begin, end, flags) -> int per micro-batch, finish(device) -> gradients. "
            "With costs begin and end are positions in the plan's order. claims: for each device, (begin, end) of the "
            "micro-batches to run instead of the planned ones. pieces: for each device, (begin, end) of the pieces "
            "that its claims run in. See python_program.hpp.")
       .def(
-          "shrink", &StepLoop::shrink, py::arg("outcome"), py::arg("limited"),
+          "shrink", &StepLoop::shrink, "outcome"_a, "limited"_a,
           "After a step whose body ran out of memory: at most half of that runs at once from now on, on all devices of "
           "the memory, or where its own limit was reached on this device. False if there is nothing smaller.")
       .def_property_readonly("memory", &memory_dict, "By device with a limit: the limit, and what is known of memory.")
@@ -263,14 +265,14 @@ void bind_engine(py::module_& module) {
       .def("cancel", &StepLoop::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
       .def(
           "commit", [](StepLoop& step_loop, std::shared_ptr<Step> outcome) { step_loop.commit(std::move(outcome)); },
-          py::arg("outcome"), "Tell the balancer and the metrics about a step that succeeded.")
+          "outcome"_a, "Tell the balancer and the metrics about a step that succeeded.")
       .def_property_readonly(
           "metrics", py::overload_cast<StepLoop&>(&metrics_dict),
           "One snapshot: per device share, items, busy and idle seconds, rate; totals; the last moves.")
       .def_property_readonly("events", py::overload_cast<StepLoop&>(&events_list), "The last events, oldest first.")
       .def_property_readonly("history", py::overload_cast<StepLoop&>(&history_list),
                              "The whole run, oldest first, in at most 1024 rows of equally many steps.")
-      .def("write_ledger", &write_ledger, py::arg("path"),
+      .def("write_ledger", &write_ledger, "path"_a,
            "Write every call of the balancer to a file of JSON lines, from before the first step on.")
       .def(
           "what_if",
@@ -283,8 +285,8 @@ void bind_engine(py::module_& module) {
             options.overhead_seconds = overhead_seconds;
             return balancer.what_if(options);
           },
-          py::kw_only(), py::arg("speeds") = py::none(), py::arg("add") = py::none(), py::arg("remove") = py::none(),
-          py::arg("batch_size") = py::none(), py::arg("alone") = py::none(), py::arg("overhead_seconds") = 0.0,
+          py::kw_only(), "speeds"_a = py::none(), "add"_a = py::none(), "remove"_a = py::none(),
+          "batch_size"_a = py::none(), "alone"_a = py::none(), "overhead_seconds"_a = 0.0,
           "See `paceline.balance.Balancer.what_if`. alone: what a device's time is multiplied by when it works alone, "
           "if that was measured; overhead_seconds: of a step, outside of the devices' work.")
       .def("explain", [](StepLoop& step_loop) {
@@ -294,18 +296,18 @@ void bind_engine(py::module_& module) {
 
   py::class_<ModuleContents>(module, "ModuleContents",
                              "What modules hold in the dictionaries of these names. It keeps nothing alive.")
-      .def(py::init<const std::vector<std::string>&, bool>(), py::arg("names"), py::kw_only(), py::arg("objects"))
-      .def("note", &ModuleContents::note, py::arg("modules"), "Remember the present contents.")
-      .def("same", &ModuleContents::same, py::arg("modules"),
+      .def(py::init<const std::vector<std::string>&, bool>(), "names"_a, py::kw_only(), "objects"_a)
+      .def("note", &ModuleContents::note, "modules"_a, "Remember the present contents.")
+      .def("same", &ModuleContents::same, "modules"_a,
            "Whether dictionaries, keys and, with objects, the objects are those that were noted.");
   py::class_<TensorMemory>(module, "TensorMemory", "What a step asks of hundreds of small tensors of one type.")
-      .def(py::init<py::type>(), py::arg("type"))
-      .def("copy", &TensorMemory::copy, py::arg("entries"),
+      .def(py::init<py::type>(), "type"_a)
+      .def("copy", &TensorMemory::copy, "entries"_a,
            "Copy buffers, each given by (dictionary, other dictionary, name in both). Returns what was written and the "
            "entries that are left to PyTorch: what does not lie alike in plain memory of the host, or is large.")
-      .def("without_gradients", &TensorMemory::without_gradients, py::arg("parameters"),
+      .def("without_gradients", &TensorMemory::without_gradients, "parameters"_a,
            "Whether no parameter has a gradient.")
-      .def("apart", &TensorMemory::apart, py::arg("parameters"),
+      .def("apart", &TensorMemory::apart, "parameters"_a,
            "Whether each parameter has a gradient, and these are dense and share no memory.");
   module.attr("Nothing") = nothing_type();
   module.def(

@@ -18,6 +18,8 @@
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 using Facts = py::typing::Dict<py::str, py::object>;
@@ -33,24 +35,14 @@ std::string text_of(const CudaVersion& version) { return fmt::format("{}.{}", ve
 std::vector<Facts> all_gpu_facts() {
   std::vector<Facts> all;
   for (const GpuFacts& gpu : gpu_facts()) {
-    Facts facts;
-    facts["device"] = gpu.device;
-    facts["model"] = gpu.model;
-    facts["pci_bus_id"] = gpu.pci_bus_id;
-    facts["numa_node"] = gpu.numa_node < 0 ? std::nullopt : std::optional(gpu.numa_node);
-    facts["compute_capability"] = text_of(gpu.compute_capability);
-    facts["sm_count"] = gpu.sm_count;
-    facts["peak_clock_mhz"] = gpu.peak_clock_khz / 1000;
-    facts["memory_bytes"] = gpu.memory_bytes;
-    facts["copy_engine_count"] = gpu.copy_engine_count;
-    facts["peers"] = gpu.peers;
-    facts["partition_sm_count"] = gpu.partition_sm_count;
-    facts["most_partitions"] = gpu.most_partitions;
-    facts["why_no_partitions"] = gpu.why_no_partitions;
-    facts["mig"] = gpu.mig;
-    facts["driver"] = text_of(gpu.driver);
-    facts["runtime"] = text_of(gpu.runtime);
-    all.push_back(std::move(facts));
+    all.emplace_back("device"_a = gpu.device, "model"_a = gpu.model, "pci_bus_id"_a = gpu.pci_bus_id,
+                     "numa_node"_a = gpu.numa_node < 0 ? std::nullopt : std::optional(gpu.numa_node),
+                     "compute_capability"_a = text_of(gpu.compute_capability), "sm_count"_a = gpu.sm_count,
+                     "peak_clock_mhz"_a = gpu.peak_clock_khz / 1000, "memory_bytes"_a = gpu.memory_bytes,
+                     "copy_engine_count"_a = gpu.copy_engine_count, "peers"_a = gpu.peers,
+                     "partition_sm_count"_a = gpu.partition_sm_count, "most_partitions"_a = gpu.most_partitions,
+                     "why_no_partitions"_a = gpu.why_no_partitions, "mig"_a = gpu.mig, "driver"_a = text_of(gpu.driver),
+                     "runtime"_a = text_of(gpu.runtime));
   }
   return all;
 }
@@ -72,14 +64,14 @@ list of dict
       [](const Name& device, const std::vector<double>& fractions) {
         return partition(device_name_of(device), fractions);
       },
-      py::arg("device"), py::arg("fractions"), py::call_guard<py::gil_scoped_release>(),
+      "device"_a, "fractions"_a, py::call_guard<py::gil_scoped_release>(),
       "The compiled part of `paceline.partition`.");
   module.def(
       "release_partitions",
       [](const Name& device, double timeout) {
         release_partitions(device_name_of(device), timeout_of("release_partitions", timeout));
       },
-      py::arg("device"), py::arg("timeout") = 10.0, py::call_guard<py::gil_scoped_release>(),
+      "device"_a, "timeout"_a = 10.0, py::call_guard<py::gil_scoped_release>(),
       "The compiled part of `paceline.release_partitions`.");
 }
 

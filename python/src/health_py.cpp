@@ -17,6 +17,8 @@
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 using Facts = py::typing::Dict<py::str, py::object>;
@@ -52,17 +54,12 @@ Facts facts_of(const DeviceHealth& health) {
   }
   if (health.cores) {
     const auto seconds = [](std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); };
-    Facts cores;
-    cores["busy_seconds"] = seconds(health.cores->busy);
-    cores["own_seconds"] = seconds(health.cores->ours);
-    cores["stolen_seconds"] = seconds(health.cores->stolen);
-    facts["cores"] = cores;
+    facts["cores"] =
+        py::dict("busy_seconds"_a = seconds(health.cores->busy), "own_seconds"_a = seconds(health.cores->ours),
+                 "stolen_seconds"_a = seconds(health.cores->stolen));
   }
   if (health.quota) {
-    Facts quota;
-    quota["periods"] = health.quota->total;
-    quota["throttled"] = health.quota->throttled;
-    facts["quota"] = quota;
+    facts["quota"] = py::dict("periods"_a = health.quota->total, "throttled"_a = health.quota->throttled);
   }
   if (!health.why_none.empty()) facts["why_no_health"] = health.why_none;
   return facts;
@@ -80,7 +77,7 @@ Facts device_health(const std::string& name) {
 }  // namespace
 
 void bind_health(py::module_& module) {
-  module.def("device_health", &device_health, py::arg("name"),
+  module.def("device_health", &device_health, "name"_a,
              R"(What a device's own sensors and counters say now: clocks, limits, temperature, power, other processes.
 
 Unknown values are left out. If nothing is known, ``why_no_health`` says why.

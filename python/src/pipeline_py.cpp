@@ -27,6 +27,8 @@
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 /// (stage, "F" or "B", micro-batch)
@@ -140,7 +142,7 @@ void bind_pipeline(py::module_& module) {
       .def(py::init([](LaneThreads& threads, const std::string& schedule, py::object body) {
              return std::make_shared<PythonLanes>(threads, plan::schedule_of(schedule), std::move(body));
            }),
-           py::arg("threads"), py::arg("schedule"), py::arg("body"))
+           "threads"_a, "schedule"_a, "body"_a)
       .def(
           "advance",
           [](const PythonLanes& lanes, std::int64_t micro_batch) -> std::optional<TurnTuple> {
@@ -152,7 +154,7 @@ void bind_pipeline(py::module_& module) {
             if (!next) return std::nullopt;
             return tuple_of(*next);
           },
-          py::arg("micro_batch"),
+          "micro_batch"_a,
           "Give the turn back, and wait for that of the next action: (stage, 'F' or 'B', micro-batch). None: give up.")
       .def(
           "current",
@@ -161,7 +163,7 @@ void bind_pipeline(py::module_& module) {
             if (!now) return std::nullopt;
             return tuple_of(*now);
           },
-          py::arg("micro_batch"), "The action whose turn the micro-batch has.")
+          "micro_batch"_a, "The action whose turn the micro-batch has.")
       .def_property_readonly(
           "count", [](const PythonLanes& lanes) { return lanes.lanes()->lanes(); }, "How many lanes.")
       .def("cancel", &PythonLanes::cancel, "End the step that runs once every lane has left its action. Any thread.");
@@ -223,8 +225,8 @@ void bind_pipeline(py::module_& module) {
         }
         return lists;
       },
-      py::arg("plan"), "When the actions of a plan would run, as PipelineOutcome.record.");
-  module.def("run_pipeline", &run_lanes, py::arg("group"), py::arg("lanes"), py::arg("schedule"), py::arg("devices"),
+      "plan"_a, "When the actions of a plan would run, as PipelineOutcome.record.");
+  module.def("run_pipeline", &run_lanes, "group"_a, "lanes"_a, "schedule"_a, "devices"_a,
              "Run one step: the schedule as text (plan.to_text), with the device index of each stage.");
 }
 

@@ -16,10 +16,13 @@
 #include <paceline/plan/padded_items.hpp>
 
 #include "bindings.hpp"
+#include "device_arguments.hpp"
 
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 using plan::CostModel;
@@ -47,14 +50,12 @@ std::vector<LoadModel> load_models_of(const std::vector<Model>& given) {
 ItemCostFit fit_item_cost(const std::vector<double>& tokens, const std::vector<double>& seconds,
                           const std::optional<std::vector<std::int64_t>>& devices,
                           const std::optional<std::vector<double>>& squared_tokens) {
-  const auto require_size = [&](const auto& values, const char* name) {
-    if (values.size() == tokens.size()) return;
-    throw InvalidArgument(
-        fmt::format("{} is of length {} instead of {}; pass one per sample", name, values.size(), tokens.size()));
+  const auto require = [&](const auto& values, const char* name) {
+    require_size(values.size(), tokens.size(), name, "sample");
   };
-  require_size(seconds, "seconds");
-  if (devices) require_size(*devices, "devices");
-  if (squared_tokens) require_size(*squared_tokens, "squared_tokens");
+  require(seconds, "seconds");
+  if (devices) require(*devices, "devices");
+  if (squared_tokens) require(*squared_tokens, "squared_tokens");
   std::vector<ItemSample> samples;
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     samples.push_back({.tokens = tokens[i],
@@ -95,7 +96,7 @@ void bind_split(py::module_& module) {
       [](const std::vector<double>& costs, const std::vector<Model>& models, double tolerance) {
         return plan::split_items(costs, load_models_of(models), tolerance);
       },
-      py::arg("costs"), py::arg("models"), py::kw_only(), py::arg("tolerance") = plan::kItemTolerance,
+      "costs"_a, "models"_a, py::kw_only(), "tolerance"_a = plan::kItemTolerance,
       py::call_guard<py::gil_scoped_release>(),
       R"(Split items of unequal cost so that the last device finishes as early as possible.
 
@@ -134,7 +135,7 @@ Examples
       [](const std::vector<double>& costs, const std::vector<Model>& models) {
         return plan::split_padded(costs, load_models_of(models));
       },
-      py::arg("costs"), py::arg("models"), py::call_guard<py::gil_scoped_release>(),
+      "costs"_a, "models"_a, py::call_guard<py::gil_scoped_release>(),
       R"(Split items over devices that pad their items to the longest, so that the last device finishes as early as possible.
 
 A device runs all its items in one padded batch. With n items, the costliest of cost c, it takes
@@ -195,7 +196,7 @@ per_squared_token_seconds * (sum of squared lengths).)")
                              "Per device, the pair (fixed_seconds, seconds_per_cost) for `split_items`.")
       .def(
           "item_seconds", [](const ItemCostFit& fit, double tokens) { return fit.shape.item_seconds(tokens); },
-          py::arg("tokens"),
+          "tokens"_a,
           "Seconds that one more item of this length adds on the fastest device: its cost for `split_items`.")
       .def("__repr__", [](const ItemCostFit& fit) {
         return fmt::format(
@@ -205,8 +206,8 @@ per_squared_token_seconds * (sum of squared lengths).)")
             repr_of(fit.scales), fit.relative_rms);
       });
 
-  module.def("fit_item_cost", &fit_item_cost, py::arg("tokens"), py::arg("seconds"), py::kw_only(),
-             py::arg("devices") = py::none(), py::arg("squared_tokens") = py::none(),
+  module.def("fit_item_cost", &fit_item_cost, "tokens"_a, "seconds"_a, py::kw_only(), "devices"_a = py::none(),
+             "squared_tokens"_a = py::none(),
              R"(Learn the cost of an item from timed micro-batches, by nonnegative least squares of the relative error.
 
 Parameters

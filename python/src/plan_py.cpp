@@ -20,6 +20,8 @@
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 using plan::CostModel;
@@ -65,21 +67,21 @@ void bind_cost_model(py::module_& module) {
 
 Make one with `affine`. `CostModel()` costs nothing. Immutable.)")
       .def(py::init<>())
-      .def_static("affine", &CostModel::affine, py::arg("fixed_seconds"), py::arg("per_item_seconds"),
+      .def_static("affine", &CostModel::affine, "fixed_seconds"_a, "per_item_seconds"_a,
                   R"(`fixed_seconds + per_item_seconds * n`.
 
 Raises
 ------
 InvalidArgument
     If a coefficient is negative or not finite.)")
-      .def("seconds", &seconds_of, py::arg("items"), "Seconds for a share of `items` items.")
-      .def("items_within", &CostModel::items_within, py::arg("budget_seconds"), py::arg("limit"),
+      .def("seconds", &seconds_of, "items"_a, "Seconds for a share of `items` items.")
+      .def("items_within", &CostModel::items_within, "budget_seconds"_a, "limit"_a,
            "The largest n in [0, limit] with seconds(n) <= budget_seconds; -1 if even n = 0 does not fit.")
-      .def("scaled", &CostModel::scaled, py::arg("factor"), "The same shape on a device `factor` times slower.")
+      .def("scaled", &CostModel::scaled, "factor"_a, "The same shape on a device `factor` times slower.")
       .def_property_readonly("fixed_seconds", &CostModel::fixed_seconds, "Seconds that do not depend on the size.")
       .def_property_readonly("per_item_seconds", &CostModel::per_item_seconds, "Seconds that each further item costs.")
       .def(
-          "__eq__", [](const CostModel& a, const CostModel& b) { return a == b; }, py::arg("other"), py::is_operator())
+          "__eq__", [](const CostModel& a, const CostModel& b) { return a == b; }, "other"_a, py::is_operator())
       .def("__hash__", [](const CostModel& model) { return py::hash(py::str(repr(model))); })
       .def("__repr__", &repr);
 }
@@ -93,10 +95,9 @@ void bind_splits(py::module_& module) {
                            repr_of(split.makespan_seconds));
       });
 
-  module.def("split_batch", &split_batch, py::arg("batch_size"), py::arg("models"), py::kw_only(),
-             py::arg("minimum") = py::none(), py::arg("maximum") = py::none(), py::arg("granularity") = 1,
-             py::arg("may_be_zero") = py::none(), py::arg("startup_seconds") = py::none(),
-             py::arg("reduction_seconds") = py::none(), py::arg("previous") = py::none(),
+  module.def("split_batch", &split_batch, "batch_size"_a, "models"_a, py::kw_only(), "minimum"_a = py::none(),
+             "maximum"_a = py::none(), "granularity"_a = 1, "may_be_zero"_a = py::none(),
+             "startup_seconds"_a = py::none(), "reduction_seconds"_a = py::none(), "previous"_a = py::none(),
              R"(Split a batch so that the last device finishes as early as possible: the exact integer optimum.
 
 Parameters
@@ -144,18 +145,18 @@ Examples
       [](std::int64_t batch_size, const std::vector<double>& weights) {
         return plan::split_weighted(batch_size, weights);
       },
-      py::arg("batch_size"), py::arg("weights"),
+      "batch_size"_a, "weights"_a,
       R"(Shares in the ratio of `weights`, rounded by largest remainder; the lower index wins ties. A weight of zero gets nothing.
 
 Raises
 ------
 InvalidArgument
     If a weight is negative or not finite, or if all are zero.)");
-  module.def("split_even", &plan::split_even, py::arg("batch_size"), py::arg("device_count"),
+  module.def("split_even", &plan::split_even, "batch_size"_a, "device_count"_a,
              "Shares that differ by at most one item, the larger ones first.");
   module.def(
-      "correction_floor", &plan::correction_floor, py::arg("model"), py::arg("overhead") = plan::kCorrectionOverhead,
-      py::arg("granularity") = 1,
+      "correction_floor", &plan::correction_floor, "model"_a, "overhead"_a = plan::kCorrectionOverhead,
+      "granularity"_a = 1,
       "The smallest micro-batch whose fixed cost is at most the fraction `overhead` of its time, rounded up to a "
       "multiple of `granularity`.");
 }

@@ -16,10 +16,13 @@
 #include <paceline/plan/stages.hpp>
 
 #include "bindings.hpp"
+#include "device_arguments.hpp"
 
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 using plan::Action;
@@ -70,9 +73,7 @@ std::vector<StageTimes> times_of(const std::vector<double>& forward, const std::
                                  const std::optional<std::vector<double>>& send_backward) {
   std::vector<StageTimes> times(forward.size());
   const auto set = [&](const std::vector<double>& values, const char* name, double StageTimes::* part) {
-    if (values.size() != times.size())
-      throw InvalidArgument(fmt::format("{} is of length {} instead of {}; pass one number per stage", name,
-                                        values.size(), times.size()));
+    require_size(values.size(), times.size(), name, "stage");
     for (std::size_t i = 0; i < times.size(); ++i) times[i].*part = values[i];
   };
   set(forward, "forward", &StageTimes::forward);
@@ -118,9 +119,9 @@ Seconds are on a device of speed 1. What comes before the first block belongs to
             return BlockCost{forward_fixed, forward_per_item, backward_fixed, backward_per_item, parameter_bytes,
                              saved,         boundary,         workspace};
           }),
-          py::kw_only(), py::arg("forward_per_item"), py::arg("backward_per_item"), py::arg("forward_fixed") = 0.0,
-          py::arg("backward_fixed") = 0.0, py::arg("parameter_bytes") = 0, py::arg("saved_bytes_per_item") = 0,
-          py::arg("boundary_bytes_per_item") = 0, py::arg("workspace_bytes_per_item") = 0,
+          py::kw_only(), "forward_per_item"_a, "backward_per_item"_a, "forward_fixed"_a = 0.0, "backward_fixed"_a = 0.0,
+          "parameter_bytes"_a = 0, "saved_bytes_per_item"_a = 0, "boundary_bytes_per_item"_a = 0,
+          "workspace_bytes_per_item"_a = 0,
           R"(
 Parameters
 ----------
@@ -154,8 +155,8 @@ workspace_bytes_per_item
              return StageDevice{std::move(name), speed, noise, memory_bytes.value_or(StageDevice::kUnlimitedBytes),
                                 memory_space};
            }),
-           py::arg("name") = "", py::kw_only(), py::arg("speed") = 1.0, py::arg("noise") = 0.0,
-           py::arg("memory_bytes") = py::none(), py::arg("memory_space") = 0,
+           "name"_a = "", py::kw_only(), "speed"_a = 1.0, "noise"_a = 0.0, "memory_bytes"_a = py::none(),
+           "memory_space"_a = 0,
            R"(
 Parameters
 ----------
@@ -178,7 +179,7 @@ void bind_schedules(py::module_& module) {
   module.def(
       "gpipe",
       [](std::size_t stages, std::int64_t micro_batches) { return actions_of(plan::gpipe(stages, micro_batches)); },
-      py::arg("stages"), py::arg("micro_batches"),
+      "stages"_a, "micro_batches"_a,
       R"(All forwards, then all backwards. Every stage keeps all micro-batches in flight.
 
 Parameters
@@ -204,7 +205,7 @@ Huang et al., GPipe, NeurIPS 2019. Backwards run in the order of the micro-batch
       [](std::size_t stages, std::int64_t micro_batches, const std::optional<std::vector<std::int64_t>>& extra) {
         return actions_of(plan::one_f_one_b(stages, micro_batches, extra.value_or(std::vector<std::int64_t>{})));
       },
-      py::arg("stages"), py::arg("micro_batches"), py::arg("extra") = py::none(),
+      "stages"_a, "micro_batches"_a, "extra"_a = py::none(),
       R"(One forward, one backward: stage i of k first runs k - i + extra[i] forwards, then alternates backwards and forwards.
 
 Parameters
@@ -259,8 +260,8 @@ Examples
         return plan::pipeline_times(schedule_of(schedule), times_of(forward, backward, send_forward, send_backward),
                                     scale.value_or(std::vector<double>{}));
       },
-      py::arg("schedule"), py::arg("forward"), py::arg("backward"), py::kw_only(), py::arg("send_forward") = py::none(),
-      py::arg("send_backward") = py::none(), py::arg("scale") = py::none(),
+      "schedule"_a, "forward"_a, "backward"_a, py::kw_only(), "send_forward"_a = py::none(),
+      "send_backward"_a = py::none(), "scale"_a = py::none(),
       R"(The exact times of a schedule: an action starts when its stage is free and its input has arrived.
 
 Parameters
@@ -324,11 +325,10 @@ void bind_plans(py::module_& module) {
                     "Parameter bytes in another memory space than in the previous plan.")
       .def("__repr__", &plan_repr);
   module.def(
-      "plan_stages", &plan_stages, py::arg("blocks"), py::arg("devices"), py::kw_only(), py::arg("batch_size"),
-      py::arg("micro_batches") = py::none(), py::arg("cuts") = py::none(), py::arg("order") = py::none(),
-      py::arg("schedule") = "auto", py::arg("most_in_flight") = 0, py::arg("link_latency_seconds") = 0.0,
-      py::arg("link_bytes_per_second") = 0.0, py::arg("tied_bytes") = 0, py::arg("previous_cuts") = py::none(),
-      py::arg("previous_order") = py::none(), py::arg("indifference") = 0.0,
+      "plan_stages", &plan_stages, "blocks"_a, "devices"_a, py::kw_only(), "batch_size"_a,
+      "micro_batches"_a = py::none(), "cuts"_a = py::none(), "order"_a = py::none(), "schedule"_a = "auto",
+      "most_in_flight"_a = 0, "link_latency_seconds"_a = 0.0, "link_bytes_per_second"_a = 0.0, "tied_bytes"_a = 0,
+      "previous_cuts"_a = py::none(), "previous_order"_a = py::none(), "indifference"_a = 0.0,
       R"(Cut a model into stages over unequal devices so that a step takes as little time as possible and every stage fits.
 
 Parameters

@@ -23,6 +23,8 @@
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 using Handle = std::optional<std::uintptr_t>;
@@ -89,9 +91,8 @@ std::vector<DeviceCopy> list_of(const DeviceCopies& copies) {
 void bind_queues(py::module_& module) {
   py::class_<TrainerQueues, std::shared_ptr<TrainerQueues>>(
       module, "DeviceQueues", "The queues of a group's devices during steps, and the waits between them.")
-      .def(py::init(&make_queues), py::arg("group"), py::kw_only(), py::arg("stream") = py::none(),
-           py::arg("run_ahead") = 1, py::arg("timeout") = 600.0, py::arg("transport") = "auto",
-           py::arg("reduce_dtype") = py::none())
+      .def(py::init(&make_queues), "group"_a, py::kw_only(), "stream"_a = py::none(), "run_ahead"_a = 1,
+           "timeout"_a = 600.0, "transport"_a = "auto", "reduce_dtype"_a = py::none())
       .def_property_readonly("transport", &TrainerQueues::transport,
                              "How data gets from one GPU to another, with the reason; empty with one GPU.")
       .def_property_readonly(
@@ -119,14 +120,14 @@ void bind_queues(py::module_& module) {
                              [](const TrainerQueues& queues) { return handle_of(&queues.home_stream()); })
       .def(
           "set_stream", [](TrainerQueues& queues, const Handle& stream) { queues.set_stream(native(stream)); },
-          py::arg("stream"), "From now on, order steps on this stream of the caller.")
-      .def("set_copies", &set_copies, py::arg("parameters"), py::arg("buffers") = Copies{},
+          "stream"_a, "From now on, order steps on this stream of the caller.")
+      .def("set_copies", &set_copies, "parameters"_a, "buffers"_a = Copies{},
            "Set the copies to other memory spaces at the start of each step: (space, to, from, bytes, bucket), by "
            "bucket; buffers all with the first one. Parameters may be relayed from space to space. "
            "With several buckets the body has to call need().")
-      .def("need", &TrainerQueues::need, py::arg("device"), py::arg("bucket"), py::call_guard<py::gil_scoped_release>(),
+      .def("need", &TrainerQueues::need, "device"_a, "bucket"_a, py::call_guard<py::gil_scoped_release>(),
            "Let the device's queue wait for this bucket of the parameters.")
-      .def("restart_run", &TrainerQueues::restart_run, py::arg("device"),
+      .def("restart_run", &TrainerQueues::restart_run, "device"_a,
            "Restart the timing of the current run: the device has only waited so far.")
       .def(
           "seal",
@@ -135,22 +136,22 @@ void bind_queues(py::module_& module) {
             queues.seal(device, k, {reinterpret_cast<void*>(address), count, static_cast<DType>(dtype)},
                         reinterpret_cast<NativeEvent>(written));
           },
-          py::arg("device"), py::arg("k"), py::arg("address"), py::arg("count"), py::arg("dtype"),
-          py::arg("written") = 0, py::call_guard<py::gil_scoped_release>(),
+          "device"_a, "k"_a, "address"_a, "count"_a, "dtype"_a, "written"_a = 0,
+          py::call_guard<py::gil_scoped_release>(),
           "The device's k-th bucket is final: its sum may begin after this event, 0: after the stream's work so far.")
       .def(
           "begin_update",
           [](TrainerQueues& queues, const std::vector<DeviceId>& devices, const DeviceCopies& copies) {
             queues.begin_update(devices, list_of(copies));
           },
-          py::arg("devices"), py::arg("copies"), py::call_guard<py::gil_scoped_release>(),
+          "devices"_a, "copies"_a, py::call_guard<py::gil_scoped_release>(),
           "Let the devices wait for the caller's work so far and pull (device, to, from, bytes) from home's memory.")
       .def(
           "end_update",
           [](TrainerQueues& queues, const std::vector<DeviceId>& devices, const DeviceCopies& copies) {
             queues.end_update(devices, list_of(copies));
           },
-          py::arg("devices"), py::arg("copies"), py::call_guard<py::gil_scoped_release>(),
+          "devices"_a, "copies"_a, py::call_guard<py::gil_scoped_release>(),
           "Let the home stream wait for the devices and pull (device, to, from, bytes) into home's memory.")
       .def("release_memory", &TrainerQueues::release_memory, "Give back what the pools of the GPUs hold without use.")
       .def("drain", &TrainerQueues::drain, "Return when all enqueued work is done.");

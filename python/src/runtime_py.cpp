@@ -25,6 +25,8 @@
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 // Every wait of the library releases the GIL, because a worker may need it to finish. This includes waits in
@@ -154,7 +156,7 @@ Raises
 ------
 InvalidArgument
     If a device does not exist or is named twice, or if the list is empty.)")
-      .def(py::init(&make_group), py::arg("devices") = "auto", py::kw_only(), py::arg("one_socket") = py::none())
+      .def(py::init(&make_group), "devices"_a = "auto", py::kw_only(), "one_socket"_a = py::none())
       .def_property_readonly("devices", &DeviceGroup::devices, "The devices, in order.")
       .def_property_readonly("closed", &DeviceGroup::closed, "True once the group has left its workers.")
       .def_property_readonly("busy", &DeviceGroup::busy,
@@ -163,7 +165,7 @@ InvalidArgument
            "Another group of the same devices, which is busy and closed on its own. Closing this group closes it, too.")
       .def("__len__", &DeviceGroup::size)
       .def("__repr__", &group_repr)
-      .def("close", &close, py::arg("timeout") = 10.0,
+      .def("close", &close, "timeout"_a = 10.0,
            R"(Leave the workers, and end those that no other group uses. A second call does nothing.
 
 Raises

@@ -14,11 +14,13 @@ namespace py = pybind11;
 
 namespace paceline::python {
 
+using namespace py::literals;
+
 using namespace sim;
 
 void bind_sim_data_path(py::module_& module) {
   module.def(
-      "launch_rate", &launch_rate, py::arg("threads"),
+      "launch_rate", &launch_rate, "threads"_a,
       R"(How many operators of forward and backward a second so many threads of one process start together, as measured on one host.)");
   module.def(
       "simulate_data_path",
@@ -39,14 +41,13 @@ void bind_sim_data_path(py::module_& module) {
         py::dict ways;
         for (const DataPathOutcome& one : simulate_data_path(options)) {
           ways[one.way.c_str()] =
-              py::dict(py::arg("step_seconds") = one.step_seconds, py::arg("exposed_seconds") = one.exposed_seconds);
+              py::dict("step_seconds"_a = one.step_seconds, "exposed_seconds"_a = one.exposed_seconds);
         }
         return ways;
       },
-      py::kw_only(), py::arg("gpus"), py::arg("parameters"), py::arg("bytes_each") = 2.0, py::arg("forward_seconds"),
-      py::arg("backward_seconds"), py::arg("update_seconds") = 0.0, py::arg("link") = "nvlink4",
-      py::arg("bandwidth") = py::none(), py::arg("latency_seconds") = py::none(),
-      py::arg("bucket_bytes") = 25.0 * (1 << 20), py::arg("operators") = 0.0,
+      py::kw_only(), "gpus"_a, "parameters"_a, "bytes_each"_a = 2.0, "forward_seconds"_a, "backward_seconds"_a,
+      "update_seconds"_a = 0.0, "link"_a = "nvlink4", "bandwidth"_a = py::none(), "latency_seconds"_a = py::none(),
+      "bucket_bytes"_a = 25.0 * (1 << 20), "operators"_a = 0.0,
       R"(A data parallel step on equal GPUs, on a virtual clock: what gradients and parameters cost beyond the computing.
 
 Deterministic. A model with assumed links (`paceline/sim/data_path.hpp`), not a measurement.

@@ -15,11 +15,14 @@
 #include <paceline/sim/pipeline.hpp>
 
 #include "bindings.hpp"
+#include "device_arguments.hpp"
 #include "stage_moves.hpp"
 
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 using namespace sim;
@@ -52,36 +55,20 @@ py::dict dict_of_planned(const Planned& planned, const std::vector<std::string>&
       actions.append(py::make_tuple(action.kind == plan::Action::Kind::forward ? "forward" : "backward",
                                     action.micro_batch, span.start, span.finish));
     }
-    py::dict stage;
-    stage["device"] = devices[plan.order[i]];
-    stage["first_block"] = plan.cuts[i];
-    stage["in_flight"] = plan::in_flight(plan.schedule, i);
-    stage["bytes"] = plan.bytes[i];
-    stage["actions"] = actions;
-    stages.append(stage);
+    stages.append(py::dict("device"_a = devices[plan.order[i]], "first_block"_a = plan.cuts[i],
+                           "in_flight"_a = plan::in_flight(plan.schedule, i), "bytes"_a = plan.bytes[i],
+                           "actions"_a = actions));
   }
-  py::dict dict;
-  dict["seconds"] = plan.seconds;
-  dict["ideal_seconds"] = plan.ideal_seconds;
-  dict["bound_seconds"] = plan.bound_seconds;
-  dict["bubble"] = planned.step.bubble;
-  dict["sizes"] = plan.sizes;
-  dict["schedule"] = plan::to_text(plan.schedule);
-  dict["stages"] = stages;
-  dict["does_not_fit"] =
-      planned.does_not_fit.empty() ? py::object(py::none()) : py::object(py::str(planned.does_not_fit));
-  return dict;
+  return py::dict("seconds"_a = plan.seconds, "ideal_seconds"_a = plan.ideal_seconds,
+                  "bound_seconds"_a = plan.bound_seconds, "bubble"_a = planned.step.bubble, "sizes"_a = plan.sizes,
+                  "schedule"_a = plan::to_text(plan.schedule), "stages"_a = stages,
+                  "does_not_fit"_a = planned.does_not_fit.empty() ? std::nullopt : std::optional(planned.does_not_fit));
 }
 
 py::dict dict_of_run(const PipelineSimulationResult& run) {
-  py::dict dict;
-  dict["elapsed_seconds"] = run.elapsed_seconds;
-  dict["unmoved_seconds"] = run.unmoved_seconds;
-  dict["oracle_seconds"] = run.oracle_seconds;
-  dict["step_seconds"] = run.step_seconds;
-  dict["moves"] = move_dicts(run.moves);
-  dict["explanation"] = run.explanation;
-  return dict;
+  return py::dict("elapsed_seconds"_a = run.elapsed_seconds, "unmoved_seconds"_a = run.unmoved_seconds,
+                  "oracle_seconds"_a = run.oracle_seconds, "step_seconds"_a = run.step_seconds,
+                  "moves"_a = move_dicts(run.moves), "explanation"_a = run.explanation);
 }
 
 /// The even cut. If it does not fit, how it would run with enough memory.
@@ -125,10 +112,7 @@ py::dict simulate_pipeline_py(const std::vector<double>& speeds, std::size_t blo
                               double first_run_seconds, double noise, const std::vector<ThrottleTuple>& throttles,
                               std::uint64_t seed) {
   if (blocks == 0) throw InvalidArgument("blocks is 0: a model to cut has at least one");
-  if (memory_bytes && memory_bytes->size() != speeds.size()) {
-    throw InvalidArgument(fmt::format("memory_bytes is of length {} instead of {}; pass one per device",
-                                      memory_bytes->size(), speeds.size()));
-  }
+  if (memory_bytes) require_size(memory_bytes->size(), speeds.size(), "memory_bytes", "device");
   PipelineSimulationOptions options;
   plan::StageProblem& problem = options.pipeline.problem;
   const auto count = static_cast<double>(blocks);
@@ -161,27 +145,22 @@ py::dict simulate_pipeline_py(const std::vector<double>& speeds, std::size_t blo
     const py::gil_scoped_release release;
     return compare(options);
   }();
-  const auto or_none = [&](const std::optional<Planned>& plan) -> py::object {
-    return plan ? py::object(dict_of_planned(*plan, found.devices)) : py::object(py::none());
+  const auto or_none = [&](const std::optional<Planned>& plan) {
+    return plan ? std::optional(dict_of_planned(*plan, found.devices)) : std::nullopt;
   };
-  py::dict out;
-  out["planned"] = dict_of_planned(found.planned, found.devices);
-  out["one_f_one_b"] = or_none(found.one_f_one_b);
-  out["gpipe"] = or_none(found.gpipe);
-  out["run"] = found.run ? py::object(dict_of_run(*found.run)) : py::object(py::none());
-  return out;
+  return py::dict("planned"_a = dict_of_planned(found.planned, found.devices),
+                  "one_f_one_b"_a = or_none(found.one_f_one_b), "gpipe"_a = or_none(found.gpipe),
+                  "run"_a = found.run ? std::optional(dict_of_run(*found.run)) : std::nullopt);
 }
 
 }  // namespace
 
 void bind_sim_pipeline(py::module_& module) {
-  module.def("simulate_pipeline", &simulate_pipeline_py, py::arg("speeds"), py::kw_only(), py::arg("blocks") = 24,
-             py::arg("batch_size") = 512, py::arg("micro_batches") = py::none(), py::arg("steps") = 0,
-             py::arg("fixed_seconds") = 0.004, py::arg("per_item_seconds") = 0.0001,
-             py::arg("memory_bytes") = py::none(), py::arg("parameter_bytes") = 0, py::arg("saved_bytes_per_item") = 0,
-             py::arg("boundary_bytes_per_item") = 0, py::arg("link_bytes_per_second") = 0.0,
-             py::arg("first_run_seconds") = 0.0, py::arg("noise") = 0.0,
-             py::arg("throttles") = std::vector<ThrottleTuple>{}, py::arg("seed") = 0,
+  module.def("simulate_pipeline", &simulate_pipeline_py, "speeds"_a, py::kw_only(), "blocks"_a = 24,
+             "batch_size"_a = 512, "micro_batches"_a = py::none(), "steps"_a = 0, "fixed_seconds"_a = 0.004,
+             "per_item_seconds"_a = 0.0001, "memory_bytes"_a = py::none(), "parameter_bytes"_a = 0,
+             "saved_bytes_per_item"_a = 0, "boundary_bytes_per_item"_a = 0, "link_bytes_per_second"_a = 0.0,
+             "first_run_seconds"_a = 0.0, "noise"_a = 0.0, "throttles"_a = std::vector<ThrottleTuple>{}, "seed"_a = 0,
              R"(Plan a pipeline for simulated devices, and run it with its balancer on a virtual clock.
 
 Deterministic: equal arguments give equal results.

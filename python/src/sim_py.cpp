@@ -19,10 +19,13 @@
 #include <paceline/sim/simulate.hpp>
 
 #include "bindings.hpp"
+#include "device_arguments.hpp"
 
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 using namespace sim;
@@ -55,10 +58,7 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
                    const std::vector<double>& reduction_seconds, double first_run_seconds,
                    const std::vector<LastingNoiseTuple>& lasting_noise,
                    const std::vector<LateStartTuple>& late_starts) {
-  if (device_classes && device_classes->size() != speeds.size()) {
-    throw InvalidArgument(fmt::format("device_classes is of length {} instead of {}; pass one per device",
-                                      device_classes->size(), speeds.size()));
-  }
+  if (device_classes) require_size(device_classes->size(), speeds.size(), "device_classes", "device");
   SimulationOptions options{.batch_size = batch_size, .steps = steps, .policy = balance_named(policy)};
   BoxOptions& box = options.box;
   box.noise = noise;
@@ -145,8 +145,7 @@ void bind_suite(py::module_& module) {
                            self.missed.size());
       });
   module.def("scenarios", &scenarios, "All scenarios of the suite.");
-  module.def("run_suite", &run_suite, py::arg("names") = std::vector<std::string>{}, py::kw_only(),
-             py::arg("seeds") = 5,
+  module.def("run_suite", &run_suite, "names"_a = std::vector<std::string>{}, py::kw_only(), "seeds"_a = 5,
              R"(Run the balancer through scenarios and check each result against its bounds.
 
 Parameters
@@ -202,16 +201,13 @@ void bind_sim(py::module_& module) {
       .def("__repr__", [](const Result& self) {
         return fmt::format("SimulationResult(loss_to_ideal={:.6f}, moves={})", self.loss_to_ideal, self.moves);
       });
-  module.def("simulate", &simulate_py, py::arg("speeds"), py::kw_only(), py::arg("batch_size") = 512,
-             py::arg("steps") = 400, py::arg("policy") = "auto", py::arg("noise") = 0.0,
-             py::arg("throttles") = std::vector<ThrottleTuple>{}, py::arg("failures") = std::vector<FailureTuple>{},
-             py::arg("spike_probability") = 0.0, py::arg("spike_factor") = 1.0, py::arg("seed") = 0,
-             py::arg("fixed_seconds") = 0.004, py::arg("per_item_seconds") = 0.0001,
-             py::arg("device_classes") = py::none(), py::arg("ledger") = false,
-             py::arg("drifts") = std::vector<DriftTuple>{}, py::arg("pauses") = std::vector<PauseTuple>{},
-             py::arg("reduction_seconds") = std::vector<double>{}, py::arg("first_run_seconds") = 0.0,
-             py::arg("lasting_noise") = std::vector<LastingNoiseTuple>{},
-             py::arg("late_starts") = std::vector<LateStartTuple>{},
+  module.def("simulate", &simulate_py, "speeds"_a, py::kw_only(), "batch_size"_a = 512, "steps"_a = 400,
+             "policy"_a = "auto", "noise"_a = 0.0, "throttles"_a = std::vector<ThrottleTuple>{},
+             "failures"_a = std::vector<FailureTuple>{}, "spike_probability"_a = 0.0, "spike_factor"_a = 1.0,
+             "seed"_a = 0, "fixed_seconds"_a = 0.004, "per_item_seconds"_a = 0.0001, "device_classes"_a = py::none(),
+             "ledger"_a = false, "drifts"_a = std::vector<DriftTuple>{}, "pauses"_a = std::vector<PauseTuple>{},
+             "reduction_seconds"_a = std::vector<double>{}, "first_run_seconds"_a = 0.0,
+             "lasting_noise"_a = std::vector<LastingNoiseTuple>{}, "late_starts"_a = std::vector<LateStartTuple>{},
              R"(Run the balancer on simulated devices with a virtual clock.
 
 A device takes `(fixed_seconds + per_item_seconds * n) / speed` for n > 0 items, times throttles and noise. The balancer sees

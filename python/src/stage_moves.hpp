@@ -14,21 +14,14 @@ namespace paceline::python {
 /// Changes of what a pipeline runs, as Python sees them.
 inline pybind11::list move_dicts(const std::vector<balance::StageMove>& moves) {
   constexpr std::array kKinds{"depth", "cuts", "memory", "devices"};
+  using namespace pybind11::literals;
   pybind11::list dicts;
   for (const balance::StageMove& move : moves) {
-    pybind11::dict dict;
-    dict["step"] = move.step;
-    dict["kind"] = kKinds.at(static_cast<std::size_t>(move.kind));
-    dict["from_cuts"] = move.from_cuts;
-    dict["to_cuts"] = move.to_cuts;
-    dict["from_order"] = move.from_order;
-    dict["to_order"] = move.to_order;
-    dict["seconds_before"] = move.seconds_before;
-    dict["seconds_after"] = move.seconds_after;
-    dict["moved_bytes"] = move.moved_bytes;
-    dict["cost_seconds"] = move.cost_seconds;
-    dict["reason"] = move.reason;
-    dicts.append(dict);
+    dicts.append(pybind11::dict(
+        "step"_a = move.step, "kind"_a = kKinds.at(static_cast<std::size_t>(move.kind)), "from_cuts"_a = move.from_cuts,
+        "to_cuts"_a = move.to_cuts, "from_order"_a = move.from_order, "to_order"_a = move.to_order,
+        "seconds_before"_a = move.seconds_before, "seconds_after"_a = move.seconds_after,
+        "moved_bytes"_a = move.moved_bytes, "cost_seconds"_a = move.cost_seconds, "reason"_a = move.reason));
   }
   return dicts;
 }

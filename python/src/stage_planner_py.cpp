@@ -19,12 +19,15 @@
 
 #include "action_records.hpp"
 #include "bindings.hpp"
+#include "device_arguments.hpp"
 #include "stage_moves.hpp"
 #include "step_loop_reports.hpp"
 
 namespace py = pybind11;
 
 namespace paceline::python {
+
+using namespace py::literals;
 namespace {
 
 /// Of parameters; per item what is saved, what comes in, and what it needs while it runs.
@@ -85,17 +88,10 @@ void record_actions(StagePlanner& planner, const ActionTuples& stages, bool excl
 }
 
 py::dict dict_of_layout(const plan::Layout& layout) {
-  py::dict dict;
-  dict["kind"] = std::string(plan::name_of(layout.kind));
-  dict["fits"] = layout.fits;
-  dict["seconds"] = layout.seconds;
-  dict["reduction_seconds"] = layout.reduction_seconds;
-  dict["bubble"] = layout.bubble;
-  dict["bytes"] = layout.bytes;
-  dict["items"] = layout.items;
-  dict["pipelines"] = layout.pipelines;
-  dict["reason"] = layout.reason;
-  return dict;
+  return py::dict("kind"_a = std::string(plan::name_of(layout.kind)), "fits"_a = layout.fits,
+                  "seconds"_a = layout.seconds, "reduction_seconds"_a = layout.reduction_seconds,
+                  "bubble"_a = layout.bubble, "bytes"_a = layout.bytes, "items"_a = layout.items,
+                  "pipelines"_a = layout.pipelines, "reason"_a = layout.reason);
 }
 
 py::list layouts(const StagePlanner& planner, std::int64_t batch_size, const std::optional<std::int64_t>& micro_batches,
@@ -104,10 +100,7 @@ py::list layouts(const StagePlanner& planner, std::int64_t batch_size, const std
   problem.batch_size = batch_size;
   const auto set = [&](const Bytes& given, const char* name, std::int64_t plan::BlockCost::* member) {
     if (!given) return;
-    if (given->size() != problem.blocks.size()) {
-      throw InvalidArgument(fmt::format("{} is of length {} instead of {}; pass one per block", name, given->size(),
-                                        problem.blocks.size()));
-    }
+    require_size(given->size(), problem.blocks.size(), name, "block");
     for (std::size_t i = 0; i < given->size(); ++i) problem.blocks[i].*member = (*given)[i];
   };
   set(weight_bytes, "weight_bytes", &plan::BlockCost::weight_bytes);
@@ -132,7 +125,7 @@ std::vector<double> speeds_of(const plan::StageProblem& problem) {
 
 void bind_log(py::module_& module) {
   py::class_<StageLog>(module, "StageLog", "Figures, events and history of a pipeline's steps.")
-      .def(py::init<const DeviceGroup&>(), py::arg("group"))
+      .def(py::init<const DeviceGroup&>(), "group"_a)
       .def(
           "add",
           [](StageLog& log, const std::vector<std::tuple<DeviceId, std::int64_t, std::int64_t>>& stages,
@@ -146,7 +139,7 @@ void bind_log(py::module_& module) {
                         std::chrono::duration_cast<std::chrono::steady_clock::duration>(since)),
                     moved);
           },
-          py::arg("stages"), py::arg("bounds"), py::arg("actions"), py::arg("started"), py::arg("moved"),
+          "stages"_a, "bounds"_a, "actions"_a, "started"_a, "moved"_a,
           "A step that was committed. stages: (device, blocks, items) each; bounds: (begin, end) of each micro-batch; "
           "actions: as PipelineOutcome.record, in seconds since `started` by time.perf_counter().")
       .def_property_readonly(
@@ -166,28 +159,27 @@ void bind_log(py::module_& module) {
 void bind_stage_planner(py::module_& module) {
   py::class_<StagePlanner>(module, "StagePlanner",
                            "Says what a pipeline's next step runs. The first steps measure the blocks.")
-      .def(py::init(&make_planner), py::arg("blocks"), py::arg("devices"), py::kw_only(),
-           py::arg("micro_batches") = py::none(), py::arg("cuts") = std::vector<std::size_t>{},
-           py::arg("schedule") = "auto", py::arg("measure") = true)
+      .def(py::init(&make_planner), "blocks"_a, "devices"_a, py::kw_only(), "micro_batches"_a = py::none(),
+           "cuts"_a = std::vector<std::size_t>{}, "schedule"_a = "auto", "measure"_a = true)
       .def(
           "plan", [](StagePlanner& planner, std::int64_t items) { return read_only(planner.plan(items)); },
-          py::arg("batch_size"), "What the next step runs.")
+          "batch_size"_a, "What the next step runs.")
       .def(
           "predict",
           [](StagePlanner& planner, std::int64_t items, std::int64_t least) {
             return read_only(planner.predict(items, least));
           },
-          py::arg("items"), py::arg("least_items"), "What a prediction runs.")
+          "items"_a, "least_items"_a, "What a prediction runs.")
       .def_property_readonly("measures", &StagePlanner::measures, "Whether the next step measures blocks.")
       .def_property_readonly("recorded", &StagePlanner::recorded, "How many steps that measure are known.")
-      .def("record_samples", &record_samples, py::arg("samples"), py::arg("bytes"), py::arg("classes"),
+      .def("record_samples", &record_samples, "samples"_a, "bytes"_a, "classes"_a,
            "A step that measured: (block, device, whether backward, items, seconds) each; set_bytes; and a number for "
            "each block, equal for those of one class.")
-      .def("record", &record_actions, py::arg("stages"), py::arg("excluded"),
+      .def("record", &record_actions, "stages"_a, "excluded"_a,
            "What ran of the last plan, as PipelineOutcome.record. excluded: it says nothing about the devices.")
-      .def("set_least_items", &StagePlanner::set_least_items, py::arg("items"),
+      .def("set_least_items", &StagePlanner::set_least_items, "items"_a,
            "From the next plan on, every micro-batch has at least so many items, unless the batch has fewer.")
-      .def("set_bytes", &set_bytes, py::arg("bytes"),
+      .def("set_bytes", &set_bytes, "bytes"_a,
            "What blocks take of memory: of parameters, and per item what is saved, what comes in, and what they need "
            "while they run.")
       .def(
@@ -195,24 +187,24 @@ void bind_stage_planner(py::module_& module) {
           [](StagePlanner& planner, double latency, double bytes_per_second) {
             planner.set_link({latency, bytes_per_second});
           },
-          py::arg("latency_seconds"), py::arg("bytes_per_second"), "For what is planned after blocks were measured.")
+          "latency_seconds"_a, "bytes_per_second"_a, "For what is planned after blocks were measured.")
       .def("measure_again", &StagePlanner::measure_again, "Nothing that was measured of blocks holds any more.")
       .def(
           "know",
           [](StagePlanner& planner, std::vector<plan::BlockCost> blocks, const std::vector<double>& speeds) {
             planner.know(std::move(blocks), speeds);
           },
-          py::arg("blocks"), py::arg("speeds"), "Plan all steps from now on with these costs and speeds.")
+          "blocks"_a, "speeds"_a, "Plan all steps from now on with these costs and speeds.")
       .def_property_readonly(
           "known",
           [](const StagePlanner& planner) { return std::pair(planner.known().blocks, speeds_of(planner.known())); },
           "What was measured at first: the costs of blocks on a device of speed 1, and the speeds.")
-      .def("out_of_memory", &StagePlanner::out_of_memory, py::arg("stage"),
+      .def("out_of_memory", &StagePlanner::out_of_memory, "stage"_a,
            "After a stage ran out of memory: whether there is another plan.")
-      .def("out_of_memory_predicting", &StagePlanner::out_of_memory_predicting, py::arg("items"),
+      .def("out_of_memory_predicting", &StagePlanner::out_of_memory_predicting, "items"_a,
            "The same of a prediction with this largest micro-batch.")
-      .def("retire", &StagePlanner::retire, py::arg("device"), "The device gets no stage from the next plan on.")
-      .def("restore", &StagePlanner::restore, py::arg("device"), "It may get one again.")
+      .def("retire", &StagePlanner::retire, "device"_a, "The device gets no stage from the next plan on.")
+      .def("restore", &StagePlanner::restore, "device"_a, "It may get one again.")
       .def_property_readonly("moves", &StagePlanner::move_count, "Changes of cuts or devices so far.")
       .def_property_readonly(
           "recent_moves", [](const StagePlanner& planner) { return move_dicts(planner.recent_moves()); },
@@ -221,8 +213,8 @@ void bind_stage_planner(py::module_& module) {
           "speeds", [](const StagePlanner& planner) { return speeds_of(planner.balancer().problem()); },
           "Of each device, as measured by now.")
       .def("explain", &StagePlanner::explain, "Which stage sets the pace, bubble, bytes, what would help.")
-      .def("layouts", &layouts, py::arg("batch_size"), py::kw_only(), py::arg("micro_batches") = py::none(),
-           py::arg("overlap") = 0.0, py::arg("weight_bytes") = py::none(), py::arg("gradient_bytes") = py::none(),
+      .def("layouts", &layouts, "batch_size"_a, py::kw_only(), "micro_batches"_a = py::none(), "overlap"_a = 0.0,
+           "weight_bytes"_a = py::none(), "gradient_bytes"_a = py::none(),
            R"(Rank all ways of laying out the model, by what is known of its blocks and devices.
 
 Parameters
