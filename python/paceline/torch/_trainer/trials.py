@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,15 +16,19 @@ from paceline.torch._batch.samples import Collate
 from paceline.torch._batch.splits import Split
 from paceline.torch._check.check import check
 from paceline.torch._check.report import CheckReport
+from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._replicas.buffers import KeptAttributes
 from paceline.torch._run.call import Asked
+from paceline.torch._run.execution import Execution
 from paceline.torch._run.train_run import LossFunction, TrainRun
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.arguments import check_trains
 from paceline.torch._trainer.batch_size import BatchSizeSearch, check_arguments, check_size, search
 from paceline.torch._trainer.parts import Core, Part
-from paceline.torch._trainer.step_timer import median_seconds
 from paceline.torch._trainer.training import Training
+
+_WARM_UP = 3  # steps; first runs of a size are slow, and shares have to settle
+_LEAST = 5  # steps that count
 
 
 class Trials(Part):
@@ -159,7 +165,7 @@ class Trials(Part):
                     options |= {"corrections": None} if options["micro_batch"] else {}
                     works[micro_batch] = self._works.temporary(**options)
                 executor = partial(TrainRun, loss_fn=loss_fn, objective=objective)
-                return median_seconds(self._execution, Asked(works[micro_batch], whole, loss_fn, executor), seconds)
+                return _median_seconds(self._execution, Asked(works[micro_batch], whole, loss_fn, executor), seconds)
 
             devices = len(self._works.names)
             smaller = not own and not self._execution.synchronised
@@ -167,3 +173,21 @@ class Trials(Part):
                 return search(measure, smallest, largest, efficiency, micro_batches=smaller, devices=devices)
             finally:
                 kept.restore()
+
+
+def _median_seconds(execution: Execution, asked: Asked, at_least: float) -> float:
+    """The median time of several steps on all devices, which are timed for `at_least` so many seconds.
+
+    They commit nothing. Gradients, buffers and random generators are put back after each.
+    """
+    step_loop, random = asked.work.step_loop, RandomStates(execution.places)
+    times: list[float] = []
+    spent = 0.0
+    while len(times) < _WARM_UP + _LEAST or spent < at_least:
+        began = time.perf_counter()
+        step_loop.commit(execution.train(asked, keep=False).outcome)
+        step_loop.settle()
+        times.append(time.perf_counter() - began)
+        spent += times[-1] if len(times) > _WARM_UP else 0.0
+        random.restore()
+    return statistics.median(times[_WARM_UP:])
