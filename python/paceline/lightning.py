@@ -242,9 +242,8 @@ def _merged(reduction: str, value: Any, size: int, full: int) -> tuple[torch.Ten
     if reduction == "mean" and bool((given == full).all()):  # the caller's constant, which says nothing about slices
         return rows.mean(), full
     weights = given * part
-    mean = (rows * weights)[
-        weights > 0
-    ].sum() / weights.sum()  # without slices that count nothing: their means may be 0/0
+    # Without slices that count nothing: their means may be 0/0.
+    mean = (rows * weights)[weights > 0].sum() / weights.sum()
     merged = {"mean": mean, "sum": rows.sum(), "min": rows.amin(), "max": rows.amax()}
     return merged[reduction], max(1, round(weights.sum().item()))
 

@@ -133,9 +133,8 @@ class PacelineMixin:
         else:
             empty = items == 0  # in all processes
         if items is not None and trainer.args.average_tokens_across_devices:
-            items = items / (
-                trainer.accelerator.num_processes // trainer.get_tp_size()
-            )  # the processes average gradients
+            # The processes average gradients.
+            items = items / (trainer.accelerator.num_processes // trainer.get_tp_size())
         if empty:  # there is nothing to divide by
             loss = one_device(model, inputs, num_items_in_batch=num_items_in_batch)
         else:

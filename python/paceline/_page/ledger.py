@@ -105,9 +105,8 @@ class _Steps:
         busy = [sum(run[1] for run in device) for device in record["devices"]]
         step_seconds = record["step_seconds"]
         if self.options["proportional"]:
-            step_seconds *= (
-                sum(amounts) / plan["batch_size"]
-            )  # it is that of the planned work, the times are of what ran
+            # It is that of the planned work, the times are of what ran.
+            step_seconds *= sum(amounts) / plan["batch_size"]
         computing = max([step_seconds, *busy])
         reduction = record.get("reduction_seconds")
         ideal = ideal_seconds(amounts, busy)

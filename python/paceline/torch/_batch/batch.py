@@ -54,9 +54,8 @@ class Batch:
         self._dims: list[int] = []  # where the user's tensors have the item
         self.places: dict[torch.device, str] = {}  # where tensors are, and the path of the first tensor there
         self._item_shapes: list[tuple[torch.Size, torch.dtype]] = []
-        self._uncut: list[
-            tuple[str, int | None, str]
-        ] = []  # may have one entry for each item: its path, its length, and what it is
+        # May have one entry for each item: its path, its length, and what it is.
+        self._uncut: list[tuple[str, int | None, str]] = []
         slicer = self._slicer(data, "batch", batch_dim)
         if not self._sized:
             raise InvalidArgument(

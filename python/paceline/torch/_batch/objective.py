@@ -201,9 +201,8 @@ class Objective:
             If `loss` is neither, nor can be seen as one of them.
         """
         if isinstance(loss, torch.Tensor) and loss.dim() and set(loss.shape[1:]) <= {1} and loss.shape[0] in (1, items):
-            return loss.reshape(
-                items if loss.shape[0] == items else ()
-            )  # [1] is what gather and squeeze(0) leave, [B, 1] what Linear(n, 1) does
+            # [1] is what gather and squeeze(0) leave, [B, 1] what Linear(n, 1) does.
+            return loss.reshape(items if loss.shape[0] == items else ())
         if not isinstance(loss, torch.Tensor) or loss.dim():
             got = (
                 f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"

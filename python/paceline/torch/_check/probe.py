@@ -157,9 +157,8 @@ class Probe:
     loss_fn: LossFunction
     noise: Noise
     outside: OutsideLeaves
-    modules: Sequence[
-        tuple[str, nn.Module]
-    ]  # with their names: the module, its submodules, the modules in its plain lists
+    # With their names: the module, its submodules, the modules in its plain lists.
+    modules: Sequence[tuple[str, nn.Module]]
 
     def terms(self) -> Iterator[tuple[str, Probe]]:
         """The terms of the loss by name, each as a loss of its own. A loss with one term has no name."""

@@ -58,9 +58,8 @@ class Proof:
     step: int
     items: int
     call: str = "step"
-    split: tuple[int, int] | None = (
-        None  # two numbers of micro-batches that were compared, or None: the devices with one device
-    )
+    # Two numbers of micro-batches that were compared, or None: the devices with one device.
+    split: tuple[int, int] | None = None
     compared: str = ""
     largest: float = 0.0
     seconds: float = 0.0
@@ -68,9 +67,8 @@ class Proof:
     unproved: list[str] = dataclasses.field(default_factory=list)
     cause: str = ""
     is_wrong: bool = False  # whether more differs than attributes of the module
-    left_alone: list[str] = dataclasses.field(
-        default_factory=list
-    )  # types of objects that the function reaches, and that were not put back
+    # Types of objects that the function reaches, and that were not put back.
+    left_alone: list[str] = dataclasses.field(default_factory=list)
     reaches_batch: bool = False  # whether the function may use the whole batch instead of its slice
 
     @property

@@ -22,9 +22,8 @@ class CompileGate:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._condition = threading.Condition()
-        self._stays: list[
-            tuple[int, Any, bool]
-        ] = []  # thread, call and whether it is a first one, of those that are inside
+        # Thread, call and whether it is a first one, of those that are inside.
+        self._stays: list[tuple[int, Any, bool]] = []
 
     @classmethod
     def of_call(cls) -> CompileGate:

@@ -47,9 +47,8 @@ class Noise:
         self.lost: dict[str, None] = {}  # what could not be replayed
         self.interleaved = False  # whether places come before items, where one dimension holds both
         self.lock = threading.Lock()  # devices share generators, and a draw changes a generator's state
-        self.counts = (
-            False  # whether the run that is recorded counts, so that generators of loss_fn stay where it leaves them
-        )
+        # Whether the run that is recorded counts, so that generators of loss_fn stay where it leaves them.
+        self.counts = False
         self._begun: dict[torch.Generator, torch.Tensor] = {}  # the states of these generators before and after it
         self._left: dict[torch.Generator, torch.Tensor] = {}
         self.types: set[torch.dtype] = set()  # of what operators gave in the run that is recorded

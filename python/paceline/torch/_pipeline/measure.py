@@ -21,9 +21,8 @@ class BlockClock:
         self.backward = [0.0] * blocks
         self.boundary = [0] * blocks  # bytes that go into each block
         self.saved = [0] * blocks  # bytes that autograd keeps of each block
-        self.reached: dict[
-            int, int
-        ] = {}  # parameters outside of the blocks, by index, with the block of their gradient
+        # Parameters outside of the blocks, by index, with the block of their gradient.
+        self.reached: dict[int, int] = {}
         self._glue = glue
         self.counts = False  # what is saved, which takes time
         self._known: set[int] = set()

@@ -43,9 +43,8 @@ class Planner(StagePlanner):
         link: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
     ) -> None:
         """`link`: between memories, seconds of any copy and bytes per second. Asked when blocks are known."""
-        self.unsettled: tuple[Any, Any] | None = (
-            None  # the loop and the outcome of the last step until its times are there
-        )
+        # The loop and the outcome of the last step until its times are there.
+        self.unsettled: tuple[Any, Any] | None = None
         self.failure: BaseException | None = None  # why these never come: what another thread than `stepping` has found
         self.stepping = 0  # the thread that steps
         self.settling = threading.RLock()  # while a thread does that; a signal handler may come in

@@ -102,9 +102,8 @@ class ReplicasPlanner:
         self._sizes = [len(group) for group in groups]
         self._first_devices = [0, *accumulate(self._sizes)][:-1]
         self._speeds: list[float] = []  # of all devices, when the lines were made
-        self._models: dict[
-            int, list[tuple[float, float]]
-        ] = {}  # by items: seconds of each pipeline, fixed and per item
+        # By items: seconds of each pipeline, fixed and per item.
+        self._models: dict[int, list[tuple[float, float]]] = {}
 
     def follow(self, item_bytes: int, least: int) -> None:
         """Note the fewest items of a micro-batch. Nothing is measured again: `layout` has measured all."""

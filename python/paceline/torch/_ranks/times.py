@@ -37,9 +37,8 @@ class Times:
         self._part: list[tuple[Stamp, Reading]] = []  # since the optimizer's last step
         self._between = -1.0  # seconds of own work before the batch that was added last
         self._timed: deque[_Timed] = deque()  # what not all ranks know yet
-        self._told: Callable[[], list[list[float]]] | None = (
-            None  # what all ranks tell of the first of these, on its way
-        )
+        # What all ranks tell of the first of these, on its way.
+        self._told: Callable[[], list[list[float]]] | None = None
         with sampler.lock:
             self._follow(0)
 

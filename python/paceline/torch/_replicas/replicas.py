@@ -64,14 +64,12 @@ class Replicas:
         self.shared = len(places) > 1  # False: the user's module itself runs
         self._replicate = replicate
         self.list: list[Replica] = []
-        self.graphs: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  # forwards whose graphs are alive, and keep the buffers they have read
+        # Forwards whose graphs are alive, and keep the buffers they have read.
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.generation = 0  # how often the replicas were made
         self.changes = 0  # how often they followed changed attributes
-        self.modes = (
-            0  # how often modules had changed between training and evaluation, or got or lost running statistics
-        )
+        # How often modules had changed between training and evaluation, or got or lost running statistics.
+        self.modes = 0
         self._modes: list[Any] = []
         self._counted: tuple[object, list[tuple[Written, tuple[int, str], int]]] | None = None  # of the last step
         self._resets = False  # whether containers of replicas are put back after each step

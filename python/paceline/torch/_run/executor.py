@@ -65,9 +65,8 @@ class Executor:
         self.pieces: list[list[tuple[int, int]]] | None = None  # the pieces of these claims
         self.alone = False  # whether one device runs everything, as a trial
         self.plan: BatchPlan | None = None  # who runs what, once that is planned
-        self.failures: list[
-            tuple[int | None, int, int, BaseException]
-        ] = []  # device (None: the reduction), begin, end, error
+        # Device (None: the reduction), begin, end, error.
+        self.failures: list[tuple[int | None, int, int, BaseException]] = []
         self.failed_device: int | None = None  # where the first of these came; None also for the reduction
         self._inside: dict[int, int] = {}
         self._interrupted = False

@@ -32,13 +32,11 @@ class _Device:
     views: list[torch.Tensor | None]  # in the order of the parameters; None where none is required
     begun: bool = False  # whether the views are the parameters' gradients, in this step
     found: set[int] = dataclasses.field(default_factory=set)  # parameters that have got a gradient in this step
-    waiting: list[set[int]] | None = (
-        None  # per bucket, the parameters that its seal waits for; None: it is not the last backward
-    )
+    # Per bucket, the parameters that its seal waits for; None: it is not the last backward.
+    waiting: list[set[int]] | None = None
     again: set[int] = dataclasses.field(default_factory=set)  # buckets that were written after their seal
-    ready: list[int] = dataclasses.field(
-        default_factory=list
-    )  # parameters in the order in which the last backward came to them
+    # Parameters in the order in which the last backward came to them.
+    ready: list[int] = dataclasses.field(default_factory=list)
     capture: Capture | None = None  # what is being captured: such a backward seals nothing
 
 

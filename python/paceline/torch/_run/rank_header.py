@@ -54,8 +54,7 @@ class Whole(NamedTuple):
 class Opening(NamedTuple):
     """The first headers of a step, on their way."""
 
-    weight: Callable[
-        [], float | None
-    ]  # of the whole batch; None if they are not there yet, or do not agree. Waits for nothing
+    # Of the whole batch; None if they are not there yet, or do not agree. Waits for nothing.
+    weight: Callable[[], float | None]
     whole: Callable[[], Whole]  # waits for them, and raises if they do not agree
     wait: Callable[[], object]  # for them

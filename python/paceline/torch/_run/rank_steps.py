@@ -23,9 +23,8 @@ class SentEarly(PerTensor):
         self._parameters, self._sums, self._bucket_of = replicas.list[0].parameters, sums, bucket_of
         self._sends = sends  # whether buckets are sent; otherwise only their order is noted
         self._begin = sums.sent  # buckets before this one were sent by an earlier attempt
-        self._waiting: list[set[int]] | None = (
-            None  # per bucket, the parameters that it waits for; None: it is not the last backward
-        )
+        # Per bucket, the parameters that it waits for; None: it is not the last backward.
+        self._waiting: list[set[int]] | None = None
         self.order: list[int] = []  # in which the last backward came to parameters
         self.came_again = False  # whether it came to one again, after its bucket had been sent
 

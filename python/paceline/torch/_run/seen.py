@@ -28,9 +28,8 @@ class Seen:
         self.mode: Any = None
         self.drawing = Drawing()
         self.forward_ad = False  # whether this work uses forward-mode differentiation
-        self.extras: set[Any] = (
-            set()
-        )  # functions that return extras, so that their items without weight have to run, too
+        # Functions that return extras, so that their items without weight have to run, too.
+        self.extras: set[Any] = set()
         self.waits = False  # whether devices wait for parameters
         self.waits_at_once = False  # whether all parameters have to be there before the first micro-batch
         self._generation = 0

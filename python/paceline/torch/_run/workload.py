@@ -46,9 +46,8 @@ class Workload:
         # Whether the forward writes buffers. If it does, the number of forwards changes the result. None: not known yet.
         self.writes_buffers: bool | None = None
         self.mode: Any = None  # the mode in which `writes_buffers` was found out
-        self.given: tuple[int, bool | None] | None = (
-            None  # the least items and the corrections that the StepLoop was given
-        )
+        # The least items and the corrections that the StepLoop was given.
+        self.given: tuple[int, bool | None] | None = None
         self.normalises = False  # whether something other than the known modules normalises over a micro-batch
         # Whether gradients may be sent to other ranks while backward goes on. None: not before a step was committed.
         self.sends_early: bool | None = None

@@ -133,9 +133,8 @@ class Watch:
             return
         now, last = sample(self._limits), self._last
         self._last = now
-        if (
-            self._first is None or last is None
-        ):  # the first steps compile and allocate, so they only give something to compare with
+        # The first steps compile and allocate, so they only give something to compare with.
+        if self._first is None or last is None:
             self._first = now
             return
         found = {(alarm.kind, alarm.device): alarm for alarm in self._limits.alarms(self._first, last, now)}

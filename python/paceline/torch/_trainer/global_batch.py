@@ -160,9 +160,8 @@ class FunctionRun(TrainRun):
     ) -> None:
         super().__init__(call, loss_fn=fn, objective=objective, scale=scale)
         replicas = call.all_replicas
-        self._wanted: list[list[torch.Tensor]] | None = (
-            None  # per device, those of the parameters that may have a gradient
-        )
+        # Per device, those of the parameters that may have a gradient.
+        self._wanted: list[list[torch.Tensor]] | None = None
         if parameters is not None:
             wanted = indices_of(parameters, replicas.parameters)
             ours = [[replica.parameters[index] for index in sorted(wanted)] for replica in self.replicas]

@@ -130,9 +130,8 @@ class AsModule(nn.Module):
                 )
             self.close()
             module._apply(fn, recurse)
-            vars(self).update(
-                vars(type(self)(module, **self._arguments))
-            )  # its parts are those of a new one: "auto" follows the module
+            # Its parts are those of a new one: "auto" follows the module.
+            vars(self).update(vars(type(self)(module, **self._arguments)))
             return self
         module._apply(fn, recurse)
         return self

@@ -77,9 +77,8 @@ class RecentSteps:
 
     def __init__(self, *, on_gpu: bool) -> None:
         self.steps: deque[Step] = deque(maxlen=_KEPT)
-        self.optimizer_times: deque[tuple[float, float]] = deque(
-            maxlen=_MARKS
-        )  # when steps of optimizers began and ended
+        # When steps of optimizers began and ended.
+        self.optimizer_times: deque[tuple[float, float]] = deque(maxlen=_MARKS)
         self.ended = False  # whether the trainer is closed
         self.context: Callable[[], Any] | None = None  # reads OpenTelemetry's present context
         self._on_gpu = on_gpu

@@ -22,9 +22,8 @@ class Piece:
     begin: int
     end: int
     whole: bool
-    layout: (
-        torch.Tensor
-    )  # without data: how the parameter lay in memory when it was cut, which says what the range contains
+    # Without data: how the parameter lay in memory when it was cut, which says what the range contains.
+    layout: torch.Tensor
     tensor: torch.Tensor  # at home a part of the parameter itself, elsewhere of the replica's
     gradient: torch.Tensor | None  # where the gradient is copied to; None at home
 

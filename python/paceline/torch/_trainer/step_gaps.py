@@ -25,9 +25,8 @@ class StepGaps:
 
     def __init__(self) -> None:
         self._ended: float | None = None  # when the last step ended, if nothing has failed since
-        self._recent: deque[tuple[float, float, float]] = deque(
-            maxlen=_RECENT
-        )  # seconds between two steps, how many of these went into waiting for a batch, and seconds inside of the step
+        # Seconds between two steps, how many of these went into waiting for a batch, and seconds inside of the step.
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=_RECENT)
         self._waited = 0.0  # for batches, since the last step
         self._untimed = 0.0  # the same, before steps whose times do not count
         self.watches = False  # whether a loop over batches was ever seen
