@@ -12,7 +12,7 @@ from torch import nn
 import paceline
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from paceline.torch._trainer.arguments import named_devices
+from paceline.torch._trainer.arguments import group_of
 from rank_processes import Run, part_of, trainer_of
 from torch_support import assert_same_gradients, classifier, classify, hosts, plain
 
@@ -88,7 +88,8 @@ def test_a_batch_of_none_needs_a_group() -> None:
 
 
 def test_devices_may_be_those_of_pytorch() -> None:
-    assert named_devices("DataParallel", [torch.device("cuda:1"), "host:0"], nn.Linear(2, 2)) == ["cuda:1", "host:0"]
+    with pytest.raises(InvalidArgument, match="there is no device 'cuda:91'"):  # and not: this is of another type
+        group_of("DataParallel", [torch.device("cuda:91"), "host:0"], nn.Linear(2, 2))
 
 
 def test_a_module_alone_is_trained_as_before() -> None:
