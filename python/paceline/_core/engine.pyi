@@ -839,6 +839,11 @@ class StepLoop:
         Write every call of the balancer to a file of JSON lines, from before the first step on.
         """
     @property
+    def committed(self) -> int:
+        """
+        How many steps `history` has, or will have once all times are known.
+        """
+    @property
     def events(self) -> list[typing.Any]:
         """
         The last events, oldest first.
