@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from paceline._words import plural
 
 _MOST = 10  # devices of which each subset is asked about; with more there are too many
 _MOST_ROWS = 24  # in a text
-_RECENT = 50  # rows of a run, which are steps in a short one
 BUSY = 0.7  # of the time of the steps; `on_alarm` has the same limit
 _CLOSE = 0.005  # relative; where less is measured than this, figures count as equal
 _WORK = 1_000_000  # units of work of the first batch with costs
@@ -36,9 +34,9 @@ class Choice:
     shares
         By name, the items that each device would run in a step; of a pipeline the blocks that it would have.
     step_seconds
-        Of a step.
+        From one step to the next: what `what_if` with the other devices in ``remove=`` says, to the digit.
     seconds, cost
-        Of 1,000 items, or of a batch with costs. The cost is None without prices.
+        Of 1,000 items, or of a batch with costs, in such steps. The cost is None without prices.
     error
         Relative standard error of all three, as the measured noise leaves it.
     """
@@ -186,7 +184,8 @@ def worth(
 
     Notes
     -----
-    A ledger does not have the time between steps. Devices are taken to be as fast alone as beside each other.
+    Steps take what `Balancer.what_if` says. A ledger does not have the time between steps, nor the trainer's own part of a step, which ``trainer.what_if(prices=)``
+    counts. Devices are taken to be as fast alone as beside each other.
     """
     if isinstance(ledger, (str, os.PathLike)):
         with Path(ledger).open(encoding="utf-8") as file:
@@ -206,8 +205,7 @@ def worth(
             def ask(_balancer: Any = balancer, **asked: Any) -> Any:
                 return _balancer.what_if(**{name: value or None for name, value in asked.items()})
 
-            together = waiting(run, balancer.what_if(batch_size=items).present_seconds, items)
-            found.append(worth_of(ask, run, prices, add, remove, items, together=together))
+            found.append(worth_of(ask, run, prices, add, remove, items))
             found[-1].notes.append("A ledger has no time between steps: only steps are counted.")
             if batch_size and run.unit == "work":
                 found[-1].notes.append(
@@ -225,14 +223,8 @@ def worth_of(
     add: Sequence[tuple[str, float]],
     remove: Sequence[str],
     batch_size: int,
-    between: float = 0.0,
-    together: float = 1.0,
 ) -> Worth:
-    """Ask ``what_if`` about each subset.
-
-    `run`: what has run, by which devices are known and how busy they were. `between`: seconds between two steps.
-    `together`: what steps of several devices take, over what is predicted if none waits.
-    """
+    """Ask ``what_if`` about each subset. `run`: what has run, by which devices are known and how busy they were."""
     add = list(add)
     present = [name for name in run.devices if name not in remove]
     names = list(ask(add=add, remove=remove, batch_size=batch_size).names)  # which also checks the arguments
@@ -252,22 +244,13 @@ def worth_of(
         asked_of = [*range(len(run.devices)), *(len(run.devices) + number for number in new)]
         working = {number: share for number, share in zip(asked_of, answer.shares, strict=True) if share > 0}
         shares = {labels[number]: share for number, share in working.items()}
-        step = answer.seconds * (together if len(shares) > 1 else 1.0)
-        seconds, cost = (step + between) * per, None
+        seconds, cost = answer.seconds * per, None
         if hourly is not None:
             cost = seconds / 3600 * hourly(working)
-        return len(shares) == len(kept), Choice(shares, step, seconds, cost, answer.error)
+        return len(shares) == len(kept), Choice(shares, answer.seconds, seconds, cost, answer.error)
 
     choices = asked(len(present) + len(more), of)
     return Worth(sorted(choices, key=lambda one: one.seconds), batch_size, unit, idle_notes(run))
-
-
-def waiting(run: Run, predicted: float, items: int) -> float:
-    """What recent steps took over what is predicted for their shares, at least 1: devices do not end at the same moment. One device alone waits for none."""
-    rows = [row for row in run.rows[-_RECENT:] if abs(sum(row.amounts) / row.steps - items) < 0.01 * items]
-    if not rows or predicted <= 0:
-        return 1.0
-    return max(1.0, statistics.median(row.seconds / row.steps for row in rows) / predicted)
 
 
 def _unique(names: Sequence[str], at: int) -> str:

@@ -262,6 +262,8 @@ void bind_engine(py::module_& module) {
           "the memory, or where its own limit was reached on this device. False if there is nothing smaller.")
       .def_property_readonly("memory", &memory_dict, "By device with a limit: the limit, and what is known of memory.")
       .def("settle", &StepLoop::settle, "Return when the times of all committed steps are known.")
+      .def_property_readonly("committed", &StepLoop::committed,
+                             "How many steps `history` has, or will have once all times are known.")
       .def("cancel", &StepLoop::cancel, "End the step that runs, if any, once every worker has left its micro-batch.")
       .def(
           "commit", [](StepLoop& step_loop, std::shared_ptr<Step> outcome) { step_loop.commit(std::move(outcome)); },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from operator import add
 from pathlib import Path
@@ -178,11 +179,24 @@ def test_memory_is_read_at_most_ten_times_a_second(monkeypatch: pytest.MonkeyPat
     now = iter(0.03 * step for step in range(100))
     monkeypatch.setattr("paceline.torch._trainer.memory_log.time.monotonic", lambda: next(now))
     log = MemoryLog([])
-    for _ in range(10):
-        log.after_step()
+    for step in range(10):
+        log.after_step(step)
     assert len(reads) == 3
     assert log.of(0, 10) == [7]
     assert log.of(10, 1) is None
+
+
+def test_steps_that_the_history_lacks_have_no_figures() -> None:
+    rows = Thinned(max)
+    for step, value in enumerate([1.0, 2.0, 9.0, 9.0]):
+        rows.put(step, value)
+    rows.put(2, 3.0)  # the last two were dropped with a lost device
+    assert [rows.of(step, 1) for step in range(4)] == [1.0, 2.0, 3.0, None]
+    rows.put(5, 4.0)  # an interrupt has left two without a figure
+    assert [rows.of(step, 1) for step in range(6)] == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
+    before = copy(rows)
+    rows.put(0, 7.0)
+    assert (before.of(5, 1), rows.of(0, 1), rows.of(1, 1)) == (4.0, 7.0, None)
 
 
 # Long runs.

@@ -13,10 +13,12 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline._cli import main
+from paceline._replay import replayed
 from paceline._worth import asked
-from paceline.balance import Balancer, Worth, worth
+from paceline.balance import Balancer, WhatIfAnswer, Worth, worth
 from paceline.plan import BlockCost
 from paceline.torch import DataParallel, Pipeline
+from paceline.torch._run import alone as _alone
 from test_torch_layout import BLOCKS, ITEMS, inputs, replicas, squares
 from test_worth_pool import pool_ledger
 from torch_support import TWO, classifier, classify
@@ -154,6 +156,9 @@ def test_a_device_that_stands_idle_is_named_with_the_cure() -> None:
     assert idle.fastest is alone
     assert both.step_seconds == pytest.approx(0.19, rel=0.02)  # 0.09 s, and 0.1 s in which one waits for the other
     assert alone.step_seconds == pytest.approx(0.12, rel=0.02)
+    _, (balancer,) = replayed(ledger([1e-3, 3e-3], idle=0.1))
+    assert both.step_seconds == balancer.what_if().seconds
+    assert alone.step_seconds == balancer.what_if(remove=["b"]).seconds
     (note,) = [note for note in idle.notes if "less than 70%" in note]
     assert note.startswith(("a computed in", "b computed in"))
     assert "on_alarm" in note
@@ -192,18 +197,49 @@ def test_a_trainer_says_it_with_the_time_between_its_steps(monkeypatch: pytest.M
         assert isinstance(found, Worth)
         assert found.batch_size == 64
         for one in found.choices:
-            assert one.seconds == pytest.approx((one.step_seconds + 0.5) * 1000 / 64)
+            assert one.seconds == pytest.approx(one.step_seconds * 1000 / 64)
             assert one.step_seconds > 90  # what passes in a call of step beside the devices' work counts
+            assert one.step_seconds == alone_on(trainer, one.devices).seconds
             assert one.cost == pytest.approx(
                 one.seconds * sum({"host:0": 1, "host:1": 3}[n] for n in one.devices) / 3600
             )
         assert "Between two steps 500 ms pass" in str(found)
+        assert "ms beside the work of the devices" in trainer.what_if(remove=["host:1"]).text
         assert trainer.report()["steps"] == 3
         alone = trainer.what_if(prices={"host:0": 1.0}, remove=["host:1"])
         assert [one.devices for one in alone.choices] == [["host:0"]]
         with pytest.raises(InvalidArgument, match="prices= is for devices"):
             trainer.what_if(prices={"host": 1.0}, of="ranks")
         assert not isinstance(trainer.what_if(remove=["host:1"]), Worth)
+
+
+def alone_on(trainer: DataParallel, devices: Sequence[str]) -> WhatIfAnswer:
+    """What `what_if` says of these devices, without prices."""
+    return trainer.what_if(remove=[name for name in trainer.shares if name not in devices])
+
+
+@pytest.mark.alone
+def test_prices_and_remove_say_the_same_of_steps_that_were_tried_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(_alone, "_FIRST_TRIAL", 4)
+    monkeypatch.setattr(_alone, "_MOST_SECONDS", 60.0)
+    module, batch = classifier(8)
+    with DataParallel(module, TWO, prove=False) as trainer:
+        trainer.write_ledger(tmp_path / "run.jsonl")
+        for _ in range(30):
+            trainer.step(classify, batch)
+        found = trainer.what_if(prices={"host": 1.0})
+        answers = {" ".join(one.devices): alone_on(trainer, one.devices) for one in found.choices}
+    assert {" ".join(one.devices): one.step_seconds for one in found.choices} == {
+        name: answer.seconds for name, answer in answers.items()
+    }
+    assert "it rests on steps that one device ran alone" in answers["host:0"].text
+    (of_ledger,) = worth(tmp_path / "run.jsonl")
+    _, (balancer,) = replayed((tmp_path / "run.jsonl").read_text().splitlines(keepends=True))
+    for one in of_ledger.choices:  # without what only the loop knows
+        out = [name for name in TWO if name not in one.devices]
+        assert one.step_seconds == balancer.what_if(remove=out, batch_size=8).seconds
+    present = trainer.what_if().present_seconds
+    assert present >= balancer.what_if().present_seconds
 
 
 def test_steps_with_costs_and_without_are_told_apart(tmp_path: Path) -> None:
@@ -223,8 +259,7 @@ def test_steps_with_costs_and_without_are_told_apart(tmp_path: Path) -> None:
         assert not any("does not apply" in note for note in by_cost.notes)
         assert (by_cost.unit, by_items.unit, by_items.batch_size) == ("units of work", "items", 64)
         assert by_cost.batch_size == 1_000_000
-        for one in by_cost.choices:  # a batch, and at most as long between steps
-            assert one.step_seconds <= one.seconds < one.step_seconds + 60
+        assert all(one.seconds == one.step_seconds for one in by_cost.choices), "of a batch"
         assert "s for a batch" in str(by_cost)
         assert "s for 1,000 items" in str(by_items)
 
@@ -316,8 +351,12 @@ def test_a_pipeline_plans_each_subset_of_its_devices(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(trainer._reports._gaps, "medians", lambda: (0.5, 0.0, 0.0))
         monkeypatch.setattr(type(trainer._planner), "speeds", property(lambda _: [2.0, 1.0]))
         known = {" ".join(one.devices): one for one in trainer.what_if(prices={"host": 1.0}).choices}
-        assert known["host:1"].step_seconds == pytest.approx(2 * known["host:0"].step_seconds)
-        assert known["host:0"].seconds == pytest.approx((known["host:0"].step_seconds + 0.5) * 1000 / 64)
+        of_blocks = [known[name].step_seconds - 0.5 for name in TWO]  # beside the time between two steps
+        assert of_blocks[1] == pytest.approx(2 * of_blocks[0])
+        assert known["host:0"].seconds == pytest.approx(known["host:0"].step_seconds * 1000 / 64)
+        for name, other in (("host:0", "host:1"), ("host:1", "host:0")):
+            (without,) = trainer.what_if(remove=[other]).choices
+            assert (without.step_seconds, without.cost) == (known[name].step_seconds, None)
         trainer.retire("host:0")
         assert [one.devices for one in trainer.what_if(prices={"host:1": 1.0}).choices] == [["host:1"]]
     singles = {one.devices[0]: one for one in found.choices if len(one.shares) == 1}

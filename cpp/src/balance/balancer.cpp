@@ -19,6 +19,7 @@ namespace paceline::balance {
 namespace {
 
 constexpr std::size_t kIncumbentsKept = 64;  // batch sizes; sequences with lengths have thousands
+constexpr std::size_t kWaitsKept = 50;       // steps
 
 void check(const BalancerOptions& options) {
   if (options.devices.empty()) refuse("a balancer needs at least one device");
@@ -166,6 +167,7 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
 /// Plans in force are of other devices, or of devices about which something else was known.
 void Balancer::State::devices_changed() {
   incumbents.clear();
+  waits.clear();
   awaiting_record = false;
   if (automatic) automatic->reset();
 }
@@ -220,6 +222,8 @@ void Balancer::record(const StepTimings& timings) {
     const std::vector<double>& reductions = state.reduction.seconds();
     const double believed = working < reductions.size() ? reductions[working] : 0.0;
     seconds += timings.reduction_seconds > 0.0 ? timings.reduction_seconds : believed;
+    const double predicted = state.plan->predicted_seconds;
+    if (working > 1 && predicted > 0.0) keep_last(state.waits, seconds / predicted, kWaitsKept);
   }
   if (state.automatic) state.automatic->observe(state.context(state.plan->batch_size), timings, seconds);
   ++state.step;

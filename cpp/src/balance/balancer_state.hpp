@@ -42,6 +42,9 @@ struct Balancer::State {
   void devices_changed();
   [[nodiscard]] double possible_gain() const;
   [[nodiscard]] double slowdown_of(std::size_t device) const;
+  /// What recent steps of several devices took over what was predicted of them, at least 1: devices do not end at the
+  /// same moment. One device alone waits for none.
+  [[nodiscard]] double waiting() const;
 
   BalancerOptions options;
   std::vector<plan::ShareLimits> limits;  // the options' own with the measured start-up, maximum 0 once retired
@@ -60,6 +63,7 @@ struct Balancer::State {
   std::optional<StepPlan> plan;                        // the last one
   bool awaiting_record = false;
   bool called = false;
+  std::vector<double> waits;  // of `waiting`: oldest first
   std::int64_t step = 0;
   std::int64_t moves = 0;
   std::shared_ptr<LedgerWriter> ledger;

@@ -13,6 +13,7 @@
 
 #include "balance/balancer_state.hpp"
 #include "balance/target.hpp"
+#include "plan/statistics.hpp"
 #include "refuse.hpp"
 
 namespace paceline::balance {
@@ -44,6 +45,8 @@ std::size_t working(std::span<const plan::ShareLimits> limits) {
 
 }  // namespace
 
+double Balancer::State::waiting() const { return waits.empty() ? 1.0 : std::max(1.0, plan::median(waits)); }
+
 WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
   const State& state = *state_;
   const std::size_t count = state.options.devices.size();
@@ -59,10 +62,13 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
   WhatIfAnswer answer;
   for (const DeviceProfile& device : state.options.devices) answer.names.push_back(device.name);
   const plan::Split best = plan::split_batch(batch_size, models, split);
-  answer.best_seconds = best.makespan_seconds + asked.overhead_seconds;
-  const bool in_force = here.incumbent != nullptr;
+  const auto step = [&](double seconds, const std::vector<std::int64_t>& shares) {
+    const bool several = shares.size() - static_cast<std::size_t>(std::ranges::count(shares, 0)) > 1;
+    return seconds * (several ? state.waiting() : 1.0) + asked.overhead_seconds;
+  };
+  answer.best_seconds = step(best.makespan_seconds, best.shares);
   answer.present_seconds =
-      (in_force ? makespan(here, models, *here.incumbent) : best.makespan_seconds) + asked.overhead_seconds;
+      here.incumbent != nullptr ? step(makespan(here, models, *here.incumbent), *here.incumbent) : answer.best_seconds;
 
   std::vector<std::size_t> measured_by(count);  // whose estimate a device's time rests on
   std::iota(measured_by.begin(), measured_by.end(), std::size_t{0});
@@ -96,7 +102,7 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
   extend(split.reduction_seconds, models.size());
   const plan::Split then = plan::split_batch(batch_size, models, split);
   answer.shares = then.shares;
-  answer.seconds = then.makespan_seconds + asked.overhead_seconds;
+  answer.seconds = step(then.makespan_seconds, then.shares);
   double latest = -1.0;
   for (std::size_t i = 0; i < models.size(); ++i) {
     if (then.shares[i] == 0 || models[i].seconds(then.shares[i]) <= latest) continue;
@@ -109,6 +115,10 @@ WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
       "devices as they are need at best",
       batch_size, state.options.unit, 1e3 * answer.seconds, 100.0 * answer.error, fmt::join(answer.shares, ", "),
       100.0 * std::abs(change), change > 0.0 ? "longer" : "shorter", 1e3 * answer.best_seconds);
+  if (asked.overhead_seconds > 0.0) {
+    answer.text +=
+        fmt::format("; each of these has {:.4g} ms beside the work of the devices", 1e3 * asked.overhead_seconds);
+  }
   if (left < present) {
     answer.text += asked.alone ? "; it rests on steps that one device ran alone"
                                : "; it takes devices to be as fast alone as beside each other, which was not measured";

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <mutex>
@@ -24,6 +25,12 @@ class Unsettled {
     const std::lock_guard lock(mutex_);
     steps_.push_back(std::move(step));
     stepping_ = std::this_thread::get_id();
+  }
+  /// How many steps there are, with those that `noted` says were noted.
+  template <class Noted>
+  [[nodiscard]] std::int64_t count(const Noted& noted) const {
+    const std::lock_guard lock(mutex_);
+    return noted() + static_cast<std::int64_t>(steps_.size());
   }
   void forget() noexcept {
     std::deque<Step> forgotten;  // ends outside of the lock
@@ -95,7 +102,7 @@ class Unsettled {
     if (!steps) failure_ = std::move(failure);
   }
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::deque<Step> steps_;      // oldest first
   std::exception_ptr failure_;  // what look() has thrown on another thread
   std::thread::id stepping_;    // the thread that has added the last one

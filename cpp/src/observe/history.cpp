@@ -62,4 +62,9 @@ std::vector<HistoryRow> History::snapshot() const {
   return rows_;
 }
 
+std::int64_t History::steps() const {
+  const std::lock_guard lock(mutex_);
+  return steps_;
+}
+
 }  // namespace paceline::observe

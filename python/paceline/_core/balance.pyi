@@ -212,7 +212,8 @@ class Balancer:
     ) -> WhatIfAnswer:
         """Predict the best split and the time of a step for other devices: other speeds, more devices or fewer.
 
-        Uses the present estimates and changes nothing.
+        Uses the present estimates and changes nothing. Seconds are those of the device that ends last, with the reduction. What
+        recent steps of several devices took beyond their prediction, in parts of it, counts for each split over several devices.
 
         Parameters
         ----------

@@ -42,6 +42,27 @@ TEST(WhatIf, AnswersAsABoxOfThoseDevicesWould) {
   EXPECT_TRUE(says(more.text, "shorter"));
 }
 
+TEST(WhatIf, CountsWhatDevicesWaitForEachOtherWhereSeveralWork) {
+  sim::Box box(box_of({1.0, 1.0, 0.5}));
+  Balancer balancer = balancer_of(box.options());
+  Balancer prompt = balancer_of(box.options());
+  for (std::int64_t step = 0; step < 30; ++step) {
+    StepTimings timings = box.run(step, balancer.next_plan(400).shares).timings;
+    (void)prompt.next_plan(400);
+    prompt.record(timings);
+    timings.step_seconds = step == 20 ? 9.0 : 1.5 * ideal({1.0, 1.0, 0.5});
+    balancer.record(timings);
+  }
+  EXPECT_NEAR(balancer.what_if({}).seconds / prompt.what_if({}).seconds, 1.5, 0.01);
+  EXPECT_NEAR(balancer.what_if({}).present_seconds / prompt.what_if({}).present_seconds, 1.5, 0.01);
+  EXPECT_NEAR(balancer.what_if({}).best_seconds / prompt.what_if({}).best_seconds, 1.5, 0.01);
+  EXPECT_NEAR(balancer.what_if({.remove = {2}}).seconds / prompt.what_if({.remove = {2}}).seconds, 1.5, 0.01);
+  EXPECT_EQ(balancer.what_if({.remove = {1, 2}}).seconds, prompt.what_if({.remove = {1, 2}}).seconds);
+  balancer.retire(2);
+  (void)balancer.next_plan(400);
+  EXPECT_NEAR(balancer.what_if({}).seconds, ideal({1.0, 1.0}), 2e-4) << "that was of other devices";
+}
+
 TEST(WhatIf, TouchesNothing) {
   sim::Box box(box_of({1.0, 0.5}));
   std::ostringstream asked;

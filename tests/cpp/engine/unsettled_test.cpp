@@ -61,8 +61,10 @@ TEST_F(UnsettledSteps, AreNotedInOrderAsFarAsTheyAreDoneOrTooMany) {
 TEST_F(UnsettledSteps, ReportALostDeviceOnce) {
   add(1).lost = true;
   add(2).lost = true;
+  EXPECT_EQ(steps_.count([] { return 3; }), 5);
   EXPECT_THROW(settle(2), DeviceLost);
   EXPECT_EQ(settle(0), std::vector<int>{});
+  EXPECT_EQ(steps_.count([] { return 3; }), 3) << "what was dropped does not count";
 }
 
 TEST_F(UnsettledSteps, StayWhereTheWaitIsInterrupted) {

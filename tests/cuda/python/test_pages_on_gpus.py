@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gpu_cases import BOXES, module_and_batch
+from paceline import DeviceLost
 from paceline._cli import main
 from paceline._observe import reports
 from paceline.torch import DataParallel
@@ -33,6 +34,35 @@ def test_pages_of_trainers_and_of_their_ledgers(fake: Any, tmp_path: Path, box: 
     assert "On GPUs reductions are not timed." in words
     assert "reduction together took" not in words
     assert "Input and the rest of the loop" not in words
+
+
+@pytest.mark.own_gpus("it tells GPUs apart by their numbers")
+def test_memory_stays_with_its_steps_where_a_lost_gpu_takes_some_along(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, batch = module_and_batch()
+    monkeypatch.setattr("paceline.torch._devices.cuda.reserved_memory", lambda index: 0)
+    monkeypatch.setattr("paceline.torch._trainer.memory_log._EVERY", 0.0)
+    with DataParallel(module, BOXES["two"], balance="even", prove=False) as trainer:
+
+        def step(number: int) -> None:
+            monkeypatch.setattr("paceline.torch._trainer.memory_log.resident_bytes", lambda: number)
+            trainer.step(classify, batch)
+
+        for number in range(4):
+            step(number)
+            if number == 1:
+                trainer.report()  # waits for the GPUs
+        fake.poison(1)
+        with pytest.raises(DeviceLost, match="cuda:1"):
+            step(4)
+        trainer.retire("cuda:1")
+        for number in (5, 6):
+            step(number)
+        kept = len(trainer.history()) - 2
+        memory = [row.memory for row in trainer._reports._runs()[0].rows]
+    assert kept < 4, "the last ones were dropped"
+    assert memory == [[number, 0, 0] for number in [*range(kept), 5, 6]]
 
 
 @pytest.mark.parametrize("box", ["two", "mixed"])

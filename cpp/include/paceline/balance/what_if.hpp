@@ -26,14 +26,16 @@ struct WhatIfOptions {
   /// devices hinder each other (caches, memory, Python's lock). With some of the devices removed the factor lies
   /// between this and 1. None: it was not measured; devices are taken to be as fast alone, and the text says so.
   std::optional<double> alone = {};
-  double overhead_seconds = 0.0;  ///< of a step, outside of the devices' work and the reduction: part of all seconds
+  /// From one step to the next beside the devices' work and the reduction: part of all seconds.
+  double overhead_seconds = 0.0;
 };
 
-/// The split that would be best then, and how long a step would take.
+/// The split that would be best then, and how long a step would take: the slowest device's work by the estimates, the
+/// reduction, what recent steps of several devices took beyond their prediction (in parts of it), and the overhead.
 struct WhatIfAnswer {
   std::vector<std::string> names;    ///< the present devices, then those added
   std::vector<std::int64_t> shares;  ///< per name; 0 for those removed
-  double seconds = 0.0;              ///< of a step with these shares, by the estimates
+  double seconds = 0.0;              ///< of a step with these shares
   double present_seconds = 0.0;      ///< of a step with the shares now in force and the devices as they are
   double best_seconds = 0.0;         ///< of a step with the best shares for the devices as they are
   double error = 0.0;                ///< relative standard error of `seconds`: of the device that finishes last

@@ -147,6 +147,8 @@ class PACELINE_API StepLoop {
   /// Drops the committed steps whose times are not known yet, because one of them has failed. The balancer and the
   /// metrics do not get them.
   void forget_unsettled() noexcept;
+  /// How many steps the history has, or will have once the times of all committed steps are known.
+  [[nodiscard]] std::int64_t committed() const;
 
   /// From now on the ledger gets every call of the balancers, and what really ran in each step. Attach it before the
   /// first step (see Balancer::write_to()). The ledger has the calls of both balancers: the one of steps with costs and

@@ -44,6 +44,7 @@ class PACELINE_API History {
   /// Oldest first, at most `capacity` rows. Each row holds the same number of steps, a power of two; the last row may
   /// hold fewer.
   [[nodiscard]] std::vector<HistoryRow> snapshot() const;
+  [[nodiscard]] std::int64_t steps() const;
 
  private:
   void merge_neighbours();

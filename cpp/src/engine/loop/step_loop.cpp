@@ -193,6 +193,9 @@ void StepLoop::commit(std::shared_ptr<const Step> step) {
 
 void StepLoop::settle() { state_->look(); }
 void StepLoop::forget_unsettled() noexcept { state_->pending.forget(); }
+std::int64_t StepLoop::committed() const {
+  return state_->pending.count([this] { return state_->history.steps(); });
+}
 
 void StepLoop::write_to(std::shared_ptr<balance::LedgerWriter> ledger) {
   if (ledger != nullptr && has_planned()) {

@@ -100,6 +100,7 @@ class PipelineLoop:
         self.is_trial = False  # whether its runs are thrown away, so that the planner learns nothing from them
         self._names = [device.name for device in group.devices]
         self._log = StageLog(group)
+        self._noted = 0  # steps in the log
         self._moves = planner.moves  # when the last step was noted
 
     def begin(self, lanes: Any) -> None:
@@ -150,6 +151,7 @@ class PipelineLoop:
             for device, first, end in zip(outcome.plan.order, outcome.plan.cuts, self._ends(outcome.plan), strict=True)
         ]
         self._log.add(stages, outcome.bounds, outcome.record, outcome.started, self._moves > before)
+        self._noted += 1
         if outcome.trains:
             self.planner.note(outcome.plan, outcome.record, evidence=outcome.evidence)
 
@@ -222,6 +224,13 @@ class PipelineLoop:
     def history(self) -> list[dict[str, Any]]:
         self.settle()
         return self._log.history
+
+    @property
+    def committed(self) -> int:
+        """How many steps `history` has, or will have once all times are known."""
+        with self.planner.settling:
+            waiting = self.planner.unsettled
+            return self._noted + (waiting is not None and waiting[0] is self)
 
     def explain(self) -> str:
         self.settle()

@@ -88,18 +88,18 @@ class PipelineReports(Reports):
         )
 
     def what_if(  # type: ignore[override]
-        self, *, prices: Mapping[str, float], remove: Sequence[str] = (), batch_size: int | None = None
+        self, *, prices: Mapping[str, float] | None = None, remove: Sequence[str] = (), batch_size: int | None = None
     ) -> Worth:
         """What the devices are worth: seconds and cost of 1,000 items with each useful subset of them, with a plan of its own for each.
 
-        It knows the costs of blocks, the present speeds and the memory. Cuts, order and micro-batches are planned anew, but for a fixed number of micro-batches. On host
-        devices the time between two steps counts, too. Of replicas of pipelines each device stays in its pipeline, and the batch is divided anew; a pipeline without devices gets
+        It knows the costs of blocks, the present speeds and the memory. Cuts, order and micro-batches are planned anew, but for a fixed number of micro-batches. Seconds are
+        from one step to the next: what the plan takes, and on host devices the trainer's own part of a call and the time between two steps. Of replicas of pipelines each device stays in its pipeline, and the batch is divided anew; a pipeline without devices gets
         no items.
 
         Parameters
         ----------
         prices
-            What an hour of each device costs, in any currency, by name or for each one of a kind: ``{"cuda:0": 2.1, "host": 0.05}``.
+            What an hour of each device costs, in any currency, by name or for each one of a kind: ``{"cuda:0": 2.1, "host": 0.05}``. None: only seconds.
         remove
             Devices that no subset has.
         batch_size
@@ -123,8 +123,8 @@ class PipelineReports(Reports):
             raise InvalidArgument(f"what_if: there is no device {unknown[0]}; the devices are {', '.join(names)}.")
         if batch_size is not None:
             check_count("what_if", "batch_size", batch_size)
-        hourly, items = prices_of(prices, names), batch_size or sum(last.plan.sizes)
-        between, outside, note = self._loop_times(run)
+        hourly, items = None if prices is None else prices_of(prices, names), batch_size or sum(last.plan.sizes)
+        overhead, note = self._overhead()
         times = [row.seconds / row.steps for row in run.counted]
         error = statistics.stdev(times) / statistics.fmean(times) / len(times) ** 0.5 if len(times) > 1 else 0.0
         left = [name for at, name in enumerate(names) if name not in remove and at not in planner.retired]
@@ -136,9 +136,9 @@ class PipelineReports(Reports):
                 blocks, seconds = planned(pipelines, {left[number] for number in kept}, items)
             except OutOfMemory:
                 return False, IMPOSSIBLE
-            seconds += outside
-            whole = (seconds + between) * 1000 / items
-            cost = whole / 3600 * hourly(map(names.index, blocks))
+            seconds += overhead
+            whole = seconds * 1000 / items
+            cost = None if hourly is None else whole / 3600 * hourly(map(names.index, blocks))
             return len(blocks) == len(kept), Choice(blocks, seconds, whole, cost, error)
 
         choices = sorted(asked(len(left), of), key=lambda one: one.seconds) if left else []

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypedDict
 
 from paceline import InvalidArgument
-from paceline._page.run import Run, milliseconds
-from paceline._worth import Worth, waiting, worth_of
+from paceline._page.run import milliseconds
+from paceline._worth import Worth, worth_of
 from paceline.balance import WhatIfAnswer
 from paceline.torch._run.alone import Measured
 from paceline.torch._trainer.pages import Pages
 from paceline.torch._trainer.step_gaps import StepGaps
 
-_RECENT = 50  # rows of the history, which are steps in a short run
+_RECENT = 50  # steps, as many as the gaps between steps are known of
 
 
 class Asked(TypedDict, total=False):
@@ -44,9 +45,13 @@ class Asks(Pages):
     ) -> WhatIfAnswer | Worth:
         """What the best split of `step` and the time of a step would be if devices had other speeds, came or left. Changes nothing.
 
+        All seconds are from one step to the next, with `prices` and without: the work of the device that ends last, the reduction, what recent steps of several devices
+        took beyond that, the trainer's own part of a call, and on host devices the time between two steps, with input and optimizer. The last two count once at
+        least 8 steps have followed each other with no other call of the trainer in between.
+
         Devices that work side by side hinder each other. So if some are removed, the others get faster. By how much is known from small
-        steps that one device ran alone (see `balance`); all seconds then include the trainer's own part of a step. Before such steps, and
-        for longer ones, the others are assumed to be as fast as now. ``text`` says which of the two applies.
+        steps that one device ran alone (see `balance`). Before such steps, and for longer ones, the others are assumed to be as fast as now.
+        ``text`` says which of the two applies.
 
         Parameters
         ----------
@@ -62,8 +67,8 @@ class Asks(Pages):
             ``"ranks"``, on rank 0 after `batch_sampler`: how global batches would be dealt out to the ranks, whose names are ``"rank 0"``, ``"rank 1"``, ...
         prices
             What an hour of each device costs, in any currency, by name or for each one of a kind: ``{"cuda:0": 2.1, "host": 0.05}``. Then the answer is a
-            `paceline.balance.Worth`: seconds and cost of 1,000 items with each useful subset of the devices, the fastest and the cheapest one. On host devices the time
-            between steps counts, too. A device that is idle for more than 30 % of the steps is named, with the cure.
+            `paceline.balance.Worth`: seconds and cost of 1,000 items with each useful subset of the devices, the fastest and the cheapest one. A device that is idle
+            for more than 30 % of the steps is named, with the cure.
 
         Raises
         ------
@@ -85,51 +90,56 @@ class Asks(Pages):
             return dealt
         if prices is not None:
             return self._worth(asked, prices)
-        return self._answer(asked)
+        return self._asking()[0](**asked)
 
-    def _answer(self, asked: dict[str, Any], **outside: Any) -> WhatIfAnswer:
-        """`outside`: the time of a step beside what the devices do, for trainers that have not measured a device alone."""
-        answer = self._works.steps.step_loop.what_if(**asked)
-        measured = None if self._works.steps.alone is None else self._works.steps.alone.measured
+    def _asking(self) -> tuple[Callable[..., WhatIfAnswer], str]:
+        """What predicts a step of any devices, and a note on what its seconds are without."""
+        loop, trials = self._works.steps.step_loop, self._works.steps.alone
+        measured = None if trials is None else trials.measured
+        overhead, note = self._overhead(measured)
         # After steps with costs the estimates may be of work instead of items.
-        if measured is None or self._works.steps.step_loop.items is not None:
-            return self._works.steps.step_loop.what_if(**asked, **outside) if outside else answer
-        working = [device for device, share in enumerate(answer.shares) if share > 0]
-        return self._works.steps.step_loop.what_if(**asked, **self._relief(measured, working))
+        factors = {} if measured is None or loop.items is not None else self._relief(measured)
+
+        def ask(**asked: Any) -> WhatIfAnswer:
+            answer = loop.what_if(**asked, overhead_seconds=overhead)
+            if not factors:
+                return answer
+            working = [device for device, share in enumerate(answer.shares) if share > 0]
+            known = [factors[device] for device in working if device in factors] if len(working) == 1 else []
+            return loop.what_if(**asked, overhead_seconds=overhead, alone=statistics.fmean(known or factors.values()))
+
+        return ask, note
 
     def _worth(self, asked: dict[str, Any], prices: Mapping[str, float]) -> Worth:
         """What `paceline.balance.worth` says of a ledger, with the time of the loop where it is known."""
-        present, run = self._answer(asked), self._runs()[0]
-        between, outside, note = self._loop_times(run)
-        overhead = {"overhead_seconds": outside} if outside else {}
-
-        def ask(**subset: Any) -> WhatIfAnswer:
-            return self._answer({"speeds": asked["speeds"], **subset}, **overhead)
-
-        batch_size = asked["batch_size"] or sum(present.shares)
-        together = waiting(run, present.present_seconds, batch_size)
+        ask, note = self._asking()
+        present, run = ask(**asked), self._runs()[0]
         run.unit = "items" if " items would take" in present.text else "work"  # steps of both kinds may have run
-        found = worth_of(ask, run, prices, asked["add"], asked["remove"], batch_size, between, together)
+        batch_size = asked["batch_size"] or sum(present.shares)
+        found = worth_of(partial(ask, speeds=asked["speeds"]), run, prices, asked["add"], asked["remove"], batch_size)
         found.notes.append(note)
         return found
 
-    def _loop_times(self, run: Run) -> tuple[float, float, str]:
-        """Seconds between two steps, and of a step beside what the devices do; and a note on these."""
+    def _overhead(self, measured: Measured | None = None) -> tuple[float, str]:
+        """Seconds from one step to the next beside what the devices do, and a note on them."""
         medians = None if self._on_gpus else self._gaps.medians()
-        if medians is None or not run.rows:
-            return 0.0, 0.0, "The time between steps does not count: it is not known."
-        between, _, inside = medians
-        steps = statistics.median(row.seconds / row.steps for row in run.rows[-_RECENT:])
-        return between, max(0.0, inside - steps), f"Between two steps {milliseconds(between)} pass, which count."
+        rows = self._works.steps.step_loop.history
+        inside = medians[2] if medians is not None else 0.0 if measured is None else measured.together
+        last = rows[-max(1, _RECENT // rows[0]["steps"]) :] if rows else []
+        devices = statistics.median([row["step_seconds"] / row["steps"] for row in last]) if last else inside
+        own = max(0.0, inside - devices)
+        if medians is None:
+            return own, "The time between steps does not count: it is not known."
+        between = medians[0]
+        said = f"Between two steps {milliseconds(between)} pass, and {milliseconds(own)} in the call of step beside the devices' work."
+        return between + own, f"{said} Both count."
 
-    def _relief(self, measured: Measured, working: list[int]) -> dict[str, Any]:
-        """What cannot be estimated from devices side by side: how much faster a device is alone, and the trainer's own part of a step."""
+    def _relief(self, measured: Measured) -> dict[int, float]:
+        """What cannot be estimated from devices side by side: by device, its time alone over that beside the others."""
         factors: dict[int, float] = {}
-        overhead = 0.0
         for device, alone in measured.alone.items():
             others = [name for index, name in enumerate(self._works.names) if index != device]
             estimated = self._works.steps.step_loop.what_if(remove=others, batch_size=measured.size)
-            overhead = max(0.0, measured.together - estimated.present_seconds)
-            factors[device] = max(0.05 * alone.step, alone.step - overhead) / estimated.seconds
-        known = [factors[device] for device in working if device in factors] if len(working) == 1 else []
-        return {"alone": statistics.fmean(known or factors.values()), "overhead_seconds": overhead}
+            own = max(0.0, measured.together - estimated.present_seconds)
+            factors[device] = max(0.05 * alone.step, alone.step - own) / estimated.seconds
+        return factors

@@ -26,15 +26,15 @@ class MemoryLog:
         self._last = [0.0] * len(self.names)
         self._rows = [Thinned(max) for _ in self.names]
 
-    def after_step(self) -> None:
-        """Note what is in use after a step."""
+    def after_step(self, step: int) -> None:
+        """Note what is in use after a step. `step`: its number in the history, which has none of the steps that were dropped with a lost device."""
         now = time.monotonic()
         if now >= self._due:
             self._due = now + _EVERY
             with contextlib.suppress(RuntimeError, OSError):  # of a GPU that is lost, which steps report; no /proc
                 self._last = [resident_bytes(), *map(cuda.reserved_memory, self._gpus)]
         for rows, value in zip(self._rows, self._last, strict=True):
-            rows.add(value)
+            rows.put(step, value)
 
     def __copy__(self) -> MemoryLog:
         made = MemoryLog([])

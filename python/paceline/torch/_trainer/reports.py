@@ -49,7 +49,7 @@ class Reports(Asks):
     def note_step(self, began: float, *, timed: bool) -> None:
         """A step was committed that has begun then. `timed`: whether it is in the history."""
         if timed:
-            self.memory.after_step()
+            self.memory.after_step(self._works.steps.step_loop.committed - 1)
         self._gaps.end(began, timed=timed)
 
     def report(self) -> Report:

@@ -34,6 +34,14 @@ class Thinned:
             merged = [self._merge(first, second) for first, second in zip(rows[::2], rows[1::2], strict=True)]
             self._rows = 2 * each, [*merged, value]
 
+    def put(self, step: int, value: float) -> None:
+        """Note the figure of this step, from 0, and of those before it that have none. What was noted of it and of later ones is forgotten, as far as rows tell."""
+        if step < self._steps:
+            each, rows = self._rows
+            self._rows, self._steps = (each, rows[: -(-step // each)]), step
+        while self._steps <= step:
+            self.add(value)
+
     def of(self, first: int, steps: int) -> float | None:
         """The rows of these steps, merged. Their figures are those of the steps if each row has at most so many. None if there are none."""
         each, rows = self._rows
