@@ -95,6 +95,7 @@ def answerer_of(
 
 def batcher_of(jobs: Jobs, model: Any, called: str, **given: Any) -> Batcher:
     """A batcher, by the arguments of `Pool.serve`."""
+
     def make(model: Any, version: int, options: Mapping[str, Any]) -> Answerer:
         if others := options.keys() - _OF_VERSIONS:
             raise InvalidArgument(
