@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The cost of a pool's decision, with jobs one by one and in batches of at most 64; and the growth of a simulation of a
-// million requests with the devices.
+// The cost of a pool's decision, with jobs one by one and in batches of at most 64, without tenants and with up to
+// 1,000 that all have jobs; and the growth of a simulation of a million requests with the devices.
 //   benchmark_pool --benchmark_repetitions=9 --benchmark_report_aggregates_only=true
 #include <benchmark/benchmark.h>
 
@@ -24,7 +24,7 @@ enum Jobs : std::int64_t { plain, deadlines, padded };  // half of them with a d
 // All devices, of four classes, are busy, and as many jobs wait as is asked for.
 class Box {
  public:
-  explicit Box(const benchmark::State& state) : jobs_(state.range(3)) {
+  explicit Box(const benchmark::State& state) : jobs_(state.range(3)), tenants_(state.range(4)) {
     PoolKind kind{.name = "work", .padded = jobs_ == padded, .queue_limit = std::numeric_limits<std::int64_t>::max()};
     for (std::int64_t size = 2; size <= state.range(2); size *= 2) {
       if (size > 2) kind.sizes.push_back(size * 3 / 4);
@@ -36,6 +36,8 @@ class Box {
       (void)pool.measure(0.0, static_cast<std::size_t>(d), 0,
                          CostModel::affine(1e-3, 1e-3 * static_cast<double>(1 + d % 4)), 3);
     }
+    for (std::int64_t t = 1; t <= tenants_; ++t)
+      (void)pool.add_tenant({.name = std::to_string(t), .weight = static_cast<double>(1 + t % 4)});
     while (pool.waiting() < state.range(1)) (void)submit();
   }
 
@@ -44,6 +46,7 @@ class Box {
     PoolJob job{.priority = random_ >> 63 != 0 ? Priority::interactive : Priority::normal};
     if (jobs_ == padded) job.cost = static_cast<double>(1 + (random_ >> 40) % 512);
     if (jobs_ == deadlines && (random_ >> 62 & 1) != 0) job.deadline_seconds = 1e6 + static_cast<double>(random_ >> 40);
+    if (tenants_ > 0) job.tenant = 1 + (random_ >> 20) % static_cast<std::uint64_t>(tenants_);
     JobId id{};
     take(pool.submit(now += 1e-7, job, id));
     return id;
@@ -70,6 +73,7 @@ class Box {
     for (PoolStart& start : decisions.starts) running_.push_back(std::move(start));
   }
   std::int64_t jobs_ = plain;
+  std::int64_t tenants_ = 0;
   std::vector<PoolStart> running_;
   std::size_t next_ = 0;
   std::uint64_t random_ = 1;
@@ -106,13 +110,14 @@ BENCHMARK(simulate)
     ->Unit(benchmark::kMillisecond);
 
 void arguments(benchmark::internal::Benchmark* benchmark) {
-  benchmark->ArgNames({"devices", "waiting", "batch", "jobs"});
+  benchmark->ArgNames({"devices", "waiting", "batch", "jobs", "tenants"});
   for (const std::int64_t waiting : {1'000, 100'000}) {
     for (const std::int64_t batch : {1, 64}) {
-      for (const Jobs jobs : {plain, deadlines, padded}) benchmark->Args({8, waiting, batch, jobs});
+      for (const Jobs jobs : {plain, deadlines, padded}) benchmark->Args({8, waiting, batch, jobs, 0});
     }
   }
-  for (const std::int64_t devices : {2, 64, 1'024}) benchmark->Args({devices, 1'000'000, 64, plain});
+  for (const std::int64_t devices : {2, 64, 1'024}) benchmark->Args({devices, 1'000'000, 64, plain, 0});
+  for (const std::int64_t tenants : {10, 100, 1'000}) benchmark->Args({8, 100'000, 64, plain, tenants});
 }
 BENCHMARK(finish_and_start)->Apply(arguments)->UseManualTime();
 BENCHMARK(submit_and_cancel)->Apply(arguments);

@@ -165,8 +165,7 @@ def _tenants_text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) ->
             why = (
                 "requests have deadlines" if args.deadline_ms is not None else "batches are of requests of like lengths"
             )
-        over = "BROKEN" if args.max_batch == 1 else "more: who has filled up a batch of others is further ahead"
-        said = f"no bound: {why}" if part is None else f"{part:.1%}, {'kept' if part <= 1 + 1e-9 else over}"
+        said = f"no bound: {why}" if part is None else f"{part:.1%}, {'kept' if part <= 1 + 1e-9 else 'BROKEN'}"
         lines.append(f"{placement:<18}{said}")
     return lines
 

@@ -137,7 +137,7 @@ def test_a_run_that_is_withdrawn_counts_its_wait_when_it_begins() -> None:
         {"at": 3.0, "finish": {"run": 2, "result": "failed", "seconds": 1.0}, "decided": starts(3, 0, 1)},
         {"at": 4.0, "withdraw": {"run": 3}},
     ).report()
-    assert (found["wait_counts"][-1][1], found["wait_seconds"]) == (1, 2.0)  # the other job has not begun
+    assert (found["wait_counts"][-1][1], found["wait_seconds_sum"]) == (1, 2.0)  # the other job has not begun
     assert (found["waiting"], found["running"]) == (2, 0)
 
 
@@ -166,7 +166,7 @@ def test_jobs_that_must_not_begin_at_once_wait_since_they_were_submitted() -> No
     )
     assert [one.waited for one in found.runs] == [4.0]
     assert [one.came for one in found.never] == [1.0]
-    assert found.report()["wait_seconds"] == 4.0
+    assert found.report()["wait_seconds_sum"] == 4.0
 
 
 def test_the_page_of_a_ledger_shows_declines_and_no_backlog(tmp_path: Path) -> None:

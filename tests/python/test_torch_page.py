@@ -251,7 +251,7 @@ def pool_page(**options: Any) -> tuple[list[dict[str, Any]], dict[str, str], str
     outcomes = {"completed": 2, "failed": 0, "rejected": 0, "expired": 0} | options.get("outcomes", {})
     report = {
         "outcomes": outcomes,
-        "wait_seconds": 2 * runs[0].waited,
+        "wait_seconds_sum": 2 * runs[0].waited,
         "wait_counts": [(float("inf"), 2)],
         "hangs": [],
         "devices": {"host:0": {"jobs": 2, "runs": 2, "busy_seconds": 8.0, "retired": False}},

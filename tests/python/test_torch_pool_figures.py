@@ -114,7 +114,7 @@ def test_waits_are_told_by_priority() -> None:
     wanted = {"interactive": 1, "normal": 1, "batch": 2, "background": 0}
     assert {name: one["wait_counts"][-1][1] for name, one in report["waits"].items()} == wanted
     assert report["wait_counts"][-1][1] == 4
-    assert report["wait_seconds"] == sum(one["wait_seconds"] for one in report["waits"].values())
+    assert report["wait_seconds_sum"] == sum(one["wait_seconds_sum"] for one in report["waits"].values())
     counts = {one.labels["priority"]: one.value for one in family.samples if one.labels.get("le") == "+Inf"}
     assert counts == wanted
 
@@ -202,7 +202,7 @@ def counted(pool: Any) -> tuple[Any, ...]:
     """Outcomes, how many waited, for how long, and what devices ran."""
     report = pool.report()
     ran = {name: (one["jobs"], one["runs"]) for name, one in report["devices"].items()}
-    return report["outcomes"], report["wait_counts"], report["wait_seconds"], ran
+    return report["outcomes"], report["wait_counts"], report["wait_seconds_sum"], ran
 
 
 def test_copies_in_the_shadow_and_what_warms_a_version_are_no_requests(
@@ -241,7 +241,7 @@ def test_copies_in_the_shadow_and_what_warms_a_version_are_no_requests(
     assert "10 of 10 jobs completed" in (tmp_path / "pool.html").read_text()
 
 
-def test_a_request_beside_copies_in_the_shadow_counts() -> None:
+def test_a_request_beside_copies_in_the_shadow_counts(tmp_path: Path) -> None:
     with pool_of(1) as pool:
         batcher = pool.serve(adds(10), max_batch=4)
         ask(batcher, 1)[0].result()
@@ -254,8 +254,12 @@ def test_a_request_beside_copies_in_the_shadow_counts() -> None:
         assert (float(answer.result()), float(beside.result())) == (10.0, 21.0)
         assert soon(lambda: pool.running == 0)
         noted, _ = pool._jobs.figures.runs.noted()
-        assert (noted[-1].jobs, noted[-1].own) == (2, False)
+        assert noted[-1].jobs == 1
+        assert {run.jobs for run in noted if "warming" in run.kind} == {0}
         assert pool.report()["devices"]["host:0"]["runs"] == 4
+        pool.trace(tmp_path / "trace.json")
+    _, events = events_of(tmp_path / "trace.json")
+    assert {(one["cat"], one["args"]["jobs"]) for one in events} == {("own", 0), ("job", 1)}
 
 
 def explained(pool: Any) -> list[str]:

@@ -43,6 +43,20 @@ def test_a_request_is_answered_by_the_version_of_its_submit_and_its_future_says_
             batcher.rollback()
 
 
+def test_what_is_refused_for_its_arguments_takes_no_number() -> None:
+    with pool_of(1) as pool:
+        for wrong in ({"max_batch": 0}, {"max_delay": -1.0}, {"resident": 8.0}):
+            with pytest.raises(InvalidArgument):
+                pool.serve(adds(10), **wrong)
+        first = pool.serve(adds(10))
+        assert first._name.endswith(" 1")
+        for arguments in ({"weight": 2.0}, {"graph": True}, {"resident": 8.0}, {"memory": -1.0}):
+            with pytest.raises(InvalidArgument):
+                first.publish(adds(20), **arguments)
+        assert first.publish(adds(20)).number == 2
+        assert pool.serve(adds(30))._name.endswith(" 2")
+
+
 def test_weights_are_exact_and_keys_stay_with_their_version() -> None:
     with pool_of() as pool:
         batcher = pool.serve(adds(10))

@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <map>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -39,16 +38,12 @@ class Fairness {
     note();  // what came since the last start, or has begun to wait
     const bool all_wait =
         std::all_of(tenants_.begin(), tenants_.end(), [](const Tenant& one) { return one.waiting > 0; });
-    std::map<std::size_t, double> sums;
     for (const auto& [tenant, charge] : charges) {
-      sums[tenant - 1] += charge;
-      --tenants_[tenant - 1].waiting;
-    }
-    for (const auto& [tenant, sum] : sums) {
-      Tenant& one = tenants_[tenant];
-      one.served += sum;
-      one.served_while_all_wait += all_wait ? sum : 0.0;
-      one.largest = std::max(one.largest, sum);
+      Tenant& one = tenants_[tenant - 1];
+      --one.waiting;
+      one.served += charge;
+      one.served_while_all_wait += all_wait ? charge : 0.0;
+      one.largest = std::max(one.largest, charge);
     }
     note();
   }

@@ -466,9 +466,8 @@ def simulate_pool(
         requests that ended `in_time`, `late`, `rejected` and `expired`; `elapsed_seconds`; and for each device the part of the time in which it
         is `busy`, and its number of `batches`. ``tenants``: for each one `mean_wait_seconds`, `p50_wait_seconds` and `p99_wait_seconds` from submit to start,
         without the first tenth of the requests; its part of the cost that was `served`, and `served_while_all_wait`, of what started while requests of every
-        tenant waited; and its `largest_charge`, of one start. `unfairness`: how far two tenants who both wait get apart at most, ``|W1 / w1 - W2 / w2|`` with W
-        the cost of what each was served meanwhile, over the bound l1 / w1 + l2 / w2 with l the largest charges: at most 1
-        without batches. Who fills up a batch of others is charged for it, and may be further ahead when others have more to wait for. None where the bound says nothing:
+        tenant waited; and its `largest_charge`, of one request. `unfairness`: how far two tenants who both wait get apart at most, ``|W1 / w1 - W2 / w2|`` with W
+        the cost of what each was served meanwhile, over the bound l1 / w1 + l2 / w2 with l the largest charges: at most 1. None where the bound says nothing:
         with deadlines, with lengths, since batches are of like ones, with a placement that binds requests to devices when they come, or where no two tenants waited.
 
     Raises

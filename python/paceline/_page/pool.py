@@ -28,10 +28,9 @@ class Run(NamedTuple):
     kind: str
     begun: float
     ended: float
-    jobs: int
+    jobs: int  # 0: only those of the pool itself, copies of requests in the shadow or what warms a version
     waited: float  # its first job, in seconds
     outcome: str
-    own: bool = False  # of the pool itself: copies of requests in the shadow, or what warms a version
 
 
 class Never(NamedTuple):
@@ -108,7 +107,7 @@ def _charts(
     x = [float(f"{at * width:.6g}") for at in range(_BINS)]
     change = [0] * (_BINS + 1)
     waits: list[list[float]] = [[] for _ in x]
-    for run in (one for one in runs if not one.own):
+    for run in (one for one in runs if one.jobs):
         started = _bin(run.begun, begin, width)
         change[_bin(run.begun - run.waited, begin, width)] += run.jobs
         change[started] -= run.jobs
@@ -126,7 +125,7 @@ def _charts(
     drawn = list(names[:MOST_DEVICES])
     looks = [{"colour": f"d{number % 7}", "dash": [[], [8, 4]][number // 7 % 2]} for number in range(len(drawn))]
     sizes: dict[str, list[list[int]]] = {name: [[] for _ in x] for name in drawn}
-    for run in runs:
+    for run in (one for one in runs if one.jobs):
         for name in run.devices:
             if name in sizes:
                 sizes[name][_bin(run.begun, begin, width)].append(run.jobs)
@@ -180,7 +179,7 @@ def _answers(
     whole = sum(outcomes.values())
     least, most = min(busy, key=lambda name: busy[name]), max(busy, key=lambda name: busy[name])
     good = f"{outcomes['completed']} of {plural(whole, 'job')} completed; devices were busy for {busy[least]:.0f} % ({least}) to {busy[most]:.0f} % ({most}) of the time."
-    waited = report["wait_seconds"] / max(1, report["wait_counts"][-1][1])
+    waited = report["wait_seconds_sum"] / max(1, report["wait_counts"][-1][1])
     worked = sum(run.ended - run.begun for run in runs) / max(1, len(runs))
     cost = f"A job waited {milliseconds(waited)} in the mean, and a run took {milliseconds(worked)}: " + (
         "waiting cost most." if waited > worked else "computing cost most."

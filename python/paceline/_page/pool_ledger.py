@@ -152,5 +152,5 @@ class _Jobs:
             "hangs": [],
             "outcomes": dict(self._outcomes),
             "wait_counts": list(zip((*BOUNDS, math.inf), itertools.accumulate(waits), strict=True)),
-            "wait_seconds": sum(waited),
+            "wait_seconds_sum": sum(waited),
         }

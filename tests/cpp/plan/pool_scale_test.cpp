@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -202,6 +203,41 @@ TEST(PoolLoads, CountOfATenantWithAQuotaAlsoWhatNoDeviceServed) {
   EXPECT_EQ(arrived(), 3.0) << "the quota is used";
 }
 
+// What waits of a tenant is served before what is turned away. What its quota leaves to that is counted.
+TEST(PoolLoads, CountWhatIsTurnedAwayOnlyIfTheQuotaHoldsItBesideWhatWaits) {
+  LoadedPool box;
+  box.measure();
+  const std::size_t two = box.pool.add_tenant({.name = "two", .devices = 2});
+  for (std::size_t d = 0; d < 2; ++d) (void)box.pool.retire(0.0, d);
+  const auto arrived = [&] { return box.pool.loads()[0].arrived; };
+  const auto refuse = [&] { (void)box.submit(0.0, {.deadline_seconds = 1e-3, .tenant = two}); };
+  (void)box.submit(0.0, {.need = box.fast, .tenant = two});
+  refuse();
+  EXPECT_EQ(arrived(), 1.0) << "one waits, and the quota has two devices";
+  for (int n = 0; n < 20; ++n) (void)box.submit(0.0, {.need = box.fast, .tenant = two});
+  refuse();
+  EXPECT_EQ(arrived(), 1.0) << "others use both";
+  (void)box.submit(0.0, {.need = box.fast, .deadline_seconds = 10.0, .tenant = two});
+  (void)box.pool.tick(11.0);
+  EXPECT_EQ(arrived(), 1.0) << "also of what expires";
+}
+
+TEST(PoolLoads, CountAGangThatIsTurnedAwayOnlyIfTheQuotaHoldsItBesideWhatWaits) {
+  LoadedPool box;
+  box.measure();
+  const std::size_t two = box.pool.add_tenant({.name = "two", .devices = 2});
+  for (std::size_t d = 0; d < 3; ++d) (void)box.pool.retire(0.0, d);
+  const auto arrived_when_expired = [&](double now, std::int64_t gang) {
+    (void)box.submit(now, {.deadline_seconds = 1.0, .gang = gang, .tenant = two});
+    (void)box.pool.tick(now + 2.0);
+    return box.pool.loads()[0].arrived;
+  };
+  EXPECT_EQ(arrived_when_expired(0.0, 2), 2.0);
+  (void)box.submit(2.0, {.gang = 2, .tenant = two});
+  EXPECT_EQ(arrived_when_expired(2.0, 2), 2.0) << "the one that waits uses both";
+  EXPECT_EQ(arrived_when_expired(4.0, 1), 2.0);
+}
+
 TEST(PoolLoads, CountAllOfATenantWhoseQuotaHoldsNothingBack) {
   LoadedPool box;
   box.measure();
@@ -227,6 +263,37 @@ TEST(PoolLoads, TakeARunThatHungForTen) {
   EXPECT_NEAR(load.run_work, 1.0, 1e-12) << "of one job, though it takes longer than the model says";
   EXPECT_GT(load.run_square, 1.1);
   EXPECT_LT(load.run_square, 2.0);
+}
+
+// The work of the last runs is what they took at the rates of now, whenever these were measured.
+TEST(PoolLoads, TellTheWorkOfRunsByTheModelsOfNow) {
+  PoolState pool;
+  for (const char* const name : {"fast", "slow"}) (void)pool.add_device(0.0, {.name = name, .device_class = name});
+  const std::size_t kind = pool.add_kind({.name = "score", .sizes = {1, 2}, .queue_limit = 100});
+  const auto measure = [&](double fast, double slow) {
+    (void)pool.measure(0.0, 0, kind, CostModel::affine(0.0, fast), 3);
+    (void)pool.measure(0.0, 1, kind, CostModel::affine(0.0, slow), 3);
+  };
+  measure(1.0, 1.0);  // before anything is known of them
+  std::array<double, 2> seconds = {};
+  for (int n = 0; n < 30; ++n) {
+    (void)pool.retire(0.0, n % 3 == 0 ? 0 : 1);
+    JobId id{};
+    const PoolDecisions decided = pool.submit(0.0, {.kind = kind}, id);
+    ASSERT_EQ(decided.starts.size(), 1U);
+    const double took = n % 3 == 0 ? 4.0 : 1.0;  // on the slow one
+    seconds[n % 3 == 0 ? 1 : 0] += took / 30.0;
+    (void)pool.finish(0.0, decided.starts[0].run, RunResult::completed, took);
+    (void)pool.restore(0.0, n % 3 == 0 ? 0 : 1);
+  }
+  const auto work = [&] { return pool.loads()[0].run_work; };
+  EXPECT_NEAR(work(), seconds[0] + seconds[1], 1e-9);
+  measure(0.5, 2.0);
+  EXPECT_NEAR(work(), seconds[0] / 0.5 + seconds[1] / 2.0, 1e-9);
+  measure(0.5, 4.0);
+  EXPECT_NEAR(work(), seconds[0] / 0.5 + seconds[1] / 4.0, 1e-9);
+  (void)pool.lose(0.0, 1);
+  EXPECT_NEAR(work(), seconds[0] / 0.5 + seconds[1], 1e-9) << "at the rate of its last run";
 }
 
 TEST(PoolCovers, NeedNoDeviceForWhatAQuotaHoldsBack) {

@@ -157,7 +157,8 @@ TEST(PoolTenants, TakeTurnsExactlyByTheRule) {
 }
 
 // What each of two tenants was served since both began to wait for the same devices may differ by at most what one
-// start of each charges, whatever runs again, and whatever others wait for.
+// job of each charges, whatever runs again, and whatever others wait for. Some have few jobs for long, which others
+// fill up to batches.
 TEST(PoolTenants, WhoWaitAllTheTimeAreServedInTheRatioOfTheirWeights) {
   int checked = 0;
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
@@ -187,7 +188,8 @@ TEST(PoolTenants, WhoWaitAllTheTimeAreServedInTheRatioOfTheirWeights) {
     std::map<JobId, std::pair<std::size_t, double>> charges;  // by job: tenant, charge
     std::vector<std::int64_t> waiting(tenants + 1, 0);
     std::vector<double> served(tenants + 1, 0.0);
-    std::vector<double> largest(tenants + 1, 0.0);                                   // what one start charged
+    std::vector<double> largest(tenants + 1, 0.0);                                   // what one job charged
+    std::vector<std::int64_t> most(tenants + 1, 30);                                 // that wait at once
     std::map<std::pair<std::size_t, std::size_t>, std::pair<double, double>> pairs;  // served when both began to wait
     std::vector<RunId> runs;
     std::map<RunId, std::vector<JobId>> jobs_of;
@@ -196,15 +198,13 @@ TEST(PoolTenants, WhoWaitAllTheTimeAreServedInTheRatioOfTheirWeights) {
       for (const PoolStart& start : decided.starts) {
         runs.push_back(start.run);
         jobs_of[start.run] = start.jobs;
-        std::map<std::size_t, double> sums;
         for (const JobId id : start.jobs) {
           auto& [tenant, unpaid] = charges.at(id);
           const double charge = std::exchange(unpaid, 0.0);
-          sums[tenant] += charge;
+          largest[tenant] = std::max(largest[tenant], charge);
           served[tenant] += charge;
           --waiting[tenant];
         }
-        for (const auto& [tenant, sum] : sums) largest[tenant] = std::max(largest[tenant], sum);
       }
       const std::vector<PoolTenantUse> use = pool.tenants();
       for (std::size_t a = 1; a <= tenants; ++a) {
@@ -226,13 +226,20 @@ TEST(PoolTenants, WhoWaitAllTheTimeAreServedInTheRatioOfTheirWeights) {
     for (int event = 0; event < 400; ++event) {
       now += 0.001;
       const std::size_t tenant = draws.count(1, tenants);
-      if (draws.chance(0.6) && waiting[tenant] < 30) {
-        const double charge = draws.real(0.1, 5.0);
-        JobId id{};
-        ++waiting[tenant];
-        const PoolDecisions decided = pool.submit(now, {.need = needs[tenant], .tenant = tenant, .charge = charge}, id);
-        charges[id] = {tenant, charge};
-        ASSERT_TRUE(follow(decided)) << "seed " << seed;
+      if (event % 50 == 0) {
+        for (std::int64_t& one : most) one = draws.chance(0.5) ? 30 : 1;
+      }
+      if (draws.chance(0.6) && waiting[tenant] < most[tenant]) {
+        const std::int64_t more = std::min(most[tenant] - waiting[tenant], draws.integer(1, kind.sizes.back()));
+        for (std::int64_t n = 0; n < more; ++n) {
+          const double charge = draws.real(0.1, 5.0);
+          JobId id{};
+          ++waiting[tenant];
+          const PoolJob job{.need = needs[tenant], .tenant = tenant, .charge = charge};
+          const PoolDecisions decided = pool.submit(now, job, id);
+          charges[id] = {tenant, charge};
+          ASSERT_TRUE(follow(decided)) << "seed " << seed;
+        }
       } else if (!runs.empty()) {
         const auto run = runs.begin() + draws.integer(0, std::ssize(runs) - 1);
         const RunId id = *run;

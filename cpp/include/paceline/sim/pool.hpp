@@ -50,7 +50,7 @@ struct SimulatedTenantResult {
   double mean_wait_seconds = 0.0;
   double served = 0.0;                 ///< its part of the cost of all requests that started
   double served_while_all_wait = 0.0;  ///< the same of those that started while requests of every tenant waited
-  double largest_charge = 0.0;         ///< that one start cost it
+  double largest_charge = 0.0;         ///< that one request cost it
 };
 
 struct PoolSimulationResult {
@@ -68,10 +68,9 @@ struct PoolSimulationResult {
   std::vector<SimulatedTenantResult> tenants = {};
   /// How far two tenants whose requests both wait get apart at most, |W1 / w1 - W2 / w2| with W the costs of what each
   /// was served since both began to wait, over the bound l1 / w1 + l2 / w2 of start-time fair queueing (Goyal, Vin and
-  /// Cheng, 1996), l the largest charge. At most 1 without batches. Who fills up a batch of others is charged for it,
-  /// and may be further ahead when others have more to wait for. NaN where the bound says nothing: with deadlines, with
-  /// lengths, since batches are of like ones, with a placement that binds requests to devices, or where no two tenants
-  /// waited.
+  /// Cheng, 1996), l the largest charge of one request. At most 1. NaN where the bound says nothing: with deadlines,
+  /// with lengths, since batches are of like ones, with a placement that binds requests to devices, or where no two
+  /// tenants waited.
   double unfairness = std::numeric_limits<double>::quiet_NaN();
 };
 

@@ -68,8 +68,7 @@ void State::arrive(Job& job) {
 // What no device served, though it could have started: its tenant's quota has room.
 void State::turn_away(Job& job) {
   if (has_quota(job)) {
-    count_use();
-    if (!may_start(job.tenant, {job.key, job.id}, job.kind, job.gang, 1)) return;
+    if (!quota_holds(job)) return;
     use_need(job.need, last_now);
   }
   arrive(job);
@@ -229,21 +228,25 @@ void State::note_size(Kind& kind, const Run& run, double seconds) {
 // The means of the last 100 runs or so, of their squares the last 1000, for how long a job waits for one that runs.
 // One that hung counts as ten: it says nothing about the next.
 void State::note_run(Kind& kind, const Run& run, double seconds) {
-  constexpr std::array<std::int64_t, 3> windows{100, 100, 1000};
+  constexpr std::int64_t window = 100;
   const std::size_t first = run.devices.front();
   const auto most = static_cast<double>(largest(run.kind, first));
   const double batch = this->seconds(run.kind, first, kind.cost * most);
   if (!(batch > 0.0)) return;
-  double work = seconds / batch * most * static_cast<double>(run.devices.size());
-  if (kind.runs_seen > 10) work = std::min(work, 10.0 * kind.run_means[1]);
-  kind.runs_seen = std::min(kind.runs_seen + 1, windows.back());
-  const auto add = [&](std::size_t k, double one) {
-    kind.run_means[k] += (one - kind.run_means[k]) / static_cast<double>(std::min(kind.runs_seen, windows[k]));
-  };
-  add(0, static_cast<double>(run.jobs.size() * run.devices.size()));
-  add(1, work);
-  const double ratio = work / kind.run_means[1];  // so the variation stays when batches or the model change
-  add(2, ratio * ratio);
+  kind.ran.resize(devices.size());
+  kind.ran[first].rate = most / batch;
+  double mean = 0.0;  // work
+  for (const Ran& one : kind.ran) mean += one.seconds * one.rate;
+  seconds *= static_cast<double>(run.devices.size());
+  if (kind.runs_seen > 10) seconds = std::min(seconds, 10.0 * mean / kind.ran[first].rate);
+  kind.runs_seen = std::min(kind.runs_seen + 1, 10 * window);
+  const double gain = 1.0 / static_cast<double>(std::min(kind.runs_seen, window));
+  for (Ran& one : kind.ran) one.seconds -= gain * one.seconds;
+  kind.ran[first].seconds += gain * seconds;
+  kind.run_jobs += gain * (static_cast<double>(run.jobs.size() * run.devices.size()) - kind.run_jobs);
+  const double work = seconds * kind.ran[first].rate;
+  const double ratio = work / (mean + gain * (work - mean));
+  kind.run_variation += (ratio * ratio - kind.run_variation) / static_cast<double>(kind.runs_seen);
 }
 
 // The 90 % quantile of the last runs' actual over predicted seconds, every eight runs.

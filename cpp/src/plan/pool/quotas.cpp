@@ -71,9 +71,9 @@ void State::hold_back(double now) {
   for (const std::size_t at : active_lines) {
     rank(lines[at]);
     if (lines[at].ranked.empty()) continue;
-    for (const TenantJobs& own : lines[at].tenants) {
-      if (!limited(tenants[own.tenant].spec)) continue;
-      for (const KeyQueue& queue : own.queues) {
+    for (const auto& [tenant, queues] : lines[at].tenants) {
+      if (!limited(tenants[tenant].spec)) continue;
+      for (const KeyQueue& queue : queues) {
         if (!queue.empty()) look(jobs.at(queue.front().id));
       }
     }
@@ -88,9 +88,9 @@ void State::hold_back(double now) {
 }
 
 bool State::someone_may_start(const PoolLine& line) const {
-  return std::ranges::any_of(line.tenants, [&](const TenantJobs& own) {
-    return std::ranges::any_of(own.queues, [&](const KeyQueue& queue) {
-      return !queue.empty() && may_start(own.tenant, queue.front(), line.kind, 1, 1);
+  return std::ranges::any_of(line.tenants, [&](const auto& own) {
+    return std::ranges::any_of(own.second, [&](const KeyQueue& queue) {
+      return !queue.empty() && may_start(own.first, queue.front(), line.kind, 1, 1);
     });
   });
 }
@@ -102,30 +102,64 @@ bool State::has_quota(const Job& job) const {
   return spec.devices < std::ssize(devices) || spec.memory_bytes < kNever;
 }
 
-// What of a line would run if there were devices, in typical jobs: as many batches of each tenant as its quota still
-// has devices and memory for. They use these, also for the lines that are asked next.
+// How many of so many waiting jobs of a tenant its quota leaves out: the others are as many batches as it still has
+// devices and memory for. They use these, also for what is asked next.
+std::int64_t State::beyond_quota(std::size_t number, std::size_t kind, std::int64_t waits) {
+  Tenant& tenant = tenants[number];
+  const std::vector<std::int64_t>& sizes = kinds[kind].spec.sizes;
+  const std::int64_t all = std::ssize(devices);  // with these the quota holds nothing back
+  for (; waits > 0 && tenant.devices < std::min(tenant.spec.devices, all); ++tenant.devices) {
+    const auto fits = [&](std::int64_t size) {
+      return size <= waits &&
+             (tenant.spec.memory_bytes == kNever || tenant.bytes + peak(kind, size) <= tenant.spec.memory_bytes);
+    };
+    const auto above = std::ranges::partition_point(sizes, fits);
+    if (above == sizes.begin()) break;
+    waits -= *(above - 1);
+    tenant.bytes += peak(kind, *(above - 1));
+  }
+  return tenant.devices < all ? waits : 0;
+}
+
+// What of a line would run if there were devices, in typical jobs.
 double State::units_within_quotas(const PoolLine& line) {
   std::int64_t held = 0;  // jobs
-  const std::vector<std::int64_t>& sizes = kinds[line.kind].spec.sizes;
-  for (const TenantJobs& own : line.tenants) {
-    Tenant& tenant = tenants[own.tenant];
-    if (!limited(tenant.spec)) continue;
-    std::int64_t waits = 0;
-    for (const KeyQueue& queue : own.queues) waits += queue.size();
-    const std::int64_t all = std::ssize(devices);  // with these the quota holds nothing back
-    for (; waits > 0 && tenant.devices < std::min(tenant.spec.devices, all); ++tenant.devices) {
-      const auto fits = [&](std::int64_t size) {
-        return size <= waits &&
-               (tenant.spec.memory_bytes == kNever || tenant.bytes + peak(line.kind, size) <= tenant.spec.memory_bytes);
-      };
-      const auto above = std::ranges::partition_point(sizes, fits);
-      if (above == sizes.begin()) break;
-      waits -= *(above - 1);
-      tenant.bytes += peak(line.kind, *(above - 1));
-    }
-    if (tenant.devices < all) held += waits;
+  for (const auto& [tenant, queues] : line.tenants) {
+    if (limited(tenants[tenant].spec)) held += beyond_quota(tenant, line.kind, size_of(queues));
   }
   return units(line) * static_cast<double>(line.size() - held) / static_cast<double>(line.size());
+}
+
+// Whether a gang that waits would run if there were devices. Then it uses its tenant's quota, too.
+bool State::take_quota(const Job& gang) {
+  if (!may_start(gang.tenant, {gang.key, gang.id}, gang.kind, gang.gang, 1)) return false;
+  tenants[gang.tenant].devices += gang.gang;
+  tenants[gang.tenant].bytes += static_cast<double>(gang.gang) * peak(gang.kind, 1);
+  return true;
+}
+
+// Whether the quota of its tenant holds a job beside what waits of the tenant. Those that it may share a batch with are
+// asked last, together with it.
+bool State::quota_holds(const Job& job) {
+  count_use();
+  std::int64_t like_it = job.phase == Job::Phase::in_line ? 0 : 1;  // jobs; it is among those of its line
+  for (const std::size_t at : active_lines) {
+    const PoolLine& line = lines[at];
+    const auto own = line.tenants.find(job.tenant);
+    if (own == line.tenants.end()) continue;
+    const bool shares =
+        job.gang == 1 && line.kind == job.kind && line.need == job.need && line.background == job.background;
+    if (shares) {
+      like_it += size_of(own->second);
+    } else {
+      (void)beyond_quota(job.tenant, line.kind, size_of(own->second));
+    }
+  }
+  for (const auto& [background, key, id] : tenants[job.tenant].gangs) {
+    if (id != job.id) (void)take_quota(jobs.at(id));
+  }
+  return job.gang > 1 ? may_start(job.tenant, {job.key, job.id}, job.kind, job.gang, 1)
+                      : beyond_quota(job.tenant, job.kind, like_it) == 0;
 }
 
 }  // namespace paceline::plan

@@ -64,11 +64,6 @@ std::vector<PoolLoad> PoolState::loads() const {
     all[kind].rates.resize(s.devices.size());
     if (of.forgotten) continue;
     all[kind].arrived = of.arrived;
-    all[kind].run_jobs = of.run_means[0];
-    // Without batches the work of runs is that of their jobs, whatever the model of the seconds is off by.
-    const double unit = of.spec.sizes.back() == 1 && of.run_means[1] > 0.0 ? of.run_means[0] / of.run_means[1] : 1.0;
-    all[kind].run_work = unit * of.run_means[1];
-    all[kind].run_square = all[kind].run_work * all[kind].run_work * of.run_means[2];
     double sum = 0.0;
     double known = 0.0;
     std::vector<std::size_t> others;  // that can run it, and have not
@@ -84,6 +79,12 @@ std::vector<PoolLoad> PoolState::loads() const {
       }
     }
     for (const std::size_t d : others) all[kind].rates[d] = known > 0.0 ? sum / known : 0.0;
+    all[kind].run_jobs = of.run_jobs;
+    for (std::size_t d = 0; d < of.ran.size(); ++d)
+      all[kind].run_work += of.ran[d].seconds * (all[kind].rates[d] > 0.0 ? all[kind].rates[d] : of.ran[d].rate);
+    // Without batches the work of runs is that of their jobs, whatever the model of the seconds is off by.
+    if (of.spec.sizes.back() == 1 && all[kind].run_work > 0.0) all[kind].run_work = of.run_jobs;
+    all[kind].run_square = all[kind].run_work * all[kind].run_work * of.run_variation;
   }
   if (s.quotas) state_->count_use();
   for (const std::size_t at : s.active_lines) {
@@ -92,12 +93,7 @@ std::vector<PoolLoad> PoolState::loads() const {
   }
   for (const auto& [background, key, id] : s.gangs) {
     const PoolEntry& job = s.jobs.at(id);
-    if (s.quotas && !s.may_start(job.tenant, {key, id}, job.kind, job.gang, 1)) continue;
-    all[job.kind].waiting += static_cast<double>(job.gang);
-    if (s.quotas) {
-      state_->tenants[job.tenant].devices += job.gang;
-      state_->tenants[job.tenant].bytes += static_cast<double>(job.gang) * s.peak(job.kind, 1);
-    }
+    if (!s.quotas || state_->take_quota(job)) all[job.kind].waiting += static_cast<double>(job.gang);
   }
   return all;
 }

@@ -50,7 +50,7 @@ struct PoolLine {
   KeyQueue plain = {};
   CostWindow window = {};  // if padded
   // The same jobs, if the pool has tenants: of those that wait here; and the turns of each priority, by who holds them.
-  std::vector<TenantJobs> tenants = {};
+  std::map<std::size_t, TenantJobs> tenants = {};
   std::array<KeyQueue, kClasses> places = {};
   std::size_t lead = kTimed;  // of one decision: the priority that is next, and the turn that it is offered
   KeyEntry lead_place = {};
@@ -124,12 +124,21 @@ class PoolState::State {
     bool known = false;
     SizeTimes times = {};
   };
+  struct Ran {
+    double seconds = 0.0;
+    double rate = 0.0;  // of its jobs in the largest batches, at the last run there
+  };
   struct Kind {
     PoolKind spec = {};
     std::size_t model = kNone;
-    std::int64_t held = 0;                 // waiting jobs
-    double arrived = 0.0;                  // PoolLoad::arrived
-    std::array<double, 3> run_means = {};  // PoolLoad::run_jobs, run_work, run_square / run_work²
+    std::int64_t held = 0;  // waiting jobs
+    double arrived = 0.0;   // PoolLoad::arrived
+    // Of its last runs, for PoolLoad: the jobs, the square of the work over that of the mean work, and by device the
+    // seconds there, as a part of those of the mean run. What they are in work is known when it is asked: models
+    // change.
+    double run_jobs = 0.0;
+    double run_variation = 0.0;
+    std::vector<Ran> ran = {};
     std::int64_t runs_seen = 0;
     std::map<std::size_t, std::int64_t> held_by = {};  // tenants, if there are any
     std::vector<Measured> on = {};                     // by device
@@ -272,6 +281,7 @@ class PoolState::State {
   void join(Job& job, PoolLine* line);
   void leave(const Job& job, PoolLine* line);
   double charge(const Job& job, FairTags& tags);
+  [[nodiscard]] double least_tag(const FairTags& tags, std::size_t cls) const;
   void take_turn(const Job& job, PoolLine* line, const KeyEntry* place);
   void start_jobs(std::span<const JobId> starting, PoolLine* line, JobId lead);
   void refund(const Job& job);
@@ -291,6 +301,9 @@ class PoolState::State {
   [[nodiscard]] bool someone_may_start(const PoolLine& line) const;
   [[nodiscard]] bool has_quota(const Job& job) const;
   [[nodiscard]] double units_within_quotas(const PoolLine& line);
+  [[nodiscard]] std::int64_t beyond_quota(std::size_t number, std::size_t kind, std::int64_t waits);
+  [[nodiscard]] bool quota_holds(const Job& job);
+  bool take_quota(const Job& gang);
   /// What its tenant has still to pay for it.
   [[nodiscard]] double owed(const Job& job) const {
     return turns[JobSlots::slot_of(job.id)].charged ? 0.0 : job.charge;

@@ -15,15 +15,6 @@ namespace paceline::plan {
 
 using State = PoolState::State;
 
-namespace {
-
-TenantJobs& jobs_in(PoolLine& line, std::size_t tenant) {
-  const auto found = std::ranges::find(line.tenants, tenant, &TenantJobs::tenant);
-  return found != line.tenants.end() ? *found : line.tenants.emplace_back(tenant);
-}
-
-}  // namespace
-
 // From now on there are several tenants. What waits joins them.
 void State::share() {
   if (has_tenants) return;
@@ -54,7 +45,7 @@ std::int64_t State::held_for(std::size_t kind, std::size_t tenant) const {
 // A job that may start waits with those of its tenant. `line`: null for a gang.
 void State::join(Job& job, PoolLine* line) {
   if (line != nullptr) {
-    jobs_in(*line, job.tenant).queues[queue_of(job)].insert({job.key, job.id});
+    line->tenants[job.tenant][queue_of(job)].insert({job.key, job.id});
   } else {
     tenants[job.tenant].gangs.emplace(job.background, job.key, job.id);
   }
@@ -67,12 +58,9 @@ void State::join(Job& job, PoolLine* line) {
 
 void State::leave(const Job& job, PoolLine* line) {
   if (line != nullptr) {
-    TenantJobs& own = jobs_in(*line, job.tenant);
-    own.queues[queue_of(job)].erase({job.key, job.id});
-    if (std::ranges::all_of(own.queues, &KeyQueue::empty)) {
-      std::swap(own, line->tenants.back());
-      line->tenants.pop_back();
-    }
+    const auto own = line->tenants.find(job.tenant);
+    own->second[queue_of(job)].erase({job.key, job.id});
+    if (std::ranges::all_of(own->second, &KeyQueue::empty)) line->tenants.erase(own);
   } else {
     tenants[job.tenant].gangs.erase({job.background, job.key, job.id});
   }
@@ -115,6 +103,24 @@ double State::charge(const Job& job, FairTags& tags) {
   return tag;
 }
 
+// The least start tag of who waits, without deadlines, for the devices of these tags.
+double State::least_tag(const FairTags& tags, std::size_t cls) const {
+  double least = kNever;
+  const auto waits = [&](std::size_t need) { return &tags == &fair[0] || &tags == &fair[1 + sets[need]]; };
+  for (const std::size_t at : active_lines) {
+    if (!waits(lines[at].need)) continue;
+    for (const auto& [tenant, queues] : lines[at].tenants) {
+      const bool starts = !queues[cls].empty() && may_start(tenant, queues[cls].front(), lines[at].kind, 1, 1);
+      if (starts) least = std::min(least, tags.start_tag(tenant, cls));
+    }
+  }
+  for (const JobId id : first_gangs()) {
+    const Job& job = jobs.at(id);
+    if (queue_of(job) == cls && waits(job.need)) least = std::min(least, tags.start_tag(job.tenant, cls));
+  }
+  return least;
+}
+
 // A job without a deadline that starts takes this place of its priority, in exchange for its own; null: it keeps that.
 void State::take_turn(const Job& job, PoolLine* line, const KeyEntry* place) {
   if (place == nullptr || place->id == job.id) return;
@@ -136,7 +142,8 @@ void State::take_turn(const Job& job, PoolLine* line, const KeyEntry* place) {
 
 // The jobs of one start leave their line, or the gangs. `lead`: the one to which a turn was offered. Others of a batch
 // take the next turns of this line, or with padding, where jobs ride along that are like it, their own. The virtual
-// time becomes the start tag of the first one: others may be far ahead, since they fill what would be empty.
+// time becomes the start tag of the last one, as if they started one after the other, but nobody's who still waits:
+// with that of the first one, a tenant that fills up the batches of another gets ahead of it without bound.
 void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId lead) {
   if (!has_tenants && line != nullptr) {
     for (const JobId id : starting) {
@@ -148,6 +155,7 @@ void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId le
   }
   const std::array<FairTags*, 2> both = tags_of(jobs.at(starting.front()).need);
   std::array<std::array<double, kClasses>, 2> first;
+  std::array<std::array<double, kClasses>, 2> last = {};
   for (auto& one : first) one.fill(kNever);
   for (const JobId id : starting) {
     Job& job = jobs.at(id);
@@ -163,7 +171,11 @@ void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId le
           place = &line->places[cls].front();
         }
       }
-      for (std::size_t k = 0; k < both.size(); ++k) first[k][cls] = std::min(first[k][cls], charge(job, *both[k]));
+      for (std::size_t k = 0; k < both.size(); ++k) {
+        const double tag = charge(job, *both[k]);
+        first[k][cls] = std::min(first[k][cls], tag);
+        if (tag < kNever) last[k][cls] = std::max(last[k][cls], tag);
+      }
       turn_of(id).charged = true;
       take_turn(job, line, place);
     }
@@ -178,8 +190,10 @@ void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId le
   }
   for (std::size_t k = 0; has_tenants && k < both.size(); ++k) {
     for (std::size_t cls = 0; cls < kClasses; ++cls) {
-      double& time = both[k]->virtual_time[cls];
-      if (first[k][cls] < kNever) time = std::max(time, first[k][cls]);
+      double time = first[k][cls];
+      if (time == kNever) continue;
+      if (time < last[k][cls]) time = std::max(time, std::min(last[k][cls], least_tag(*both[k], cls)));
+      both[k]->virtual_time[cls] = std::max(both[k]->virtual_time[cls], time);
     }
   }
 }
@@ -225,14 +239,14 @@ void State::fair_heads(double now) {
     std::array<Candidate, kClasses> best;
     const std::size_t set = sets[line.need];
     best.fill({set, kNever, {}, kNone});
-    for (const TenantJobs& own : line.tenants) {
+    for (const auto& [tenant, queues] : line.tenants) {
       for (std::size_t q = 0; q <= kTimed; ++q) {
-        if (own.queues[q].empty() || !may_start(own.tenant, own.queues[q].front(), line.kind, 1, 1)) continue;
-        const KeyEntry& first = own.queues[q].front();
+        if (queues[q].empty() || !may_start(tenant, queues[q].front(), line.kind, 1, 1)) continue;
+        const KeyEntry& first = queues[q].front();
         if (q == kTimed) {
           all.push_back({line.background, first, first, at, q});
         } else {
-          best[q] = std::min(best[q], {set, fair[1 + set].start_tag(own.tenant, q), first, at});
+          best[q] = std::min(best[q], {set, fair[1 + set].start_tag(tenant, q), first, at});
         }
       }
     }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <set>
 #include <tuple>
 #include <vector>
@@ -25,10 +26,12 @@ inline std::size_t queue_of(const PoolEntry& job) {
 }
 
 /// A tenant's jobs in one line.
-struct TenantJobs {
-  std::size_t tenant = 0;
-  std::array<KeyQueue, kClasses + 1> queues = {};
-};
+using TenantJobs = std::array<KeyQueue, kClasses + 1>;
+
+inline std::int64_t size_of(const TenantJobs& queues) {
+  return std::accumulate(queues.begin(), queues.end(), std::int64_t{0},
+                         [](std::int64_t sum, const KeyQueue& one) { return sum + one.size(); });
+}
 
 /// Whether it has a quota.
 inline bool limited(const PoolTenant& tenant) {

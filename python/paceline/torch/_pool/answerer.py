@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from paceline import DeviceLost, InvalidArgument
 from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.future import PoolFuture
-from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, Work, clear_frames, code_of
+from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, Work, clear_frames, code_of, of_users
 from paceline.torch._pool.jobs import Evicted, Jobs, Priority
 from paceline.torch._pool.needs import Needs, Place
 from paceline.torch._pool.padding import Padding
@@ -299,7 +299,7 @@ class Answerer:
             # The GPU may be lost before it has done the batch, which must not run elsewhere then.
             for one in requests:
                 one.given_up = True
-        requests[0].note_run([device], len(requests), "completed", ends_later=seat.gpu is not None)
+        requests[0].note_run([device], of_users(requests), "completed", ends_later=seat.gpu is not None)
         return DONE, excluded, loaded
 
     def _keep_example(self, request: Request) -> None:
@@ -372,7 +372,7 @@ class Answerer:
     def _failed(
         self, device: str, begun: float, requests: Sequence[Request], error: BaseException, *, again: bool
     ) -> int:
-        requests[0].note_run([device], len(requests), "failed")
+        requests[0].note_run([device], of_users(requests), "failed")
         ran = device, time.monotonic() - begun
         for request in requests:
             request.error, request.given_up, request.ran = error, not again, None if again else ran
@@ -380,7 +380,7 @@ class Answerer:
 
     def _without(self, device: str, requests: Sequence[Request], error: BaseException) -> int:
         """The device could not be prepared: it counts as lost, and others answer, unless it is the last one."""
-        requests[0].note_run([device], len(requests), "failed")
+        requests[0].note_run([device], of_users(requests), "failed")
         for request in requests:
             request.error, request.given_up = error, True
         if requests[0].future is None:  # the run was given up, and its end says nothing of the device

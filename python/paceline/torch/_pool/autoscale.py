@@ -283,7 +283,7 @@ class Scaled:
 
         Notes
         -----
-        The wait is from a job's submit until its run begins, as in ``report()["wait_seconds"]``. It is that of queueing theory (Sakasegawa, 1977; Allen and Cunneen) for
+        The wait is from a job's submit until its run begins, as in ``report()["wait_seconds_sum"]``, which is of all jobs together. It is that of queueing theory (Sakasegawa, 1977; Allen and Cunneen) for
         jobs that come at random, with the mean and the variation of the runs that were measured, batches included, after what waits now; or the mean time
         that a request waits for its batch to fill, at most ``max_delay``, if this is longer. Released devices count as there. Kinds of work that no device has run yet count as nothing.
         """

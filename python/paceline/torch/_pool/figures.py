@@ -87,14 +87,14 @@ class Figures:
             return {name: {**one, "busy_seconds": self._told[name]} for name, one in self._devices.items()}
 
     def report(self) -> dict[str, Any]:
-        """``outcomes`` by name; ``wait_counts``, how many jobs waited at most so many seconds; ``wait_seconds`` of all together; both by priority in ``waits``."""
+        """``outcomes`` by name; ``wait_counts``, how many jobs waited at most so many seconds; ``wait_seconds_sum``, for how many seconds all together; both by priority in ``waits``."""
         with self._lock:
             outcomes, waited = dict(self._outcomes), dict(self._waited)
             waits = {one: _up_to(counts) for one, counts in self._waits.items()}
             total = _up_to([sum(counts) for counts in zip(*self._waits.values(), strict=True)])
-        by_priority = {one: {"wait_counts": waits[one], "wait_seconds": waited[one]} for one in PRIORITIES}
+        by_priority = {one: {"wait_counts": waits[one], "wait_seconds_sum": waited[one]} for one in PRIORITIES}
         seconds = sum(waited.values())
-        return {"outcomes": outcomes, "wait_counts": total, "wait_seconds": seconds, "waits": by_priority}
+        return {"outcomes": outcomes, "wait_counts": total, "wait_seconds_sum": seconds, "waits": by_priority}
 
 
 def _up_to(counts: Sequence[int]) -> list[tuple[float, int]]:
@@ -139,7 +139,7 @@ class Collector:
         wait = HistogramMetricFamily("paceline_pool_wait_seconds", "From submit to start.", labels=[*names, "priority"])
         for priority, waits in report["waits"].items():
             buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in waits["wait_counts"]]
-            wait.add_metric([*values, priority], buckets, waits["wait_seconds"])
+            wait.add_metric([*values, priority], buckets, waits["wait_seconds_sum"])
         yield wait
         for key, help_text in (
             ("jobs", "Jobs that completed."),

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from paceline import DeviceLost
@@ -63,7 +63,7 @@ class Work:
             future._begun = True  # when the figures have it, for who asks them next
 
     def note_run(self, devices: Sequence[str], jobs: int, outcome: str, *, ends_later: bool = False) -> None:
-        """Note its run, of so many jobs, which is over, or `ends_later`, when GPUs have done it. One that was given up was noted then."""
+        """Note its run, of so many jobs of users, which is over, or `ends_later`, when GPUs have done it. One that was given up was noted then."""
         if ends_later:
             self.enqueued, self.thread = (devices, jobs), None
         else:
@@ -80,7 +80,7 @@ class Work:
     def run_until_now(self, devices: Sequence[str], jobs: int, outcome: str) -> Run:
         """Its run, as it is noted."""
         waited = (self._begun or self._submitted) - self._submitted
-        return Run(devices, self.kind, self._run_begun, time.monotonic(), jobs, waited, outcome, self.own)
+        return Run(devices, self.kind, self._run_begun, time.monotonic(), jobs, waited, outcome)
 
     def hang(self, device: str) -> None:
         """Called before its run there is given up, which goes on."""
@@ -144,11 +144,11 @@ class Job(Work):
                 self.value = self._fn(place, *self._args, **self._kwargs)
         except BaseException as error:
             self.error = error
-            self.note_run(devices, 1, "failed")
+            self.note_run(devices, of_users([self]), "failed")
             if is_out_of_memory(error):
                 seats[0].release_memory()
             return code_of(error, 1, devices)
-        self.note_run(devices, 1, "completed", ends_later={seat.gpu for seat in seats} != {None})
+        self.note_run(devices, of_users([self]), "completed", ends_later={seat.gpu for seat in seats} != {None})
         return DONE
 
     def run_batch(
@@ -166,6 +166,11 @@ class Job(Work):
         if self.value is not None and outcome == "completed" and self._keeps is not None and self._keeps.gpus:
             hand_over(self.value)
         super().end(device, seconds, outcome, message)
+
+
+def of_users(works: Iterable[Work]) -> int:
+    """How many of them are not the pool's own."""
+    return sum(not one.own for one in works)
 
 
 def _forget_own_frames(error: BaseException) -> None:

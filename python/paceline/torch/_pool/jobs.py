@@ -117,7 +117,7 @@ class Jobs:
         self.copies: set[PoolFuture[Any]] = set()  # of requests, for versions in the shadow
         self.closing = self.closed = False
         self._process = os.getpid()
-        self._numbers = itertools.count(1)
+        self._batchers = 0  # that were served
         _open.add(self)
         self.look = Look(self)
         try:
@@ -245,9 +245,13 @@ class Jobs:
             if served is not None:
                 served.drop(device)
 
-    def number(self) -> int:
-        """The number of one more batcher."""
-        return next(self._numbers)
+    @contextlib.contextmanager
+    def numbered(self) -> Iterator[int]:
+        """The number of one more batcher, which is taken unless the block raises."""
+        self._check_process("serve")
+        with self._adding:
+            yield self._batchers + 1
+            self._batchers += 1
 
     def devices_now(self) -> dict[str, dict[str, Any]]:
         """The figures of each device, whether it takes no work, being ``retired``, released or lost, and whether it is ``released``."""

@@ -63,7 +63,7 @@ class Look:
         ran, busy = defaultdict[str, float](float), defaultdict[str, float](float)
         for run in runs:
             for name in run.devices:
-                ran[name] += run.jobs if run.outcome == "completed" and not run.own else 0
+                ran[name] += run.jobs if run.outcome == "completed" else 0
                 busy[name] += max(0.0, run.ended - max(run.begun, since))
         for name, begun in jobs.figures.busy_since().items():
             busy[name] += max(0.0, now - max(begun, since))

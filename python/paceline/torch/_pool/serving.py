@@ -95,7 +95,6 @@ def answerer_of(
 
 def batcher_of(jobs: Jobs, model: Any, called: str, **given: Any) -> Batcher:
     """A batcher, by the arguments of `Pool.serve`."""
-    name = f"{called} {jobs.number()}"
 
     def make(model: Any, version: int, options: Mapping[str, Any]) -> Answerer:
         if others := options.keys() - _OF_VERSIONS:
@@ -107,7 +106,10 @@ def batcher_of(jobs: Jobs, model: Any, called: str, **given: Any) -> Batcher:
         except InvalidArgument as error:  # it says the same of what serve() is given
             raise InvalidArgument(re.sub(r"^serve(?=: )", "publish", str(error))) from error.__cause__
 
-    return Batcher(jobs, answerer_of(jobs, model, name, 1, **given), make)
+    with jobs.numbered() as number:
+        name = f"{called} {number}"
+        first = answerer_of(jobs, model, name, 1, **given)
+    return Batcher(jobs, first, make)
 
 
 def _served(

@@ -51,14 +51,14 @@ class Runs:
         trace = ChromeTrace(f"Pool on {', '.join(devices)}", [*devices, _QUEUE])
         free_at = dict.fromkeys(devices, 0.0)  # clocks differ a little, and rows of a trace may not overlap
         for run in runs:
-            name = run.kind if run.jobs == 1 else f"{run.kind}: {plural(run.jobs, 'request')}"
+            name = f"{run.kind}: {plural(run.jobs, 'request')}" if run.jobs > 1 else run.kind
             if run.outcome != "completed":
                 name += f" ({run.outcome})"
             for device in run.devices:
                 begun = max(run.begun, free_at[device])
                 ended = max(run.ended, begun)
                 free_at[device] = ended
-                kind = "job" if run.jobs == 1 else "batch"
+                kind = "batch" if run.jobs > 1 else "job" if run.jobs else "own"
                 trace.span(
                     device, name, begun, ended, kind=kind, jobs=run.jobs, waited_seconds=run.waited, outcome=run.outcome
                 )
@@ -122,7 +122,7 @@ class Scalars:
         self._before, self._then = report, now
         waits = report["wait_counts"][-1][1] - (before["wait_counts"][-1][1] if before else 0)
         found: dict[str, float] = {name: report[name] for name in ("waiting", "running", "backlog_seconds")}
-        found["wait_seconds"] = (report["wait_seconds"] - before.get("wait_seconds", 0.0)) / max(1, waits)
+        found["wait_seconds"] = (report["wait_seconds_sum"] - before.get("wait_seconds_sum", 0.0)) / max(1, waits)
         for outcome, count in report["outcomes"].items():
             found[outcome] = count - before.get("outcomes", {}).get(outcome, 0)
         for name, device in report["devices"].items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ class Version(NamedTuple):
     Attributes
     ----------
     number
-        As in ``future.version`` of the requests that it answers. What `Pool.serve` was given is version 1. Versions that were refused have had numbers, too.
+        As in ``future.version`` of the requests that it answers. What `Pool.serve` was given is version 1. Versions that were refused while they were loaded or warmed have had numbers, too.
     endpoint
         The name of the batcher.
     """
@@ -54,7 +53,7 @@ class Versions:
         self._state = self._settled = State(live)  # now, and before what goes on
         self._gone: list[Gone] = []
         self._cold: set[int] = set()  # versions that have left their devices to another one
-        self._numbers = itertools.count(2)
+        self._last = live.version  # the last number that was taken
         self._lock = threading.RLock()  # around each change of the state
         self._publishing = threading.Lock()  # one at a time is loaded
         self._exchanging = False
@@ -79,7 +78,8 @@ class Versions:
         self._check_may_wait()  # before the lock, whose holder may wait for a device
         with self._publishing:
             _check_sum("publish", self._state, part)
-            made = self._make(model, next(self._numbers), options)
+            made = self._make(model, self._last + 1, options)
+            self._last = made.version
             with self._freed_unless_taken(made):
                 self._bring("publish", made, part == WHOLE and not shadow, allow_gap)
                 with self._lock:

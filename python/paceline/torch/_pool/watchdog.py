@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline import Error, InvalidArgument
 from paceline.torch._devices.compile_gate import CompileGate
+from paceline.torch._pool.job import of_users
 from paceline.torch._replicas.capture import forget_load
 
 _LOOKS = 10  # during the time that a job may take
@@ -59,8 +60,9 @@ class Watchdog:
             told = f"{message} The pool has given it up. The GPU goes on with it, beside later jobs. If it does not end, retire('{device}') lets others run these."
         else:
             told = f"{message} The pool has given it up. Its thread goes on, and another one runs the jobs of {device}."
-        known = lead.run_until_now([device], len(works), "given up")
-        hang = {"device": device, "kind": kind, "jobs": len(works), "where": where, "time": time.time()}
+        jobs_of_users = of_users(works)
+        known = lead.run_until_now([device], jobs_of_users, "given up")
+        hang = {"device": device, "kind": kind, "jobs": jobs_of_users, "where": where, "time": time.time()}
 
         def note() -> None:
             self.hung.add(device)
