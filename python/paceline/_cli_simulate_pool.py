@@ -193,6 +193,6 @@ def _day(args: argparse.Namespace) -> int:
         f"{plural(len(args.speeds), 'device')} over 24 hours, seed {args.seed}: a mean wait of at most {args.wait_ms:g} ms in {found['met'] / found['minutes']:.2%} "
         f"of {found['minutes']} minutes, {1e3 * found['mean_wait_seconds']:.3g} ms over the day\n"
         f"device-hours: {found['device_hours']:.1f}, {found['device_hours'] / best if best else 1:.3f} of the best plan in hindsight, {best:.1f}; "
-        f"all devices all day: {found['all_device_hours']:.1f}\n{plural(found['activations'], 'activation')}"
+        f"all devices all day: {found['all_device_hours']:.1f}, with the target met in {found['all_met'] / found['minutes']:.2%} of the minutes\n{plural(found['activations'], 'activation')}"
     )
     return 0

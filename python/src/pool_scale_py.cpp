@@ -81,7 +81,7 @@ void bind_sim_day(py::module_& module) {
           return sim::simulate_day(options);
         }();
         return py::dict(
-            py::arg("minutes") = result.minutes, py::arg("met") = result.met,
+            py::arg("minutes") = result.minutes, py::arg("met") = result.met, py::arg("all_met") = result.all_met,
             py::arg("device_hours") = result.device_hours, py::arg("best_device_hours") = result.best_device_hours,
             py::arg("all_device_hours") = result.all_device_hours,
             py::arg("mean_wait_seconds") = result.mean_wait_seconds, py::arg("activations") = result.activations);
@@ -116,7 +116,7 @@ seed
 Returns
 -------
 dict
-    `minutes`, and in how many of them the target was `met` by the mean wait of the requests that came; `device_hours`, from when a device was
+    `minutes`, and in how many of them the target was `met` by the mean wait of the requests that came; `all_met`, in how many it is with all devices active all day; `device_hours`, from when a device was
     wanted until it was not; `best_device_hours` of a plan in hindsight, and `all_device_hours` of all devices all day; `mean_wait_seconds`; how many
     `activations` there were.
 

@@ -85,11 +85,11 @@ std::vector<DayJob> jobs_of(const DayOptions& options) {
   }
 }
 
-/// The pool with its scaler.
+/// The pool with its scaler, or with `all` devices active all day.
 class Day {
  public:
-  Day(const DayOptions& options, const std::vector<DayJob>& jobs)
-      : options_(options), jobs_(jobs), scaler_(options.scale) {
+  Day(const DayOptions& options, const std::vector<DayJob>& jobs, bool all)
+      : options_(options), jobs_(jobs), all_(all), scaler_(options.scale) {
     (void)pool_.add_kind({.name = "request", .queue_limit = std::numeric_limits<std::int64_t>::max()});
     for (std::size_t d = 0; d < options.speeds.size(); ++d) {
       const std::string name = "sim:" + std::to_string(d);
@@ -111,7 +111,7 @@ class Day {
       const double end = ends_.empty() ? kEndless : ends_.top().first;
       now_ = std::min({arrival, end, tick, wake_});
       if (now_ == tick) {
-        decide(next);
+        if (!all_) decide(next);
         tick += kTick;
       } else if (now_ == arrival) {
         JobId id{};
@@ -184,6 +184,7 @@ class Day {
 
   const DayOptions& options_;
   const std::vector<DayJob>& jobs_;
+  const bool all_;
   plan::PoolState pool_;
   plan::Scaler scaler_;
   std::vector<plan::ScaleDevice> devices_;
@@ -334,7 +335,8 @@ DayResult simulate_day(const DayOptions& options) {
           expected, kMostJobs);
   const std::vector<DayJob> jobs = jobs_of(options);
   Hindsight hindsight(options, jobs);  // first: it may refuse the speeds
-  DayResult result = Day(options, jobs).run();
+  DayResult result = Day(options, jobs, false).run();
+  result.all_met = Day(options, jobs, true).run().met;
   result.best_device_hours = hindsight.hours();
   result.all_device_hours = static_cast<double>(options.speeds.size()) * options.hours;
   return result;

@@ -314,7 +314,7 @@ def simulate_day(
     Returns
     -------
     dict
-        `minutes`, and in how many of them the target was `met` by the mean wait of the requests that came; `device_hours`, from when a device was
+        `minutes`, and in how many of them the target was `met` by the mean wait of the requests that came; `all_met`, in how many it is with all devices active all day; `device_hours`, from when a device was
         wanted until it was not; `best_device_hours` of a plan in hindsight, and `all_device_hours` of all devices all day; `mean_wait_seconds`; how many
         `activations` there were.
 

@@ -35,6 +35,22 @@ TEST(SimulatedDay, AlwaysAllDevicesMeetTheTargetAndAreDearer) {
   EXPECT_EQ(result.activations, 0);
 }
 
+TEST(SimulatedDay, SaysInHowManyMinutesAllDevicesTogetherMeetTheTarget) {
+  DayOptions options = third(1);
+  options.hours = 1.0;
+  options.bursts = 0;
+  options.scale.wait_seconds = 1e-9;  // so every device is needed
+  options.low = options.high = 0.7;
+  const DayResult needed = simulate_day(options);
+  EXPECT_EQ(needed.all_met, needed.met);
+  EXPECT_LT(needed.all_met, needed.minutes / 2);
+  options.scale.wait_seconds = 0.5;
+  const DayResult result = simulate_day(options);
+  EXPECT_LT(result.device_hours, 0.99 * result.all_device_hours);
+  EXPECT_GE(result.all_met, result.met);
+  EXPECT_GT(result.all_met, needed.all_met);
+}
+
 TEST(SimulatedDay, WithoutJobsKeepsOneDevice) {
   DayOptions options = third(1);
   options.hours = 0.5;

@@ -29,6 +29,7 @@ struct DayOptions {
 struct DayResult {
   std::int64_t minutes = 0;
   std::int64_t met = 0;            ///< in which the mean wait of the jobs that came was at most the target
+  std::int64_t all_met = 0;        ///< `met`, with all devices active all day
   double device_hours = 0.0;       ///< from when a device was wanted until it was not
   double best_device_hours = 0.0;  ///< of a plan that knows all jobs, and meets the target in every minute that can
   double all_device_hours = 0.0;   ///< of all devices all the time
