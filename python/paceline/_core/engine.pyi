@@ -372,14 +372,24 @@ class Pool:
         """
         End the jobs of a run that goes on, and replace its worker. False: it has ended.
         """
+    def on_wants_devices(self, call: typing.Any) -> None:
+        """
+        Call this, on any thread, when deadlines need released devices that they did not need before.
+        """
     def release(self) -> None:
         """
         Once closed: end the streams.
         """
     def restore(self, device: str) -> None: ...
-    def retire(self, device: str, unless_last: bool = False, released: bool = False) -> bool:
+    def retire(
+        self,
+        device: str,
+        unless_last: bool = False,
+        released: bool = False,
+        activation_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    ) -> bool:
         """
-        Returns whether it did: not with `unless_last` if no other device is active. `released`: as many jobs may wait as before.
+        Returns whether it did: not with `unless_last` if no other device is active. `released`: as many jobs may wait as before, and deadlines count on the device to come back in so many seconds.
         """
     def runs_over(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> list[typing.Any]:
         """

@@ -453,6 +453,7 @@ class PoolState:
         *,
         device: typing.SupportsInt | typing.SupportsIndex,
         paused: bool = False,
+        activation_seconds: typing.SupportsFloat | typing.SupportsIndex = ...,
     ) -> str: ...
     def submit(
         self,
