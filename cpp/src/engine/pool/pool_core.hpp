@@ -204,7 +204,7 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
     std::vector<const Device*> wake;
     bool wake_all = false;
     bool room = false;
-    double ring = kNever;  // when to call tick(), if that is sooner than before
+    double ring = kNever;                      // when to call tick(), if that is sooner than before
     std::function<void()> wants_devices = {};  // whom to tell that deadlines need released devices
   };
 

@@ -288,11 +288,11 @@ std::exception_ptr PoolCore::error_of(const plan::PoolEnd& end, const std::excep
             "The job was not taken: the pool has too few devices that satisfy its needs, have the memory and are not "
             "lost."));
       }
-      return std::make_exception_ptr(Rejected(
-          std::string("The job was not taken: by the measured times it cannot end by its deadline") +
-          (std::ranges::any_of(devices_, [](const Device& one) { return one.retired && one.released; })
-               ? ", and no released device is back in time for it."
-               : ".")));
+      return std::make_exception_ptr(
+          Rejected(std::string("The job was not taken: by the measured times it cannot end by its deadline") +
+                   (std::ranges::any_of(devices_, [](const Device& one) { return one.retired && one.released; })
+                        ? ", and no released device is back in time for it."
+                        : ".")));
     case JobOutcome::expired:
       return std::make_exception_ptr(Expired("The job waited until it could no longer end by its deadline."));
     case JobOutcome::cancelled:
