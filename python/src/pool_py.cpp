@@ -210,12 +210,14 @@ class PythonPool {
     return Pool::cancel(job);
   }
 
-  bool retire(const std::string& device, bool unless_last, bool released) {
+  bool retire(const std::string& device, bool unless_last, bool released, double activation_seconds) {
     const BlockingRegion without_gil;
-    if (unless_last) return pool_.retire_unless_last(device, released);
+    if (unless_last) return pool_.retire_unless_last(device, released, activation_seconds);
     pool_.retire(device);
     return true;
   }
+
+  void on_wants_devices(py::object call) { pool_.on_wants_devices(callable_on_any_thread(std::move(call))); }
 
   void restore(const std::string& device) {
     const BlockingRegion without_gil;
@@ -357,9 +359,11 @@ void bind_pool(py::module_& module) {
           "check_may_wait", [](const JobHandle& job) { internal::check_may_wait(job.pool); }, py::arg("job"),
           "Raise on a worker, and in a process that was forked from that of the pool.")
       .def("retire", &PythonPool::retire, py::arg("device"), py::arg("unless_last") = false,
-           py::arg("released") = false,
+           py::arg("released") = false, py::arg("activation_seconds") = 0.0,
            "Returns whether it did: not with `unless_last` if no other device is active. `released`: as many jobs may "
-           "wait as before.")
+           "wait as before, and deadlines count on the device to come back in so many seconds.")
+      .def("on_wants_devices", &PythonPool::on_wants_devices, py::arg("call"),
+           "Call this, on any thread, when deadlines need released devices that they did not need before.")
       .def("restore", &PythonPool::restore, py::arg("device"))
       .def("add", &PythonPool::add, py::arg("device"), py::arg("memory") = py::none(),
            "One more device, which takes work at once.")

@@ -148,8 +148,8 @@ class ReplayedPool {
     bool cancelled = false;
     return plan::ledger_json(pool_.cancel(now, static_cast<plan::JobId>(job), cancelled));
   }
-  std::string retire(double now, std::size_t device, bool paused) {
-    return plan::ledger_json(pool_.retire(now, device, paused));
+  std::string retire(double now, std::size_t device, bool paused, double activation_seconds) {
+    return plan::ledger_json(pool_.retire(now, device, paused, activation_seconds));
   }
   std::string restore(double now, std::size_t device) { return plan::ledger_json(pool_.restore(now, device)); }
   std::string lose(double now, std::size_t device) { return plan::ledger_json(pool_.lose(now, device)); }
@@ -219,7 +219,8 @@ void bind_pool_state(py::module_& module) {
       .def("withdraw", &ReplayedPool::withdraw, py::arg("now"), py::kw_only(), py::arg("run"),
            py::arg("cancelled") = py::none())
       .def("cancel", &ReplayedPool::cancel, py::arg("now"), py::kw_only(), py::arg("job"))
-      .def("retire", &ReplayedPool::retire, py::arg("now"), py::kw_only(), py::arg("device"), py::arg("paused") = false)
+      .def("retire", &ReplayedPool::retire, py::arg("now"), py::kw_only(), py::arg("device"), py::arg("paused") = false,
+           py::arg("activation_seconds") = std::numeric_limits<double>::infinity())
       .def("restore", &ReplayedPool::restore, py::arg("now"), py::kw_only(), py::arg("device"))
       .def("lose", &ReplayedPool::lose, py::arg("now"), py::kw_only(), py::arg("device"))
       .def("measure", &ReplayedPool::measure, py::arg("now"), py::kw_only(), py::arg("device"), py::arg("kind"),

@@ -57,6 +57,27 @@ void drop(pybind11::object& object) {
   on_any_thread([dropped] { Py_DECREF(dropped); });
 }
 
+std::function<void()> callable_on_any_thread(pybind11::object function) {
+  const auto kept = std::shared_ptr<pybind11::object>(new pybind11::object(std::move(function)), [](auto* object) {
+    drop(*object);
+    delete object;
+  });
+  return [kept] {
+    if (interpreter_is_ending()) return;
+    on_any_thread([&] {
+      try {
+        (*kept)();
+      } catch (pybind11::error_already_set& failed) {
+        if (interrupts(failed)) {
+          PyErr_SetInterrupt();  // raised where the main thread goes on
+        } else {
+          failed.discard_as_unraisable("a call of a pool");
+        }
+      }
+    });
+  };
+}
+
 WorkerGil::WorkerGil() { this_thread().enter(); }
 WorkerGil::~WorkerGil() {
   // Once the interpreter is ending, only the main thread holds the GIL. This thread is then being unwound by CPython.

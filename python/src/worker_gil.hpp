@@ -5,6 +5,8 @@
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
+#include <functional>
+
 namespace paceline::python {
 
 /// Holds the GIL on a worker thread.
@@ -50,6 +52,9 @@ void on_any_thread(Call call) {
     for (;;) pause();
   }
 }
+
+/// A Python function as a call for any thread. What it raises is told as unraisable.
+std::function<void()> callable_on_any_thread(pybind11::object function);
 
 /// Whether a signal handler has raised KeyboardInterrupt on the main thread, perhaps in code that it is not meant for.
 bool interrupts(const pybind11::error_already_set& error);

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import threading
+import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from paceline import InvalidArgument  # noqa: E402
+from paceline import InvalidArgument, Rejected  # noqa: E402
+from paceline.sim import replay_pool  # noqa: E402
 from paceline.torch import Autoscale, Pool  # noqa: E402
+from paceline.torch._pool import autoscale  # noqa: E402
 from paceline.torch._pool.autoscale import Scale  # noqa: E402
 from pool_support import pool_of, soon  # noqa: E402
 from torch_support import hosts  # noqa: E402
@@ -46,6 +50,9 @@ class Scripted:
             return False
         self.active.remove(name)
         return True
+
+    def on_wants_devices(self, call: Any) -> None:
+        pass
 
     def restore(self, name: str) -> None:
         self.acting()
@@ -267,6 +274,34 @@ def test_a_pool_releases_devices_and_jobs_that_need_them_run_all_the_same() -> N
         assert pool.submit(len, gang=2).result(20) == 2
         jobs = [pool.submit(lambda _: None, needs=name) for name in hosts(3) if name not in pool._scale._out]
     assert all(job.done() and job.exception() is None for job in jobs)  # close() has waited for them
+
+
+def test_a_job_whose_deadline_only_a_released_device_keeps_brings_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoscale, "_TICK", 600.0)  # only what deadlines want wakes it
+    with Pool(hosts(2), autoscale=Autoscale(keep=600.0)) as pool:
+        pool.write_ledger(tmp_path / "ledger.jsonl")
+        for _ in range(4):
+            pool.submit(lambda _: time.sleep(0.05), kind="short", needs="host:0").result(20)
+            pool.submit(lambda _: time.sleep(0.05), kind="short", needs="host:1").result(20)
+        assert pool._jobs.engine.retire("host:1", True, True, 1.0)
+        pool._scale.released.add("host:1")
+        begun, over = threading.Event(), threading.Event()
+        held = pool.submit(lambda _: (begun.set(), over.wait(60)), kind="long")
+        assert begun.wait(20)
+        assert held.running()
+        late = pool.submit(lambda _: None, kind="short", deadline=0.5, needs="host:1")
+        with pytest.raises(Rejected, match="no released device is back in time"):
+            late.result(20)
+        assert pool.report()["devices"]["host:1"]["released"]
+        assert str(pool.submit(lambda device: device, kind="short", deadline=40.0, needs="host:1").result(30)) == "cpu"
+        assert not pool.report()["devices"]["host:1"]["released"]
+        over.set()
+        held.result(20)
+    result = replay_pool(tmp_path / "ledger.jsonl")
+    assert result.mismatch is None
+    assert any('"activation_seconds": 1' in line for line in (tmp_path / "ledger.jsonl").read_text().splitlines())
 
 
 def test_the_thread_ends_with_the_pool() -> None:

@@ -58,6 +58,30 @@ TEST(PoolDevices, WhatJoinsIsRetiredRestoredAndMeasuredLikeTheOthers) {
   EXPECT_TRUE(says(message_of([&] { pool.add(find_device("host:2")); }), "the pool has host:2 already"));
 }
 
+TEST(PoolDevices, ADeadlineBringsAReleasedDeviceBackThatIsInTime) {
+  std::promise<void> wanted;
+  Pool pool(host_group(2));
+  const auto ends = [&](double deadline, std::vector<std::string> devices) {
+    return pool.submit(where_it_ran, {.kind = "short", .deadline_seconds = deadline, .devices = std::move(devices)});
+  };
+  for (int k = 0; k < 4; ++k) {  // so that its seconds are known
+    EXPECT_EQ(ends(600.0, {"host:0"}).get(), "host:0");
+    EXPECT_EQ(ends(600.0, {"host:1"}).get(), "host:1");
+  }
+  (void)pool.scale_tick();
+  ASSERT_TRUE(pool.retire_unless_last("host:1", true, 100.0));
+  pool.on_wants_devices([&] { wanted.set_value(); });
+  const Future<std::string> late = ends(99.0, {"host:1"});
+  EXPECT_TRUE(says(message_of([&] { (void)late.get(); }), "and no released device is back in time for it"));
+  const Future<std::string> job = ends(600.0, {"host:1"});
+  wanted.get_future().wait();
+  const auto tick = pool.scale_tick(1e6);  // at once all the same
+  ASSERT_TRUE(tick.has_value());
+  EXPECT_EQ(tick->covers.front(), (std::pair(std::vector{false, true}, std::size_t{1})));
+  pool.restore("host:1");
+  EXPECT_EQ(job.get(), "host:1");
+}
+
 TEST(PoolDevices, ExplainSaysWhichDevicesJobsWaitFor) {
   Pool pool(host_group(3));
   pool.retire("host:1");

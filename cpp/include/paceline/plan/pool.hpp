@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <iosfwd>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -99,8 +100,11 @@ class PACELINE_API PoolState {
   PoolDecisions cancel(double now_seconds, JobId job, bool& cancelled);
 
   /// The device starts nothing until it is restored. What runs there goes on. `paused`: for a moment only, so as many
-  /// jobs may wait as before.
-  PoolDecisions retire(double now_seconds, std::size_t device, bool paused = false);
+  /// jobs may wait as before. `activation_seconds`: the device is restored so long after covers() names it, without the
+  /// load of a kind's model; so jobs whose deadlines it keeps then are taken and wait for it. Infinity: for no
+  /// deadline.
+  PoolDecisions retire(double now_seconds, std::size_t device, bool paused = false,
+                       double activation_seconds = std::numeric_limits<double>::infinity());
   PoolDecisions restore(double now_seconds, std::size_t device);
   /// Retires the device for good: jobs that only it could run fail, and are rejected from now on. restore() takes it
   /// back all the same.
@@ -150,7 +154,8 @@ class PACELINE_API PoolState {
   [[nodiscard]] double backlog_seconds() const;
   /// Of each kind; all zero where a number is free.
   [[nodiscard]] std::vector<PoolLoad> loads() const;
-  /// What has to stay active for jobs that wait now, and for needs that jobs have had since then.
+  /// What has to stay active, or to come back, for jobs that wait now, and for needs that jobs have had since then.
+  /// Where deadlines of waiting jobs need more devices than are active: released ones that keep them.
   [[nodiscard]] std::vector<PoolCover> covers(double since_seconds) const;
   [[nodiscard]] std::vector<PoolShortage> shortages() const;
   [[nodiscard]] bool lost(std::size_t device) const;

@@ -172,9 +172,10 @@ Pool::~Pool() {
 
 // The core is kept, since a call of then() may destroy the pool.
 void Pool::retire(const std::string& device) { std::shared_ptr(core_)->retire(device, true); }
-bool Pool::retire_unless_last(const std::string& device, bool released) {
-  return std::shared_ptr(core_)->retire(device, true, true, released);
+bool Pool::retire_unless_last(const std::string& device, bool released, double activation_seconds) {
+  return std::shared_ptr(core_)->retire(device, true, true, released, activation_seconds);
 }
+void Pool::on_wants_devices(std::function<void()> call) { core_->on_wants_devices(std::move(call)); }
 void Pool::restore(const std::string& device) { std::shared_ptr(core_)->retire(device, false); }
 
 void Pool::close(bool cancel) {

@@ -11,6 +11,7 @@
 #include <deque>
 #include <exception>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -97,9 +98,11 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   bool unload(const std::string& device, const std::string& model);
   JobId submit(std::unique_ptr<PoolCall> call, const JobOptions& options);
   bool cancel(JobId id);
-  /// `unless_last`: not if no other device is active. `released`: as many jobs may wait as before. Returns whether it
-  /// did.
-  bool retire(const std::string& device, bool retired, bool unless_last = false, bool released = false);
+  /// `unless_last`: not if no other device is active. `released`: as many jobs may wait as before, and deadlines count
+  /// on the device. Returns whether it did.
+  bool retire(const std::string& device, bool retired, bool unless_last = false, bool released = false,
+              double activation_seconds = 0.0);
+  void on_wants_devices(std::function<void()> call);
   /// See Pool.
   void visit_runs_over(double seconds, const Pool::Visit& visit) const;
   bool give_up(plan::RunId run, const std::exception_ptr& error);
@@ -201,7 +204,8 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
     std::vector<const Device*> wake;
     bool wake_all = false;
     bool room = false;
-    double ring = kNever;  // when to call tick(), if that is sooner than before
+    double ring = kNever;                      // when to call tick(), if that is sooner than before
+    std::function<void()> wants_devices = {};  // whom to tell that deadlines need released devices
   };
 
   [[nodiscard]] plan::PoolDecisions place(Device device, double memory_bytes);
@@ -287,6 +291,8 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   bool cancelling_ = false;  // whether nothing starts any more
   // Of scale_tick(): when it was last called, what had come of each kind by then, and the speeds that it told.
   double ticked_ = 0.0;
+  bool wants_devices_ = false;  // since then
+  std::function<void()> on_wants_devices_;
   int submitters_ = 0;  // that wait for room
   std::vector<double> arrived_;
   std::vector<double> speeds_;

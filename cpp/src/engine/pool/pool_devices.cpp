@@ -105,7 +105,20 @@ std::vector<std::string> PoolCore::active() const {
   return names;
 }
 
-bool PoolCore::retire(const std::string& device, bool retired, bool unless_last, bool released) {
+void PoolCore::block(std::size_t place, After& after) {
+  devices_[place].blocked = true;
+  apply(state_.retire(now(), place, true), after);
+  vacate(place, after);
+}
+
+void PoolCore::unblock(std::size_t place, After& after) {
+  Device& device = devices_[place];
+  if (!std::exchange(device.blocked, false) || device.retired || device.lost || cancelling_) return;
+  apply(state_.restore(now(), place), after);
+}
+
+bool PoolCore::retire(const std::string& device, bool retired, bool unless_last, bool released,
+                      double activation_seconds) {
   check_process(retired ? "retire" : "restore");
   After after;
   {
@@ -116,10 +129,11 @@ bool PoolCore::retire(const std::string& device, bool retired, bool unless_last,
         return other != place && (state_.active(other) || devices_[other].blocked);
       };
       if (unless_last && std::ranges::none_of(std::views::iota(std::size_t{0}, devices_.size()), stays)) return false;
+      plan::PoolDecisions decisions = state_.retire(now(), place, released, released ? activation_seconds : kNever);
       devices_[place].retired = true;
       devices_[place].released = released;
       devices_[place].blocked = false;
-      apply(state_.retire(now(), place, released), after);
+      apply(std::move(decisions), after);
       vacate(place, after);
     } else {
       devices_[place].retired = devices_[place].lost = devices_[place].blocked = false;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <ranges>
+#include <string>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -109,18 +110,6 @@ double PoolCore::until_budget(Device& device) const noexcept {
   const double over = device.spent_seconds - budget_ * kBurst;
   if (budget_ > 0.0 && over < 0.0) return 0.0;
   return budget_ > 0.0 ? over / budget_ + 1e-3 : kNever;
-}
-
-void PoolCore::block(std::size_t place, After& after) {
-  devices_[place].blocked = true;
-  apply(state_.retire(now(), place, true), after);
-  vacate(place, after);
-}
-
-void PoolCore::unblock(std::size_t place, After& after) {
-  Device& device = devices_[place];
-  if (!std::exchange(device.blocked, false) || device.retired || device.lost || cancelling_) return;
-  apply(state_.restore(now(), place), after);
 }
 
 void PoolCore::perform(DeviceId, std::int64_t work, Turn&) {
@@ -300,7 +289,10 @@ std::exception_ptr PoolCore::error_of(const plan::PoolEnd& end, const std::excep
             "lost."));
       }
       return std::make_exception_ptr(
-          Rejected("The job was not taken: by the measured times it cannot end by its deadline."));
+          Rejected(std::string("The job was not taken: by the measured times it cannot end by its deadline") +
+                   (std::ranges::any_of(devices_, [](const Device& one) { return one.retired && one.released; })
+                        ? ", and no released device is back in time for it."
+                        : ".")));
     case JobOutcome::expired:
       return std::make_exception_ptr(Expired("The job waited until it could no longer end by its deadline."));
     case JobOutcome::cancelled:
@@ -358,6 +350,9 @@ void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEndin
   if (decisions.wake_seconds < wake_seconds_ && !clock_.started()) after.wake_all = true;
   wake_seconds_ = decisions.wake_seconds;
   keep_time(after, by);
+  if (!decisions.wants_devices) return;
+  wants_devices_ = true;
+  after.wants_devices = on_wants_devices_;
 }
 
 void PoolCore::follow(After after, bool asks) noexcept {
@@ -372,6 +367,7 @@ void PoolCore::follow(After after, bool asks) noexcept {
   } else {
     for (const Device* const device : after.wake) wake(*device);
   }
+  if (after.wants_devices) after.wants_devices();
   const std::size_t told = after.ended.size();
   if (told > 0) {
     const Inside guard(*this);  // complete() waits for what is called here

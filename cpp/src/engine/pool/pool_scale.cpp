@@ -2,6 +2,7 @@
 //
 // What comes to a pool, for how many devices it needs.
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -19,7 +20,8 @@ std::optional<PoolTick> PoolCore::scale_tick(double least_seconds, double keep_s
   check_process("scale_tick");
   const std::lock_guard lock(mutex_);
   const double time = now();
-  if (time - ticked_ < least_seconds) return std::nullopt;
+  if (time <= ticked_ || (time - ticked_ < least_seconds && !wants_devices_)) return std::nullopt;
+  wants_devices_ = false;
   PoolTick tick{.seconds = time - ticked_, .known = submitters_ == 0, .speeds = std::vector<double>(devices_.size())};
   ticked_ = time;
   const std::vector<plan::PoolLoad> loads = state_.loads();
@@ -72,6 +74,11 @@ std::optional<PoolTick> PoolCore::scale_tick(double least_seconds, double keep_s
     tick.covers.emplace_back(std::move(cover.devices), cover.count);
   }
   return tick;
+}
+
+void PoolCore::on_wants_devices(std::function<void()> call) {
+  const std::lock_guard lock(mutex_);
+  on_wants_devices_.swap(call);  // what was there is destroyed without the lock
 }
 
 }  // namespace paceline::internal

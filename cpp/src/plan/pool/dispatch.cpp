@@ -15,33 +15,6 @@ constexpr double kDeclineTie = 1.0 + 1e-9;
 
 using State = PoolState::State;
 
-void State::expire(double now, PoolDecisions& out) {
-  while (!held_deadlines.empty() && held_deadlines.begin()->first < now)
-    end(held_deadlines.begin()->second, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
-  for (std::size_t at = 0; at < active_lines.size();) {
-    const std::size_t i = active_lines[at];
-    if (!lines[i].timed.empty()) rank(lines[i]);
-    while (!lines[i].timed.empty() && last_start(lines[i]) < now) {
-      const JobId late = lines[i].timed.front().id;
-      turn_away(jobs.at(late));
-      end(late, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
-    }
-    // Lines may have become empty: this one, and those with jobs that depend on others.
-    if (at < active_lines.size() && active_lines[at] == i) {
-      ++at;
-    } else {
-      at = static_cast<std::size_t>(std::ranges::upper_bound(active_lines, i) - active_lines.begin());
-    }
-  }
-  if (!gangs.empty()) expire_gangs(now, out);
-}
-
-// When the first job with a deadline must start on the fastest device.
-double State::last_start(const PoolLine& line) const {
-  const Job& job = jobs.at(line.timed.front().id);
-  return job.deadline - kinds[line.kind].margin * least_seconds(line, job);
-}
-
 bool State::foreground_waits(std::size_t device) {
   for (const std::size_t at : active_lines) {
     const PoolLine& line = lines[at];
@@ -193,29 +166,6 @@ bool State::step(double now, PoolDecisions& out) {
     if (line == kNone ? gang_step(id, now, out) : start_from(lines[line], now, out)) return true;
   }
   return false;
-}
-
-double State::wake(double now, const PoolDecisions& out) {
-  double at = kNever;
-  const auto consider = [&](double time) { at = std::min(at, std::max(time, std::nextafter(now, kNever))); };
-  if (!starts_at.empty()) consider(starts_at.begin()->first);
-  if (!held_deadlines.empty()) consider(std::nextafter(held_deadlines.begin()->first, kNever));
-  for (const std::size_t i : active_lines) {
-    PoolLine& line = lines[i];
-    if (line.timed.empty()) continue;
-    rank(line);
-    consider(std::nextafter(last_start(line), kNever));
-  }
-  for (const auto& [background, key, id] : gangs) {
-    const Job& job = jobs.at(id);
-    if (job.timed()) consider(std::nextafter(job.deadline - kinds[job.kind].margin * gang_seconds(job), kNever));
-  }
-  if (hold_until < kNever) consider(hold_until);
-  for (const PoolDecline& decline : out.declines) {
-    const double probe = devices[decline.device].declines_since + options.probe_seconds;
-    if (probe > now && probe < kNever) consider(probe);
-  }
-  return at;
 }
 
 }  // namespace paceline::plan

@@ -29,36 +29,6 @@ bool State::can_run(const Job& job) const {
   return count >= job.gang;
 }
 
-// Whether a job with a deadline can end in time: what is served before it, at the rates of all devices, and itself on
-// the fastest one with the margin.
-bool State::admits(const Job& job, double now) {
-  if (job.deadline == kNever) return true;
-  const double begin = job.due;
-  PoolLine& own = line_of(job, kNone);
-  rank(own);
-  const double least = job.gang > 1 ? gang_seconds(job) : least_seconds(own, job);
-  const double needed = kinds[job.kind].margin * least;
-  if (begin + needed > job.deadline) return false;
-  if (!own.known || own.rate <= 0.0) return true;
-  double ahead = 0.0;
-  const bool background = own.background;
-  for (const std::size_t at : active_lines) {
-    PoolLine& line = lines[at];
-    if (line.background && !background) continue;
-    rank(line);
-    if (line.rate <= 0.0) continue;
-    const KeyEntry entry{job.key, job.id};
-    const bool before = background && !line.background;
-    const std::int64_t count = before ? line.size() : line.timed.count_before(entry) + line.plain.count_before(entry);
-    // A line that shares no device with this job does not delay it.
-    const bool shares = std::any_of(own.ranked.begin(), own.ranked.end(), [&](const PoolLine::Ranked& one) {
-      return accepts(line.need, one.device) && (line.bound == kNone || line.bound == one.device);
-    });
-    if (shares && line.bound == kNone) ahead += static_cast<double>(count) / line.rate;
-  }
-  return std::max(begin, now + ahead) + needed <= job.deadline;
-}
-
 // What comes counts once, from when a device could run it. A client that gives up afterwards has come all the same.
 void State::arrive(Job& job) {
   if (std::exchange(job.arrived, true)) return;
@@ -287,6 +257,7 @@ void State::settle(double now, PoolDecisions& out) {
     out.declines.clear();
     hold_until = kNever;
   } while (idle > 0 && waiting > 0 && step(now, out));
+  count_on_released(out);
   out.wake_seconds = wake(now, out);
 }
 

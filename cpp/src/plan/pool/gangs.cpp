@@ -8,32 +8,6 @@ namespace paceline::plan {
 
 using State = PoolState::State;
 
-// The seconds of a job on the fastest devices that it can have: a gang ends with the slowest of them. 0 if unknown.
-double State::gang_seconds(const Job& job) const {
-  std::vector<double> all;
-  for (std::size_t d = 0; d < devices.size(); ++d) {
-    if (!can_use(job, d)) continue;
-    const double alone = seconds(job.kind, d, job.cost);
-    all.push_back(alone >= 0.0 ? alone + load_seconds(job.kind, d) : 0.0);
-  }
-  if (std::ssize(all) < job.gang) return 0.0;
-  std::sort(all.begin(), all.end());
-  return all[static_cast<std::size_t>(job.gang) - 1];
-}
-
-void State::expire_gangs(double now, PoolDecisions& out) {
-  std::vector<JobId> late;
-  for (const auto& [background, key, id] : gangs) {
-    const Job& job = jobs.at(id);
-    if (job.timed() && job.deadline - kinds[job.kind].margin * gang_seconds(job) < now) late.push_back(id);
-  }
-  for (const JobId id : late) {
-    if (jobs.find(id) == nullptr) continue;
-    turn_away(jobs.at(id));
-    end(id, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
-  }
-}
-
 // Starts the gang if enough devices are idle. Otherwise the first gang in the order of keys reserves the devices that
 // are free first, and others may start there only what ends before (EASY backfilling: Lifka, 1995). One gang reserves
 // at a time, so no two of them hold devices that the other one needs.

@@ -238,8 +238,13 @@ void PoolLedger::cancel(double now, JobId job, const PoolDecisions& decided) {
   event(now, "cancel", Members().add("job", number(job)).text(), decided);
 }
 
-void PoolLedger::retire(double now, std::size_t device, bool paused, const PoolDecisions& decided) {
-  event(now, "retire", Members().add("device", device).unless("paused", paused, false).text(), decided);
+void PoolLedger::retire(double now, std::size_t device, bool paused, double activation_seconds,
+                        const PoolDecisions& decided) {
+  Members members;
+  members.add("device", device)
+      .unless("paused", paused, false)
+      .unless("activation_seconds", activation_seconds, kNever);
+  event(now, "retire", members.text(), decided);
 }
 
 void PoolLedger::restore(double now, std::size_t device, const PoolDecisions& decided) {

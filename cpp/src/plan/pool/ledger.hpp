@@ -39,7 +39,7 @@ class PoolLedger {
   void finish(double now, RunId run, RunResult result, double seconds, const PoolDecisions& decided);
   void withdraw(double now, RunId run, std::optional<JobId> cancelled, const PoolDecisions& decided);
   void cancel(double now, JobId job, const PoolDecisions& decided);
-  void retire(double now, std::size_t device, bool paused, const PoolDecisions& decided);
+  void retire(double now, std::size_t device, bool paused, double activation_seconds, const PoolDecisions& decided);
   void restore(double now, std::size_t device, const PoolDecisions& decided);
   void lose(double now, std::size_t device, const PoolDecisions& decided);
   void measure(double now, std::size_t device, std::size_t kind, const CostModel& model, std::int64_t samples,

@@ -56,22 +56,35 @@ void State::rank(PoolLine& line) {
   if (line.epoch == epoch + kind.epoch) return;  // both only grow
   line.epoch = epoch + kind.epoch;
   line.ranked.clear();
-  line.known = true;
+  line.released.clear();
+  line.known = line.released_known = true;
   line.on_lines = true;
-  line.rate = 0.0;
+  line.rate = line.released_rate = 0.0;
   line.least_seconds = kNever;
   for (std::size_t d = 0; d < devices.size(); ++d) {
-    if (!devices[d].active || (line.bound != kNone && line.bound != d) || !accepts(line.need, d)) continue;
+    const bool here = devices[d].active;
+    if ((!here && devices[d].activation == kNever) || (line.bound != kNone && line.bound != d)) continue;
+    if (!accepts(line.need, d)) continue;
     const std::int64_t most = largest(line.kind, d);
     if (most == 0) continue;
     const Measured& found = measured(line.kind, d);
-    line.known = line.known && found.known && kind.classes[devices[d].cls].samples >= options.samples;
-    line.on_lines = line.on_lines && size_seconds(line.kind, d).empty();
+    bool& known = here ? line.known : line.released_known;
+    known = known && found.known && kind.classes[devices[d].cls].samples >= options.samples;
     const double load = load_seconds(line.kind, d);
-    line.ranked.push_back({d, (found.known ? seconds(line.kind, d, kind.cost) : 0.0) + load, load, most, found.model});
-    line.least_seconds = std::min(line.least_seconds, line.ranked.back().seconds);
     const double batch = found.known ? seconds(line.kind, d, kind.cost * static_cast<double>(most)) : 0.0;
-    if (batch > 0.0) line.rate += static_cast<double>(most) / batch;
+    const double rate = batch > 0.0 ? static_cast<double>(most) / batch : 0.0;
+    (here ? line.rate : line.released_rate) += rate;
+    (here ? line.ranked : line.released)
+        .push_back({d, (found.known ? seconds(line.kind, d, kind.cost) : 0.0) + load, load, most, found.model, rate});
+    if (!here) continue;
+    line.on_lines = line.on_lines && size_seconds(line.kind, d).empty();
+    line.least_seconds = std::min(line.least_seconds, line.ranked.back().seconds);
+  }
+  // What a placement binds to an active device starts on no other one.
+  if (!line.ranked.empty() && binds()) {
+    line.released.clear();
+    line.released_rate = 0.0;
+    line.released_known = true;
   }
   if (!line.known || line.ranked.empty()) line.least_seconds = line.rate = 0.0;
   std::stable_sort(line.ranked.begin(), line.ranked.end(),

@@ -12,7 +12,7 @@ using State = PoolState::State;
 // on.
 std::size_t State::choose_at_submit(const Job& job, double now) {
   const Placement placement = options.placement;
-  if (placement == Placement::automatic || placement == Placement::any || placement == Placement::custom) return kNone;
+  if (!binds()) return kNone;
   const std::size_t kind = job.kind;
   std::size_t best = kNone;
   double least = kNever;

@@ -261,15 +261,19 @@ PoolDecisions PoolState::cancel(double now_seconds, JobId job, bool& cancelled) 
   return out;
 }
 
-PoolDecisions PoolState::retire(double now_seconds, std::size_t device, bool paused) {
+PoolDecisions PoolState::retire(double now_seconds, std::size_t device, bool paused, double activation_seconds) {
   State& s = *state_;
   State::Device& one = s.devices[known(s.devices, device, "device")];
+  require(activation_seconds >= 0.0, "activation_seconds is {}; it cannot be negative", activation_seconds);
   advance(s, now_seconds);
   one.paused = paused;
+  if (one.active || one.activation == kNever) one.released_at = now_seconds;
+  one.activation = activation_seconds;
+  ++s.epoch;
   stop(s, now_seconds, device);
   PoolDecisions out;
   s.settle(now_seconds, out);
-  s.note([&](PoolLedger& ledger) { ledger.retire(now_seconds, device, paused, out); });
+  s.note([&](PoolLedger& ledger) { ledger.retire(now_seconds, device, paused, activation_seconds, out); });
   return out;
 }
 
@@ -278,6 +282,7 @@ PoolDecisions PoolState::restore(double now_seconds, std::size_t device) {
   State::Device& one = s.devices[known(s.devices, device, "device")];
   advance(s, now_seconds);
   one.lost = one.paused = false;
+  one.activation = kNever;
   if (!one.active) {
     one.active = true;
     if (one.run == RunId{}) ++s.idle;
@@ -296,6 +301,7 @@ PoolDecisions PoolState::lose(double now_seconds, std::size_t device) {
   PoolDecisions out;
   s.devices[device].lost = true;
   s.devices[device].paused = false;
+  s.devices[device].activation = kNever;
   s.fail_stranded(std::nullopt, PoolReason::device_lost, out);
   stop(s, now_seconds, device);
   s.settle(now_seconds, out);

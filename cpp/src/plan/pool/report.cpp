@@ -100,7 +100,7 @@ std::vector<PoolLoad> PoolState::loads() const {
 
 std::vector<PoolCover> PoolState::covers(double since_seconds) const {
   const State& s = *state_;
-  std::vector<PoolCover> all;
+  std::vector<PoolCover> all = state_->deadline_covers([](const auto&, std::int64_t) {});
   const auto add = [&](const auto& can, std::size_t count) {
     PoolCover cover{.devices = std::vector<bool>(s.devices.size()), .count = count};
     bool any = count == 1;  // whichever is active will do

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -18,17 +19,18 @@
 
 #include <paceline/plan/pool.hpp>
 
-#include "plan/pool/cost_window.hpp"
+#include "plan/pool/deadlines.hpp"
 #include "plan/pool/job_slots.hpp"
-#include "plan/pool/key_queue.hpp"
 #include "plan/pool/ledger.hpp"
+#include "plan/pool/line.hpp"
 #include "plan/pool/padding.hpp"
 #include "plan/pool/size_times.hpp"
 #include "plan/pool/tenants.hpp"
 
 namespace paceline::plan {
 
-inline constexpr std::size_t kGangsAsked = 16;  // of those that wait: the others have larger keys
+inline constexpr std::size_t kGangsAsked = 16;   // of those that wait: the others have larger keys
+inline constexpr std::int64_t kTimedAsked = 64;  // the same of jobs with deadlines in a line
 
 inline bool finite_not_negative(double value) { return std::isfinite(value) && value >= 0.0; }
 
@@ -37,60 +39,6 @@ inline std::int64_t size_within(const std::vector<std::int64_t>& sizes, std::int
   const auto above = std::upper_bound(sizes.begin(), sizes.end(), most);
   return above == sizes.begin() ? 0 : *(above - 1);
 }
-
-/// Jobs that wait for the same: of one kind, need and class, and bound to one device or to none.
-struct PoolLine {
-  std::size_t kind = 0;
-  std::size_t need = 0;
-  std::size_t bound = kNone;
-  bool background = false;
-  bool padded = false;
-  // Apart, because a device finds the first deadline that it can keep by one search, and what expires is a prefix.
-  KeyQueue timed = {};
-  KeyQueue plain = {};
-  CostWindow window = {};  // if padded
-  // The same jobs, if the pool has tenants: of those that wait here; and the turns of each priority, by who holds them.
-  std::map<std::size_t, TenantJobs> tenants = {};
-  std::array<KeyQueue, kClasses> places = {};
-  std::size_t lead = kTimed;  // of one decision: the priority that is next, and the turn that it is offered
-  KeyEntry lead_place = {};
-  double cost = 0.0;         // of all that wait
-  std::int64_t limited = 0;  // jobs whose batches must be smaller
-
-  // A device that may run these jobs.
-  struct Ranked {
-    std::size_t device = 0;
-    double seconds = 0.0;  // of a typical job, with `load`
-    double load = 0.0;     // of the model
-    std::int64_t largest = 0;
-    CostModel model = {};
-  };
-  std::vector<Ranked> ranked = {};  // the fastest first
-  std::uint64_t epoch = 0;          // of `ranked`
-  bool known = false;               // enough samples of every class
-  bool on_lines = true;             // a device's larger batches take longer
-  double least_seconds = 0.0;       // of a typical job; 0 if unknown
-  double rate = 0.0;                // typical jobs a second, in the largest batches; 0 if unknown
-
-  [[nodiscard]] std::int64_t size() const noexcept { return timed.size() + plain.size(); }
-  /// The job that is next; null if none is.
-  [[nodiscard]] const KeyEntry* front() const {
-    const KeyEntry* other = plain.empty() ? nullptr : &plain.front();
-    return timed.empty() || (other != nullptr && *other < timed.front()) ? other : &timed.front();
-  }
-  void insert(const PoolEntry& job) {
-    (job.timed() ? timed : plain).insert({job.key, job.id});
-    cost += job.cost;
-    limited += job.limited() ? 1 : 0;
-    if (padded) window.insert(job);
-  }
-  void erase(const PoolEntry& job) {
-    (job.timed() ? timed : plain).erase({job.key, job.id});
-    limited -= job.limited() ? 1 : 0;
-    if (padded) window.erase(job);
-    cost = size() > 0 ? cost - job.cost : 0.0;  // so that no rounding stays
-  }
-};
 
 class PoolState::State {
  public:
@@ -109,10 +57,13 @@ class PoolState::State {
     std::size_t cls = 0;
     std::size_t space = 0;
     bool active = true;
-    bool lost = false;    // and retired
-    bool paused = false;  // and retired, for so short that as many jobs may wait
-    RunId run{};          // 0: idle
-    Run current = {};     // of run, if this is its first device
+    bool lost = false;           // and retired
+    bool paused = false;         // and retired, for so short that as many jobs may wait
+    double activation = kNever;  // seconds, if it is released: retired, and comes back when a deadline needs it
+    double released_at = -kNever;
+    double counted_since = kNever;  // when a job that waits first needed it back
+    RunId run{};                    // 0: idle
+    Run current = {};               // of run, if this is its first device
     double free_at = 0.0;
     double declines_since = kNever;
     std::int64_t bound = 0;  // jobs bound to it, the running one included
@@ -193,7 +144,6 @@ class PoolState::State {
   }
   void settle(double now, PoolDecisions& out);  // what every event ends with
   [[nodiscard]] bool can_run(const Job& job) const;
-  bool admits(const Job& job, double now);
   void observe(Kind& kind, double ratio);
   void note_size(Kind& kind, const Run& run, double seconds);
   void typical(Kind& kind, double cost);
@@ -248,6 +198,10 @@ class PoolState::State {
   [[nodiscard]] double units_waiting(PoolLine& line, double faster);
 
   // Which device, in placement.cpp.
+  [[nodiscard]] bool binds() const {  // at submit
+    const Placement placement = options.placement;
+    return placement != Placement::automatic && placement != Placement::any && placement != Placement::custom;
+  }
   [[nodiscard]] std::size_t choose_at_submit(const Job& job, double now);
 
   // What starts, in dispatch.cpp.
@@ -255,9 +209,6 @@ class PoolState::State {
   bool start_from(PoolLine& line, double now, PoolDecisions& out);
   void start(PoolLine& line, std::size_t device, std::vector<JobId> next, JobId lead, double now, bool probe,
              PoolDecisions& out);
-  void expire(double now, PoolDecisions& out);
-  [[nodiscard]] double last_start(const PoolLine& line) const;
-  [[nodiscard]] double wake(double now, const PoolDecisions& out);
   [[nodiscard]] bool foreground_waits(std::size_t device);
 
   // Batches, in batches.cpp.
@@ -314,10 +265,26 @@ class PoolState::State {
     return turns[slot];
   }
 
+  // What deadlines allow, in deadlines.cpp.
+  [[nodiscard]] bool admits(const Job& job, double now);
+  void expire(double now, PoolDecisions& out);
+  [[nodiscard]] double wake(double now, const PoolDecisions& out);
+  using CountOn = std::function<void(const std::vector<std::size_t>& released, std::int64_t more)>;
+  [[nodiscard]] std::vector<PoolCover> deadline_covers(const CountOn& count_on);
+  void count_on_released(PoolDecisions& out);
+  [[nodiscard]] std::vector<PoolWay> ways(const PoolLine& line, const Job& job) const;
+  [[nodiscard]] std::vector<PoolWay> gang_ways(const Job& job) const;
+  [[nodiscard]] std::vector<PoolWay> gang_ways(const Job& job, std::span<const double> begins) const;
+  [[nodiscard]] double seconds_before(PoolLine& own, KeyEntry entry, bool by_active);
+  [[nodiscard]] double last_start(const Job& job, std::span<const PoolWay> all) const;
+  template <class Visit>
+  void visit_timed(const PoolLine& line, const Visit& visit) const;
+  [[nodiscard]] PoolWay way_of(const Device& device, double seconds = 0.0) const {
+    return {device.activation, device.released_at, device.counted_since, seconds};
+  }
+
   // Gangs, in gangs.cpp.
   bool gang_step(JobId id, double now, PoolDecisions& out);
-  void expire_gangs(double now, PoolDecisions& out);
-  [[nodiscard]] double gang_seconds(const Job& job) const;
   [[nodiscard]] bool can_use(const Job& job, std::size_t device) const {  // one that is active
     return devices[device].active && accepts(job.need, device) && largest(job.kind, device) > 0;
   }
@@ -371,8 +338,9 @@ class PoolState::State {
   std::int64_t running = 0;  // runs
   std::uint64_t epoch = 1;   // of devices, and of what is resident
   std::int64_t waiting = 0;
-  std::size_t idle = 0;       // active devices that are idle
-  std::size_t next_turn = 0;  // of Placement::round_robin, and among equals
+  std::size_t idle = 0;         // active devices that are idle
+  std::int64_t counted_on = 0;  // released devices that deadlines need back
+  std::size_t next_turn = 0;    // of Placement::round_robin, and among equals
   double last_now = -kNever;
   bool begun = false;  // whether something was decided, or might have been
   std::shared_ptr<PoolLedger> ledger = {};

@@ -18,6 +18,7 @@ from paceline.torch._pool.jobs import Jobs
 
 _TICK = 1.0  # seconds between two decisions
 _LEAST_TICK = 0.2  # seconds that one is about
+_PAUSE = 0.02  # seconds between two looks that deadlines want
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,13 @@ class Scale:
             threading.RLock()
         )  # No device is retired or restored while it is held: callbacks of jobs that end then may want other locks.
         if self.acts:
-            over = threading.Event()
-            jobs.ends.append(over.set)
+            over, wake = threading.Event(), threading.Event()
+            jobs.ends += over.set, wake.set
+            jobs.engine.on_wants_devices(wake.set)
             known = weakref.ref(self)
-            threading.Thread(target=_look, args=(known, over), name="paceline pool autoscale", daemon=True).start()
+            threading.Thread(
+                target=_look, args=(known, over, wake), name="paceline pool autoscale", daemon=True
+            ).start()
 
     @property
     def away(self) -> set[str]:
@@ -216,9 +220,11 @@ class Scale:
         return f"\nautoscale: {told}; {plural(self.desired(), 'device')} for a mean wait of {self.options.wait:g} s, {wait:.3g} s predicted"
 
 
-def _look(known: weakref.ref[Scale], over: threading.Event) -> None:
+def _look(known: weakref.ref[Scale], over: threading.Event, wake: threading.Event) -> None:
     warned = False
-    while not over.wait(_TICK):
+    while not over.wait(_PAUSE):
+        wake.wait(_TICK - _PAUSE)
+        wake.clear()
         scale = known()
         if scale is None:
             return

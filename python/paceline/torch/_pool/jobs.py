@@ -59,10 +59,12 @@ class _Engine(Engine):
         super().__init__(*arguments)
         self._kept: list[list[str]] = []
 
-    def retire(self, device: str, unless_last: bool = False, released: bool = False) -> bool:
+    def retire(
+        self, device: str, unless_last: bool = False, released: bool = False, activation_seconds: float = 0.0
+    ) -> bool:
         # No lock is held: jobs may end in the call, and their callbacks may want any.
         if not self._keeps(device):
-            retired = super().retire(device, unless_last, released)
+            retired = super().retire(device, unless_last, released, activation_seconds)
             if not retired or not self._keeps(device):
                 return retired
             self.restore(device)  # an exchange has begun meanwhile

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <sstream>
+#include <vector>
+
+#include <paceline/plan/pool.hpp>
+
+#include "draws.hpp"
+#include "pool_box.hpp"
+
+namespace paceline::plan::testing {
+namespace {
+
+constexpr double kForEver = std::numeric_limits<double>::infinity();
+
+// Device 0 is slow, 10 s a job; device 1 takes 1 s, and is released.
+struct Released : Box {
+  explicit Released(double activation = 5.0, std::vector<double> seconds = {10.0, 1.0}, PoolOptions options = exact())
+      : Box(seconds, std::move(options)) {
+    for (std::size_t d = 1; d < seconds.size(); ++d) last = pool.retire(0.0, d, true, activation);
+  }
+  static PoolOptions exact() { return {.margin = 1.0}; }
+  bool rejected() const {
+    return last.ends.size() == 1 && last.ends[0].outcome == JobOutcome::rejected &&
+           last.ends[0].reason == PoolReason::deadline;
+  }
+  bool expired() const { return last.ends.size() == 1 && last.ends[0].outcome == JobOutcome::expired; }
+  std::vector<std::pair<std::vector<bool>, std::size_t>> covers() const {
+    std::vector<std::pair<std::vector<bool>, std::size_t>> all;
+    for (const PoolCover& cover : pool.covers(0.0)) all.emplace_back(cover.devices, cover.count);
+    return all;
+  }
+  void tick(double now) { last = pool.tick(now); }
+};
+
+TEST(PoolDeadlines, AJobThatOnlyAReleasedDeviceEndsInTimeIsTakenAndWantsIt) {
+  Released box;
+  (void)box.submit(0.0, {.deadline_seconds = 6.0});
+  EXPECT_TRUE(box.last.ends.empty());
+  EXPECT_TRUE(box.last.starts.empty()) << "a released device starts nothing, and the slow one cannot end it";
+  EXPECT_TRUE(box.last.wants_devices);
+  EXPECT_EQ(box.covers().front(), (std::pair(std::vector{false, true}, std::size_t{1})));
+  box.last = box.pool.restore(5.0, 1);
+  EXPECT_EQ(devices_of(box.last), Devices{1});
+}
+
+TEST(PoolDeadlines, AJobForWhichTheActivationTakesTooLongIsRejectedAtOnce) {
+  Released box;
+  (void)box.submit(0.0, {.deadline_seconds = 5.9});
+  EXPECT_TRUE(box.rejected());
+  EXPECT_FALSE(box.last.wants_devices);
+  Released never(kForEver);
+  (void)never.submit(0.0, {.deadline_seconds = 9.0});
+  EXPECT_TRUE(never.rejected()) << "a device that is paused otherwise comes back for no deadline";
+}
+
+TEST(PoolDeadlines, AJobWaitsForADeviceThatIsWantedUntilItWouldBeTooLateThere) {
+  Released box;
+  (void)box.submit(0.0, {.deadline_seconds = 7.0});
+  box.tick(3.0);  // wanted now, the device would come too late
+  EXPECT_TRUE(box.last.ends.empty());
+  EXPECT_NEAR(box.last.wake_seconds, 6.0, 1e-9);
+  box.tick(6.0);
+  EXPECT_TRUE(box.last.ends.empty());
+  box.tick(6.001);
+  EXPECT_TRUE(box.expired()) << "it has not come";
+}
+
+TEST(PoolDeadlines, ADeviceThatNobodyWantsAnyMoreCountsWithItsWholeActivation) {
+  Released box;
+  const JobId first = box.submit(0.0, {.deadline_seconds = 7.0});
+  (void)box.submit(3.0, {.deadline_seconds = 5.0});
+  EXPECT_TRUE(box.last.ends.empty()) << "the device is on its way since 0";
+  bool cancelled = false;
+  Released other;
+  const JobId only = other.submit(0.0, {.deadline_seconds = 7.0});
+  other.last = other.pool.cancel(1.0, only, cancelled);
+  EXPECT_TRUE(cancelled);
+  (void)other.submit(3.0, {.deadline_seconds = 5.0});
+  EXPECT_TRUE(other.rejected());
+  EXPECT_NE(first, JobId{});
+}
+
+TEST(PoolDeadlines, AJobBehindALongRunWantsAReleasedDevice) {
+  Released box(2.0, {3.0, 3.0});
+  (void)box.submit(0.0);
+  EXPECT_EQ(devices_of(box.last), Devices{0});
+  EXPECT_FALSE(box.last.wants_devices);
+  (void)box.submit(0.5, {.deadline_seconds = 10.0});
+  EXPECT_FALSE(box.last.wants_devices) << "the active device is free in time";
+  (void)box.submit(0.6, {.deadline_seconds = 5.1});
+  EXPECT_TRUE(box.last.wants_devices);
+}
+
+TEST(PoolDeadlines, ARunThatLastsTooLongMakesAJobWantAReleasedDeviceWhileItHelps) {
+  Released box(2.0, {3.0, 3.0});
+  (void)box.submit(0.0);
+  (void)box.submit(0.0, {.deadline_seconds = 6.5});
+  EXPECT_FALSE(box.last.wants_devices);
+  bool wanted = false;
+  while (box.last.wake_seconds < 1.6 && !wanted) {  // 6.5 - 3 - 2 is the last moment
+    box.tick(box.last.wake_seconds);
+    wanted = box.last.wants_devices;
+  }
+  EXPECT_FALSE(wanted) << "the run ends at 3, as predicted";
+  box.tick(3.4);
+  EXPECT_TRUE(box.last.ends.empty());
+  box.tick(3.6);
+  EXPECT_TRUE(box.expired()) << "no device came, and none would be in time";
+}
+
+TEST(PoolDeadlines, AsManyDevicesAreNamedAsJobsNeed) {
+  Released box(5.0, {10.0, 1.0, 1.0, 1.0});
+  (void)box.submit(0.0, {.deadline_seconds = 6.5});
+  EXPECT_TRUE(box.last.wants_devices);
+  (void)box.submit(0.0, {.deadline_seconds = 6.5});
+  EXPECT_TRUE(box.last.wants_devices) << "one device would end one of them";
+  (void)box.submit(0.0, {.deadline_seconds = 7.5});
+  EXPECT_FALSE(box.last.wants_devices) << "either ends this one after its first";
+  std::size_t most = 0;
+  for (const auto& [devices, count] : box.covers()) {
+    if (!devices[0]) most = std::max(most, count);
+  }
+  EXPECT_EQ(most, 2U);
+}
+
+TEST(PoolDeadlines, AGangWaitsForReleasedDevices) {
+  Released box(5.0, {1.0, 1.0, 1.0, 2.5});
+  (void)box.submit(0.0, {.deadline_seconds = 5.5, .gang = 2});
+  EXPECT_TRUE(box.rejected());
+  (void)box.submit(0.0, {.deadline_seconds = 6.5, .gang = 3});
+  EXPECT_TRUE(box.last.ends.empty());
+  EXPECT_TRUE(box.last.wants_devices);
+  EXPECT_EQ(box.covers().front(), (std::pair(std::vector{true, true, true, false}, std::size_t{3})))
+      << "the last one would be late";
+  box.tick(5.0);
+  EXPECT_TRUE(box.last.ends.empty());
+  (void)box.pool.restore(5.0, 1);
+  box.last = box.pool.restore(5.0, 2);
+  EXPECT_EQ(devices_of(box.last), (Devices{0, 1, 2}));
+}
+
+TEST(PoolDeadlines, APlacementThatBindsJobsCountsOnNoReleasedDevice) {
+  Released box(1.0, {10.0, 1.0}, {.placement = Placement::round_robin, .margin = 1.0});
+  (void)box.submit(0.0, {.deadline_seconds = 5.0});
+  EXPECT_TRUE(box.rejected()) << "it would be bound to the device that is active";
+}
+
+TEST(PoolDeadlines, AReleaseIsInTheLedger) {
+  const auto text = std::make_shared<std::ostringstream>();
+  PoolState pool;
+  (void)pool.add_device(0.0, {.name = "a"});
+  pool.write_to(text);
+  (void)pool.retire(1.0, 0, true, 2.5);
+  (void)pool.retire(2.0, 0, true);
+  EXPECT_NE(text->str().find(R"("retire": {"device": 0, "paused": true, "activation_seconds": 2.5})"),
+            std::string::npos);
+  EXPECT_NE(text->str().find(R"("retire": {"device": 0, "paused": true})"), std::string::npos);
+  EXPECT_THROW((void)pool.retire(3.0, 0, true, -1.0), InvalidArgument);
+}
+
+// When devices that work from these times on have done so much, by halving.
+double done_at(const std::vector<double>& from, const std::vector<double>& rates, double jobs) {
+  double low = 0.0;
+  double high = 1e4;
+  for (int k = 0; k < 100; ++k) {
+    const double middle = (low + high) / 2.0;
+    double done = 0.0;
+    for (std::size_t d = 0; d < from.size(); ++d) done += rates[d] * std::max(middle - from[d], 0.0);
+    (done < jobs ? low : high) = middle;
+  }
+  return high;
+}
+
+TEST(PoolOracle, AdmissionCountsReleasedDevicesFromWhenTheyAreThere) {
+  int refused = 0;
+  int taken = 0;
+  int by_released = 0;
+  for (std::uint64_t seed = 0; seed < 3000; ++seed) {
+    Draws draws(seed);
+    std::vector<double> seconds;
+    std::vector<double> from;
+    std::vector<double> rates;
+    for (std::size_t d = 0, count = draws.count(2, 4); d < count; ++d) {
+      seconds.push_back(0.125 * static_cast<double>(draws.integer(1, 32)));
+      from.push_back(d > 0 && draws.chance(0.6) ? draws.real(0.5, 10.0) : 0.0);
+      rates.push_back(1.0 / seconds.back());
+    }
+    Box box(seconds, {.placement = Placement::any}, {.name = "work", .queue_limit = 1000});
+    for (std::size_t d = 0; d < from.size(); ++d) {
+      if (from[d] > 0.0) (void)box.pool.retire(0.0, d, true, from[d]);
+    }
+    std::vector<double> keys;  // of what waits
+    for (int job = 0; job < 20; ++job) {
+      const double deadline = draws.real(0.1, 20.0);
+      const auto ahead = static_cast<double>(std::ranges::count_if(keys, [&](double key) { return key <= deadline; }));
+      const double served = done_at(from, rates, ahead);
+      double end = kForEver;
+      double end_by_active = kForEver;
+      for (std::size_t d = 0; d < from.size(); ++d) {
+        const double here = std::max(served, from[d]) + 1.3 * seconds[d];
+        end = std::min(end, here);
+        if (from[d] == 0.0) end_by_active = std::min(end_by_active, here);
+      }
+      (void)box.submit(0.0, {.deadline_seconds = deadline});
+      const bool rejected = !box.last.ends.empty() && box.last.ends.front().outcome == JobOutcome::rejected;
+      if (std::abs(end - deadline) > 1e-9) {
+        ASSERT_EQ(rejected, end > deadline) << "seed " << seed << " job " << job;
+      }
+      (rejected ? refused : taken) += 1;
+      by_released += !rejected && end_by_active > deadline ? 1 : 0;
+      if (!rejected && box.last.starts.empty()) keys.push_back(deadline);
+    }
+  }
+  EXPECT_GT(refused, 1000);
+  EXPECT_GT(taken, 1000);
+  EXPECT_GT(by_released, 1000);
+}
+
+}  // namespace
+}  // namespace paceline::plan::testing
