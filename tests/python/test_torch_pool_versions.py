@@ -196,6 +196,22 @@ def test_a_version_in_the_shadow_answers_copies_in_the_background() -> None:
         assert versions_of(ask(batcher, 3)) == {2: 3}
 
 
+@pytest.mark.parametrize("call", ["promote", "retire"])
+def test_copies_that_wait_go_when_their_version_leaves_the_shadow(call: str) -> None:
+    with pool_of(1) as pool:
+        batcher = pool.serve(adds(10), max_batch=4)
+        ask(batcher, 1)[0].result()
+        batcher.publish(adds(20), shadow=True)
+        with Held(pool):
+            before = ask(batcher, 32)
+            assert pool.waiting == 64  # the queues of both versions are full
+            getattr(batcher, call)(2)
+            assert pool.waiting == 32
+            after = ask(batcher, 2 if call == "promote" else 0, wait=False)
+        assert versions_of(before) == {1: 32}
+        assert versions_of(after) == ({2: 2} if call == "promote" else {})
+
+
 def test_the_engine_forgets_versions_that_are_gone(tmp_path: Path) -> None:
     with pool_of(1) as pool:
         pool.write_ledger(tmp_path / "pool.jsonl")

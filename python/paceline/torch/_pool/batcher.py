@@ -272,7 +272,7 @@ class Batcher(Handle):
         InvalidArgument
             If there is no such version, or if it is live.
         Unavailable
-            While devices exchange versions.
+            While devices exchange versions, and if the pool is closed.
         """
         self._all().retire(version)
 
