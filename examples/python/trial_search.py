@@ -41,7 +41,7 @@ class Experiment:
     rungs
         After how many epochs a trial is asked whether it goes on, ascending. The last one is the end.
     propose
-        Makes the configuration of a trial, by ``trial.suggest_float`` and others.
+        Makes the configuration of a trial, by ``trial.suggest_float`` and others. It may raise ``optuna.TrialPruned`` for one that is not worth a rung.
     train
         ``train(device, config, epochs, state)`` trains up to so many epochs, and returns the state then, in host memory, and the value. `state` is None at
         first, and must not be changed: where a device is lost, the rung runs again from there. All that is random comes from a seed in `config`.
@@ -106,7 +106,7 @@ class Search:
         """Run all trials, and return the seconds that they took. `told` is called with each that has ended."""
         begin = time.perf_counter()
         try:
-            while self._ask():
+            while self._ask(told):
                 self._start()
                 self._wait(told)
         finally:
@@ -121,7 +121,7 @@ class Search:
     def _open(self) -> list[Progress]:
         return [one for one in self.all if one.outcome is None]
 
-    def _ask(self) -> bool:
+    def _ask(self, told: Callable[[Progress], None]) -> bool:
         """Ask for as many trials as may be open. False: all have ended."""
         for experiment in self._experiments:
             mine = [one for one in self.all if one.experiment is experiment]
@@ -131,10 +131,14 @@ class Search:
                 trial = experiment.study.ask()
                 one = Progress(experiment, trial, None)
                 self.all.append(one)
-                one.config = experiment.propose(trial)
+                try:
+                    one.config = experiment.propose(trial)
+                except optuna.TrialPruned:  # it is not worth a rung
+                    self._close(one, TrialState.PRUNED, told, "")
+                    continue
                 steps = [end - start for start, end in zip([0, *experiment.rungs], experiment.rungs, strict=False)]
                 self.schedule.add(one, one.kind, [step * experiment.cost(one.config) for step in steps])
-        return bool(self._open())
+        return len(self.all) < sum(one.trials for one in self._experiments) or bool(self._open())
 
     def _start(self) -> None:
         active = [name for name, one in self._pool.report()["devices"].items() if not one["retired"]]

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+import serve
 from http_load import Client, Reply
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +64,7 @@ def test_a_pod_has_more_time_to_end_than_it_drains() -> None:
     probe = container()["readinessProbe"]
     noticed = probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"]
     assert noticed < float(option("--drain")) < grace / 2
+    assert float(option("--drain")) + serve.ANSWER_SECONDS < grace
 
 
 def test_one_slow_answer_takes_no_pod_out_of_the_service() -> None:

@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -252,3 +253,22 @@ def test_the_server_alone_answers_the_load_and_ends_on_a_signal() -> None:
     assert asked == answered != "0"
     assert server.returncode == 0
     assert json.loads(said.splitlines()[-1])["completed"] == int(answered)
+
+
+def test_a_client_that_sends_only_a_part_of_its_request_does_not_hold_the_server() -> None:
+    program = "import sys, serve; serve.ANSWER_SECONDS = 1; sys.exit(serve.main())"
+    command = [sys.executable, "-c", program, "--listen", "0", "--stop-after", "120", "--devices", "host:0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=EXAMPLES, text=True)
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline().split()[-1])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(4096)  # it runs
+            client.sendall(b"POST /embed HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20\r\n\r\nDown")
+            server.send_signal(signal.SIGTERM)
+            server.communicate(timeout=60)
+    finally:
+        server.kill()
+        server.communicate()
+    assert server.returncode == 0

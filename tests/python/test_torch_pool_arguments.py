@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from paceline import Cancelled, InvalidArgument, find_device
 from paceline.torch import Pool
@@ -45,3 +46,10 @@ def test_what_is_no_device_no_job_and_no_dictionary_is_refused() -> None:
             pool.submit(print, deadline=-1)
         with pytest.raises(InvalidArgument, match="not_before is -2 s; it must be finite"):
             pool.submit(print, not_before=-2)
+        for name, value in (("kind", 5), ("deadline", "soon"), ("not_before", None), ("gang", 1.5), ("wait", "no")):
+            with pytest.raises(InvalidArgument, match=f"^submit: .*{name}={value!r}"):
+                pool.submit(print, **{name: value})
+        with pytest.raises(InvalidArgument, match=r"deadline='0\.5'"):  # as a header has it
+            pool.serve(lambda x: x)(torch.zeros(1), deadline="0.5")
+        with pytest.raises(InvalidArgument, match="needs= has a int"):
+            pool.submit(print, needs=5)

@@ -253,7 +253,7 @@ def test_a_device_that_goes_away_during_a_publish_is_waited_for_once(monkeypatch
         assert versions_of(ask(batcher, 4)) == {2: 4}
 
 
-def test_without_a_device_there_is_no_publish_and_on_a_closed_pool_neither() -> None:
+def test_without_a_device_there_is_no_publish_and_on_a_closed_pool_no_change() -> None:
     with pool_of(1) as pool:
         batcher = pool.serve(adds(10), max_batch=4)
         pool.retire(hosts(1)[0])
@@ -261,8 +261,13 @@ def test_without_a_device_there_is_no_publish_and_on_a_closed_pool_neither() -> 
             batcher.publish(adds(20))
         pool.restore(hosts(1)[0])
         assert versions_of(ask(batcher, 1)) == {1: 1}
-    with pytest.raises(Unavailable, match="closed"):
         batcher.publish(adds(20))
+        batcher.publish(adds(30), weight=0.5)
+    before = batcher.versions
+    for change in (lambda: batcher.publish(adds(40)), batcher.promote, batcher.rollback, lambda: batcher.retire(1)):
+        with pytest.raises(Unavailable, match="the pool is closed"):
+            change()
+    assert batcher.versions == before
 
 
 def test_copies_for_the_shadow_are_made_where_there_is_room_and_end_with_the_pool() -> None:

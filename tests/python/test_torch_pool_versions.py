@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import InvalidArgument, Rejected
+from paceline import Expired, InvalidArgument, Rejected
 from paceline.torch import PoolFuture, Version
 from pool_support import Held, pool_of, soon
 from torch_support import hosts
@@ -208,6 +208,37 @@ def test_a_version_in_the_shadow_answers_copies_in_the_background() -> None:
         assert batcher.promote().number == 2
         assert roles(batcher) == {2: ("live", 1.0), 1: ("previous", 0.0)}
         assert versions_of(ask(batcher, 3)) == {2: 3}
+
+
+def test_a_request_that_never_ran_is_not_compared() -> None:
+    seen: list[PoolFuture[Any]] = []
+    with pool_of(1) as pool:
+        batcher = pool.serve(adds(10), max_batch=4)
+        ask(batcher, 1)[0].result()
+        batcher.publish(adds(20), shadow=True, on_shadow=lambda _, live, __: seen.append(live))
+        with Held(pool):
+            (late,) = ask(batcher, 1, deadline=1e-4)
+            assert isinstance(late.exception(), (Expired, Rejected))
+            cancelled, answered = ask(batcher, 2)
+            cancelled.cancel()
+        assert soon(lambda: seen and not pool.waiting and not pool.running)
+    assert seen == [answered]
+
+
+@pytest.mark.parametrize("call", ["promote", "retire"])
+def test_copies_that_wait_go_when_their_version_leaves_the_shadow(call: str) -> None:
+    with pool_of(1) as pool:
+        batcher = pool.serve(adds(10), max_batch=4)
+        ask(batcher, 1)[0].result()
+        batcher.publish(adds(20), shadow=True)
+        with Held(pool):
+            before = ask(batcher, 32)
+            assert pool.waiting == 64  # the queues of both versions are full
+            getattr(batcher, call)(2)
+            assert pool.waiting == 32
+            after = ask(batcher, 2 if call == "promote" else 0, wait=False)
+        assert versions_of(before) == {1: 32}
+        assert versions_of(after) == ({2: 2} if call == "promote" else {})
 
 
 def test_the_engine_forgets_versions_that_are_gone(tmp_path: Path) -> None:

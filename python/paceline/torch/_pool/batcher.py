@@ -202,7 +202,8 @@ class Batcher(Handle):
         shadow
             Let it answer copies of all requests, in the background: only where nothing else waits, and only as many as fit into its queue. Nobody gets these answers.
         on_shadow
-            ``on_shadow(item, future, shadow)`` is called with the futures of both answers once both have ended, on a worker. Not for copies that were dropped.
+            ``on_shadow(item, future, shadow)`` is called with the futures of both answers once both have ended, on a worker. Not for copies that were dropped, nor for
+            requests that were cancelled or refused.
         allow_gap
             Whether requests may wait if no device can answer while versions are exchanged, as on a lone device. Those of `ask` are `Rejected` meanwhile.
         options
@@ -272,7 +273,7 @@ class Batcher(Handle):
         InvalidArgument
             If there is no such version, or if it is live.
         Unavailable
-            While devices exchange versions.
+            While devices exchange versions, and if the pool is closed.
         """
         self._all().retire(version)
 

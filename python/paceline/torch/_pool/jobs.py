@@ -174,7 +174,13 @@ class Jobs:
             batched,
         )
         # An interrupt comes between two instructions of Python, so not between the engine's yes and the note of it.
-        any(map(functools.partial(setattr, future, "_job"), itertools.starmap(self.engine.submit, (arguments,))))
+        try:
+            any(map(functools.partial(setattr, future, "_job"), itertools.starmap(self.engine.submit, (arguments,))))
+        except TypeError:  # it lists what the engine takes
+            raise InvalidArgument(
+                f"submit: kind={kind!r} must be a string, deadline={deadline!r} and not_before={not_before!r} numbers of seconds, gang={gang!r} a whole "
+                f"number, and wait={wait!r} True or False."
+            ) from None
 
     def kind_that_may_run_again(self, kind: str, memory: float) -> str:
         """The engine's name for idempotent jobs of a kind, which need so many bytes: it runs batches again elsewhere, here of one job."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline import Device, InvalidArgument
 from paceline._core.runtime import gpu_facts
@@ -46,7 +46,8 @@ ANY = Place([], [])
 
 def place_of(needs: Needs, devices: Iterable[Device], memory: Mapping[str, float]) -> Place:
     """What fulfils all needs. If no device fulfils a predicate, its name stands in the place of theirs."""
-    given: Sequence[Need] = [needs] if isinstance(needs, str) or callable(needs) else list(needs)
+    several = isinstance(needs, Iterable) and not isinstance(needs, str) and not callable(needs)
+    given: Sequence[Any] = list(needs) if several else [needs]
     labels: list[str] = []
     names: list[str] | None = None
     for one in given:

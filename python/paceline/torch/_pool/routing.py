@@ -49,6 +49,24 @@ class State:
         )
 
 
+def part_of(call: str, weight: float) -> int:
+    """A weight in millionths."""
+    part = round(weight * WHOLE) if isinstance(weight, (int, float)) and 0 < weight <= 1 else 0
+    if part == WHOLE and weight < 1:
+        part = WHOLE - 1  # a candidate
+    if part == 0:
+        raise InvalidArgument(f"{call}: weight={weight!r} must be from a millionth to 1.")
+    return part
+
+
+def check_sum(call: str, state: State, part: int) -> None:
+    """Raise if the candidates and one more leave nothing to the live version."""
+    if part < WHOLE <= part + sum(one for _, one in state.candidates):
+        raise InvalidArgument(
+            f"{call}: weight={part / WHOLE} is not there. The live version has what the candidates leave, which must be more than nothing."
+        )
+
+
 class Router:
     """Sends each request to one of several versions, and copies of it to those in the shadow."""
 
@@ -86,7 +104,8 @@ def _mirror(
     shadow: Answerer, on_shadow: OnShadow | None, live: PoolFuture[Any], leaves: list[torch.Tensor], spec: Any
 ) -> None:
     jobs = shadow.jobs
-    if len(shadow.open) >= _COPIES * shadow.options.max_batch * len(jobs.devices):
+    full = len(shadow.open) >= _COPIES * shadow.options.max_batch * len(jobs.devices)
+    if full or (live.done() and _never_ran(live)):
         return
     copies = [one.detach().clone() for one in leaves]  # the caller may change these once the request is answered
     item = copies[0] if spec is None else pytree.tree_unflatten(copies, spec)
@@ -96,11 +115,15 @@ def _mirror(
 
     def tell(_: object) -> None:
         same = answer.version == shadow.version  # otherwise it was retired just now
-        if same and not answer.cancelled() and not isinstance(answer.exception(), (Cancelled, Expired, Rejected)):
+        if same and not _never_ran(answer) and not _never_ran(live):
             on_shadow(item, live, answer)  # type: ignore[misc]
 
     if on_shadow is not None:
         answer.add_done_callback(lambda _: live.add_done_callback(tell))
+
+
+def _never_ran(ended: PoolFuture[Any]) -> bool:
+    return ended.cancelled() or isinstance(ended.exception(), (Cancelled, Expired, Rejected))
 
 
 class Gap:

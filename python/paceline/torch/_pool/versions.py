@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from paceline.torch._pool.answerer import Answerer, Gone, Present
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import Job, clear_frames
 from paceline.torch._pool.jobs import Jobs
-from paceline.torch._pool.routing import WHOLE, Gap, OnShadow, Router, State
+from paceline.torch._pool.routing import WHOLE, Gap, OnShadow, Router, State, check_sum, part_of
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.warming import Warming
 
@@ -70,14 +71,16 @@ class Versions:
         options: Mapping[str, Any],
     ) -> Version:
         """See `Batcher.publish`."""
-        part = _part_of("publish", weight)
+        part = part_of("publish", weight)
         if (shadow and part < WHOLE) or (on_shadow is not None and not shadow):
             raise InvalidArgument(
                 "publish: a version in the shadow answers nobody, so it has no weight=, and no other version has on_shadow=."
             )
+        if not (on_shadow is None or callable(on_shadow)):
+            raise InvalidArgument(f"publish: on_shadow= is a {type(on_shadow).__name__}, not a function.")
         self._check_may_wait()  # before the lock, whose holder may wait for a device
         with self._publishing:
-            _check_sum("publish", self._state, part)
+            check_sum("publish", self._state, part)
             made = self._make(model, self._last + 1, options)
             self._last = made.version
             with self._freed_unless_taken(made):
@@ -92,7 +95,7 @@ class Versions:
 
     def promote(self, version: Version | int | None, weight: float, allow_gap: bool) -> Version:
         """See `Batcher.promote`."""
-        part = _part_of("promote", weight)
+        part = part_of("promote", weight)
         with self._lock:
             self._check_quiet("promote")
             others = [one for role, one in self._state.all() if role in ("candidate", "shadow")]
@@ -104,6 +107,7 @@ class Versions:
         with self._warmed_again("promote", found, part, allow_gap), self._lock:
             self._find("promote", found.version)  # it may have been retired meanwhile
             self._answer_by("promote", found, part)
+        self._drop_copies(found)
         return Version(found.version, self._name)
 
     def rollback(self, allow_gap: bool) -> Version:
@@ -131,6 +135,7 @@ class Versions:
             if found is self._state.live:
                 raise InvalidArgument(f"retire: version {found.version} is live. Promote another one before.")
             self._set(self._state.without(found))
+        self._drop_copies(found)
 
     def report(self) -> list[dict[str, Any]]:
         """See `Batcher.versions`."""
@@ -141,6 +146,12 @@ class Versions:
             {"number": one.version, "role": role, "weight": parts.get(one.version, 0) / WHOLE}
             for role, one in state.all()
         ]
+
+    def _drop_copies(self, left: Answerer) -> None:
+        """Cancel what waits for a version that has left the shadow: it would fill its queue. Without the lock, which callbacks may want."""
+        for one in list(self._jobs.copies):
+            if one in left.open:
+                one.cancel()
 
     # With the lock.
 
@@ -185,11 +196,16 @@ class Versions:
             return self._set(State(found, (), without.shadows, previous))
         if state.live is found:
             raise InvalidArgument(f"{call}: version {found.version} is live. It has what the candidates leave.")
-        _check_sum(call, without, part)
+        check_sum(call, without, part)
         self._set(dataclasses.replace(without, candidates=(*without.candidates, (found, part))))
 
     def _find(self, call: str, version: Version | int) -> Answerer:
-        wanted = (version, self._name) if isinstance(version, int) else version
+        try:
+            wanted = version if isinstance(version, Version) else (operator.index(version), self._name)
+        except TypeError:
+            raise InvalidArgument(
+                f"{call}: the version is {version!r}; it must be a number, or what publish has returned."
+            ) from None
         for _, one in self._state.all():
             if (one.version, self._name) == wanted:
                 return one
@@ -197,6 +213,8 @@ class Versions:
         raise InvalidArgument(f"{call}: {self._name} has no version {wanted[0]}{of}, or not any more.")
 
     def _check_quiet(self, call: str) -> None:
+        if self._jobs.closed:
+            raise Unavailable(f"{call}: the pool is closed.")
         if self._exchanging:
             raise Unavailable(
                 f"{call}: versions are just exchanged device by device. Wait until that call has returned."
@@ -252,7 +270,7 @@ class Versions:
                 yield
                 return
             self._find(call, found.version)
-            _check_sum(call, self._state.without(found), part)
+            check_sum(call, self._state.without(found), part)
             with self._freed_unless_taken(found):
                 self._bring(call, found, part == WHOLE, allow_gap)
                 yield
@@ -379,19 +397,3 @@ class Versions:
 
 def _nowhere(call: str, made: Answerer) -> Rejected:
     return Rejected(f"{call}: {made.name} was not taken, since no device takes work on which it may answer.")
-
-
-def _part_of(call: str, weight: float) -> int:
-    part = round(weight * WHOLE) if isinstance(weight, (int, float)) and 0 < weight <= 1 else 0
-    if part == WHOLE and weight < 1:
-        part = WHOLE - 1  # a candidate
-    if part == 0:
-        raise InvalidArgument(f"{call}: weight={weight!r} must be from a millionth to 1.")
-    return part
-
-
-def _check_sum(call: str, state: State, part: int) -> None:
-    if part < WHOLE <= part + sum(one for _, one in state.candidates):
-        raise InvalidArgument(
-            f"{call}: weight={part / WHOLE} is not there. The live version has what the candidates leave, which must be more than nothing."
-        )
