@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -41,9 +40,8 @@ class Batcher(Handle):
 
     def __init__(self, jobs: Jobs, answerer: Answerer, make: Callable[[Any, int, Mapping[str, Any]], Answerer]) -> None:
         self._jobs, self._name, self._max_batch = jobs, answerer.name, answerer.options.max_batch
-        self._present, self._make = Present(answerer), make
-        self._versions: Versions | None = None  # from the first call on that needs them
-        self._lock = threading.RLock()  # finalizers may come in while it is held
+        self._present = Present(answerer)
+        self._versions = Versions(jobs, self._present, make)
 
     def __repr__(self) -> str:
         return f"<paceline.torch.Batcher {self._name}, batches of up to {self._max_batch}>"
@@ -218,7 +216,7 @@ class Batcher(Handle):
         Unavailable
             If the pool is closed.
         """
-        return self._all().publish(model, weight, shadow, on_shadow, allow_gap, options)
+        return self._versions.publish(model, weight, shadow, on_shadow, allow_gap, options)
 
     def promote(self, version: Version | int | None = None, *, weight: float = 1.0, allow_gap: bool = False) -> Version:
         """Let a candidate, a version in the shadow or the one before answer all requests from now on, at once. Other candidates are retired.
@@ -241,7 +239,7 @@ class Batcher(Handle):
         Unavailable
             While devices exchange versions, and if the pool is closed.
         """
-        return self._all().promote(version, weight, allow_gap)
+        return self._versions.promote(version, weight, allow_gap)
 
     def rollback(self, *, allow_gap: bool = False) -> Version:
         """Retire the candidates; if there are none, the live version. Then the version that was live before answers, at once, since it is kept loaded.
@@ -262,7 +260,7 @@ class Batcher(Handle):
         Unavailable
             While devices exchange versions, and if the pool is closed.
         """
-        return self._all().rollback(allow_gap)
+        return self._versions.rollback(allow_gap)
 
     def retire(self, version: Version | int) -> None:
         """Let a candidate, a version in the shadow, or the one that is kept for `rollback` go. Its memory is free after its last batch.
@@ -274,18 +272,12 @@ class Batcher(Handle):
         Unavailable
             While devices exchange versions.
         """
-        self._all().retire(version)
+        self._versions.retire(version)
 
     @property
     def versions(self) -> list[dict[str, Any]]:
         """Of each version its ``number``, its ``role`` (live, candidate, shadow, previous) and its ``weight``."""
-        return self._all().report()
-
-    def _all(self) -> Versions:
-        with self._lock:
-            if self._versions is None:
-                self._versions = Versions(self._jobs, self._present, self._make)
-            return self._versions
+        return self._versions.report()
 
 
 def _next_of(waiting: deque[PoolFuture[Any]]) -> Any:

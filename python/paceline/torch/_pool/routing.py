@@ -49,6 +49,24 @@ class State:
         )
 
 
+def part_of(call: str, weight: float) -> int:
+    """A weight, in millionths."""
+    part = round(weight * WHOLE) if isinstance(weight, (int, float)) and 0 < weight <= 1 else 0
+    if part == WHOLE and weight < 1:
+        part = WHOLE - 1  # a candidate
+    if part == 0:
+        raise InvalidArgument(f"{call}: weight={weight!r} must be from a millionth to 1.")
+    return part
+
+
+def check_sum(call: str, state: State, part: int) -> None:
+    """Raise if the weights of candidates and this one leave nothing."""
+    if part < WHOLE <= part + sum(one for _, one in state.candidates):
+        raise InvalidArgument(
+            f"{call}: weight={part / WHOLE} is not there. The live version has what the candidates leave, which must be more than nothing."
+        )
+
+
 class Router:
     """Sends each request to one of several versions, and copies of it to those in the shadow."""
 

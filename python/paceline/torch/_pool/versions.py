@@ -15,7 +15,7 @@ from paceline.torch._pool.answerer import Answerer, Gone, Present
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import Job, clear_frames
 from paceline.torch._pool.jobs import Jobs
-from paceline.torch._pool.routing import WHOLE, Gap, OnShadow, Router, State
+from paceline.torch._pool.routing import WHOLE, Gap, OnShadow, Router, State, check_sum, part_of
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.warming import Warming
 
@@ -46,6 +46,13 @@ class Versions:
         Where the batcher's requests go: to the first one. It is written to.
     make
         Makes another one of a model, by its number and options.
+
+    Attributes
+    ----------
+    bringing
+        The version that is loaded onto the devices.
+    exchanging
+        Whether it takes the place of the live one, device by device.
     """
 
     def __init__(self, jobs: Jobs, present: Present, make: Callable[[Any, int, Mapping[str, Any]], Answerer]) -> None:
@@ -57,9 +64,11 @@ class Versions:
         self._numbers = itertools.count(2)
         self._lock = threading.RLock()  # around each change of the state
         self._publishing = threading.Lock()  # one at a time is loaded
-        self._exchanging = False
+        self.bringing: Answerer | None = None
+        self.exchanging = False
         self._work: dict[str, int] = {}  # see `Warming`
         self._known: PoolFuture[Any] = PoolFuture()  # by which the engine knows the pool
+        jobs.endpoints[self._name] = self
 
     def publish(
         self,
@@ -71,14 +80,14 @@ class Versions:
         options: Mapping[str, Any],
     ) -> Version:
         """See `Batcher.publish`."""
-        part = _part_of("publish", weight)
+        part = part_of("publish", weight)
         if (shadow and part < WHOLE) or (on_shadow is not None and not shadow):
             raise InvalidArgument(
                 "publish: a version in the shadow answers nobody, so it has no weight=, and no other version has on_shadow=."
             )
         self._check_may_wait()  # before the lock, whose holder may wait for a device
         with self._publishing:
-            _check_sum("publish", self._state, part)
+            check_sum("publish", self._state, part)
             made = self._make(model, next(self._numbers), options)
             with self._freed_unless_taken(made):
                 self._bring("publish", made, part == WHOLE and not shadow, allow_gap)
@@ -92,7 +101,7 @@ class Versions:
 
     def promote(self, version: Version | int | None, weight: float, allow_gap: bool) -> Version:
         """See `Batcher.promote`."""
-        part = _part_of("promote", weight)
+        part = part_of("promote", weight)
         with self._lock:
             self._check_quiet("promote")
             others = [one for role, one in self._state.all() if role in ("candidate", "shadow")]
@@ -142,6 +151,16 @@ class Versions:
             for role, one in state.all()
         ]
 
+    def answering(self) -> list[Answerer]:
+        """Those that requests go to, also in the shadow, and the one that is loaded for that."""
+        found = [one for role, one in self._state.all() if role != "previous"]
+        made = self.bringing
+        return found if made is None or made in found else [*found, made]
+
+    def warming(self, call: str, made: Answerer) -> Warming:
+        """What loads a version."""
+        return Warming(self._jobs, made, self._state, call, self._name, self._work)
+
     # With the lock.
 
     def _set(self, state: State) -> None:
@@ -185,7 +204,7 @@ class Versions:
             return self._set(State(found, (), without.shadows, previous))
         if state.live is found:
             raise InvalidArgument(f"{call}: version {found.version} is live. It has what the candidates leave.")
-        _check_sum(call, without, part)
+        check_sum(call, without, part)
         self._set(dataclasses.replace(without, candidates=(*without.candidates, (found, part))))
 
     def _find(self, call: str, version: Version | int) -> Answerer:
@@ -197,7 +216,7 @@ class Versions:
         raise InvalidArgument(f"{call}: {self._name} has no version {wanted[0]}{of}, or not any more.")
 
     def _check_quiet(self, call: str) -> None:
-        if self._exchanging:
+        if self.exchanging:
             raise Unavailable(
                 f"{call}: versions are just exchanged device by device. Wait until that call has returned."
             )
@@ -224,6 +243,7 @@ class Versions:
     def _freed_unless_taken(self, made: Answerer) -> Iterator[None]:
         """Around what loads it."""
         try:
+            self.bringing = made
             yield
         except BaseException as error:
             if all(one is not made or role == "previous" for role, one in self._state.all()):
@@ -234,6 +254,8 @@ class Versions:
                     if all(one is not made for _, one in self._state.all()):
                         self._forget(made)
             raise
+        finally:
+            self.bringing = None
 
     def _free(self, gone: Answerer) -> None:
         """Free it on all devices, also where one is retired."""
@@ -252,14 +274,14 @@ class Versions:
                 yield
                 return
             self._find(call, found.version)
-            _check_sum(call, self._state.without(found), part)
+            check_sum(call, self._state.without(found), part)
             with self._freed_unless_taken(found):
                 self._bring(call, found, part == WHOLE, allow_gap)
                 yield
 
     def _bring(self, call: str, made: Answerer, whole: bool, allow_gap: bool) -> None:
         """Load it onto all devices that may answer, and warm it there, beside the others where they fit."""
-        warming = Warming(self._jobs, made, self._state, call, self._name, self._work)
+        warming = self.warming(call, made)
         seats = warming.seats()
         if not seats:
             raise _nowhere(call, made)
@@ -314,7 +336,7 @@ class Versions:
             with self._lock:
                 self._check_exchange(call, made, apart, bool(stay), whole, allow_gap)
                 old = self._state.live
-                self._exchanging, end = True, State(old, previous=self._state.previous)
+                self.exchanging, end = True, State(old, previous=self._state.previous)
             self._pass_to(old.only_on(stay) if stay else gap, State(old))
             for seat in first:
                 warming.instead(seat, old)
@@ -343,7 +365,7 @@ class Versions:
         finally:  # also if another interrupt comes meanwhile
             if end is not None:
                 with self._lock:
-                    self._exchanging = False
+                    self.exchanging = False
                     if end.live is made:
                         self._cold.add(old.version)
                     way = self._present.way
@@ -379,19 +401,3 @@ class Versions:
 
 def _nowhere(call: str, made: Answerer) -> Rejected:
     return Rejected(f"{call}: {made.name} was not taken, since no device takes work on which it may answer.")
-
-
-def _part_of(call: str, weight: float) -> int:
-    part = round(weight * WHOLE) if isinstance(weight, (int, float)) and 0 < weight <= 1 else 0
-    if part == WHOLE and weight < 1:
-        part = WHOLE - 1  # a candidate
-    if part == 0:
-        raise InvalidArgument(f"{call}: weight={weight!r} must be from a millionth to 1.")
-    return part
-
-
-def _check_sum(call: str, state: State, part: int) -> None:
-    if part < WHOLE <= part + sum(one for _, one in state.candidates):
-        raise InvalidArgument(
-            f"{call}: weight={part / WHOLE} is not there. The live version has what the candidates leave, which must be more than nothing."
-        )
