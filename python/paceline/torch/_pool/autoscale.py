@@ -127,7 +127,7 @@ class Scale:
     def take_back(self, jobs: Any, name: str) -> None:
         """Let a device that was released take work again."""
         with self._lock:
-            self._models.coming.discard(name)
+            self._models.back(name)
             if name not in self.released:
                 return
             self.released.discard(name)
@@ -156,7 +156,7 @@ class Scale:
             (
                 max(speed, 1e-9),
                 self.options.prices.get(name, 1.0),
-                self._models.seconds_of(jobs, name),
+                self._models.seconds_of(jobs, name) if self.acts else 0.0,
                 self.options.keep,
                 name not in away,
                 speed > 0 and there[name],
@@ -181,7 +181,9 @@ class Scale:
                 if can and (there[name] or name in self.released)
             ]
             prices = {name: self.options.prices.get(name, 1.0) / max(self._speeds[name], 1e-9) for name in able}
-            for name in sorted(able, key=lambda one: (not wanted[one], one in failed, one in away, prices[one]))[:count]:
+            for name in sorted(able, key=lambda one: (not wanted[one], one in failed, one in away, prices[one]))[
+                :count
+            ]:
                 wanted[name] = True
         self._wanted = sum(wanted.values())
         coming -= {name for name in coming if not wanted[name]}

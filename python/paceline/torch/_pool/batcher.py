@@ -184,7 +184,7 @@ class Batcher(Handle):
 
         The model is loaded on a thread of its own, which is no worker; `initializer` is called there, too. Then every size of batches runs once on each device, with requests of shapes that were answered before (64
         of them at most), and the pool measures it: jobs of priority ``"normal"``, each as long as a batch. A device that is retired for more than a second loads
-        with its first batch. The version that was live is kept on the devices, for `rollback`. Others are freed after their last batches.
+        with its first batch, one that `Autoscale` has released before it comes back. The version that was live is kept on the devices, for `rollback`. Others are freed after their last batches.
 
         Where memory is too short for both versions, by the pool's ``memory=`` or because it runs out, the one before the live one is freed. If that does not
         help, half of these devices exchange the versions first, one after the other, and the rest after the swap. Each takes no work meanwhile, and
@@ -242,7 +242,7 @@ class Batcher(Handle):
         return self._versions.promote(version, weight, allow_gap)
 
     def rollback(self, *, allow_gap: bool = False) -> Version:
-        """Retire the candidates; if there are none, the live version. Then the version that was live before answers, at once, since it is kept loaded.
+        """Retire the candidates; if there are none, the live version. Then the version that was live before answers, at once, since it is kept loaded: not on devices that `Autoscale` has released since, where it loads with its first batch.
 
         Only if memory is too short for two versions it is loaded again first, as by `publish`.
 

@@ -43,11 +43,15 @@ class Released:
         """The device was just released."""
         self._full[name] = time.monotonic() + _SETTLED
 
-    def leave(self, jobs: Jobs, name: str) -> None:
-        """Stop what goes on for the device, which is about to take work. Waits for a load's present step."""
+    def back(self, name: str) -> None:
+        """The device is about to take work."""
         self.coming.discard(name)
         self._full.pop(name, None)
-        if seat := jobs.seats.get(name):
+
+    def leave(self, jobs: Jobs, name: str) -> None:
+        """Let what goes on for the device end early, and wait for that: it is about to take work."""
+        self.back(name)
+        if name not in jobs.engine.active and (seat := jobs.seats.get(name)):
             with seat.loading:
                 pass
 
@@ -88,7 +92,9 @@ class Released:
                     self._free(jobs, name)
             for name in sorted(self.coming):
                 if not self._over:  # each on a thread of its own, which is prepared for the device for good
-                    loads = threading.Thread(target=self._bring, args=(jobs, name), name=f"paceline {name}", daemon=True)
+                    loads = threading.Thread(
+                        target=self._bring, args=(jobs, name), name=f"paceline {name}", daemon=True
+                    )
                     loads.start()
                     loads.join()
         finally:
@@ -96,16 +102,15 @@ class Released:
                 self._thread = None
 
     def _free(self, jobs: Jobs, name: str) -> None:
-        if name in jobs.engine.active:  # it is back
-            self._full.pop(name, None)
-            return
         busy = {device for _, device, *_ in jobs.engine.runs_over(0.0)}
-        if name in busy or any(one.bringing for one in jobs.versions()):  # which may load there, from before the release
+        # A version that is just published may have begun to load there before the release.
+        if name in busy or name in jobs.engine.active or any(one.bringing for one in jobs.versions()):
             return
         seat = jobs.seats[name]
         with seat.loading:
-            if self._full.pop(name, None) is not None:  # otherwise its owner takes it back
+            if name in self._full:  # otherwise it takes work again
                 jobs.unload(seat)
+                self._full.pop(name, None)
 
     def _bring(self, jobs: Jobs, name: str) -> None:
         seat, begun, made = jobs.seats[name], time.monotonic(), None
@@ -114,7 +119,9 @@ class Released:
             with seat.loading:
                 self.note(name)  # what was loaded is freed if it stays away
                 while name in self.coming:
-                    self.arriving.add(name)  # before the look at what there is: a version that comes later is loaded there as well
+                    self.arriving.add(
+                        name
+                    )  # before the look at what there is: a version that comes later is loaded there as well
                     endpoints = jobs.versions()
                     if any(one.exchanging for one in endpoints):
                         return  # until a later look

@@ -284,7 +284,7 @@ class Versions:
         warming = self.warming(call, made)
         seats = warming.seats()
         if not seats:
-            raise _nowhere(call, made)
+            raise warming.nowhere()
         short = [seat for seat in seats if not warming.fits(seat, without=self._state.previous)]
         if short:  # before the previous version is let go for nothing
             self._check_exchange(call, made, short, len(seats) > 1, whole, allow_gap)
@@ -300,7 +300,7 @@ class Versions:
         if apart:
             with self._jobs.engine.keeping([*beside, *(one.name for one in apart)]) as there:
                 if not there:
-                    raise _nowhere(call, made)
+                    raise warming.nowhere()
                 beside, apart = [one for one in beside if one in there], [one for one in apart if one.name in there]
                 if apart:
                     self._exchange(call, made, warming, beside, apart, whole, allow_gap)
@@ -342,7 +342,7 @@ class Versions:
                 warming.instead(seat, old)
             if stay:
                 if not {*then} & {*self._jobs.engine.active}:  # they are lost
-                    raise _nowhere(call, made)
+                    raise warming.nowhere()
                 self._pass_to(made.only_on(then), State(made, previous=old))
             while left:
                 warming.instead(left[0], old)
@@ -397,7 +397,3 @@ class Versions:
                 else "No other device could answer while they are exchanged. With allow_gap=True requests wait meanwhile."
             )
         )
-
-
-def _nowhere(call: str, made: Answerer) -> Rejected:
-    return Rejected(f"{call}: {made.name} was not taken, since no device takes work on which it may answer.")

@@ -242,6 +242,12 @@ class Warming:
         if error is not None:
             raise self._refused(seat, what, error) from error
 
+    def nowhere(self) -> Rejected:
+        """The error if no device may answer."""
+        return Rejected(
+            f"{self._call}: {self._made.name} was not taken, since no device takes work on which it may answer."
+        )
+
     def _refused(self, seat: Seat, what: str, error: BaseException) -> Rejected:
         return Rejected(
             f"{self._call}: {self._made.name} was not taken, since {what} on {seat.name} has raised {error!r}. The service is as it was."
