@@ -31,7 +31,7 @@ class Box:
             self.scale._models.coming.discard(self.name)
             return [(self.name, False)] if self.name in self.engine.active else []
 
-        self.scale._decide = decides
+        vars(self.scale)["_decide"] = decides
 
     @property
     def active(self) -> bool:

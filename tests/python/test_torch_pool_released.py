@@ -7,6 +7,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from paceline.torch import Autoscale, Pool
+from paceline.torch._pool.warming import Warming
 from pool_support import served_by, soon
 from released_support import Box, box
 from torch_support import hosts
@@ -193,6 +195,35 @@ def test_a_version_that_is_published_meanwhile_is_loaded_when_the_device_returns
         assert len(third.made) == 2
 
 
+def test_a_version_that_is_published_at_the_moment_of_return_is_loaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = States(), States()
+    with box(monkeypatch, hosts(2)) as two:
+        batcher = serve(two, first)
+        two.release()
+        publish = threading.Thread(target=batcher.publish, args=(add,), kwargs={"initializer": second})
+        take_back, find, found = two.scale.take_back, Warming.seats, threading.Event()
+
+        def finds(self: Warming) -> Any:
+            seats = find(self)
+            found.set()
+            return seats
+
+        monkeypatch.setattr(Warming, "seats", finds)
+
+        def takes_back(*given: Any) -> None:  # all that answered a moment ago is there
+            publish.start()
+            assert found.wait(20)
+            take_back(*given)
+
+        monkeypatch.setattr(two.scale, "take_back", takes_back)
+        two.come_back()
+        publish.join(60)
+        assert not publish.is_alive()
+        assert [name.startswith("paceline publish") for name in second.made] == [True, True]
+        on(two, batcher, two.name)
+        assert len(second.made) == 2
+
+
 def test_a_load_that_fails_leaves_the_device_away_and_is_not_tried_at_each_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -255,10 +286,10 @@ def test_a_load_ends_early_for_what_comes_meanwhile(monkeypatch: pytest.MonkeyPa
         assert f"{two.name} is released, of which {two.name} loads what answers" in two.pool.explain()
         assert two.pool.report()["devices"][two.name]["released"]
         assert two.pool.report()["desired_devices"] >= 1
-        calls = {
+        calls: dict[str, Callable[[], Any]] = {
             "restore": lambda: two.pool.restore(two.name),
             "retire": lambda: two.pool.retire(two.name),
-            "unneeded": lambda: setattr(two, "wanted", False) or two.scale.look(),
+            "unneeded": two.release,
             "useless": lambda: two.scale.retire_useless(hosts(2)[0]),
             "close": two.pool.close,
         }
@@ -339,15 +370,19 @@ def test_a_pool_that_scales_by_itself_loads_what_it_needs() -> None:
 def test_the_scaler_knows_how_long_a_load_takes_and_counts_on_devices_that_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    states, rows = States(), []
+    states = States()
+    rows: list[Any] = []
     with box(monkeypatch, hosts(2)) as two:
         batcher = serve(two, states)
         two.release()
         two.come_back()
         decide = two.scale._scaler.decide
-        two.scale._scaler = SimpleNamespace(
-            decide=lambda given, **tick: rows.append(given) or decide(given, **tick), desired=1, wait_seconds=0.0
-        )
+
+        def decides(given: Any, **tick: Any) -> Any:
+            rows.append(given)
+            return decide(given, **tick)
+
+        two.scale._scaler = SimpleNamespace(decide=decides, desired=1, wait_seconds=0.0)
         two.look(lambda: rows)
         seconds = two.scale._models._seconds[two.name]
         assert [row[2] for row in rows[-1]] == [seconds] * 2, "the same for a device that has not loaded yet"
