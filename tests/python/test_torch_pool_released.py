@@ -151,7 +151,7 @@ def test_every_version_that_answers_is_warmed_on_the_device_but_not_the_one_befo
             for one in batcher._versions.answering():
                 one.served.rehearsals = 2  # as where a batch of each size makes something of its own
         two.release()
-        state = batcher._versions._state
+        state: Any = batcher._versions._state
         assert {role: two.name in one.served._copies for role, one in state.all()} == dict.fromkeys(
             ("live", "candidate", "shadow", "previous"), False
         )
@@ -193,6 +193,30 @@ def test_a_version_that_is_published_meanwhile_is_loaded_when_the_device_returns
         assert len(third.made) == 2
         on(two, batcher, two.name)
         assert len(third.made) == 2
+
+
+def test_a_device_that_returns_during_a_publish_loads_that_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = States(), States()
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(device: torch.device) -> torch.Tensor:
+        if threading.current_thread().name.startswith("paceline publish"):
+            begun.set()
+            assert goes_on.wait(20)
+        return second(device)
+
+    with box(monkeypatch, hosts(2)) as two:
+        batcher = serve(two, first)
+        two.release()
+        publish = threading.Thread(target=batcher.publish, args=(add,), kwargs={"initializer": slow})
+        publish.start()
+        assert begun.wait(20)
+        two.come_back()
+        goes_on.set()
+        publish.join(60)
+        on(two, batcher, two.name)
+        assert second.made[0] == f"paceline {two.name}"
+        assert len(second.made) == 2
 
 
 def test_a_version_that_is_published_at_the_moment_of_return_is_loaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +320,7 @@ def test_a_load_ends_early_for_what_comes_meanwhile(monkeypatch: pytest.MonkeyPa
         call = threading.Thread(target=calls[what])
         call.start()
         assert soon(lambda: two.name not in two.scale._models.coming)
+        call.join(0.2)
         assert not two.active, "it is still loading"
         first.waits.set()
         call.join(20)
@@ -391,6 +416,6 @@ def test_the_scaler_knows_how_long_a_load_takes_and_counts_on_devices_that_load(
         states.waits = threading.Event()
         two.want()
         two.look(lambda: rows[-1][1][4])
-        assert not two.active
+        assert two.name not in two.engine.active
         states.waits.set()
         assert float(batcher(torch.zeros(1)).result(20)) == 1.0

@@ -48,7 +48,12 @@ def test_weights_leave_a_released_gpu_and_stay_where_a_part_of_it_uses_them(
         request.getfixturevalue("whole_afterwards")
         names = [one.name for one in paceline.partition("cuda:0", [0.75, 0.25])]
     back, release = [], cuda.release_memory
-    monkeypatch.setattr(cuda, "release_memory", lambda end: back.append(end) or release(end))
+
+    def releases(streams_end: bool) -> None:
+        back.append(streams_end)
+        release(streams_end)
+
+    monkeypatch.setattr(cuda, "release_memory", releases)
     with box(monkeypatch, names) as two:
         module = net()
         batcher = two.pool.serve(module, max_batch=4)
