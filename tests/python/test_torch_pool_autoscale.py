@@ -67,7 +67,7 @@ class Known(SimpleNamespace):
 def scripted(count: int, **options: Any) -> tuple[Scripted, Scale]:
     engine = Scripted(count)
     devices = [SimpleNamespace(name=name) for name in engine.names]
-    jobs: Any = Known(engine=engine, devices=devices, ends=[])
+    jobs: Any = Known(engine=engine, devices=devices, ends=[], seats={}, keeps_models=False)
     engine.jobs_of = jobs  # keeps it
     scale = Scale(jobs, Autoscale(**options))
     jobs.ends[0]()  # its thread; the test looks by itself
@@ -222,7 +222,7 @@ def test_batches_that_run_take_more_devices_and_batches_that_fill_do_not() -> No
 def test_without_autoscale_it_is_a_hint() -> None:
     engine = Scripted(3)
     devices = [SimpleNamespace(name=name) for name in engine.names]
-    jobs: Any = Known(engine=engine, devices=devices, ends=[])
+    jobs: Any = Known(engine=engine, devices=devices, ends=[], seats={}, keeps_models=False)
     scale = Scale(jobs, False)
     for _ in range(20):
         assert 1 <= scale.desired() <= 3

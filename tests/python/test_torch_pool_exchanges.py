@@ -252,7 +252,7 @@ def test_a_pool_that_nobody_knows_goes_with_its_versions() -> None:
     batcher.publish(adds(20), weight=0.5)
     batcher.publish(adds(30), shadow=True, on_shadow=lambda *_: None)
     versions_of(ask(batcher, 10))
-    gone = [weakref.ref(one) for one in (batcher, pool._jobs, batcher._all())]
+    gone = [weakref.ref(one) for one in (batcher, pool._jobs, batcher._versions)]
     del batcher, pool
     assert soon(lambda: all(one() is None for one in gone))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from paceline import InvalidArgument
 from paceline.torch._devices.compile_gate import CompileGate
+from paceline.torch._pool.served import Copies
 from pool_support import pool_of
 from torch_support import hosts
 
@@ -213,3 +215,41 @@ def test_arguments_for_precision_and_compiling_are_checked() -> None:
         ]:
             with pytest.raises(InvalidArgument, match=text):
                 call()  # type: ignore[no-untyped-call]
+
+
+def test_a_device_is_freed_while_others_run_and_join() -> None:
+    place = torch.device("cpu")
+    seats: Any = [
+        SimpleNamespace(name=str(number), space=str(number > 0), device=place, gpu=None) for number in range(3)
+    ]
+    served = Copies(nn.Linear(3, 2).eval(), None)
+    for seat in seats[:2]:
+        served.add(seat)
+    weights = served._weights["True"]
+
+    class Looked(set[str]):
+        def __len__(self) -> int:
+            count = super().__len__()
+            joins.start()
+            joins.join(0.2)  # it waits, or is through
+            return count
+
+    joins = threading.Thread(target=served.add, args=(seats[2],))
+    weights.devices = Looked(weights.devices)
+    served.free(seats[1])
+    joins.join(20)
+    assert served._copies["2"].weights is served._weights["True"]
+
+    class Late(str):
+        def __eq__(self, other: object) -> bool:
+            served._sizes.setdefault(("0", f"kind {len(served._sizes)}"), set())
+            return str(self) == other
+
+        def __ne__(self, other: object) -> bool:
+            return not self == other
+
+        __hash__ = str.__hash__
+
+    served._sizes = {(Late("0"), "a"): set(), (Late("1"), "a"): set()}
+    served.drop("1")  # while other workers add sizes
+    assert all(str(device) == "0" for device, _ in served._sizes)

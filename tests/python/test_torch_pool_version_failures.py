@@ -311,7 +311,7 @@ def test_a_rollback_that_comes_while_the_previous_version_goes_is_refused(monkey
     with pool_of(1) as pool:
         batcher = pool.serve(adds(10), max_batch=4)
         batcher.publish(adds(20))
-        versions = batcher._all()
+        versions = batcher._versions
 
         @contextlib.contextmanager
         def retires(*_: object) -> Iterator[None]:

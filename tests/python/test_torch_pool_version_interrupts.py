@@ -189,7 +189,7 @@ def test_a_promote_that_fails_frees_what_it_has_loaded(monkeypatch: pytest.Monke
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(batcher._all(), "_answer_by", answers_by)
+            patch.setattr(batcher._versions, "_answer_by", answers_by)
             with pytest.raises(KeyboardInterrupt):
                 batcher.promote(1)
         assert states.count(1) == 0

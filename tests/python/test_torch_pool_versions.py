@@ -254,9 +254,9 @@ def test_the_engine_forgets_versions_that_are_gone(tmp_path: Path) -> None:
         with Held(pool):
             late = ask(batcher, 4)
             batcher.retire(7)  # it still has requests, so the engine forgets it after these
-            assert batcher._all()._gone
+            assert batcher._versions._gone
         assert versions_of(late) == {6: 2, 7: 2}
-        assert soon(lambda: not batcher._all()._gone)
+        assert soon(lambda: not batcher._versions._gone)
     lines = [json.loads(line) for line in (tmp_path / "pool.jsonl").read_text().splitlines()]
     events = Counter(next(iter(line)) for line in lines)
     assert events["forget"] == 5  # versions 1 to 4, and 7

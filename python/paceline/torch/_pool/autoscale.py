@@ -15,6 +15,7 @@ from paceline import Error, InvalidArgument
 from paceline._core.plan import Scaler
 from paceline._words import plural
 from paceline.torch._pool.jobs import Jobs
+from paceline.torch._pool.released import Released
 
 _TICK = 1.0  # seconds between two decisions
 _LEAST_TICK = 0.2  # seconds that one is about
@@ -60,6 +61,7 @@ class Scale:
             raise InvalidArgument(f"Pool: autoscale has prices of {unknown}, which are not among its devices {names}.")
         self.acts = bool(asked)
         self.released: set[str] = set()  # by this; without `acts` only in thought
+        self._models = Released()  # on those
         self._out: set[str] = set()  # that the pool's owner has retired
         self._jobs, self._scaler = weakref.ref(jobs), Scaler(self.options.wait)  # the jobs own it
         self._speeds: dict[str, float] = {}  # of the last look
@@ -72,7 +74,7 @@ class Scale:
         )  # No device is retired or restored while it is held: callbacks of jobs that end then may want other locks.
         if self.acts:
             over, wake = threading.Event(), threading.Event()
-            jobs.ends += over.set, wake.set
+            jobs.ends += [over.set, wake.set, self._models.end]
             jobs.engine.on_wants_devices(wake.set)
             known = weakref.ref(self)
             threading.Thread(
@@ -84,6 +86,11 @@ class Scale:
         """The devices that it has released."""
         return set(self.released) if self.acts else set()
 
+    @property
+    def arriving(self) -> set[str]:
+        """See `Released`."""
+        return self._models.arriving
+
     def look(self) -> None:
         """Decide anew, if some time has passed."""
         jobs = self._jobs()
@@ -92,12 +99,18 @@ class Scale:
         with self._lock:
             changes = self._decide(jobs)
         for name, want in changes:
-            if want:
-                self._take_back(jobs, name)
+            if want and self.acts and jobs.keeps_models and name not in self._models.failed():
+                self._models.coming.add(name)
+            elif want:
+                self._models.leave(jobs, name)
+                self.take_back(jobs, name)
             elif not self.acts or (not self._holding and jobs.engine.retire(name, True, True)):
                 with self._lock:
                     if name not in self._out:
                         self.released.add(name)
+                        self._models.note(name)
+        if self.acts:
+            self._models.go_on(jobs)
 
     def retire_useless(self, device: str) -> bool:
         """Retire a device that is of no use, but not the last one. Returns whether it did. Released devices come back before, since they may be all others."""
@@ -108,14 +121,17 @@ class Scale:
             self._holding += 1
         try:
             for name in list(self.released) if self.acts else ():
-                self._take_back(jobs, name)
+                self._models.leave(jobs, name)
+                self.take_back(jobs, name)  # each loads with its first batch
             return jobs.engine.retire(device, unless_last=True)
         finally:
             with self._lock:
                 self._holding -= 1
 
-    def _take_back(self, jobs: Any, name: str) -> None:
+    def take_back(self, jobs: Any, name: str) -> None:
+        """Let a device that was released take work again."""
         with self._lock:
+            self._models.back(name)
             if name not in self.released:
                 return
             self.released.discard(name)
@@ -136,14 +152,17 @@ class Scale:
         self._speeds = dict(zip(names, speeds, strict=False))  # one may just be added
         gone = {name for name, is_lost in zip(names, lost, strict=False) if is_lost}
         self.released = self.released - active - gone if self.acts else self.released & active
-        there = {name: name in active or name in self.released for name in self._speeds}
+        coming, failed = self._models.coming, self._models.failed()
+        coming &= self.released
+        away = self.released - coming
+        there = {name: name in active or (name in self.released and name not in failed) for name in self._speeds}
         rows = [
             (
                 max(speed, 1e-9),
                 self.options.prices.get(name, 1.0),
-                0.0,
+                self._models.seconds_of(jobs, name) if self.acts else 0.0,
                 self.options.keep,
-                name not in self.released,
+                name not in away,
                 speed > 0 and there[name],
             )
             for name, speed in self._speeds.items()
@@ -160,12 +179,19 @@ class Scale:
         if not known:  # nobody knows what it takes
             wanted = {name: wanted[name] or there[name] for name in wanted}
         for accepted, count in covers:
-            able = [name for name, can in zip(self._speeds, accepted, strict=False) if can and there[name]]
+            able = [
+                name
+                for name, can in zip(self._speeds, accepted, strict=False)
+                if can and (there[name] or name in self.released)
+            ]
             prices = {name: self.options.prices.get(name, 1.0) / max(self._speeds[name], 1e-9) for name in able}
-            for name in sorted(able, key=lambda one: (not wanted[one], one in self.released, prices[one]))[:count]:
+            for name in sorted(able, key=lambda one: (not wanted[one], one in failed, one in away, prices[one]))[
+                :count
+            ]:
                 wanted[name] = True
         self._wanted = sum(wanted.values())
-        back = [(name, True) for name in self.released if wanted.get(name, False)]
+        coming -= {name for name in coming if not wanted[name]}
+        back = [(name, True) for name in away if wanted.get(name, False)]
         return back + [(name, False) for name in wanted if not wanted[name] and name in active - self.released]
 
     def desired(self) -> int:
@@ -180,8 +206,11 @@ class Scale:
         with self._lock:
             was = device in self._out
             self.released.discard(device)
+            self._models.coming.discard(device)
             (self._out.add if out else self._out.discard)(device)
-            return was
+        if not out and (jobs := self._jobs()) is not None:
+            self._models.leave(jobs, device)
+        return was
 
     def wait_of(self, remove: Iterable[str], add: Iterable[str | float]) -> dict[str, Any]:
         """See `Scaled.what_if`."""
@@ -214,9 +243,11 @@ class Scale:
         if not self.acts:
             return ""
         with self._lock:
-            names = sorted(self.released)
+            names, loads = sorted(self.released), sorted(self._models.coming)
             wait = max(self._scaler.wait_seconds, self._filling)
         told = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} released" if names else "no device is released"
+        if loads:
+            told += f", of which {', '.join(loads)} {'loads' if len(loads) == 1 else 'load'} what answers"
         return f"\nautoscale: {told}; {plural(self.desired(), 'device')} for a mean wait of {self.options.wait:g} s, {wait:.3g} s predicted"
 
 
@@ -260,7 +291,7 @@ class Scaled:
             raise
 
     def restore(self, device: str) -> None:
-        """Let a device start jobs again."""
+        """Let a device start jobs again, at once. If `Autoscale` had released it, it loads what answers with its first batches."""
         self._scale.owned(device, out=False)
         self._jobs.engine.restore(device)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -41,9 +40,8 @@ class Batcher(Handle):
 
     def __init__(self, jobs: Jobs, answerer: Answerer, make: Callable[[Any, int, Mapping[str, Any]], Answerer]) -> None:
         self._jobs, self._name, self._max_batch = jobs, answerer.name, answerer.options.max_batch
-        self._present, self._make = Present(answerer), make
-        self._versions: Versions | None = None  # from the first call on that needs them
-        self._lock = threading.RLock()  # finalizers may come in while it is held
+        self._present = Present(answerer)
+        self._versions = Versions(jobs, self._present, make)
 
     def __repr__(self) -> str:
         return f"<paceline.torch.Batcher {self._name}, batches of up to {self._max_batch}>"
@@ -186,7 +184,7 @@ class Batcher(Handle):
 
         The model is loaded on a thread of its own, which is no worker; `initializer` is called there, too. Then every size of batches runs once on each device, with requests of shapes that were answered before (64
         of them at most), and the pool measures it: jobs of priority ``"normal"``, each as long as a batch. A device that is retired for more than a second loads
-        with its first batch. The version that was live is kept on the devices, for `rollback`. Others are freed after their last batches.
+        with its first batch, one that `Autoscale` has released before it comes back. The version that was live is kept on the devices, for `rollback`. Others are freed after their last batches.
 
         Where memory is too short for both versions, by the pool's ``memory=`` or because it runs out, the one before the live one is freed. If that does not
         help, half of these devices exchange the versions first, one after the other, and the rest after the swap. Each takes no work meanwhile, and
@@ -219,7 +217,7 @@ class Batcher(Handle):
         Unavailable
             If the pool is closed.
         """
-        return self._all().publish(model, weight, shadow, on_shadow, allow_gap, options)
+        return self._versions.publish(model, weight, shadow, on_shadow, allow_gap, options)
 
     def promote(self, version: Version | int | None = None, *, weight: float = 1.0, allow_gap: bool = False) -> Version:
         """Let a candidate, a version in the shadow or the one before answer all requests from now on, at once. Other candidates are retired.
@@ -242,10 +240,10 @@ class Batcher(Handle):
         Unavailable
             While devices exchange versions, and if the pool is closed.
         """
-        return self._all().promote(version, weight, allow_gap)
+        return self._versions.promote(version, weight, allow_gap)
 
     def rollback(self, *, allow_gap: bool = False) -> Version:
-        """Retire the candidates; if there are none, the live version. Then the version that was live before answers, at once, since it is kept loaded.
+        """Retire the candidates; if there are none, the live version. Then the version that was live before answers, at once, since it is kept loaded: not on devices that `Autoscale` has released since, where it loads with its first batch.
 
         Only if memory is too short for two versions it is loaded again first, as by `publish`.
 
@@ -263,7 +261,7 @@ class Batcher(Handle):
         Unavailable
             While devices exchange versions, and if the pool is closed.
         """
-        return self._all().rollback(allow_gap)
+        return self._versions.rollback(allow_gap)
 
     def retire(self, version: Version | int) -> None:
         """Let a candidate, a version in the shadow, or the one that is kept for `rollback` go. Its memory is free after its last batch.
@@ -275,18 +273,12 @@ class Batcher(Handle):
         Unavailable
             While devices exchange versions, and if the pool is closed.
         """
-        self._all().retire(version)
+        self._versions.retire(version)
 
     @property
     def versions(self) -> list[dict[str, Any]]:
         """Of each version its ``number``, its ``role`` (live, candidate, shadow, previous) and its ``weight``."""
-        return self._all().report()
-
-    def _all(self) -> Versions:
-        with self._lock:
-            if self._versions is None:
-                self._versions = Versions(self._jobs, self._present, self._make)
-            return self._versions
+        return self._versions.report()
 
 
 def _next_of(waiting: deque[PoolFuture[Any]]) -> Any:

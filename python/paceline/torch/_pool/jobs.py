@@ -111,6 +111,7 @@ class Jobs:
         self.engine = _Engine(group, self.placing.weak() if self.placing else placement, budget, self.memory)
         self.seats = {one.name: Seat(one, self.engine.stream) for one in group.devices}
         self.served: weakref.WeakValueDictionary[str, Served] = weakref.WeakValueDictionary()  # by the batcher's name
+        self.endpoints: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # the `Versions` of each
         self._adding = threading.RLock()  # a device, or what is served
         self._again: set[str] = set()  # kinds of jobs that may run again
         self.watchdog = None if hang_seconds is None else Watchdog(self, hang_seconds)
@@ -246,6 +247,32 @@ class Jobs:
         if os.getpid() != self._process:
             raise Unavailable(f"{call}: the pool's workers are in another process, the parent.")
 
+    def versions(self) -> list[Any]:
+        """The `Versions` of each batcher that somebody knows."""
+        return [one for known in self.endpoints.valuerefs() if (one := known()) is not None]
+
+    @property
+    def keeps_models(self) -> bool:
+        """Whether anything that is served keeps something on devices."""
+        return any(one.keeps for one in list(self.served.values()))
+
+    def _beside(self, seat: Seat) -> list[str]:
+        """The other devices in its memory."""
+        return [one.name for one in list(self.seats.values()) if one.space == seat.space and one is not seat]
+
+    def limits(self, seat: Seat) -> bool:
+        """Whether the engine decides by the pool's ``memory=`` which states are in the memory of the device."""
+        return not self.memory.keys().isdisjoint((seat.name, *self._beside(seat)))
+
+    def unload(self, seat: Seat) -> None:
+        """Free what models keep on a device that runs nothing. What other devices in its memory use stays."""
+        others = self._beside(seat)
+        for name, served in list(self.served.items()):
+            served.free(seat)
+            if served.resident and self.limits(seat) and not any(map(served.holds, others)):
+                self.engine.unload(seat.name, name)
+        seat.release_memory()
+
     def evict(self, models: Evicted) -> None:
         """Let devices forget models. Called on a worker, before what needs the memory."""
         for device, name in models:
@@ -293,6 +320,8 @@ class Jobs:
             except InvalidArgument:  # in a job: it is as open as before
                 self.closing = before
                 raise
+            for end in self.ends:
+                end()
             hung = () if self.watchdog is None else self.watchdog.hung
             if self.gpus and not self.closed and all(self.seats[name].gpu is None for name in hung):
                 # Giving memory back waits for what a GPU does, which may be for ever. The workspaces of cuBLAS stay: they belong to the whole process,
@@ -303,8 +332,6 @@ class Jobs:
             self.closed = True
             if self._observed is not None:
                 self._observed.close()
-            for end in self.ends:
-                end()
 
 
 _open: weakref.WeakSet[Jobs] = weakref.WeakSet()

@@ -68,7 +68,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         A job or a batch that runs for longer is given up: its future has `Timeout`, a warning names the job, the device and the line, and another thread
         takes the jobs of the device. The thread that hangs goes on, and so does a GPU, beside later jobs. More than any job takes, with compiling and loading.
     autoscale
-        Whether to release devices that are not needed, and to take them back, so that jobs wait for 0.1 s in the mean. `Autoscale` has other figures.
+        Whether to release devices that are not needed, with the memory of models there, and to load and take them back, so that jobs wait for 0.1 s in the mean. `Autoscale` has other figures.
     observe
         ``"socket"``: ``paceline top`` shows the pool until `close`, as for `DataParallel`.
 
@@ -242,7 +242,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
             ``fn(batch)``. The request is dimension 0 of every tensor of the batch, which is on the device, and of the answer, which may be
             anywhere.
         initializer
-            Makes the state of a device on its worker, before its first batch. The function is then ``fn(state, batch)``. A device on which it raises
+            Makes the state of a device on its worker, before its first batch, or on another thread before a released device comes back. The function is then ``fn(state, batch)``. A device on which it raises
             is retired, unless it is the last one, whose requests get the error. Where memory runs out when it is made anew only the batch fails.
         max_batch
             Requests of a batch at most. Few sizes run: four between a power of two and the next one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ class Seat:
         # A GPU's thread launches. With a team of OpenMP threads it would crowd out the others.
         self._threads = max(1, len(device.cores)) if self.gpu is None else 1
         self._stream_of = stream_of
+        self.loading = threading.RLock()  # around loads and frees on other threads than its worker
         self._beside: cuda.Queue | None = None  # one for good: PyTorch keeps what a stream has had for this stream
 
     def prepare(self) -> None:

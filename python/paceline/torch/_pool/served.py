@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,10 @@ class Served:
     ----------
     resident
         Bytes that it keeps in the memory of a device, until `drop`.
+    keeps
+        Whether it keeps anything on a device that `of` makes.
+    load_seconds
+        How long the first `of` on a device took, the last time.
     prepared
         The devices on which `of` has succeeded once.
     rehearsals
@@ -49,6 +54,8 @@ class Served:
     """
 
     resident = 0.0
+    keeps = True
+    load_seconds = 0.0
     rehearsals = 1
 
     def __init__(self, *, compiled: bool, captures: bool = False) -> None:
@@ -80,8 +87,11 @@ class Served:
 
         Also the seconds in which it was loaded, if it was not resident, and those of waiting for captures before that.
         """
+        begun = time.monotonic()
         answer, loaded, waited = self._of(seat)
-        self.prepared.add(seat.name)
+        if seat.name not in self.prepared:
+            self.load_seconds = time.monotonic() - begun - waited
+            self.prepared.add(seat.name)
         return (self._limited(answer) if self._compiled else answer), loaded, waited
 
     def _of(self, seat: Seat) -> Ready:
@@ -90,11 +100,17 @@ class Served:
     def drop(self, device: str) -> None:
         """Forget what was made for a device, on any thread."""
         self._call = object()
-        self._sizes = {key: sizes for key, sizes in self._sizes.items() if key[0] != device}
+        for key in [key for key in list(self._sizes) if key[0] == device]:  # others may add theirs
+            self._sizes.pop(key, None)
 
     def free(self, seat: Seat) -> None:
         """Forget what was made for a device, where nobody uses it any more."""
         self.drop(seat.name)
+
+    @property
+    def settles_by_size(self) -> bool:
+        """Whether each size of batches makes something anew on a device: code or a graph."""
+        return self._compiled or self.rehearsals > 1
 
     def explain(self) -> str:
         """What there is to say of it, in words."""
@@ -130,6 +146,8 @@ class Served:
 
 class ServedFunction(Served):
     """A function that all devices call."""
+
+    keeps = False
 
     def __init__(self, function: Answer) -> None:
         super().__init__(compiled=is_compiled_function(function), captures=captures_graphs(function))
@@ -217,6 +235,7 @@ class Copies(Served):
         self._module, self._replicate, self._options = module, replicate, options
         self._copies: dict[str, _Copy] = {}
         self._weights: dict[str, Weights] = {}  # by memory space
+        self._sharing = threading.Lock()  # for who shares them
         self._home: str | None = None  # the memory space of the module, if a device is there
         self._place = home_of(module)
 
@@ -240,11 +259,12 @@ class Copies(Served):
     def free(self, seat: Seat) -> None:
         """See `Served`."""
         super().free(seat)
-        weights = self._weights.get(seat.space)
-        if weights is not None:
-            weights.devices.discard(seat.name)
-            if not weights.devices:
-                del self._weights[seat.space]
+        with self._sharing:
+            weights = self._weights.get(seat.space)
+            if weights is not None:
+                weights.devices.discard(seat.name)
+                if not weights.devices:
+                    del self._weights[seat.space]
 
     def _copy_for(self, seat: Seat) -> _Copy:
         reach = Reach(self._module)
@@ -268,9 +288,11 @@ class Copies(Served):
         ]  # without an address there is nothing to compare, nor to share anew
         if far:
             shared += [({"": one}, {"": made.counterparts[id(one)]}, "") for one in reach.unregistered.values()]
-        weights = self._weights.setdefault(seat.space, Weights()) if far else None
-        if weights is not None:
-            weights.devices.add(seat.name)
+        weights = None
+        if far:
+            with self._sharing:
+                weights = self._weights.setdefault(seat.space, Weights())
+                weights.devices.add(seat.name)
         # module.compile() compiles nothing of a class of PyTorch, such as nn.Sequential.
         answer = replica.module if self._options is None else torch.compile(replica.module, **self._options)
         copy = _Copy(replica, answer, shared, weights)

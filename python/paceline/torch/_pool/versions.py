@@ -46,6 +46,13 @@ class Versions:
         Where the batcher's requests go: to the first one. It is written to.
     make
         Makes another one of a model, by its number and options.
+
+    Attributes
+    ----------
+    bringing
+        The version that is loaded onto the devices.
+    exchanging
+        Whether it takes the place of the live one, device by device.
     """
 
     def __init__(self, jobs: Jobs, present: Present, make: Callable[[Any, int, Mapping[str, Any]], Answerer]) -> None:
@@ -57,9 +64,11 @@ class Versions:
         self._last = live.version  # the last number that was taken
         self._lock = threading.RLock()  # around each change of the state
         self._publishing = threading.Lock()  # one at a time is loaded
-        self._exchanging = False
+        self.bringing: Answerer | None = None
+        self.exchanging = False
         self._work: dict[str, int] = {}  # see `Warming`
         self._known: PoolFuture[Any] = PoolFuture()  # by which the engine knows the pool
+        jobs.endpoints[self._name] = self
 
     def publish(
         self,
@@ -153,6 +162,16 @@ class Versions:
             if one in left.open:
                 one.cancel()
 
+    def answering(self) -> list[Answerer]:
+        """Those that requests go to, also in the shadow, and the one that is loaded for that."""
+        found = [one for role, one in self._state.all() if role != "previous"]
+        made = self.bringing
+        return found if made is None or made in found else [*found, made]
+
+    def warming(self, call: str, made: Answerer) -> Warming:
+        """What loads a version."""
+        return Warming(self._jobs, made, self._state, call, self._name, self._work)
+
     # With the lock.
 
     def _set(self, state: State) -> None:
@@ -215,7 +234,7 @@ class Versions:
     def _check_quiet(self, call: str) -> None:
         if self._jobs.closed:
             raise Unavailable(f"{call}: the pool is closed.")
-        if self._exchanging:
+        if self.exchanging:
             raise Unavailable(
                 f"{call}: versions are just exchanged device by device. Wait until that call has returned."
             )
@@ -242,6 +261,7 @@ class Versions:
     def _freed_unless_taken(self, made: Answerer) -> Iterator[None]:
         """Around what loads it."""
         try:
+            self.bringing = made
             yield
         except BaseException as error:
             if all(one is not made or role == "previous" for role, one in self._state.all()):
@@ -252,6 +272,8 @@ class Versions:
                     if all(one is not made for _, one in self._state.all()):
                         self._forget(made)
             raise
+        finally:
+            self.bringing = None
 
     def _free(self, gone: Answerer) -> None:
         """Free it on all devices, also where one is retired."""
@@ -277,10 +299,10 @@ class Versions:
 
     def _bring(self, call: str, made: Answerer, whole: bool, allow_gap: bool) -> None:
         """Load it onto all devices that may answer, and warm it there, beside the others where they fit."""
-        warming = Warming(self._jobs, made, self._state, call, self._name, self._work)
+        warming = self.warming(call, made)
         seats = warming.seats()
         if not seats:
-            raise _nowhere(call, made)
+            raise warming.nowhere()
         short = [seat for seat in seats if not warming.fits(seat, without=self._state.previous)]
         if short:  # before the previous version is let go for nothing
             self._check_exchange(call, made, short, len(seats) > 1, whole, allow_gap)
@@ -296,7 +318,7 @@ class Versions:
         if apart:
             with self._jobs.engine.keeping([*beside, *(one.name for one in apart)]) as there:
                 if not there:
-                    raise _nowhere(call, made)
+                    raise warming.nowhere()
                 beside, apart = [one for one in beside if one in there], [one for one in apart if one.name in there]
                 if apart:
                     self._exchange(call, made, warming, beside, apart, whole, allow_gap)
@@ -332,13 +354,13 @@ class Versions:
             with self._lock:
                 self._check_exchange(call, made, apart, bool(stay), whole, allow_gap)
                 old = self._state.live
-                self._exchanging, end = True, State(old, previous=self._state.previous)
+                self.exchanging, end = True, State(old, previous=self._state.previous)
             self._pass_to(old.only_on(stay) if stay else gap, State(old))
             for seat in first:
                 warming.instead(seat, old)
             if stay:
                 if not {*then} & {*self._jobs.engine.active}:  # they are lost
-                    raise _nowhere(call, made)
+                    raise warming.nowhere()
                 self._pass_to(made.only_on(then), State(made, previous=old))
             while left:
                 warming.instead(left[0], old)
@@ -361,7 +383,7 @@ class Versions:
         finally:  # also if another interrupt comes meanwhile
             if end is not None:
                 with self._lock:
-                    self._exchanging = False
+                    self.exchanging = False
                     if end.live is made:
                         self._cold.add(old.version)
                     way = self._present.way
@@ -393,7 +415,3 @@ class Versions:
                 else "No other device could answer while they are exchanged. With allow_gap=True requests wait meanwhile."
             )
         )
-
-
-def _nowhere(call: str, made: Answerer) -> Rejected:
-    return Rejected(f"{call}: {made.name} was not taken, since no device takes work on which it may answer.")

@@ -67,7 +67,7 @@ class Warming:
         return [
             self._jobs.seats[one.name]
             for one in list(self._jobs.devices)
-            if one.name in active
+            if (one.name in active or one.name in self._jobs.scale.arriving)
             and (not names or one.name in names)
             and {*labels} <= {one.name, one.kind, one.device_class}
         ]
@@ -120,6 +120,25 @@ class Warming:
             self._run(seat, f"loading in the place of version {old.version}", exchange, rests=False)
             self._warm(seat, old.served)
 
+    def ahead(self, seat: Seat, goes_on: Callable[[], bool]) -> None:
+        """Do it on the calling thread, for a device that takes no work. Ends early, with a part of it, once `goes_on` says so.
+
+        A state whose bytes the pool's ``memory=`` counts comes with its first batch, as always: the engine decides which ones are there.
+        """
+        made, served = self._made, self._made.served
+        if not served.keeps or (served.resident and self._jobs.limits(seat)):
+            return
+        seat.prepare()
+        with seat.entered():  # no job uses the stream
+            served.of(seat)
+            sizes = self._sizes(seat)
+            for example in self._examples:
+                if served.settles_by_size:
+                    all(goes_on() and self._try(made, seat, example, size) for size in sizes)
+                else:
+                    any(goes_on() and self._try(made, seat, example, size) for size in reversed(sizes))
+            seat.wait()
+
     def _left(self, seat: Seat, gone: Served | None = None) -> float:
         """Bytes of the pool's ``memory=`` that what it keeps, and what is there, leave for its batches."""
         served = self._made.served
@@ -151,24 +170,24 @@ class Warming:
             self._measure(seat)
 
     def _rehearse(self, which: Answerer, seat: Seat, example: Example, size: int, *, rests: bool = True) -> bool:
-        def rehearse(_: torch.device) -> bool:
-            """False: memory is too short for so many, which the pool will find out, too, and for more."""
-            before = 0 if seat.gpu is None else cuda.mark_memory(seat.gpu)
-            try:
-                which.rehearse(seat, example, size)
-                if seat.gpu is not None:
-                    took = cuda.peak_memory(seat.gpu) - before
-                    self._work[seat.name] = max(took, self._work.get(seat.name, 0))
-            except BaseException as error:
-                if size == 1 or not is_out_of_memory(error):
-                    raise
-                clear_frames(error)
-                seat.release_memory()
-                return False
-            return True
-
         of = "" if which is self._made else f" of version {which.version}"
-        return self._run(seat, f"a batch of {size}{of}", rehearse, rests=rests)
+        return self._run(seat, f"a batch of {size}{of}", lambda _: self._try(which, seat, example, size), rests=rests)
+
+    def _try(self, which: Answerer, seat: Seat, example: Example, size: int) -> bool:
+        """Run it here. False: memory is too short for so many, which the pool will find out, too, and for more."""
+        before = 0 if seat.gpu is None else cuda.mark_memory(seat.gpu)
+        try:
+            which.rehearse(seat, example, size)
+            if seat.gpu is not None:
+                took = cuda.peak_memory(seat.gpu) - before
+                self._work[seat.name] = max(took, self._work.get(seat.name, 0))
+        except BaseException as error:
+            if size == 1 or not is_out_of_memory(error):
+                raise
+            clear_frames(error)
+            seat.release_memory()
+            return False
+        return True
 
     def _measure(self, seat: Seat) -> None:
         """Let requests come the usual way, on one device."""
@@ -223,6 +242,12 @@ class Warming:
         if error is not None:
             raise self._refused(seat, what, error) from error
 
+    def nowhere(self) -> Rejected:
+        """The error if no device may answer."""
+        return Rejected(
+            f"{self._call}: {self._made.name} was not taken, since no device takes work on which it may answer."
+        )
+
     def _refused(self, seat: Seat, what: str, error: BaseException) -> Rejected:
         return Rejected(
             f"{self._call}: {self._made.name} was not taken, since {what} on {seat.name} has raised {error!r}. The service is as it was."
@@ -231,7 +256,7 @@ class Warming:
 
 def _load(made: Answerer, seat: Seat) -> None:
     seat.prepare()
-    with seat.beside():
+    with seat.loading, seat.beside():
         made.served.of(seat)
         seat.wait()
 

@@ -1,0 +1,157 @@
+"""What becomes of models on a device that a pool releases, and before the device takes work again."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from typing import TYPE_CHECKING
+
+from paceline.torch._pool.job import clear_frames
+
+if TYPE_CHECKING:
+    from paceline.torch._pool.answerer import Answerer
+    from paceline.torch._pool.jobs import Jobs
+
+_SETTLED = 0.5  # seconds from a release on, in which a worker begins the batch that it had taken
+_RETRY, _LONGEST_RETRY = 10.0, 600.0  # seconds after a load that failed; twice as many after each more
+
+
+class Released:
+    """Frees what models keep on released devices, and loads it before these devices come back: beside the service, one device at a time. Threads: any.
+
+    Attributes
+    ----------
+    coming
+        The devices that are loaded, or wait for it. Whoever takes one out stops its load.
+    arriving
+        Those that have all that answered a moment ago. Whoever publishes a version loads it there, too.
+    """
+
+    def __init__(self) -> None:
+        self.coming: set[str] = set()
+        self.arriving: set[str] = set()
+        self._full: dict[str, float] = {}  # devices that may keep something, and when that can be freed
+        self._seconds: dict[str, float] = {}  # of the last load
+        self._failed: dict[str, tuple[float, float]] = {}  # until when it is not tried again, and for how long
+        self._thread: threading.Thread | None = None
+        self._over = False
+        self._lock = threading.RLock()  # for the thread
+
+    def note(self, name: str) -> None:
+        """The device was just released."""
+        self._full[name] = time.monotonic() + _SETTLED
+
+    def back(self, name: str) -> None:
+        """The device is about to take work."""
+        self.coming.discard(name)
+        self._full.pop(name, None)
+
+    def leave(self, jobs: Jobs, name: str) -> None:
+        """Let what goes on for the device end early, and wait for that: it is about to take work."""
+        self.back(name)
+        if name not in jobs.engine.active and (seat := jobs.seats.get(name)):
+            with seat.loading:
+                pass
+
+    def go_on(self, jobs: Jobs) -> None:
+        """Do what is due, on a thread, unless one is at it."""
+        with self._lock:
+            if self._over or self._thread is not None or not (self.coming or self._full):
+                return
+            thread = threading.Thread(target=self._run, args=(jobs,), name="paceline pool released", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def end(self) -> None:
+        """Stop, and wait until that is so: the pool's streams end."""
+        self._over = True
+        self.coming.clear()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def failed(self) -> set[str]:
+        """The devices on which a load has failed lately."""
+        return {name for name, (until, _) in list(self._failed.items()) if time.monotonic() < until}
+
+    def seconds_of(self, jobs: Jobs, name: str) -> float:
+        """How long the device will load: as the last time, as the longest of others, or as first batches have taken together."""
+        if not jobs.keeps_models:
+            return 0.0
+        known = [*self._seconds.values()]
+        if not known:
+            known = [sum(made.served.load_seconds for one in jobs.versions() for made in one.answering())]
+        return self._seconds.get(name, max(known))
+
+    def _run(self, jobs: Jobs) -> None:
+        try:
+            for name, when in list(self._full.items()):
+                if name not in self.coming and when <= time.monotonic():
+                    self._free(jobs, name)
+            for name in sorted(self.coming):
+                if not self._over:  # each on a thread of its own, which is prepared for the device for good
+                    loads = threading.Thread(
+                        target=self._bring, args=(jobs, name), name=f"paceline {name}", daemon=True
+                    )
+                    loads.start()
+                    loads.join()
+        finally:
+            with self._lock:
+                self._thread = None
+
+    def _free(self, jobs: Jobs, name: str) -> None:
+        busy = {device for _, device, *_ in jobs.engine.runs_over(0.0)}
+        # A version that is just published may have begun to load there before the release.
+        if name in busy or name in jobs.engine.active or any(one.bringing for one in jobs.versions()):
+            return
+        seat = jobs.seats[name]
+        with seat.loading:
+            if name in self._full:  # otherwise it takes work again
+                jobs.unload(seat)
+                self._full.pop(name, None)
+
+    def _bring(self, jobs: Jobs, name: str) -> None:
+        seat, begun, made = jobs.seats[name], time.monotonic(), None
+        done: set[Answerer] = set()
+        try:
+            with seat.loading:
+                self.note(name)  # what was loaded is freed if it stays away
+                while name in self.coming:
+                    self.arriving.add(
+                        name
+                    )  # before the look at what there is: a version that comes later is loaded there as well
+                    endpoints = jobs.versions()
+                    if any(one.exchanging for one in endpoints):
+                        return  # until a later look
+                    left = [(one, version) for one in endpoints for version in one.answering() if version not in done]
+                    if not left:
+                        break
+                    self.arriving.discard(name)
+                    versions, made = left[0]
+                    versions.warming("restore", made).ahead(seat, lambda: name in self.coming)
+                    done.add(made)
+            if name in self.coming:
+                self._seconds[name] = time.monotonic() - begun
+                self._failed.pop(name, None)
+                jobs.scale.take_back(jobs, name)
+        except BaseException as error:
+            self._fail(name, "the device" if made is None else made.name, error)
+        finally:
+            self.arriving.discard(name)
+
+    def _fail(self, name: str, what: str, error: BaseException) -> None:
+        clear_frames(error)  # they refer to what was loaded
+        self.coming.discard(name)
+        first = name not in self._failed
+        wait = _RETRY if first else min(2 * self._failed[name][1], _LONGEST_RETRY)
+        self._failed[name] = time.monotonic() + wait, wait
+        if first:
+            with contextlib.suppress(RuntimeWarning):  # where warnings are errors
+                warnings.warn(
+                    f"paceline autoscale: {name} stays released, since loading {what} there has raised {error!r}. The pool tries it again from time to time. "
+                    f"restore({name!r}) takes the device back as it is.",
+                    RuntimeWarning,
+                    stacklevel=1,
+                )

@@ -1,0 +1,421 @@
+"""`Pool(autoscale=...)`: what models keep on devices that are released, and what is loaded before these come back."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.torch import Autoscale, Pool
+from paceline.torch._pool.warming import Warming
+from pool_support import served_by, soon
+from released_support import Box, box
+from torch_support import hosts
+
+
+class States:
+    """Of devices, as `initializer` makes them, in their order."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []  # threads
+        self.fails: BaseException | None = None
+        self.waits: threading.Event | None = None  # of threads that load
+        self._alive: list[weakref.ref[Any]] = []
+
+    def __call__(self, _: torch.device) -> torch.Tensor:
+        self.made.append(threading.current_thread().name)
+        if self.loads_now:
+            if self.waits is not None:
+                assert self.waits.wait(20)
+            if self.fails is not None:
+                raise self.fails
+        state = torch.ones(1)
+        self._alive.append(weakref.ref(state))
+        return state
+
+    @property
+    def loads_now(self) -> bool:
+        return threading.current_thread().name.startswith("paceline host:")
+
+    @property
+    def alive(self) -> int:
+        return sum(one() is not None for one in self._alive)
+
+
+def add(state: Any, batch: Any) -> Any:
+    return batch + state
+
+
+def on(box: Box, batcher: Any, name: str) -> None:
+    """Each kind of device has answered."""
+    other = next(one for one in hosts(2) if one != name)
+    box.pool.retire(other)
+    assert float(batcher(torch.zeros(1)).result(20)) == 1.0
+    box.pool.restore(other)
+
+
+def serve(box: Box, states: States, **options: Any) -> Any:
+    """It has answered on both devices."""
+    batcher = box.pool.serve(add, initializer=states, max_batch=4, **options)
+    for name in hosts(2):
+        on(box, batcher, name)
+    return batcher
+
+
+def test_a_released_device_keeps_no_state_and_has_it_again_before_its_first_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = States()
+    with box(monkeypatch, hosts(2)) as two:
+        batcher = serve(two, states)
+        assert states.alive == 2
+        assert two.scale._models.seconds_of(two.pool._jobs, two.name) > 0, "as the first batches have taken"
+        two.release()
+        assert states.alive == 1
+        assert two.pool.report()["devices"][two.name]["released"]
+        two.come_back()
+        assert states.alive == 2
+        assert states.made[2:] == [f"paceline {two.name}"], "on no worker"
+        on(two, batcher, two.name)
+        assert len(states.made) == 3
+        assert two.scale._models._seconds[two.name] > 0
+        del batcher
+        assert two.scale._models.seconds_of(two.pool._jobs, two.name) == 0.0, "nothing is served"
+
+
+def test_what_runs_there_ends_before_anything_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, begun, goes_on = States(), threading.Event(), threading.Event()
+
+    def slow(state: Any, batch: Any) -> Any:
+        if threading.current_thread().name == where and not goes_on.is_set():
+            begun.set()
+            assert goes_on.wait(20)
+        return batch + state
+
+    with box(monkeypatch, hosts(2)) as two:
+        where = two.pool.submit(lambda _: threading.current_thread().name, needs=two.name).result(20)
+        batcher = two.pool.serve(slow, initializer=states, max_batch=1)
+        asked = []
+        while not begun.is_set():
+            asked.append(batcher(torch.zeros(1)))
+            time.sleep(0.01)
+        two.wanted = False
+        two.look(lambda: not two.active)
+        for _ in range(5):
+            time.sleep(0.25)
+            two.scale.look()
+        assert two.scale._models._full, "the batch has not ended"
+        there = served_by(batcher)._states
+        assert two.name in there
+        goes_on.set()
+        two.look(lambda: two.name not in there)
+        assert all(float(one.result(20)) == 1.0 for one in asked)
+
+
+class Net(nn.Module):
+    """Notes on which threads it runs, and batches of which size."""
+
+    seen: ClassVar[Counter[tuple[str, int]]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Net.seen[threading.current_thread().name, len(x)] += 1
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "settles"])
+def test_every_version_that_answers_is_warmed_on_the_device_but_not_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    nets = [Net().eval() for _ in range(4)]
+    with box(monkeypatch, hosts(2)) as two:
+        batcher = two.pool.serve(nets[0], max_batch=4)
+        item = torch.randn(3)
+        batcher(item).result(20)
+        batcher.publish(nets[1])
+        batcher.publish(nets[2], weight=0.5)
+        batcher.publish(nets[3], shadow=True)
+        if compiled:
+            for one in batcher._versions.answering():
+                one.served.rehearsals = 2  # as where a batch of each size makes something of its own
+        two.release()
+        state: Any = batcher._versions._state
+        assert {role: two.name in one.served._copies for role, one in state.all()} == dict.fromkeys(
+            ("live", "candidate", "shadow", "previous"), False
+        )
+        Net.seen.clear()
+        two.come_back()
+        assert {role: two.name in one.served._copies for role, one in state.all()} == {
+            "live": True,
+            "candidate": True,
+            "shadow": True,
+            "previous": False,
+        }
+        loaded = {size: count for (name, size), count in Net.seen.items() if name == f"paceline {two.name}"}
+        assert loaded == ({1: 6, 2: 6, 3: 6, 4: 6} if compiled else {4: 3})
+        two.pool.retire(hosts(2)[0])
+        torch.testing.assert_close(
+            batcher(item, key=1).result(20), nets[batcher(item, key=1).version - 1](item[None])[0].detach()
+        )
+        batcher.rollback()
+        batcher.rollback()
+        torch.testing.assert_close(batcher(item).result(20), nets[0](item[None])[0].detach())
+
+
+def test_a_version_that_is_published_meanwhile_is_loaded_when_the_device_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second, third = States(), States(), States()
+    with box(monkeypatch, hosts(2)) as two:
+        batcher = serve(two, first)
+        two.release()
+        batcher.publish(add, initializer=second)
+        assert len(second.made) == 1, "not on a released device"
+        second.waits = threading.Event()
+        two.want()
+        two.look(lambda: len(second.made) == 2)
+        batcher.publish(add, initializer=third)  # while the device loads the second one
+        second.waits.set()
+        two.look(lambda: two.active)
+        assert third.made[-1] == f"paceline {two.name}"
+        assert len(third.made) == 2
+        on(two, batcher, two.name)
+        assert len(third.made) == 2
+
+
+def test_a_device_that_returns_during_a_publish_loads_that_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = States(), States()
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(device: torch.device) -> torch.Tensor:
+        if threading.current_thread().name.startswith("paceline publish"):
+            begun.set()
+            assert goes_on.wait(20)
+        return second(device)
+
+    with box(monkeypatch, hosts(2)) as two:
+        batcher = serve(two, first)
+        two.release()
+        publish = threading.Thread(target=batcher.publish, args=(add,), kwargs={"initializer": slow})
+        publish.start()
+        assert begun.wait(20)
+        two.come_back()
+        goes_on.set()
+        publish.join(60)
+        on(two, batcher, two.name)
+        assert second.made[0] == f"paceline {two.name}"
+        assert len(second.made) == 2
+
+
+def test_a_version_that_is_published_at_the_moment_of_return_is_loaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = States(), States()
+    with box(monkeypatch, hosts(2)) as two:
+        batcher = serve(two, first)
+        two.release()
+        publish = threading.Thread(target=batcher.publish, args=(add,), kwargs={"initializer": second})
+        take_back, find, found = two.scale.take_back, Warming.seats, threading.Event()
+
+        def finds(self: Warming) -> Any:
+            seats = find(self)
+            found.set()
+            return seats
+
+        monkeypatch.setattr(Warming, "seats", finds)
+
+        def takes_back(*given: Any) -> None:  # all that answered a moment ago is there
+            publish.start()
+            assert found.wait(20)
+            take_back(*given)
+
+        monkeypatch.setattr(two.scale, "take_back", takes_back)
+        two.come_back()
+        publish.join(60)
+        assert not publish.is_alive()
+        assert [name.startswith("paceline publish") for name in second.made] == [True, True]
+        on(two, batcher, two.name)
+        assert len(second.made) == 2
+
+
+def test_a_load_that_fails_leaves_the_device_away_and_is_not_tried_at_each_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = States()
+    with box(monkeypatch, hosts(2)) as two:
+        batcher = serve(two, states)
+        two.release()
+        states.fails = torch.OutOfMemoryError("no room")
+        models = two.scale._models
+        with pytest.warns(
+            RuntimeWarning, match=rf"{two.name} stays released, since loading .*add.* has raised .*no room"
+        ):
+            two.fail()
+        tried = len(states.made)
+        assert not two.active
+        assert states.alive == 1
+        assert float(batcher(torch.zeros(1)).result(20)) == 1.0
+        assert len(states.made) == tried
+        _, wait = models._failed[two.name]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            models._failed[two.name] = 0.0, wait  # that much later
+            two.look(models.failed)
+        assert len(states.made) == tried + 1
+        assert models._failed[two.name][1] == 2 * wait
+        states.fails = None
+        models._failed[two.name] = 0.0, wait
+        two.come_back()
+        on(two, batcher, two.name)
+        assert len(states.made) == tried + 2
+        assert not models._failed
+
+
+def test_a_job_that_only_this_device_can_run_brings_it_back_as_it_is_after_a_load_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = States()
+    with box(monkeypatch, hosts(2)) as two:
+        batcher = serve(two, states)
+        two.release()
+        two.scale._models._failed[two.name] = float("inf"), 1.0
+        del two.scale._decide  # the scaler decides
+        job = two.pool.submit(lambda _: 1, needs=two.name)
+        two.look(lambda: two.active)
+        assert job.result(20) == 1
+        assert len(states.made) == 2
+        on(two, batcher, two.name)
+        assert len(states.made) == 3
+
+
+@pytest.mark.parametrize("what", ["restore", "retire", "unneeded", "useless", "close"])
+def test_a_load_ends_early_for_what_comes_meanwhile(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    first, second = States(), States()
+    with box(monkeypatch, hosts(2)) as two:
+        batchers = [serve(two, first), serve(two, second)]
+        two.release()
+        first.waits = threading.Event()
+        two.want()
+        assert soon(lambda: len(first.made) == 3)
+        assert f"{two.name} is released, of which {two.name} loads what answers" in two.pool.explain()
+        assert two.pool.report()["devices"][two.name]["released"]
+        assert two.pool.report()["desired_devices"] >= 1
+        calls: dict[str, Callable[[], Any]] = {
+            "restore": lambda: two.pool.restore(two.name),
+            "retire": lambda: two.pool.retire(two.name),
+            "unneeded": two.release,
+            "useless": lambda: two.scale.retire_useless(hosts(2)[0]),
+            "close": two.pool.close,
+        }
+        call = threading.Thread(target=calls[what])
+        call.start()
+        assert soon(lambda: two.name not in two.scale._models.coming)
+        call.join(0.2)
+        assert not two.active, "it is still loading"
+        first.waits.set()
+        call.join(20)
+        assert not call.is_alive()
+        assert soon(lambda: two.scale._models._thread is None)
+        assert second.made[2:] == []
+        assert two.active == (what in ("restore", "useless"))
+        if two.active:
+            on(two, batchers[1], two.name)
+            assert first.alive == second.alive == 2
+        elif what != "close":
+            two.look(lambda: first.alive == 1)
+
+
+def test_devices_in_one_memory_keep_what_the_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = States()
+    with box(monkeypatch, hosts(2), memory=dict.fromkeys(hosts(2), 100.0)) as two:
+        batcher = serve(two, states, resident=60.0)
+        engine = two.engine
+        gone = []
+        monkeypatch.setattr(type(engine), "unload", lambda self, *model: gone.append(model), raising=True)
+        two.release()
+        assert not gone, "the other device has its state in the same memory"
+        two.come_back()
+        assert len(states.made) == 2, "the engine decides what is there"
+        on(two, batcher, two.name)
+        assert len(states.made) == 3
+
+
+def test_a_device_whose_versions_are_exchanged_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = States()
+    with box(monkeypatch, hosts(2)) as two:
+        batcher = serve(two, states)
+        two.release()
+        batcher._versions.exchanging = True
+        two.want()
+        assert soon(lambda: two.scale._models._thread is None)
+        assert not two.active
+        assert len(states.made) == 2
+        batcher._versions.exchanging = False
+        two.come_back()
+        assert len(states.made) == 3
+
+
+def test_nothing_is_freed_while_a_version_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = States()
+    with box(monkeypatch, hosts(2)) as two:
+        batcher = serve(two, states)
+        batcher._versions.bringing = batcher._versions._state.live
+        two.wanted = False
+        two.look(lambda: not two.active)
+        assert soon(lambda: two.scale._models._thread is None)
+        assert states.alive == 2, "the publish may just load there"
+        batcher._versions.bringing = None
+        two.release()
+        assert states.alive == 1
+
+
+def test_a_pool_that_scales_by_itself_loads_what_it_needs() -> None:
+    states = States()
+    with Pool(hosts(2), autoscale=Autoscale(keep=0.0)) as pool:
+        batcher = pool.serve(add, initializer=states, max_batch=4)
+        assert float(batcher(torch.zeros(1)).result(20)) == 1.0
+        away = [name for name, one in pool.report()["devices"].items() if one["released"]]
+        assert away or soon(lambda: any(one["released"] for one in pool.report()["devices"].values()))
+        (name,) = pool._scale.away
+        assert soon(lambda: name not in served_by(batcher)._states)
+        assert pool.submit(lambda _: threading.current_thread().name, needs=name).result(20)
+        assert f"paceline {name}" in states.made
+
+
+def test_the_scaler_knows_how_long_a_load_takes_and_counts_on_devices_that_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = States()
+    rows: list[Any] = []
+    with box(monkeypatch, hosts(2)) as two:
+        batcher = serve(two, states)
+        two.release()
+        two.come_back()
+        decide = two.scale._scaler.decide
+
+        def decides(given: Any, **tick: Any) -> Any:
+            rows.append(given)
+            return decide(given, **tick)
+
+        two.scale._scaler = SimpleNamespace(decide=decides, desired=1, wait_seconds=0.0)
+        two.look(lambda: rows)
+        seconds = two.scale._models._seconds[two.name]
+        assert [row[2] for row in rows[-1]] == [seconds] * 2, "the same for a device that has not loaded yet"
+        two.release()
+        two.look(lambda: not rows[-1][1][4])
+        states.waits = threading.Event()
+        two.want()
+        two.look(lambda: rows[-1][1][4])
+        assert two.name not in two.engine.active
+        states.waits.set()
+        assert float(batcher(torch.zeros(1)).result(20)) == 1.0
