@@ -22,8 +22,8 @@ from paceline.torch._pool.autoscale import Autoscale
 from paceline.torch._pool.batcher import Batcher
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.pool import Pool
+from paceline.torch._pool.routing import Version
 from paceline.torch._pool.tenants import Tenant
-from paceline.torch._pool.versions import Version
 from paceline.torch._ranks.balanced_ranks import BalancedRanks
 from paceline.torch._run.reducer import Reducer
 from paceline.torch._save.background import PendingSave

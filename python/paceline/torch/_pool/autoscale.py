@@ -104,7 +104,9 @@ class Scale:
             elif want:
                 self._models.leave(jobs, name)
                 self.take_back(jobs, name)
-            elif not self.acts or (not self._holding and jobs.engine.retire(name, True, True)):
+            elif not self.acts or (
+                not self._holding and jobs.engine.retire(name, True, True, self._models.seconds_of(jobs, name))
+            ):
                 with self._lock:
                     if name not in self._out:
                         self.released.add(name)

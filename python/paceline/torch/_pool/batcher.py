@@ -16,9 +16,9 @@ from paceline.torch._pool.answerer import Answerer, Key, Present
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.jobs import Jobs, Priority
 from paceline.torch._pool.progress import watched
-from paceline.torch._pool.routing import OnShadow
+from paceline.torch._pool.routing import OnShadow, Version
 from paceline.torch._pool.tenants import name_of
-from paceline.torch._pool.versions import Version, Versions
+from paceline.torch._pool.versions import Versions
 from paceline.torch._replicas.reach import Handle
 
 # How many batches `map` keeps ahead for each device: one runs, one is ready, and the next one fills.

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -23,6 +23,21 @@ OnShadow = Callable[[Any, PoolFuture[Any], PoolFuture[Any]], object]
 
 WHOLE = 1_000_000  # weights are counted in whole numbers, which add up exactly
 _COPIES = 8  # batches on each device that wait in the shadow: as many as the engine's queue of a kind holds
+
+
+class Version(NamedTuple):
+    """A version of a served model. `Batcher.publish` makes it.
+
+    Attributes
+    ----------
+    number
+        As in ``future.version`` of the requests that it answers. What `Pool.serve` was given is version 1. Versions that were refused while they were loaded or warmed have had numbers, too.
+    endpoint
+        The name of the batcher.
+    """
+
+    number: int
+    endpoint: str
 
 
 @dataclasses.dataclass(frozen=True)

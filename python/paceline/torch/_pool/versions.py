@@ -7,7 +7,7 @@ import dataclasses
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline import InvalidArgument, Rejected, Unavailable
 from paceline._core.engine import Pool as Engine
@@ -15,26 +15,11 @@ from paceline.torch._pool.answerer import Answerer, Gone, Present
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import Job, clear_frames
 from paceline.torch._pool.jobs import Jobs
-from paceline.torch._pool.routing import WHOLE, Gap, OnShadow, Router, State, check_sum, part_of
+from paceline.torch._pool.routing import WHOLE, Gap, OnShadow, Router, State, Version, check_sum, part_of
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.warming import Warming
 
 _NONE_BEFORE = "rollback: there is no version before this one, or it was retired. Publish it again."
-
-
-class Version(NamedTuple):
-    """A version of a served model. `Batcher.publish` makes it.
-
-    Attributes
-    ----------
-    number
-        As in ``future.version`` of the requests that it answers. What `Pool.serve` was given is version 1. Versions that were refused while they were loaded or warmed have had numbers, too.
-    endpoint
-        The name of the batcher.
-    """
-
-    number: int
-    endpoint: str
 
 
 class Versions:
