@@ -184,11 +184,15 @@ class Pool:
         """Let go of what is kept for a kind. False: some of it waits or runs, and is kept."""
     def give_up(self, run: _Int, message: str, device: str) -> bool:
         """End the jobs of a run that goes on, and replace its worker. False: it has ended."""
+    def on_wants_devices(self, call: Any) -> None:
+        """Call this, on any thread, when deadlines need released devices that they did not need before."""
     def release(self) -> None:
         """Once closed: end the streams."""
     def restore(self, device: str) -> None: ...
-    def retire(self, device: str, unless_last: bool = False, released: bool = False) -> bool:
-        """Returns whether it did: not with `unless_last` if no other device is active. `released`: as many jobs may wait as before."""
+    def retire(
+        self, device: str, unless_last: bool = False, released: bool = False, activation_seconds: _Float = 0.0
+    ) -> bool:
+        """Returns whether it did: not with `unless_last` if no other device is active. `released`: as many jobs may wait as before, and deadlines count on the device to come back in so many seconds."""
     def runs_over(self, seconds: _Float) -> list[Any]:
         """Of runs that have taken longer: number, device, kind, jobs."""
     def scale_tick(self, least_seconds: _Float, keep_seconds: _Float) -> Any:
@@ -438,6 +442,9 @@ class StepLoop:
         """See `paceline.balance.Balancer.what_if`. alone: what a device's time is multiplied by when it works alone, if that was measured; overhead_seconds: of a step, outside of the devices' work."""
     def write_ledger(self, path: str) -> None:
         """Write every call of the balancer to a file of JSON lines, from before the first step on."""
+    @property
+    def committed(self) -> int:
+        """How many steps `history` has, or will have once all times are known."""
     @property
     def events(self) -> list[Any]:
         """The last events, oldest first."""
