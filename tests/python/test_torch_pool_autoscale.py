@@ -43,8 +43,10 @@ class Scripted:
         came = 1.0, self.work, self.jobs, self.waiting, self.runs, self.filling
         return *came, self.known, self.speeds, self.lost, self.covers
 
-    def retire(self, name: str, unless_last: bool = False, released: bool = False) -> bool:
-        assert unless_last == released
+    def retire(
+        self, name: str, unless_last: bool = False, released: bool = False, activation_seconds: float = 0.0
+    ) -> bool:
+        assert unless_last == released and activation_seconds == 0.0  # it serves nothing
         self.acting()
         if unless_last and self.active == [name]:
             return False
