@@ -106,7 +106,7 @@ def test_what_runs_there_ends_before_anything_is_freed(monkeypatch: pytest.Monke
         batcher = two.pool.serve(slow, initializer=states, max_batch=1)
         asked = []
         while not begun.is_set():
-            asked.append(batcher(torch.zeros(1)))
+            asked += [batcher(torch.zeros(1)) for _ in range(10)]  # so many that the other device takes some, too
             time.sleep(0.01)
         two.wanted = False
         two.look(lambda: not two.active)

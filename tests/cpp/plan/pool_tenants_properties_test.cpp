@@ -157,7 +157,7 @@ TEST(PoolTenants, TakeTurnsExactlyByTheRule) {
 }
 
 // What each of two tenants was served since both began to wait for the same devices may differ by at most what one
-// job of each charges, whatever runs again, and whatever others wait for. Some have few jobs for long, which others
+// start of each charges, whatever runs again, and whatever others wait for. Some have few jobs for long, which others
 // fill up to batches.
 TEST(PoolTenants, WhoWaitAllTheTimeAreServedInTheRatioOfTheirWeights) {
   int checked = 0;
@@ -188,7 +188,7 @@ TEST(PoolTenants, WhoWaitAllTheTimeAreServedInTheRatioOfTheirWeights) {
     std::map<JobId, std::pair<std::size_t, double>> charges;  // by job: tenant, charge
     std::vector<std::int64_t> waiting(tenants + 1, 0);
     std::vector<double> served(tenants + 1, 0.0);
-    std::vector<double> largest(tenants + 1, 0.0);                                   // what one job charged
+    std::vector<double> largest(tenants + 1, 0.0);                                   // what one start charged
     std::vector<std::int64_t> most(tenants + 1, 30);                                 // that wait at once
     std::map<std::pair<std::size_t, std::size_t>, std::pair<double, double>> pairs;  // served when both began to wait
     std::vector<RunId> runs;
@@ -198,13 +198,15 @@ TEST(PoolTenants, WhoWaitAllTheTimeAreServedInTheRatioOfTheirWeights) {
       for (const PoolStart& start : decided.starts) {
         runs.push_back(start.run);
         jobs_of[start.run] = start.jobs;
+        std::map<std::size_t, double> sums;
         for (const JobId id : start.jobs) {
           auto& [tenant, unpaid] = charges.at(id);
           const double charge = std::exchange(unpaid, 0.0);
-          largest[tenant] = std::max(largest[tenant], charge);
+          sums[tenant] += charge;
           served[tenant] += charge;
           --waiting[tenant];
         }
+        for (const auto& [tenant, sum] : sums) largest[tenant] = std::max(largest[tenant], sum);
       }
       const std::vector<PoolTenantUse> use = pool.tenants();
       for (std::size_t a = 1; a <= tenants; ++a) {
