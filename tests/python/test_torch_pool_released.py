@@ -328,7 +328,7 @@ def test_a_load_ends_early_for_what_comes_meanwhile(monkeypatch: pytest.MonkeyPa
         assert soon(lambda: two.scale._models._thread is None)
         assert second.made[2:] == []
         assert two.active == (what in ("restore", "useless"))
-        if two.active:
+        if what in ("restore", "useless"):
             on(two, batchers[1], two.name)
             assert first.alive == second.alive == 2
         elif what != "close":

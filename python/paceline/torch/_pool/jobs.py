@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
 from paceline._core.engine import Pool as Engine
@@ -60,7 +60,11 @@ class _Engine(Engine):
         self._kept: list[list[str]] = []
 
     def retire(
-        self, device: str, unless_last: bool = False, released: bool = False, activation_seconds: float = 0.0
+        self,
+        device: str,
+        unless_last: bool = False,
+        released: bool = False,
+        activation_seconds: SupportsFloat | SupportsIndex = 0.0,
     ) -> bool:
         # No lock is held: jobs may end in the call, and their callbacks may want any.
         if not self._keeps(device):

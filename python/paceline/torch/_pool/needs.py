@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from paceline import Device, InvalidArgument
 from paceline._core.runtime import gpu_facts
@@ -47,7 +47,7 @@ ANY = Place([], [])
 def place_of(needs: Needs, devices: Iterable[Device], memory: Mapping[str, float]) -> Place:
     """What fulfils all needs. If no device fulfils a predicate, its name stands in the place of theirs."""
     several = isinstance(needs, Iterable) and not isinstance(needs, str) and not callable(needs)
-    given: Sequence[Any] = list(needs) if several else [needs]
+    given: Sequence[Any] = list(cast(Iterable[Any], needs)) if several else [needs]
     labels: list[str] = []
     names: list[str] | None = None
     for one in given:
