@@ -196,8 +196,7 @@ def test_a_trial_that_fails_harms_no_other(
         return fault(ended) if (config.seed, epochs) == (BAD, 2) else ended
 
     with pool_of(2) as pool:
-        run = search.Search(pool, [experiment(faulty)])
-        run.run()
+        (run := search.Search(pool, [experiment(faulty)])).run()
         assert not any(one["retired"] for one in pool.report()["devices"].values())
     assert outcomes(run) == ["FAIL" if number == BAD else "COMPLETE" for number in range(TRIALS)]
     assert told in run.all[BAD].error
@@ -371,14 +370,16 @@ def test_a_sampler_that_learns_is_asked_for_a_few_trials_at_a_time(
     known = []
 
     def propose(trial: Any) -> Any:
-        states = [one.state.name for one in trial.study.trials]
-        known.append((states.count("RUNNING"), states.count("COMPLETE")))
+        running = [one.state.name for one in trial.study.trials].count("RUNNING")
+        known.append((running, trial.number + 1 - running))
+        if trial.number < 2:  # both that are open
+            raise optuna.TrialPruned
         return trials.Config("mlp", 1, 1e-3, 0.0, trial.number)
 
     with pool_of(2) as pool:
-        search.Search(pool, [experiment(train, propose=propose, ahead=2)]).run()
-    assert len(known) == TRIALS
-    assert max(running for running, _ in known) == 2
+        (run := search.Search(pool, [experiment(train, propose=propose, ahead=2)])).run()
+    assert outcomes(run) == ["PRUNED", "PRUNED", *["COMPLETE"] * (TRIALS - 2)]
+    assert (len(known), max(running for running, _ in known)) == (TRIALS, 2)
     assert all(ended >= number - 1 for number, (_, ended) in enumerate(known))
 
 
