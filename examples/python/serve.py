@@ -54,10 +54,8 @@ from paceline.torch import Pool
 from pipeline import busy_loop
 
 DEADLINE, VERSION = "X-Deadline-Seconds", "X-Model-Version"
-# How long the server goes on after SIGTERM, so that a load balancer that asks /health sends no more.
-DRAIN_SECONDS = 1.0
-# How long it then waits for answers. A client that sends only a part of its request would hold the server for ever.
-ANSWER_SECONDS = 30
+DRAIN_SECONDS = 1.0  # in which it goes on after SIGTERM, so that a load balancer that asks /health sends no more
+GRACE = 30  # seconds in which it then answers. A client that sends half a request would hold it for ever
 HAS_DEADLINE, DEADLINE_SECONDS = 0.05, 0.03  # the part of the clients, and their deadline
 GIVES_UP, PATIENCE_SECONDS = 0.03, 0.01
 WINDOWS = 30  # of the picture
@@ -91,11 +89,8 @@ class Service:
 
     def run(self, listener: socket.socket, stop_after: float) -> None:
         """Serve until SIGTERM or Ctrl-C, or for so many seconds."""
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                self.app, log_level="warning", timeout_keep_alive=60, timeout_graceful_shutdown=ANSWER_SECONDS
-            )
-        )
+        config = uvicorn.Config(self.app, log_level="warning", timeout_keep_alive=60, timeout_graceful_shutdown=GRACE)
+        self._server = uvicorn.Server(config)
         self._stop_after = stop_after
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it once it has ended
             self._server.run(sockets=[listener])

@@ -64,7 +64,7 @@ def test_a_pod_has_more_time_to_end_than_it_drains() -> None:
     probe = container()["readinessProbe"]
     noticed = probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"]
     assert noticed < float(option("--drain")) < grace / 2
-    assert float(option("--drain")) + serve.ANSWER_SECONDS < grace
+    assert float(option("--drain")) + serve.GRACE < grace
 
 
 def test_one_slow_answer_takes_no_pod_out_of_the_service() -> None:

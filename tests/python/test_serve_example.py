@@ -256,7 +256,7 @@ def test_the_server_alone_answers_the_load_and_ends_on_a_signal() -> None:
 
 
 def test_a_client_that_sends_only_a_part_of_its_request_does_not_hold_the_server() -> None:
-    program = "import sys, serve; serve.ANSWER_SECONDS = 1; sys.exit(serve.main())"
+    program = "import sys, serve; serve.GRACE = 1; sys.exit(serve.main())"
     command = [sys.executable, "-c", program, "--listen", "0", "--stop-after", "120", "--devices", "host:0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=EXAMPLES, text=True)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,57 +17,8 @@ from torch import nn
 from paceline.torch import Autoscale, Pool
 from paceline.torch._pool.warming import Warming
 from pool_support import served_by, soon
-from released_support import Box, box
+from released_support import States, add, box, on, serve
 from torch_support import hosts
-
-
-class States:
-    """Of devices, as `initializer` makes them, in their order."""
-
-    def __init__(self) -> None:
-        self.made: list[str] = []  # threads
-        self.fails: BaseException | None = None
-        self.waits: threading.Event | None = None  # of threads that load
-        self._alive: list[weakref.ref[Any]] = []
-
-    def __call__(self, _: torch.device) -> torch.Tensor:
-        self.made.append(threading.current_thread().name)
-        if self.loads_now:
-            if self.waits is not None:
-                assert self.waits.wait(20)
-            if self.fails is not None:
-                raise self.fails
-        state = torch.ones(1)
-        self._alive.append(weakref.ref(state))
-        return state
-
-    @property
-    def loads_now(self) -> bool:
-        return threading.current_thread().name.startswith("paceline host:")
-
-    @property
-    def alive(self) -> int:
-        return sum(one() is not None for one in self._alive)
-
-
-def add(state: Any, batch: Any) -> Any:
-    return batch + state
-
-
-def on(box: Box, batcher: Any, name: str) -> None:
-    """Each kind of device has answered."""
-    other = next(one for one in hosts(2) if one != name)
-    box.pool.retire(other)
-    assert float(batcher(torch.zeros(1)).result(20)) == 1.0
-    box.pool.restore(other)
-
-
-def serve(box: Box, states: States, **options: Any) -> Any:
-    """It has answered on both devices."""
-    batcher = box.pool.serve(add, initializer=states, max_batch=4, **options)
-    for name in hosts(2):
-        on(box, batcher, name)
-    return batcher
 
 
 def test_a_released_device_keeps_no_state_and_has_it_again_before_its_first_batch(

@@ -221,5 +221,88 @@ TEST(PoolOracle, AdmissionCountsReleasedDevicesFromWhenTheyAreThere) {
   EXPECT_GT(by_released, 1000);
 }
 
+// A scaler that restores what covers() names, and releases what is idle, on a virtual clock. One job waits at a time,
+// so that all devices can be tried for it.
+TEST(PoolDeadlines, EveryJobThatADeviceCouldEndInTimeEndsInTime) {
+  int kept = 0;
+  int by_released = 0;
+  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+    Draws draws(seed);
+    const std::vector<double> seconds{draws.real(2.0, 8.0), draws.real(0.5, 4.0), draws.real(0.5, 4.0)};
+    std::vector<double> activation(seconds.size());
+    std::vector<double> there(seconds.size(), 0.0);  // when the device is active
+    std::vector<double> free(seconds.size(), 0.0);
+    Box box(seconds, Released::exact());
+    for (std::size_t d = 1; d < seconds.size(); ++d) {
+      activation[d] = draws.real(0.0, 5.0);
+      there[d] = kForEver;
+      box.last = box.pool.retire(0.0, d, true, activation[d]);
+    }
+    std::vector<std::pair<double, PoolStart>> runs;
+    double next = 0.5;
+    double deadline = 0.0;  // of the job that waits or ran last
+    bool must_end = false;
+    for (double now = 0.0; now < 200.0;) {
+      const auto obey = [&] {
+        for (const PoolEnd& end : box.last.ends) {
+          if (end.outcome != JobOutcome::completed) {
+            ASSERT_FALSE(must_end) << "seed " << seed << " at " << now;
+          }
+        }
+        for (const PoolStart& start : box.last.starts) {
+          const std::size_t d = start.devices.front();
+          free[d] = now + seconds[d];
+          ASSERT_LE(free[d], deadline + 1e-9) << "seed " << seed;
+          kept += must_end ? 1 : 0;
+          must_end = false;
+          runs.emplace_back(free[d], start);
+        }
+        if (!box.last.wants_devices) return;
+        const PoolCover cover = box.pool.covers(0.0).front();
+        std::size_t d = 0;
+        while (!cover.devices[d]) ++d;
+        there[d] = std::min(there[d], now + activation[d]);
+      };
+      obey();
+      if (HasFatalFailure()) return;
+      double at = std::min(next, box.last.wake_seconds);
+      for (const auto& [end, start] : runs) at = std::min(at, end);
+      for (const double one : there) at = one > now ? std::min(at, one) : at;
+      now = at;
+      const auto back = std::ranges::find(there, now);
+      const auto ended = std::ranges::find(runs, now, &std::pair<double, PoolStart>::first);
+      if (back != there.end()) {
+        box.last = box.pool.restore(now, static_cast<std::size_t>(back - there.begin()));
+        *back = 0.0;
+      } else if (ended != runs.end()) {
+        const std::size_t d = ended->second.devices.front();
+        (void)box.finish(now, ended->second);
+        runs.erase(ended);
+        if (d > 0 && box.last.starts.empty() && draws.chance(0.5)) {
+          there[d] = kForEver;
+          box.last = box.pool.retire(now, d, true, activation[d]);
+        }
+      } else if (now == next) {
+        next += draws.real(0.1, 6.0);
+        if (box.pool.waiting() > 0) {
+          box.last = box.pool.tick(now);
+          continue;
+        }
+        deadline = now + draws.real(1.0, 15.0);
+        for (std::size_t d = 0; d < seconds.size(); ++d) {
+          const double begin = there[d] <= now ? std::max(now, free[d]) : std::max(now + activation[d], free[d]);
+          must_end = must_end || begin + seconds[d] < deadline - 1e-9;
+          if (d == 0 && !must_end) ++by_released;
+        }
+        (void)box.submit(now, {.deadline_seconds = deadline - now});
+      } else {
+        box.last = box.pool.tick(now);
+      }
+    }
+  }
+  EXPECT_GT(kept, 1000);
+  EXPECT_GT(by_released, 1000);
+}
+
 }  // namespace
 }  // namespace paceline::plan::testing

@@ -12,8 +12,11 @@ from gpu_cases import BOXES, module_and_batch
 from paceline import DeviceLost
 from paceline._cli import main
 from paceline._observe import reports
-from paceline.torch import DataParallel
+from paceline.torch import DataParallel, Pipeline
 from page_support import Reader, charts_in
+from pipeline_cases import Case
+from pipeline_gpu_cases import BOXES as PIPELINE_BOXES
+from pipeline_gpu_cases import text, words
 from torch_support import classify
 
 
@@ -86,3 +89,25 @@ def looked_at(module: Any, batch: Any, box: str) -> None:
         worth = trainer.what_if(prices={"cuda": 2.0, "host": 0.1})
         assert worth.fastest.cost is not None
         assert "The time between steps does not count" in str(worth)
+
+
+@pytest.mark.own_gpus("pipelines in Python are refused on parts")
+def test_memory_of_a_pipeline_stays_with_its_steps_where_a_lost_gpu_takes_one_along(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost() -> Any:
+        raise DeviceLost("cuda:1 is lost")
+
+    monkeypatch.setattr("paceline.torch._trainer.memory_log._EVERY", 0.0)
+    case = Case(text(), words(), 2, {}, False)
+    with Pipeline(case.model, PIPELINE_BOXES["two"], cuts=[0, 2], micro_batches=3) as trainer:
+        for number in range(5):
+            monkeypatch.setattr("paceline.torch._trainer.memory_log.resident_bytes", lambda now=number: now)
+            if number == 3:
+                loop: Any = trainer._works.steps.step_loop
+                loop.last.pending = lost  # the step before
+                with pytest.raises(DeviceLost, match="cuda:1 is lost"):
+                    trainer.report()
+            trainer.step(case.loss_fn, case.batch)
+        rows = trainer._reports._runs()[0].rows
+    assert [(row.first_step, row.memory and row.memory[0]) for row in rows] == [(0, 0), (1, 1), (2, 3), (3, 4)]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fake_device
-from paceline import DeviceLost, Error, InvalidArgument
+from paceline import Error, InvalidArgument
 from paceline.torch import Pipeline, layout
 from paceline.torch._devices import cuda
 from paceline.torch._devices.stages import StagePlaces
@@ -348,27 +348,6 @@ def test_a_step_does_not_wait_for_its_gpus(gpus: Any, read: str) -> None:
     assert all(start < finish for actions in last.record for _, _, start, finish in actions)
     if read == "the next step":
         assert loop.metrics["steps"] == 4
-
-
-def test_memory_stays_with_its_steps_where_a_lost_gpu_takes_one_along(
-    gpus: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost() -> Any:
-        raise DeviceLost("cuda:1 is lost")
-
-    monkeypatch.setattr("paceline.torch._trainer.memory_log._EVERY", 0.0)
-    case = Case(text(), words(), 2, {}, False)
-    with Pipeline(case.model, BOXES["two"], cuts=[0, 2], micro_batches=3) as trainer:
-        for number in range(5):
-            monkeypatch.setattr("paceline.torch._trainer.memory_log.resident_bytes", lambda now=number: now)
-            if number == 3:
-                loop: Any = trainer._works.steps.step_loop
-                loop.last.pending = lost  # the step before
-                with pytest.raises(DeviceLost, match="cuda:1 is lost"):
-                    trainer.report()
-            trainer.step(case.loss_fn, case.batch)
-        rows = trainer._reports._runs()[0].rows
-    assert [(row.first_step, row.memory and row.memory[0]) for row in rows] == [(0, 0), (1, 1), (2, 3), (3, 4)]
 
 
 @pytest.mark.parametrize("box", ["two", "host between"])

@@ -119,9 +119,8 @@ class Released:
             with seat.loading:
                 self.note(name)  # what was loaded is freed if it stays away
                 while name in self.coming:
-                    self.arriving.add(
-                        name
-                    )  # before the look at what there is: a version that comes later is loaded there as well
+                    # Before the look at what there is, so that a version that comes later is loaded there as well.
+                    self.arriving.add(name)
                     endpoints = jobs.versions()
                     if any(one.exchanging for one in endpoints):
                         return  # until a later look

@@ -31,13 +31,6 @@ class Versions:
         Where the batcher's requests go: to the first one. It is written to.
     make
         Makes another one of a model, by its number and options.
-
-    Attributes
-    ----------
-    bringing
-        The version that is loaded onto the devices.
-    exchanging
-        Whether it takes the place of the live one, device by device.
     """
 
     def __init__(self, jobs: Jobs, present: Present, make: Callable[[Any, int, Mapping[str, Any]], Answerer]) -> None:
@@ -49,8 +42,8 @@ class Versions:
         self._last = live.version  # the last number that was taken
         self._lock = threading.RLock()  # around each change of the state
         self._publishing = threading.Lock()  # one at a time is loaded
-        self.bringing: Answerer | None = None
-        self.exchanging = False
+        self.bringing: Answerer | None = None  # the version that is loaded onto the devices
+        self.exchanging = False  # whether it takes the place of the live one, device by device
         self._work: dict[str, int] = {}  # see `Warming`
         self._known: PoolFuture[Any] = PoolFuture()  # by which the engine knows the pool
         jobs.endpoints[self._name] = self
