@@ -90,8 +90,7 @@ class Service:
     def run(self, listener: socket.socket, stop_after: float) -> None:
         """Serve until SIGTERM or Ctrl-C, or for so many seconds."""
         config = uvicorn.Config(self.app, log_level="warning", timeout_keep_alive=60, timeout_graceful_shutdown=GRACE)
-        self._server = uvicorn.Server(config)
-        self._stop_after = stop_after
+        self._server, self._stop_after = uvicorn.Server(config), stop_after
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it once it has ended
             self._server.run(sockets=[listener])
 

@@ -189,9 +189,10 @@ def test_a_program_may_end_while_threads_submit_and_wait() -> None:
         pool = Pool(["host:0", "host:1"])
         batcher = pool.serve(lambda x: x + 1, max_batch=4)
         import torch
+        item = torch.ones(1)  # here: PyTorch itself aborts if a thread is in one of its functions when Python ends
         def ask():
             while True:
-                batcher(torch.ones(1)).result()
+                batcher(item).result()
                 pool.submit(lambda _: None).result()
         for _ in range(3):
             threading.Thread(target=ask, daemon=True).start()

@@ -224,7 +224,7 @@ def test_a_trace_has_runs_of_gpus_with_their_seconds(streams: Any, tmp_path: pat
         (gang,) = [run for run in runs if run.kind == "both"]
         assert (list(gang.devices), gang.outcome) == (GPUS[:2], "completed")
         assert gang.ended - gang.begun == pytest.approx(both.seconds, abs=1e-6)
-        assert pool._jobs.figures._open == {}
+        assert soon(lambda: pool._jobs.figures._open == {})
         pool.trace(tmp_path / "pool.json")
     spans = [one for one in json.loads((tmp_path / "pool.json").read_text())["traceEvents"] if one.get("ph") == "X"]
     assert sum(one["name"] == "both" for one in spans) == 2
