@@ -85,7 +85,7 @@ def _scripts(picture: Path, *, quick: bool, gpu: bool) -> list[Stage]:
         _script("fixed_parts", *fixed_parts, limit=300),
         _script("fixed_parts", "--malloc", *fixed_parts, limit=300),
         _script("proofs", *(("--steps", "5", "--rounds", "1") if quick else ()), limit=600),
-        _script("check_worth", *worth, limit=300),
+        _script("check_worth", *worth, limit=600),
         _script("straggler", "--plot", str(picture), *straggler, limit=300),
         _script("launch_scaling", *on_host, *short, limit=300),
         _script("race_gpu", *short, limit=900, why_not=no_gpu),

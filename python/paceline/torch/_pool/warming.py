@@ -27,8 +27,8 @@ from paceline.torch._pool.served import Served
 
 _LOOK = 0.05  # seconds between looks at whether a device was retired
 _AWAY = 20  # looks after which a device that is retired loads with its first batch: some are retired for a moment only
-# Times what a batch has taken, a quarter of one device's time; but no longer than so many seconds, since the first batches may compile.
-_BREAK, _LONGEST_BREAK = 3.0, 1.0
+# Times what a batch has taken, a tenth of one device's time; but no longer than so many seconds, since the first batches may compile.
+_BREAK, _LONGEST_BREAK = 9.0, 1.0
 # Requests at once. Of each class of devices the pool wants three samples before it knows the speed of a kind, and two sizes for a line.
 _MEASURED = (1, 8) * 3
 
