@@ -40,104 +40,94 @@ void boot_gpus(const fake::Settings& settings) {
 TEST(HostPath, CopiesInTheOrderOfTheStreamsAndHoldsNoThread) {
   constexpr std::size_t chunk = 64;
   constexpr std::size_t bytes = 5 * chunk + 12;
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+  for_each_order(kOrders, [](std::uint64_t seed) {
     boot_gpus({.seed = seed, .device_count = 2, .switch_size = kNoPeerAccess});
-    {
-      const auto device = open_device(0);
-      const auto peer = open_device(1);
-      HostPath path(0, chunk);
-      for (AsyncDevice* const caller : {device.get(), peer.get()}) {
-        const auto stream = caller->make_stream();
-        const auto begun = caller->make_event(false);
-        const auto ready = device->make_event(false);
-        const auto made = peer->make_event(false);
-        const auto done = caller->make_event(false);
-        const auto source_stream = device->make_stream();
-        const auto target_stream = peer->make_stream();
-        const auto from = device->allocate(bytes, *source_stream);
-        const auto to = peer->allocate(bytes, *target_stream);
-        const auto result = caller->allocate_pinned(bytes);
-        std::vector<unsigned char> values(bytes);
-        std::iota(values.begin(), values.end(), static_cast<unsigned char>(seed));
-        source_stream->copy(from->data(), values.data(), bytes);
-        source_stream->record(*ready);
-        target_stream->record(*made);
-        stream->wait(*ready);
-        stream->wait(*made);
-        const HostPath::Receiver receiver{1, stream.get(), begun.get(), to->data()};
-        path.copy({&receiver, 1}, from->data(), bytes);
-        path.copy({&receiver, 1}, from->data(), bytes - 1);
-        stream->record(*done);
-        source_stream->wait(*done);  // the memory's next use comes after the copies
-        target_stream->wait(*done);
-        source_stream->zero(from->data(), bytes);
-        target_stream->copy(result->data(), to->data(), bytes);
-        target_stream->record(*made);
-        source_stream->record(*ready);
-        wait_for(*made);
-        wait_for(*ready);
-        ASSERT_EQ(std::memcmp(result->data(), values.data(), bytes), 0) << "seed " << seed;
-      }
-      ASSERT_EQ(fake::synchronize_calls(), 0) << "seed " << seed;
+    const auto device = open_device(0);
+    const auto peer = open_device(1);
+    HostPath path(0, chunk);
+    for (AsyncDevice* const caller : {device.get(), peer.get()}) {
+      const auto stream = caller->make_stream();
+      const auto begun = caller->make_event(false);
+      const auto ready = device->make_event(false);
+      const auto made = peer->make_event(false);
+      const auto done = caller->make_event(false);
+      const auto source_stream = device->make_stream();
+      const auto target_stream = peer->make_stream();
+      const auto from = device->allocate(bytes, *source_stream);
+      const auto to = peer->allocate(bytes, *target_stream);
+      const auto result = caller->allocate_pinned(bytes);
+      std::vector<unsigned char> values(bytes);
+      std::iota(values.begin(), values.end(), static_cast<unsigned char>(seed));
+      source_stream->copy(from->data(), values.data(), bytes);
+      source_stream->record(*ready);
+      target_stream->record(*made);
+      stream->wait(*ready);
+      stream->wait(*made);
+      const HostPath::Receiver receiver{1, stream.get(), begun.get(), to->data()};
+      path.copy({&receiver, 1}, from->data(), bytes);
+      path.copy({&receiver, 1}, from->data(), bytes - 1);
+      stream->record(*done);
+      source_stream->wait(*done);  // the memory's next use comes after the copies
+      target_stream->wait(*done);
+      source_stream->zero(from->data(), bytes);
+      target_stream->copy(result->data(), to->data(), bytes);
+      target_stream->record(*made);
+      source_stream->record(*ready);
+      wait_for(*made);
+      wait_for(*ready);
+      ASSERT_EQ(std::memcmp(result->data(), values.data(), bytes), 0);
     }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::driver_staged_copies(), 0) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+    ASSERT_EQ(fake::synchronize_calls(), 0);
+  });
 }
 
 /// Two GPUs get the same memory at once, in chunks that are used several times, and then one of them alone.
 TEST(HostPath, LeavesTheSourceOnceForSeveralGpus) {
   constexpr std::size_t chunk = 64;
   constexpr std::size_t bytes = 5 * chunk + 12;
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+  for_each_order(kOrders, [](std::uint64_t seed) {
     boot_gpus({.seed = seed, .device_count = 3, .switch_size = kNoPeerAccess});
-    {
-      std::vector<std::unique_ptr<AsyncDevice>> gpus;
-      std::vector<std::unique_ptr<Stream>> streams;
-      std::vector<std::unique_ptr<Event>> events;
-      std::vector<std::unique_ptr<Buffer>> memory, results;
-      for (int k = 0; k < 3; ++k) {
-        gpus.push_back(open_device(k));
-        streams.push_back(gpus.back()->make_stream());
-        events.push_back(gpus.back()->make_event(false));
-        memory.push_back(gpus.back()->allocate(bytes, *streams.back()));
-        results.push_back(gpus.back()->allocate_pinned(bytes));
-      }
-      HostPath path(0, chunk);
-      for (int round = 0; round < 3; ++round) {
-        std::vector<unsigned char> values(bytes);
-        std::iota(values.begin(), values.end(), static_cast<unsigned char>(seed + static_cast<unsigned>(round)));
-        streams[0]->copy(memory[0]->data(), values.data(), bytes);
-        streams[0]->record(*events[0]);
-        std::vector<HostPath::Receiver> receivers;
-        for (int k = 1; k < (round == 1 ? 2 : 3); ++k) {
-          streams[k]->wait(*events[0]);
-          receivers.push_back({k, streams[k].get(), events[k].get(), memory[k]->data()});
-        }
-        const fake::HostCopies before = fake::host_copies();
-        path.copy(receivers, memory[0]->data(), bytes);
-        const int uploads = 6 * static_cast<int>(receivers.size());
-        ASSERT_EQ(fake::host_copies() - before, (fake::HostCopies{6, uploads}));
-        for (const HostPath::Receiver& one : receivers) {
-          one.stream->copy(results[one.target]->data(), one.to, bytes);
-          one.stream->record(*one.begun);
-          streams[0]->wait(*one.begun);  // the memory's next use comes after the copies
-        }
-        streams[0]->zero(memory[0]->data(), bytes);
-        for (const HostPath::Receiver& one : receivers) {
-          wait_for(*one.begun);
-          ASSERT_EQ(std::memcmp(results[one.target]->data(), values.data(), bytes), 0) << "seed " << seed;
-        }
-      }
-      streams[0]->record(*events[0]);
-      wait_for(*events[0]);
-      ASSERT_EQ(fake::synchronize_calls(), 0) << "seed " << seed;
+    std::vector<std::unique_ptr<AsyncDevice>> gpus;
+    std::vector<std::unique_ptr<Stream>> streams;
+    std::vector<std::unique_ptr<Event>> events;
+    std::vector<std::unique_ptr<Buffer>> memory, results;
+    for (int k = 0; k < 3; ++k) {
+      gpus.push_back(open_device(k));
+      streams.push_back(gpus.back()->make_stream());
+      events.push_back(gpus.back()->make_event(false));
+      memory.push_back(gpus.back()->allocate(bytes, *streams.back()));
+      results.push_back(gpus.back()->allocate_pinned(bytes));
     }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::driver_staged_copies(), 0) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+    HostPath path(0, chunk);
+    for (int round = 0; round < 3; ++round) {
+      std::vector<unsigned char> values(bytes);
+      std::iota(values.begin(), values.end(), static_cast<unsigned char>(seed + static_cast<unsigned>(round)));
+      streams[0]->copy(memory[0]->data(), values.data(), bytes);
+      streams[0]->record(*events[0]);
+      std::vector<HostPath::Receiver> receivers;
+      for (int k = 1; k < (round == 1 ? 2 : 3); ++k) {
+        streams[k]->wait(*events[0]);
+        receivers.push_back({k, streams[k].get(), events[k].get(), memory[k]->data()});
+      }
+      const fake::HostCopies before = fake::host_copies();
+      path.copy(receivers, memory[0]->data(), bytes);
+      const int uploads = 6 * static_cast<int>(receivers.size());
+      ASSERT_EQ(fake::host_copies() - before, (fake::HostCopies{6, uploads}));
+      for (const HostPath::Receiver& one : receivers) {
+        one.stream->copy(results[one.target]->data(), one.to, bytes);
+        one.stream->record(*one.begun);
+        streams[0]->wait(*one.begun);  // the memory's next use comes after the copies
+      }
+      streams[0]->zero(memory[0]->data(), bytes);
+      for (const HostPath::Receiver& one : receivers) {
+        wait_for(*one.begun);
+        ASSERT_EQ(std::memcmp(results[one.target]->data(), values.data(), bytes), 0);
+      }
+    }
+    streams[0]->record(*events[0]);
+    wait_for(*events[0]);
+    ASSERT_EQ(fake::synchronize_calls(), 0);
+  });
 }
 
 /// Copies of two chunks or more to two GPUs, of which something fails. They need not arrive, but who waits for the
@@ -182,6 +172,20 @@ class FailingHostPath : public ::testing::Test {
     close();
     EXPECT_EQ(fake::leftovers(), fake::Leftovers{});
   }
+  /// The streams wait for a copy that fails by what `arm` does, and the next one works.
+  template <class Arm>
+  void expect_waits(const Arm& arm) {
+    for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+      boot(seed);
+      arm(seed);
+      EXPECT_THROW(path->copy(receivers, memory[0]->data(), kBytes), Error) << "seed " << seed;
+      await_the_streams();
+      ASSERT_EQ(fake::leftovers().queued, 0U) << "seed " << seed;
+      path->copy(receivers, memory[0]->data(), kBytes);
+      await_the_streams();
+      clear();
+    }
+  }
 
   std::vector<std::unique_ptr<AsyncDevice>> gpus;
   std::vector<std::unique_ptr<Stream>> streams;
@@ -205,33 +209,17 @@ TEST_F(FailingHostPath, EnqueuesNothingWithoutMemoryForBothChunks) {
 }
 
 TEST_F(FailingHostPath, LetsTheStreamsWaitForWhatAFailedCopyHasEnqueued) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
-    boot(seed);
+  expect_waits([](std::uint64_t seed) {
     fake::set_before_copy([left = std::make_shared<std::atomic<int>>(static_cast<int>(seed % 9))] {
       return (*left)-- == 0 ? cudaErrorUnknown : cudaSuccess;
     });
-    EXPECT_THROW(path->copy(receivers, memory[0]->data(), kBytes), Error) << "seed " << seed;
-    await_the_streams();
-    ASSERT_EQ(fake::leftovers().queued, 0U) << "seed " << seed;
-    path->copy(receivers, memory[0]->data(), kBytes);
-    await_the_streams();
-    clear();
-  }
+  });
 }
 
 TEST_F(FailingHostPath, LetsTheStreamsWaitWhicheverEventFails) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
-    boot(seed);
-    // After what both receivers have begun with: each fill, the wait and the end of each upload, the waits for uploads
-    // before a chunk is filled again, and both receivers' waits.
-    fake::fail_event(4 + static_cast<int>(seed % (3 * 5 + 2 + 2)));
-    EXPECT_THROW(path->copy(receivers, memory[0]->data(), kBytes), Error) << "seed " << seed;
-    await_the_streams();
-    ASSERT_EQ(fake::leftovers().queued, 0U) << "seed " << seed;
-    path->copy(receivers, memory[0]->data(), kBytes);
-    await_the_streams();
-    clear();
-  }
+  // After what both receivers have begun with: each fill, the wait and the end of each upload, the waits for uploads
+  // before a chunk is filled again, and both receivers' waits.
+  expect_waits([](std::uint64_t seed) { fake::fail_event(4 + static_cast<int>(seed % (3 * 5 + 2 + 2))); });
 }
 
 TEST_F(FailingHostPath, LetsTheOtherStreamsWaitWhereOneGpuIsLost) {
@@ -255,77 +243,69 @@ TEST_F(FailingHostPath, LetsTheOtherStreamsWaitWhereOneGpuIsLost) {
 /// A stream of the target asks for copies, and one of a third GPU, in any order of the machine.
 TEST(PushPath, CopiesInTheOrderOfTheStreamsAndHoldsNoThread) {
   constexpr std::size_t bytes = 100;
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+  for_each_order(kOrders, [](std::uint64_t seed) {
     boot_gpus({.seed = seed, .device_count = 3, .switch_size = 3});
-    {
-      const auto source = open_device(0);
-      const auto target = open_device(1);
-      const auto third = open_device(2);
-      EXPECT_FALSE(source->push_to(*target, true));
-      const auto writer = source->make_stream();
-      const auto from = source->allocate(bytes, *writer);
-      const auto written = source->make_event(false);
-      const auto made = target->make_event(false);
-      const auto reader = target->make_stream();
-      const auto to = target->allocate(bytes, *reader);
-      std::vector<unsigned char> values(bytes);
-      std::iota(values.begin(), values.end(), static_cast<unsigned char>(seed));
-      for (AsyncDevice* const caller : {target.get(), third.get()}) {
-        const auto stream = caller->make_stream();
-        const auto copied = caller->make_event(false);
-        const auto result = target->allocate_pinned(bytes);
-        reader->zero(to->data(), bytes);
-        reader->record(*made);
-        writer->copy(from->data(), values.data(), bytes);
-        writer->record(*written);
-        stream->wait(*written);
-        stream->wait(*made);
-        stream->copy(to->data(), from->data(), bytes);
-        stream->copy(to->data(), MemoryPlace{1}, from->data(), MemoryPlace{0}, bytes);
-        stream->record(*copied);
-        writer->wait(*copied);  // the memory's next use comes after the copies
-        reader->wait(*copied);
-        writer->zero(from->data(), bytes);
-        reader->copy(result->data(), to->data(), bytes);
-        reader->record(*made);
-        writer->record(*written);
-        wait_for(*made);
-        wait_for(*written);
-        ASSERT_EQ(std::memcmp(result->data(), values.data(), bytes), 0) << "seed " << seed;
-      }
-      EXPECT_TRUE(source->push_to(*target, false));
-      ASSERT_EQ(fake::synchronize_calls(), 0) << "seed " << seed;
+    const auto source = open_device(0);
+    const auto target = open_device(1);
+    const auto third = open_device(2);
+    EXPECT_FALSE(source->push_to(*target, true));
+    const auto writer = source->make_stream();
+    const auto from = source->allocate(bytes, *writer);
+    const auto written = source->make_event(false);
+    const auto made = target->make_event(false);
+    const auto reader = target->make_stream();
+    const auto to = target->allocate(bytes, *reader);
+    std::vector<unsigned char> values(bytes);
+    std::iota(values.begin(), values.end(), static_cast<unsigned char>(seed));
+    for (AsyncDevice* const caller : {target.get(), third.get()}) {
+      const auto stream = caller->make_stream();
+      const auto copied = caller->make_event(false);
+      const auto result = target->allocate_pinned(bytes);
+      reader->zero(to->data(), bytes);
+      reader->record(*made);
+      writer->copy(from->data(), values.data(), bytes);
+      writer->record(*written);
+      stream->wait(*written);
+      stream->wait(*made);
+      stream->copy(to->data(), from->data(), bytes);
+      stream->copy(to->data(), MemoryPlace{1}, from->data(), MemoryPlace{0}, bytes);
+      stream->record(*copied);
+      writer->wait(*copied);  // the memory's next use comes after the copies
+      reader->wait(*copied);
+      writer->zero(from->data(), bytes);
+      reader->copy(result->data(), to->data(), bytes);
+      reader->record(*made);
+      writer->record(*written);
+      wait_for(*made);
+      wait_for(*written);
+      ASSERT_EQ(std::memcmp(result->data(), values.data(), bytes), 0);
     }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+    EXPECT_TRUE(source->push_to(*target, false));
+    ASSERT_EQ(fake::synchronize_calls(), 0);
+  });
 }
 
 TEST(PushPath, LetsTheStreamWaitWhicheverEventFails) {
   constexpr std::size_t bytes = 100;
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+  for_each_order(kOrders, [](std::uint64_t seed) {
     boot_gpus({.seed = seed, .device_count = 2, .switch_size = 2});
-    {
-      const auto source = open_device(0), target = open_device(1);
-      const auto writer = source->make_stream(), stream = target->make_stream();
-      const auto from = source->allocate(bytes, *writer), to = target->allocate(bytes, *stream);
-      const auto written = source->make_event(false), begun = target->make_event(false);
-      writer->zero(from->data(), bytes);
-      writer->record(*written);
-      stream->wait(*written);
-      PushPath path(0, 1);
-      fake::fail_event(static_cast<int>(seed % 4));
-      EXPECT_THROW(path.copy(*stream, *begun, to->data(), from->data(), bytes), Error) << "seed " << seed;
-      stream->record(*begun);
-      wait_for(*begun);
-      ASSERT_EQ(fake::leftovers().queued, 0U) << "seed " << seed;
-      path.copy(*stream, *begun, to->data(), from->data(), bytes);
-      stream->record(*begun);
-      wait_for(*begun);
-    }
-    ASSERT_EQ(fake::problems(), std::vector<std::string>{}) << "seed " << seed;
-    ASSERT_EQ(fake::leftovers(), fake::Leftovers{}) << "seed " << seed;
-  }
+    const auto source = open_device(0), target = open_device(1);
+    const auto writer = source->make_stream(), stream = target->make_stream();
+    const auto from = source->allocate(bytes, *writer), to = target->allocate(bytes, *stream);
+    const auto written = source->make_event(false), begun = target->make_event(false);
+    writer->zero(from->data(), bytes);
+    writer->record(*written);
+    stream->wait(*written);
+    PushPath path(0, 1);
+    fake::fail_event(static_cast<int>(seed % 4));
+    EXPECT_THROW(path.copy(*stream, *begun, to->data(), from->data(), bytes), Error);
+    stream->record(*begun);
+    wait_for(*begun);
+    ASSERT_EQ(fake::leftovers().queued, 0U);
+    path.copy(*stream, *begun, to->data(), from->data(), bytes);
+    stream->record(*begun);
+    wait_for(*begun);
+  });
 }
 
 TEST(CopyPaths, ServeSeveralThreadsAtOnce) {

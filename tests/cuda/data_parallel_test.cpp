@@ -24,62 +24,72 @@
 namespace paceline {
 namespace {
 
-class OnGpus : public ::testing::TestWithParam<Box> {};
+class OnGpus : public ::testing::TestWithParam<Box> {
+ protected:
+  /// Calls `body` for each order, with options for the box's transport. Nothing may be left of it.
+  template <class Body>
+  static void for_each_order(const Body& body) {
+    paceline::for_each_order(kOrders, [&](std::uint64_t seed) {
+      boot(seed, GetParam().gpus);
+      body(seed, DataParallelOptions{.parameter_count = kWidth,
+                                     .collectives = {.transport = GetParam().transport, .warm_up_bytes = 64}});
+      make_whole(GetParam());
+    });
+  }
+};
+
+/// A step as on one device.
+void expect_step(Trainer& trainer, Reference& reference) {
+  const double expected = reference.step();
+  ASSERT_NEAR(trainer.step(kBatch, body).value(), expected, 1e-12 * expected);
+}
+
+void expect_parameters(Trainer& trainer, const Reference& reference) {
+  const std::vector<double> parameters = fetched(trainer);
+  for (std::size_t j = 0; j < kWidth; ++j) ASSERT_NEAR(parameters[j], reference.parameters[j], 1e-12);
+}
+
+double fails(const MicroBatch&, Trainer::Replica&) { throw std::runtime_error("no"); }
 
 TEST_P(OnGpus, TrainsAsOneDeviceWhateverTheOrder) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
-    boot(seed, GetParam().gpus);
+  for_each_order([](std::uint64_t seed, DataParallelOptions options) {
     int synchronize_calls_of_the_test = 0;
     {
       Reference reference;
-      DataParallelOptions options{.parameter_count = kWidth};
       options.balance = seed % 3 == 0 ? Balance::automatic : Balance::even;
       options.micro_batch = static_cast<std::int64_t>(seed % 4);
       options.run_ahead = static_cast<std::int64_t>(seed % 2);
       if (options.balance == Balance::automatic && options.micro_batch == 0) options.corrections = true;
-      options.collectives = {.transport = GetParam().transport, .warm_up_bytes = 64};
       Trainer trainer(group_of(GetParam()), options);
       for (int step = 0; step < 4; ++step) {
-        const double expected = reference.step();
-        const double loss = trainer.step(kBatch, body).value();
-        ASSERT_NEAR(loss, expected, 1e-12 * expected) << "seed " << seed << ", step " << step;
+        ASSERT_NO_FATAL_FAILURE(expect_step(trainer, reference)) << "step " << step;
         update(trainer);
         ASSERT_LE(most_in_flight.load(), static_cast<int>(GetParam().devices.size()) * (1 + options.run_ahead));
       }
-      ASSERT_EQ(fake::synchronize_calls(), 0) << "seed " << seed;
-      const std::vector<double> parameters = fetched(trainer);
+      ASSERT_EQ(fake::synchronize_calls(), 0);
+      ASSERT_NO_FATAL_FAILURE(expect_parameters(trainer, reference));
       synchronize_calls_of_the_test = fake::synchronize_calls();
-      for (std::size_t j = 0; j < kWidth; ++j) ASSERT_NEAR(parameters[j], reference.parameters[j], 1e-12) << seed;
     }
     make_whole(GetParam());
-    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
-    ASSERT_EQ(fake::synchronize_calls(), synchronize_calls_of_the_test) << "seed " << seed;
-  }
+    ASSERT_EQ(fake::synchronize_calls(), synchronize_calls_of_the_test);
+  });
 }
 
 TEST_P(OnGpus, AFailedStepLeavesNothingRunningAndTheNextOneIsRight) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
-    boot(seed, GetParam().gpus);
-    {
-      Reference reference;
-      Trainer trainer(group_of(GetParam()), {.parameter_count = kWidth,
-                                             .balance = Balance::even,
-                                             .micro_batch = 2,
-                                             .collectives = {.transport = GetParam().transport, .warm_up_bytes = 64}});
-      EXPECT_THROW(trainer.step(kBatch,
-                                [](const MicroBatch& mb, Trainer::Replica& replica) {
-                                  const double loss = body(mb, replica);
-                                  if (mb.end == kBatch) throw std::runtime_error("no");
-                                  return loss;
-                                }),
-                   Error);
-      ASSERT_EQ(fake::leftovers().queued, 0U) << "the user may take back what the step has used";
-      const double expected = reference.step();
-      ASSERT_NEAR(trainer.step(kBatch, body).value(), expected, 1e-12 * expected);
-    }
-    make_whole(GetParam());
-    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
-  }
+  for_each_order([](std::uint64_t, DataParallelOptions options) {
+    Reference reference;
+    options.balance = Balance::even;
+    options.micro_batch = 2;
+    Trainer trainer(group_of(GetParam()), options);
+    const auto fails_last = [](const MicroBatch& mb, Trainer::Replica& replica) {
+      const double loss = body(mb, replica);
+      if (mb.end == kBatch) throw std::runtime_error("no");
+      return loss;
+    };
+    EXPECT_THROW(trainer.step(kBatch, fails_last), Error);
+    ASSERT_EQ(fake::leftovers().queued, 0U) << "the user may take back what the step has used";
+    ASSERT_NO_FATAL_FAILURE(expect_step(trainer, reference));
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -176,12 +186,9 @@ TEST(CudaDataParallel, AStepThatFailsLeavesTheObjectivesBeforeIt) {
   const double expected = reference.step();
   const Objective before = trainer.step(kBatch, body);
   update(trainer);
-  EXPECT_THROW(
-      trainer.step(kBatch, [](const MicroBatch&, Trainer::Replica&) -> double { throw std::runtime_error("no"); }),
-      Error);
+  EXPECT_THROW(trainer.step(kBatch, fails), Error);
   EXPECT_NEAR(before.value(), expected, 1e-12 * expected);
-  const double next = reference.step();
-  EXPECT_NEAR(trainer.step(kBatch, body).value(), next, 1e-12 * next);
+  expect_step(trainer, reference);
 }
 
 TEST(CudaDataParallel, AnObjectiveMayBeReadLaterAndOutlivesItsTrainer) {
@@ -216,7 +223,7 @@ TEST(CudaDataParallel, LearnsSpeedsFromTheDevicesClocks) {
 }
 
 TEST(CudaDataParallel, TakesTheCallersStream) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+  for_each_order(kOrders, [](std::uint64_t seed) {
     boot(seed, 1);
     ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
     cudaStream_t stream = nullptr;
@@ -226,15 +233,13 @@ TEST(CudaDataParallel, TakesTheCallersStream) {
       EXPECT_EQ(trainer.stream(), stream);
       Reference reference;
       for (int step = 0; step < 3; ++step) {
-        const double expected = reference.step();
-        ASSERT_NEAR(trainer.step(kBatch, body).value(), expected, 1e-12 * expected);
+        ASSERT_NO_FATAL_FAILURE(expect_step(trainer, reference));
         update(trainer);
       }
       fetched(trainer);
     }
     ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
-    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
-  }
+  });
 }
 
 /// Counts the kernels that reduce.
@@ -296,9 +301,7 @@ TEST(CudaDataParallel, AFailedStepAlsoEndsWhatItBeganForDevicesWithoutWork) {
                      .balance = Balance::weighted,
                      .weights = {1.0, 0.0},
                      .collectives = {.transport = Transport::nccl, .warm_up_bytes = 64}});
-    EXPECT_THROW(
-        trainer.step(kBatch, [](const MicroBatch&, Trainer::Replica&) -> double { throw std::runtime_error("no"); }),
-        Error);
+    EXPECT_THROW(trainer.step(kBatch, fails), Error);
     ASSERT_EQ(fake::leftovers().queued, 0U) << "seed " << seed;
   }
 }
@@ -317,16 +320,15 @@ TEST(CudaDataParallel, AStepThatCannotStartLeavesNothingEnqueued) {
 }
 
 TEST(CudaDataParallel, GoesWithoutHoldingTheThreadInTheMiddleOfWork) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+  for_each_order(kOrders, [](std::uint64_t seed) {
     boot(seed, 1);
     {
       Trainer trainer(group_of({"", 1, {"cuda:0"}}), {.parameter_count = kWidth});
       trainer.step(kBatch, body);
       for (int k = 0; k < 20; ++k) update(trainer);
     }
-    ASSERT_EQ(fake::synchronize_calls(), 0) << "seed " << seed << ": pinned memory was given back while work ran";
-    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
-  }
+    ASSERT_EQ(fake::synchronize_calls(), 0) << "pinned memory was given back while work ran";
+  });
 }
 
 TEST(CudaDataParallel, LeavesTheUpdateToTheCallersStream) {
@@ -342,34 +344,28 @@ TEST(CudaDataParallel, LeavesTheUpdateToTheCallersStream) {
 }
 
 TEST(CudaDataParallel, ByCopiesARetiredGpuIsLeftAloneUntilItIsRestored) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
+  for_each_order(kOrders, [](std::uint64_t seed) {
     boot(seed, 2);
-    {
-      Reference reference;
-      Trainer trainer(group_of({"", 2, {"cuda:0", "cuda:1"}}),
-                      {.parameter_count = kWidth, .collectives = {.transport = Transport::copies}});
-      const auto train = [&](int steps) {
-        for (int step = 0; step < steps; ++step) {
-          const double expected = reference.step();
-          ASSERT_NEAR(trainer.step(kBatch, body).value(), expected, 1e-12 * expected)
-              << "seed " << seed << ", step " << step;
-          update(trainer);
-        }
-      };
-      train(2);
-      trainer.retire("cuda:1");
-      train(2);
-      fake::poison(1, cudaErrorIllegalAddress);
-      train(3);
-      fake::poison(1, cudaSuccess);
-      trainer.restore("cuda:1");
-      train(3);
-      ASSERT_GT(trainer.shares()[1], 0) << "seed " << seed;
-      const std::vector<double> parameters = fetched(trainer);
-      for (std::size_t j = 0; j < kWidth; ++j) ASSERT_NEAR(parameters[j], reference.parameters[j], 1e-12) << seed;
-    }
-    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
-  }
+    Reference reference;
+    Trainer trainer(group_of({"", 2, {"cuda:0", "cuda:1"}}),
+                    {.parameter_count = kWidth, .collectives = {.transport = Transport::copies}});
+    const auto train = [&](int steps) {
+      for (int step = 0; step < steps; ++step) {
+        ASSERT_NO_FATAL_FAILURE(expect_step(trainer, reference)) << "step " << step;
+        update(trainer);
+      }
+    };
+    train(2);
+    trainer.retire("cuda:1");
+    train(2);
+    fake::poison(1, cudaErrorIllegalAddress);
+    train(3);
+    fake::poison(1, cudaSuccess);
+    trainer.restore("cuda:1");
+    train(3);
+    ASSERT_GT(trainer.shares()[1], 0);
+    ASSERT_NO_FATAL_FAILURE(expect_parameters(trainer, reference));
+  });
 }
 
 TEST(CudaDataParallel, NamesTheDeviceThatBroke) {

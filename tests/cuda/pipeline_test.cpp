@@ -125,6 +125,12 @@ void descend(PipelineTrainer& trainer) {
   });
 }
 
+void descend(Parameters& parameters, const BlockModel::Reference& reference) {
+  for (std::size_t b = 0; b < kModel.size(); ++b) {
+    for (std::size_t k = 0; k < parameters[b].size(); ++k) parameters[b][k] -= 0.1 * reference.gradients[b][k];
+  }
+}
+
 std::vector<double> fetched(PipelineTrainer& trainer, std::size_t block) {
   std::vector<double> values(kModel.parameters(block));
   trainer.update([&](const PieceUpdate& one) {
@@ -150,9 +156,7 @@ void expect_as_one_device(PipelineTrainer& trainer, Parameters& parameters, cons
   ASSERT_EQ(loss.value(), reference.loss);
   for (std::size_t b = 0; b < kModel.size(); ++b) ASSERT_EQ(fetched(trainer, b), reference.gradients[b]) << b;
   descend(trainer);
-  for (std::size_t b = 0; b < kModel.size(); ++b) {
-    for (std::size_t k = 0; k < parameters[b].size(); ++k) parameters[b][k] -= 0.1 * reference.gradients[b][k];
-  }
+  descend(parameters, reference);
 }
 
 PipelineOptions options_of(std::uint64_t seed, std::size_t devices) {
@@ -166,79 +170,66 @@ PipelineOptions options_of(std::uint64_t seed, std::size_t devices) {
   return options;
 }
 
-class PipelineOnGpus : public ::testing::TestWithParam<Box> {};
+Objective step(PipelineTrainer& trainer, const Bodies& bodies, std::int64_t items = kItems) {
+  return trainer.step(items, bodies, [&](const Piece& run) { bodies.back(run); });
+}
+
+class PipelineOnGpus : public ::testing::TestWithParam<Box> {
+ protected:
+  /// Calls `body` for each seed, with the box's devices. Nothing may be left of it.
+  template <class Body>
+  static void for_each_order(std::uint64_t count, const Body& body) {
+    paceline::for_each_order(count, [&](std::uint64_t seed) {
+      set_up(seed, GetParam().gpus);
+      {
+        const DeviceGroup group = group_of(GetParam());
+        body(seed, group, Bodies{group});
+      }
+      make_whole(GetParam());
+    });
+  }
+};
 
 TEST_P(PipelineOnGpus, TrainsAsOneDeviceWhateverTheOrder) {
-  for (std::uint64_t seed = 0; seed < kOrders / 10; ++seed) {
-    set_up(seed, GetParam().gpus);
-    {
-      const DeviceGroup group = group_of(GetParam());
-      const Bodies bodies{group};
-      PipelineTrainer trainer(group, options_of(seed, group.size()));
-      Parameters parameters = initialise(trainer);
-      for (int step = 0; step < 3; ++step) {
-        const Objective loss = trainer.step(kItems, bodies, [&](const Piece& run) { bodies.back(run); });
-        ASSERT_NO_FATAL_FAILURE(expect_as_one_device(trainer, parameters, loss))
-            << "seed " << seed << ", step " << step;
-      }
+  for_each_order(kOrders / 10, [](std::uint64_t seed, const DeviceGroup& group, const Bodies& bodies) {
+    PipelineTrainer trainer(group, options_of(seed, group.size()));
+    Parameters parameters = initialise(trainer);
+    for (int k = 0; k < 3; ++k) {
+      ASSERT_NO_FATAL_FAILURE(expect_as_one_device(trainer, parameters, step(trainer, bodies))) << "step " << k;
     }
-    make_whole(GetParam());
-    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
-  }
+  });
 }
 
 TEST_P(PipelineOnGpus, StepsMayBePendingAndNothingWaitsForTheGpus) {
-  for (std::uint64_t seed = 0; seed < kOrders / 10; ++seed) {
-    set_up(seed, GetParam().gpus);
-    {
-      const DeviceGroup group = group_of(GetParam());
-      const Bodies bodies{group};
-      PipelineTrainer trainer(group, options_of(seed, group.size()));
-      Parameters parameters = initialise(trainer);
-      std::vector<Objective> losses;
-      std::vector<double> expected;
-      for (int step = 0; step < 5; ++step) {
-        losses.push_back(
-            trainer.step(step % 2 == 0 ? kItems - 3 : kItems, bodies, [&](const Piece& run) { bodies.back(run); }));
-        descend(trainer);
-        const auto reference = kModel.reference(parameters, trainer.plan().sizes);
-        expected.push_back(reference.loss);
-        for (std::size_t b = 0; b < kModel.size(); ++b) {
-          for (std::size_t k = 0; k < parameters[b].size(); ++k) parameters[b][k] -= 0.1 * reference.gradients[b][k];
-        }
-      }
-      ASSERT_EQ(fake::synchronize_calls(), 0);
-      for (std::size_t k = 0; k < losses.size(); ++k) {
-        ASSERT_EQ(losses[k].value(), expected[k]) << "seed " << seed << ", step " << k;
-      }
+  for_each_order(kOrders / 10, [](std::uint64_t seed, const DeviceGroup& group, const Bodies& bodies) {
+    PipelineTrainer trainer(group, options_of(seed, group.size()));
+    Parameters parameters = initialise(trainer);
+    std::vector<Objective> losses;
+    std::vector<double> expected;
+    for (int k = 0; k < 5; ++k) {
+      losses.push_back(step(trainer, bodies, k % 2 == 0 ? kItems - 3 : kItems));
+      descend(trainer);
+      const auto reference = kModel.reference(parameters, trainer.plan().sizes);
+      expected.push_back(reference.loss);
+      descend(parameters, reference);
     }
-    make_whole(GetParam());
-    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
-  }
+    ASSERT_EQ(fake::synchronize_calls(), 0);
+    for (std::size_t k = 0; k < losses.size(); ++k) ASSERT_EQ(losses[k].value(), expected[k]) << "step " << k;
+  });
 }
 
 TEST_P(PipelineOnGpus, AFailedStepLeavesNothingRunningAndTheNextOneIsRight) {
-  for (std::uint64_t seed = 0; seed < kOrders / 10; ++seed) {
-    set_up(seed, GetParam().gpus);
-    {
-      const DeviceGroup group = group_of(GetParam());
-      const Bodies bodies{group};
-      PipelineTrainer trainer(group, options_of(3, group.size()));
-      Parameters parameters = initialise(trainer);
-      const auto back = [&](const Piece& run) { bodies.back(run); };
-      EXPECT_THROW(trainer.step(kItems, bodies,
-                                [&](const Piece& run) {
-                                  bodies.back(run);
-                                  if (run.block == seed % 6 && run.micro_batch == 2) throw std::runtime_error("no");
-                                }),
-                   Error);
-      ASSERT_EQ(fake::leftovers().queued, 0U) << "the user may take back what the step has used";
-      const Objective loss = trainer.step(kItems, bodies, back);
-      ASSERT_NO_FATAL_FAILURE(expect_as_one_device(trainer, parameters, loss)) << "seed " << seed;
-    }
-    make_whole(GetParam());
-    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
-  }
+  for_each_order(kOrders / 10, [](std::uint64_t seed, const DeviceGroup& group, const Bodies& bodies) {
+    PipelineTrainer trainer(group, options_of(3, group.size()));
+    Parameters parameters = initialise(trainer);
+    const auto fails = [&](const Piece& run) {
+      bodies.back(run);
+      if (run.block == seed % 6 && run.micro_batch == 2) throw std::runtime_error("no");
+    };
+    EXPECT_THROW(trainer.step(kItems, bodies, fails), Error);
+    ASSERT_EQ(fake::leftovers().queued, 0U) << "the user may take back what the step has used";
+    ASSERT_NO_FATAL_FAILURE(expect_as_one_device(trainer, parameters, step(trainer, bodies)));
+  });
 }
 
 TEST_P(PipelineOnGpus, AStepWhoseGradientsCannotBeSummedLeavesNothingRunning) {
@@ -264,22 +255,13 @@ TEST_P(PipelineOnGpus, AStepWhoseGradientsCannotBeSummedLeavesNothingRunning) {
 }
 
 TEST_P(PipelineOnGpus, BlocksAreMeasuredAndMoveBetweenMemorySpaces) {
-  for (std::uint64_t seed = 0; seed < kOrders / 40; ++seed) {
-    set_up(seed, GetParam().gpus);
-    {
-      const DeviceGroup group = group_of(GetParam());
-      const Bodies bodies{group};
-      PipelineTrainer trainer(group, {.blocks = kModel.blocks(), .batch_size = kItems});
-      Parameters parameters = initialise(trainer);
-      for (int step = 0; trainer.measuring() || step < 4; ++step) {
-        const Objective loss = trainer.step(kItems, bodies, [&](const Piece& run) { bodies.back(run); });
-        ASSERT_NO_FATAL_FAILURE(expect_as_one_device(trainer, parameters, loss))
-            << "seed " << seed << ", step " << step;
-      }
+  for_each_order(kOrders / 40, [](std::uint64_t, const DeviceGroup& group, const Bodies& bodies) {
+    PipelineTrainer trainer(group, {.blocks = kModel.blocks(), .batch_size = kItems});
+    Parameters parameters = initialise(trainer);
+    for (int k = 0; trainer.measuring() || k < 4; ++k) {
+      ASSERT_NO_FATAL_FAILURE(expect_as_one_device(trainer, parameters, step(trainer, bodies))) << "step " << k;
     }
-    make_whole(GetParam());
-    ASSERT_NO_FATAL_FAILURE(expect_clean(seed));
-  }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -293,10 +275,16 @@ INSTANTIATE_TEST_SUITE_P(
         Box{"Everything", 2, {"cuda:0/0", "cuda:1/0", "host:0", "cuda:0/1", "cuda:1/1"}, {0.5, 0.5}}),
     [](const auto& param) { return param.param.name; });
 
-TEST(CudaPipeline, AHangThatTheReaderOfTheLossFindsEndsTheTraining) {
-  set_up(2, 2);
-  const DeviceGroup group = group_of({"", 2, {"cuda:0", "cuda:1"}});
-  const Bodies bodies{group};
+class PipelineOnTwoGpus : public ::testing::Test {
+ protected:
+  const DeviceGroup group = [] {
+    set_up(2, 2);
+    return group_of({"", 2, {"cuda:0", "cuda:1"}});
+  }();
+  Bodies bodies{group};
+};
+
+TEST_F(PipelineOnTwoGpus, AHangThatTheReaderOfTheLossFindsEndsTheTraining) {
   PipelineOptions options = options_of(0, 2);
   options.timeout = std::chrono::milliseconds(20);
   PipelineTrainer trainer(group, options);
@@ -306,18 +294,15 @@ TEST(CudaPipeline, AHangThatTheReaderOfTheLossFindsEndsTheTraining) {
     if (run.block == 0 && run.end == kItems) fake::hang(run.stream);  // the last one
   });
   EXPECT_THROW(static_cast<void>(loss.value()), Timeout);
-  const auto error = thrown_by<DeviceLost>(
-      [&] { static_cast<void>(trainer.step(kItems, bodies, [&](const Piece& run) { bodies.back(run); })); });
+  const auto error = thrown_by<DeviceLost>([&] { static_cast<void>(step(trainer, bodies)); });
   EXPECT_TRUE(says(error, "new process"));
 }
 
-TEST(CudaPipeline, LearnsSpeedsFromTheDevicesClocks) {
-  set_up(1, 2);
-  const DeviceGroup group = group_of({"", 2, {"cuda:0", "cuda:1"}});
-  const Bodies bodies{group, {1.0, 0.2}};
+TEST_F(PipelineOnTwoGpus, LearnsSpeedsFromTheDevicesClocks) {
+  bodies.speeds = {1.0, 0.2};
   PipelineTrainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 24});
   initialise(trainer);
-  for (int step = 0; step < 12; ++step) trainer.step(24, bodies, [&](const Piece& run) { bodies.back(run); });
+  for (int k = 0; k < 12; ++k) step(trainer, bodies, 24);
   ASSERT_FALSE(trainer.measuring());
   const plan::StagePlan& plan = trainer.plan();
   std::vector<std::size_t> blocks(2, 0);
@@ -329,27 +314,20 @@ TEST(CudaPipeline, LearnsSpeedsFromTheDevicesClocks) {
   EXPECT_NEAR(record.step_seconds, record.plan.seconds, 0.2 * record.plan.seconds) << "by the fake's clock";
 }
 
-TEST(CudaPipeline, NamesTheDeviceThatBroke) {
-  set_up(2, 2);
-  const DeviceGroup group = group_of({"", 2, {"cuda:0", "cuda:1"}});
-  const Bodies bodies{group};
+TEST_F(PipelineOnTwoGpus, NamesTheDeviceThatBroke) {
   PipelineTrainer trainer(group, options_of(0, 2));
   initialise(trainer);
-  const auto back = [&](const Piece& run) { bodies.back(run); };
-  static_cast<void>(trainer.step(kItems, bodies, back).value());
+  static_cast<void>(step(trainer, bodies).value());
   fake::poison(1, cudaErrorIllegalAddress);
   const auto error =
       thrown_by<Error>([&] { trainer.step(kItems, [](const Piece&) { return 0.0; }, [](const Piece&) {}); });
   EXPECT_EQ(error.device(), "cuda:1") << error.what();
 }
 
-TEST(CudaPipeline, KeepsAllGradientsIfADeviceHasFailedBeforeTheyAreWritten) {
-  set_up(2, 2);
-  const DeviceGroup group = group_of({"", 2, {"cuda:0", "cuda:1"}});
-  const Bodies bodies{group};
+TEST_F(PipelineOnTwoGpus, KeepsAllGradientsIfADeviceHasFailedBeforeTheyAreWritten) {
   PipelineTrainer trainer(group, options_of(0, 2));
   initialise(trainer);
-  static_cast<void>(trainer.step(kItems, bodies, [&](const Piece& run) { bodies.back(run); }).value());
+  static_cast<void>(step(trainer, bodies).value());
   const std::vector<double> before = fetched(trainer, 0);
   const auto back = [&](const Piece& run) {
     bodies.back(run);
@@ -360,20 +338,16 @@ TEST(CudaPipeline, KeepsAllGradientsIfADeviceHasFailedBeforeTheyAreWritten) {
   EXPECT_EQ(fetched(trainer, 0), before);
 }
 
-TEST(CudaPipeline, ReportsADeviceThatFailedAfterItsStepOnlyOnce) {
-  set_up(2, 2);
-  const DeviceGroup group = group_of({"", 2, {"cuda:0", "cuda:1"}});
-  const Bodies bodies{group};
+TEST_F(PipelineOnTwoGpus, ReportsADeviceThatFailedAfterItsStepOnlyOnce) {
   PipelineOptions options{.blocks = kModel.blocks(), .batch_size = kItems};
   options.costs.assign(kModel.size(), {.forward_per_item = 1e-3, .backward_per_item = 2e-3});
   PipelineTrainer trainer(group, options);
   initialise(trainer);
-  const auto back = [&](const Piece& run) { bodies.back(run); };
-  static_cast<void>(trainer.step(kItems, bodies, back).value());
+  static_cast<void>(step(trainer, bodies).value());
   fake::poison(1, cudaErrorIllegalAddress);
-  EXPECT_THROW(trainer.step(kItems, bodies, back), Error);
+  EXPECT_THROW(step(trainer, bodies), Error);
   trainer.retire("cuda:1");
-  static_cast<void>(trainer.step(kItems, bodies, back).value());
+  static_cast<void>(step(trainer, bodies).value());
   EXPECT_EQ(trainer.plan().order, std::vector<std::size_t>{0});
 }
 

@@ -18,6 +18,7 @@
 
 #include "orders.hpp"
 #include "queued_steps.hpp"
+#include "shortage.hpp"
 
 namespace paceline {
 namespace {
@@ -290,6 +291,33 @@ TEST(StepTimes, UseTheEventsOfEarlierStepsAgain) {
   const int made = fake::made_events();
   for (int step = 0; step < 3; ++step) EXPECT_FALSE(excluded(queues, {}));
   EXPECT_EQ(fake::made_events(), made);
+}
+
+void run_nothing(DeviceQueues& queues) {
+  queues.enter(0);
+  queues.deliver(0, {});
+  queues.reduce();
+  queues.end_step();
+}
+
+TEST(StepTimes, EndWhereTheListsOfTheirEventsGetNoMemory) {
+  boot(1, 1);
+  {
+    DeviceQueues queues(group_of({"cuda:0"}), {});
+    std::shared_ptr<const StepTimes> times = queues.begin_step({});
+    run_nothing(queues);
+    times->wait();
+    const std::shared_ptr<const StepTimes> later = queues.begin_step({});  // the queues let go of those before
+    ASSERT_EQ(times.use_count(), 1);
+    {
+      const Shortage shortage;
+      times.reset();  // a destructor that throws would end the program
+    }
+    run_nothing(queues);
+    later->wait();
+    queues.drain();
+  }
+  EXPECT_EQ(fake::problems(), std::vector<std::string>{});
 }
 
 }  // namespace

@@ -234,8 +234,8 @@ TEST(LentTimeInPlans, StaysAndIsAsGoodAsTheBestFixedSplitWhenRequestsComeAtRando
   for (Lenders& load : loads) {
     for (load.seed = 1; load.seed <= 3; ++load.seed) {
       const Outcome outcome = outcome_of(load);
-      SCOPED_TRACE(testing::Message() << load.rate[1] << " jobs a second, in " << load.chance << " of the steps, seed "
-                                      << load.seed);
+      SCOPED_TRACE(::testing::Message() << load.rate[1] << " jobs a second, in " << load.chance
+                                        << " of the steps, seed " << load.seed);
       EXPECT_LE(outcome.planned, 1.01 * outcome.best);
       EXPECT_LE(outcome.moves, 15);
       EXPECT_EQ(outcome.taken_back, 0);

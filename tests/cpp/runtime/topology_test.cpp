@@ -1,22 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <unistd.h>
 #include <algorithm>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <set>
 #include <string>
-
-#include <gtest/gtest.h>
-#include <unistd.h>
+#include <utility>
+#include <vector>
 
 #include <paceline/error.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/host_topology.hpp>
 #include <paceline/runtime/system_info.hpp>
 
-#include "runtime/text_file.hpp"
-
 #include "errors.hpp"
 #include "made_up_system.hpp"
+#include "runtime/text_file.hpp"
 
 namespace paceline {
 namespace {
@@ -60,8 +62,6 @@ TEST(CpuList, RefusesWhatIsMalformedAsAWhole) {
   }
 }
 
-TEST(CgroupLimit, IsAbsentWithoutAnyCgroup) { EXPECT_EQ(FakeTopology{}.limit(), std::nullopt); }
-
 TEST(CgroupLimit, ReadsVersionTwoOfTheOwnGroup) {
   FakeTopology system;
   system.file("proc/self/cgroup", "0::/user.slice/job.scope\n");
@@ -73,94 +73,48 @@ TEST(CgroupLimit, ReadsVersionTwoOfTheOwnGroup) {
   EXPECT_TRUE(limit->source.ends_with("/user.slice/job.scope/cpu.max")) << limit->source;
 }
 
-TEST(CgroupLimit, OfAParentCountsWhenItIsTighter) {
-  FakeTopology system;
-  system.file("proc/self/cgroup", "0::/a/b/c\n");
-  system.file("sys/fs/cgroup/a/b/c/cpu.max", "800000 100000\n");
-  system.file("sys/fs/cgroup/a/b/cpu.max", "max 100000\n");
-  system.file("sys/fs/cgroup/a/cpu.max", "300000 100000\n");
-  ASSERT_TRUE(system.limit().has_value());
-  EXPECT_EQ(system.limit()->worker_count(), 3);
-}
-
-TEST(CgroupLimit, OfTheMountPointCountsInsideACgroupNamespace) {
-  FakeTopology system;
-  system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "50000 100000\n");
-  ASSERT_TRUE(system.limit().has_value());
-  EXPECT_EQ(system.limit()->worker_count(), 1);
-}
-
-TEST(CgroupLimit, MaxMeansNone) {
-  FakeTopology system;
-  system.file("proc/self/cgroup", "0::/\n").file("sys/fs/cgroup/cpu.max", "max 100000\n");
-  EXPECT_EQ(system.limit(), std::nullopt);
-}
-
-TEST(CgroupLimit, ReadsVersionOneWithItsParents) {
-  FakeTopology system;
-  system.file("proc/self/cgroup", "5:memory:/other\n4:cpu,cpuacct:/slurm/job_7\n");
-  system.file("sys/fs/cgroup/cpu/slurm/job_7/cpu.cfs_quota_us", "-1\n");
-  system.file("sys/fs/cgroup/cpu/slurm/job_7/cpu.cfs_period_us", "100000\n");
-  system.file("sys/fs/cgroup/cpu/slurm/cpu.cfs_quota_us", "400000\n");
-  system.file("sys/fs/cgroup/cpu/slurm/cpu.cfs_period_us", "100000\n");
-  ASSERT_TRUE(system.limit().has_value());
-  EXPECT_EQ(system.limit()->worker_count(), 4);
-}
-
-TEST(CgroupLimit, FindsAContainersOwnGroupWhereOnlyItsSubtreeIsMounted) {
-  FakeTopology system;
-  system.file("proc/self/cgroup", "4:cpu:/docker/abc\n");
-  system.file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "200000\n").file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
-  ASSERT_TRUE(system.limit().has_value());
-  EXPECT_EQ(system.limit()->worker_count(), 2);
-}
-
-TEST(CgroupLimit, FindsASubgroupWhereOnlyTheContainersSubtreeIsMounted) {
-  FakeTopology system;
-  system.file("proc/self/cgroup", "4:cpu:/docker/abc/job\n0::/docker/abc/job/part\n");
-  system.file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "800000\n").file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
-  system.file("sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", "300000\n");
-  system.file("sys/fs/cgroup/cpu/job/cpu.cfs_period_us", "100000\n");
-  ASSERT_TRUE(system.limit().has_value());
-  EXPECT_EQ(system.limit()->worker_count(), 3);
-  system.file("sys/fs/cgroup/job/part/cpu.max", "max 100000\n").file("sys/fs/cgroup/job/cpu.max", "200000 100000\n");
-  EXPECT_EQ(system.limit()->worker_count(), 2);
-}
-
-TEST(CgroupLimit, IsNotThatOfAnotherGroupOfTheSameNameFurtherUp) {
-  FakeTopology system;
-  system.file("proc/self/cgroup", "0::/user/job\n").file("sys/fs/cgroup/job/cpu.max", "100000 100000\n");
-  system.file("sys/fs/cgroup/user/job/cpu.max", "500000 100000\n");
-  ASSERT_TRUE(system.limit().has_value());
-  EXPECT_EQ(system.limit()->worker_count(), 5);
-}
-
-TEST(CgroupLimit, FallsBackToTheMountPointForAGroupThatIsNotVisible) {
-  for (const char* group : {"0::/elsewhere/x\n", "0::/../outside\n", "0::/podman/abcdef\n"}) {
+TEST(CgroupLimit, IsTheTightestOfAllGroupsThatCount) {
+  struct Case {
+    const char* what;
+    const char* groups;                              ///< of the process
+    std::vector<std::pair<const char*, int>> files;  ///< with a limit in tenths of a core; 0 stands for none
+    int workers;                                     ///< 0: there is no limit
+  };
+  const Case cases[] = {
+      {"no cgroup", "", {}, 0},
+      {"max", "0::/\n", {{"", 0}}, 0},
+      {"a parent that is tighter", "0::/a/b/c\n", {{"a/b/c", 80}, {"a/b", 0}, {"a", 30}}, 3},
+      {"the mount point inside a namespace", "0::/\n", {{"", 5}}, 1},
+      {"a parent of version one", "5:memory:/other\n4:cpu,cpuacct:/q/j\n", {{"cpu/q/j", 0}, {"cpu/q", 40}}, 4},
+      {"a container whose subtree alone is mounted", "4:cpu:/docker/abc\n", {{"cpu", 20}}, 2},
+      {"a subgroup of one", "4:cpu:/docker/abc/job\n0::/docker/abc/job/part\n", {{"cpu", 80}, {"cpu/job", 30}}, 3},
+      {"one of both versions",
+       "4:cpu:/docker/abc/job\n0::/docker/abc/job/part\n",
+       {{"cpu", 80}, {"cpu/job", 30}, {"job/part", 0}, {"job", 20}},
+       2},
+      {"no group of the same name further up", "0::/user/job\n", {{"job", 10}, {"user/job", 50}}, 5},
+      {"a group that is not visible", "0::/elsewhere/x\n", {{"", 70}}, 7},
+      {"a group outside", "0::/../outside\n", {{"", 70}}, 7},
+      {"a group of a container", "0::/podman/abcdef\n", {{"", 70}}, 7},
+      {"a hybrid system", "3:cpuset:/q\n1:cpu:/\n0::/s\n", {{"cpu", 60}}, 6},
+      {"both of a hybrid system", "3:cpuset:/q\n1:cpu:/\n0::/s\n", {{"cpu", 60}, {"unified/s", 25}}, 3},
+      {"odd characters", "0::/a:b c\n", {{"a:b c", 10}}, 1},
+  };
+  for (const Case& one : cases) {
     FakeTopology system;
-    system.file("proc/self/cgroup", group);
-    system.file("sys/fs/cgroup/cpu.max", "700000 100000\n");
-    ASSERT_TRUE(system.limit().has_value()) << group;
-    EXPECT_EQ(system.limit()->worker_count(), 7);
+    if (*one.groups != '\0') system.file("proc/self/cgroup", one.groups);
+    for (const auto& [group, tenths] : one.files) {
+      const std::string folder = std::string("sys/fs/cgroup/") + group, limit = std::to_string(10000 * tenths);
+      if (std::string_view(group).starts_with("cpu")) {
+        system.file(folder + "/cpu.cfs_quota_us", tenths == 0 ? "-1\n" : limit + "\n");
+        system.file(folder + "/cpu.cfs_period_us", "100000\n");
+      } else {
+        system.file(folder + "/cpu.max", (tenths == 0 ? "max" : limit) + " 100000\n");
+      }
+    }
+    const auto limit = system.limit();
+    EXPECT_EQ(limit ? limit->worker_count() : 0, one.workers) << one.what;
   }
-}
-
-TEST(CgroupLimit, TakesTheTighterOfBothOnAHybridSystem) {
-  FakeTopology system;
-  system.file("proc/self/cgroup", "3:cpuset:/q\n1:cpu:/\n0::/s\n");
-  system.file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "600000\n").file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
-  ASSERT_TRUE(system.limit().has_value());
-  EXPECT_EQ(system.limit()->worker_count(), 6);
-  system.file("sys/fs/cgroup/unified/s/cpu.max", "250000 100000\n");
-  EXPECT_EQ(system.limit()->worker_count(), 3);
-}
-
-TEST(CgroupLimit, ReadsGroupsWithOddCharacters) {
-  FakeTopology system;
-  system.file("proc/self/cgroup", "0::/a:b c\n");
-  system.file("sys/fs/cgroup/a:b c/cpu.max", "100000 100000\n");
-  ASSERT_TRUE(system.limit().has_value());
-  EXPECT_EQ(system.limit()->worker_count(), 1);
 }
 
 TEST(CgroupLimit, IgnoresFilesThatMakeNoSense) {
@@ -328,6 +282,76 @@ TEST(SystemInfo, SaysHowTheLibraryWasBuilt) {
   EXPECT_NE(info.compiler.find('.'), std::string::npos);
   EXPECT_TRUE(says(info.flags, "C++ 20"));
   EXPECT_NE(info.fmt_version.find('.'), std::string::npos);
+}
+
+/// Made-up cores, each with its node and socket, and GPUs near these nodes.
+struct Sockets {
+  HostTopology topology{};
+  std::vector<Device> gpus{};
+
+  Sockets(const std::vector<std::pair<int, int>>& cores, const std::vector<int>& nodes_of_gpus) {
+    for (int index = 0; const auto& [node, socket] : cores) {
+      topology.cores.push_back({.index = index++, .numa_node = node, .socket = socket});
+    }
+    for (std::int32_t index = 0; const int node : nodes_of_gpus) {
+      Device gpu;
+      gpu.kind = DeviceKind::cuda;
+      gpu.index = index++;
+      gpu.numa_node = node;
+      for (const HostCore& core : topology.cores) {
+        if (node >= 0 && core.numa_node == node) gpu.cores.push_back(core.index);
+      }
+      gpus.push_back(gpu);
+    }
+  }
+
+  /// The cores of each GPU's worker; empty where they are those near the GPU.
+  [[nodiscard]] std::vector<Cores> changed() const {
+    std::vector<Cores> all;
+    const std::vector<Device> after = on_one_socket(gpus, topology);
+    for (std::size_t k = 0; k < gpus.size(); ++k) {
+      all.push_back(after[k].cores == gpus[k].cores ? Cores{} : after[k].cores);
+      Device same = after[k];
+      same.cores = gpus[k].cores;
+      EXPECT_EQ(same, gpus[k]) << "only cores change";
+    }
+    return all;
+  }
+};
+
+const std::vector<std::pair<int, int>> kTwoSockets{{0, 0}, {0, 0}, {0, 0}, {1, 1}, {1, 1}, {1, 1}};
+
+TEST(OneSocket, IsThatOfMostGpus) {
+  EXPECT_EQ(Sockets(kTwoSockets, {0, 1, 1}).changed(), (std::vector<Cores>{{3, 4, 5}, {}, {}}));
+}
+
+TEST(OneSocket, IsThatOfTheFirstGpuAmongEquals) {
+  EXPECT_EQ(Sockets(kTwoSockets, {1, 0}).changed(), (std::vector<Cores>{{}, {3, 4, 5}}));
+  EXPECT_EQ(Sockets(kTwoSockets, {0, 1}).changed(), (std::vector<Cores>{{}, {0, 1, 2}}));
+}
+
+TEST(OneSocket, HasSeveralNodesWhoseCoresAllServe) {
+  const std::vector<std::pair<int, int>> cores{{0, 0}, {1, 0}, {2, 1}, {3, 1}, {3, 1}};
+  EXPECT_EQ(Sockets(cores, {2, 3, 0}).changed(), (std::vector<Cores>{{2, 3, 4}, {2, 3, 4}, {2, 3, 4}}));
+  EXPECT_EQ(Sockets(cores, {2, 3, 3}).changed(), (std::vector<Cores>(3))) << "they lie on one socket";
+}
+
+TEST(OneSocket, IsANodeWhereTheSystemTellsNoSockets) {
+  const std::vector<std::pair<int, int>> cores{{0, -1}, {1, -1}, {1, -1}, {1, -1}};
+  EXPECT_EQ(Sockets(cores, {0, 1, 1}).changed(), (std::vector<Cores>{{1, 2, 3}, {}, {}}));
+}
+
+TEST(OneSocket, ChangesNothingWhereItIsUnknownOrTooSmall) {
+  EXPECT_EQ(Sockets(kTwoSockets, {-1, 1}).changed(), (std::vector<Cores>(2)));
+  EXPECT_EQ(Sockets({{-1, -1}, {-1, -1}}, {0, 1}).changed(), (std::vector<Cores>(2)));
+  EXPECT_EQ(Sockets({}, {0, 1}).changed(), (std::vector<Cores>(2)));
+  EXPECT_EQ(Sockets(kTwoSockets, {0, 0, 1, 1}).changed(), (std::vector<Cores>(4))) << "three cores for four workers";
+}
+
+TEST(OneSocket, TakesAGpuOfAnUnknownNodeAlongAndLeavesHostDevices) {
+  Sockets machine(kTwoSockets, {-1, 1, 0});
+  machine.gpus.push_back(host_device(machine.topology, 0));
+  EXPECT_EQ(machine.changed(), (std::vector<Cores>{{3, 4, 5}, {}, {3, 4, 5}, {}}));
 }
 
 }  // namespace

@@ -6,7 +6,7 @@ import ctypes
 import subprocess
 import sys
 from array import array
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,9 +14,6 @@ import pytest
 from paceline import Communicator, DeviceGroup, InvalidArgument, Unavailable
 
 pytestmark = pytest.mark.own_gpus("it names GPUs and their memory")
-
-if TYPE_CHECKING:
-    pass
 
 GPU = 2  # DLPack's number for memory of CUDA
 
