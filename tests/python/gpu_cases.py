@@ -18,12 +18,7 @@ from torch_support import classify
 AS_PARTS = os.environ.get("PACELINE_PARTS_AS_GPUS") == "1"
 ON_A_GPU = AS_PARTS and torch.cuda.is_available()
 GPUS = [f"cuda:0/{k}" if AS_PARTS else f"cuda:{k}" for k in range(4)]
-BOXES = {
-    "one": ["cuda:0"],
-    "two": GPUS[:2],
-    "four": GPUS,
-    "mixed": ["host:0", GPUS[1], "host:1", GPUS[0]],
-}
+BOXES = {"one": ["cuda:0"], "two": GPUS[:2], "four": GPUS, "mixed": ["host:0", GPUS[1], "host:1", GPUS[0]]}
 
 
 def number_of(name: str) -> int:

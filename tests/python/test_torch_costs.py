@@ -32,9 +32,8 @@ def trained(trainer: DataParallel, call: str, loss_fn: Any, batch: Any, **option
     """A step, or a run of a batch by a function that runs backward."""
     if call == "step":
         return trainer.step(loss_fn, batch, **options)
-    scaler = options.pop("scaler", None)
     with trainer.batch(batch, **options) as global_batch:
-        return global_batch.run(lambda one, part: part.backward(loss_fn(one, part.data)), scaler=scaler)
+        return global_batch.run(lambda one, part: part.backward(loss_fn(one, part.data)))
 
 
 CALLS = pytest.mark.parametrize("call", ["step", "run"])
@@ -192,16 +191,6 @@ def test_a_failure_names_items_and_leaves_everything_as_it_was(call: str) -> Non
         module.zero_grad()
         trained(trainer, call, classify, batch, cost=costs)
         assert_same_gradients(module, plain(module, classify, batch)[1])
-
-
-@CALLS
-def test_scaled_gradients(call: str) -> None:
-    module, batch = classifier(16)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    _, wanted = plain(module, classify, batch)
-    with DataParallel(module, TWO) as trainer:
-        trained(trainer, call, classify, batch, scaler=scaler, cost=torch.rand(16))
-    assert_same_gradients(module, [None if one is None else 1024.0 * one for one in wanted])
 
 
 def test_steps_and_runs_with_and_without_costs_alternate() -> None:

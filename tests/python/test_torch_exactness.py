@@ -286,14 +286,6 @@ def test_steps_add_up_until_gradients_are_zeroed(devices: int) -> None:
         assert all(map(torch.equal, own, before)), "they are not the user's own"  # type: ignore[arg-type]
 
 
-@DEVICES
-def test_frozen_parameters_get_no_gradient(devices: int) -> None:
-    module, batch = classifier()
-    module[0].weight.requires_grad_(False)
-    assert_exact(module, classify, batch, devices)
-    assert module[0].weight.grad is None
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex128], ids=str)
 def test_other_types_of_parameters_are_summed_too(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

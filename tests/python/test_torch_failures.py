@@ -13,16 +13,26 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from paceline import Cancelled, Error, InvalidArgument, Unavailable
+from paceline import Error, Unavailable
 from paceline.torch import DataParallel, Pipeline
 from paceline.torch._devices.failures import noted
 from paceline.torch._run.executor import Executor
 from paceline.torch._trainer.host_workers import HostWorkers
-from torch_support import DEVICES, TWO, assert_same_gradients, classifier, classify, gradients, hosts, noting, plain
+from torch_support import (
+    DEVICES,
+    TWO,
+    assert_same_gradients,
+    cancelled_by_close,
+    classifier,
+    classify,
+    gradients,
+    hosts,
+    noting,
+    plain,
+)
 
 
 class Unlucky(RuntimeError):
@@ -264,41 +274,6 @@ def test_a_second_step_at_the_same_time_is_refused_and_the_first_is_exact() -> N
 @DEVICES
 def test_closing_the_trainer_in_another_thread_cancels_the_step(devices: int) -> None:
     module, batch = classifier(64)
-    inside = threading.Event()
-    ran: list[int] = []
-
-    def slow(replica: Any, part: Any) -> None:
-        ran.append(len(part[0]))
-        inside.set()
-        time.sleep(0.1)
-
     trainer = DataParallel(module, hosts(devices), balance="even", micro_batch=1)
-    with ThreadPoolExecutor(1) as pool:
-        step = pool.submit(trainer.step, noting(slow), batch)
-        assert inside.wait(30)
-        trainer.close()
-        with pytest.raises(Cancelled):
-            step.result()
-    assert len(ran) < 64, "the step ran to its end"
+    assert cancelled_by_close(trainer, classify, batch) < 64, "the step ran to its end"
     assert gradients(module) == [None] * 4
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda t, m: t(m.parameters()), "module is a generator"),
-        (lambda t, m: t(m, 2), "devices is 2; give 'auto'"),
-        (lambda t, m: t(m, [0.5, 1]), r"devices is \[0.5, 'host:1'\]"),
-        (lambda t, m: t(m, TWO, micro_batch=1.5), "micro_batch is 1.5; it must be an integer"),
-        (lambda t, m: t(m, TWO, balance=None), "balance is None"),
-        (lambda t, m: t(m, TWO, balance=[1, 2, 3]), r"\[1, 2, 3\], which is not one ratio for each of 2 devices"),
-        (lambda t, m: t(m, TWO, timeout=-1), "timeout is -1; it must be a positive number of seconds"),
-        (lambda t, m: t(m, TWO).step(torch.ones(2, 6), classify), "loss_fn is a Tensor, not a function"),
-        (lambda t, m: t(m, TWO).step(classify, torch.ones(2, 6), scaler=1024), "scaler is a int"),
-        (lambda t, m: t(m, TWO).step(classify, (np.ones(2), np.ones(2))), r"\(a tuple of ndarray\)"),
-    ],
-    ids=["generator", "number", "numbers", "fraction", "none", "ratios", "timeout", "swapped", "scaler", "numpy"],
-)
-def test_ordinary_mistakes_are_named(make: Any, message: str) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        make(DataParallel, classifier(8)[0])

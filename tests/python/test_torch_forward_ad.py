@@ -16,15 +16,7 @@ from torch.fx import _symbolic_trace as tracing
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel
-from torch_support import (
-    TWO,
-    assert_exact,
-    assert_same_gradients,
-    classifier,
-    gradients,
-    module_of,
-    plain,
-)
+from torch_support import TWO, assert_exact, assert_same_gradients, classifier, gradients, module_of, plain
 
 BY_HAND = r"forward_ad\.dual_level.*torch\.func\.jvp.*one device"
 

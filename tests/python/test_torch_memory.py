@@ -132,25 +132,6 @@ def test_one_item_that_does_not_fit_is_an_error_that_leaves_everything_as_it_was
     assert gradients(module) == [None]
 
 
-def test_a_failed_allocation_counts_whatever_was_predicted() -> None:
-    module, batch = wide(64)
-    _, wanted = plain(module, loss_of, batch)
-    sizes: dict[int, list[int]] = {}
-    note = noted(sizes)
-
-    def loss_fn(replica: Any, x: torch.Tensor) -> Any:
-        loss = note(replica, x)
-        if len(x) > 6:
-            raise torch.OutOfMemoryError("as planned")
-        return loss
-
-    with DataParallel(module, TWO, balance="even", memory=10 * PER_ITEM + FIXED + 100 + held(module, 2)) as trainer:
-        trainer.step(loss_fn, batch)
-        assert_same_gradients(module, wanted)
-        assert trainer.report()["memory"]["host:0"]["largest_micro_batch"] <= 10
-        assert trainer.report()["steps"] == 1
-
-
 def test_items_of_another_shape_have_a_model_of_their_own() -> None:
     module, found = Scaled(), []
     with DataParallel(module, ["host:0"], memory=10**6) as trainer:

@@ -58,16 +58,6 @@ def test_dropout_draws_what_one_device_draws() -> None:
         assert_equal(other, models[0])
 
 
-def test_a_step_adds_to_gradients_that_are_there() -> None:
-    module, batch = chain(), torch.randn(8, 8)
-    plain = copy.deepcopy(module)
-    with Pipeline(module, devices=TWO, micro_batches=1) as trainer:
-        for _ in range(2):
-            trainer.step(squares, batch)
-            accumulate(plain, squares, batch, trainer)
-    assert_equal(module, plain)
-
-
 def test_the_report_says_where_the_module_is_cut() -> None:
     module = chain()
     with Pipeline(module, devices=TWO, cuts=[0, 4], micro_batches=4) as trainer:

@@ -283,10 +283,7 @@ def test_a_read_from_the_original_module_is_said() -> None:
     said, _, _ = steps(module, lambda m, part: loss_of(m, part) + module.aside, rows, prove="warn")
     assert "reads 'aside' from the original module" in said
     steps(Aside(), lambda m, part: loss_of(m, part) + m.aside, rows, prove="raise")
-    with (
-        Pipeline(module, TWO, prove="raise") as trainer,
-        pytest.raises(Error, match="reads 'aside' from the original"),
-    ):
+    with Pipeline(module, TWO, prove="raise") as trainer, pytest.raises(Error, match="reads 'aside' from the original"):
         trainer.predict(lambda m, part: m(part) + module.aside, rows[0])
     assert type(module) is Aside
 

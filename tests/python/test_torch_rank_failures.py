@@ -16,13 +16,7 @@ from paceline import DeviceLost, Error, InvalidArgument, Timeout
 from paceline.torch._run.buckets import Layout
 from paceline.torch._run.gradients import UserGradients
 from rank_processes import DEAD, Processes, Run, error_of, part_of, trainer_of
-from torch_support import (
-    classifier,
-    classify,
-    gradients,
-    plain,
-    worst_difference,
-)
+from torch_support import classifier, classify, gradients, plain, worst_difference
 
 SIZES = [[14, 6], [9, 0, 8], [0, 12, 5]]
 

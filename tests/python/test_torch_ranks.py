@@ -61,11 +61,7 @@ def test_all_ranks_begin_with_the_parameters_and_buffers_of_rank_0(on_ranks: Run
 
 @pytest.mark.parametrize(
     ("group", "message"),
-    [
-        (None, "init_process_group"),
-        ("world", "ProcessGroup is needed"),
-        (-100, r"new_group\(\) returns on a member"),
-    ],
+    [(None, "init_process_group"), ("world", "ProcessGroup is needed"), (-100, r"new_group\(\) returns on a member")],
 )
 def test_what_is_no_process_group_is_refused(group: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):

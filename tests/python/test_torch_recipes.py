@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.torch import DataParallel
-from torch_support import TWO, assert_same_gradients, classifier, classify, gradients, hosts, linear, plain
+from torch_support import TWO, classifier, classify, hosts
 
 pytestmark = pytest.mark.usefixtures("proved")
 
@@ -38,21 +38,6 @@ def assert_same_training(ours: Any, theirs: Any, losses: list[float], wanted: li
 
 def tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def test_class_weights_in_the_loss() -> None:
-    module, (x, y) = classifier(23)
-    class_weights = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
-
-    def loss_fn(replica: Any, batch: Any) -> Any:
-        return F.cross_entropy(replica(batch[0]), batch[1], weight=class_weights)
-
-    loss, expected = plain(module, loss_fn, (x, y))
-    with DataParallel(module, TWO, balance=[2, 1]) as trainer:
-        got = trainer.step(loss_fn, (x, y), weight=lambda batch: class_weights[batch[1]])
-        assert "weight=lambda batch: class_weights[batch[1]]" in str(trainer.check(loss_fn, (x, y)))
-    assert got.item() == pytest.approx(loss.item(), rel=1e-12)
-    assert_same_gradients(module, expected)
 
 
 class Language(nn.Module):
@@ -136,27 +121,6 @@ def test_lbfgs_with_a_closure() -> None:
         losses = optimized(module, lambda: trainer.step(classify, batch))
     assert losses == pytest.approx(wanted, rel=1e-9)  # line searches multiply the differences of sums
     assert losses[-1] < 0.9 * losses[0]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_gradient_penalty(count: int) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(linear(4, 8), nn.Tanh(), linear(8, 1))
-    batch = (torch.randn(11, 4).double(), torch.randn(11, 4).double(), torch.rand(11, 1).double())
-
-    def loss_fn(critic: Any, batch: Any) -> Any:
-        real, fake, mixing = batch
-        between = (mixing * real + (1 - mixing) * fake).requires_grad_()
-        (gradient,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-        penalty = (gradient.norm(dim=1) - 1).square()
-        return (critic(fake) - critic(real)).squeeze(1) + 10 * penalty
-
-    reference = copy.deepcopy(module)
-    loss = loss_fn(reference, batch).mean()
-    loss.backward()
-    with DataParallel(module, hosts(count)) as trainer:
-        assert trainer.step(loss_fn, batch).item() == pytest.approx(loss.item(), rel=1e-12)
-    assert_same_gradients(module, gradients(reference))
 
 
 class Autoencoder(nn.Module):

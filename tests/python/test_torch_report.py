@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -154,25 +155,45 @@ def test_devices_are_given_in_several_ways() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"module": (one for one in [])}, "module is a generator"),
+        ({"devices": 2}, "devices is 2; give 'auto'"),
+        ({"devices": [0.5, 1]}, r"devices is \[0.5, 'host:1'\]"),
         ({"devices": ["host:0", "host:0"]}, "twice"),
         ({"devices": []}, "no devices|at least one"),
         ({"devices": ["gpu"]}, "'gpu'"),
         ({"balance": "fair"}, "'auto', 'even' or a list"),
         ({"balance": [1, "1"]}, "'auto', 'even' or a list"),
         ({"balance": [None, 1]}, "'auto', 'even' or a list"),
-        ({"balance": [1, 2, 3]}, "3.*2|2.*3"),
+        ({"balance": None}, "balance is None"),
+        ({"balance": [1, 2, 3]}, r"\[1, 2, 3\], which is not one ratio for each of 2 devices"),
         ({"balance": [0, 0]}, "zero|positive|sum"),
         ({"balance": [1, -1]}, "negative"),
         ({"micro_batch": 0}, "at least 1"),
         ({"micro_batch": -4}, "at least 1"),
+        ({"micro_batch": 1.5}, "micro_batch is 1.5; it must be an integer"),
+        ({"timeout": -1}, "timeout is -1; it must be a positive number of seconds"),
     ],
     ids=str,
 )
 def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
     threads = torch.get_num_threads()
     with pytest.raises(InvalidArgument, match=message):
-        DataParallel(classifier()[0], **{"devices": TWO, **options})
+        DataParallel(**{"module": classifier()[0], "devices": TWO, **options})
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ((torch.ones(2, 6), classify), {}, "loss_fn is a Tensor, not a function"),
+        ((classify, torch.ones(2, 6)), {"scaler": 1024}, "scaler is a int"),
+        ((classify, (np.ones(2), np.ones(2))), {}, r"\(a tuple of ndarray\)"),
+    ],
+    ids=["swapped", "scaler", "numpy"],
+)
+def test_mistakes_of_a_step_are_named(given: Any, options: Any, message: str) -> None:
+    with DataParallel(classifier(8)[0], TWO) as trainer, pytest.raises(InvalidArgument, match=message):
+        trainer.step(*given, **options)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")

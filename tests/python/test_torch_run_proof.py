@@ -104,42 +104,6 @@ def test_functions_without_a_term_are_refused_as_by_the_devices(wrong: str) -> N
     assert gradients(module) == [None] * 4
 
 
-def test_adversarial_networks_train_as_on_one_device() -> None:
-    torch.manual_seed(0)
-    networks: Any = nn.ModuleDict({"generator": net(), "critic": nn.Linear(3, 1).double()})
-    other = copy.deepcopy(networks)
-    batch = (rows(), torch.randn(16, 3, dtype=torch.float64))
-
-    def criticise(networks: Any, part: Any) -> None:
-        noise, real = part.data
-        fake = networks["generator"](noise).detach()
-        part.backward(networks["critic"](fake).mean() - networks["critic"](real).mean())
-
-    def generate(networks: Any, part: Any) -> None:
-        part.backward(-networks["critic"](networks["generator"](part.data[0])).mean())
-
-    with made(networks, prove="raise") as trainer:
-        optimizers = [torch.optim.SGD(networks[name].parameters(), 0.1) for name in ("critic", "generator")]
-        for _ in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            with trainer.batch(batch) as global_batch:
-                global_batch.run(criticise, parameters=networks["critic"])
-                optimizers[0].step()
-                global_batch.run(generate, parameters=networks["generator"])
-                optimizers[1].step()
-    for _ in range(3):
-        noise, real = batch
-        other.zero_grad()
-        fake = other["generator"](noise).detach()
-        (other["critic"](fake).mean() - other["critic"](real).mean()).backward()
-        torch.optim.SGD(other["critic"].parameters(), 0.1).step()
-        other.zero_grad()
-        (-other["critic"](other["generator"](noise)).mean()).backward()
-        torch.optim.SGD(other["generator"].parameters(), 0.1).step()
-    assert all(torch.allclose(*pair) for pair in zip(networks.parameters(), other.parameters(), strict=True))
-
-
 def keep(m: Any, x: torch.Tensor) -> Any:
     """Leaves rows of the batch behind, as `nn.DataParallel`'s users read them after the call."""
     out = m.inner(x)

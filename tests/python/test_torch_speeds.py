@@ -39,10 +39,7 @@ def backward(module: Any, part: Any) -> None:
 def learned() -> dict[str, Any]:
     """The state after steps in which host:1 took three times as long, with costs and without, and in runs of a batch."""
     module, batch = classifier(ITEMS)
-    with (
-        DataParallel(module, TWO, hold_back=False) as trainer,
-        faults.inject(trainer, faults.Slow("host:1", factor=3)),
-    ):
+    with DataParallel(module, TWO, hold_back=False) as trainer, faults.inject(trainer, faults.Slow("host:1", factor=3)):
         for _ in range(16):
             trainer.step(slowly, batch)
             trainer.step(slowly, batch, cost=torch.ones(ITEMS))
@@ -124,10 +121,7 @@ def test_steps_with_costs_and_runs_of_a_batch_begin_with_them_too(learned: dict[
 
 def test_wrong_speeds_are_corrected(learned: dict[str, Any]) -> None:
     module, batch = classifier(ITEMS)
-    with (
-        DataParallel(module, TWO, hold_back=False) as trainer,
-        faults.inject(trainer, faults.Slow("host:1", factor=3)),
-    ):
+    with DataParallel(module, TWO, hold_back=False) as trainer, faults.inject(trainer, faults.Slow("host:1", factor=3)):
         trainer.load_training_state(given(learned, 1, 15))
         trainer.step(slowly, batch)
         assert trainer.shares == {"host:0": 3, "host:1": 45}

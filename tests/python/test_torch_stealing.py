@@ -115,19 +115,3 @@ def test_fixed_shares_are_never_stolen(balance: Any) -> None:
             trainer.step(rounds.loss_fn, torch.arange(24))
             assert rounds.counts() == collections.Counter(range(24))
             assert list(trainer.shares.values()) == ([8, 8, 8] if balance == "even" else [12, 4, 8])
-
-
-@pytest.mark.alone
-def test_items_planned_for_a_slow_device_run_on_the_others() -> None:
-    """Uneven work, not uneven devices: one item takes as long as all the others together."""
-    module = Histogram(32)
-
-    def loss_fn(replica: Any, numbers: torch.Tensor) -> Any:
-        time.sleep(0.2 if 0 in numbers.tolist() else 0.002)
-        return replica.weight[numbers].sum()
-
-    with DataParallel(module, hosts(2), balance="auto", micro_batch=1) as trainer:
-        for _ in range(3):
-            trainer.step(loss_fn, torch.arange(32))
-        shares = sorted(trainer.shares.values())
-    assert shares[1] > 20

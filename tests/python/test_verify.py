@@ -40,12 +40,7 @@ def test_host_devices_pass_and_the_report_can_be_written_as_json(monkeypatch: py
     assert json.loads(json.dumps(report)) == report
     assert [device["name"] for device in report["devices"]] == TWO
     assert report["exactness"]["cases"] == len(_verify_checks._NETWORKS) * 2 * 4
-    assert report["collectives"] == {
-        "status": "passed",
-        "transport": "the host's memory",
-        "cases": 108,
-        "failures": [],
-    }
+    assert report["collectives"] == {"status": "passed", "transport": "the host's memory", "cases": 108, "failures": []}
     assert report["exactness"]["reference"] == "plain PyTorch on cpu"
     assert report["race"]["status"] == "measured"
     assert report["race"]["blocks"] == 3

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline import Cancelled
 from paceline.torch import DataParallel, GlobalBatchSampler
 from program_server import SERVER
 
@@ -96,11 +99,7 @@ class Words(nn.Module):
 def words(items: int, seed: int) -> tuple[Words, dict[str, torch.Tensor]]:
     torch.manual_seed(seed)
     lengths = torch.empty(items).log_normal_(2.0, 0.7).long().clamp(1, 60)
-    batch = {
-        "tokens": torch.randint(0, 20, (items, 60)),
-        "length": lengths,
-        "label": torch.randint(0, 3, (items,)),
-    }
+    batch = {"tokens": torch.randint(0, 20, (items, 60)), "length": lengths, "label": torch.randint(0, 3, (items,))}
     return Words().double(), batch
 
 
@@ -263,6 +262,26 @@ def thread_count(wanted=None):
 module = nn.Linear(4, 2).double()
 batch = torch.ones(8, 4, dtype=torch.double)
 """
+
+
+def cancelled_by_close(trainer: Any, loss_fn: LossFunction, batch: Any) -> int:
+    """Close the trainer while another thread is in a step. How many micro-batches ran before the step was cancelled."""
+    inside, ran = threading.Event(), list[int]()
+
+    def slow(module: Any, part: Any) -> Any:
+        loss = loss_fn(module, part)
+        ran.append(len(part))
+        inside.set()
+        time.sleep(0.1)
+        return loss
+
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(trainer.step, slow, batch)
+        assert inside.wait(30)
+        trainer.close()
+        with pytest.raises(Cancelled):
+            step.result(30)
+    return len(ran)
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:

@@ -32,14 +32,6 @@ def train(trainer: DataParallel, batch: Any) -> None:
 
 @TRANSPORTS
 @pytest.mark.parametrize("box", ["two", "four", "mixed"])
-def test_gradients_are_those_of_one_device(fake: Any, box: str, transport: Any) -> None:
-    module, batch = module_and_batch()
-    with DataParallel(module, BOXES[box], balance="even", micro_batch=4, transport=transport) as trainer:
-        train(trainer, batch)
-
-
-@TRANSPORTS
-@pytest.mark.parametrize("box", ["two", "four", "mixed"])
 def test_a_step_has_a_call_of_nccl_for_the_gradients_and_one_for_the_loss(fake: Any, box: str, transport: Any) -> None:
     calls = fake.nccl_calls
     module, batch = module_and_batch()

@@ -64,8 +64,7 @@ def drop_gradients(module: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "edit",
-    [write, write_data, load, replace, lay_out_anew, clip, write_gradients, transpose_gradients, drop_gradients],
+    "edit", [write, write_data, load, replace, lay_out_anew, clip, write_gradients, transpose_gradients, drop_gradients]
 )
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_the_caller_writes_counts(fake: Any, edit: Callable[[nn.Module], None], when: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -16,10 +15,10 @@ import pytest
 import torch
 
 from gpu_cases import BOXES, module_and_batch, queues_of
-from paceline import Cancelled, DeviceGroup
+from paceline import DeviceGroup
 from paceline.torch import DataParallel
 from paceline.torch._devices.places import Places
-from torch_support import classify
+from torch_support import cancelled_by_close, classify
 
 
 @pytest.mark.own_gpus("it tells GPUs apart by their numbers")
@@ -89,45 +88,28 @@ def test_auto_takes_the_gpus_and_says_that_it_has_brought_the_module_there(fake:
         assert {device.kind for device in trainer.group.devices} == {"host"}
 
 
+def expect_nothing_left(fake: Any) -> None:
+    """A worker lets go of the step just after the caller goes on."""
+    deadline = time.monotonic() + 10
+    while fake.leftovers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert fake.leftovers == 0
+
+
 def test_a_group_that_was_passed_in_stays_open(fake: Any) -> None:
     module, batch = module_and_batch()
     with DeviceGroup(BOXES["two"]) as group:
         for _ in range(2):
             with DataParallel(module, group, balance="even") as trainer:
                 trainer.step(classify, batch)
-        deadline = time.monotonic() + 10
-        while (
-            fake.leftovers and time.monotonic() < deadline
-        ):  # a worker lets go of the step just after the caller goes on
-            time.sleep(0.01)
-        assert fake.leftovers == 0
+        expect_nothing_left(fake)
 
 
 def test_closing_from_another_thread_gives_everything_back(fake: Any) -> None:
     module, batch = module_and_batch()
-    inside, go_on = threading.Event(), threading.Event()
-
-    def loss_fn(one: Any, part: Any) -> Any:
-        inside.set()
-        go_on.wait(10)
-        return classify(one, part)
-
-    trainer = DataParallel(module, BOXES["two"], balance="even")
-
-    def close() -> None:
-        inside.wait(10)
-        threading.Timer(0.1, go_on.set).start()
-        trainer.close()
-
-    closing = threading.Thread(target=close)
-    closing.start()
-    with pytest.raises(Cancelled):
-        trainer.step(loss_fn, batch)
-    closing.join()
-    deadline = time.monotonic() + 10
-    while fake.leftovers and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert fake.leftovers == 0
+    trainer = DataParallel(module, BOXES["two"], balance="even", micro_batch=1)
+    assert cancelled_by_close(trainer, classify, batch) < len(batch[0])
+    expect_nothing_left(fake)
 
 
 @pytest.mark.own_gpus("it tells GPUs apart by their numbers")
