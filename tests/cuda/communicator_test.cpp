@@ -122,48 +122,44 @@ TEST(CudaCommunicator, GivesPartsOfOneGpuWhatTheHostWouldGiveToTheBit) {
 class InPlace : public ::testing::TestWithParam<Box> {};
 
 TEST_P(InPlace, WritesWhereThePartsLieInTheWholes) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
-    fake::Nccl& nccl = boot(seed, 2);
+  for_each_order(kOrders, 2, [&](fake::Nccl&, std::uint64_t seed) {
     const DeviceGroup group = group_of(GetParam().devices);
     const bool crossed = seed % 2 == 1;
     const std::size_t n = group.size();
-    {
-      Communicator communicator(group, GetParam().options());
-      constexpr std::size_t part = 3;
-      GpuArrays whole(group, part * n);
-      std::vector<Words> values(n);
-      for (std::size_t d = 0; d < n; ++d) {
-        for (std::size_t i = 0; i < part * n; ++i) values[d].push_back(static_cast<float>(100 * d + i));
-        whole.fill(d, values[d]);
-      }
-      const std::vector<BufferView> wholes = whole.views();
-      std::vector<BufferView> parts;
-      for (std::size_t d = 0; d < n; ++d) {
-        const std::size_t in =
-            crossed && d < 2 && group.devices()[0].memory_space == group.devices()[1].memory_space ? 1 - d : d;
-        parts.push_back({static_cast<float*>(wholes[in].data) + d * part, part, DType::float32, wholes[d].stream});
-      }
-      whole.wait();  // a part may be written on another stream than its whole
-      communicator.all_gather(parts, wholes);
-      communicator.reduce_scatter(wholes, parts);
-      communicator.wait();
-      std::vector<Words> after(n);
-      for (std::size_t d = 0; d < n; ++d) whole.read(d, after[d]);
-      whole.wait();
-      for (std::size_t d = 0; d < n; ++d) {
-        for (std::size_t i = 0; i < part * n; ++i) {
-          const std::size_t of = i / part;
-          const auto* const place = static_cast<const float*>(wholes[d].data) + i;
-          const bool reduced = place == static_cast<const float*>(parts[of].data) + i % part;
-          const std::size_t owner =
-              crossed && parts[of].data != static_cast<const float*>(wholes[of].data) + of * part ? 1 - of : of;
-          const auto gathered = static_cast<float>(100 * owner + i);
-          ASSERT_EQ(after[d][i], reduced ? static_cast<float>(n) * gathered : gathered) << "seed " << seed;
-        }
+    Communicator communicator(group, GetParam().options());
+    constexpr std::size_t part = 3;
+    GpuArrays whole(group, part * n);
+    std::vector<Words> values(n);
+    for (std::size_t d = 0; d < n; ++d) {
+      for (std::size_t i = 0; i < part * n; ++i) values[d].push_back(static_cast<float>(100 * d + i));
+      whole.fill(d, values[d]);
+    }
+    const std::vector<BufferView> wholes = whole.views();
+    std::vector<BufferView> parts;
+    for (std::size_t d = 0; d < n; ++d) {
+      const std::size_t in =
+          crossed && d < 2 && group.devices()[0].memory_space == group.devices()[1].memory_space ? 1 - d : d;
+      parts.push_back({static_cast<float*>(wholes[in].data) + d * part, part, DType::float32, wholes[d].stream});
+    }
+    whole.wait();  // a part may be written on another stream than its whole
+    communicator.all_gather(parts, wholes);
+    communicator.reduce_scatter(wholes, parts);
+    communicator.wait();
+    std::vector<Words> after(n);
+    for (std::size_t d = 0; d < n; ++d) whole.read(d, after[d]);
+    whole.wait();
+    for (std::size_t d = 0; d < n; ++d) {
+      for (std::size_t i = 0; i < part * n; ++i) {
+        const std::size_t of = i / part;
+        const auto* const place = static_cast<const float*>(wholes[d].data) + i;
+        const bool reduced = place == static_cast<const float*>(parts[of].data) + i % part;
+        const std::size_t owner =
+            crossed && parts[of].data != static_cast<const float*>(wholes[of].data) + of * part ? 1 - of : of;
+        const auto gathered = static_cast<float>(100 * owner + i);
+        ASSERT_EQ(after[d][i], reduced ? static_cast<float>(n) * gathered : gathered);
       }
     }
-    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
-  }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Cuda, InPlace,

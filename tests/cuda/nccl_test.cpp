@@ -29,16 +29,14 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 TEST(NcclLink, ConnectsAllGpusAtOnceAndEndsThemTogether) {
-  for (std::uint64_t seed = 0; seed < kOrders; ++seed) {
-    fake::Nccl& nccl = boot(seed, 4);
+  for_each_order(kOrders, 4, [&](fake::Nccl& nccl, std::uint64_t seed) {
     {
       Bench bench(2 + static_cast<int>(seed % 3), seconds(30), 8192);
       ASSERT_EQ(nccl.made(), static_cast<int>(bench.group.size()));
       ASSERT_NO_FATAL_FAILURE(bench.expect_right());
     }
     ASSERT_EQ(nccl.aborted(), 0);
-    ASSERT_NO_FATAL_FAILURE(expect_clean(nccl, seed));
-  }
+  });
 }
 
 TEST(NcclLink, OfTwoThreadsDoNotMix) {

@@ -275,7 +275,7 @@ INSTANTIATE_TEST_SUITE_P(
         Box{"Everything", 2, {"cuda:0/0", "cuda:1/0", "host:0", "cuda:0/1", "cuda:1/1"}, {0.5, 0.5}}),
     [](const auto& param) { return param.param.name; });
 
-class PipelineOnTwoGpus : public ::testing::Test {
+class CudaPipeline : public ::testing::Test {
  protected:
   const DeviceGroup group = [] {
     set_up(2, 2);
@@ -284,7 +284,7 @@ class PipelineOnTwoGpus : public ::testing::Test {
   Bodies bodies{group};
 };
 
-TEST_F(PipelineOnTwoGpus, AHangThatTheReaderOfTheLossFindsEndsTheTraining) {
+TEST_F(CudaPipeline, AHangThatTheReaderOfTheLossFindsEndsTheTraining) {
   PipelineOptions options = options_of(0, 2);
   options.timeout = std::chrono::milliseconds(20);
   PipelineTrainer trainer(group, options);
@@ -298,7 +298,7 @@ TEST_F(PipelineOnTwoGpus, AHangThatTheReaderOfTheLossFindsEndsTheTraining) {
   EXPECT_TRUE(says(error, "new process"));
 }
 
-TEST_F(PipelineOnTwoGpus, LearnsSpeedsFromTheDevicesClocks) {
+TEST_F(CudaPipeline, LearnsSpeedsFromTheDevicesClocks) {
   bodies.speeds = {1.0, 0.2};
   PipelineTrainer trainer(group, {.blocks = kModel.blocks(), .batch_size = 24});
   initialise(trainer);
@@ -314,7 +314,7 @@ TEST_F(PipelineOnTwoGpus, LearnsSpeedsFromTheDevicesClocks) {
   EXPECT_NEAR(record.step_seconds, record.plan.seconds, 0.2 * record.plan.seconds) << "by the fake's clock";
 }
 
-TEST_F(PipelineOnTwoGpus, NamesTheDeviceThatBroke) {
+TEST_F(CudaPipeline, NamesTheDeviceThatBroke) {
   PipelineTrainer trainer(group, options_of(0, 2));
   initialise(trainer);
   static_cast<void>(step(trainer, bodies).value());
@@ -324,7 +324,7 @@ TEST_F(PipelineOnTwoGpus, NamesTheDeviceThatBroke) {
   EXPECT_EQ(error.device(), "cuda:1") << error.what();
 }
 
-TEST_F(PipelineOnTwoGpus, KeepsAllGradientsIfADeviceHasFailedBeforeTheyAreWritten) {
+TEST_F(CudaPipeline, KeepsAllGradientsIfADeviceHasFailedBeforeTheyAreWritten) {
   PipelineTrainer trainer(group, options_of(0, 2));
   initialise(trainer);
   static_cast<void>(step(trainer, bodies).value());
@@ -338,7 +338,7 @@ TEST_F(PipelineOnTwoGpus, KeepsAllGradientsIfADeviceHasFailedBeforeTheyAreWritte
   EXPECT_EQ(fetched(trainer, 0), before);
 }
 
-TEST_F(PipelineOnTwoGpus, ReportsADeviceThatFailedAfterItsStepOnlyOnce) {
+TEST_F(CudaPipeline, ReportsADeviceThatFailedAfterItsStepOnlyOnce) {
   PipelineOptions options{.blocks = kModel.blocks(), .batch_size = kItems};
   options.costs.assign(kModel.size(), {.forward_per_item = 1e-3, .backward_per_item = 2e-3});
   PipelineTrainer trainer(group, options);
@@ -351,7 +351,7 @@ TEST_F(PipelineOnTwoGpus, ReportsADeviceThatFailedAfterItsStepOnlyOnce) {
   EXPECT_EQ(trainer.plan().order, std::vector<std::size_t>{0});
 }
 
-TEST(CudaPipeline, SaysThatTheDeviceHasNoMemory) {
+TEST(CudaPipelineWithoutMemory, SaysSo) {
   fake::boot({.memory_bytes = 4096});
   fake::set_twins();
   const std::vector<PipelineBlock> blocks{{.parameter_count = 1000}};

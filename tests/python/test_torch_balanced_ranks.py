@@ -236,10 +236,7 @@ def test_a_quiet_pair_keeps_equal_shares(on_ranks: Run, how: str) -> None:
     assert abs(shares[0] - 50) <= 1, text
 
 
-ITEMS, BATCH = 40, 8
-
-
-def loader_of(ranks: BalancedRanks, items: int = ITEMS) -> Any:
+def loader_of(ranks: BalancedRanks, items: int) -> Any:
     return DataLoader(TensorDataset(torch.arange(items)), batch_sampler=ranks.sampler)
 
 
@@ -254,7 +251,7 @@ class Event:
 
 def late(rank: int, most: int) -> Any:
     """Steps on a GPU whose host is `most` steps ahead. Returns the times that all ranks knew after each step, and how many wait."""
-    ranks = BalancedRanks(1000, BATCH)
+    ranks = BalancedRanks(1000, 8)
     events: list[Event] = []
     seconds = [0.0]
 
@@ -299,9 +296,9 @@ def test_times_that_do_not_come_are_given_up(on_ranks: Run) -> None:
 def sending_buffers(rank: int) -> Any:
     torch.manual_seed(0)
     model: Any = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4)))
-    ranks = BalancedRanks(ITEMS, BATCH)
+    ranks = BalancedRanks(40, 8)
     calls = []
-    for batch in ranks.batches(loader_of(ranks)):
+    for batch in ranks.batches(loader_of(ranks, 40)):
         counted = list[bool]()
         inner = model._sync_buffers
         if isinstance(inner, waits.Waiting):

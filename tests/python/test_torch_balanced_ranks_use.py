@@ -320,7 +320,7 @@ def test_frameworks_may_take_batches_ahead_and_stop_by_counting(on_ranks: Run, a
 
 
 GUIDE = (Path(__file__).resolve().parents[2] / "python" / "guide" / "processes.md").read_text()
-EPOCHS, BATCH, ITEMS = 2, 512, 1300
+GUIDE_EPOCHS, GUIDE_BATCH, GUIDE_ITEMS = 2, 512, 1300
 
 
 def programs() -> list[str]:
@@ -333,9 +333,9 @@ def setting() -> dict[str, Any]:
     """What the programs leave to the reader."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-    dataset = TensorDataset(torch.randn(ITEMS, 6, dtype=torch.float64), torch.randint(0, 3, (ITEMS,)))
+    dataset = TensorDataset(torch.randn(GUIDE_ITEMS, 6, dtype=torch.float64), torch.randint(0, 3, (GUIDE_ITEMS,)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    names = {"module": module, "dataset": dataset, "optimizer": optimizer, "epochs": EPOCHS, "dist": dist}
+    names = {"module": module, "dataset": dataset, "optimizer": optimizer, "epochs": GUIDE_EPOCHS, "dist": dist}
     names |= {"loss_fn": nn.functional.cross_entropy, "DataLoader": DataLoader, "nullcontext": nullcontext}
     return names | {"DistributedDataParallel": DistributedDataParallel, "fully_shard": fully_shard, "torch": torch}
 
@@ -348,7 +348,7 @@ def parameters_of(module: nn.Module) -> list[torch.Tensor]:
 def in_one_process(accumulate: int) -> list[torch.Tensor]:
     names = setting()
     module, data, optimizer = names["module"], names["dataset"].tensors, names["optimizer"]
-    train_alone(module, data, optimizer, EPOCHS, BATCH, accumulate)
+    train_alone(module, data, optimizer, GUIDE_EPOCHS, GUIDE_BATCH, accumulate)
     return parameters_of(module)
 
 
