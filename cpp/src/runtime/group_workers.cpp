@@ -313,9 +313,7 @@ void GroupWorkers::close_own(std::chrono::nanoseconds timeout, const std::functi
   for (auto& [id, one] : places) one.ending = registry.leave(one.first, state_->number);
   for (auto& [id, one] : places) {
     if (one.ending == nullptr) continue;
-    if (one.ending->is_this_thread()) {
-      one.ending->thread().detach();
-    } else if (wait_until([&] { return one.ending->exited(); })) {
+    if (!one.ending->is_this_thread() && wait_until([&] { return one.ending->exited(); })) {
       const BlockingRegion region;  // the ending thread may need the interpreter for its clean-up
       one.ending->thread().join();
     } else {

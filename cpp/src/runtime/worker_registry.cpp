@@ -149,7 +149,7 @@ std::shared_ptr<Worker> WorkerRegistry::present(std::shared_ptr<Worker> worker) 
 void WorkerRegistry::await_left_behind(std::chrono::nanoseconds timeout) noexcept {
   const auto all_exited = [this] {
     const std::lock_guard lock(mutex_);
-    return std::ranges::all_of(left_behind_, [](const auto& one) { return one->exited(); });
+    return std::ranges::all_of(left_behind_, [](const auto& one) { return one->exited() || one->is_this_thread(); });
   };
   const auto deadline = std::chrono::steady_clock::now() + bounded(timeout);
   const BlockingRegion region;

@@ -34,15 +34,15 @@ class WorkerRegistry {
   /// of that group is left behind. After the last user the worker is stopped and returned, for its thread to be joined
   /// or left behind. Otherwise null.
   [[nodiscard]] std::shared_ptr<Worker> leave(const std::shared_ptr<Worker>& first, std::uint64_t group) noexcept;
-  /// Somebody has waited in vain for the worker. Its thread is detached. What waits for its turn there, and all users,
-  /// get another worker.
+  /// Somebody has waited in vain for the worker, or is the worker. Its thread is detached. What waits for its turn
+  /// there, and all users, get another worker.
   void leave_behind(const std::shared_ptr<Worker>& worker) noexcept;
   /// Leaves a worker of that device, `first` or one that took its place, in the work of `source` that it is in. Another
   /// one takes its place, with all that it has begun or that waits there. False if it is in no such work. For who holds
   /// the lock.
   /// @throws std::system_error if no thread can be started.
   bool replace_inside(const std::shared_ptr<Worker>& first, const WorkSource& source);
-  /// Waits until every worker that was left behind has ended, or the time is over.
+  /// Waits until every other worker that was left behind has ended, or the time is over.
   void await_left_behind(std::chrono::nanoseconds timeout) noexcept;
   /// For who holds the lock and uses the device: the worker that has the place of `worker` now, which is itself if it
   /// was not left behind.

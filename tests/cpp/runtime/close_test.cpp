@@ -181,6 +181,24 @@ TEST(Close, LeavesBehindTheWorkerThatHasTheWorkWhicheverItIs) {
   DeviceGroup::close_all();
 }
 
+TEST(Close, OfAWorkersOwnGroupLeavesItsThreadToCloseAll) {
+  std::atomic<bool> closed{false};
+  std::atomic<bool> ended{false};
+  {
+    DeviceGroup group = host_group(1);
+    group.submit(task([&](DeviceId) {
+      EXPECT_EQ(late(group, milliseconds(0)), "") << "it does not wait for itself";
+      DeviceGroup::close_all(std::chrono::nanoseconds::max());  // nor here
+      closed = true;
+      std::this_thread::sleep_for(milliseconds(50));
+      ended = true;
+    }));
+    while (!closed) std::this_thread::yield();
+  }
+  DeviceGroup::close_all();
+  EXPECT_TRUE(ended);
+}
+
 // Gives out numbers; the first one hangs until it is let go.
 class Numbers final : public WorkSource {
  public:
