@@ -128,10 +128,13 @@ class Answerer:
     ----------
     open
         The futures of what has not ended: its requests, and the jobs that warm it.
+    copied
+        Whether it may get copies of requests, in the shadow.
     present
         Where requests that come now go instead, since `leave`.
     """
 
+    copied = True
     present: Present | None = None
 
     def __init__(self, jobs: Jobs, served: Served, name: str, options: BatchOptions, version: int) -> None:
