@@ -14,7 +14,7 @@ The model is the encoder of batch_inference.py. The server is Starlette on uvico
 - A client that closes its connection cancels its request, if that still waits.
 - POST /publish lets the next version of the model take over, while requests come. A real service would load a file, and let only its operator do so.
   X-Model-Version says which version has answered.
-- After SIGTERM the server goes on for a moment, says so on /health, answers everything that has come, and ends.
+- After SIGTERM the server goes on for a moment, says so on /health, answers everything that has come, and ends. So it does if SIGTERM comes while the model loads.
 
 The load is an open loop (http_load.py): its rate is a part of what the server was measured to answer. Some clients have a deadline, some give up.
 In the end many requests come at once, more than the queue holds, and SIGTERM right after them. No request may be lost, and every answer must be that
@@ -87,10 +87,10 @@ class Service:
         ]
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
 
-    def run(self, listener: socket.socket, stop_after: float) -> None:
-        """Serve until SIGTERM or Ctrl-C, or for so many seconds."""
+    def run(self, listener: socket.socket, stop_after: float, early: Sequence[int]) -> None:
+        """Serve until SIGTERM or Ctrl-C, or for so many seconds. `early`: what `early_signals` has returned."""
         config = uvicorn.Config(self.app, log_level="warning", timeout_keep_alive=60, timeout_graceful_shutdown=GRACE)
-        self._server, self._stop_after = uvicorn.Server(config), stop_after
+        self._server, self._stop_after, self._early = uvicorn.Server(config), stop_after, early
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it once it has ended
             self._server.run(sockets=[listener])
 
@@ -100,6 +100,9 @@ class Service:
         loop.add_signal_handler(signal.SIGTERM, self._drain)
         if self._stop_after < math.inf:
             loop.call_later(self._stop_after, self._drain)
+        if self._early or self._server.should_exit:  # uvicorn had the signal, and would leave who is connected without an answer
+            self._server.should_exit = False
+            self._drain()
         yield
         self.explanation = self.pool.explain()
         await asyncio.to_thread(self.pool.close)  # uvicorn has waited for every answer
@@ -302,7 +305,15 @@ def main() -> int:
     return show(run, server.returncode, said, args)
 
 
+def early_signals() -> Sequence[int]:
+    """Gets each SIGTERM that comes before a service listens to it, which would end the process with status -15."""
+    early: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: early.append(number))
+    return early
+
+
 def serve(args: argparse.Namespace) -> int:
+    early = early_signals()
     service = Service(args.devices, args.batch)
     # asyncio turns Nagle's algorithm off only for sockets that name TCP. With it an answer may wait 40 ms for an acknowledgement.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
@@ -310,7 +321,7 @@ def serve(args: argparse.Namespace) -> int:
         listener.bind(("127.0.0.1", args.listen))
         listener.listen(2048)
         print(f"listening on 127.0.0.1 port {listener.getsockname()[1]}", flush=True)
-        service.run(listener, args.stop_after)
+        service.run(listener, args.stop_after, early)
     print(service.explanation, end="")
     print(json.dumps(service.pool.report()["outcomes"]))
     return 0

@@ -46,14 +46,14 @@ def main() -> int:
     parser.add_argument("--drain", type=float, default=10.0, help="seconds to go on after SIGTERM (default: 10)")
     parser.add_argument("--batch", type=int, default=16, help="requests of a batch at most (default: 16)")
     args = parser.parse_args()
-    serve.DRAIN_SECONDS = args.drain
+    serve.DRAIN_SECONDS, early = args.drain, serve.early_signals()
     service = PodService("auto", args.batch)  # every GPU, or every host device
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:  # as in serve.py
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((args.host, args.port))
         listener.listen(2048)
         print(f"listening on {args.host} port {listener.getsockname()[1]}", flush=True)
-        service.run(listener, stop_after=math.inf)
+        service.run(listener, math.inf, early)
     print(json.dumps(service.pool.report()["outcomes"]))
     return 0
 

@@ -13,6 +13,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import TimeoutError as NotEndedError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ import optuna
 import torch
 from optuna.trial import TrialState
 
-from paceline import DeviceLost, Unavailable
+from paceline import DeviceLost, InvalidArgument, Unavailable
 from paceline.torch import Pool, PoolFuture
 from trial_schedule import Schedule
 
@@ -92,7 +93,7 @@ class Search:
     A trial that raises, hangs or runs out of memory has failed, and others go on. If its device was lost, it goes on elsewhere, from its last rung. Whatever ends
     the search, Ctrl-C too, no trial is left open in its study.
 
-    The search waits for a device to be free before it hands a rung to it, so jobs of others in the same pool delay it.
+    The search waits for a device to be free before it hands a rung to it, so jobs of others in the same pool delay it. It cannot run in a job, which would keep a device.
     """
 
     def __init__(self, pool: Pool, experiments: Sequence[Experiment], reach: float = 1.0) -> None:
@@ -155,6 +156,15 @@ class Search:
 
     def _wait(self, told: Callable[[Progress], None]) -> None:
         """Wait until a rung has ended, or for `LOOK_SECONDS`. Keeps no future: the traceback of its error would keep what failed in memory."""
+        for future in self._running:
+            try:
+                future.exception(0)
+            except NotEndedError:
+                pass
+            except InvalidArgument:
+                raise InvalidArgument(
+                    "trials: this search is in a job, a step or a callback, and would keep a device that it waits for. Call run() on another thread."
+                ) from None
         wait(self._running, LOOK_SECONDS, FIRST_COMPLETED)
         for future in [one for one in self._running if one.done()]:
             self._end(future, told)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,10 +38,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says which form a value must have, where argparse would say which function has refused it. Its subcommands are of this class, too."""
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            if action.type in (int, float) or isinstance(error.__context__, argparse.ArgumentTypeError):
+                raise
+            raise argparse.ArgumentError(action, f"{arg_string!r} is not of the form {action.metavar}") from None
+
+
 def _parser() -> argparse.ArgumentParser:
     from paceline._core.runtime import build_facts
 
-    parser = argparse.ArgumentParser(prog="paceline", description="All the devices of one machine as one.")
+    parser = _Parser(prog="paceline", description="All the devices of one machine as one.")
     parser.add_argument("--version", action="version", version=f"paceline {build_facts()['version']}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     info = commands.add_parser(

@@ -230,16 +230,15 @@ def _table(args: argparse.Namespace, results: dict[str, SimulationResult]) -> st
     return "\n".join(lines)
 
 
-# Parsers of option values. argparse turns a ValueError into a message with the option and the function's name. `simulate` checks the
-# values' meaning.
+# Parsers of option values. `paceline` turns a ValueError into a message with the option and its metavar. `simulate` checks the values'
+# meaning.
 
 
 def count(text: str) -> int:
     """A whole number that fits into C++'s int64."""
-    value = int(text)
-    if not 0 <= value < 2**62:
-        raise ValueError
-    return value
+    if not (text.isascii() and text.isdigit() and int(text) < 2**62):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2**62 - 1")
+    return int(text)
 
 
 def noise(text: str) -> tuple[float, float, bool]:

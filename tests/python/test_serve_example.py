@@ -272,3 +272,32 @@ def test_a_client_that_sends_only_a_part_of_its_request_does_not_hold_the_server
         server.kill()
         server.communicate()
     assert server.returncode == 0
+
+
+@pytest.mark.parametrize("where", ["serve.network", "serve.uvicorn.Server.run", "serve.uvicorn.Config.load"])
+def test_a_signal_before_the_server_has_begun_ends_it_when_it_has_answered(where: str) -> None:
+    program = f"""
+import os, signal, sys, serve
+def after(does, call):
+    return lambda *arguments, **options: (does(), call(*arguments, **options))[1]
+{where} = after(lambda: os.kill(os.getpid(), signal.SIGTERM), {where})
+serve.uvicorn.Server.run = after(sys.stdin.readline, serve.uvicorn.Server.run)
+sys.exit(serve.main())
+"""
+    command = [sys.executable, "-c", program, "--listen", "0", "--stop-after", "120", "--devices", "host:0"]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen(command, **pipes, cwd=EXAMPLES, text=True)
+    try:
+        port = int(server.stdout.readline().split()[-1])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"POST /embed HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20\r\n\r\n" + TEXT)
+            server.stdin.write("\n")
+            server.stdin.flush()
+            answer = client.recv(4096)
+        said, _ = server.communicate(timeout=60)
+    finally:
+        server.kill()
+        server.communicate()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert server.returncode == 0
+    assert json.loads(said.splitlines()[-1])["completed"] == 1

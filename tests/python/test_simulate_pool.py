@@ -146,7 +146,7 @@ def test_the_command_prints_what_each_tenant_waits_for_and_is_served(capsys: pyt
     assert len(found["placements"]["auto"]["tenants"]) == 2
     with pytest.raises(SystemExit):
         main([*BOX, "--tenants", "3"])
-    assert "--tenants" in capsys.readouterr().err
+    assert "argument --tenants: '3' is not of the form W:S,W:S,...\n" in capsys.readouterr().err
 
 
 def earliest_finish(question: PoolQuestion) -> str | None:

@@ -213,6 +213,22 @@ def test_another_dimension_may_be_the_length_and_a_mask_comes_with_the_request()
             assert torch.allclose(answer.result(), wanted, atol=1e-6)
 
 
+def test_a_version_is_warmed_with_the_longest_request_and_the_shortest() -> None:
+    seen: set[tuple[int, ...]] = set()
+
+    def note(batch: torch.Tensor) -> torch.Tensor:
+        seen.add(tuple(batch.shape))
+        return batch * 1
+
+    with pool_of(1) as pool:
+        batcher = pool.serve(note, max_batch=4, pad=0, idempotent=True)
+        for length in (3, 9, 2, 5):
+            batcher(torch.ones(length)).result()
+        seen.clear()
+        batcher.publish(note)
+    assert seen == {(size, length) for size in (1, 2, 3, 4) for length in (2, 9)}
+
+
 def test_arguments_for_padding_are_checked() -> None:
     with pool_of(1) as pool:
         serve: Any = pool.serve

@@ -13,8 +13,9 @@ import torch
 from paceline import InvalidArgument, Rejected
 from paceline.sim import replay_pool, what_if_pool
 from paceline.torch import Pool, Tenant
-from pool_support import Held, pool_of
+from pool_support import Held, pool_of, soon
 from torch_support import hosts
+from versions_support import adds, ask, versions_of
 
 
 def test_tenants_take_turns_by_weight_and_cost(tmp_path: Path) -> None:
@@ -64,6 +65,23 @@ def test_requests_of_several_tenants_share_a_batch() -> None:
         assert [one.item() for one in batcher.map([torch.tensor(5.0)], tenant="a")] == [10]
         tenants = pool.report()["tenants"]
         assert (tenants["a"]["served"], tenants["b"]["served"]) == (3, 3)
+
+
+def test_no_user_pays_for_copies_in_the_shadow_and_for_warming(tmp_path: Path) -> None:
+    with pool_of(1, tenants={"a": 1}) as pool:
+        pool.write_ledger(tmp_path / "pool.jsonl")
+        batcher = pool.serve(adds(10), max_batch=4)
+        ask(batcher, 1)[0].result()
+        batcher.publish(adds(20), shadow=True)
+        warmed = pool.report()["tenants"]["paceline"]["served"]
+        with Held(pool):
+            answers = ask(batcher, 4, tenant="a") + ask(batcher, 2)
+        assert versions_of(answers) == {1: 6}
+        assert soon(lambda: not pool._jobs.copies)
+        served = {name: one["served"] for name, one in pool.report()["tenants"].items()}
+        assert served == {"": 4, "a": 4, "paceline": warmed + 6}
+        assert warmed > 0
+    assert replay_pool(tmp_path / "pool.jsonl").mismatch is None
 
 
 def test_what_a_quota_holds_does_not_hold_others() -> None:

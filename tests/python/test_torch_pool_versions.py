@@ -241,6 +241,42 @@ def test_copies_that_wait_go_when_their_version_leaves_the_shadow(call: str) -> 
         assert versions_of(after) == ({2: 2} if call == "promote" else {})
 
 
+def test_requests_that_come_with_a_promotion_find_room() -> None:
+    with pool_of(1) as pool:
+        batcher = pool.serve(adds(10), max_batch=4)
+        ask(batcher, 1)[0].result()
+        batcher.publish(adds(20), shadow=True)
+        versions, after = batcher._versions, []
+        turn_to = versions._turn_to
+
+        def turned(*state: Any) -> None:
+            turn_to(*state)
+            after.extend(ask(batcher, 32, wait=False))
+
+        versions._turn_to = turned  # type: ignore[method-assign]
+        with Held(pool):
+            before = ask(batcher, 32)
+            with pytest.raises(InvalidArgument, match="no version 7"):
+                batcher.promote(7)
+            assert pool.waiting == 64
+            batcher.promote()
+        assert versions_of(before) == {1: 32}
+        assert versions_of(after) == {2: 32}
+
+
+def test_a_promotion_that_fails_leaves_the_shadow_its_copies() -> None:
+    with pool_of(1) as pool:
+        batcher = pool.serve(adds(10), max_batch=4)
+        ask(batcher, 1)[0].result()
+        batcher.publish(adds(20), shadow=True)
+        batcher.publish(adds(30), weight=0.5)
+        with pytest.raises(InvalidArgument, match=r"weight=0\.5 is not there"):
+            batcher.promote(2, weight=0.5)
+        with Held(pool):
+            ask(batcher, 4)
+            assert len(pool._jobs.copies) == 4
+
+
 def test_the_engine_forgets_versions_that_are_gone(tmp_path: Path) -> None:
     with pool_of(1) as pool:
         pool.write_ledger(tmp_path / "pool.jsonl")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from paceline import DeviceLost, Unavailable
+from paceline import DeviceLost, InvalidArgument, Unavailable
 
 torch = pytest.importorskip("torch")
 optuna = pytest.importorskip("optuna")
@@ -318,6 +318,22 @@ def test_a_search_without_devices_ends(search: Any, experiment: Callable[..., An
         run = search.Search(pool, [experiment(train)])
         with pytest.raises(Unavailable, match="every device is retired or lost"):
             run.run()
+    assert outcomes(run) == ["FAIL"] * TRIALS
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_search_in_a_job_is_refused(
+    search: Any, experiment: Callable[..., Any], train: Train, devices: int
+) -> None:
+    with pool_of(devices) as pool:
+        run = search.Search(pool, [experiment(train)])
+        job = pool.submit(lambda _: run.run())
+        try:
+            with pytest.raises(InvalidArgument, match="this search is in a job"):
+                job.result(60)
+        finally:
+            for one in pool.devices:  # else a search that waits for its own device never ends
+                pool.retire(one.name)
     assert outcomes(run) == ["FAIL"] * TRIALS
 
 

@@ -175,7 +175,7 @@ def test_the_command_prints_and_says_by_its_status_whether_all_passed(
         (["--devices", "host:0,host:0"], "host:0 is named twice"),
         (["--devices", "host:0", "--partition", "1,1"], "not allowed with argument --devices"),
         (["--seconds", "-1"], "--seconds"),
-        (["--partition", "much"], "argument --partition: invalid numbers value: 'much'"),
+        (["--partition", "much"], "argument --partition: 'much' is not of the form R,R,..."),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from paceline import DeviceLost, InvalidArgument
 from paceline.torch._devices.out_of_memory import is_out_of_memory
+from paceline.torch._pool.examples import Example, Examples
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, Work, clear_frames, code_of, of_users
 from paceline.torch._pool.jobs import Evicted, Jobs, Priority
@@ -24,8 +25,6 @@ from paceline.torch._pool.needs import Needs, Place
 from paceline.torch._pool.padding import Padding
 from paceline.torch._pool.seats import Fetched, Seat, copies
 from paceline.torch._pool.served import Answer, Served
-
-_MOST_EXAMPLES = 64  # kinds for which another version is warmed; an example is a whole request
 
 Key = str | int | bytes | None  # requests with one key have one version
 
@@ -47,6 +46,7 @@ class Request(Work):
     """One item of a batch. The run of the batch sets its value."""
 
     leads = False
+    cost = 1.0
     given_up = False  # whether another run cannot end otherwise
     fetched: tuple[Fetched, int] | None = None  # its answer, while it is on its way from a GPU
 
@@ -90,14 +90,6 @@ class Request(Work):
         super().end(device, seconds, outcome, message)
 
 
-class Example(NamedTuple):
-    """A request that was answered. It stands for requests of its kind."""
-
-    kind: str
-    leaves: list[torch.Tensor]
-    spec: Any
-
-
 class Present:
     """Where requests go now. Whoever changes it does so at once for all who ask."""
 
@@ -128,15 +120,18 @@ class Answerer:
     ----------
     open
         The futures of what has not ended: its requests, and the jobs that warm it.
+    copied
+        Whether it may get copies of requests, in the shadow.
     present
         Where requests that come now go instead, since `leave`.
     """
 
+    copied = True
     present: Present | None = None
 
     def __init__(self, jobs: Jobs, served: Served, name: str, options: BatchOptions, version: int) -> None:
         self.jobs, self.served, self.name, self.options, self.version = jobs, served, name, options, version
-        self.examples: dict[str, Example] = {}  # by kind
+        self.examples = Examples()
         self.open: set[PoolFuture[Any]] = set()
         self._padding, self._max_batch, self._idempotent = options.padding, options.max_batch, options.idempotent
         self._kinds: dict[Any, str] = {}  # by the structure, shapes and types of a request
@@ -189,6 +184,8 @@ class Answerer:
         """Submit a request. `own`: see `Work`."""
         request = Request(self, self.kind_of(leaves, spec), leaves, spec)
         request.own = own
+        if self._padding is not None:
+            request.cost = self._padding.cost_of(item, leaves)
         future = request.future
         assert future is not None
         placed = self._placed
@@ -207,7 +204,7 @@ class Answerer:
                 priority=priority,
                 wait=wait,
                 place=placed[1],
-                cost=1.0 if self._padding is None else self._padding.cost_of(item, leaves),
+                cost=request.cost,
                 tenant=tenant,
                 batched=True,
             )
@@ -294,19 +291,13 @@ class Answerer:
                 seat.release_memory()
             return self._failed(device, begun, requests, error, again=again), 0.0, None
         requests[0].leads = True
-        self._keep_example(requests[0])
+        self.examples.keep(requests)
         if seat.gpu is not None and not self._idempotent:
             # The GPU may be lost before it has done the batch, which must not run elsewhere then.
             for one in requests:
                 one.given_up = True
         requests[0].note_run([device], of_users(requests), "completed", ends_later=seat.gpu is not None)
         return DONE, excluded, loaded
-
-    def _keep_example(self, request: Request) -> None:
-        if request.kind not in self.examples and len(self.examples) < _MOST_EXAMPLES:
-            with contextlib.suppress(RuntimeError, MemoryError):  # no memory for it: the batch has its answers
-                leaves = [one.detach().clone() for one in request.leaves]
-                self.examples[request.kind] = Example(request.kind, leaves, request.spec)
 
     def _answer(self, seat: Seat, answer: Answer, requests: Sequence[Request | Example]) -> tuple[Any, float]:
         """Their answers, and the seconds that say nothing of the device's speed."""

@@ -183,7 +183,7 @@ class Batcher(Handle):
         """Let another model answer, from when it is loaded and warmed on all devices that may answer. Returns then, and waits for jobs of the pool.
 
         The model is loaded on a thread of its own, which is no worker; `initializer` is called there, too. Then every size of batches runs once on each device, with requests of shapes that were answered before (64
-        of them at most), and the pool measures it: jobs of priority ``"normal"``, each as long as a batch. A device that is retired for more than a second loads
+        of them at most; with ``pad=`` the shortest and the longest of each), and the pool measures it: jobs of priority ``"normal"``, each as long as a batch. A device that is retired for more than a second loads
         with its first batch, one that `Autoscale` has released before it comes back. The version that was live is kept on the devices, for `rollback`. Others are freed after their last batches.
 
         Where memory is too short for both versions, by the pool's ``memory=`` or because it runs out, the one before the live one is freed. If that does not

@@ -28,6 +28,7 @@ from paceline.torch._pool.needs import ANY, Needs, Place, place_of
 from paceline.torch._pool.placing import placing_of
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.served import Served
+from paceline.torch._pool.tenants import OWN
 from paceline.torch._pool.watchdog import Watchdog
 
 Priority = Literal["interactive", "normal", "batch", "background"]
@@ -98,6 +99,7 @@ class Jobs:
     """What a pool and its batchers share. Jobs keep it until they have ended, so a pool that nobody knows any more ends them first."""
 
     scale: Any = None  # the pool's `Scale`, which releases devices
+    has_tenants = False
 
     def __init__(
         self,
@@ -161,6 +163,10 @@ class Jobs:
         future = work.future
         assert future is not None
         work.kind, work.priority = kind, priority
+        if work.own and self.has_tenants:
+            tenant = OWN
+        elif tenant:
+            self.has_tenants = True
         arguments = (
             work,
             kind,

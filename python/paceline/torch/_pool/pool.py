@@ -98,7 +98,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
     ) -> None:
         caps = {name: bytes_of("Pool", f"memory[{name!r}]", value) for name, value in by_name("memory", memory)}
         self._jobs = Jobs(group_of(devices), placement, budget, caps, hang_seconds, observe)
-        add_tenants(self._jobs.engine, tenants)
+        add_tenants(self._jobs, tenants)
         if budget > 0:
             work_beside(devices, self._jobs)
         self._scale = self._jobs.scale = Scale(self._jobs, autoscale)
@@ -357,9 +357,9 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         dict
             ``devices``: by name ``jobs`` that completed, their ``runs`` alone or in batches, ``busy_seconds`` of all runs, also of those
             that failed or have not ended, whether it takes no work, ``retired`` by you, released or lost, and whether `Autoscale` has ``released`` it. ``waiting`` and ``running``. ``backlog_seconds``: until what waits would be served, by measured
-            times; jobs of priority ``"background"`` count as nothing there. Copies of requests for versions in the shadow, and what warms a version, count in ``busy_seconds``, ``waiting`` and ``running`` only.
+            times; jobs of priority ``"background"`` count as nothing there. Copies of requests for versions in the shadow, and what warms a version, count in ``busy_seconds``, ``waiting``, ``running`` and ``tenants`` only.
             ``desired_devices``: how many devices a mean wait of 0.1 s takes, or that of `Autoscale`, for what has come lately.
-            ``placement``: its ``name``, the number of its ``failures``, and the ``last_failure``. ``tenants``: by name their ``weight``, the costs of what was ``served``, jobs ``waiting``, ``devices`` and bytes of ``memory`` in use; ``""``: jobs without a name.
+            ``placement``: its ``name``, the number of its ``failures``, and the ``last_failure``. ``tenants``: by name their ``weight``, the costs of what was ``served``, jobs ``waiting``, ``devices`` and bytes of ``memory`` in use; ``""``: jobs without a name; ``"paceline"``: such copies, and what warms.
             ``hangs``: the last runs that were given up, each with ``device``, ``kind``, ``jobs``, ``where`` and ``time``. ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds_sum``, for how many seconds all of them together. ``waits``: both by priority.
         """
         return {

@@ -8,7 +8,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +120,7 @@ def _mirror(
 ) -> None:
     jobs = shadow.jobs
     full = len(shadow.open) >= _COPIES * shadow.options.max_batch * len(jobs.devices)
-    if full or (live.done() and _never_ran(live)):
+    if full or not shadow.copied or (live.done() and _never_ran(live)):
         return
     copies = [one.detach().clone() for one in leaves]  # the caller may change these once the request is answered
     item = copies[0] if spec is None else pytree.tree_unflatten(copies, spec)
@@ -135,6 +135,26 @@ def _mirror(
 
     if on_shadow is not None:
         answer.add_done_callback(lambda _: live.add_done_callback(tell))
+
+
+def cancel_copies(of: Answerer) -> None:
+    """Cancel the copies that wait for a version. Their callbacks may want any lock."""
+    for one in list(of.jobs.copies):
+        if one in of.open:
+            one.cancel()
+
+
+@contextlib.contextmanager
+def without_copies(shadow: Answerer) -> Iterator[None]:
+    """Let a version leave the shadow in the block. Before it no copy waits, which would take the room of requests in the queue."""
+    try:
+        shadow.copied = False
+        cancel_copies(shadow)
+        yield
+    except BaseException:
+        shadow.copied = True
+        raise
+    cancel_copies(shadow)  # those that were just made
 
 
 def _never_ran(ended: PoolFuture[Any]) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 
 from paceline import InvalidArgument
 
+OWN = "paceline"  # what a pool with tenants runs for itself: copies of requests in the shadow, and what warms versions
+
 
 @dataclass(frozen=True)
 class Tenant:
@@ -53,11 +55,12 @@ def by_name(argument: str, given: Mapping[str, Any] | None) -> list[tuple[str, A
     return list((given or {}).items())
 
 
-def add_tenants(engine: Any, tenants: Mapping[str, float | Tenant] | None) -> None:
-    """Tell the engine of tenants. Numbers are weights."""
+def add_tenants(jobs: Any, tenants: Mapping[str, float | Tenant] | None) -> None:
+    """Tell the engine of `jobs`, a pool's, of tenants. Numbers are weights."""
     for name, tenant in by_name("tenants", tenants):
         one = tenant if isinstance(tenant, Tenant) else Tenant(tenant)
-        engine.add_tenant(name_of("Pool", name), weight=one.weight, devices=one.devices, memory=one.memory)
+        jobs.engine.add_tenant(name_of("Pool", name), weight=one.weight, devices=one.devices, memory=one.memory)
+        jobs.has_tenants = True
 
 
 def name_of(call: str, tenant: Any) -> str:

@@ -15,7 +15,18 @@ from paceline.torch._pool.answerer import Answerer, Gone, Present
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import Job, clear_frames
 from paceline.torch._pool.jobs import Jobs
-from paceline.torch._pool.routing import WHOLE, Gap, OnShadow, Router, State, Version, check_sum, part_of
+from paceline.torch._pool.routing import (
+    WHOLE,
+    Gap,
+    OnShadow,
+    Router,
+    State,
+    Version,
+    cancel_copies,
+    check_sum,
+    part_of,
+    without_copies,
+)
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.warming import Warming
 
@@ -85,16 +96,15 @@ class Versions:
         part = part_of("promote", weight)
         with self._lock:
             self._check_quiet("promote")
-            others = [one for role, one in self._state.all() if role in ("candidate", "shadow")]
-            if version is None and not others:
-                raise InvalidArgument("promote: there is no candidate. Say which version.")
-            newest = max(others, key=lambda one: one.version, default=None)
-            found = newest if version is None else self._find("promote", version)
-        assert found is not None
-        with self._warmed_again("promote", found, part, allow_gap), self._lock:
+            if version is None:
+                others = [one.version for role, one in self._state.all() if role in ("candidate", "shadow")]
+                if not others:
+                    raise InvalidArgument("promote: there is no candidate. Say which version.")
+                version = max(others)
+            found = self._find("promote", version)
+        with self._warmed_again("promote", found, part, allow_gap), without_copies(found), self._lock:
             self._find("promote", found.version)  # it may have been retired meanwhile
             self._answer_by("promote", found, part)
-        self._drop_copies(found)
         return Version(found.version, self._name)
 
     def rollback(self, allow_gap: bool) -> Version:
@@ -122,7 +132,7 @@ class Versions:
             if found is self._state.live:
                 raise InvalidArgument(f"retire: version {found.version} is live. Promote another one before.")
             self._set(self._state.without(found))
-        self._drop_copies(found)
+        cancel_copies(found)
 
     def report(self) -> list[dict[str, Any]]:
         """See `Batcher.versions`."""
@@ -133,12 +143,6 @@ class Versions:
             {"number": one.version, "role": role, "weight": parts.get(one.version, 0) / WHOLE}
             for role, one in state.all()
         ]
-
-    def _drop_copies(self, left: Answerer) -> None:
-        """Cancel what waits for a version that has left the shadow: it would fill its queue. Without the lock, which callbacks may want."""
-        for one in list(self._jobs.copies):
-            if one in left.open:
-                one.cancel()
 
     def answering(self) -> list[Answerer]:
         """Those that requests go to, also in the shadow, and the one that is loaded for that."""

@@ -16,7 +16,8 @@ from paceline import DeviceLost, Rejected
 from paceline._core.sim import batch_sizes
 from paceline.torch._devices import cuda
 from paceline.torch._devices.out_of_memory import is_out_of_memory
-from paceline.torch._pool.answerer import Answerer, Example
+from paceline.torch._pool.answerer import Answerer
+from paceline.torch._pool.examples import Example
 from paceline.torch._pool.future import PoolFuture
 from paceline.torch._pool.job import Job, clear_frames
 from paceline.torch._pool.jobs import Jobs
@@ -47,7 +48,7 @@ class Warming:
     made
         The version.
     state
-        The versions that there are. It is warmed with requests that the live one has answered, one of each kind.
+        The versions that there are. It is warmed with requests that the live one has answered.
     call, batcher
         Names for errors, and for the kind of the jobs.
     work
@@ -56,7 +57,7 @@ class Warming:
 
     def __init__(self, jobs: Jobs, made: Answerer, state: State, call: str, batcher: str, work: dict[str, int]) -> None:
         self._jobs, self._made, self._live = jobs, made, state.live
-        self._examples = list(state.live.examples.values())
+        self._examples = list(state.live.examples)
         self._answering = [one.served for role, one in state.all() if role != "previous"]
         self._call, self._kind, self._work = call, f"{batcher}, warming", work
 
@@ -192,7 +193,7 @@ class Warming:
     def _measure(self, seat: Seat) -> None:
         """Let requests come the usual way, on one device."""
         there = self._made.only_on([seat.name])
-        for _, leaves, spec in self._examples:
+        for _, leaves, spec, _ in self._examples:
             item = leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
             for count in _MEASURED:
                 count = min(count, self._made.options.max_batch)
