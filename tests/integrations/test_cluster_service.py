@@ -135,6 +135,8 @@ def test_the_autoscalers_ask_for_metrics_that_the_command_has(load: Any) -> None
     asked = [trigger["metadata"]["query"] for trigger in manifests()["ScaledObject"]["spec"]["triggers"]]
     found = {one for query in asked for one in re.findall(r'(paceline_\w+){service="(\w+)"}', query)}
     assert len(found) == sum(query.count("paceline_") for query in asked) == 3
+    found |= set(re.findall(r'(paceline_\w+){service="(\w+)"}', (CLUSTER / "README.md").read_text()))
+    assert ("paceline_pool_desired_devices", "embed") in found
     (pods,) = (
         one["pods"] for one in manifests()["HorizontalPodAutoscaler"]["spec"]["metrics"] if one["type"] == "Pods"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from paceline import Cancelled, InvalidArgument, find_device
 from paceline.torch import Pool
-from pool_support import pool_of
+from pool_support import Held, pool_of
 from torch_support import hosts
 
 
@@ -25,6 +26,24 @@ def test_one_device_or_one_job_needs_no_list() -> None:
             assert isinstance(pool.submit(lambda _: 1, after=after).exception(), Cancelled)
         assert pool.what_if(remove=second)["devices"] == 1
         assert pool.what_if(add=0.5)["devices"] == pool.what_if(add=first)["devices"] == 3
+
+
+def test_a_job_that_is_cancelled_has_the_error_of_what_it_comes_after_as_its_cause() -> None:
+    with pool_of(1) as pool:
+        with Held(pool):
+            fails = pool.submit(lambda _: 1 / 0)
+            second = pool.submit(print, after=[pool.submit(lambda _: 1), fails])
+            third = pool.submit(print, after=second)
+            taken_back = pool.submit(print)
+            fourth = pool.submit(print, after=taken_back)
+            taken_back.cancel()
+        assert isinstance(fails.exception(), ZeroDivisionError)
+        for job in (second, pool.submit(print, after=fails)):
+            assert isinstance(error := job.exception(), Cancelled)
+            assert error.__cause__ is fails.exception()
+        for job, cause in ((third, second.exception()), (fourth, concurrent.futures.CancelledError())):
+            assert isinstance(error := job.exception(), Cancelled)
+            assert repr(error.__cause__) == repr(cause)
 
 
 def test_what_is_no_device_no_job_and_no_dictionary_is_refused() -> None:

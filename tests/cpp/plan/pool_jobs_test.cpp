@@ -214,6 +214,50 @@ TEST(PoolJobs, GathersDevicesForAGangAndBackfillsWhatEndsBefore) {
   EXPECT_EQ(box.finish(1.0, running[2]).starts.at(0).jobs, (Jobs{late}));
 }
 
+TEST(PoolJobs, LetsNothingStartBesideAReservationWhoseSecondsNobodyKnows) {
+  Box box({1.0, 1.0});
+  (void)box.submit(0.0);
+  const PoolStart running = box.last.starts.at(0);
+  const JobId gang = box.submit(0.0, {.gang = 2});
+  const JobId unknown = box.submit(0.0, {.kind = box.pool.add_kind({.name = "unknown"})});
+  EXPECT_TRUE(box.last.starts.empty());
+  EXPECT_EQ(box.last.declines.at(0).reason, PoolReason::reserved);
+  ASSERT_EQ(box.finish(1.0, running).starts.at(0).jobs, (Jobs{gang}));
+  EXPECT_EQ(box.finish(2.0, box.last.starts[0]).starts.at(0).jobs, (Jobs{unknown}));
+}
+
+TEST(PoolJobs, ReservesForTheFirstGangAlone) {
+  Box box({1.0, 1.0, 1.0, 1.0});
+  const std::size_t low =
+      box.pool.add_need({.accepts = [](const PoolDevice& one) { return one.name == "d0" || one.name == "d1"; }});
+  const std::size_t high =
+      box.pool.add_need({.accepts = [](const PoolDevice& one) { return one.name == "d2" || one.name == "d3"; }});
+  for (const std::size_t need : {low, high}) (void)box.submit(0.0, {.need = need});
+  for (const std::size_t need : {low, high}) (void)box.submit(0.0, {.need = need, .gang = 2});
+  // One device of each gang is idle. A job that would be late for either starts where nothing is reserved.
+  const JobId job = box.submit(0.5);
+  ASSERT_EQ(box.last.starts.at(0).jobs, (Jobs{job}));
+  EXPECT_EQ(box.last.starts[0].devices, (Devices{3}));
+}
+
+TEST(PoolJobs, LetsNoOtherGangTakeWhatIsReserved) {
+  Box box({1.0, 1.0, 1.0});
+  (void)box.submit(0.0);
+  const PoolStart running = box.last.starts.at(0);
+  const JobId large = box.submit(0.0, {.gang = 3});
+  (void)box.submit(0.0, {.gang = 2});  // two devices are idle
+  EXPECT_TRUE(box.last.starts.empty());
+  EXPECT_EQ(box.finish(1.0, running).starts.at(0).jobs, (Jobs{large}));
+}
+
+TEST(PoolJobs, ReservesNothingForAGangInTheBackground) {
+  Box box({1.0, 1.0});
+  (void)box.submit(0.0);
+  (void)box.submit(0.0, {.priority = Priority::background, .gang = 2});
+  const JobId job = box.submit(0.5, {.priority = Priority::background});
+  EXPECT_EQ(box.last.starts.at(0).jobs, (Jobs{job}));
+}
+
 TEST(PoolJobs, RunsAJobOnlyOnDevicesThatItAccepts) {
   PoolState pool;
   const std::size_t kind = pool.add_kind({.name = "work"});

@@ -143,7 +143,20 @@ TEST(Pool, StartsBackgroundWorkOnlyWhereNothingElseWaits) {
   box.submit(0.0, {.priority = Priority::background});
   box.submit(0.0);  // the slow device declines both
   EXPECT_TRUE(box.last.starts.empty());
-  EXPECT_EQ(box.finish(1.0, running).starts.size(), 1U);
+  // This one would end soonest on the slow device, for which another job waits.
+  const std::size_t quick = box.pool.add_kind({.name = "quick"});
+  for (const std::size_t d : {0U, 1U}) (void)box.pool.measure(0.0, d, quick, CostModel::affine(0.0, 0.1), 3);
+  const auto starts_quick = [&](double now) {
+    box.submit(now, {.kind = quick, .priority = Priority::background});
+    return std::ranges::any_of(box.last.starts, [&](const PoolStart& one) { return one.kind == quick; });
+  };
+  EXPECT_FALSE(starts_quick(0.0));
+  EXPECT_EQ(box.last.declines.back().reason, PoolReason::foreground);
+  box.finish(1.0, running);
+  ASSERT_EQ(box.last.starts.size(), 2U) << "the other job, and the quick one";
+  box.finish(1.1, box.last.starts[1]);
+  box.submit(1.1, {.gang = 2});  // it waits for the fast device
+  EXPECT_FALSE(starts_quick(1.1));
 }
 
 TEST(Pool, RefusesWhatCannotEndInTimeAndExpiresWhatNoLongerCan) {

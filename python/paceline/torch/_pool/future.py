@@ -51,6 +51,7 @@ class PoolFuture(Future[_T], Generic[_T]):
     seconds = 0.0
     version = 0
     _job: Any = None  # what the engine knows it by
+    _cause: BaseException | None = None  # what a job that it comes after has raised
     _begun = False
     _asked = False  # whether the user has cancelled it
     _is_watched = False  # whether `__getattr__` has made something
@@ -95,7 +96,7 @@ class PoolFuture(Future[_T], Generic[_T]):
         BaseException
             What the job has raised, with its traceback.
         Rejected, Expired, Cancelled
-            If it never ran: it was not taken, its deadline came first, its pool was closed or what it comes `after` has failed.
+            If it never ran: it was not taken, its deadline came first, its pool was closed, or what it comes `after` did not complete, whose error is then the cause.
         concurrent.futures.CancelledError
             After `cancel`.
         concurrent.futures.TimeoutError
@@ -186,6 +187,7 @@ class PoolFuture(Future[_T], Generic[_T]):
             else:
                 self._exception = _ERRORS.get(outcome, Error)(message) if error is None else error
                 self._state = FINISHED
+                self._chain()
             condition = self._condition if self._is_watched else None  # one that is made later sees the state
         if condition is not None:
             with condition:
@@ -199,6 +201,17 @@ class PoolFuture(Future[_T], Generic[_T]):
         # Each is taken out before it is called, so an interrupt in one of them leaves the others to be called.
         while self._callbacks:
             self._call(self._callbacks.pop(0))
+
+    def _note_failure(self, before: Future[Any]) -> None:
+        """A job that this one comes after has ended. If it has failed, its error is the cause that this one is cancelled."""
+        error = CancelledError() if before.cancelled() else before.exception()
+        with _lock:
+            self._cause = self._cause or error
+            self._chain()
+
+    def _chain(self) -> None:
+        if self._cause is not None and isinstance(self._exception, Cancelled):
+            self._exception.__cause__ = self._cause
 
     def _next_sleeper(self) -> threading.Lock | None:
         with _lock:  # one that waits no longer takes its own out

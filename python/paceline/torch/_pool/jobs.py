@@ -192,6 +192,8 @@ class Jobs:
                 f"submit: kind={kind!r} must be a string, deadline={deadline!r} and not_before={not_before!r} numbers of seconds, gang={gang!r} a whole "
                 f"number, and wait={wait!r} True or False."
             ) from None
+        for one in after:
+            one.add_done_callback(future._note_failure)
 
     def kind_that_may_run_again(self, kind: str, memory: float) -> str:
         """The engine's name for idempotent jobs of a kind, which need so many bytes: it runs batches again elsewhere, here of one job."""
