@@ -33,6 +33,8 @@ def test_the_history_adds_up_to_the_report() -> None:
         )
     assert sum(row["step_seconds"] for row in history) == pytest.approx(report["step_seconds"])
     assert all(row["longest_step_seconds"] == row["step_seconds"] for row in history)
+    lost = [row["launching_seconds"] + row["reduction_seconds"] for row in history]
+    assert all(0 < part < row["step_seconds"] for part, row in zip(lost, history, strict=True))
 
 
 def test_a_long_run_is_thinned_out() -> None:
@@ -78,6 +80,7 @@ def test_a_pipeline_shows_blocks() -> None:
             trainer.step(lambda m, part: m(part).square().mean(), torch.ones(8, 8))
         assert sorted(trainer.history()[0]["blocks"].values()) == [2, 3]
         assert trainer.history()[0]["planned"] is None
+        assert trainer.history()[0]["reduction_seconds"] is trainer.history()[0]["launching_seconds"] is None
         shares = trainer.plot().axes[0]
     assert shares.get_ylabel() == "blocks of a device"
     assert sorted(heights[0] for heights in lines(shares)) == [2, 3]

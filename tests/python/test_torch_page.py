@@ -17,7 +17,7 @@ from torch import nn
 from paceline import Unavailable
 from paceline._page.pool import Never, page_of
 from paceline._page.pool import Run as Ran
-from paceline._page.run import Move
+from paceline._page.run import Move, sentences
 from paceline.torch import DataParallel, Pipeline, Pool
 from paceline.torch._trainer.pages import _all_moves
 from page_support import MOST_BYTES, Reader, charts_in
@@ -50,21 +50,23 @@ def test_the_page_of_a_trainer_has_the_figures_of_its_report(trainer: Any, tmp_p
     assert "Sequential on host:0, host:1, balance weighted" in page.words
     assert "How good was the split?" in page.words
     report = trainer.report()
-    rows = {row[0]: row for row in page.tables["Devices"][1:]}
+    table = {row[0]: row for row in page.tables["Devices"][1:]}
     for name, share in zip(TWO, (8, 4), strict=True):
-        assert float(rows[name][1]) == share
-        assert float(rows[name][2]) == report["devices"][name]["items"]
+        assert float(table[name][1]) == share
+        assert float(table[name][2]) == report["devices"][name]["items"]
     assert [one["data"] for one in charts[0]["series"]] == [[8] * 12, [4] * 12]
     times = {one["label"]: one["data"] for one in charts[2]["series"]}
     assert sum(times["a step"]) == pytest.approx(1e3 * report["step_seconds"], rel=1e-3)
-    assert "ideal" in times
-    assert "waiting, launching and reduction" in times
+    shown = {one["label"]: one["says"] for one in charts[2]["series"] if "says" in one}
+    assert set(shown) == {"ideal", "waiting", "launching", "reduction"}
+    rows = trainer.history()
+    for name in ("launching", "reduction"):
+        assert shown[name] == pytest.approx([1e3 * row[f"{name}_seconds"] for row in rows], rel=1e-4)
+    assert [sum(one) for one in zip(*shown.values(), strict=True)] == pytest.approx(times["a step"], rel=1e-3)
     limit = report["memory"]["host:0"]["limit_bytes"]
     assert page.tables["Memory"][1][:2] == ["host:0", f"{limit / 2**20:.4g} MiB"]
     assert page.tables["Beside the steps"][1][:3] == ["predictions", "1", "12"]
     assert page.tables["Input and the rest of the loop"][1][0] == "between two steps"
-    took = 1 - report["compute_seconds"] / report["step_seconds"]
-    assert f"Handing over the step and the reduction together took {took:.2%} of the steps' time." in page.words
     assert trainer.explain().splitlines()[0] in page.words
 
 
@@ -154,6 +156,31 @@ def test_the_page_of_a_pipeline_has_the_schedule_beside_the_plan(tmp_path: Path)
     for row in zip(*(one["data"] for one in charts[0]["series"]), strict=True):
         assert sum(row) == sum(stage["blocks"] for stage in report["pipeline"]["stages"])
     assert "The schedule was" in page.words
+
+
+def test_the_page_of_a_pipeline_marks_its_first_plan_and_advises_what_explain_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Pipeline(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), TWO) as made:
+        for _ in range(2):
+            made.step(lambda model, x: model(x).square().mean(), torch.randn(8, 8))
+        reports: Any = made._reports
+        report = made.report()
+    monkeypatch.setattr(type(reports._gaps), "explain", lambda _: "")
+    says = "One more device like host:0 would make steps 25.6 % shorter; one more micro-batch would make steps 1.9 % longer."
+    rows = [reports.history()[0] | {"first_step": k, "input": None, "memory": None} for k in range(6)]
+    for row, first in zip(rows, (2, 2, 2, 3, 3, 1), strict=True):
+        row["blocks"] = {"host:0": first, "host:1": 4 - first}
+    report["moves"], report["recent_moves"] = 1, [{"kind": "depth", "step": 5, "seconds_before": 0, "seconds_after": 0}]
+    report["recent_moves"][0]["reason"] = "host:0 got slower"
+    run = reports._run(rows, report, f"Stage 0 on host:0 sets the pace.\n{says}\n")
+    assert sentences(run)[2] == says
+    assert [(move.step, move.what) for move in run.moves] == [
+        (3, "blocks [2, 2] to [3, 1]"),
+        (5, "micro-batches or depth"),
+    ]
+    report["moves"] = 2  # one is forgotten, and nobody knows which
+    assert all("blocks" not in move.what for move in reports._run(rows, report, "").moves)
 
 
 def test_the_page_of_replicas_of_pipelines_has_the_stages_of_each(tmp_path: Path) -> None:

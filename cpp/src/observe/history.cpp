@@ -7,11 +7,17 @@
 namespace paceline::observe {
 namespace {
 
+void add_to(std::optional<double>& sum, const std::optional<double>& next) {
+  sum = sum && next ? std::optional(*sum + *next) : std::nullopt;
+}
+
 void add_to(HistoryRow& row, const HistoryRow& next) {
   row.steps += next.steps;
   row.step_seconds += next.step_seconds;
   row.longest_step_seconds = std::max(row.longest_step_seconds, next.longest_step_seconds);
   row.moves += next.moves;
+  add_to(row.reduction_seconds, next.reduction_seconds);
+  add_to(row.launching_seconds, next.launching_seconds);
   for (std::size_t d = 0; d < row.items.size(); ++d) {
     row.items[d] += next.items[d];
     row.busy_seconds[d] += next.busy_seconds[d];
@@ -37,6 +43,8 @@ void History::add(const StepSample& sample) {
   step.blocks = sample.blocks;
   step.step_seconds = step.longest_step_seconds = sample.step_seconds;
   step.moves = sample.moved ? 1 : 0;
+  step.reduction_seconds = sample.reduction_seconds;
+  step.launching_seconds = sample.launching_seconds;
 
   const std::lock_guard lock(mutex_);
   step.first_step = steps_++;

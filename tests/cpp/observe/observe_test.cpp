@@ -144,6 +144,20 @@ TEST(History, AddsUpCostsWhereAllStepsHadThem) {
   EXPECT_TRUE(rows[1].costs.empty());
 }
 
+TEST(History, AddsUpWhatWasLostWhereItIsKnownOfAllSteps) {
+  History history(2);
+  for (const double seconds : {1.0, 2.0, 4.0}) {
+    history.add({.items = {1}, .busy_seconds = {1.0}, .reduction_seconds = seconds, .launching_seconds = 2.0});
+  }
+  history.add({.items = {1}, .busy_seconds = {1.0}, .launching_seconds = 3.0});
+  const std::vector<HistoryRow> rows = history.snapshot();
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0].reduction_seconds, 3.0);
+  EXPECT_EQ(rows[0].launching_seconds, 4.0);
+  EXPECT_EQ(rows[1].reduction_seconds, std::nullopt);
+  EXPECT_EQ(rows[1].launching_seconds, 5.0);
+}
+
 TEST(History, KeepsSpikesThroughMerging) {
   History history(4);
   for (int step = 0; step < 100; ++step)

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include <paceline/export.hpp>
@@ -24,6 +25,8 @@ struct HistoryRow {
   double step_seconds = 0.0;
   double longest_step_seconds = 0.0;  ///< of one step: a sum would hide a spike
   std::int64_t moves = 0;
+  std::optional<double> reduction_seconds{};  ///< empty if it is not known of one of these steps
+  std::optional<double> launching_seconds{};  ///< likewise
 };
 
 /// A whole run in bounded memory, for a picture of it. At first each row is one step. When `capacity` rows are full,

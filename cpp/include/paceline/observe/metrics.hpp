@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,9 @@ struct StepSample {
   std::vector<std::int64_t>
       planned{};  ///< the shares that were planned, which devices may take from each other; empty for a step with costs
   std::vector<std::int64_t> blocks{};  ///< of the stages of a pipeline; else empty
+  std::optional<double> reduction_seconds{};  ///< of step_seconds; not of pipelines, nor where a GPU takes part
+  /// What the step lost because devices began late: the mean over the devices, weighted by their speeds. Not of pipelines.
+  std::optional<double> launching_seconds{};
 };
 
 /// Upper bounds of the buckets in which step times are counted, in seconds: from a step of a millisecond to one of

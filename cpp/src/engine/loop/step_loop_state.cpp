@@ -23,6 +23,25 @@ std::vector<std::string> of_each(const DeviceGroup& group, std::string Device::*
   return values;
 }
 
+/// What a step lost before its devices began: all of the time before the first one, and of the delays of the others the
+/// mean weighted by their speeds. No clock knows when GPUs could have begun, only by how much later others did.
+std::optional<double> launching_seconds(const observe::StepSample& sample, const StepRecord& record,
+                                        bool asynchronous) {
+  if (asynchronous && record.startup_seconds.empty()) return std::nullopt;
+  double lost = 0.0;
+  double speeds = 0.0;
+  for (std::size_t d = 0; d < sample.busy_seconds.size(); ++d) {
+    const double busy = sample.busy_seconds[d];
+    if (busy <= 0.0) continue;
+    const double speed = (sample.costs.empty() ? static_cast<double>(sample.items[d]) : sample.costs[d]) / busy;
+    const double late = record.startup_seconds.empty() ? 0.0 : record.startup_seconds[d].value_or(0.0);
+    lost += speed * std::clamp(record.compute_seconds - busy, 0.0, late);
+    speeds += speed;
+  }
+  const double before = asynchronous ? 0.0 : record.step_seconds - record.compute_seconds - record.reduce_seconds;
+  return std::max(before, 0.0) + (speeds > 0.0 ? lost / speeds : 0.0);
+}
+
 constexpr std::int64_t kOne = 1;
 constexpr std::size_t kMostSearches = 8;  // kinds of batches that have a search for sizes, or are cut short
 
@@ -169,6 +188,8 @@ void StepLoop::State::note(const Step& done) {
     busy[claim.micro_batch.device] += claim.seconds();
   }
   sample.busy_seconds = busy.values();
+  if (!asynchronous) sample.reduction_seconds = record.reduce_seconds;
+  sample.launching_seconds = launching_seconds(sample, record, asynchronous);
   metrics.add(sample);
   history.add(sample);
   note_events(ran_by, record);

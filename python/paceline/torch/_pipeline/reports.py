@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline import InvalidArgument, OutOfMemory, Unavailable
 from paceline._chrome_trace import ChromeTrace
-from paceline._page.run import Run, Table, milliseconds
+from paceline._page.run import Move, Run, Table, milliseconds
 from paceline._page.schedule import schedules
 from paceline._plot_schedule import ScheduleRow, ScheduleSpan, draw_schedule
 from paceline._worth import IMPOSSIBLE, Choice, Worth, asked, idle_notes, prices_of
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NAMES = {"F": "forward", "B": "backward"}
+_GAINS = "One more device like "  # of explain()
 
 
 class PipelineReports(Reports):
@@ -148,6 +150,8 @@ class PipelineReports(Reports):
 
     def _run(self, history: Sequence[Mapping[str, Any]], report: Mapping[str, Any], explained: str) -> Run:
         run = super()._run(history, report, explained)
+        if report["moves"] == len(report["recent_moves"]):
+            run.moves = sorted([*run.moves, *_first_plans(run)], key=lambda move: move.step)
         last, steps = self._loop.last, list(self._lifetime.recent.steps)  # another thread may train
         if last is None or not all(last.record):
             return run
@@ -166,6 +170,10 @@ class PipelineReports(Reports):
         run.tables.insert(0, _stages(report["pipeline"]))
         return run
 
+    def _advice(self, report: Mapping[str, Any], explained: str) -> str:
+        gains = [line for line in explained.splitlines() if line.startswith(_GAINS)]
+        return super()._advice(report, explained) or (gains[0] if len(gains) == 1 else "")
+
     def _rows(self, last: Outcome, record: Sequence[Sequence[Action]]) -> list[ScheduleRow]:
         rows = []
         begin = min(actions[0][2] for actions in record)
@@ -178,6 +186,15 @@ class PipelineReports(Reports):
                 free = finish
             rows.append(ScheduleRow(self._works.names[last.plan.order[stage]], stage, spans))
         return rows
+
+
+def _first_plans(run: Run) -> Iterator[Move]:
+    """Changes of blocks that no move tells: what follows the steps that measure blocks."""
+    told = {move.step for move in run.moves}
+    for before, row in itertools.pairwise(run.rows):
+        was, now = ([int(n) // one.steps for n in one.shares or ()] for one in (before, row))
+        if was != now and told.isdisjoint(range(row.first_step, row.first_step + row.steps)):
+            yield Move(row.first_step, f"blocks {was} to {now}", "planned by what the steps before it measured of blocks")
 
 
 def _rows_of(claims: Sequence[Any], names: Sequence[str]) -> list[ScheduleRow]:

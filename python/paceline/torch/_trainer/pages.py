@@ -38,7 +38,7 @@ class Pages(Part):
         At the top it says how good the split was, what cost most, and what to change. Charts show shares with their moves, speeds, the time of a step beside
         its ideal, and memory; for a `Pipeline` also the schedules of the last steps, the last one beside its plan. Tables have the same figures, and memory and ranks if
         something is known of them. The ideal is the time in which the devices would have done the same work if each had worked until the end, at the speed
-        that it had. `paceline page` makes such a page from ledgers, which also tell apart what was lost in each step, and compares runs.
+        that it had. `paceline page` makes such a page from ledgers, and compares runs.
 
         Parameters
         ----------
@@ -116,16 +116,8 @@ class Pages(Part):
             memory_of=reports.memory.names,
         )
         run.advice = self._advice(report, explained)
-        if not blocks and report["step_seconds"] > 0:
-            lost = max(0.0, 1 - report["compute_seconds"] / report["step_seconds"])
-            run.lacks.append(
-                "A trainer does not keep waiting, launching and reduction of each step apart; the page of a ledger (write_ledger) shows them. "
-                + (
-                    "On GPUs reductions are not timed."
-                    if self._on_gpus
-                    else f"Handing over the step and the reduction together took {lost:.2%} of the steps' time."
-                )
-            )
+        if self._on_gpus and not blocks:
+            run.lacks.append("On GPUs reductions are not timed, so what they take counts as waiting.")
         together = max((row.steps for row in run.rows), default=1)
         if not (self._on_gpus or reports._gaps.watches):
             run.lacks.append("A loop over progress or live also tells how long it waits for its input.")
@@ -249,6 +241,8 @@ def _row(row: Mapping[str, Any], names: Sequence[str], by_cost: bool, blocks: bo
         longest,
         longest if row["steps"] == 1 else None,
         shares,
+        row["reduction_seconds"],
+        row["launching_seconds"],
     )
 
 
