@@ -100,7 +100,7 @@ def part_of(batch: Any, rank: int, sizes: list[int]) -> Any:
     return tuple(tensor[begin:end] for tensor in batch) if end > begin else None
 
 
-def trainer_of(module: nn.Module, rank: int, *, more: int = 0, **options: Any) -> DataParallel:
+def trainer_of(module: nn.Module, rank: int = 0, *, more: int = 0, **options: Any) -> DataParallel:
     """Rank r has r + 1 host devices, and some `more`."""
     return DataParallel(module, hosts(rank + 1 + more), group=dist.group.WORLD, **options)
 

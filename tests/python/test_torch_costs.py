@@ -32,8 +32,9 @@ def trained(trainer: DataParallel, call: str, loss_fn: Any, batch: Any, **option
     """A step, or a run of a batch by a function that runs backward."""
     if call == "step":
         return trainer.step(loss_fn, batch, **options)
+    scaler = options.pop("scaler", None)
     with trainer.batch(batch, **options) as global_batch:
-        return global_batch.run(lambda one, part: part.backward(loss_fn(one, part.data)))
+        return global_batch.run(lambda one, part: part.backward(loss_fn(one, part.data)), scaler=scaler)
 
 
 CALLS = pytest.mark.parametrize("call", ["step", "run"])
@@ -72,9 +73,10 @@ def test_random_costs_zero_costs_and_weights(devices: int, seed: int, call: str)
         for step in range(4):
             costs = [rng.choice([0.0, 0.0, rng.random(), 1e6 * rng.random()]) for _ in range(items)]
             cost = torch.tensor(costs) if step else torch.zeros(items, dtype=torch.int64)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=step == 3)
             module.zero_grad()
-            trained(trainer, call, single, batch, weight=weight, cost=cost)
-            assert_same_gradients(module, wanted)
+            trained(trainer, call, single, batch, weight=weight, cost=cost, scaler=scaler)
+            assert_same_gradients(module, [one if one is None else scaler.get_scale() * one for one in wanted])
 
 
 def test_two_runs_of_a_batch_have_costs_of_their_own() -> None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Error, InvalidArgument
@@ -20,7 +18,7 @@ from paceline.balance import replay
 from paceline.torch import DataParallel, GlobalBatchSampler
 from paceline.torch._batch.global_sampler import scaled
 from paceline.torch._run.rank_shares import RankShares
-from rank_processes import error_of
+from rank_processes import error_of, trainer_of
 from torch_support import classifier, classify, descend, hosts, noting, worst_difference
 
 ITEMS, BATCH = 100, 12  # eight full batches in an epoch, and one of four items
@@ -60,10 +58,6 @@ class Script:
 
     def next_plan(self, batch_size: int) -> Any:
         return SimpleNamespace(shares=list(next(self.splits)))
-
-
-def trainer_of(module: nn.Module) -> DataParallel:
-    return DataParallel(module, hosts(1), group=dist.group.WORLD)
 
 
 def loader_of(sampler: GlobalBatchSampler, workers: int = 0) -> DataLoader[Any]:

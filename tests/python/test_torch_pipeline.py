@@ -171,6 +171,16 @@ def twins(make: Any) -> tuple[Any, Any]:
     return model, copy.deepcopy(model)
 
 
+def test_a_step_adds_to_gradients_that_are_there() -> None:
+    module, batch = chain(), torch.randn(8, 8)
+    plain = copy.deepcopy(module)
+    with Pipeline(module, devices=TWO, micro_batches=1) as trainer:
+        for _ in range(2):
+            trainer.step(squares, batch)
+            accumulate(plain, squares, batch, trainer)
+    assert_equal(module, plain)
+
+
 def test_a_grad_scaler_scales_as_on_one_device() -> None:
     model, plain = twins(NanoGpt)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

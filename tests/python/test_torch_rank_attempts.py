@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Error, InvalidArgument
 from paceline.torch import DataParallel
 from paceline.torch._run.buckets import Layout
-from rank_processes import Run, error_of
-from test_torch_rank_sums import Deep, Twice, small_buckets, squares, trainer_of
+from rank_processes import Run, error_of, trainer_of
+from test_torch_rank_sums import Deep, Twice, small_buckets, squares
 from torch_support import gradients, hosts, plain, worst_difference
 
 

@@ -19,7 +19,7 @@ from paceline.torch import DataParallel
 from paceline.torch._batch.by_cost import ByCost
 from paceline.torch._batch.global_sampler import GlobalBatchSampler
 from paceline.torch._run.rank_shares import RankShares
-from rank_processes import Run
+from rank_processes import Run, trainer_of
 from test_torch_global_batches import (
     BATCH,
     ITEMS,
@@ -30,7 +30,6 @@ from test_torch_global_batches import (
     loss_of,
     one_device,
     stepped,
-    trainer_of,
 )
 from torch_support import classifier, hosts, worst_difference
 

@@ -18,11 +18,11 @@ from torch import nn
 from paceline import Error
 from paceline.balance import replay
 from paceline.torch import BalancedRanks, DataParallel
-from rank_processes import DEAD, Run, error_of
+from rank_processes import DEAD, Run, error_of, trainer_of
 from test_torch_balanced_ranks_use import BATCH as FEW
 from test_torch_balanced_ranks_use import loader_of as numbered
 from test_torch_balanced_ranks_use import parallel, trained
-from test_torch_global_batches import BATCH, ITEMS, LENGTHS, loader_of, loss_of, trainer_of
+from test_torch_global_batches import BATCH, ITEMS, LENGTHS, loader_of, loss_of
 from torch_support import classifier, hosts
 
 

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import Error
-from paceline.torch import DataParallel
 from paceline.torch._run import rank_sums
 from paceline.torch._run.group_ranks import GroupRanks
-from rank_processes import Run, error_of, part_of
-from torch_support import gradients, hosts, plain, worst_difference
+from rank_processes import Run, error_of, part_of, trainer_of
+from torch_support import gradients, plain, worst_difference
 
 DEPTH = 4  # layers, of which each is a bucket
 WARM = 3  # steps after which rank 0 has told the order, and gradients are sent early
@@ -90,10 +88,6 @@ def small_buckets() -> Iterator[list[int]]:
         patch.setattr(GroupRanks, "_start", noted)
         patch.setattr(GroupRanks, "_post", met)
         yield sent
-
-
-def trainer_of(module: nn.Module, **options: Any) -> DataParallel:
-    return DataParallel(module, hosts(1), group=dist.group.WORLD, **options)
 
 
 def watching(rank: int, sizes: list[int]) -> Any:
