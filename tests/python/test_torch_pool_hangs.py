@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import InvalidArgument, Timeout
+from paceline import InvalidArgument, Rejected, Timeout
 from paceline.torch import DataParallel, Pool
 from paceline.torch._devices.compile_gate import CompileGate
 from paceline.torch._replicas.capture import is_loading, loading
 from pool_support import Held, pool_of, soon
 from torch_support import TWO, classifier, classify, gradients, hosts, plain, worst_difference
+from versions_support import adds, ask, roles, versions_of
 
 
 class Hang:
@@ -150,6 +151,38 @@ def test_nobody_waits_to_compile_or_capture_for_a_run_that_was_given_up() -> Non
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_load_that_hangs_is_given_up_and_the_old_version_answers(count: int) -> None:
+    with Hang() as hang, pool_of(count, hang_seconds=0.5) as pool:
+        batcher = pool.serve(adds(10), max_batch=2)
+        ask(batcher, 1)[0].result()
+        with pytest.raises(
+            Rejected, match=r"loading on host:0 has raised Timeout\(.*hang_seconds=0\.5 s, and is at .* in "
+        ) as raised:
+            batcher.publish(lambda state, x: x + state, initializer=hang)
+        assert isinstance(raised.value.__cause__, Timeout)
+        assert versions_of(ask(batcher, 3)) == {1: 3}
+        (found,) = pool.report()["hangs"]
+        assert (found["device"], found["jobs"]) == ("host:0", 0)
+        third = batcher.publish(lambda state, x: x + state, initializer=lambda _: 30)  # beside the load that hangs
+        assert versions_of(ask(batcher, 3)) == {third.number: 3}
+        hang.__exit__()
+        assert hang.over.wait(20)
+        assert versions_of(ask(batcher, 3)) == {third.number: 3}
+
+
+def test_a_load_that_takes_its_time_without_a_limit_is_waited_for() -> None:
+    with pool_of(1) as pool:
+        batcher = pool.serve(adds(10), max_batch=2)
+        with Hang() as hang:
+            publish = threading.Thread(target=batcher.publish, args=(lambda state, x: x,), kwargs={"initializer": hang})
+            publish.start()
+            assert not hang.over.wait(1.0)
+            assert publish.is_alive()
+        publish.join()
+        assert roles(batcher)[2] == ("live", 1.0)
+
+
 def test_several_jobs_may_hang_on_one_device_and_a_gang() -> None:
     with Hang() as hang, pool_of(hang_seconds=0.1) as pool:
         jobs = [pool.submit(hang, needs="host:0") for _ in range(3)]

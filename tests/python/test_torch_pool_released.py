@@ -231,6 +231,29 @@ def test_a_load_that_fails_leaves_the_device_away_and_is_not_tried_at_each_look(
         assert not models._failed
 
 
+def test_a_load_that_hangs_leaves_the_device_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = States()
+    with box(monkeypatch, hosts(2), hang_seconds=0.5) as two:
+        batcher = serve(two, states)
+        two.release()
+        states.waits = hangs = threading.Event()
+        with pytest.warns(
+            RuntimeWarning, match=rf"{two.name} stays released.*hang_seconds=0\.5 s, and is at .* in wait"
+        ):
+            two.fail()
+        assert [one["device"] for one in two.pool.report()["hangs"]] == [two.name]
+        states.waits = None
+        two.pool.restore(two.name)  # no longer held by the load that hangs
+        on(two, batcher, two.name)
+        two.scale._models._failed.clear()
+        two.release()
+        two.come_back()
+        loaded = len(states.made)
+        hangs.set()
+        on(two, batcher, two.name)
+        assert len(states.made) == loaded
+
+
 def test_a_job_that_only_this_device_can_run_brings_it_back_as_it_is_after_a_load_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -322,9 +322,7 @@ def test_a_search_without_devices_ends(search: Any, experiment: Callable[..., An
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_search_in_a_job_is_refused(
-    search: Any, experiment: Callable[..., Any], train: Train, devices: int
-) -> None:
+def test_a_search_in_a_job_is_refused(search: Any, experiment: Callable[..., Any], train: Train, devices: int) -> None:
     with pool_of(devices) as pool:
         run = search.Search(pool, [experiment(train)])
         job = pool.submit(lambda _: run.run())

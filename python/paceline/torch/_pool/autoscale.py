@@ -259,7 +259,7 @@ def _look(known: weakref.ref[Scale], over: threading.Event, wake: threading.Even
         wake.wait(_TICK - _PAUSE)
         wake.clear()
         scale = known()
-        if scale is None:
+        if scale is None or over.is_set():  # a look would want devices that a pool which closes has just given up
             return
         try:
             scale.look()

@@ -210,7 +210,7 @@ class Batcher(Handle):
         Raises
         ------
         Rejected
-            If the version cannot be loaded or warmed, or does not fit. It says where, and has the error as its cause. The service goes on as before, but the
+            If the version cannot be loaded or warmed, within the pool's ``hang_seconds``, or does not fit. It says where, and has the error as its cause. The service goes on as before, but the
             version that was kept for `rollback` may have been freed, if memory ran out.
         InvalidArgument
             In a job, a step or a callback, and for other arguments.

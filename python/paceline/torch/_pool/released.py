@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import warnings
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.torch._pool.jobs import Jobs
 
 _SETTLED = 0.5  # seconds from a release on, in which a worker begins the batch that it had taken
+_LOOK = 0.1  # seconds between looks at whether a load hangs
 _RETRY, _LONGEST_RETRY = 10.0, 600.0  # seconds after a load that failed; twice as many after each more
 
 
@@ -36,6 +38,8 @@ class Released:
         self._seconds: dict[str, float] = {}  # of the last load
         self._failed: dict[str, tuple[float, float]] = {}  # until when it is not tried again, and for how long
         self._thread: threading.Thread | None = None
+        self._loads: threading.Thread | None = None  # the one that loads a device
+        self._step = 0.0  # when its present load or batch has begun
         self._over = False
         self._lock = threading.RLock()  # for the thread
 
@@ -52,7 +56,7 @@ class Released:
         """Let what goes on for the device end early, and wait for that: it is about to take work."""
         self.back(name)
         if name not in jobs.engine.active and (seat := jobs.seats.get(name)):
-            with seat.loading:
+            with seat.loading():
                 pass
 
     def go_on(self, jobs: Jobs) -> None:
@@ -95,11 +99,23 @@ class Released:
                     loads = threading.Thread(
                         target=self._bring, args=(jobs, name), name=f"paceline {name}", daemon=True
                     )
+                    self._loads, self._step = loads, math.inf  # while it waits for other loads
                     loads.start()
-                    loads.join()
+                    self._wait(jobs, name, loads)
         finally:
             with self._lock:
                 self._thread = None
+
+    def _wait(self, jobs: Jobs, name: str, loads: threading.Thread) -> None:
+        """Wait until it has ended, or hangs in a load or a batch. Then its `goes_on` says no."""
+        watchdog = jobs.watchdog
+        while loads.is_alive():
+            loads.join(None if watchdog is None else _LOOK)
+            if watchdog is not None and loads.is_alive() and time.monotonic() > self._step + watchdog.seconds:
+                self._loads = None
+                self.arriving.discard(name)
+                self._fail(name, "what answers", watchdog.give_up_load(jobs.seats[name], f"{name}, loading", loads))
+                return
 
     def _free(self, jobs: Jobs, name: str) -> None:
         busy = {device for _, device, *_ in jobs.engine.runs_over(0.0)}
@@ -107,7 +123,7 @@ class Released:
         if name in busy or name in jobs.engine.active or any(one.bringing for one in jobs.versions()):
             return
         seat = jobs.seats[name]
-        with seat.loading:
+        with seat.loading():
             if name in self._full:  # otherwise it takes work again
                 jobs.unload(seat)
                 self._full.pop(name, None)
@@ -115,10 +131,18 @@ class Released:
     def _bring(self, jobs: Jobs, name: str) -> None:
         seat, begun, made = jobs.seats[name], time.monotonic(), None
         done: set[Answerer] = set()
+        here = threading.current_thread()
+
+        def goes_on() -> bool:
+            if self._over or self._loads is not here:
+                return False
+            self._step = time.monotonic()
+            return name in self.coming
+
         try:
-            with seat.loading:
+            with seat.loading():
                 self.note(name)  # what was loaded is freed if it stays away
-                while name in self.coming:
+                while goes_on():
                     # Before the look at what there is, so that a version that comes later is loaded there as well.
                     self.arriving.add(name)
                     endpoints = jobs.versions()
@@ -129,16 +153,18 @@ class Released:
                         break
                     self.arriving.discard(name)
                     versions, made = left[0]
-                    versions.warming("restore", made).ahead(seat, lambda: name in self.coming)
+                    versions.warming("restore", made).ahead(seat, goes_on)
                     done.add(made)
-            if name in self.coming:
+            if goes_on():
                 self._seconds[name] = time.monotonic() - begun
                 self._failed.pop(name, None)
                 jobs.scale.take_back(jobs, name)
         except BaseException as error:
-            self._fail(name, "the device" if made is None else made.name, error)
+            if self._loads is here:
+                self._fail(name, "the device" if made is None else made.name, error)
         finally:
-            self.arriving.discard(name)
+            if self._loads is here:
+                self.arriving.discard(name)
 
     def _fail(self, name: str, what: str, error: BaseException) -> None:
         clear_frames(error)  # they refer to what was loaded

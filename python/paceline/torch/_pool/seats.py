@@ -21,6 +21,7 @@ from paceline.torch._devices.worker_state import prepare_worker
 from paceline.torch._replicas.capture import release_memory
 
 _PLAIN = {type(None), bool, int, float, str, bytes, types.FunctionType, types.BuiltinFunctionType}  # no tensor in them
+_LOOK = 0.5  # seconds between looks at whether a load that is waited for was given up
 _MOST_ENTRIES = 10_000  # of a job's arguments: looking at them takes a millisecond
 
 
@@ -34,7 +35,7 @@ class Seat:
         # A GPU's thread launches. With a team of OpenMP threads it would crowd out the others.
         self._threads = max(1, len(device.cores)) if self.gpu is None else 1
         self._stream_of = stream_of
-        self.loading = threading.RLock()  # around loads and frees on other threads than its worker
+        self._loading = threading.RLock()
         self._beside: cuda.Queue | None = None  # one for good: PyTorch keeps what a stream has had for this stream
 
     def prepare(self) -> None:
@@ -54,6 +55,24 @@ class Seat:
         if self._beside is None:
             self._beside = cuda.Queue(self.gpu)
         return self._beside.entered()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around loads and frees on other threads than its worker, one at a time."""
+        while True:
+            lock = self._loading
+            if lock.acquire(timeout=_LOOK):
+                if lock is self._loading:
+                    break
+                lock.release()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def leave_load(self) -> None:
+        """Let the next load begin, beside one that hangs."""
+        self._loading, self._beside = threading.RLock(), None
 
     def stacked(self, items: Sequence[torch.Tensor]) -> torch.Tensor:
         """A batch of the items on the device. The host does not wait for the copy."""

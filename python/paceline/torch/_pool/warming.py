@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from paceline.torch._pool.needs import Place
 from paceline.torch._pool.routing import State
 from paceline.torch._pool.seats import Seat
 from paceline.torch._pool.served import Served
+from paceline.torch._pool.watchdog import run_beside
 
 _LOOK = 0.05  # seconds between looks at whether a device was retired
 _AWAY = 20  # looks after which a device that is retired loads with its first batch: some are retired for a moment only
@@ -94,8 +96,7 @@ class Warming:
             return False
         try:
             try:
-                with ThreadPoolExecutor(1, "paceline publish") as thread:
-                    thread.submit(_load, made, seat).result()
+                run_beside(self._jobs.watchdog, seat, f"{made.name}, loading", functools.partial(_load, made, seat))
             except Exception as error:
                 raise self._refused(seat, "loading", error) from error
             self._warm(seat)
@@ -257,7 +258,7 @@ class Warming:
 
 def _load(made: Answerer, seat: Seat) -> None:
     seat.prepare()
-    with seat.loading, seat.beside():
+    with seat.loading(), seat.beside():
         made.served.of(seat)
         seat.wait()
 

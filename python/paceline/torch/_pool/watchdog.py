@@ -9,11 +9,13 @@ import time
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from paceline import Error, InvalidArgument
+from paceline import Error, InvalidArgument, Timeout
 from paceline.torch._devices.compile_gate import CompileGate
 from paceline.torch._pool.job import of_users
+from paceline.torch._pool.seats import Seat
 from paceline.torch._replicas.capture import forget_load
 
 _LOOKS = 10  # during the time that a job may take
@@ -31,7 +33,7 @@ class Watchdog:
             raise InvalidArgument(f"Pool: hang_seconds={seconds!r} must be a positive number of seconds.")
         self.hangs: deque[dict[str, Any]] = deque(maxlen=100)
         self.hung: set[str] = set()  # devices
-        self._seconds, self._over = seconds, threading.Event()
+        self.seconds, self._over = seconds, threading.Event()
         looks = weakref.ref(jobs)
         threading.Thread(target=self._look, args=(looks,), name="paceline pool watchdog", daemon=True).start()
 
@@ -40,12 +42,12 @@ class Watchdog:
         self._over.set()
 
     def _look(self, known: weakref.ref[Any]) -> None:
-        while not self._over.wait(min(self._seconds / _LOOKS, _LONGEST_PAUSE)):
+        while not self._over.wait(min(self.seconds / _LOOKS, _LONGEST_PAUSE)):
             jobs = known()
             if jobs is None:
                 return
             with contextlib.suppress(Exception):  # the thread has to go on
-                for run, device, kind, works in jobs.engine.runs_over(self._seconds):
+                for run, device, kind, works in jobs.engine.runs_over(self.seconds):
                     self._give_up(jobs, run, device, kind, works)
             del jobs
 
@@ -53,7 +55,7 @@ class Watchdog:
         lead = min(works, key=lambda one: one.own)  # as `Request.run_batch` takes them
         thread = lead.thread  # None: only a GPU is still at it
         where = _where(thread)
-        message = f"watchdog: '{kind}' has run on {device} for more than hang_seconds={self._seconds:g} s{where and f', and is at {where}'}."
+        message = f"watchdog: '{kind}' has run on {device} for more than hang_seconds={self.seconds:g} s{where and f', and is at {where}'}."
         for work in works:
             work.hang(device)
         if lead.enqueued:
@@ -81,9 +83,48 @@ class Watchdog:
         finally:
             lead.on_timeout = None
 
+    def give_up_load(self, seat: Seat, kind: str, thread: threading.Thread) -> Timeout:
+        """Give up what another thread than a worker loads. It goes on, and holds up no other load. Returns the error that says so."""
+        seat.leave_load()
+        CompileGate.forget(thread.ident or 0)
+        forget_load(thread.ident or 0)
+        where = _where(thread.ident)
+        self.hung.add(seat.name)
+        self.hangs.append({"device": seat.name, "kind": kind, "jobs": 0, "where": where, "time": time.time()})
+        told = f"it has taken more than hang_seconds={self.seconds:g} s{where and f', and is at {where}'}."
+        return Timeout(f"{told} The pool has given it up, and its thread goes on.")
+
     def _warn(self, message: str) -> None:
         with contextlib.suppress(Exception):  # such as the warning itself, where warnings are errors
             warnings.warn(f"paceline {message}", RuntimeWarning, stacklevel=1)
+
+
+def run_beside(watchdog: Watchdog | None, seat: Seat, kind: str, load: Callable[[], None]) -> None:
+    """Run what loads something onto a device on a thread of its own, and wait for it, until it is given up."""
+    ended = threading.Event()
+    raised: list[BaseException] = []
+    longest = None if watchdog is None else watchdog.seconds
+
+    def run() -> None:
+        try:
+            load()
+        except BaseException as error:
+            raised.append(error)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=run, name="paceline publish", daemon=True)
+    thread.start()
+    try:
+        ended.wait(longest)
+    except BaseException:  # an interrupt, after which what is loaded is freed
+        ended.wait(longest)
+        raise
+    finally:
+        if watchdog is not None and not ended.is_set():
+            raised.append(watchdog.give_up_load(seat, kind, thread))
+    if raised:
+        raise raised.pop()
 
 
 def _where(thread: int | None) -> str:
