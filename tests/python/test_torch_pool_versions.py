@@ -87,6 +87,11 @@ def test_weights_are_exact_and_keys_stay_with_their_version() -> None:
         assert batcher.rollback().number == 2  # the candidate goes
         assert versions_of(ask(batcher, 50)) == {2: 50}
         assert batcher.rollback().number == 1
+        fifth, sixth = (batcher.publish(adds(number), weight=0.25) for number in (50, 60))
+        assert batcher.promote(fifth).number == 5
+        assert roles(batcher) == {5: ("live", 1.0), 1: ("previous", 0.0)}  # the other candidate goes, too
+        with pytest.raises(InvalidArgument, match="no version 6"):
+            batcher.promote(sixth)
 
 
 def test_a_version_is_loaded_and_warmed_beside_the_service_and_the_old_one_is_freed() -> None:
