@@ -218,6 +218,18 @@ def test_a_version_in_the_shadow_answers_copies_in_the_background() -> None:
         assert versions_of(ask(batcher, 3)) == {2: 3}
 
 
+def test_a_version_in_the_shadow_stays_while_others_come_and_go() -> None:
+    with pool_of(1) as pool:
+        batcher = pool.serve(adds(10))
+        batcher.publish(adds(20), shadow=True)
+        batcher.publish(adds(30))
+        assert roles(batcher) == {3: ("live", 1.0), 2: ("shadow", 0.0), 1: ("previous", 0.0)}
+        batcher.promote(batcher.publish(adds(40), weight=0.5))
+        assert roles(batcher) == {4: ("live", 1.0), 2: ("shadow", 0.0), 3: ("previous", 0.0)}
+        batcher.rollback()
+        assert roles(batcher) == {3: ("live", 1.0), 2: ("shadow", 0.0)}
+
+
 def test_a_request_that_never_ran_is_not_compared() -> None:
     seen: list[PoolFuture[Any]] = []
     with pool_of(1) as pool:
