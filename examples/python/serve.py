@@ -348,10 +348,10 @@ def show(run: Run, status: int, said: str, args: argparse.Namespace) -> int:
     print(f"the server ended with status {status}; Retry-After: {', '.join(sorted(load.retry_after)) or 'none'}")
     draw(run, args)
     counted = json.loads(said.splitlines()[-1]) if said else Counter()
-    # The pool may have run a request to its end that the server or the client gave up, and has warmed a version.
+    # The pool may have run a request to its end that the server or the client gave up.
     least, most = outcomes["answered"], outcomes["answered"] + outcomes["given up"] + outcomes["too late"]
-    right = status == 0 and load.difference < 1e-4 and least <= counted["completed"]
-    right = right and (counted["completed"] <= most if run.swap is None else len(load.versions) == 2)
+    right = status == 0 and load.difference < 1e-4 and least <= counted["completed"] <= most
+    right = right and (run.swap is None or len(load.versions) == 2)
     return 0 if right and set(outcomes) <= {"answered", "refused", "too late", "given up"} else 1
 
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,15 +193,17 @@ def test_a_server_that_ends_says_so_and_still_answers(service: Any) -> None:
     assert (status, headers["connection"]) == (200, "close")
 
 
+@pytest.mark.parametrize("swap", [None, (1.0, 2.0)])
 @pytest.mark.parametrize(("completed", "status"), [(1, 1), (2, 0), (3, 0), (4, 0), (5, 1)])
 def test_the_example_allows_the_pool_to_complete_what_was_given_up(
-    example: Any, monkeypatch: pytest.MonkeyPatch, completed: int, status: int
+    example: Any, monkeypatch: pytest.MonkeyPatch, completed: int, status: int, swap: Any
 ) -> None:
     monkeypatch.setattr(example, "draw", lambda *_: None)
     outcomes = ["answered", "answered", "too late", "given up", "refused"]
     load = SimpleNamespace(sent=[example.Sent(0.0, 0.1, one) for one in outcomes], difference=0.0, retry_after={"1"})
+    load.versions = Counter({"1": 1, "2": 1})
     args = SimpleNamespace(seconds=3.0, slow=None)
-    assert example.show(example.Run(load, 0.0, []), 0, json.dumps({"completed": completed}), args) == status
+    assert example.show(example.Run(load, 0.0, [], swap), 0, json.dumps({"completed": completed}), args) == status
 
 
 @pytest.mark.skipif(len(paceline.devices()) < 2, reason="needs two cores")

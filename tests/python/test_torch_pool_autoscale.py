@@ -361,6 +361,8 @@ def test_wrong_arguments_are_refused() -> None:
     for wrong in ({"wait": 0.0}, {"keep": -1.0}, {"prices": {"host:0": 0.0}}, {"wait": "soon"}):
         with pytest.raises(InvalidArgument, match="Autoscale"):
             Autoscale(**wrong)
+    with pytest.raises(InvalidArgument, match="must be a dictionary by name"):
+        Autoscale(prices=[1.0])  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="prices of"):
         pool_of(1, autoscale=Autoscale(prices={"host:9": 1.0}))
     with pytest.raises(InvalidArgument, match="autoscale=3"):

@@ -105,6 +105,8 @@ def test_a_job_beyond_the_quota_of_its_tenant_is_refused() -> None:
         with pytest.raises(Rejected, match=r"needs 9e\+09 bytes at once, and the quota of tenant .a. is 8e\+09 bytes"):
             pool.try_submit(lambda _: None, tenant="a", memory=9e9)
         pool.submit(lambda _: None, tenant="b", gang=2, memory=9e9).result()
+        pool.submit(lambda _: None, tenant="b", gang=2, cost=5).result()
+        assert pool.report()["tenants"]["b"]["served"] == 2 + 5  # by default 1 for each device
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,20 @@ TEST(PoolTenants, AreChargedOnceForWhatBeginsAgain) {
   EXPECT_EQ(order, (Jobs{of_a, of_b, last}));
 }
 
+TEST(PoolTenants, AreChargedForEachDeviceOfAGang) {
+  Box box({1.0, 1.0});
+  const std::size_t a = box.pool.add_tenant({.name = "a"});
+  double now = 0.0;
+  const auto run = [&](PoolJob job) {
+    (void)box.submit(now, job);
+    (void)box.finish(now += 1.0, box.last.starts.at(0));
+    return box.pool.tenants()[a].served;
+  };
+  EXPECT_EQ(run({.gang = 2, .tenant = a}), 2.0);
+  EXPECT_EQ(run({.tenant = a}), 3.0);
+  EXPECT_EQ(run({.gang = 2, .tenant = a, .charge = 5.0}), 8.0) << "what is said is for all devices";
+}
+
 TEST(PoolTenants, LeaveOtherPrioritiesTheirTurns) {
   Box box({1.0}, {.placement = Placement::any});
   const std::size_t a = box.pool.add_tenant({.name = "a"});

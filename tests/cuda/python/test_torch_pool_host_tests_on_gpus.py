@@ -14,6 +14,7 @@ import test_torch_pool_life
 import test_torch_pool_modules
 import test_torch_pool_padding
 import test_torch_pool_requests
+import test_torch_pool_tenants
 import test_torch_pool_version_failures
 import test_torch_pool_version_interrupts
 import test_torch_pool_versions
@@ -29,6 +30,7 @@ _MODULES = (
     test_torch_pool_modules,
     test_torch_pool_padding,
     test_torch_pool_requests,
+    test_torch_pool_tenants,
     test_torch_pool_version_failures,
     test_torch_pool_version_interrupts,
     test_torch_pool_versions,

@@ -84,7 +84,7 @@ struct JobOptions {
   double memory_bytes = 0.0;              ///< what a job needs on each of its devices while it runs
   /// For whom it runs. A name that Pool::add_tenant() does not know has weight 1 and no quota.
   std::string tenant = {};
-  double charge = 0.0;  ///< what its tenant is charged, whichever device it runs on; 0: `cost`
+  double charge = 0.0;  ///< what its tenant is charged, whichever devices it runs on; 0: `cost` for each of them
   /// Whether submit() waits while the queue of the kind is full. Otherwise, and on every worker, the future has
   /// Rejected.
   bool wait_for_room = true;

@@ -41,11 +41,11 @@ namespace paceline::plan {
 /// devices that jobs may run on; the tenant gives it to its job with the smallest key. Which of the sets is next, where
 /// they share devices, is decided in the same way, in a queue of all. A queue is full for one tenant at a time. So of
 /// two tenants whose jobs wait for the same devices all the time, what they were served over their weights differs by
-/// at most l1 / w1 + l2 / w2, l what one job charges at most, also in batches, without padding. What runs again is
-/// charged once. Who waits for a device that others cannot use, or for its quota, saves up no turns. A job with a
-/// deadline keeps its key, and its charge delays what its tenant has without deadlines. A batch may hold jobs of
-/// several tenants. A job of a tenant with a quota holds up nobody until its patience is over, and then only later ones
-/// of its tenant, which start if the quota has room for this job beside them.
+/// at most l1 / w1 + l2 / w2, l what one start charges at most, which may be several jobs of a batch, without padding.
+/// What runs again is charged once. Who waits for a device that others cannot use, or for its quota, saves up no turns.
+/// A job with a deadline keeps its key, and its charge delays what its tenant has without deadlines. A batch may hold
+/// jobs of several tenants. A job of a tenant with a quota holds up nobody until its patience is over, and then only
+/// later ones of its tenant, which start if the quota has room for this job beside them.
 ///
 /// A value type: a copy is an independent pool. Not safe for threads. A decision is O(kinds that wait * (devices +
 /// their tenants that wait)), with up to 16 gangs of each tenant as kinds of their own, and O(sqrt(waiting jobs)) moves

@@ -97,7 +97,7 @@ struct PoolJob {
   double cost = 1.0;                                                  ///< of a job of a padded kind
   std::int64_t gang = 1;                                              ///< devices that it runs on at once
   std::size_t tenant = 0;  ///< from PoolState::add_tenant; 0: whoever has no name
-  double charge = 0.0;     ///< what its tenant is charged, whichever device it runs on; 0: `cost`
+  double charge = 0.0;     ///< what its tenant is charged, whichever devices it runs on; 0: `cost` for each of them
   /// Jobs that must complete first. A pool forgets a job that has ended, and takes it here as completed: the caller,
   /// who holds its future, does not submit what depends on a failure.
   std::vector<JobId> after = {};

@@ -168,7 +168,7 @@ PoolDecisions PoolState::submit(double now_seconds, const PoolJob& job, JobId& i
   made.deadline = now_seconds + job.deadline_seconds;
   made.key = made.timed() ? made.deadline : made.due + s.options.patience[static_cast<std::size_t>(job.priority)];
   made.cost = job.cost;
-  made.charge = job.charge > 0.0 ? job.charge : job.cost;
+  made.charge = job.charge > 0.0 ? job.charge : job.cost * static_cast<double>(job.gang);
   made.background = job.priority == Priority::background;
   made.priority = job.priority;
   made.tenant = static_cast<std::uint32_t>(job.tenant);

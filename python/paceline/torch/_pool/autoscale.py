@@ -16,6 +16,7 @@ from paceline._core.plan import Scaler
 from paceline._words import plural
 from paceline.torch._pool.jobs import Jobs
 from paceline.torch._pool.released import Released
+from paceline.torch._pool.tenants import by_name
 
 _TICK = 1.0  # seconds between two decisions
 _LEAST_TICK = 0.2  # seconds that one is about
@@ -42,7 +43,10 @@ class Autoscale:
     prices: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value in (("wait", self.wait), *((f"prices[{name!r}]", one) for name, one in self.prices.items())):
+        for name, value in (
+            ("wait", self.wait),
+            *((f"prices[{name!r}]", one) for name, one in by_name("prices", self.prices)),
+        ):
             if not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise InvalidArgument(f"Autoscale: {name}={value!r} must be a positive number.")
         if not (isinstance(self.keep, (int, float)) and 0 <= self.keep < math.inf):

@@ -122,7 +122,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         needs: Needs = (),
         memory: float = 0.0,
         tenant: str | None = None,
-        cost: float = 1.0,
+        cost: float | None = None,
         kind: str | None = None,
         idempotent: bool = False,
         wait: bool = True,
@@ -158,7 +158,8 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         tenant
             For whom it runs. Jobs with a deadline are ordered by it, and count for their tenant like others.
         cost
-            What its tenant is charged, in any unit: epochs, items, expected seconds. It is the same on each device, so nobody pays for a slow one.
+            What its tenant is charged, in any unit: epochs, items, expected seconds. It is the same on each device, so nobody pays for a slow one. None: 1, or for a
+            gang 1 for each of its devices.
         kind
             Jobs of one kind take about the same time. None: the name of `fn`. Those that need other `memory` are measured apart.
         idempotent
@@ -182,7 +183,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         if not callable(fn):
             raise InvalidArgument(f"submit: its first argument is a {type(fn).__name__}, not a function.")
         future: PoolFuture[_T] = PoolFuture()
-        owner, charge = tenant_of("submit", tenant), charge_of("submit", cost)
+        owner, charge = tenant_of("submit", tenant), 0.0 if cost is None else charge_of("submit", cost)
         kind, memory = name_of(fn) if kind is None else kind, bytes_of("submit", "memory", memory)
         if idempotent:
             kind, memory = self._jobs.kind_that_may_run_again(kind, memory), 0.0
