@@ -27,6 +27,7 @@ struct StepSample {
   std::optional<double> reduction_seconds{};  ///< of step_seconds; not of pipelines, nor where a GPU takes part
   /// What the step lost because devices began late: the mean over the devices, weighted by their speeds. Not of pipelines.
   std::optional<double> launching_seconds{};
+  std::string reason{};  ///< of its move
 };
 
 /// Upper bounds of the buckets in which step times are counted, in seconds: from a step of a millisecond to one of
