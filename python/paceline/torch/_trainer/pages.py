@@ -117,7 +117,7 @@ class Pages(Part):
         )
         run.advice = self._advice(report, explained)
         if self._on_gpus and not blocks:
-            run.lacks.append("On GPUs reductions are not timed, so what they take counts as waiting.")
+            run.lacks.append("On GPUs reductions are not timed. What they take counts as waiting.")
         together = max((row.steps for row in run.rows), default=1)
         if not (self._on_gpus or reports._gaps.watches):
             run.lacks.append("A loop over progress or live also tells how long it waits for its input.")
