@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import _cli_replay_pool
+from paceline._ledger import Decision, Ledger, read
 from paceline._words import plural
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _summary(file: Path, result: ReplayResult, ledgers: list[Ledger]) -> dict[st
         "mismatches": [vars(entry) for entry in result.mismatches],
         "decisions": [
             {
-                **vars(stretch.first),
+                **{name: value for name, value in vars(stretch.first).items() if name != "record"},
                 "unit": "work" if ledger.by_cost else "items",
                 "last_step": stretch.last_step,
                 "steps": stretch.steps,
@@ -135,68 +135,6 @@ def _row(stretch: Stretch) -> tuple[str, ...]:
     )
 
 
-@dataclass
-class Decision:
-    """One plan and the measured time of its step."""
-
-    line: int  # in the ledger, from 1
-    step: int
-    batch_size: int
-    shares: list[int]
-    moved: bool
-    predicted_seconds: float  # 0: no estimate yet
-    reason: str
-    measured_seconds: float | None = None  # None: the step was not recorded
-    retired: list[str] = field(default_factory=list)  # devices retired since the previous decision
-    restored: list[str] = field(default_factory=list)  # devices restored since the previous decision
-
-
-@dataclass
-class Ledger:
-    """The settings of a balancer and all its decisions."""
-
-    policy: str
-    devices: list[str]
-    by_cost: bool  # batches and shares count work instead of items
-    decisions: list[Decision] = field(default_factory=list)
-    retired: list[str] = field(default_factory=list)  # since the last decision
-    restored: list[str] = field(default_factory=list)
-
-    def add(self, line: int, entry: dict[str, Any]) -> None:
-        """Add a line of this balancer. If a step was tried again, only its last try is kept."""
-        match entry:
-            case {"plan": plan}:
-                last = self.decisions[-1] if self.decisions else None
-                if last is not None and last.step == plan["step"] and last.measured_seconds is None:
-                    self.decisions.pop()
-                    self.retired, self.restored = last.retired + self.retired, last.restored + self.restored
-                known = ("step", "batch_size", "shares", "moved", "predicted_seconds", "reason")
-                given = {key: plan[key] for key in known}
-                self.decisions.append(Decision(line, **given, retired=self.retired, restored=self.restored))
-                self.retired, self.restored = [], []
-            case {"record": record} if self.decisions:
-                self.decisions[-1].measured_seconds = _seconds(record)
-            case {"retire": {"device": device}}:
-                self.retired.append(self.devices[device])
-            case {"restore": {"device": device}}:
-                self.restored.append(self.devices[device])
-
-
-def read(lines: Iterable[str]) -> list[Ledger]:
-    """Parse a ledger that `paceline.balance.replay` accepts. Returns one `Ledger` per balancer that wrote it."""
-    ledgers: list[Ledger] = []
-    for number, text in enumerate(lines, start=1):
-        entry = json.loads(text)
-        if "options" in entry:
-            options = entry["options"]
-            names = [device["name"] for device in options["devices"]]
-            by_cost = options["proportional"] or options.get("unit", "items") != "items"
-            ledgers.append(Ledger(options["policy"], names, by_cost))
-        else:
-            ledgers[entry.get("balancer", 0)].add(number, entry)
-    return ledgers
-
-
 class Stretch:
     """The consecutive steps with one split of one batch size."""
 
@@ -221,10 +159,3 @@ def stretches(ledger: Ledger) -> list[Stretch]:
             found.append(known)
         known.append(decision)
     return [Stretch(decisions) for decisions in found]
-
-
-def _seconds(record: dict[str, Any]) -> float:
-    """Time from the first start to the last finish. If it was not recorded, the busiest device's own time."""
-    if record["step_seconds"] > 0:
-        return float(record["step_seconds"])
-    return float(max(sum(run[1] for run in device) for device in record["devices"]))

@@ -107,7 +107,9 @@ class PoolWorth:
         if cheapest is not None:
             lines.append(f"cheapest{limit}: {' '.join(cheapest.devices)}, {cheapest.cost:.4g} for 1,000 requests")
         elif not self.good:
-            lines.append(f"No subset serves all requests{limit.replace(' of those', '')}: add devices.")
+            lines.append(
+                f"No subset serves all requests{limit.replace(' of those', '')}: take more or faster devices, or a shorter max_delay."
+            )
         return "\n".join([*lines, *self.notes])
 
 

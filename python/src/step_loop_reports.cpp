@@ -157,7 +157,7 @@ py::list history_list(const observe::History& history, const std::vector<observe
                      "planned"_a = row.planned.empty() ? py::object(py::none()) : py::object(planned),
                      "step_seconds"_a = row.step_seconds, "longest_step_seconds"_a = row.longest_step_seconds,
                      "moves"_a = row.moves, "reduction_seconds"_a = row.reduction_seconds,
-                     "launching_seconds"_a = row.launching_seconds);
+                     "launching_seconds"_a = row.launching_seconds, "reason"_a = row.reason);
     if (!row.blocks.empty()) figures["blocks"] = blocks;
     rows.append(figures);
   }

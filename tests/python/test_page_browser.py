@@ -91,12 +91,26 @@ def test_keys_move_the_cursor_and_hide_lines(tab: Browser, file: Path) -> None:
     assert tab.complaints == []
 
 
+def test_heads_of_columns_stand_where_the_columns_do(tab: Browser, file: Path) -> None:
+    tab.open(file)
+    aligned = "[...row.cells].map(cell => getComputedStyle(cell).textAlign)"
+    found = tab.value(
+        f"[...document.querySelectorAll('table.figures')].map(one => [one.tHead.rows[0], one.tBodies[0].rows[0]].map(row => {aligned}))"
+    )
+    assert any("left" in body[1:] for _, body in found)  # words
+    assert all(head == body for head, body in found)
+
+
 def test_charts_follow_the_window_and_are_light_on_paper(tab: Browser, file: Path) -> None:
     tab.open(file, dark=True)
     tab.call("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
     tab.until("document.querySelector('.uplot').clientWidth < 500")
+    tab.call("Emulation.setDeviceMetricsOverride", width=1200, height=900, deviceScaleFactor=1, mobile=False)
+    tab.until("document.querySelector('.uplot').clientWidth > 1000")
     tab.value("dispatchEvent(new Event('beforeprint'))")
     assert tab.value("getComputedStyle(document.documentElement).getPropertyValue('--ink')").strip() == "#1b1f24"
+    # Portrait A4 has 718 pixels between its margins. What is wider would be cut.
+    assert tab.value("Math.max(...[...document.querySelectorAll('.uplot')].map(plot => plot.clientWidth))") <= 680
     tab.value("dispatchEvent(new Event('afterprint'))")
     assert tab.value("getComputedStyle(document.documentElement).getPropertyValue('--ink')").strip() == "#e6edf3"
     assert tab.complaints == []
@@ -132,3 +146,6 @@ def test_pages_of_a_trainer_a_pipeline_and_a_pool_open_without_a_complaint(tab: 
         assert tab.complaints == []
         assert [url for url in tab.requests if not url.startswith("file:")] == []
     assert float(tab.value(LEGEND)[0].removeprefix("seconds: ")) >= 0
+    tab.open(tmp_path / "Pipeline.html", 400)
+    # A colour of the key stands in the line of its word.
+    assert set(tab.value("[...document.querySelectorAll('.key span')].map(one => one.getClientRects().length)")) == {1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from paceline._cli import main
+from paceline._ledger import read
 from paceline._page.document import page_of_runs
 from paceline._page.ledger import runs_of
 from paceline._page.pool_ledger import _Jobs
@@ -182,3 +184,13 @@ def test_the_page_of_a_ledger_shows_declines_and_no_backlog(tmp_path: Path) -> N
     (row,) = {tuple(row[2:3]) for row in page.tables["Who left jobs waiting"][1:]}
     assert row == ("the batch may still become larger within max_delay",)
     assert "would be served" not in page.words
+
+
+def test_a_step_that_is_planned_again_keeps_its_move() -> None:
+    balancer = Balancer(["a", "b"], "even", ledger=True)
+    header, *_ = balancer.ledger().splitlines()
+    plan = {"step": 0, "batch_size": 8, "shares": [6, 2], "moved": True, "predicted_seconds": 0, "reason": "planted"}
+    again = plan | {"moved": False, "reason": "kept"}  # the step failed before it was recorded
+    lines = [header, *(json.dumps({"plan": one}) for one in (plan, again))]
+    (decision,) = read(lines)[0].decisions
+    assert (decision.line, decision.moved, decision.reason) == (3, True, "planted")

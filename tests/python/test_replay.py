@@ -13,7 +13,8 @@ import pytest
 
 from paceline import InvalidArgument
 from paceline._cli import main
-from paceline._cli_replay import read, stretches
+from paceline._cli_replay import stretches
+from paceline._ledger import read
 from paceline.balance import Balancer, LedgerMismatch, replay
 from paceline.sim import SimulationResult, simulate
 
@@ -382,8 +383,7 @@ def test_other_files_are_refused(
     except SystemExit as exit:
         status = exit.code
     captured = capsys.readouterr()
-    assert status == 2
-    assert captured.out == ""
+    assert (status, captured.out) == (2, "")
     assert message in captured.err
 
 

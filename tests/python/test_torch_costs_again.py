@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline import InvalidArgument
-from paceline._cli_replay import read
+from paceline._ledger import read
 from paceline.balance import replay
 from paceline.torch import DataParallel
 from torch_support import (

@@ -253,6 +253,9 @@ def test_the_page_of_a_pool_has_its_queue_waits_batches_and_who_declined(tmp_pat
     longest = [one for one in waits["series"][1]["data"] if one is not None]
     assert max(longest) > 0
     assert {one["label"] for one in sizes["series"]} == set(names)
+    kinds = {row[0]: row[1:4] for row in page.tables["Kinds of jobs"][1:]}
+    assert kinds["bad"] == ["1", "1", "1"]
+    assert sum(int(jobs) for jobs, _, _ in kinds.values()) == 42
     assert all(1 <= value <= 4 for one in sizes["series"] for value in one["data"] if value is not None)
     assert all(0 <= value <= 100 for one in busy["series"] for value in one["data"])
 
@@ -319,6 +322,11 @@ def test_a_full_pool_that_loses_jobs_needs_devices() -> None:
     assert answers["What to change?"].startswith("Send fewer requests")
 
 
+def test_jobs_that_wait_beside_idle_devices_wait_for_something_else_than_devices() -> None:
+    for waited, advice in ((6.0, "Nothing, if all jobs were submitted at once"), (60.0, "Take a shorter max_delay")):
+        assert pool_page(waited=waited)[1]["What to change?"].startswith(advice)
+
+
 def test_jobs_that_wait_are_in_the_queue_and_in_the_advice() -> None:
     charts, answers, words = pool_page(waiting=7)
     assert charts[0]["series"][0]["data"][-1] == 7
@@ -330,15 +338,34 @@ def test_jobs_that_wait_are_in_the_queue_and_in_the_advice() -> None:
     assert "start soon" in answers["What to change?"]
 
 
-def test_rows_in_which_shares_changed_are_marked_where_the_reason_is_not_known() -> None:
+def test_rows_in_which_shares_changed_are_marked_where_no_move_is_known() -> None:
     history = [
-        {"first_step": 4 * at, "steps": 4 - 3 * (at == 3), "moves": moves} for at, moves in enumerate((2, 1, 0, 1))
+        {"first_step": 4 * at, "steps": 4 - 3 * (at == 3), "moves": moves, "reason": f"planted {at}"}
+        for at, moves in enumerate((2, 1, 0, 1))
     ]
+    history[2]["steps"] = 1
+    for row, shares in zip(history[2:], ([2, 2], [1, 3]), strict=True):
+        row["planned"] = dict(zip(TWO, shares, strict=True))
     known = [Move(5, "[1, 1] to [2, 0]", "promised")]
-    assert [(move.step, move.what) for move in _all_moves(known, history)] == [
-        (0, "shares changed 2 times up to step 4"),
-        (5, "[1, 1] to [2, 0]"),
-        (12, "shares changed"),
+    assert _all_moves(known, history) == [
+        Move(0, "shares changed 2 times up to step 4", "planted 0"),
+        *known,
+        Move(12, "[2, 2] to [1, 3]", "planted 3"),
+    ]
+
+
+def test_a_device_that_left_is_marked_and_named(tmp_path: Path) -> None:
+    module, batch = classifier(12)
+    with DataParallel(module, TWO, balance="even") as made:
+        for step in range(6):
+            if step == 4:
+                made.retire("host:1")
+            made.step(classify, batch)
+        made.page(tmp_path / "run.html")
+    page, charts = read(tmp_path / "run.html")
+    assert "Retired, and without work in the end: host:1." in page.words
+    assert [(at, what) for at, what in charts[0]["marks"]] == [
+        (4, "step 5: [6, 6] to [12, 0]; host:1 has no more work")
     ]
 
 

@@ -18,6 +18,7 @@ void add_to(HistoryRow& row, const HistoryRow& next) {
   row.moves += next.moves;
   add_to(row.reduction_seconds, next.reduction_seconds);
   add_to(row.launching_seconds, next.launching_seconds);
+  if (!next.reason.empty()) row.reason = next.reason;
   for (std::size_t d = 0; d < row.items.size(); ++d) {
     row.items[d] += next.items[d];
     row.busy_seconds[d] += next.busy_seconds[d];
@@ -45,6 +46,7 @@ void History::add(const StepSample& sample) {
   step.moves = sample.moved ? 1 : 0;
   step.reduction_seconds = sample.reduction_seconds;
   step.launching_seconds = sample.launching_seconds;
+  step.reason = sample.reason;
 
   const std::lock_guard lock(mutex_);
   step.first_step = steps_++;

@@ -86,7 +86,10 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 def table(made: Table) -> str:
     """HTML of a table. Columns of words stand left, those of numbers right."""
     words = [any(len(row[column]) > 24 for row in made.rows) for column in range(len(made.head))]
-    head = "".join(f'<th scope="col">{escape(one)}</th>' for one in made.head)
+    head = "".join(
+        f'<th scope="col"{" class=text" if long else ""}>{escape(one)}</th>'
+        for one, long in zip(made.head, words, strict=True)
+    )
     body = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>'
         + "".join(

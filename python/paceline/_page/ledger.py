@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
+from paceline import _ledger as ledger
 from paceline._core.balance import Balancer
 from paceline._page.run import Move, Row, Run, Table, ideal_seconds, milliseconds
 from paceline._replay import is_cut_off, replayed
@@ -33,17 +33,11 @@ def read(name: str, lines: Sequence[str]) -> tuple[list[Run], list[Balancer]]:
     """
     lines = lines[:-1] if lines and is_cut_off(lines[-1]) else lines
     result, balancers = replayed(lines)
-    found: list[_Steps] = []
-    for text in lines:
-        entry = json.loads(text)
-        if "options" in entry:
-            found.append(_Steps(entry["options"]))
-        else:
-            found[entry.get("balancer", 0)].add(entry)
-    runs = [steps.run(balancer.report()) for steps, balancer in zip(found, balancers, strict=True)]
-    for number, (run, steps) in enumerate(zip(runs, found, strict=True)):
-        kind = "" if len(runs) == 1 else f" ({'steps with costs' if steps.by_cost else 'steps without costs'})"
-        run.title = f"{name}{kind}: balance {steps.policy}"
+    found = ledger.read(lines)
+    runs = [_run(one, balancer.report()) for one, balancer in zip(found, balancers, strict=True)]
+    for number, (run, one) in enumerate(zip(runs, found, strict=True)):
+        kind = "" if len(runs) == 1 else f" ({'steps with costs' if one.by_cost else 'steps without costs'})"
+        run.title = f"{name}{kind}: balance {one.policy}"
         run.words = balancers[number].explain()
     if result.mismatches:
         differing = len({one.line for one in result.mismatches})
@@ -53,95 +47,58 @@ def read(name: str, lines: Sequence[str]) -> tuple[list[Run], list[Balancer]]:
     return runs, balancers
 
 
-@dataclass
-class _Steps:
-    """The steps of one balancer, as they are read."""
+def _run(of: ledger.Ledger, report: dict[str, Any]) -> Run:
+    rows, moves = [], []
+    ran: dict[int, list[int]] = {}  # the shares that ran last, by the size of the batch
+    for decision in of.decisions:
+        notes = [f"{name} left" for name in decision.retired] + [f"{name} came back" for name in decision.restored]
+        if decision.moved or notes:
+            before = ran.get(decision.batch_size)
+            was = "" if before is None else f"{_shares(before)} to "
+            moves.append(Move(decision.step, f"{was}{_shares(decision.shares)}", "; ".join([*notes, decision.reason])))
+        if decision.record is not None:
+            rows.append(_row(decision, decision.record, proportional=of.proportional))
+            ran[decision.batch_size] = decision.shares
+    # A step without a reduction, or with one device, does not have its line.
+    if any(row.reduction is not None for row in rows):
+        rows = [replace(row, reduction=row.reduction or 0.0) for row in rows]
+    if any(row.launching is not None for row in rows):
+        rows = [replace(row, launching=row.launching or 0.0) for row in rows]
+    run = Run(
+        "",
+        of.devices,
+        rows,
+        moves,
+        unit="work" if of.by_cost else "items",
+        even=of.policy != "auto",
+        advice=_advice(report) if of.policy == "auto" else "",
+        lacks=[_LACKS],
+    )
+    if rows and rows[-1].reduction is None:
+        run.lacks.append("This ledger has no times of the reduction, as those of GPUs have none.")
+    run.tables.append(known(report))
+    return run
 
-    options: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
-    _plan: dict[str, Any] | None = None
-    _before: dict[int, list[int]] = field(default_factory=dict)  # the shares that ran last, by the size of the batch
-    _notes: list[str] = field(default_factory=list)  # on the next plan
-    _told: int = 0  # of these, how many the plan has that has no record yet
 
-    @property
-    def by_cost(self) -> bool:
-        return bool(self.options["proportional"]) or self.options.get("unit", "items") != "items"
-
-    @property
-    def policy(self) -> str:
-        return str(self.options["policy"])
-
-    @property
-    def devices(self) -> list[str]:
-        return [str(device["name"]) for device in self.options["devices"]]
-
-    def add(self, entry: dict[str, Any]) -> None:
-        match entry:
-            case {"plan": plan}:
-                again = self._plan is not None and self._plan["step"] == plan["step"]
-                if plan["moved"] or self._notes:
-                    if again and self.moves and self.moves[-1].step == plan["step"]:
-                        self.moves.pop()
-                    before = self._before.get(plan["batch_size"])
-                    was = "" if before is None else f"{_shares(before)} to "
-                    self.moves.append(
-                        Move(plan["step"], f"{was}{_shares(plan['shares'])}", "; ".join([*self._notes, plan["reason"]]))
-                    )
-                self._plan, self._told = plan, len(self._notes)
-            case {"record": record} if self._plan is not None:
-                self._record(self._plan, record)
-                self._before[self._plan["batch_size"]] = self._plan["shares"]
-                del self._notes[: self._told]
-                self._told = 0
-            case {"retire": {"device": device}}:
-                self._notes.append(f"{self.devices[device]} left")
-            case {"restore": {"device": device}}:
-                self._notes.append(f"{self.devices[device]} came back")
-
-    def _record(self, plan: dict[str, Any], record: dict[str, Any]) -> None:
-        amounts = [sum(run[0] for run in device) for device in record["devices"]]
-        busy = [sum(run[1] for run in device) for device in record["devices"]]
-        step_seconds = record["step_seconds"]
-        if self.options["proportional"]:
-            # It is that of the planned work, the times are of what ran.
-            step_seconds *= sum(amounts) / plan["batch_size"]
-        computing = max([step_seconds, *busy])
-        reduction = record.get("reduction_seconds")
-        ideal = ideal_seconds(amounts, busy)
-        launching = None
-        if starts := record.get("startup_seconds"):
-            speeds = [n / s if s > 0 else 0.0 for n, s in zip(amounts, busy, strict=True)]
-            lost = [min(start or 0.0, computing - s) for start, s in zip(starts, busy, strict=True)]
-            launching = sum(v * s for v, s in zip(speeds, lost, strict=True)) / (sum(speeds) or 1.0)
-        seconds = computing + (reduction or 0.0)
-        self.rows.append(
-            Row(
-                record["step"], 1, amounts, busy, seconds, ideal, seconds, seconds, plan["shares"], reduction, launching
-            )
-        )
-
-    def run(self, report: dict[str, Any]) -> Run:
-        # A step without a reduction, or with one device, does not have its line.
-        if any(row.reduction is not None for row in self.rows):
-            self.rows = [replace(row, reduction=row.reduction or 0.0) for row in self.rows]
-        if any(row.launching is not None for row in self.rows):
-            self.rows = [replace(row, launching=row.launching or 0.0) for row in self.rows]
-        run = Run(
-            "",
-            self.devices,
-            self.rows,
-            self.moves,
-            unit="work" if self.by_cost else "items",
-            even=self.policy != "auto",
-            advice=_advice(report) if self.policy == "auto" else "",
-            lacks=[_LACKS],
-        )
-        if self.rows and run.rows[-1].reduction is None:
-            run.lacks.append("This ledger has no times of the reduction, as those of GPUs have none.")
-        run.tables.append(known(report))
-        return run
+def _row(decision: ledger.Decision, record: Mapping[str, Any], *, proportional: bool) -> Row:
+    amounts = [sum(run[0] for run in device) for device in record["devices"]]
+    busy = [sum(run[1] for run in device) for device in record["devices"]]
+    step_seconds = record["step_seconds"]
+    if proportional:
+        # It is that of the planned work, the times are of what ran.
+        step_seconds *= sum(amounts) / decision.batch_size
+    computing = max([step_seconds, *busy])
+    reduction = record.get("reduction_seconds")
+    ideal = ideal_seconds(amounts, busy)
+    launching = None
+    if starts := record.get("startup_seconds"):
+        speeds = [n / s if s > 0 else 0.0 for n, s in zip(amounts, busy, strict=True)]
+        lost = [min(start or 0.0, computing - s) for start, s in zip(starts, busy, strict=True)]
+        launching = sum(v * s for v, s in zip(speeds, lost, strict=True)) / (sum(speeds) or 1.0)
+    seconds = computing + (reduction or 0.0)
+    return Row(
+        record["step"], 1, amounts, busy, seconds, ideal, seconds, seconds, decision.shares, reduction, launching
+    )
 
 
 def _shares(shares: Sequence[int]) -> str:

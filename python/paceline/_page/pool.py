@@ -14,6 +14,8 @@ from paceline._words import plural
 
 _BINS = 240  # of the time; more would be narrower than a pixel of a small screen
 _BUSY = 0.85  # of the devices' time: more devices would shorten waits
+_IDLE = 0.5  # of the devices' time: waits have another reason than too few devices
+_MOST_KINDS = 24
 _NEVER = ("rejected", "expired")
 _ENDED = "Jobs that ended without a run were refused, expired or were cancelled, and count as waiting until then. "
 
@@ -68,6 +70,7 @@ def section_of(
         f"Jobs that wait now are in the last place of their chart. {_ENDED if never else ''}"
         f"The charts, and the time of a run, are of the last {plural(len(runs), 'run')}, all else is of all.</p>",
         table(_devices(names, runs, report)),
+        table(_kinds(runs)),
         f"<h3>What each device has run, and why it leaves jobs waiting</h3>{words(explained)}",
         table(_outcomes(report)),
         folded("How long jobs waited", table(_waits(report))),
@@ -186,6 +189,7 @@ def _answers(
     )
     lost = sum(outcomes[name] for name in _NEVER)
     full = sum(busy.values()) > 100 * _BUSY * len(names)
+    idle = sum(busy.values()) < 100 * _IDLE * len(names)
     if report["hangs"]:
         change = "Look at the runs that were given up, which the table at the end names."
     elif outcomes["failed"]:
@@ -194,6 +198,8 @@ def _answers(
         change = "Add devices, or take larger batches (max_batch): all devices were busy while jobs waited."
     elif lost:
         change = f"Send fewer requests at once, or give them more time: {lost} were rejected or expired though devices had time left."
+    elif waited > worked and idle:
+        change = "Take a shorter max_delay, if batches wait to become larger; the lines below name devices that leave jobs to faster ones. Devices were idle for more than half of the time."
     elif waited > worked:
         change = "Nothing, if all jobs were submitted at once: they wait for each other. The lines below name devices that leave jobs to faster ones."
     elif report["waiting"]:
@@ -223,6 +229,31 @@ def _devices(names: Sequence[str], runs: Sequence[Run], report: Mapping[str, Any
         for name, one in ((name, report["devices"][name]) for name in names)
     ]
     return Table("Devices", ("device", "jobs", "runs", "jobs of a run", "busy", "a run", "state"), rows)
+
+
+def _kinds(runs: Sequence[Run]) -> Table:
+    """What was run: functions, and requests by model, version and shape."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.jobs:
+            found.setdefault(run.kind, []).append(run)
+    jobs = {kind: sum(run.jobs for run in some) for kind, some in found.items()}
+    most = sorted(found, key=lambda kind: -jobs[kind])[:_MOST_KINDS]
+    rows = [
+        (
+            kind,
+            str(jobs[kind]),
+            str(len(some)),
+            f"{jobs[kind] / len(some):.3g}",
+            milliseconds(sum(run.waited for run in some) / len(some)),
+            milliseconds(sum(run.ended - run.begun for run in some) / len(some)),
+        )
+        for kind, some in ((kind, found[kind]) for kind in most)
+    ]
+    note = (
+        f"of the charts' runs{f'; the {_MOST_KINDS} of {len(found)} with most jobs' if len(found) > len(most) else ''}"
+    )
+    return Table("Kinds of jobs", ("kind", "jobs", "runs", "jobs of a run", "wait of its first", "a run"), rows, note)
 
 
 def _outcomes(report: Mapping[str, Any]) -> Table:

@@ -172,6 +172,15 @@ class Run:
         return [n / s if s > 0 else 0.0 for n, s in zip(total.amounts, total.busy, strict=True)]
 
 
+def _speeds(run: Run, device: int) -> tuple[float, float, str]:
+    """Between which speeds a device was in eight of ten rows, and its name."""
+    speeds = sorted(
+        row.amounts[device] / row.busy[device] for row in run.counted if row.amounts[device] and row.busy[device] > 0
+    )
+    tenth = len(speeds) // 10
+    return (speeds[tenth], speeds[-1 - tenth], run.devices[device]) if speeds else (1.0, 1.0, run.devices[device])
+
+
 def milliseconds(seconds: float) -> str:
     """Format a time for people."""
     return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
@@ -224,7 +233,13 @@ def _advice(run: Run, name: str, lost: float) -> str:
     if len(worked) == 1:
         return "One device had all work, so no other split of it can shorten steps: see in explain() what delays that device."
     if len(run.moves) > max(2, sum(row.steps for row in run.rows) // 50):
-        return f"Look for what disturbs the devices: their speeds changed so often that shares moved {plural(len(run.moves), 'time')}."
+        low, high, name = max(
+            (_speeds(run, device) for device in range(len(run.devices))), key=lambda one: one[1] / one[0]
+        )
+        whose = f"{name}: its speed was between {low:.4g} and {high:.4g} {run.unit}/s"
+        if high < _UNEQUAL * low:
+            whose = "the devices: their speeds changed often"
+        return f"Look for what disturbs {whose}, and shares moved {plural(len(run.moves), 'time')}."
     if not unequal:
         return "Look in explain() for what delays the devices: in the mean they were equally fast."
     return "Look at the slowest device in the chart of speeds: explain() names what may slow it."

@@ -9,7 +9,7 @@ from paceline._page.document import folded
 from paceline._page.run import milliseconds
 from paceline._plot_schedule import ScheduleRow, bubbles
 
-_KEY = "".join(f'<i class="{kind}"></i>{kind}' for kind in ("forward", "backward", "wait", "bubble"))
+_KEY = "".join(f'<span><i class="{kind}"></i>{kind}</span> ' for kind in ("forward", "backward", "wait", "bubble"))
 _NUMBERED = 3.0  # per cent of the width that a number of two digits needs
 
 MOST_BOXES = 5000  # of all schedules of a page, of about 120 bytes each
@@ -60,7 +60,7 @@ def schedule(title: str, rows: Sequence[ScheduleRow], planned: Sequence[Schedule
             for row, bubble in zip(planned, bubbles(planned), strict=True)
         }
         lines = [line + plans.get((row.stage, row.device), "") for line, row in zip(lines, rows, strict=True)]
-    return f'<figure><figcaption>{escape(title)}</figcaption><div class="key soft">0 to {milliseconds(whole)}{_KEY}; at the right, how long a device did not compute</div>{"".join(lines)}</figure>'
+    return f'<figure><figcaption>{escape(title)}</figcaption><div class="key soft">0 to {milliseconds(whole)}{_KEY}at the right: how long a device did not compute</div>{"".join(lines)}</figure>'
 
 
 def _start(rows: Sequence[ScheduleRow]) -> float:

@@ -158,6 +158,17 @@ TEST(History, AddsUpWhatWasLostWhereItIsKnownOfAllSteps) {
   EXPECT_EQ(rows[1].launching_seconds, 5.0);
 }
 
+TEST(History, KeepsTheReasonOfTheLastMove) {
+  History history(2);
+  for (const char* reason : {"first", "second", "", ""}) {
+    history.add({.items = {1}, .busy_seconds = {1.0}, .moved = *reason != 0, .reason = reason});
+  }
+  const std::vector<HistoryRow> rows = history.snapshot();
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0].reason, "second");
+  EXPECT_EQ(rows[1].reason, "");
+}
+
 TEST(History, KeepsSpikesThroughMerging) {
   History history(4);
   for (int step = 0; step < 100; ++step)

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <paceline/export.hpp>
@@ -27,6 +28,7 @@ struct HistoryRow {
   std::int64_t moves = 0;
   std::optional<double> reduction_seconds{};  ///< empty if it is not known of one of these steps
   std::optional<double> launching_seconds{};  ///< likewise
+  std::string reason{};                       ///< of the last move
 };
 
 /// A whole run in bounded memory, for a picture of it. At first each row is one step. When `capacity` rows are full,

@@ -23,10 +23,11 @@ struct StepSample {
   std::vector<double> costs{};         ///< of the items, in the caller's unit; empty for a step without costs
   std::vector<std::int64_t>
       planned{};  ///< the shares that were planned, which devices may take from each other; empty for a step with costs
-  std::vector<std::int64_t> blocks{};  ///< of the stages of a pipeline; else empty
+  std::vector<std::int64_t> blocks{};         ///< of the stages of a pipeline; else empty
   std::optional<double> reduction_seconds{};  ///< of step_seconds; not of pipelines, nor where a GPU takes part
-  /// What the step lost because devices began late: the mean over the devices, weighted by their speeds. Not of pipelines.
+  /// What was lost because devices began late: their mean, weighted by their speeds. Not of pipelines.
   std::optional<double> launching_seconds{};
+  std::string reason{};  ///< of its move
 };
 
 /// Upper bounds of the buckets in which step times are counted, in seconds: from a step of a millisecond to one of

@@ -183,6 +183,7 @@ void StepLoop::State::note(const Step& done) {
   sample.compute_seconds = record.compute_seconds;
   sample.step_seconds = record.step_seconds;
   sample.moved = ran_by.balance.moved;
+  if (sample.moved) sample.reason = ran_by.balance.reason;
   PerDevice<double> busy(group.ids());
   for (const ClaimRecord& claim : record.claims) {
     busy[claim.micro_batch.device] += claim.seconds();

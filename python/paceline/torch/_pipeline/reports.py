@@ -194,7 +194,9 @@ def _first_plans(run: Run) -> Iterator[Move]:
     for before, row in itertools.pairwise(run.rows):
         was, now = ([int(n) // one.steps for n in one.shares or ()] for one in (before, row))
         if was != now and told.isdisjoint(range(row.first_step, row.first_step + row.steps)):
-            yield Move(row.first_step, f"blocks {was} to {now}", "planned by what the steps before it measured of blocks")
+            yield Move(
+                row.first_step, f"blocks {was} to {now}", "planned by what the steps before it measured of blocks"
+            )
 
 
 def _rows_of(claims: Sequence[Any], names: Sequence[str]) -> list[ScheduleRow]:

@@ -117,7 +117,7 @@ class Pages(Part):
         )
         run.advice = self._advice(report, explained)
         if self._on_gpus and not blocks:
-            run.lacks.append("On GPUs reductions are not timed, so what they take counts as waiting.")
+            run.lacks.append("On GPUs reductions are not timed. What they take counts as waiting.")
         together = max((row.steps for row in run.rows), default=1)
         if not (self._on_gpus or reports._gaps.watches):
             run.lacks.append("A loop over progress or live also tells how long it waits for its input.")
@@ -125,11 +125,13 @@ class Pages(Part):
             run.lacks.append(
                 f"The ideal is known of {together} steps together: a device that had work in only some of them counts with its full speed, so less may have been lost."
             )
+        run.moves = _all_moves(run.moves, history)
         if report["moves"] > len(run.moves):
             run.lacks.append(
-                f"Shares changed {plural(report['moves'], 'time')}. A trainer keeps the reasons of the last 16 changes that promised a gain; a ledger has all."
+                f"Shares changed {plural(report['moves'], 'time')}. Of changes within {plural(together, 'step')} a trainer keeps the last reason; a ledger has all."
             )
-            run.moves = _all_moves(run.moves, history)
+        if gone := [name for name, device in report["devices"].items() if device["retired"]]:
+            run.lacks.append(f"Retired, and without work in the end: {', '.join(gone)}.")
         run.tables += [one for one in (_memory(report), self._between(), _others(report)) if one is not None]
         if not report["memory"]:
             run.lacks.append(_NO_MEMORY)
@@ -261,15 +263,35 @@ def _move(move: Mapping[str, Any]) -> Move:
 
 
 def _all_moves(known: Sequence[Move], history: Iterable[Mapping[str, Any]]) -> list[Move]:
-    """With a move for each row of the history in which shares changed for a reason that is not known."""
+    """With a move for each row of the history that has no known one, if shares moved in it, or if a device lost all work or got some again."""
     steps = {move.step for move in known}
     moves = list(known)
+    before: Mapping[str, Any] = {"steps": 0}
     for row in history:
         first, last = row["first_step"], row["first_step"] + row["steps"] - 1
-        if row["moves"] and not any(first <= step <= last for step in steps):
-            times = "" if last == first else f" {row['moves']} times up to step {last + 1}"
-            moves.append(Move(first, f"shares changed{times}", "the reason is in a ledger only"))
+        shares = _shares(before, row)
+        turned = [
+            f"{name} has {'work again' if has else 'no more work'}"
+            for name, had, has in shares
+            if (had > 0) != (has > 0)
+        ]
+        if (row["moves"] or turned) and not any(first <= step <= last for step in steps):
+            what = f"{[had for _, had, _ in shares]} to {[has for *_, has in shares]}" if shares else "shares changed"
+            if last > first:
+                what += f" {plural(row['moves'], 'time')} up to step {last + 1}"
+            reason = row["reason"] or ("" if turned else "the reason is not kept")
+            moves.append(Move(first, what, "; ".join(filter(None, [*turned, reason]))))
+        before = row
     return sorted(moves, key=lambda move: move.step)
+
+
+def _shares(before: Mapping[str, Any], row: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """Each device's planned items in a step and in the next one, of as many. Empty for rows of several steps, and for other batches."""
+    if (before["steps"], row["steps"]) != (1, 1) or not (before.get("planned") and row.get("planned")):
+        return []
+    if sum(before["planned"].values()) != sum(row["planned"].values()):
+        return []
+    return [(name, before["planned"].get(name, 0), items) for name, items in row["planned"].items()]
 
 
 def _bytes(value: float | None) -> str:

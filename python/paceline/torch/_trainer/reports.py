@@ -244,7 +244,7 @@ class Reports(Asks):
             ``items``; None unless all of these steps had costs), ``planned`` (the same of the planned shares, which devices may take from each other; None if
             one of these steps had costs, and for a `Pipeline`, whose rows have ``blocks`` by device instead), ``step_seconds`` (sum, with the reduction; with GPUs as in `report`),
             ``longest_step_seconds`` (of one step), ``moves``, and what was lost of ``step_seconds``: ``launching_seconds`` (devices that had not begun; the
-            mean weighted by their speeds) and ``reduction_seconds`` (None with GPUs; both None for a `Pipeline`). Reading it waits for GPUs, as `report` does.
+            mean weighted by their speeds) and ``reduction_seconds`` (None with GPUs; both None for a `Pipeline`). ``reason``: of the last of its moves ('' for a `Pipeline`). Reading it waits for GPUs, as `report` does.
         """
         return list(self._works.steps.step_loop.history)
 
