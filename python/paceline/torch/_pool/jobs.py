@@ -175,6 +175,7 @@ class Jobs:
             memory,
             tenant,
             charge,
+            work.own,
             wait,
             batched,
         )
