@@ -17,7 +17,7 @@ from typing import Any
 from paceline import InvalidArgument
 from paceline._core.plan import POOL_LEDGER_VERSION, PoolState
 from paceline._replay import at_line, numbered
-from paceline._replay_pool_kinds import with_kinds_kept
+from paceline._replay_pool_kinds import with_kinds_kept, without_own_of
 from paceline._replay_pool_seconds import Seconds
 
 Ledger = str | os.PathLike[str] | Iterable[str]  # a path, or the lines
@@ -52,7 +52,7 @@ class PoolLedgerMismatch:
 
 @dataclass
 class PoolTimes:
-    """How long the jobs of a pool waited and took, and how they ended.
+    """How long the jobs of a pool waited and took, and how they ended. What warms a version, and copies for one in the shadow, are none of them.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ class PoolReplayResult:
     devices
         Their names.
     events, jobs, runs
-        The numbers of replayed events, of jobs that were submitted, and of runs that were started.
+        The numbers of replayed events, of jobs that were submitted by users, and of runs that were started.
     mismatch
         The first decision that came out differently, at which the replay ends. None if all were reproduced.
     times
@@ -149,7 +149,7 @@ def replay_pool(ledger: Ledger) -> PoolReplayResult:
             made, decided = _call(pool, name, entry)
             written = entry.get("decided", {})
             result.events += 1
-            result.jobs += name == "submit"
+            result.jobs += name == "submit" and "own" not in entry[name]
             result.runs += len(written.get("starts", ()))
             if name == "add_device":
                 result.devices.append(entry[name]["name"])
@@ -216,7 +216,7 @@ def arrivals(
             raise InvalidArgument(
                 "the pool's placement was a function, and the ledger has its answers, but not what it would answer otherwise: name a placement for what_if_pool"
             )
-        return _WhatIf(_pool_of(header, placement), seconds, remove).run(entries, stay)
+        return _WhatIf(_pool_of(header, placement), seconds, remove).run(without_own_of(entries, remove), stay)
 
     return entries, ask
 
@@ -277,18 +277,19 @@ class _Course:
             return
         at, call = entry["at"], entry[name]
         self._begin, self._end = min(self._begin, at), at
-        if name == "submit":
+        if name == "submit" and not call.get("own"):  # nobody waits for what is the pool's own
             self._due[entry["job"]] = at + call.get("not_before_seconds", 0.0)
         elif name == "withdraw":  # it had not begun
             for job in self._runs[call["run"]]:
                 self._waited.pop(job, None)
-        for end in decided.get("ends", ()):
-            self._outcomes[end[1]] += 1
-            if end[1] == "completed":
-                self._took.append(at - self._due[end[0]])
+        for job, outcome, *_ in decided.get("ends", ()):
+            if job in self._due:
+                self._outcomes[outcome] += 1
+                if outcome == "completed":
+                    self._took.append(at - self._due[job])
         for start in decided.get("starts", ()):
             self._runs[start["run"]] = start["jobs"]
-            for job in start["jobs"]:
+            for job in filter(self._due.__contains__, start["jobs"]):
                 self._waited.setdefault(job, at - self._due[job])
 
     def times(self) -> PoolTimes:

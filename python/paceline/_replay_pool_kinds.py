@@ -1,7 +1,8 @@
-"""Kinds of jobs in ledgers of pools that forget some."""
+"""Ledgers of pools for other decisions: kinds that were forgotten, and jobs that then have no purpose."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 
@@ -35,4 +36,26 @@ def with_kinds_kept(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             starts = [{**start, "kind": numbers[start["kind"]]} for start in made["decided"]["starts"]]
             made["decided"] = {**made["decided"], "starts": starts}
         found.append(made)
+    return found
+
+
+def without_own_of(entries: list[dict[str, Any]], remove: Collection[str]) -> list[dict[str, Any]]:
+    """The entries without the pool's own jobs that may run on removed devices only, such as what warms a version there. They would wait for ever."""
+    needs: list[list[bool]] = []  # by device, whether it accepts them
+    stays: list[bool] = []
+    gone: set[int] = set()
+    found = []
+    for entry in entries:
+        match entry:
+            case {"add_need": {"accepted": accepted}}:
+                needs.append(list(accepted))
+            case {"add_device": {"name": name, "accepted": accepted}}:
+                stays.append(name not in remove)
+                for need, accepts in zip(needs, accepted, strict=False):
+                    need.append(accepts)
+            case {"submit": {"own": True, "need": need}, "job": job}:
+                if not any(map(min, needs[need - 1], stays)):
+                    gone.add(job)
+        left_out = entry.get("job", entry.get("cancel", {}).get("job")) in gone
+        found.append({"tick": {}, "at": entry["at"]} if left_out else entry)
     return found

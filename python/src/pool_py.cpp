@@ -312,8 +312,8 @@ void bind_pool(py::module_& module) {
           "submit",
           [](PythonPool& self, py::object job, std::string kind, int priority, double deadline, double not_before,
              std::int64_t gang, std::vector<JobHandle> after, std::vector<std::string> needs,
-             std::vector<std::string> devices, double cost, double memory, std::string tenant, double charge, bool wait,
-             bool batched) {
+             std::vector<std::string> devices, double cost, double memory, std::string tenant, double charge, bool own,
+             bool wait, bool batched) {
             return self.submit(std::move(job),
                                {.kind = std::move(kind),
                                 .priority = static_cast<Priority>(priority),
@@ -327,12 +327,13 @@ void bind_pool(py::module_& module) {
                                 .memory_bytes = memory,
                                 .tenant = std::move(tenant),
                                 .charge = charge,
+                                .own = own,
                                 .wait_for_room = wait},
                                batched);
           },
           py::arg("job"), py::arg("kind"), py::arg("priority"), py::arg("deadline"), py::arg("not_before"),
           py::arg("gang"), py::arg("after"), py::arg("needs"), py::arg("devices"), py::arg("cost"), py::arg("memory"),
-          py::arg("tenant"), py::arg("charge"), py::arg("wait"), py::arg("batched"),
+          py::arg("tenant"), py::arg("charge"), py::arg("own"), py::arg("wait"), py::arg("batched"),
           "Submit an object with run(devices, evicted) -> int and end(device, seconds, outcome, message).")
       .def(
           "add_batches",

@@ -121,7 +121,7 @@ class ReplayedPool {
                                                const std::string& priority, double deadline_seconds,
                                                double not_before_seconds, double cost, std::int64_t gang,
                                                const std::vector<std::uint64_t>& after, std::size_t tenant,
-                                               double charge) {
+                                               double charge, bool own) {
     plan::PoolJob job{.kind = kind,
                       .need = need,
                       .priority = value_of<plan::Priority>("priority", kPriorities, priority),
@@ -130,7 +130,8 @@ class ReplayedPool {
                       .cost = cost,
                       .gang = gang,
                       .tenant = tenant,
-                      .charge = charge};
+                      .charge = charge,
+                      .own = own};
     for (const std::uint64_t one : after) job.after.push_back(static_cast<plan::JobId>(one));
     plan::JobId id{};
     std::string decided = plan::ledger_json(pool_.submit(now, job, id));
@@ -213,7 +214,8 @@ void bind_pool_state(py::module_& module) {
       .def("submit", &ReplayedPool::submit, py::arg("now"), py::kw_only(), py::arg("kind"), py::arg("need") = 0,
            py::arg("priority") = "normal", py::arg("deadline_seconds") = kInfinity, py::arg("not_before_seconds") = 0.0,
            py::arg("cost") = 1.0, py::arg("gang") = 1, py::arg("after") = std::vector<std::uint64_t>{},
-           py::arg("tenant") = 0, py::arg("charge") = 0.0, "The number of the job, and what was decided.")
+           py::arg("tenant") = 0, py::arg("charge") = 0.0, py::arg("own") = false,
+           "The number of the job, and what was decided.")
       .def("finish", &ReplayedPool::finish, py::arg("now"), py::kw_only(), py::arg("run"), py::arg("result"),
            py::arg("seconds") = 0.0)
       .def("withdraw", &ReplayedPool::withdraw, py::arg("now"), py::kw_only(), py::arg("run"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -307,3 +308,20 @@ def test_explain_says_for_which_devices_jobs_wait() -> None:
         assert (waits.result(), gang.result()) == (1, 2)
         assert "takes no work" not in pool.explain()
     assert "retired" not in pool.explain()
+
+
+def test_an_objective_of_optuna_runs_as_the_guide_says_and_what_it_prunes_did_not_complete() -> None:
+    optuna = pytest.importorskip("optuna")
+    guide = (Path(__file__).resolve().parents[2] / "python" / "guide" / "trials.md").read_text()
+    program = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)[1]
+
+    def objective(device: torch.device, trial: Any) -> float:
+        assert device == torch.device("cpu")
+        if trial.number == 3:
+            raise optuna.TrialPruned
+        return trial.suggest_float("x", -1.0, 1.0) ** 2
+
+    names = {"Pool": pool_of, "study": (study := optuna.create_study()), "objective": objective}
+    exec(compile(program.replace("100", "6"), "<guide>", "exec"), names)
+    assert sorted(one.state.name for one in study.trials) == [*["COMPLETE"] * 5, "PRUNED"]
+    assert "Jobs that did not complete: 1 failed.\n" in names["pool"].explain()

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from paceline import Expired, InvalidArgument, Rejected
+from paceline._page.pool_ledger import _Jobs, section
+from paceline.sim import replay_pool, worth_pool
 from paceline.torch import PoolFuture, Version
 from pool_support import Held, pool_of, soon
 from torch_support import hosts
@@ -329,3 +331,35 @@ def test_errors_name_the_call_and_the_version() -> None:
             batcher.retire(99)
         with pytest.raises(InvalidArgument, match=r"^retire: Adds 1 has no version 1 of Adds 2, or"):
             batcher.retire(Version(1, other._name))
+
+
+def test_what_the_pool_does_for_versions_counts_as_no_requests_of_its_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "pool.jsonl"
+    with pool_of() as pool:
+        pool.write_ledger(path)
+        batcher = pool.serve(adds(10), max_batch=4)
+        assert versions_of(ask(batcher, 3)) == {1: 3}
+        batcher.publish(adds(20))
+        batcher.publish(adds(30), shadow=True)
+        assert versions_of(ask(batcher, 2)) == {2: 2}
+        with pytest.raises(Rejected):  # a batch of one
+            batcher.publish(torch.nn.Linear(3, 2).eval())
+    lines = path.read_text().splitlines(keepends=True)
+    assert sum('"submit"' in line for line in lines) > 5
+    found = worth_pool(lines)
+    assert replay_pool(lines).jobs == 5
+    assert found.measured.outcomes == {"completed": 5}
+    assert {tuple(one.devices): one.times.outcomes for one in found.choices} == {
+        kept: {"completed": 5} for kept in (tuple(hosts(2)), *((name,) for name in hosts(2)))
+    }
+    assert "5 jobs" in section("pool", lines).title
+    page = _Jobs()
+    for line in lines[1:]:
+        page.add(json.loads(line))
+    told = page.report()
+    assert (told["outcomes"]["completed"], sum(told["outcomes"].values())) == (5, 5)
+    assert (told["waiting"], told["wait_counts"][-1][1], sum(one["jobs"] for one in told["devices"].values())) == (
+        0,
+        5,
+        5,
+    )

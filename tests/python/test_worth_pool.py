@@ -28,10 +28,12 @@ def pool_ledger(
     released: Mapping[int, int] | None = None,
     lost: Mapping[int, int] | None = None,
     restored: Mapping[int, int] | None = None,
+    warms: int = 0,
 ) -> list[str]:
     """Of a pool whose devices take so long for a job, of which one comes each `every` seconds.
 
     `needs`: the devices on which every other job may run. `released`, `lost`, `restored`: devices that are so before a job, by its number.
+    `warms`: so many jobs of the pool itself for the last device, before the others.
     """
     pool = PoolState(
         placement="any",
@@ -55,6 +57,9 @@ def pool_ledger(
             device = start["devices"][0]
             heapq.heappush(ends, (at + seconds[device], start["run"], device))
 
+    last = pool.add_need(accepted=[device + 1 == len(seconds) for device in range(len(seconds))])
+    for _ in range(warms):
+        decided(0.0, pool.submit(0.0, kind=0, need=last, own=True)[1])
     for job in range(jobs + 1):
         at = every * job if job < jobs else float("inf")
         while ends and ends[0][0] <= at:
@@ -193,3 +198,9 @@ def test_the_latency_of_a_pool_has_an_error(tmp_path: Path) -> None:
     few = worth_pool(pool_ledger(tmp_path / "few.jsonl", [0.01], every=0.02, jobs=19))
     assert few.fastest.error is None
     assert "p99 10 ms" in str(few)
+
+
+def test_what_warms_a_device_does_not_wait_for_it_where_it_is_left_out(tmp_path: Path) -> None:
+    found = worth_pool(pool_ledger(tmp_path / "pool.jsonl", [0.01, 0.001], every=0.02, warms=12))
+    (alone,) = [one for one in found.choices if one.devices == ["d:0"]]
+    assert (alone.lost, alone.times.outcomes) == (0, {"completed": 40})

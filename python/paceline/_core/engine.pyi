@@ -214,6 +214,7 @@ class Pool:
         memory: _Float,
         tenant: str,
         charge: _Float,
+        own: bool,
         wait: bool,
         batched: bool,
     ) -> Job:

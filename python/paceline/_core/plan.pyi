@@ -297,6 +297,7 @@ class PoolState:
         after: Sequence[_Int] = [],
         tenant: _Int = 0,
         charge: _Float = 0.0,
+        own: bool = False,
     ) -> tuple[int, str]:
         """The number of the job, and what was decided."""
     def tick(self, now: _Float) -> str: ...

@@ -75,6 +75,7 @@ class _Jobs:
         self._came: dict[
             int, float
         ] = {}  # when jobs that have not ended were submitted, also those that must not begin before some time
+        self._own: set[int] = set()  # jobs of the pool itself, which count as none
         self._declined = Counter[tuple[int, int, str]]()  # device, kind and reason
         self._open: dict[int, tuple[float, dict[str, Any]]] = {}  # runs
         self._retired: set[int] = set()
@@ -91,8 +92,10 @@ class _Jobs:
                 self._devices.append({"jobs": 0, "runs": 0, "busy_seconds": 0.0})
             case {"add_kind": {"name": name}}:
                 self._kinds.append(name)
-            case {"submit": _, "job": job}:
+            case {"submit": call, "job": job}:
                 self._came[job] = at
+                if call.get("own"):
+                    self._own.add(job)
             case {"finish": call} if call["run"] in self._open:
                 self._finish(at, call)
             case {"withdraw": {"run": run}}:  # it had not begun
@@ -104,8 +107,10 @@ class _Jobs:
             case {"restore": {"device": device}}:
                 self._retired.discard(device)
         for job, outcome, *_ in decided.get("ends", ()):
-            self._outcomes[outcome if outcome in self._outcomes else "failed"] += 1
             came = self._came.pop(job, at)
+            if job in self._own:
+                continue
+            self._outcomes[outcome if outcome in self._outcomes else "failed"] += 1
             if job not in self._waits:
                 self.never.append(Never(came, at, "", outcome))
         for start in decided.get("starts", ()):
@@ -118,14 +123,14 @@ class _Jobs:
         begun, start = self._open.pop(call["run"])
         devices = [self.names[device] for device in start["devices"]]
         waited = begun - min(self._came.get(job, begun) for job in start["jobs"])
-        count = len(start["jobs"])
+        count = sum(job not in self._own for job in start["jobs"])
         self.runs.append(Run(devices, self._kinds[start["kind"]], begun, at, count, waited, call["result"]))
         for device in start["devices"]:
             self._devices[device]["busy_seconds"] += at - begun
         if call["result"] == "completed":
             figures = self._devices[start["devices"][0]]
             figures["jobs"] += count
-            figures["runs"] += 1
+            figures["runs"] += count > 0
 
     def declined(self) -> Table:
         """How often idle devices left jobs waiting, by kind and reason."""
@@ -139,7 +144,7 @@ class _Jobs:
     def report(self) -> dict[str, Any]:
         """What ``Pool.report`` would have said."""
         waits = [0] * (len(BOUNDS) + 1)
-        waited = [seconds for _, seconds in self._waits.values()]
+        waited = [seconds for job, (_, seconds) in self._waits.items() if job not in self._own]
         for seconds in waited:
             waits[bisect.bisect_left(BOUNDS, seconds)] += 1
         devices = zip(self.names, self._devices, strict=True)

@@ -85,6 +85,7 @@ struct JobOptions {
   /// For whom it runs. A name that Pool::add_tenant() does not know has weight 1 and no quota.
   std::string tenant = {};
   double charge = 0.0;  ///< what its tenant is charged, whichever devices it runs on; 0: `cost` for each of them
+  bool own = false;     ///< nobody asked for it, such as what warms a model: a mark in the ledger
   /// Whether submit() waits while the queue of the kind is full. Otherwise, and on every worker, the future has
   /// Rejected.
   bool wait_for_room = true;

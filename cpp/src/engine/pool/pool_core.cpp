@@ -187,7 +187,8 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
                     .not_before_seconds = options.not_before_seconds,
                     .cost = options.cost,
                     .gang = options.gang,
-                    .charge = options.charge};
+                    .charge = options.charge,
+                    .own = options.own};
   for (const JobHandle& other : options.after) {
     if (other.state == nullptr || other.pool.lock().get() != this) {
       throw InvalidArgument("submit: after= has a job of another pool, or of one that is gone. Wait for it before.");

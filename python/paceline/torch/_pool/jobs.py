@@ -181,6 +181,7 @@ class Jobs:
             memory,
             tenant,
             charge,
+            work.own,
             wait,
             batched,
         )
@@ -313,7 +314,13 @@ class Jobs:
         """The text of `Pool.explain`, with these figures."""
         counts = {name: (one["jobs"], one["runs"], one["busy_seconds"]) for name, one in devices.items()}
         served = [one.explain() for one in list(self.served.values())]
-        return "".join((self.engine.explain(counts), *served, self.scale.explain()))
+        ends = ", ".join(
+            f"{count} {name}"
+            for name, count in self.figures.report()["outcomes"].items()
+            if count and name != "completed"
+        )
+        short = f"Jobs that did not complete: {ends}.\n" if ends else ""
+        return "".join((self.engine.explain(counts), short, *served, self.scale.explain()))
 
     def placement_now(self) -> dict[str, Any]:
         """Its name and its errors."""

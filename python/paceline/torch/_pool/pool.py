@@ -347,7 +347,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         return self._jobs.engine.running
 
     def explain(self) -> str:
-        """Text: what each device has run, why jobs wait, and what tenants have had. Its figures are those of `report`."""
+        """Text: what each device has run, why jobs wait, how many did not complete, and what tenants have had. Its figures are those of `report`."""
         return self._jobs.explain(self._jobs.devices_now())
 
     def report(self) -> dict[str, Any]:
@@ -361,7 +361,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
             times; jobs of priority ``"background"`` count as nothing there. Copies of requests for versions in the shadow, and what warms a version, count in ``busy_seconds``, ``waiting``, ``running`` and ``tenants`` only.
             ``desired_devices``: how many devices a mean wait of 0.1 s takes, or that of `Autoscale`, for what has come lately.
             ``placement``: its ``name``, the number of its ``failures``, and the ``last_failure``. ``tenants``: by name their ``weight``, the costs of what was ``served``, jobs ``waiting``, ``devices`` and bytes of ``memory`` in use; ``""``: jobs without a name; ``"paceline"``: such copies, and what warms.
-            ``hangs``: the last runs that were given up, each with ``device``, ``kind``, ``jobs``, ``where`` and ``time``. ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, and ``wait_seconds_sum``, for how many seconds all of them together. ``waits``: both by priority.
+            ``hangs``: the last runs that were given up, each with ``device``, ``kind``, ``jobs``, ``where`` and ``time``. ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, of which the last is infinity, which strict JSON does not know, and ``wait_seconds_sum``, for how many seconds all of them together. ``waits``: both by priority.
         """
         return {
             "devices": self._jobs.devices_now(),

@@ -68,7 +68,7 @@ def name_of(call: str, tenant: Any) -> str:
     if tenant is None:
         return ""
     if not (isinstance(tenant, str) and tenant):
-        raise InvalidArgument(f"{call}: tenant={tenant!r} must be a name.")
+        raise InvalidArgument(f"{call}: tenant={tenant!r} must be a name, or None for no tenant.")
     return tenant
 
 

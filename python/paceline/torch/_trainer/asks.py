@@ -62,7 +62,7 @@ class Asks(Pages):
         remove
             The names of devices that would get no work.
         batch_size
-            Default: the size of the last step. After a step with `cost`, and for ranks with lengths, batches and shares are work, as in `explain`.
+            Default: the size that most of the last 50 steps had. After a step with `cost`, and for ranks with lengths, batches and shares are work, as in `explain`.
         of
             ``"ranks"``, on rank 0 after `batch_sampler`: how global batches would be dealt out to the ranks, whose names are ``"rank 0"``, ``"rank 1"``, ...
         prices
@@ -99,8 +99,15 @@ class Asks(Pages):
         overhead, note = self._overhead(measured)
         # After steps with costs the estimates may be of work instead of items.
         factors = {} if measured is None or loop.items is not None else self._relief(measured)
+        sizes = (
+            []
+            if loop.items is not None
+            else [round(sum(row["items"].values()) / row["steps"]) for row in self._recent()]
+        )
 
         def ask(**asked: Any) -> WhatIfAnswer:
+            if asked["batch_size"] is None and sizes:
+                asked["batch_size"] = statistics.mode(sizes)  # the last one of an epoch is often smaller
             answer = loop.what_if(**asked, overhead_seconds=overhead)
             if not factors:
                 return answer
@@ -120,12 +127,15 @@ class Asks(Pages):
         found.notes.append(note)
         return found
 
+    def _recent(self) -> list[Any]:
+        rows = self._works.steps.step_loop.history
+        return rows[-max(1, _RECENT // rows[0]["steps"]) :] if rows else []
+
     def _overhead(self, measured: Measured | None = None) -> tuple[float, str]:
         """Seconds from one step to the next beside what the devices do, and a note on them."""
         medians = None if self._on_gpus else self._gaps.medians()
-        rows = self._works.steps.step_loop.history
         inside = medians[2] if medians is not None else 0.0 if measured is None else measured.together
-        last = rows[-max(1, _RECENT // rows[0]["steps"]) :] if rows else []
+        last = self._recent()
         devices = statistics.median([row["step_seconds"] / row["steps"] for row in last]) if last else inside
         own = max(0.0, inside - devices)
         if medians is None:
