@@ -288,8 +288,8 @@ serve.uvicorn.Server.run = after(sys.stdin.readline, serve.uvicorn.Server.run)
 sys.exit(serve.main())
 """
     command = [sys.executable, "-c", program, "--listen", "0", "--stop-after", "120", "--devices", "host:0"]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen(command, **pipes, cwd=EXAMPLES, text=True)
+    pipe = subprocess.PIPE
+    server: Any = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=EXAMPLES, text=True)
     try:
         port = int(server.stdout.readline().split()[-1])
         with socket.create_connection(("127.0.0.1", port)) as client:

@@ -183,6 +183,19 @@ def test_a_load_that_takes_its_time_without_a_limit_is_waited_for() -> None:
         assert roles(batcher)[2] == ("live", 1.0)
 
 
+def test_a_load_that_waits_for_another_one_does_not_hang() -> None:
+    with pool_of(1, hang_seconds=0.3) as pool:
+        batcher = pool.serve(adds(10), max_batch=2)
+        with pool._jobs.seats["host:0"].loading():
+            publish = threading.Thread(target=batcher.publish, args=(adds(20),))
+            publish.start()
+            publish.join(1.0)
+            assert publish.is_alive()
+        publish.join()
+        assert roles(batcher)[2] == ("live", 1.0)
+        assert not pool.report()["hangs"]
+
+
 def test_several_jobs_may_hang_on_one_device_and_a_gang() -> None:
     with Hang() as hang, pool_of(hang_seconds=0.1) as pool:
         jobs = [pool.submit(hang, needs="host:0") for _ in range(3)]

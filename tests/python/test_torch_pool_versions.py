@@ -263,19 +263,20 @@ def test_copies_that_wait_go_when_their_version_leaves_the_shadow(call: str) -> 
         assert versions_of(after) == ({2: 2} if call == "promote" else {})
 
 
-def test_requests_that_come_with_a_promotion_find_room() -> None:
+def test_requests_that_come_with_a_promotion_find_room(monkeypatch: pytest.MonkeyPatch) -> None:
     with pool_of(1) as pool:
         batcher = pool.serve(adds(10), max_batch=4)
         ask(batcher, 1)[0].result()
         batcher.publish(adds(20), shadow=True)
-        versions, after = batcher._versions, []
+        versions = batcher._versions
+        after: list[PoolFuture[Any]] = []
         turn_to = versions._turn_to
 
         def turned(*state: Any) -> None:
             turn_to(*state)
             after.extend(ask(batcher, 32, wait=False))
 
-        versions._turn_to = turned  # type: ignore[method-assign]
+        monkeypatch.setattr(versions, "_turn_to", turned)
         with Held(pool):
             before = ask(batcher, 32)
             with pytest.raises(InvalidArgument, match="no version 7"):

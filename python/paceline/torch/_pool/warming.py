@@ -258,7 +258,7 @@ class Warming:
 
 def _load(made: Answerer, seat: Seat) -> None:
     seat.prepare()
-    with seat.loading(), seat.beside():
+    with seat.beside():
         made.served.of(seat)
         seat.wait()
 

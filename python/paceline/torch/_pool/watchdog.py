@@ -100,24 +100,29 @@ class Watchdog:
 
 
 def run_beside(watchdog: Watchdog | None, seat: Seat, kind: str, load: Callable[[], None]) -> None:
-    """Run what loads something onto a device on a thread of its own, and wait for it, until it is given up."""
-    ended = threading.Event()
+    """Run what loads something onto a device on a thread of its own, and wait for it, until it is given up. The wait for other loads does not count."""
+    begun, ended = threading.Event(), threading.Event()
     raised: list[BaseException] = []
     longest = None if watchdog is None else watchdog.seconds
 
     def run() -> None:
         try:
-            load()
+            with seat.loading():
+                begun.set()
+                load()
         except BaseException as error:
             raised.append(error)
         finally:
             ended.set()
+            begun.set()
 
     thread = threading.Thread(target=run, name="paceline publish", daemon=True)
     thread.start()
     try:
+        begun.wait()
         ended.wait(longest)
     except BaseException:  # an interrupt, after which what is loaded is freed
+        begun.wait()
         ended.wait(longest)
         raise
     finally:
