@@ -166,7 +166,7 @@ def replay_pool(ledger: Ledger) -> PoolReplayResult:
 def what_if_pool(ledger: Ledger, placement: str | None = None, *, remove: Collection[str] = ()) -> PoolTimes:
     """How long the jobs in a pool's ledger would have waited and taken with another placement or fewer devices.
 
-    On a virtual clock jobs arrive, are cancelled and lose devices as they did. A run takes what its kind took on that device by the last models in the ledger, times how much longer
+    On a virtual clock jobs arrive, are cancelled and lose devices as they did. A run takes what its kind took on that device by the last models in the ledger, scaled to what its runs took in the mean, times how much longer
     than by these models the first of its jobs took when it ran. The models are known from the start. No run fails. What waited for room in a
     full queue before it was submitted arrives when it did, so a placement that serves less rejects more. After the last submit no device is retired, since a
     pool that is closed retires all.

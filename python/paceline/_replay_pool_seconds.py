@@ -10,7 +10,8 @@ class Seconds:
     """How long runs take, by what a ledger has measured."""
 
     def __init__(self, entries: list[dict[str, Any]]) -> None:
-        self.models: dict[tuple[int, int], list[float]] = {}  # by kind and device: the last ones
+        # By kind and device: the last ones, scaled to the mean of the ledger.
+        self.models: dict[tuple[int, int], list[float]] = {}
         self._classes: list[str] = []  # of the devices
         self._factors: dict[int, float] = {}  # of jobs
         for entry in entries:
@@ -19,14 +20,24 @@ class Seconds:
             elif "add_device" in entry:
                 self._classes.append(entry["add_device"]["device_class"])
         runs: dict[int, dict[str, Any]] = {}
+        took: list[tuple[dict[str, Any], float]] = []
         for entry in entries:
             runs.update({start["run"]: start for start in entry.get("decided", {}).get("starts", ())})
             finish = entry.get("finish", {})
             if finish.get("result") == "completed" and finish["run"] in runs:
-                run = runs.pop(finish["run"])
-                usual = self._usual(run)
-                if usual > 0.0:
-                    self._factors.update(dict.fromkeys(run["jobs"], finish["seconds"] / usual))
+                took.append((runs.pop(finish["run"]), finish["seconds"]))
+        sums: dict[tuple[int, int], tuple[float, float]] = {}  # what runs took, and what the last model says of them
+        for run, seconds in took:
+            key = run["kind"], run["devices"][0]
+            measured, said = sums.get(key, (0.0, 0.0))
+            sums[key] = measured + seconds, said + self._usual(run)
+        for key, (measured, said) in sums.items():  # the last model may be of a moment in which a device was slow
+            if key in self.models and measured > 0.0 and said > 0.0:
+                self.models[key] = [value * measured / said for value in self.models[key]]
+        for run, seconds in took:
+            usual = self._usual(run)
+            if usual > 0.0:
+                self._factors.update(dict.fromkeys(run["jobs"], seconds / usual))
 
     def of(self, start: dict[str, Any], first_job: int | None) -> float:
         """The seconds of a run whose first job had this number in the ledger."""

@@ -187,7 +187,9 @@ def worth_pool(
     if fewest.lost > 0:
         ends = [f"{count} {name}" for name, count in fewest.times.outcomes.items() if count and name != "completed"]
         notes.append(f"Fewer complete with {' '.join(fewest.devices)}: {', '.join(ends)}.")
-    notes.append(f"{plural(found.jobs, 'request')}; runs take what the last models in the ledger say.")
+    notes.append(
+        f"{plural(found.jobs, 'request')}; runs take what they took in the mean of the ledger, by device and size."
+    )
     return PoolWorth(choices, latency, measured, notes)
 
 

@@ -204,3 +204,13 @@ def test_what_warms_a_device_does_not_wait_for_it_where_it_is_left_out(tmp_path:
     found = worth_pool(pool_ledger(tmp_path / "pool.jsonl", [0.01, 0.001], every=0.02, warms=12))
     (alone,) = [one for one in found.choices if one.devices == ["d:0"]]
     assert (alone.lost, alone.times.outcomes) == (0, {"completed": 40})
+
+
+def test_a_moment_in_which_a_device_was_slow_is_not_taken_for_its_speed(tmp_path: Path) -> None:
+    lines = pool_ledger(tmp_path / "pool.jsonl", [0.01, 0.04], every=0.02)
+    last = max(number for number, line in enumerate(lines) if '"measure": {"device": 0' in line)
+    entry = json.loads(lines[last])
+    entry["measure"]["model"] = [0.0, 1.0]
+    lines[last] = json.dumps(entry) + "\n"
+    (alone,) = [one for one in worth_pool(lines).choices if one.devices == ["d:0"]]
+    assert alone.times.p99_seconds == pytest.approx(0.01)

@@ -314,11 +314,8 @@ class Jobs:
         """The text of `Pool.explain`, with these figures."""
         counts = {name: (one["jobs"], one["runs"], one["busy_seconds"]) for name, one in devices.items()}
         served = [one.explain() for one in list(self.served.values())]
-        ends = ", ".join(
-            f"{count} {name}"
-            for name, count in self.figures.report()["outcomes"].items()
-            if count and name != "completed"
-        )
+        outcomes = self.figures.report()["outcomes"]
+        ends = ", ".join(f"{count} {name}" for name, count in outcomes.items() if count and name != "completed")
         short = f"Jobs that did not complete: {ends}.\n" if ends else ""
         return "".join((self.engine.explain(counts), short, *served, self.scale.explain()))
 
