@@ -40,7 +40,10 @@ def test_a_page_without_room_for_moves_has_none() -> None:
 
 def test_amounts_are_written_out_and_the_time_has_its_zone() -> None:
     read = Reader(page_of_runs("large", [Run("large", ["a", "b"], rows(1_024_000))]))
-    assert [row[2] for row in read.tables["Devices"][1:]] == ["5120000"] * 2
+    assert [row[1:4] for row in read.tables["Devices"][1:]] == [
+        ["1024000", "5120000", "1024000"],
+        ["1024000", "5120000", "1137778"],
+    ]
     assert re.search(r", \d{4}-\d\d-\d\d \d\d:\d\d [+-]\d{4}\.", read.words)
 
 
@@ -194,3 +197,18 @@ def test_a_step_that_is_planned_again_keeps_its_move() -> None:
     lines = [header, *(json.dumps({"plan": one}) for one in (plan, again))]
     (decision,) = read(lines)[0].decisions
     assert (decision.line, decision.moved, decision.reason) == (3, True, "planted")
+
+
+def test_each_of_several_runs_has_its_title() -> None:
+    page = page_of_runs("one", [Run("one", ["a", "b"], rows()), Run("two", ["a", "b"], rows())])
+    assert re.findall("<h2>(.*?)</h2>", page) == ["one", "two"]
+    assert "<h2>" not in page_of_runs("one", [Run("one", ["a", "b"], rows())])
+
+
+def test_shares_that_return_after_calibration_are_no_riddle() -> None:
+    balancer = Balancer(["a", "b"], "auto", ledger=True)
+    for _ in range(6):
+        shares = balancer.next_plan(60).shares
+        balancer.record([[(n, 0.1 * n)] if n else [] for n in shares], 0.1 * max(shares))
+    (run,) = runs_of("calibrated", lines_of(balancer.ledger()))
+    assert [move.why.split(": ")[0] for move in run.moves] == ["back from sizes that were tried to measure; kept"]

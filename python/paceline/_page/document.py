@@ -49,7 +49,8 @@ def page_of_runs(title: str, runs: Sequence[Run]) -> str:
 def page(title: str, sections: Sequence[Section], before: str = "") -> str:
     """A whole page. `before`: HTML above the sections."""
     charts: list[Chart] = []
-    body = "".join(_section(section, number, charts, title) for number, section in enumerate(sections))
+    above = title if len(sections) == 1 else ""
+    body = "".join(_section(section, number, charts, above) for number, section in enumerate(sections))
     when = time.strftime("%Y-%m-%d %H:%M %z")
     data = json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")
     return f"""<!doctype html>
@@ -169,9 +170,9 @@ def _devices(run: Run) -> Table:
     rows = [
         (
             name,
-            f"{shares[device] / last.steps:.5g}{' ' + run.share_of if run.share_of else ''}",
+            f"{_amount(shares[device] / last.steps, 5)}{' ' + run.share_of if run.share_of else ''}",
             _amount(sum(row.amounts[device] for row in run.rows)),
-            f"{run.speeds[device]:.5g}" if total.busy[device] > 0 else "–",
+            _amount(run.speeds[device], 5) if total.busy[device] > 0 else "–",
             f"{1 - run.idle[device]:.1%}",
         )
         for device, name in enumerate(run.devices)
@@ -179,8 +180,9 @@ def _devices(run: Run) -> Table:
     return Table("Devices", head, rows)
 
 
-def _amount(value: float) -> str:
-    return f"{value:.0f}" if value >= 1e5 else f"{value:.6g}"
+def _amount(value: float, digits: int = 6) -> str:
+    """Written out."""
+    return f"{value:.0f}" if value >= 1e5 else f"{value:.{digits}g}"
 
 
 def _steps(run: Run) -> Table:
@@ -229,7 +231,7 @@ def _compared(runs: Sequence[Run]) -> str:
                 f"{sum(parts.values()):.1%}",
                 f"{name} {parts[name]:.1%}",
                 str(len(run.moves)),
-                f"{rate:.5g} {run.unit}/s",
+                f"{_amount(rate, 5)} {run.unit}/s",
             )
         )
     note = "means without the first step, or the first place of the charts; charts of times have the same axis"

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline import _ledger as ledger
 from paceline._core.balance import Balancer
-from paceline._page.run import Move, Row, Run, Table, ideal_seconds, milliseconds
+from paceline._page.run import Move, Row, Run, Table, because, ideal_seconds, milliseconds
 from paceline._replay import is_cut_off, replayed
 from paceline._words import plural
 
@@ -55,7 +55,7 @@ def _run(of: ledger.Ledger, report: dict[str, Any]) -> Run:
         if decision.moved or notes:
             before = ran.get(decision.batch_size)
             was = "" if before is None else f"{_shares(before)} to "
-            moves.append(Move(decision.step, f"{was}{_shares(decision.shares)}", "; ".join([*notes, decision.reason])))
+            moves.append(Move(decision.step, f"{was}{_shares(decision.shares)}", because(notes, decision.reason)))
         if decision.record is not None:
             rows.append(_row(decision, decision.record, proportional=of.proportional))
             ran[decision.batch_size] = decision.shares

@@ -100,6 +100,12 @@ class Move:
     why: str
 
 
+def because(notes: Sequence[str], reason: str) -> str:
+    """Why shares moved, in words. A plan that keeps its shares is a move if other sizes were tried before it."""
+    back = ["back from sizes that were tried to measure"] if reason.startswith("kept: ") and not notes else []
+    return "; ".join(filter(None, [*notes, *back, reason]))
+
+
 @dataclass
 class Table:
     """A table of a page. The first column names the rows."""

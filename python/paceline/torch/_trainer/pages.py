@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline import InvalidArgument, Unavailable
 from paceline._page.document import page_of_runs, write
 from paceline._page.ledger import known, runs_of
-from paceline._page.run import Move, Row, Run, Table, ideal_seconds, milliseconds
+from paceline._page.run import Move, Row, Run, Table, because, ideal_seconds, milliseconds
 from paceline._words import plural
 from paceline.torch._trainer.memory_log import MemoryLog
 from paceline.torch._trainer.parts import Part
@@ -280,7 +280,7 @@ def _all_moves(known: Sequence[Move], history: Iterable[Mapping[str, Any]]) -> l
             if last > first:
                 what += f" {plural(row['moves'], 'time')} up to step {last + 1}"
             reason = row["reason"] or ("" if turned else "the reason is not kept")
-            moves.append(Move(first, what, "; ".join(filter(None, [*turned, reason]))))
+            moves.append(Move(first, what, because(turned, reason)))
         before = row
     return sorted(moves, key=lambda move: move.step)
 
