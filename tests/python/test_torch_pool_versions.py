@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from paceline import Expired, InvalidArgument, Rejected
 from paceline._page.pool_ledger import _Jobs, section
 from paceline.sim import replay_pool, worth_pool
 from paceline.torch import PoolFuture, Version
+from paceline.torch._pool import warming
 from pool_support import Held, pool_of, soon
 from torch_support import hosts
 from versions_support import Clients, State, States, adds, answer, ask, roles, versions_of
@@ -126,6 +128,30 @@ def test_a_version_is_loaded_and_warmed_beside_the_service_and_the_old_one_is_fr
             assert states.count(3) == 2  # until its last batch
         assert versions_of(waits) == {3: 4}
         assert soon(lambda: states.count(3) == 0)
+
+
+def test_what_warms_a_version_leaves_most_of_the_time_to_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    ran: list[float] = []
+    rest = warming._rest
+
+    def noted(after: PoolFuture[Any]) -> None:
+        ran.append(after.seconds)
+        rest(after)
+
+    monkeypatch.setattr(warming, "_rest", noted)
+    monkeypatch.setattr(warming, "time", SimpleNamespace(sleep=rests.append))
+    with pool_of() as pool:
+        batcher = pool.serve(adds(10), max_batch=4)
+        ask(batcher, 1)[0].result()
+        batcher.publish(adds(20))
+        # On each device after each of four sizes, and of six measured batches; on a GPU also after one of the version that is there.
+        assert len(rests) >= 2 * (4 + 6)
+        assert rests == [min(9 * seconds, 1.0) for seconds in ran]  # a tenth of the time, or a second
+        late = PoolFuture[Any]()
+        late.seconds = 2.0
+        rest(late)
+        assert rests[-1] == 1.0
 
 
 @pytest.mark.parametrize("what", ["load", "warm", "answer"])
