@@ -14,7 +14,7 @@ from typing import Any
 from paceline import __version__
 from paceline._files import write_whole
 from paceline._page.charts import Chart, charts_of, rows_of, shown, top
-from paceline._page.run import MOST_MOVES, Row, Run, Table, milliseconds, sentences, thinned
+from paceline._page.run import MOST_MOVES, Row, Run, Table, amount, milliseconds, sentences, thinned
 from paceline._words import plural
 
 _TABLE_ROWS = 24  # of the steps as a table
@@ -170,19 +170,14 @@ def _devices(run: Run) -> Table:
     rows = [
         (
             name,
-            f"{_amount(shares[device] / last.steps, 5)}{' ' + run.share_of if run.share_of else ''}",
-            _amount(sum(row.amounts[device] for row in run.rows)),
-            _amount(run.speeds[device], 5) if total.busy[device] > 0 else "–",
+            f"{amount(shares[device] / last.steps, 5)}{' ' + run.share_of if run.share_of else ''}",
+            amount(sum(row.amounts[device] for row in run.rows)),
+            amount(run.speeds[device], 5) if total.busy[device] > 0 else "–",
             f"{1 - run.idle[device]:.1%}",
         )
         for device, name in enumerate(run.devices)
     ]
     return Table("Devices", head, rows)
-
-
-def _amount(value: float, digits: int = 6) -> str:
-    """Written out."""
-    return f"{value:.0f}" if value >= 1e5 else f"{value:.{digits}g}"
 
 
 def _steps(run: Run) -> Table:
@@ -231,7 +226,7 @@ def _compared(runs: Sequence[Run]) -> str:
                 f"{sum(parts.values()):.1%}",
                 f"{name} {parts[name]:.1%}",
                 str(len(run.moves)),
-                f"{_amount(rate, 5)} {run.unit}/s",
+                f"{amount(rate, 5)} {run.unit}/s",
             )
         )
     note = "means without the first step, or the first place of the charts; charts of times have the same axis"

@@ -192,6 +192,11 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
 
 
+def amount(value: float, digits: int = 6) -> str:
+    """Format a number for people, without an exponent."""
+    return f"{value:.0f}" if value > 10.0 ** min(5, digits) - 1 else f"{value:.{digits}g}"
+
+
 def sentences(run: Run) -> list[str]:
     """How good the split was, what cost most, and what to change."""
     if not run.rows:
@@ -238,14 +243,9 @@ def _advice(run: Run, name: str, lost: float) -> str:
         return "Try more micro-batches, or one device less: explain() says what either would gain."
     if len(worked) == 1:
         return "One device had all work, so no other split of it can shorten steps: see in explain() what delays that device."
-    if len(run.moves) > max(2, sum(row.steps for row in run.rows) // 50):
-        low, high, name = max(
-            (_speeds(run, device) for device in range(len(run.devices))), key=lambda one: one[1] / one[0]
-        )
-        whose = f"{name}: its speed was between {low:.4g} and {high:.4g} {run.unit}/s"
-        if high < _UNEQUAL * low:
-            whose = "the devices: their speeds changed often"
-        return f"Look for what disturbs {whose}, and shares moved {plural(len(run.moves), 'time')}."
+    low, high, name = max((_speeds(run, device) for device in range(len(run.devices))), key=lambda one: one[1] / one[0])
+    if len(run.moves) > max(2, sum(row.steps for row in run.rows) // 50) and high > _UNEQUAL * low:
+        return f"Look for what disturbs {name}: its speed was between {amount(low, 4)} and {amount(high, 4)} {run.unit}/s, and shares moved {plural(len(run.moves), 'time')}."
     if not unequal:
         return "Look in explain() for what delays the devices: in the mean they were equally fast."
     return "Look at the slowest device in the chart of speeds: explain() names what may slow it."
