@@ -84,10 +84,10 @@ def test_ctrl_c_leaves_result_at_once_and_the_block_cancels_what_waits() -> None
 def test_ctrl_c_leaves_a_submit_that_waits_for_room() -> None:
     out, _ = program(
         """
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         go = threading.Event()
         with Pool(["host:0"]) as pool:
             try:
+                threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
                 for _ in range(100):
                     pool.submit(lambda _: go.wait(20), kind="work")
             except KeyboardInterrupt:
@@ -102,11 +102,11 @@ def test_ctrl_c_leaves_a_submit_that_waits_for_room() -> None:
 def test_ctrl_c_leaves_close() -> None:
     out, _ = program(
         """
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         go = threading.Event()
         pool = Pool(["host:0"])
         job = pool.submit(lambda _: go.wait(20))
         try:
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             pool.close()
         except KeyboardInterrupt:
             print("interrupted")

@@ -158,8 +158,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         tenant
             For whom it runs. Jobs with a deadline are ordered by it, and count for their tenant like others.
         cost
-            What its tenant is charged, in any unit: epochs, items, expected seconds. It is the same on each device, so nobody pays for a slow one. None: 1, or for a
-            gang 1 for each of its devices.
+            What its tenant is charged, in any unit: epochs, items, expected seconds; the same on each device, so nobody pays for a slow one. None: 1 a device of a gang.
         kind
             Jobs of one kind take about the same time. None: the name of `fn`. Those that need other `memory` are measured apart.
         idempotent
