@@ -78,10 +78,16 @@ def replay(ledger: str | os.PathLike[str] | Iterable[str]) -> ReplayResult:
     OSError
         If the file cannot be read.
     """
+    return replayed(lines_of(ledger))[0]
+
+
+def lines_of(ledger: str | os.PathLike[str] | Iterable[str]) -> Iterator[str]:
+    """The lines of a ledger, which is the path of its file or these lines."""
     if isinstance(ledger, (str, os.PathLike)):
         with Path(ledger).open(encoding="utf-8") as lines:
-            return replay(lines)
-    return replayed(ledger)[0]
+            yield from lines
+    else:
+        yield from ledger
 
 
 def replayed(ledger: Iterable[str]) -> tuple[ReplayResult, list[Balancer]]:

@@ -11,12 +11,11 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from paceline import InvalidArgument
 from paceline._core.plan import POOL_LEDGER_VERSION, PoolState
-from paceline._replay import at_line, numbered
+from paceline._replay import at_line, lines_of, numbered
 from paceline._replay_pool_kinds import with_kinds_kept, without_own_of
 from paceline._replay_pool_seconds import Seconds
 
@@ -132,12 +131,9 @@ def replay_pool(ledger: Ledger) -> PoolReplayResult:
     OSError
         If the file cannot be read.
     """
-    if isinstance(ledger, (str, os.PathLike)):
-        with Path(ledger).open(encoding="utf-8") as lines:
-            return replay_pool(lines)
     result = PoolReplayResult("")
     course, pool = _Course(), None
-    for number, line in numbered(ledger, result):
+    for number, line in numbered(lines_of(ledger), result):
         with at_line(number):
             entry = json.loads(line)
             if not isinstance(entry, dict):
@@ -193,10 +189,7 @@ def what_if_pool(ledger: Ledger, placement: str | None = None, *, remove: Collec
     OSError
         If the file cannot be read.
     """
-    if isinstance(ledger, (str, os.PathLike)):
-        with Path(ledger).open(encoding="utf-8") as file:
-            return what_if_pool(file, placement, remove=remove)
-    lines = list(ledger)
+    lines = list(lines_of(ledger))
     return arrivals(lines, replay_pool(lines))[1](placement, remove, bool(remove))
 
 

@@ -8,14 +8,14 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from paceline import InvalidArgument
 from paceline._page.ledger import read
 from paceline._page.run import Run, sentences
+from paceline._replay import lines_of
 from paceline._words import plural
 
 _MOST = 10  # devices of which each subset is asked about; with more there are too many
@@ -87,18 +87,16 @@ class Worth:
 
     def __str__(self) -> str:
         what = f"1,000 {self.unit}" if self.unit == "items" else "a batch"
-        rows = [("devices", "ms a step", "+-", f"s for {what}", f"cost of {what}", "shares")]
+        rows: list[tuple[str, ...]] = [("devices", "ms a step", "+-", f"s for {what}", f"cost of {what}", "shares")]
         chosen, others = shown(self.choices)
         for one in chosen:
             cost = "" if one.cost is None else f"{one.cost:.4g}"
             figures = (f"{1e3 * one.step_seconds:.2f}", f"{one.error:.1%}", f"{one.seconds:.4g}", cost)
             rows.append((" ".join(one.devices), *figures, " ".join(map(str, one.shares.values()))))
-        columns = [0, 1, 2, 3, 5] if chosen[0].cost is None else range(6)
-        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+        if chosen[0].cost is None:
+            rows = [(*row[:4], row[5]) for row in rows]
         lines = [f"A step of {self.batch_size} {self.unit}, with each subset of the devices:", ""]
-        for row in rows:
-            cells = [row[c].ljust(widths[c]) if c in (0, 5) else row[c].rjust(widths[c]) for c in columns]
-            lines.append("  ".join(cells).rstrip())
+        lines += aligned(rows, left=(0, len(rows[0]) - 1))
         cheapest = self.cheapest
         lines += [*others, "", f"fastest:  {self._said(self.fastest, lambda one: one.seconds, f's for {what}')}"]
         if cheapest is not None:
@@ -108,6 +106,16 @@ class Worth:
     def _said(self, best: Choice, figure: Callable[[Choice], float], of: str) -> str:
         text = f"{' '.join(best.devices)}, {figure(best):.4g} {of} (+-{best.error:.1%})"
         return text + alike(best, self.choices, figure)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """The lines of a table. These columns are flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def flush(column: int, cell: str) -> str:
+        return cell.ljust(widths[column]) if column in left else cell.rjust(widths[column])
+
+    return ["  ".join(itertools.starmap(flush, enumerate(row))).rstrip() for row in rows]
 
 
 def alike(best: Any, choices: Sequence[Any], figure: Callable[[Any], float]) -> str:
@@ -187,10 +195,7 @@ def worth(
     Steps take what `Balancer.what_if` says. A ledger does not have the time between steps, nor the trainer's own part of a step, which ``trainer.what_if(prices=)``
     counts. Devices are taken to be as fast alone as beside each other.
     """
-    if isinstance(ledger, (str, os.PathLike)):
-        with Path(ledger).open(encoding="utf-8") as file:
-            return worth(list(file), prices, add=add, remove=remove, batch_size=batch_size)
-    lines = list(ledger)
+    lines = list(lines_of(ledger))
     runs, balancers = read("", lines)
     sizes = [Counter[int]() for _ in runs]
     for line in lines[: len(lines) if lines[-1].endswith("\n") else -1]:

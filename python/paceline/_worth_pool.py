@@ -6,13 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from paceline import InvalidArgument
+from paceline._replay import lines_of
 from paceline._replay_pool import PoolTimes, arrivals, replay_pool
 from paceline._words import plural
-from paceline._worth import BUSY, alike, asked, prices_of, shown
+from paceline._worth import BUSY, aligned, alike, asked, prices_of, shown
 
 _MOST = 5  # devices of which each subset is asked about: each replays the whole ledger
 
@@ -83,7 +83,7 @@ class PoolWorth:
         return min((one for one in self.good if one.cost is not None), key=lambda one: one.cost or 0.0, default=None)
 
     def __str__(self) -> str:
-        rows = [("devices", "p50 ms", "p99 ms", "+-", "completed", "cost of 1,000")]
+        rows: list[tuple[str, ...]] = [("devices", "p50 ms", "p99 ms", "+-", "completed", "cost of 1,000")]
         chosen, others = shown(self.choices)
         for name, times, cost in (
             ("as it was", self.measured, None),
@@ -92,14 +92,9 @@ class PoolWorth:
             error = "" if times.p99_error is None else f"{times.p99_error:.1%}"
             figures = (f"{1e3 * times.p50_seconds:.2f}", f"{1e3 * times.p99_seconds:.2f}", error, str(completed(times)))
             rows.append((name, *figures, "" if cost is None else f"{cost:.4g}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(6)]
-        lines = ["The same requests, from submit to end, with each subset of the devices:", ""]
-        for row in rows if chosen[0].cost is not None else [(*row[:5], "") for row in rows]:
-            cells = [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-            ]
-            lines.append("  ".join(cells).rstrip())
+        if chosen[0].cost is None:
+            rows = [row[:5] for row in rows]
+        lines = ["The same requests, from submit to end, with each subset of the devices:", "", *aligned(rows)]
         limit = "" if self.latency is None else f" of those with a p99 of at most {1e3 * self.latency:g} ms"
         best, cheapest = self.fastest, self.cheapest
         close = alike(best, self.choices, lambda one: one.seconds)
@@ -146,10 +141,7 @@ def worth_pool(
     OSError
         If the file cannot be read.
     """
-    if isinstance(ledger, (str, os.PathLike)):
-        with Path(ledger).open(encoding="utf-8") as file:
-            return worth_pool(list(file), prices, latency=latency)
-    lines = list(ledger)
+    lines = list(lines_of(ledger))
     found = replay_pool(lines)
     if found.placement == "custom":
         raise InvalidArgument(

@@ -60,24 +60,32 @@ TEST_P(Queued, StepsThatNobodyWaitsForAreExactAndTimedInTheEnd) {
   });
 }
 
+/// Four steps in the same memory, of which nobody waits for one. `before` is called before each of them begins.
+void expect_four_steps(
+    const DeviceGroup& group, const StepLoopOptions& options, const std::shared_ptr<Summing>& program,
+    const std::function<void()>& before = [] {}) {
+  StepLoop step_loop(group, options);
+  const std::unique_ptr<Buffer> outputs =
+      program->queues.maker(program->queues.home_space()).allocate_pinned(4 * sizeof(double));
+  auto* const sums = static_cast<double*>(outputs->data());
+  for (int k = 0; k < 4; ++k) {
+    before();
+    program->begin(1.0 + k, sums + k);
+    const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program);
+    step->wait();
+    ASSERT_EQ(step->failure(), nullptr);
+  }
+  program->queues.drain();
+  for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "step " << k;
+}
+
 TEST_P(Queued, OneStepFollowsTheOtherInTheSameMemory) {
   for_each_order(kOrders, [&](std::uint64_t seed) {
     boot(seed, 2);
     const DeviceGroup group = group_of(GetParam());
-    StepLoop step_loop(group, {.balance = Balance::even, .micro_batch = 2});
-    auto program =
-        std::make_shared<Summing>(group, std::int64_t{1}, seed % 3 == 0 ? Transport::nccl : Transport::copies);
-    const std::unique_ptr<Buffer> outputs =
-        program->queues.maker(program->queues.home_space()).allocate_pinned(4 * sizeof(double));
-    auto* const sums = static_cast<double*>(outputs->data());
-    for (int k = 0; k < 4; ++k) {
-      program->begin(1.0 + k, sums + k);
-      const std::shared_ptr<Step> step = step_loop.begin(step_loop.plan(kBatch), program);
-      step->wait();
-      ASSERT_EQ(step->failure(), nullptr);
-    }
-    program->queues.drain();
-    for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch) << "seed " << seed << ", step " << k;
+    expect_four_steps(
+        group, {.balance = Balance::even, .micro_batch = 2},
+        std::make_shared<Summing>(group, std::int64_t{1}, seed % 3 == 0 ? Transport::nccl : Transport::copies));
   });
 }
 
@@ -111,18 +119,12 @@ TEST(DeviceQueues, ANewStreamComesAfterTheOldOne) {
       ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
     {
       const DeviceGroup group = group_of({"cuda:0/0", "cuda:0/1"});
-      StepLoop step_loop(group, {.balance = Balance::even});
-      auto program = std::make_shared<Summing>(group);
-      const std::unique_ptr<Buffer> outputs = program->queues.maker(0).allocate_pinned(4 * sizeof(double));
-      auto* const sums = static_cast<double*>(outputs->data());
-      for (int k = 0; k < 4; ++k) {
-        program->queues.set_stream(streams[k % 2]);
-        ASSERT_EQ(program->queues.home_stream().native(), streams[k % 2]);
-        program->begin(1.0 + k, sums + k);
-        step_loop.begin(step_loop.plan(kBatch), program)->wait();
-      }
-      program->queues.drain();
-      for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch);
+      const auto program = std::make_shared<Summing>(group);
+      expect_four_steps(group, {.balance = Balance::even}, program, [&, k = 0]() mutable {
+        cudaStream_t const stream = streams[k++ % 2];
+        program->queues.set_stream(stream);
+        ASSERT_EQ(program->queues.home_stream().native(), stream);
+      });
     }
     for (cudaStream_t stream : streams) ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
   });
@@ -134,22 +136,15 @@ TEST(DeviceQueues, AStreamThatWasLeftMayBeDestroyed) {
     cudaStream_t stream = nullptr;
     {
       const DeviceGroup group = group_of({"cuda:0", "host:0"});
-      StepLoop step_loop(group, {.balance = Balance::even});
-      auto program = std::make_shared<Summing>(group);
-      const std::unique_ptr<Buffer> outputs = program->queues.maker(program->queues.home_space()).allocate_pinned(32);
-      auto* const sums = static_cast<double*>(outputs->data());
-      for (int k = 0; k < 4; ++k) {
+      const auto program = std::make_shared<Summing>(group);
+      expect_four_steps(group, {.balance = Balance::even}, program, [&] {
         cudaStream_t const left = stream;
         ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
         program->queues.set_stream(stream);
         if (left != nullptr) {
           ASSERT_EQ(cudaStreamDestroy(left), cudaSuccess);
         }
-        program->begin(1.0 + k, sums + k);
-        step_loop.begin(step_loop.plan(kBatch), program)->wait();
-      }
-      program->queues.drain();
-      for (int k = 0; k < 4; ++k) ASSERT_EQ(sums[k], (1.0 + k) * kBatch);
+      });
     }
     ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
   });

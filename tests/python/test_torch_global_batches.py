@@ -71,14 +71,16 @@ def stepped(trainer: DataParallel, batch: Any) -> list[int]:
     return [] if batch is None else batch[0].tolist()
 
 
-def training(rank: int, workers: list[int], epochs: int) -> Any:
-    """Epochs, with another split as soon as a batch of the last one has run."""
+def training(
+    rank: int, workers: list[int], epochs: int, given: Any = None, splits: Any = SPLITS, *, several: bool = False
+) -> Any:
+    """Epochs, with another split as soon as a batch of the last one has run. With `several`, rank r has r + 1 devices."""
     module = classifier(1, seed=rank)[0]
-    with trainer_of(module) as trainer:
-        sampler = trainer.batch_sampler(ITEMS, BATCH, seed=3)
+    with trainer_of(module, rank if several else 0) as trainer:
+        sampler = trainer.batch_sampler(**(given or {"items": ITEMS}), batch_size=BATCH, seed=3)
         ranks: Any = trainer._execution.ranks
         if rank == 0:
-            ranks.dealt.balancer = Script()
+            ranks.dealt.balancer = Script(splits)
         loader = loader_of(sampler, workers[rank])
         items, plans = [], []
         while sampler.epoch < epochs:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import InvalidArgument
@@ -30,6 +29,7 @@ from test_torch_global_batches import (
     loss_of,
     one_device,
     stepped,
+    training,
 )
 from torch_support import classifier, hosts, worst_difference
 
@@ -47,26 +47,13 @@ GIVEN: dict[str, dict[str, Any]] = {
 # The gradient.
 
 
-def training(rank: int, how: str, workers: int) -> Any:
-    """Two epochs, with another split as soon as a batch of the last one has run. Rank r has r + 1 devices."""
-    module = classifier(1, seed=rank)[0]
-    with DataParallel(module, hosts(rank + 1), group=dist.group.WORLD) as trainer:
-        sampler = trainer.batch_sampler(**GIVEN[how], batch_size=BATCH, seed=3)
-        ranks: Any = trainer._execution.ranks
-        if rank == 0:
-            ranks.dealt.balancer = Script(SPLITS)
-        loader = loader_of(sampler, workers)
-        items, stamps = [], []
-        while sampler.epoch < 2:
-            for batch in sampler.batches(loader):
-                items.append(stepped(trainer, batch))
-                stamps.append(sampler.current)
-    return items, stamps, [parameter.detach() for parameter in module.parameters()]
+def training_by_cost(rank: int, how: str, workers: int) -> Any:
+    return training(rank, [workers, workers], 2, GIVEN[how], SPLITS, several=True)
 
 
 @pytest.mark.parametrize(("how", "workers"), [("lengths", 0), ("costs", 0), ("a function", 1), ("padded", 0)])
 def test_the_gradient_is_that_of_one_device_whatever_items_cost(on_ranks: Run, how: str, workers: int) -> None:
-    results = on_ranks(2, training, how, workers)
+    results = on_ranks(2, training_by_cost, how, workers)
     batches, parameters = one_device(18)
     stamps = results[0][1]
     for items, theirs, found in results:

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// Moves: when the balancer makes one, takes one back, or waits with one, and how it judges them.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,6 +14,7 @@
 #include <paceline/plan/random.hpp>
 #include <paceline/sim/box.hpp>
 
+#include "balance/move_judge.hpp"
 #include "errors.hpp"
 #include "sim_box.hpp"
 
@@ -21,6 +24,12 @@ namespace {
 using testing::box_of;
 using testing::options_for;
 using Shares = std::vector<std::int64_t>;
+
+BalancerOptions uncalibrated(const sim::BoxOptions& box) {
+  BalancerOptions options = options_for(box);
+  options.calibrate = false;
+  return options;
+}
 
 /// Runs `steps` steps and returns the last shares.
 Shares run(Balancer& balancer, sim::Box& box, std::int64_t from, std::int64_t steps, std::int64_t batch) {
@@ -52,9 +61,7 @@ TEST(MoveGate, CalibrationRespectsCapsAndSwitch) {
   sim::Box box(capped);
   Balancer balancer(options_for(capped));
   EXPECT_EQ(balancer.next_plan(400).shares, (Shares{200, 200}));
-  BalancerOptions off = options_for(box_of({1, 1}, 0.0));
-  off.calibrate = false;
-  EXPECT_EQ(Balancer(off).next_plan(400).shares, (Shares{200, 200}));
+  EXPECT_EQ(Balancer(uncalibrated(box_of({1, 1}, 0.0))).next_plan(400).shares, (Shares{200, 200}));
 }
 
 TEST(MoveGate, CalibrationEndsWhenSizesWithinAStepTellTheShape) {
@@ -85,10 +92,9 @@ TEST(MoveGate, StaysWhereAMovePromisesLessThanOnePercent) {
 }
 
 TEST(MoveGate, NeverAsksForMoreThanAllOfTheTime) {
-  BalancerOptions options = options_for(box_of({1.0, 1.0}, 0.0));
-  options.devices[1].device_class = "other";  // devices of one class would count as equal
-  options.calibrate = false;
-  Balancer balancer(options);
+  sim::BoxOptions box = box_of({1.0, 1.0}, 0.0);
+  box.devices[1].device_class = "other";  // devices of one class would count as equal
+  Balancer balancer(uncalibrated(box));
   double most = 0.0;
   for (std::uint64_t step = 0; step < 100; ++step) {
     const StepPlan plan = balancer.next_plan(400);
@@ -113,9 +119,7 @@ TEST(MoveGate, AsksForTwoStandardErrorsOfTheGain) {
       if (lasting) noisy.lasting_noise = {{0.1, 4.0, false}};
       noisy.seed = seed;
       sim::Box box(noisy);
-      BalancerOptions options = options_for(noisy);
-      options.calibrate = false;
-      Balancer balancer(options);
+      Balancer balancer(uncalibrated(noisy));
       for (std::int64_t step = 0; step < 400; ++step) {
         balancer.next_plan(2000);
         balancer.record(box.run(step, {1000, 1000}).timings);
@@ -135,9 +139,7 @@ TEST(MoveGate, KeepsNoiseFromMovingTheSharesOfEqualDevices) {
     noisy.devices[1].device_class = "other";  // devices of one class would count as equal
     noisy.seed = seed;
     sim::Box box(noisy);
-    BalancerOptions options = options_for(noisy);
-    options.calibrate = false;
-    Balancer balancer(options);
+    Balancer balancer(uncalibrated(noisy));
     run(balancer, box, 0, 60, 2000);
     moves += static_cast<int>(balancer.move_count());
   }
@@ -171,9 +173,7 @@ Shares step_on_shared_bus(Balancer& balancer) {
 }
 
 TEST(MoveGate, TakesBackAMoveThatMeasuresWorseAndWaitsLongerEachTime) {
-  BalancerOptions options = options_for(box_of({1, 1}, 0.0));
-  options.calibrate = false;
-  Balancer balancer(options);
+  Balancer balancer(uncalibrated(box_of({1, 1}, 0.0)));
   int uneven = 0;
   int first_uneven = -1;
   for (int k = 0; k < 60; ++k) {
@@ -200,9 +200,7 @@ TEST(MoveGate, TakesBackAMoveThatMeasuresWorseAndWaitsLongerEachTime) {
 }
 
 TEST(MoveGate, DoesNotGoBackToSharesOfSpeedsThatAreGone) {
-  BalancerOptions options = options_for(box_of({1, 1}, 0.0));
-  options.calibrate = false;
-  Balancer balancer(options);
+  Balancer balancer(uncalibrated(box_of({1, 1}, 0.0)));
   while (balancer.report().taken_back == 0) {
     ASSERT_LT(balancer.report().steps, 60);
     step_on_shared_bus(balancer);
@@ -224,9 +222,7 @@ TEST(MoveGate, DoesNotGoBackToSharesOfSpeedsThatAreGone) {
 TEST(MoveGate, DoesNotTakeBackWhatOthersHadTakenOverBefore) {
   // host:1 starts only when host:0 has run host:1's share, too. Leaving host:1 out promises a third, but the clock
   // shows no gain.
-  BalancerOptions options = options_for(box_of({1, 1}, 0.0));
-  options.calibrate = false;
-  Balancer balancer(options);
+  Balancer balancer(uncalibrated(box_of({1, 1}, 0.0)));
   for (int k = 0; k < 60; ++k) {
     const StepPlan plan = balancer.next_plan(400);
     const bool shared = plan.shares[1] > 0;
@@ -303,6 +299,97 @@ TEST(MoveGate, GrowsFurtherWhereTheBatchWouldNotFit) {
   sim::Box box(options);
   Balancer balancer(options_for(options));
   EXPECT_EQ(run(balancer, box, 0, 20, 400), (Shares{20, 20, 360}));
+}
+
+std::optional<MoveJudge::Verdict> feed(MoveJudge& log, int steps, double seconds, std::int64_t batch = 100) {
+  for (int k = 0; k < steps; ++k) {
+    auto verdict = log.observe(batch, seconds * (k % 2 == 0 ? 1.001 : 0.999), false, 0.002);
+    if (verdict) return verdict;
+  }
+  return std::nullopt;
+}
+
+TEST(MoveJudge, DoesNotBlameTheMoveForAChangeOfSpeed) {
+  MoveJudge log;
+  feed(log, 10, 1.0);
+  log.started(10, 100, {50, 50}, {60, 40}, 0.05);
+  feed(log, 4, 0.95);
+  log.observe(100, 2.0, true, 0.002);
+  EXPECT_FALSE(feed(log, 10, 2.0));
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::overtaken);
+}
+
+TEST(MoveJudge, JudgesOnStepsOfTheSameBatchSizeOnly) {
+  MoveJudge log;
+  feed(log, 10, 1.0);
+  log.started(10, 100, {50, 50}, {60, 40}, 0.05);
+  EXPECT_FALSE(feed(log, 20, 3.0, 300));
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::pending);
+}
+
+TEST(MoveJudge, ComparesWithTheStepsSinceAChangeOfSpeed) {
+  MoveJudge log;
+  feed(log, 10, 1.0);
+  log.observe(100, 2.0, false, 0.002);
+  log.observe(100, 2.0, true, 0.002);  // the second outlier confirms the first: both ran slow
+  log.started(12, 100, {50, 50}, {60, 40}, 0.3);
+  EXPECT_FALSE(feed(log, 8, 1.4));
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::kept);
+  EXPECT_NEAR(log.moves().back().measured_gain, 0.3, 0.01);
+}
+
+TEST(MoveJudge, DoesNotJudgeAMoveBeforeWhichNothingRan) {
+  MoveJudge log;
+  log.started(0, 100, {50, 50}, {60, 40}, 0.05);
+  EXPECT_FALSE(feed(log, 10, 1.0));
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged);
+}
+
+TEST(MoveJudge, DoesNotJudgeAMoveByTheFewStepsThatRanAsPlanned) {
+  for (const int as_planned : {3, 12}) {
+    MoveJudge log;
+    feed(log, as_planned, 1.0);
+    for (int step = 0; step < 8; ++step) log.skip(100);
+    log.started(20, 100, {50, 50}, {100, 0}, 0.3);
+    const auto verdict = feed(log, 8, 2.0);
+    EXPECT_EQ(verdict.has_value(), as_planned == 12);
+    const MoveOutcome outcome = as_planned == 12 ? MoveOutcome::taken_back : MoveOutcome::unjudged;
+    EXPECT_EQ(log.moves().back().outcome, outcome);
+  }
+}
+
+TEST(MoveJudge, DoesNotJudgeAMoveByTheFewStepsThatRanAsPlannedInALongRun) {
+  MoveJudge log;
+  for (int step = 0; step < 40; ++step) {
+    feed(log, 1, 1.0);
+    for (int k = 0; k < 9; ++k) log.skip(100);
+  }
+  log.started(400, 100, {50, 50}, {100, 0}, 0.3);
+  EXPECT_FALSE(feed(log, 20, 2.0));
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged);
+}
+
+TEST(MoveJudge, DoesNotJudgeAMoveAfterWhichFewStepsRanAsPlanned) {
+  MoveJudge log;
+  feed(log, 20, 1.0);
+  log.started(20, 100, {50, 50}, {60, 40}, 0.05);
+  for (int step = 0; step < 100; ++step) {
+    EXPECT_FALSE(feed(log, 1, 2.0)) << step;
+    for (int k = 0; k < 2; ++k) log.skip(100);
+  }
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged);
+}
+
+TEST(MoveJudge, ForgetsTheBatchSizeThatRanLongestAgo) {
+  MoveJudge log;
+  feed(log, 10, 1.0, 1000);  // the largest size
+  for (std::int64_t batch = 1; batch <= 20; ++batch) feed(log, 10, 1.0, batch);
+  feed(log, 10, 1.0, 1);  // the smallest size, once more
+  for (std::int64_t batch = 21; batch <= 40; ++batch) feed(log, 10, 1.0, batch);
+  log.started(1, 1, {1}, {1}, 0.05);
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::pending) << "times of the smallest size are known";
+  log.started(2, 1000, {1}, {1}, 0.05);
+  EXPECT_EQ(log.moves().back().outcome, MoveOutcome::unjudged) << "those of the one that ran first are not";
 }
 
 }  // namespace
