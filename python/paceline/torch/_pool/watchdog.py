@@ -6,12 +6,12 @@ import contextlib
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from typing import Any
 
 from paceline import Error, InvalidArgument
+from paceline._words import warn
 from paceline.torch._devices.compile_gate import CompileGate
 from paceline.torch._pool.job import of_users
 from paceline.torch._replicas.capture import forget_load
@@ -68,7 +68,7 @@ class Watchdog:
             self.hung.add(device)
             self.hangs.append(hang)
             jobs.figures.end_run(lead, known)
-            self._warn(told)
+            warn(f"paceline {told}")
 
         lead.on_timeout = note  # before anybody who waits for it goes on
         try:
@@ -76,14 +76,10 @@ class Watchdog:
                 CompileGate.forget(thread)
                 forget_load(thread)
         except Error as error:
-            self._warn(f"{message} It goes on, and its jobs wait, since {device} gives no other stream: {error}")
+            warn(f"paceline {message} It goes on, and its jobs wait, since {device} gives no other stream: {error}")
             raise
         finally:
             lead.on_timeout = None
-
-    def _warn(self, message: str) -> None:
-        with contextlib.suppress(Exception):  # such as the warning itself, where warnings are errors
-            warnings.warn(f"paceline {message}", RuntimeWarning, stacklevel=1)
 
 
 def _where(thread: int | None) -> str:
