@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from paceline._words import warn
 from paceline.torch._pool.job import clear_frames
 
 if TYPE_CHECKING:
@@ -35,13 +35,20 @@ class Released:
         self._full: dict[str, float] = {}  # devices that may keep something, and when that can be freed
         self._seconds: dict[str, float] = {}  # of the last load
         self._failed: dict[str, tuple[float, float]] = {}  # until when it is not tried again, and for how long
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # that is at work
         self._over = False
         self._lock = threading.RLock()  # for the thread
 
     def note(self, name: str) -> None:
         """The device was just released."""
         self._full[name] = time.monotonic() + _SETTLED
+
+    def want(self, name: str) -> None:
+        """Load what answers on a released device, and then take it back."""
+        with self._lock:
+            if not self._over:
+                self.note(name)  # what is loaded is freed if it stays away
+                self.coming.add(name)
 
     def back(self, name: str) -> None:
         """The device is about to take work."""
@@ -58,17 +65,15 @@ class Released:
     def go_on(self, jobs: Jobs) -> None:
         """Do what is due, on a thread, unless one is at it."""
         with self._lock:
-            if self._over or self._thread is not None or not (self.coming or self._full):
-                return
-            thread = threading.Thread(target=self._run, args=(jobs,), name="paceline pool released", daemon=True)
-            thread.start()
-            self._thread = thread
+            if not self._over and self._thread is None and (self.coming or self._full):
+                self._begin(self._run, jobs, name="paceline pool released")
 
     def end(self) -> None:
-        """Stop, and wait until that is so: the pool's streams end."""
-        self._over = True
-        self.coming.clear()
-        thread = self._thread
+        """Stop, and wait until that is so: the pool's streams end. What is loaded or freed may close the pool, and waits for nothing."""
+        with self._lock:
+            self._over = True
+            self.coming.clear()
+            thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -82,7 +87,8 @@ class Released:
             return 0.0
         known = [*self._seconds.values()]
         if not known:
-            known = [sum(made.served.load_seconds for one in jobs.versions() for made in one.answering())]
+            answers = [made.served for one in jobs.versions() for made in one.answering()]
+            known = [sum(one.load_seconds for one in answers if jobs.loads_ahead(jobs.seats[name], one))]
         return self._seconds.get(name, max(known))
 
     def _run(self, jobs: Jobs) -> None:
@@ -91,15 +97,18 @@ class Released:
                 if name not in self.coming and when <= time.monotonic():
                     self._free(jobs, name)
             for name in sorted(self.coming):
-                if not self._over:  # each on a thread of its own, which is prepared for the device for good
-                    loads = threading.Thread(
-                        target=self._bring, args=(jobs, name), name=f"paceline {name}", daemon=True
-                    )
-                    loads.start()
-                    loads.join()
+                # Each on a thread of its own, which is prepared for the device for good.
+                self._begin(self._bring, jobs, name, name=f"paceline {name}").join()
         finally:
             with self._lock:
                 self._thread = None
+
+    def _begin(self, call: Callable[..., None], *given: Any, name: str) -> threading.Thread:
+        with self._lock:
+            thread = threading.Thread(target=call, args=given, name=name, daemon=True)
+            thread.start()
+            self._thread = thread
+        return thread
 
     def _free(self, jobs: Jobs, name: str) -> None:
         busy = {device for _, device, *_ in jobs.engine.runs_over(0.0)}
@@ -117,7 +126,6 @@ class Released:
         done: set[Answerer] = set()
         try:
             with seat.loading:
-                self.note(name)  # what was loaded is freed if it stays away
                 while name in self.coming:
                     # Before the look at what there is, so that a version that comes later is loaded there as well.
                     self.arriving.add(name)
@@ -142,15 +150,12 @@ class Released:
 
     def _fail(self, name: str, what: str, error: BaseException) -> None:
         clear_frames(error)  # they refer to what was loaded
-        self.coming.discard(name)
-        first = name not in self._failed
-        wait = _RETRY if first else min(2 * self._failed[name][1], _LONGEST_RETRY)
+        before = self._failed.get(name)
+        wait = _RETRY if before is None else min(2 * before[1], _LONGEST_RETRY)
         self._failed[name] = time.monotonic() + wait, wait
-        if first:
-            with contextlib.suppress(RuntimeWarning):  # where warnings are errors
-                warnings.warn(
-                    f"paceline autoscale: {name} stays released, since loading {what} there has raised {error!r}. The pool tries it again from time to time. "
-                    f"restore({name!r}) takes the device back as it is.",
-                    RuntimeWarning,
-                    stacklevel=1,
-                )
+        self.coming.discard(name)
+        if before is None:
+            warn(
+                f"paceline autoscale: {name} stays released, since loading {what} there has raised {error!r}. The pool tries it again from time to time. "
+                f"restore({name!r}) takes the device back as it is."
+            )
