@@ -179,6 +179,33 @@ def test_a_job_that_only_this_device_can_run_brings_it_back_as_it_is_after_a_loa
         assert len(states.made) == 3
 
 
+@pytest.mark.parametrize("limited", [False, True])
+def test_the_engine_forgets_a_state_if_it_counts_its_bytes(monkeypatch: pytest.MonkeyPatch, limited: bool) -> None:
+    gone: list[tuple[str, str]] = []
+    with box(monkeypatch, hosts(2), memory=dict.fromkeys(hosts(2), 100.0) if limited else None) as two:
+        batcher = two.pool.serve(add, initializer=States(), resident=60.0)
+        on(two, batcher, two.name)
+        monkeypatch.setattr(type(two.engine), "unload", lambda self, *model: gone.append(model), raising=True)
+        two.release()
+        assert [name for name, _ in gone] == [two.name] * limited
+
+
+def test_what_keeps_nothing_is_not_run_before_the_device_takes_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+
+    def plain(batch: Any) -> Any:
+        seen.add(threading.current_thread().name)
+        return batch + 1
+
+    with box(monkeypatch, hosts(2)) as two:
+        batchers = [serve(two, States()), two.pool.serve(plain)]
+        on(two, batchers[1], two.name)
+        two.release()
+        two.come_back()
+        assert seen
+        assert f"paceline {two.name}" not in seen
+
+
 def test_devices_in_one_memory_keep_what_the_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
     states = States()
     with box(monkeypatch, hosts(2), memory=dict.fromkeys(hosts(2), 100.0)) as two:

@@ -152,11 +152,14 @@ def test_its_owner_may_restore_the_device_between_a_decision_and_what_follows(mo
 
 
 def test_its_owner_may_restore_the_device_while_it_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    states, retired = States(), []
+    states = States()
+    retired: list[bool] = []
     with box(monkeypatch, hosts(2)) as two:
         batcher, retire = serve(two, states), two.engine.retire
 
         def retires(*given: Any) -> bool:
+            assert given[:3] == (two.name, True, True)
+            assert given[3] == two.scale._models.seconds_of(two.pool._jobs, two.name) > 0
             retired.append(retire(*given))
             two.pool.restore(two.name)
             return retired[-1]
@@ -217,7 +220,9 @@ def test_what_begins_while_the_pool_is_closed_is_waited_for(monkeypatch: pytest.
         two.pool._jobs.ends[0]()  # its thread; the test looks by itself
         assert soon(lambda: all(one.name != "paceline pool autoscale" for one in threading.enumerate()))
         models.want(two.name)
-        end, begun, ended = threading.Thread(target=models.end), [], []
+        end = threading.Thread(target=models.end)
+        begun: list[str] = []
+        ended: list[bool] = []
 
         def begins(**given: Any) -> threading.Thread:
             begun.append(given["name"])
