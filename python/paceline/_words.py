@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+
 from paceline import InvalidArgument
 
 
@@ -13,6 +16,12 @@ def plural(count: int, noun: str, nouns: str | None = None) -> str:
 def numbers(text: str) -> list[float]:
     """Parse text like ``1,1,0.5``."""
     return [float(part) for part in text.split(",")]
+
+
+def warn(message: str) -> None:
+    """Warn from the caller's line where an error may not go on: the warning itself, where warnings are errors."""
+    with contextlib.suppress(Exception):
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def require(fits: object, call: str, name: str, value: object, wanted: str) -> None:

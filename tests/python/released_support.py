@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -88,13 +89,13 @@ class States:
 
     def __call__(self, _: torch.device) -> torch.Tensor:
         self.made.append(threading.current_thread().name)
+        state = torch.ones(1)
+        self._alive.append(weakref.ref(state))
         if self.loads_now:
             if self.waits is not None:
                 assert self.waits.wait(20)
             if self.fails is not None:
                 raise self.fails
-        state = torch.ones(1)
-        self._alive.append(weakref.ref(state))
         return state
 
     @property
@@ -106,7 +107,11 @@ class States:
         return sum(one() is not None for one in self._alive)
 
 
+asked: Counter[str] = Counter()  # batches of `add`, by thread
+
+
 def add(state: Any, batch: Any) -> Any:
+    asked[threading.current_thread().name] += 1
     return batch + state
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline.torch import Autoscale, Pool
-from paceline.torch._pool.warming import Warming
+from paceline.torch._pool import released
 from pool_support import served_by, soon
 from released_support import States, add, box, on, serve
 from torch_support import hosts
@@ -38,6 +37,9 @@ def test_a_released_device_keeps_no_state_and_has_it_again_before_its_first_batc
         on(two, batcher, two.name)
         assert len(states.made) == 3
         assert two.scale._models._seconds[two.name] > 0
+        assert soon(lambda: not two.scale.arriving)
+        two.scale._models._seconds.update(short=1e3, long=2e3)
+        assert two.scale._models.seconds_of(two.pool._jobs, hosts(2)[0]) == 2e3, "as the longest of others"
         del batcher
         assert two.scale._models.seconds_of(two.pool._jobs, two.name) == 0.0, "nothing is served"
 
@@ -124,80 +126,6 @@ def test_every_version_that_answers_is_warmed_on_the_device_but_not_the_one_befo
         torch.testing.assert_close(batcher(item).result(20), nets[0](item[None])[0].detach())
 
 
-def test_a_version_that_is_published_meanwhile_is_loaded_when_the_device_returns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    first, second, third = States(), States(), States()
-    with box(monkeypatch, hosts(2)) as two:
-        batcher = serve(two, first)
-        two.release()
-        batcher.publish(add, initializer=second)
-        assert len(second.made) == 1, "not on a released device"
-        second.waits = threading.Event()
-        two.want()
-        two.look(lambda: len(second.made) == 2)
-        batcher.publish(add, initializer=third)  # while the device loads the second one
-        second.waits.set()
-        two.look(lambda: two.active)
-        assert third.made[-1] == f"paceline {two.name}"
-        assert len(third.made) == 2
-        on(two, batcher, two.name)
-        assert len(third.made) == 2
-
-
-def test_a_device_that_returns_during_a_publish_loads_that_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = States(), States()
-    begun, goes_on = threading.Event(), threading.Event()
-
-    def slow(device: torch.device) -> torch.Tensor:
-        if threading.current_thread().name.startswith("paceline publish"):
-            begun.set()
-            assert goes_on.wait(20)
-        return second(device)
-
-    with box(monkeypatch, hosts(2)) as two:
-        batcher = serve(two, first)
-        two.release()
-        publish = threading.Thread(target=batcher.publish, args=(add,), kwargs={"initializer": slow})
-        publish.start()
-        assert begun.wait(20)
-        two.come_back()
-        goes_on.set()
-        publish.join(60)
-        on(two, batcher, two.name)
-        assert second.made[0] == f"paceline {two.name}"
-        assert len(second.made) == 2
-
-
-def test_a_version_that_is_published_at_the_moment_of_return_is_loaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = States(), States()
-    with box(monkeypatch, hosts(2)) as two:
-        batcher = serve(two, first)
-        two.release()
-        publish = threading.Thread(target=batcher.publish, args=(add,), kwargs={"initializer": second})
-        take_back, find, found = two.scale.take_back, Warming.seats, threading.Event()
-
-        def finds(self: Warming) -> Any:
-            seats = find(self)
-            found.set()
-            return seats
-
-        monkeypatch.setattr(Warming, "seats", finds)
-
-        def takes_back(*given: Any) -> None:  # all that answered a moment ago is there
-            publish.start()
-            assert found.wait(20)
-            take_back(*given)
-
-        monkeypatch.setattr(two.scale, "take_back", takes_back)
-        two.come_back()
-        publish.join(60)
-        assert not publish.is_alive()
-        assert [name.startswith("paceline publish") for name in second.made] == [True, True]
-        on(two, batcher, two.name)
-        assert len(second.made) == 2
-
-
 def test_a_load_that_fails_leaves_the_device_away_and_is_not_tried_at_each_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -223,11 +151,14 @@ def test_a_load_that_fails_leaves_the_device_away_and_is_not_tried_at_each_look(
             two.look(models.failed)
         assert len(states.made) == tried + 1
         assert models._failed[two.name][1] == 2 * wait
+        models._failed[two.name] = 0.0, released._LONGEST_RETRY
+        two.look(models.failed)
+        assert models._failed[two.name][1] == released._LONGEST_RETRY
         states.fails = None
         models._failed[two.name] = 0.0, wait
         two.come_back()
         on(two, batcher, two.name)
-        assert len(states.made) == tried + 2
+        assert len(states.made) == tried + 3
         assert not models._failed
 
 
@@ -271,41 +202,31 @@ def test_a_job_that_only_this_device_can_run_brings_it_back_as_it_is_after_a_loa
         assert len(states.made) == 3
 
 
-@pytest.mark.parametrize("what", ["restore", "retire", "unneeded", "useless", "close"])
-def test_a_load_ends_early_for_what_comes_meanwhile(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    first, second = States(), States()
-    with box(monkeypatch, hosts(2)) as two:
-        batchers = [serve(two, first), serve(two, second)]
+@pytest.mark.parametrize("limited", [False, True])
+def test_the_engine_forgets_a_state_if_it_counts_its_bytes(monkeypatch: pytest.MonkeyPatch, limited: bool) -> None:
+    gone: list[tuple[str, str]] = []
+    with box(monkeypatch, hosts(2), memory=dict.fromkeys(hosts(2), 100.0) if limited else None) as two:
+        batcher = two.pool.serve(add, initializer=States(), resident=60.0)
+        on(two, batcher, two.name)
+        monkeypatch.setattr(type(two.engine), "unload", lambda self, *model: gone.append(model), raising=True)
         two.release()
-        first.waits = threading.Event()
-        two.want()
-        assert soon(lambda: len(first.made) == 3)
-        assert f"{two.name} is released, of which {two.name} loads what answers" in two.pool.explain()
-        assert two.pool.report()["devices"][two.name]["released"]
-        assert two.pool.report()["desired_devices"] >= 1
-        calls: dict[str, Callable[[], Any]] = {
-            "restore": lambda: two.pool.restore(two.name),
-            "retire": lambda: two.pool.retire(two.name),
-            "unneeded": two.release,
-            "useless": lambda: two.scale.retire_useless(hosts(2)[0]),
-            "close": two.pool.close,
-        }
-        call = threading.Thread(target=calls[what])
-        call.start()
-        assert soon(lambda: two.name not in two.scale._models.coming)
-        call.join(0.2)
-        assert not two.active, "it is still loading"
-        first.waits.set()
-        call.join(20)
-        assert not call.is_alive()
-        assert soon(lambda: two.scale._models._thread is None)
-        assert second.made[2:] == []
-        assert two.active == (what in ("restore", "useless"))
-        if what in ("restore", "useless"):
-            on(two, batchers[1], two.name)
-            assert first.alive == second.alive == 2
-        elif what != "close":
-            two.look(lambda: first.alive == 1)
+        assert [name for name, _ in gone] == [two.name] * limited
+
+
+def test_what_keeps_nothing_is_not_run_before_the_device_takes_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+
+    def plain(batch: Any) -> Any:
+        seen.add(threading.current_thread().name)
+        return batch + 1
+
+    with box(monkeypatch, hosts(2)) as two:
+        batchers = [serve(two, States()), two.pool.serve(plain)]
+        on(two, batchers[1], two.name)
+        two.release()
+        two.come_back()
+        assert seen
+        assert f"paceline {two.name}" not in seen
 
 
 def test_devices_in_one_memory_keep_what_the_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +235,8 @@ def test_devices_in_one_memory_keep_what_the_others_use(monkeypatch: pytest.Monk
         batcher = serve(two, states, resident=60.0)
         engine = two.engine
         gone = []
+        assert served_by(batcher).load_seconds > 0
+        assert two.scale._models.seconds_of(two.pool._jobs, two.name) == 0.0, "the engine adds what it loads"
         monkeypatch.setattr(type(engine), "unload", lambda self, *model: gone.append(model), raising=True)
         two.release()
         assert not gone, "the other device has its state in the same memory"
@@ -321,35 +244,6 @@ def test_devices_in_one_memory_keep_what_the_others_use(monkeypatch: pytest.Monk
         assert len(states.made) == 2, "the engine decides what is there"
         on(two, batcher, two.name)
         assert len(states.made) == 3
-
-
-def test_a_device_whose_versions_are_exchanged_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = States()
-    with box(monkeypatch, hosts(2)) as two:
-        batcher = serve(two, states)
-        two.release()
-        batcher._versions.exchanging = True
-        two.want()
-        assert soon(lambda: two.scale._models._thread is None)
-        assert not two.active
-        assert len(states.made) == 2
-        batcher._versions.exchanging = False
-        two.come_back()
-        assert len(states.made) == 3
-
-
-def test_nothing_is_freed_while_a_version_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = States()
-    with box(monkeypatch, hosts(2)) as two:
-        batcher = serve(two, states)
-        batcher._versions.bringing = batcher._versions._state.live
-        two.wanted = False
-        two.look(lambda: not two.active)
-        assert soon(lambda: two.scale._models._thread is None)
-        assert states.alive == 2, "the publish may just load there"
-        batcher._versions.bringing = None
-        two.release()
-        assert states.alive == 1
 
 
 def test_a_pool_that_scales_by_itself_loads_what_it_needs() -> None:

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -39,6 +40,19 @@ struct LoadedPool {
   PoolState pool;
   std::size_t kind = 0;
   std::size_t fast = 0;
+};
+
+// Measured. A tenant has a quota of so many devices, and so many are retired.
+struct QuotaPool : LoadedPool {
+  QuotaPool(std::int64_t quota, std::size_t retired) {
+    measure();
+    tenant = pool.add_tenant({.name = "tenant", .devices = quota});
+    for (std::size_t d = 0; d < retired; ++d) (void)pool.retire(0.0, d);
+  }
+  [[nodiscard]] double arrived() const { return pool.loads()[0].arrived; }
+  [[nodiscard]] double waiting() const { return pool.loads()[0].waiting; }
+
+  std::size_t tenant = 0;
 };
 
 TEST(PoolLoads, CountWhatComesAndWhatMayStart) {
@@ -92,87 +106,69 @@ TEST(PoolLoads, CountWhatComesWhenItCouldRunAndAlsoWhoGaveUp) {
 }
 
 TEST(PoolLoads, CountOfATenantWhatItsQuotaLetsRun) {
-  LoadedPool box;
-  box.measure();
-  const std::size_t small = box.pool.add_tenant({.name = "small", .devices = 1});
-  for (std::size_t d = 0; d < 3; ++d) (void)box.pool.retire(0.0, d);
-  for (int n = 0; n < 20; ++n) (void)box.submit(0.0, {.need = n % 2 == 0 ? 0 : box.fast, .tenant = small});
-  EXPECT_EQ(box.pool.loads()[0].waiting, 2.0) << "a batch on one device, whatever the need";
-  EXPECT_EQ(box.pool.loads()[0].arrived, 0.0);
+  QuotaPool box(1, 3);
+  for (int n = 0; n < 20; ++n) (void)box.submit(0.0, {.need = n % 2 == 0 ? 0 : box.fast, .tenant = box.tenant});
+  EXPECT_EQ(box.waiting(), 2.0) << "a batch on one device, whatever the need";
+  EXPECT_EQ(box.arrived(), 0.0);
   for (int n = 0; n < 5; ++n) (void)box.submit(0.0);
-  EXPECT_EQ(box.pool.loads()[0].waiting, 7.0);
-  EXPECT_EQ(box.pool.loads()[0].arrived, 5.0);
+  EXPECT_EQ(box.waiting(), 7.0);
+  EXPECT_EQ(box.arrived(), 5.0);
   (void)box.pool.restore(1.0, 0);
   (void)box.pool.restore(1.0, 1);
-  EXPECT_LE(box.pool.loads()[0].arrived, 7.0) << "what of the tenant has started";
-  EXPECT_LE(box.pool.loads()[0].waiting, 5.0);
+  EXPECT_LE(box.arrived(), 7.0) << "what of the tenant has started";
+  EXPECT_LE(box.waiting(), 5.0);
 }
 
 TEST(PoolLoads, CountOfATenantWithAQuotaAlsoWhatNoDeviceServed) {
-  LoadedPool box;
-  box.measure();
-  const std::size_t small = box.pool.add_tenant({.name = "small", .devices = 1});
-  (void)box.pool.retire(0.0, 0);
-  (void)box.pool.retire(0.0, 1);
-  const auto arrived = [&] { return box.pool.loads()[0].arrived; };
-  (void)box.submit(0.0, {.need = box.fast, .deadline_seconds = 10.0, .tenant = small});
-  EXPECT_EQ(arrived(), 0.0);
+  QuotaPool box(1, 2);
+  (void)box.submit(0.0, {.need = box.fast, .deadline_seconds = 10.0, .tenant = box.tenant});
+  EXPECT_EQ(box.arrived(), 0.0);
   (void)box.pool.tick(11.0);
-  EXPECT_EQ(arrived(), 1.0) << "it has expired";
+  EXPECT_EQ(box.arrived(), 1.0) << "it has expired";
   EXPECT_EQ(box.pool.covers(10.5).size(), 1U);
-  (void)box.submit(11.0, {.deadline_seconds = 1e-3, .tenant = small});
-  EXPECT_EQ(arrived(), 2.0) << "it was refused for its deadline";
-  (void)box.submit(11.0, {.deadline_seconds = 5.0 + 1e-3, .not_before_seconds = 5.0, .tenant = small});
+  (void)box.submit(11.0, {.deadline_seconds = 1e-3, .tenant = box.tenant});
+  EXPECT_EQ(box.arrived(), 2.0) << "it was refused for its deadline";
+  (void)box.submit(11.0, {.deadline_seconds = 5.0 + 1e-3, .not_before_seconds = 5.0, .tenant = box.tenant});
   (void)box.submit(11.0, {.deadline_seconds = 5.0 + 1e-3, .not_before_seconds = 5.0});
-  EXPECT_EQ(arrived(), 2.0) << "they were not due";
-  (void)box.submit(12.0, {.tenant = small});
-  (void)box.submit(12.0, {.deadline_seconds = 1e-3, .tenant = small});
-  EXPECT_EQ(arrived(), 3.0) << "the quota is used";
+  EXPECT_EQ(box.arrived(), 2.0) << "they were not due";
+  (void)box.submit(12.0, {.tenant = box.tenant});
+  (void)box.submit(12.0, {.deadline_seconds = 1e-3, .tenant = box.tenant});
+  EXPECT_EQ(box.arrived(), 3.0) << "the quota is used";
 }
 
 // What waits of a tenant is served before what is turned away. What its quota leaves to that is counted.
 TEST(PoolLoads, CountWhatIsTurnedAwayOnlyIfTheQuotaHoldsItBesideWhatWaits) {
-  LoadedPool box;
-  box.measure();
-  const std::size_t two = box.pool.add_tenant({.name = "two", .devices = 2});
-  for (std::size_t d = 0; d < 2; ++d) (void)box.pool.retire(0.0, d);
-  const auto arrived = [&] { return box.pool.loads()[0].arrived; };
-  const auto refuse = [&] { (void)box.submit(0.0, {.deadline_seconds = 1e-3, .tenant = two}); };
-  (void)box.submit(0.0, {.need = box.fast, .tenant = two});
+  QuotaPool box(2, 2);
+  const auto refuse = [&] { (void)box.submit(0.0, {.deadline_seconds = 1e-3, .tenant = box.tenant}); };
+  (void)box.submit(0.0, {.need = box.fast, .tenant = box.tenant});
   refuse();
-  EXPECT_EQ(arrived(), 1.0) << "one waits, and the quota has two devices";
-  for (int n = 0; n < 20; ++n) (void)box.submit(0.0, {.need = box.fast, .tenant = two});
+  EXPECT_EQ(box.arrived(), 1.0) << "one waits, and the quota has two devices";
+  for (int n = 0; n < 20; ++n) (void)box.submit(0.0, {.need = box.fast, .tenant = box.tenant});
   refuse();
-  EXPECT_EQ(arrived(), 1.0) << "others use both";
-  (void)box.submit(0.0, {.need = box.fast, .deadline_seconds = 10.0, .tenant = two});
+  EXPECT_EQ(box.arrived(), 1.0) << "others use both";
+  (void)box.submit(0.0, {.need = box.fast, .deadline_seconds = 10.0, .tenant = box.tenant});
   (void)box.pool.tick(11.0);
-  EXPECT_EQ(arrived(), 1.0) << "also of what expires";
+  EXPECT_EQ(box.arrived(), 1.0) << "also of what expires";
 }
 
 TEST(PoolLoads, CountAGangThatIsTurnedAwayOnlyIfTheQuotaHoldsItBesideWhatWaits) {
-  LoadedPool box;
-  box.measure();
-  const std::size_t two = box.pool.add_tenant({.name = "two", .devices = 2});
-  for (std::size_t d = 0; d < 3; ++d) (void)box.pool.retire(0.0, d);
+  QuotaPool box(2, 3);
   const auto arrived_when_expired = [&](double now, std::int64_t gang) {
-    (void)box.submit(now, {.deadline_seconds = 1.0, .gang = gang, .tenant = two});
+    (void)box.submit(now, {.deadline_seconds = 1.0, .gang = gang, .tenant = box.tenant});
     (void)box.pool.tick(now + 2.0);
-    return box.pool.loads()[0].arrived;
+    return box.arrived();
   };
   EXPECT_EQ(arrived_when_expired(0.0, 2), 2.0);
-  (void)box.submit(2.0, {.gang = 2, .tenant = two});
+  (void)box.submit(2.0, {.gang = 2, .tenant = box.tenant});
   EXPECT_EQ(arrived_when_expired(2.0, 2), 2.0) << "the one that waits uses both";
   EXPECT_EQ(arrived_when_expired(4.0, 1), 2.0);
 }
 
 TEST(PoolLoads, CountAllOfATenantWhoseQuotaHoldsNothingBack) {
-  LoadedPool box;
-  box.measure();
-  const std::size_t wide = box.pool.add_tenant({.name = "wide", .devices = 3});
-  for (std::size_t d = 0; d < 3; ++d) (void)box.pool.retire(0.0, d);
-  for (int n = 0; n < 20; ++n) (void)box.submit(0.0, {.tenant = wide});
-  EXPECT_EQ(box.pool.loads()[0].arrived, 20.0);
-  EXPECT_EQ(box.pool.loads()[0].waiting, 20.0);
+  QuotaPool box(3, 3);
+  for (int n = 0; n < 20; ++n) (void)box.submit(0.0, {.tenant = box.tenant});
+  EXPECT_EQ(box.arrived(), 20.0);
+  EXPECT_EQ(box.waiting(), 20.0);
 }
 
 TEST(PoolLoads, TakeARunThatHungForTen) {
@@ -224,13 +220,9 @@ TEST(PoolLoads, TellTheWorkOfRunsByTheModelsOfNow) {
 }
 
 TEST(PoolCovers, NeedNoDeviceForWhatAQuotaHoldsBack) {
-  LoadedPool box;
-  box.measure();
-  const std::size_t small = box.pool.add_tenant({.name = "small", .devices = 1});
-  (void)box.pool.retire(0.0, 0);
-  (void)box.pool.retire(0.0, 1);
-  (void)box.submit(0.0, {.tenant = small});
-  (void)box.submit(1.0, {.need = box.fast, .tenant = small});
+  QuotaPool box(1, 2);
+  (void)box.submit(0.0, {.tenant = box.tenant});
+  (void)box.submit(1.0, {.need = box.fast, .tenant = box.tenant});
   EXPECT_TRUE(box.pool.covers(0.0).empty()) << "the tenant uses the third device";
   (void)box.submit(2.0, {.need = box.fast});
   EXPECT_EQ(box.pool.covers(5.0).size(), 1U);

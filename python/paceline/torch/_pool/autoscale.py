@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from typing import Any
 
 from paceline import Error, InvalidArgument
 from paceline._core.plan import Scaler
-from paceline._words import plural
+from paceline._words import plural, warn
 from paceline.torch._pool.jobs import Jobs
 from paceline.torch._pool.released import Released
 from paceline.torch._pool.tenants import by_name
@@ -104,7 +102,9 @@ class Scale:
             changes = self._decide(jobs)
         for name, want in changes:
             if want and self.acts and jobs.keeps_models and name not in self._models.failed():
-                self._models.coming.add(name)
+                with self._lock:
+                    if name in self.released:
+                        self._models.want(name)
             elif want:
                 self._models.leave(jobs, name)
                 self.take_back(jobs, name)
@@ -212,7 +212,6 @@ class Scale:
         with self._lock:
             was = device in self._out
             self.released.discard(device)
-            self._models.coming.discard(device)
             (self._out.add if out else self._out.discard)(device)
         if not out and (jobs := self._jobs()) is not None:
             self._models.leave(jobs, device)
@@ -270,8 +269,7 @@ def _look(known: weakref.ref[Scale], over: threading.Event, wake: threading.Even
         except Exception as error:  # it has to go on: a pool that closes may need devices back
             if not (warned or isinstance(error, Error)):  # an error of ours is such as a device that is just lost
                 warned = True
-                with contextlib.suppress(Exception):  # warnings may be errors
-                    warnings.warn(f"paceline autoscale: a look has failed: {error!r}", RuntimeWarning, stacklevel=1)
+                warn(f"paceline autoscale: a look has failed: {error!r}")
         del scale
 
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from paceline import Device, InvalidArgument
+from paceline._words import warn
 from paceline.torch._devices import cuda
 from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.job import clear_frames
@@ -214,12 +214,9 @@ class GraphedCopies(Copies):
         if self._warned:
             return
         self._warned = True
-        with contextlib.suppress(RuntimeWarning):  # where warnings are errors
-            warnings.warn(
-                f"{self._name}: graphs=True: {why}. Batches run without new graphs from now on, which is exact, but slower.",
-                RuntimeWarning,
-                stacklevel=1,
-            )
+        warn(
+            f"{self._name}: graphs=True: {why}. Batches run without new graphs from now on, which is exact, but slower."
+        )
 
 
 def _frozen(seat: Seat, answers: Any) -> str | None:

@@ -277,6 +277,10 @@ class Jobs:
         """Whether the engine decides by the pool's ``memory=`` which states are in the memory of the device."""
         return not self.memory.keys().isdisjoint((seat.name, *self._beside(seat)))
 
+    def loads_ahead(self, seat: Seat, served: Served) -> bool:
+        """Whether a device that comes back loads it before, and not with its first batch."""
+        return served.keeps and not (served.resident and self.limits(seat))
+
     def unload(self, seat: Seat) -> None:
         """Free what models keep on a device that runs nothing. What other devices in its memory use stays."""
         others = self._beside(seat)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from paceline import InvalidArgument
 from paceline._pool_question import Place, asker
+from paceline._words import warn
 
 
 class Placing:
@@ -32,13 +31,10 @@ class Placing:
             text = f"{type(error).__name__}: {error}"
             self.failures += 1
             if self.last_failure is None:
-                with contextlib.suppress(Exception):  # warnings may be errors
-                    warnings.warn(
-                        f"paceline: the placement {self.name} of a pool has failed. The fastest idle device takes the job, and those of later errors, "
-                        f"which explain() and report() count.\n{''.join(traceback.format_exception(error)).rstrip()}",
-                        RuntimeWarning,
-                        stacklevel=1,
-                    )
+                warn(
+                    f"paceline: the placement {self.name} of a pool has failed. The fastest idle device takes the job, and those of later errors, "
+                    f"which explain() and report() count.\n{''.join(traceback.format_exception(error)).rstrip()}"
+                )
             self.last_failure = text
             return text
 

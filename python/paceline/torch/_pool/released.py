@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
-import warnings
 from typing import TYPE_CHECKING
 
+from paceline._words import warn
 from paceline.torch._pool.job import clear_frames
 
 if TYPE_CHECKING:
@@ -47,6 +46,13 @@ class Released:
         """The device was just released."""
         self._full[name] = time.monotonic() + _SETTLED
 
+    def want(self, name: str) -> None:
+        """Load what answers on a released device, and then take it back."""
+        with self._lock:
+            if not self._over:
+                self.note(name)  # what is loaded is freed if it stays away
+                self.coming.add(name)
+
     def back(self, name: str) -> None:
         """The device is about to take work."""
         self.coming.discard(name)
@@ -62,18 +68,18 @@ class Released:
     def go_on(self, jobs: Jobs) -> None:
         """Do what is due, on a thread, unless one is at it."""
         with self._lock:
-            if self._over or self._thread is not None or not (self.coming or self._full):
-                return
-            thread = threading.Thread(target=self._run, args=(jobs,), name="paceline pool released", daemon=True)
-            thread.start()
-            self._thread = thread
+            if not self._over and self._thread is None and (self.coming or self._full):
+                thread = threading.Thread(target=self._run, args=(jobs,), name="paceline pool released", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def end(self) -> None:
-        """Stop, and wait until that is so: the pool's streams end."""
-        self._over = True
-        self.coming.clear()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        """Stop, and wait until that is so: the pool's streams end. What is loaded or freed may close the pool, and waits for nothing."""
+        with self._lock:
+            self._over = True
+            self.coming.clear()
+            thread = self._thread
+        if thread is not None and threading.current_thread() not in (thread, self._loads):
             thread.join()
 
     def failed(self) -> set[str]:
@@ -86,7 +92,8 @@ class Released:
             return 0.0
         known = [*self._seconds.values()]
         if not known:
-            known = [sum(made.served.load_seconds for one in jobs.versions() for made in one.answering())]
+            answers = [made.served for one in jobs.versions() for made in one.answering()]
+            known = [sum(one.load_seconds for one in answers if jobs.loads_ahead(jobs.seats[name], one))]
         return self._seconds.get(name, max(known))
 
     def _run(self, jobs: Jobs) -> None:
@@ -141,7 +148,6 @@ class Released:
 
         try:
             with seat.loading():
-                self.note(name)  # what was loaded is freed if it stays away
                 while goes_on():
                     # Before the look at what there is, so that a version that comes later is loaded there as well.
                     self.arriving.add(name)
@@ -168,15 +174,12 @@ class Released:
 
     def _fail(self, name: str, what: str, error: BaseException) -> None:
         clear_frames(error)  # they refer to what was loaded
-        self.coming.discard(name)
-        first = name not in self._failed
-        wait = _RETRY if first else min(2 * self._failed[name][1], _LONGEST_RETRY)
+        before = self._failed.get(name)
+        wait = _RETRY if before is None else min(2 * before[1], _LONGEST_RETRY)
         self._failed[name] = time.monotonic() + wait, wait
-        if first:
-            with contextlib.suppress(RuntimeWarning):  # where warnings are errors
-                warnings.warn(
-                    f"paceline autoscale: {name} stays released, since loading {what} there has raised {error!r}. The pool tries it again from time to time. "
-                    f"restore({name!r}) takes the device back as it is.",
-                    RuntimeWarning,
-                    stacklevel=1,
-                )
+        self.coming.discard(name)
+        if before is None:
+            warn(
+                f"paceline autoscale: {name} stays released, since loading {what} there has raised {error!r}. The pool tries it again from time to time. "
+                f"restore({name!r}) takes the device back as it is."
+            )

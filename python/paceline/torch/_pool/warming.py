@@ -128,7 +128,7 @@ class Warming:
         A state whose bytes the pool's ``memory=`` counts comes with its first batch, as always: the engine decides which ones are there.
         """
         made, served = self._made, self._made.served
-        if not served.keeps or (served.resident and self._jobs.limits(seat)):
+        if not self._jobs.loads_ahead(seat, served):
             return
         seat.prepare()
         with seat.entered():  # no job uses the stream

@@ -6,13 +6,13 @@ import contextlib
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from paceline import Error, InvalidArgument, Timeout
+from paceline._words import warn
 from paceline.torch._devices.compile_gate import CompileGate
 from paceline.torch._pool.job import of_users
 from paceline.torch._pool.seats import Seat
@@ -70,7 +70,7 @@ class Watchdog:
             self.hung.add(device)
             self.hangs.append(hang)
             jobs.figures.end_run(lead, known)
-            self._warn(told)
+            warn(f"paceline {told}")
 
         lead.on_timeout = note  # before anybody who waits for it goes on
         try:
@@ -78,7 +78,7 @@ class Watchdog:
                 CompileGate.forget(thread)
                 forget_load(thread)
         except Error as error:
-            self._warn(f"{message} It goes on, and its jobs wait, since {device} gives no other stream: {error}")
+            warn(f"paceline {message} It goes on, and its jobs wait, since {device} gives no other stream: {error}")
             raise
         finally:
             lead.on_timeout = None
@@ -93,10 +93,6 @@ class Watchdog:
         self.hangs.append({"device": seat.name, "kind": kind, "jobs": 0, "where": where, "time": time.time()})
         told = f"it has taken more than hang_seconds={self.seconds:g} s{where and f', and is at {where}'}."
         return Timeout(f"{told} The pool has given it up, and its thread goes on.")
-
-    def _warn(self, message: str) -> None:
-        with contextlib.suppress(Exception):  # such as the warning itself, where warnings are errors
-            warnings.warn(f"paceline {message}", RuntimeWarning, stacklevel=1)
 
 
 def run_beside(watchdog: Watchdog | None, seat: Seat, kind: str, load: Callable[[], None]) -> None:
