@@ -144,7 +144,15 @@ def test_what_warms_a_version_leaves_most_of_the_time_to_the_service(monkeypatch
     with pool_of() as pool:
         batcher = pool.serve(adds(10), max_batch=4)
         ask(batcher, 1)[0].result()
+        put, priorities = pool._jobs.put, set()
+
+        def watched(work: Any, **how: Any) -> None:
+            priorities.add(how["priority"])
+            put(work, **how)
+
+        monkeypatch.setattr(pool._jobs, "put", watched)
         batcher.publish(adds(20))
+        assert priorities == {"normal"}  # requests come first
         # On each device after each of four sizes, and of six measured batches; on a GPU also after one of the version that is there.
         assert len(rests) >= 2 * (4 + 6)
         assert rests == [min(9 * seconds, 1.0) for seconds in ran]  # a tenth of the time, or a second
