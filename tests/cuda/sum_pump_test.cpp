@@ -300,7 +300,8 @@ TEST(SumPump, IsLeftBehindWhereCudaDoesNotComeBackAndEnqueuesNothingMore) {
     boot_with_writes(1, 4, 4);
     HangingCopy copy;
     {
-      Buckets buckets(group_of(kFour), {.timeout = kShort});
+      // Long against the pauses of a busy machine, in which another copy than the one that hangs would be late.
+      Buckets buckets(group_of(kFour), {.timeout = std::chrono::seconds(1)});
       copy.arm(1, ends_first ? cudaErrorUnknown : cudaSuccess);
       ASSERT_NO_FATAL_FAILURE(begin_and_seal(buckets));
       copy.await();
