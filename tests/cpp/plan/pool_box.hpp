@@ -35,6 +35,27 @@ struct Box {
   PoolDecisions last;
 };
 
+// Device 0 is slow, 10 s a job; device 1 takes 1 s, and is released.
+struct Released : Box {
+  explicit Released(double activation = 5.0, std::vector<double> seconds = {10.0, 1.0}, PoolOptions options = exact(),
+                    PoolKind kind = {.name = "work"})
+      : Box(seconds, std::move(options), std::move(kind)) {
+    for (std::size_t d = 1; d < seconds.size(); ++d) last = pool.retire(0.0, d, true, activation);
+  }
+  static PoolOptions exact() { return {.margin = 1.0}; }
+  bool rejected() const {
+    return last.ends.size() == 1 && last.ends[0].outcome == JobOutcome::rejected &&
+           last.ends[0].reason == PoolReason::deadline;
+  }
+  bool expired() const { return last.ends.size() == 1 && last.ends[0].outcome == JobOutcome::expired; }
+  std::vector<std::pair<std::vector<bool>, std::size_t>> covers() const {
+    std::vector<std::pair<std::vector<bool>, std::size_t>> all;
+    for (const PoolCover& cover : pool.covers(0.0)) all.emplace_back(cover.devices, cover.count);
+    return all;
+  }
+  void tick(double now) { last = pool.tick(now); }
+};
+
 inline std::vector<std::size_t> devices_of(const PoolDecisions& decisions) {
   std::vector<std::size_t> found;
   for (const PoolStart& start : decisions.starts) found.insert(found.end(), start.devices.begin(), start.devices.end());

@@ -4,9 +4,13 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <sstream>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include <paceline/error.hpp>
 #include <paceline/plan/pool.hpp>
 
 #include "draws.hpp"
@@ -16,26 +20,6 @@ namespace paceline::plan::testing {
 namespace {
 
 constexpr double kForEver = std::numeric_limits<double>::infinity();
-
-// Device 0 is slow, 10 s a job; device 1 takes 1 s, and is released.
-struct Released : Box {
-  explicit Released(double activation = 5.0, std::vector<double> seconds = {10.0, 1.0}, PoolOptions options = exact())
-      : Box(seconds, std::move(options)) {
-    for (std::size_t d = 1; d < seconds.size(); ++d) last = pool.retire(0.0, d, true, activation);
-  }
-  static PoolOptions exact() { return {.margin = 1.0}; }
-  bool rejected() const {
-    return last.ends.size() == 1 && last.ends[0].outcome == JobOutcome::rejected &&
-           last.ends[0].reason == PoolReason::deadline;
-  }
-  bool expired() const { return last.ends.size() == 1 && last.ends[0].outcome == JobOutcome::expired; }
-  std::vector<std::pair<std::vector<bool>, std::size_t>> covers() const {
-    std::vector<std::pair<std::vector<bool>, std::size_t>> all;
-    for (const PoolCover& cover : pool.covers(0.0)) all.emplace_back(cover.devices, cover.count);
-    return all;
-  }
-  void tick(double now) { last = pool.tick(now); }
-};
 
 TEST(PoolDeadlines, AJobThatOnlyAReleasedDeviceEndsInTimeIsTakenAndWantsIt) {
   Released box;
@@ -61,6 +45,7 @@ TEST(PoolDeadlines, AJobForWhichTheActivationTakesTooLongIsRejectedAtOnce) {
 TEST(PoolDeadlines, AJobWaitsForADeviceThatIsWantedUntilItWouldBeTooLateThere) {
   Released box;
   (void)box.submit(0.0, {.deadline_seconds = 7.0});
+  EXPECT_NEAR(box.last.wake_seconds, 6.0, 1e-9) << "it is wanted already";
   box.tick(3.0);  // wanted now, the device would come too late
   EXPECT_TRUE(box.last.ends.empty());
   EXPECT_NEAR(box.last.wake_seconds, 6.0, 1e-9);

@@ -38,10 +38,7 @@ std::vector<PoolWay> State::gang_ways(const Job& job, std::span<const double> be
   PoolWay way;
   for (const auto& [begin, d] : order) {
     way.activation = begin;
-    if (!devices[d].active) {
-      way.released_at = std::max(way.released_at, devices[d].released_at);
-      way.counted_since = std::max(way.counted_since, devices[d].counted_since);
-    }
+    if (!devices[d].active) way.counted_since = std::max(way.counted_since, devices[d].counted_since);
     const double alone = seconds(job.kind, d, job.cost);
     const double here = alone >= 0.0 ? alone + load_seconds(job.kind, d) : 0.0;
     fastest.insert(std::ranges::upper_bound(fastest, here), here);
@@ -111,8 +108,7 @@ bool State::admits(const Job& job, double now) {
     });
   };
   if (!can_end(job.due)) return false;
-  if (!own.known || !own.released_known || own.rate + own.released_rate <= 0.0) return true;
-  return can_end(std::max(job.due, now + seconds_before(own, {job.key, job.id}, false)));
+  return !own.known || !own.released_known || can_end(now + seconds_before(own, {job.key, job.id}, false));
 }
 
 double State::last_start(const Job& job, std::span<const PoolWay> all) const {
@@ -138,9 +134,7 @@ void State::expire(double now, PoolDecisions& out) {
   std::vector<JobId> late;
   const auto end_late = [&] {
     for (const JobId id : late) {
-      Job* const job = jobs.find(id);
-      if (job == nullptr) continue;  // it depended on another one
-      turn_away(*job);
+      turn_away(jobs.at(id));
       end(id, JobOutcome::expired, PoolReason::deadline, std::nullopt, out);
     }
     return !std::exchange(late, {}).empty();
@@ -154,12 +148,7 @@ void State::expire(double now, PoolDecisions& out) {
     do {
       visit_timed(lines[i], [&](const Job& job) { look(job, ways(lines[i], job)); });
     } while (end_late());
-    // Lines may have become empty: this one, and those with jobs that depend on others.
-    if (at < active_lines.size() && active_lines[at] == i) {
-      ++at;
-    } else {
-      at = static_cast<std::size_t>(std::ranges::upper_bound(active_lines, i) - active_lines.begin());
-    }
+    if (at < active_lines.size() && active_lines[at] == i) ++at;  // otherwise it is empty, and the next one is here
   }
   for (const auto& [background, key, id] : gangs) {
     if (const Job& job = jobs.at(id); job.timed()) look(job, gang_ways(job));
@@ -276,7 +265,7 @@ std::vector<PoolCover> State::deadline_covers(const CountOn& count_on) {
       if (cover.devices[d] && !devices[d].active) away.push_back(d);
     }
     const auto there = std::ranges::count(cover.devices, true) - std::ssize(away);
-    count_on(away, std::max<std::int64_t>(job.gang - there, 1));
+    count_on(away, job.gang - there);
     all.push_back(std::move(cover));
   }
   return all;
@@ -285,7 +274,9 @@ std::vector<PoolCover> State::deadline_covers(const CountOn& count_on) {
 // Notes which released devices deadlines need, and says so if these are more than before.
 void State::count_on_released(PoolDecisions& out) {
   const std::int64_t before = std::exchange(counted_on, 0);
-  if (std::ranges::none_of(devices, [](const Device& one) { return one.activation < kNever; })) return;
+  if (std::ranges::none_of(devices,
+                           [](const Device& one) { return std::min(one.activation, one.counted_since) < kNever; }))
+    return;
   std::vector<double> since(devices.size(), kNever);
   (void)deadline_covers([&](const std::vector<std::size_t>& away, std::int64_t more) {
     counted_on += more;

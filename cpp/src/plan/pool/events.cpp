@@ -190,9 +190,7 @@ void State::note_size(Kind& kind, const Run& run, double seconds) {
   const auto place = std::ranges::find(sizes, std::ssize(run.jobs));
   Measured& on = kind.on[run.devices.front()];
   on.times.add(static_cast<std::size_t>(place - sizes.begin()), sizes.size(), seconds);
-  if (!on.known) return;
-  on.times.compare(on.model, sizes);
-  ++kind.epoch;
+  if (on.known && on.times.compare(on.model, sizes)) ++kind.epoch;
 }
 
 // The means of the last 100 runs or so, of their squares the last 1000, for how long a job waits for one that runs.

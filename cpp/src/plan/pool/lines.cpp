@@ -81,11 +81,7 @@ void State::rank(PoolLine& line) {
     line.least_seconds = std::min(line.least_seconds, line.ranked.back().seconds);
   }
   // What a placement binds to an active device starts on no other one.
-  if (!line.ranked.empty() && binds()) {
-    line.released.clear();
-    line.released_rate = 0.0;
-    line.released_known = true;
-  }
+  if (!line.ranked.empty() && binds()) line.released.clear();
   if (!line.known || line.ranked.empty()) line.least_seconds = line.rate = 0.0;
   std::stable_sort(line.ranked.begin(), line.ranked.end(),
                    [](const auto& a, const auto& b) { return a.seconds < b.seconds; });

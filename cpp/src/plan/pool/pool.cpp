@@ -267,7 +267,6 @@ PoolDecisions PoolState::retire(double now_seconds, std::size_t device, bool pau
   require(activation_seconds >= 0.0, "activation_seconds is {}; it cannot be negative", activation_seconds);
   advance(s, now_seconds);
   one.paused = paused;
-  if (one.active || one.activation == kNever) one.released_at = now_seconds;
   one.activation = activation_seconds;
   ++s.epoch;
   stop(s, now_seconds, device);

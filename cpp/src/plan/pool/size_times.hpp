@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <paceline/plan/cost_model.hpp>
@@ -35,9 +36,9 @@ class SizeTimes {
     size.at = runs_++;
   }
 
-  /// To be called when the line, or a time, is another one.
-  void compare(const CostModel& line, std::span<const std::int64_t> sizes) {
-    seconds_.clear();
+  /// To be called when the line, or a time, is another one. Whether `seconds` are others now.
+  bool compare(const CostModel& line, std::span<const std::int64_t> sizes) {
+    const std::vector<double> before = std::exchange(seconds_, {});
     for (std::size_t place = 0; place < sizes_.size(); ++place) {
       const Size& size = sizes_[place];
       const double expected = seconds_of(line, static_cast<double>(sizes[place]));
@@ -51,6 +52,7 @@ class SizeTimes {
       }
       seconds_[place] = last[1];
     }
+    return seconds_ != before;
   }
 
   /// By size. Empty: all are on the line.

@@ -57,10 +57,9 @@ class PoolState::State {
     std::size_t cls = 0;
     std::size_t space = 0;
     bool active = true;
-    bool lost = false;           // and retired
-    bool paused = false;         // and retired, for so short that as many jobs may wait
-    double activation = kNever;  // seconds, if it is released: retired, and comes back when a deadline needs it
-    double released_at = -kNever;
+    bool lost = false;              // and retired
+    bool paused = false;            // and retired, for so short that as many jobs may wait
+    double activation = kNever;     // seconds, if it is released: retired, and comes back when a deadline needs it
     double counted_since = kNever;  // when a job that waits first needed it back
     RunId run{};                    // 0: idle
     Run current = {};               // of run, if this is its first device
@@ -280,7 +279,7 @@ class PoolState::State {
   template <class Visit>
   void visit_timed(const PoolLine& line, const Visit& visit) const;
   [[nodiscard]] PoolWay way_of(const Device& device, double seconds = 0.0) const {
-    return {device.activation, device.released_at, device.counted_since, seconds};
+    return {device.activation, device.counted_since, seconds};
   }
 
   // Gangs, in gangs.cpp.
