@@ -135,6 +135,28 @@ TEST(Scaler, ForecastsOverTheSecondsOfAnActivation) {
   EXPECT_GT(slow.scaler.demand().work_per_second, fast.scaler.demand().work_per_second + 0.5);
 }
 
+TEST(Scaler, FollowsATrendOnlyWhereItStandsOutOfTheNoise) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    Draws draws(seed);
+    ScaledBox slow(std::vector<ScaleDevice>(8, {.activation_seconds = 30.0, .keep_seconds = 30.0}));
+    ScaledBox fast(std::vector<ScaleDevice>(8));
+    const auto ahead = [&](double jobs) {  // what the forecast adds over the seconds of an activation
+      double work = 0.0;
+      for (int n = 0; n < 200; ++n) work += draws.chance(jobs / 200.0) ? 0.05 : 0.0;
+      (void)slow.tick(work);
+      (void)fast.tick(work);
+      return slow.scaler.demand().work_per_second - fast.scaler.demand().work_per_second;
+    };
+    for (int t = 0; t < 60; ++t) (void)ahead(40.0);
+    int followed = 0;
+    for (int t = 0; t < 600; ++t) followed += ahead(40.0) != 0.0 ? 1 : 0;
+    EXPECT_LT(followed, 60) << seed << ": the same comes all the time";
+    double most = 0.0;
+    for (int t = 0; t < 40; ++t) most = std::max(most, ahead(40.0 + 0.55 * t));
+    EXPECT_GT(most, 0.4) << seed << ": 0.0275 more each second";
+  }
+}
+
 TEST(Scaler, LeavesWhatIsNotUsableAndSaysHowManyWouldDo) {
   ScaledBox box(std::vector<ScaleDevice>(2, {.active = false}));
   for (int t = 0; t < 200; ++t) (void)box.tick(5.3);

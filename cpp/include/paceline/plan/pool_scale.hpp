@@ -53,7 +53,7 @@ struct ScaleDemand {
 struct ScaleOptions {
   double wait_seconds = 0.1;  ///< the mean wait; four fifths are planned for, so that most minutes keep it
   double level_gain = 0.1;    ///< Holt's alpha, for a second
-  double trend_gain = 0.02;   ///< Holt's beta, for a second
+  double trend_gain = 0.1;    ///< Holt's beta, for a second
 };
 
 /// What happened since the last decision.
@@ -73,8 +73,8 @@ struct ScaleTick {
 ///
 /// Adds at once, and removes a device once it was not needed for so long that this has cost as much as its return (ski
 /// rental: at most twice the price of who knows the future). Work that comes is forecast over the seconds that an
-/// activation takes, with its trend. Source: Holt, ONR Memorandum 52, 1957 (International Journal of Forecasting 20,
-/// 2004).
+/// activation takes, with its trend where this stands out of the noise of arrivals. Source: Holt, ONR Memorandum 52,
+/// 1957 (International Journal of Forecasting 20, 2004).
 class PACELINE_API Scaler {
  public:
   /// @throws InvalidArgument if the target is not positive, or a gain is not from 0 to 1.
@@ -95,6 +95,7 @@ class PACELINE_API Scaler {
 
  private:
   void learn(const ScaleTick& tick);
+  [[nodiscard]] double trend() const;  // 0 if it may be noise
   void count(std::span<const ScaleDevice> devices, const std::vector<bool>& wanted);
 
   ScaleOptions options_;
@@ -103,6 +104,8 @@ class PACELINE_API Scaler {
   bool begun_ = false;
   double level_ = 0.0;
   double trend_ = 0.0;
+  double errors_ = 0.0;  // squares of those of forecasts, for a second, of `ticks_` ticks: old ones count less
+  double ticks_ = 0.0;
   double wait_ = 0.0;
   std::size_t desired_ = 0;
   std::vector<double> unneeded_;  // seconds, by device

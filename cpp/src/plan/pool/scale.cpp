@@ -14,7 +14,8 @@ namespace paceline::plan {
 namespace {
 
 constexpr std::size_t kMostByTrying = 12;  // devices: 4096 sets
-constexpr double kRunGain = 0.05;          // of the runs of a second
+constexpr double kRunGain = 0.05;          // of the runs of a second, and of the errors of forecasts
+constexpr double kStandardErrors = 3.0;    // by which a trend differs from zero, or it counts as noise
 constexpr double kAim = 0.8;               // of the target: minutes differ, and most shall keep it
 constexpr std::size_t kMostDesired = 4096;
 constexpr double kBacklogSeconds = 60.0;  // in which devices that the box lacks would serve what waits
@@ -106,12 +107,16 @@ Scaler::Scaler(ScaleOptions options) : options_(options) {
 void Scaler::learn(const ScaleTick& tick) {
   require(std::isfinite(tick.seconds) && tick.seconds > 0.0, "a tick has {} seconds; they must be positive",
           tick.seconds);
+  const double kept = std::pow(1.0 - kRunGain, tick.seconds);
   const double rate = tick.arrived_work / tick.seconds;
   if (!begun_) {
     level_ = rate;
     begun_ = true;
   } else {
     const double before = level_;
+    const double error = rate - level_ - trend_ * tick.seconds;
+    errors_ = kept * errors_ + error * error * tick.seconds;  // of a second: the longer a tick, the less
+    ticks_ = kept * ticks_ + 1.0;
     const double gain = 1.0 - std::pow(1.0 - options_.level_gain, tick.seconds);
     const double trend_gain = 1.0 - std::pow(1.0 - options_.trend_gain, tick.seconds);
     level_ = gain * rate + (1.0 - gain) * (level_ + trend_ * tick.seconds);
@@ -122,7 +127,6 @@ void Scaler::learn(const ScaleTick& tick) {
   const double runs = known ? tick.runs : tick.arrived_jobs;
   const double work = known ? tick.run_work : tick.arrived_work;
   const double square = known ? tick.run_square : 2.0 * work * work / runs;
-  const double kept = std::pow(1.0 - kRunGain, tick.seconds);
   const auto add = [&](double& sum, double one) { sum = kept * sum + one; };
   add(seen_.arrived_work, tick.arrived_work);
   add(seen_.runs, runs);
@@ -133,6 +137,12 @@ void Scaler::learn(const ScaleTick& tick) {
   demand_.run_seconds = mean;
   demand_.variability = (1.0 + std::max(0.0, seen_.run_square / seen_.runs / (mean * mean) - 1.0)) / 2.0;
   demand_.overhead = std::max(1.0, seen_.run_work / seen_.arrived_work);
+}
+
+double Scaler::trend() const {
+  // Var(trend) of Holt's recursion is alpha beta^2 / 2 for white noise, if the gains are small.
+  const double variance = options_.level_gain * options_.trend_gain * options_.trend_gain / 2.0 * errors_;
+  return trend_ * trend_ * ticks_ > kStandardErrors * kStandardErrors * variance ? trend_ : 0.0;
 }
 
 std::vector<bool> Scaler::decide(std::span<const ScaleDevice> devices, const ScaleTick& tick) {
@@ -149,8 +159,9 @@ std::vector<bool> Scaler::decide(std::span<const ScaleDevice> devices, const Sca
     rate += active[d] ? devices[d].speed : 0.0;
     horizon = std::max(horizon, tick.seconds + devices[d].activation_seconds);
   }
-  demand_.work_per_second = std::max(0.0, level_ + trend_ * horizon);
-  const double until_then = std::max(0.0, level_ + trend_ * horizon / 2.0) - rate;
+  const double trend = this->trend();
+  demand_.work_per_second = std::max(0.0, level_ + trend * horizon);
+  const double until_then = std::max(0.0, level_ + trend * horizon / 2.0) - rate;
   demand_.backlog = std::max(0.0, tick.waiting_work + until_then * horizon);
   std::vector<bool> wanted = least_devices(devices, active, all, demand_, kAim * options_.wait_seconds);
 
