@@ -87,12 +87,18 @@ class Service:
         ]
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
 
-    def run(self, listener: socket.socket, stop_after: float, early: Sequence[int]) -> None:
+    def run(self, host: str, port: int, early: Sequence[int], stop_after: float = math.inf) -> None:
         """Serve until SIGTERM or Ctrl-C, or for so many seconds. `early`: what `early_signals` has returned."""
         config = uvicorn.Config(self.app, log_level="warning", timeout_keep_alive=60, timeout_graceful_shutdown=GRACE)
         self._server, self._stop_after, self._early = uvicorn.Server(config), stop_after, early
-        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it once it has ended
-            self._server.run(sockets=[listener])
+        # asyncio turns Nagle's algorithm off only for sockets that name TCP. With it an answer may wait 40 ms for an acknowledgement.
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(2048)
+            print(f"listening on {host} port {listener.getsockname()[1]}", flush=True)
+            with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it once it has ended
+                self._server.run(sockets=[listener])
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -317,13 +323,7 @@ def early_signals() -> Sequence[int]:
 def serve(args: argparse.Namespace) -> int:
     early = early_signals()
     service = Service(args.devices, args.batch)
-    # asyncio turns Nagle's algorithm off only for sockets that name TCP. With it an answer may wait 40 ms for an acknowledgement.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", args.listen))
-        listener.listen(2048)
-        print(f"listening on 127.0.0.1 port {listener.getsockname()[1]}", flush=True)
-        service.run(listener, args.stop_after, early)
+    service.run("127.0.0.1", args.listen, early, args.stop_after)
     print(service.explanation, end="")
     print(json.dumps(service.pool.report()["outcomes"]))
     return 0

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -48,12 +46,7 @@ def main() -> int:
     args = parser.parse_args()
     serve.DRAIN_SECONDS, early = args.drain, serve.early_signals()
     service = PodService("auto", args.batch)  # every GPU, or every host device
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:  # as in serve.py
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((args.host, args.port))
-        listener.listen(2048)
-        print(f"listening on {args.host} port {listener.getsockname()[1]}", flush=True)
-        service.run(listener, math.inf, early)
+    service.run(args.host, args.port, early)
     print(json.dumps(service.pool.report()["outcomes"]))
     return 0
 
