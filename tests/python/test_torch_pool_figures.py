@@ -319,7 +319,7 @@ def test_an_objective_of_optuna_runs_as_the_guide_says_and_what_it_prunes_did_no
         assert device == torch.device("cpu")
         if trial.number == 3:
             raise optuna.TrialPruned
-        return trial.suggest_float("x", -1.0, 1.0) ** 2
+        return float(trial.suggest_float("x", -1.0, 1.0)) ** 2
 
     names = {"Pool": pool_of, "study": (study := optuna.create_study()), "objective": objective}
     exec(compile(program.replace("100", "6"), "<guide>", "exec"), names)

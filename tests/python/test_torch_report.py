@@ -155,7 +155,7 @@ def test_devices_are_given_in_several_ways() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param({"module": (one for one in [])}, "module is a generator", id="generator"),
+        pytest.param({"module": (one for one in "")}, "module is a generator", id="generator"),
         ({"devices": 2}, "devices is 2; give 'auto'"),
         ({"devices": [0.5, 1]}, r"devices is \[0.5, 'host:1'\]"),
         ({"devices": ["host:0", "host:0"]}, "twice"),
