@@ -107,7 +107,7 @@ struct PACELINE_API StepRecord {
   double compute_seconds = 0.0;     ///< from the first start to the last finish of a micro-batch: the makespan
   double reduce_seconds = 0.0;  ///< from there to the end of the reduction; 0 (not measured) with asynchronous devices
   double step_seconds = 0.0;    ///< from handing the step to the workers to the end of the reduction
-  /// See balance::StepTimings::startup_seconds. Empty (not measured) with asynchronous devices and scripts.
+  /// See balance::StepTimings::startup_seconds. Empty (not measured) in scripts.
   std::vector<std::optional<double>> startup_seconds{};
   /// See balance::StepTimings::lent_parts. Empty with asynchronous devices, too, where it is not measured.
   std::vector<double> lent_parts{};

@@ -66,7 +66,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         wait for the same devices are served in the ratio of their weights, in units of cost.
     hang_seconds
         A job or a batch that runs for longer is given up: its future has `Timeout`, a warning names the job, the device and the line, and another thread
-        takes the jobs of the device. The thread that hangs goes on, and so does a GPU, beside later jobs. More than any job takes, with compiling and loading.
+        takes the jobs of the device. The thread that hangs goes on, and so does a GPU, beside later jobs. Likewise a load by `Batcher.publish`, or of a device that comes back. More than any job takes, with compiling and loading.
     autoscale
         Whether to release devices that are not needed, with the memory of models there, and to load and take them back, so that jobs wait for 0.1 s in the mean. `Autoscale` has other figures.
     observe

@@ -62,7 +62,7 @@ class Asks(Pages):
         remove
             The names of devices that would get no work.
         batch_size
-            Default: the size that most of the last 50 steps had. After a step with `cost`, and for ranks with lengths, batches and shares are work, as in `explain`.
+            Default: the size that most of the last 50 steps had; in a run of more than 1,024 steps, where `history` has several in a row, about that. After a step with `cost`, and for ranks with lengths, batches and shares are work, as in `explain`.
         of
             ``"ranks"``, on rank 0 after `batch_sampler`: how global batches would be dealt out to the ranks, whose names are ``"rank 0"``, ``"rank 1"``, ...
         prices
