@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import os
-from collections import Counter
+import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,17 +194,12 @@ def worth(
     Steps take what `Balancer.what_if` says. A ledger does not have the time between steps, nor the trainer's own part of a step, which ``trainer.what_if(prices=)``
     counts. Devices are taken to be as fast alone as beside each other.
     """
-    lines = list(lines_of(ledger))
-    runs, balancers = read("", lines)
-    sizes = [Counter[int]() for _ in runs]
-    for line in lines[: len(lines) if lines[-1].endswith("\n") else -1]:
-        entry = json.loads(line)
-        if "plan" in entry:
-            sizes[entry.get("balancer", 0)][entry["plan"]["batch_size"]] += 1
+    runs, balancers = read("", list(lines_of(ledger)))
     found = []
-    for run, balancer, counted in zip(runs, balancers, sizes, strict=True):
+    for run, balancer in zip(runs, balancers, strict=True):
         if run.rows:
-            items = _WORK if run.unit == "work" else batch_size or counted.most_common(1)[0][0]
+            usual = statistics.mode(int(sum(row.shares or ())) for row in run.rows)
+            items = _WORK if run.unit == "work" else batch_size or usual
 
             def ask(_balancer: Any = balancer, **asked: Any) -> Any:
                 return _balancer.what_if(**{name: value or None for name, value in asked.items()})

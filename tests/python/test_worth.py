@@ -185,6 +185,15 @@ def test_a_ledger_without_steps_is_refused() -> None:
         worth(ledger([1e-3, 3e-3], steps=0))
 
 
+def test_steps_that_were_only_planned_have_no_say_in_the_usual_size() -> None:
+    balancer = Balancer(["a", "b"], ledger=True)
+    for batch_size, tries in ((120, 1), (120, 1), (7, 4)):
+        for _ in range(tries):
+            shares = balancer.next_plan(batch_size).shares
+        balancer.record([[(n, 1e-3 * n)] for n in shares], 1e-3 * max(shares))
+    assert [one.batch_size for one in worth(balancer.ledger().splitlines())] == [120]
+
+
 def test_a_trainer_says_it_with_the_time_between_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = classifier(64)
     with DataParallel(module, TWO, prove=False) as trainer:
