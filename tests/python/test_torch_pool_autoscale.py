@@ -365,5 +365,7 @@ def test_wrong_arguments_are_refused() -> None:
         Autoscale(prices=[1.0])  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="prices of"):
         pool_of(1, autoscale=Autoscale(prices={"host:9": 1.0}))
+    with pool_of(1, autoscale=Autoscale(prices=None)) as pool:  # type: ignore[arg-type]
+        assert pool.report()["desired_devices"] == 1
     with pytest.raises(InvalidArgument, match="autoscale=3"):
         pool_of(1, autoscale=3)

@@ -41,10 +41,8 @@ class Autoscale:
     prices: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("wait", self.wait),
-            *((f"prices[{name!r}]", one) for name, one in by_name("prices", self.prices)),
-        ):
+        object.__setattr__(self, "prices", dict(by_name("prices", self.prices)))  # None: no prices, as in `Pool`
+        for name, value in (("wait", self.wait), *((f"prices[{name!r}]", one) for name, one in self.prices.items())):
             if not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise InvalidArgument(f"Autoscale: {name}={value!r} must be a positive number.")
         if not (isinstance(self.keep, (int, float)) and 0 <= self.keep < math.inf):
