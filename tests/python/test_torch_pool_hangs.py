@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from paceline import InvalidArgument, Rejected, Timeout
 from paceline.torch import DataParallel, Pool
 from paceline.torch._devices.compile_gate import CompileGate
+from paceline.torch._pool import watchdog
 from paceline.torch._replicas.capture import is_loading, loading
 from pool_support import Held, pool_of, soon
 from torch_support import TWO, classifier, classify, gradients, hosts, plain, worst_difference
@@ -194,6 +196,21 @@ def test_a_load_that_waits_for_another_one_does_not_hang() -> None:
         publish.join()
         assert roles(batcher)[2] == ("live", 1.0)
         assert not pool.report()["hangs"]
+
+
+class Interrupted(threading.Event):
+    def wait(self, timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+
+def test_interrupts_give_up_no_load_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pool_of(1, hang_seconds=60) as pool:
+        seat, dog = pool._jobs.seats["host:0"], pool._jobs.watchdog
+        assert dog is not None
+        monkeypatch.setattr(watchdog, "threading", SimpleNamespace(Event=Interrupted, Thread=threading.Thread))
+        with seat.loading(), pytest.raises(KeyboardInterrupt):  # somebody else's load
+            watchdog.run_beside(dog, seat, "loading", lambda: None)
+        assert not dog.hangs
 
 
 def test_several_jobs_may_hang_on_one_device_and_a_gang() -> None:

@@ -122,7 +122,7 @@ def run_beside(watchdog: Watchdog | None, seat: Seat, kind: str, load: Callable[
         ended.wait(longest)
         raise
     finally:
-        if watchdog is not None and not ended.is_set():
+        if watchdog is not None and begun.is_set() and not ended.is_set():  # after a second interrupt it may still wait
             raised.append(watchdog.give_up_load(seat, kind, thread))
     if raised:
         raise raised.pop()
