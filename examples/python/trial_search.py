@@ -66,6 +66,8 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.trials < 1 or not self.rungs or (self.ahead is not None and self.ahead < 1):
             raise ValueError("Experiment: trials and ahead must be at least 1, and there must be a rung.")
+        if any(first >= second for first, second in zip([0, *self.rungs], self.rungs, strict=False)):
+            raise ValueError(f"Experiment: rungs={self.rungs!r} must be epochs from 1 on that ascend.")
 
 
 @dataclass(eq=False)

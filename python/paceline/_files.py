@@ -26,7 +26,9 @@ def write_whole(path: str | os.PathLike[str], text: str, *, errors: str = "stric
     try:
         unfinished.write_text(text, encoding="utf-8", errors=errors)
         unfinished.replace(target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             unfinished.unlink()
+        if isinstance(error, OSError) and error.filename == os.fspath(unfinished):
+            error.filename = os.fspath(path)
         raise

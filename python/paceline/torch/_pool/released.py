@@ -118,11 +118,15 @@ class Released:
         watchdog = jobs.watchdog
         while loads.is_alive():
             loads.join(None if watchdog is None else _LOOK)
-            if watchdog is not None and loads.is_alive() and time.monotonic() > self._step + watchdog.seconds:
+            if watchdog is None:
+                continue
+            with self._lock:
+                if not loads.is_alive() or time.monotonic() <= self._step + watchdog.seconds:
+                    continue
                 self._loads = None
-                self.arriving.discard(name)
-                self._fail(name, "what answers", watchdog.give_up_load(jobs.seats[name], f"{name}, loading", loads))
-                return
+            self.arriving.discard(name)
+            self._fail(name, "what answers", watchdog.give_up_load(jobs.seats[name], f"{name}, loading", loads))
+            return
 
     def _free(self, jobs: Jobs, name: str) -> None:
         busy = {device for _, device, *_ in jobs.engine.runs_over(0.0)}
@@ -141,9 +145,10 @@ class Released:
         here = threading.current_thread()
 
         def goes_on() -> bool:
-            if self._over or self._loads is not here:
-                return False
-            self._step = time.monotonic()
+            with self._lock:
+                if self._over or self._loads is not here:
+                    return False
+                self._step = time.monotonic()
             return name in self.coming
 
         try:
