@@ -140,6 +140,15 @@ TEST(PoolReleased, AGangWantsNoneThatDoNotHelpIt) {
   EXPECT_FALSE(box.last.wants_devices) << "the other device is busy until 20, and would take 20 more";
 }
 
+TEST(PoolReleased, AGangWantsOneMoreThanTheActiveOnesThatAreInTimeAloneAndNotTogether) {
+  Released box(3.0, {10.0, 5.0, 2.0});
+  (void)box.pool.restore(0.0, 1);
+  (void)box.submit(0.0, {.need = box.pool.add_need({.labels = {"d1"}})});
+  (void)box.submit(0.0, {.deadline_seconds = 12.0, .gang = 2});
+  EXPECT_TRUE(box.last.wants_devices) << "the second one begins at 5, and the first one takes 10";
+  EXPECT_EQ(box.covers().front(), (Cover{{true, true, true}, 3}));
+}
+
 TEST(PoolReleased, AGangWantsOneMoreWhenAnActiveDeviceGoes) {
   Released box(5.0, {1.0, 1.0, 1.0, 1.0, 1.0});
   (void)box.pool.restore(0.0, 1);

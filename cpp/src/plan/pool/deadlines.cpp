@@ -256,7 +256,7 @@ std::vector<PoolCover> State::deadline_covers(const CountOn& count_on) {
     };
     if (std::ranges::any_of(gang_ways(job, active), in_time) || std::ranges::none_of(gang_ways(job, begins), in_time))
       continue;
-    PoolCover cover{.devices = std::vector<bool>(devices.size()), .count = static_cast<std::size_t>(job.gang)};
+    PoolCover cover{.devices = std::vector<bool>(devices.size())};
     std::vector<std::size_t> away;
     for (std::size_t d = 0; d < devices.size(); ++d) {
       if (!accepts(job.need, d) || largest(job.kind, d) == 0) continue;
@@ -264,8 +264,11 @@ std::vector<PoolCover> State::deadline_covers(const CountOn& count_on) {
       cover.devices[d] = in_time({.activation = begins[d], .seconds = here});
       if (cover.devices[d] && !devices[d].active) away.push_back(d);
     }
+    // Active devices that are in time alone are not together. So at least one more than all of them is needed.
     const auto there = std::ranges::count(cover.devices, true) - std::ssize(away);
-    count_on(away, job.gang - there);
+    const auto needed = std::max<std::int64_t>(job.gang, there + 1);
+    cover.count = static_cast<std::size_t>(needed);
+    count_on(away, needed - there);
     all.push_back(std::move(cover));
   }
   return all;
