@@ -7,9 +7,8 @@ One trainer runs on all cores. After each of its blocks of steps it predicts the
 subset runs a block, so that a machine whose speed changes changes both alike. That is done on a quiet machine, and with a busy loop that takes half of the last
 core. Prints the median over the rounds of predicted over measured time. The goal: within 5 %. A missed goal is said, and is no error of the program.
 
-Two things make short steps differ from the prediction. The kernel shares a core in slices of some milliseconds: a worker that has waited for the other core gets
-more than its half of the halved core in a short step. And glibc gives large blocks back after a step, so that the next one pays for page faults: fewer devices
-run more items at once, in larger blocks. The page faults of a step and its time in the system stand beside each measurement.
+Short steps differ more from the prediction than long ones, on the halved core, and where glibc gives large blocks back after a step, so that the next step pays for
+page faults. Fewer devices run more items at once, in larger blocks. The page faults of a step and its time in the system stand beside each measurement.
 MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TOP_PAD_=268435456 let glibc keep its memory.
 """
 

@@ -106,9 +106,8 @@ class Service:
         loop.add_signal_handler(signal.SIGTERM, self._drain)
         if self._stop_after < math.inf:
             loop.call_later(self._stop_after, self._drain)
-        if (
-            self._early or self._server.should_exit
-        ):  # uvicorn had the signal, and would leave who is connected without an answer
+        # If uvicorn has had the signal, it would leave those who are connected without an answer.
+        if self._early or self._server.should_exit:
             self._server.should_exit = False
             self._drain()
         yield
