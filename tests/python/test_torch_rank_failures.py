@@ -1,4 +1,4 @@
-"""`DataParallel(group=)` if a rank fails, dies, is interrupted, or does something else than the others."""
+"""`DataParallel(group=)` if a rank fails, dies, is interrupted, or does something else than the others; and how ranks end."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 from paceline import DeviceLost, Error, InvalidArgument, Timeout
 from paceline.torch._run.buckets import Layout
 from paceline.torch._run.gradients import UserGradients
+from program_server import SERVER
 from rank_processes import DEAD, Processes, Run, error_of, part_of, trainer_of
 from torch_support import classifier, classify, gradients, plain, worst_difference
 
@@ -302,3 +303,37 @@ def test_ranks_that_load_different_saves_are_told_and_draw_different_numbers(on_
     assert not torch.equal(first, second)
     assert kind is InvalidArgument
     assert "rank 1 has trained 1 steps before, rank 0 2" in text
+
+
+THREADS_AT_THE_END = """
+import atexit, contextlib, time
+from pathlib import Path
+import torch.distributed as dist
+from paceline.torch import BalancedRanks
+
+def threads():
+    found = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has been joined stays there for a moment
+            found += (task / "comm").read_text() == "pt_gloo_runloop\\n"
+    return found
+
+def reached(there):
+    until = time.monotonic() + 30
+    while there != (threads() > 0) and time.monotonic() < until:  # they begin and end in the background
+        time.sleep(0.01)
+    return there == (threads() > 0)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ranks = BalancedRanks(8, batch_size=2)
+dist.destroy_process_group()
+print(reached(True))
+atexit._run_exitfuncs()
+print(reached(False))
+"""
+
+
+def test_no_thread_of_gloo_outlives_the_interpreter() -> None:
+    """Such a thread would abort the process when it frees a tensor of Python."""
+    done = SERVER.run(THREADS_AT_THE_END, timeout=120)
+    assert (done.stdout, done.returncode) == ("True\nTrue\n", 0), done.stderr

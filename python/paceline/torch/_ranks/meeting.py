@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +26,11 @@ class Row(NamedTuple):
 
 
 class Meeting:
-    """A gloo group of its own with all ranks. It takes host memory, so nothing waits for a GPU on its behalf."""
+    """A gloo group of its own with all ranks. It takes host memory, so nothing waits for a GPU on its behalf.
+
+    The group ends with the meeting, and at the latest before the interpreter ends: a thread of gloo that frees a tensor of Python after that
+    aborts the process (pytorch/pytorch#190489).
+    """
 
     def __init__(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -31,7 +38,8 @@ class Meeting:
                 "BalancedRanks: no process group is up, so the ranks are not known. Call torch.distributed.init_process_group() before, in a program "
                 "that torchrun has started."
             )
-        self._group: Any = dist.new_group(backend="gloo")
+        self._groups: list[Any] = [dist.new_group(backend="gloo")]
+        weakref.finalize(self, _end, self._groups, os.getpid())
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def agree(self, call: str, error: Exception | None, equal: Mapping[str, object], own: object) -> list[Any]:
@@ -46,7 +54,7 @@ class Meeting:
         """
         said: list[Any] = [None] * self.size
         text = None if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(said, (text, dict(equal), own), group=self._group)
+        dist.all_gather_object(said, (text, dict(equal), own), group=self._groups[0])
         if error is not None:
             raise error
         for rank, (theirs, settings, _) in enumerate(said):
@@ -63,7 +71,7 @@ class Meeting:
         """Start to bring the numbers of all ranks to this one. The result waits for them."""
         found = torch.empty(self.size, len(mine), dtype=torch.float64, device="cpu")
         # dist.all_gather() calls this after 40 us of checks and records.
-        work = self._group.allgather([list(found)], [torch.tensor(mine, dtype=torch.float64, device="cpu")])
+        work = self._groups[0].allgather([list(found)], [torch.tensor(mine, dtype=torch.float64, device="cpu")])
 
         def numbers() -> list[list[float]]:
             work.wait()
@@ -75,6 +83,15 @@ class Meeting:
     def from_first(self, mine: Sequence[int]) -> list[int]:
         """The numbers of rank 0."""
         numbers = torch.tensor(mine, device="cpu")
-        dist.broadcast(numbers, 0, group=self._group)
+        dist.broadcast(numbers, 0, group=self._groups[0])
         found: list[int] = numbers.tolist()
         return found
+
+
+def _end(groups: list[Any], process: int) -> None:
+    """Drop the last reference to the group, which joins its threads. A forked process, such as a worker of a DataLoader, has none of them."""
+    if os.getpid() != process:
+        return
+    group = groups.pop()
+    with contextlib.suppress(ValueError):  # destroy_process_group() has ended all groups
+        dist.destroy_process_group(group)
