@@ -13,6 +13,7 @@ PLACEMENTS = ("auto", "any", "weighted", "least_outstanding", "earliest_finish",
 _ARGUMENTS = (  # that --json prints
     *("speeds", "believed", "load", "max_batch", "max_delay_ms", "fixed_ms", "per_item_ms"),
     *("length_variation", "variation", "burst", "deadline_ms", "requests", "seed", "tenants"),
+    *("gangs", "stages"),
 )
 
 
@@ -21,6 +22,11 @@ def _tenants(text: str) -> list[tuple[float, float]]:
     if any(len(one) != 2 for one in pairs):
         raise ValueError
     return [(one[0], one[1]) for one in pairs]
+
+
+def _gangs(text: str) -> tuple[float, int]:
+    part, devices = text.split(":")
+    return float(part), int(devices)
 
 
 # What only --pool has, without --day and with it: option, type, default, metavar, help.
@@ -52,6 +58,14 @@ _OPTIONS: tuple[tuple[str, Any, Any, str, str], ...] = (
         "W:S,W:S,...",
         "who shares the pool: the weight of each tenant and its share of the requests. Prints their waits and what they are served (nobody has a name)",
     ),
+    (
+        "--gangs",
+        _gangs,
+        None,
+        "PART:K",
+        "this part of the jobs takes K devices at once. Prints what they wait, and what their reservations leave idle (none)",
+    ),
+    ("--stages", int, 1, "N", "jobs of a request, each after= the one before, and with its deadline (1)"),
 )
 _DAY_OPTIONS: tuple[tuple[str, Any, Any, str, str], ...] = (
     ("--wait-ms", float, 100.0, "MS", "with --day: mean wait that is aimed at (100)"),
@@ -111,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
             requests=args.requests,
             seed=args.seed,
             tenants=args.tenants or [],
+            gangs=args.gangs,
+            stages=args.stages,
         )
         for placement in PLACEMENTS
     }
@@ -123,8 +139,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> str:
+    stages = f" of {args.stages} stages" if args.stages > 1 else ""
     lines = [
-        f"{plural(len(args.speeds), 'device')}, {plural(args.requests, 'request')}, load {args.load:g}, batches of at most {args.max_batch}, seed {args.seed}",
+        f"{plural(len(args.speeds), 'device')}, {plural(args.requests, 'request')}{stages}, load {args.load:g}, batches of at most {args.max_batch}, seed {args.seed}",
         "",
         f"{'placement':<18}{'p50 ms':>10}{'p99 ms':>10}{'batch':>8}"
         + (f"{'in time':>9}{'late':>7}{'refused':>9}{'expired':>9}" if args.deadline_ms is not None else "")
@@ -138,7 +155,33 @@ def _text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> str:
         lines.append(f"{line}  {' '.join(f'{busy:.0%}' for busy in one['busy'])}")
     if args.tenants:
         lines += ["", *_tenants_text(args, found)]
+    if args.gangs:
+        lines += ["", *_gangs_text(args, found)]
     return "\n".join(lines)
+
+
+def _gangs_text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> list[str]:
+    columns = f"{'mean':>8}{'p50':>9}{'p99 ms':>9}"
+    lines = [
+        f"gangs of {args.gangs[1]} devices, {args.gangs[0]:.1%} of the jobs",
+        f"{'placement':<18}{'wait:':>6}{columns}{'others wait:':>14}{columns}{'idle for gangs':>16}{'reserved':>10}{'backfilled':>12}",
+    ]
+    for placement, figures in found.items():
+        one = figures["gangs"]
+        waits = [
+            "".join(
+                f"{1e3 * one[of][f'{name}_seconds']:>{width}.2f}"
+                for name, width in (("mean", 8), ("p50", 9), ("p99", 9))
+            )
+            for of in ("waits", "other_waits")
+        ]
+        lines.append(
+            f"{placement:<24}{waits[0]}{'':14}{waits[1]}{one['idle']:>16.1%}{one['reserved']:>10.1%}{one['backfilled']:>12.1%}"
+        )
+    return [
+        *lines,
+        "Idle for gangs, reserved: parts of all devices' time. Reserved: other jobs waited, and would have held up a gang.",
+    ]
 
 
 def _tenants_text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> list[str]:
@@ -161,6 +204,8 @@ def _tenants_text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) ->
             if placement not in ("auto", "any")
             else "no two tenants waited"
         )
+        if args.gangs is not None:
+            why = "gangs wait while others start"
         if args.deadline_ms is not None or args.length_variation:
             why = (
                 "requests have deadlines" if args.deadline_ms is not None else "batches are of requests of like lengths"
