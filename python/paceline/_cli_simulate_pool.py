@@ -43,13 +43,6 @@ _OPTIONS: tuple[tuple[str, Any, Any, str, str], ...] = (
     ),
     ("--believed", numbers, None, "S,S,...", "what the pool takes the speeds to be (the truth)"),
     ("--burst", float, 1.0, "N", "mean number of requests that arrive at once (1)"),
-    (
-        "--deadline-ms",
-        float,
-        None,
-        "MS",
-        "mean deadline of a request; each one's is between half of it and one and a half (none)",
-    ),
     ("--requests", int, 20000, "N", "requests (20000)"),
     (
         "--tenants",
@@ -79,10 +72,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with --pool",
         "also --speeds, --fixed-ms, --per-item-ms and --seed. It compares the placements that have names; a function of your own takes paceline.sim.simulate_pool",
     )
-    variation = ("--variation", float, 0.3, "F", "standard deviation of a batch's time over its mean (0.3)")
+    both = (
+        ("--variation", float, 0.3, "F", "standard deviation of a batch's time over its mean (0.3)"),
+        (
+            "--deadline-ms",
+            float,
+            None,
+            "MS",
+            "mean deadline of a request; each one's is between half of it and one and a half (none)",
+        ),
+    )
     day = "devices that come and go over a day of requests, as with Pool(autoscale=)"
     group.add_argument("--day", action="store_true", help=day)
-    for option, kind, default, metavar, text in (variation, *_OPTIONS, *_DAY_OPTIONS):
+    for option, kind, default, metavar, text in (*both, *_OPTIONS, *_DAY_OPTIONS):
         group.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
 
 
@@ -121,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
             load=args.load,
             burst=args.burst,
             variation=args.variation,
-            deadline_seconds=None if args.deadline_ms is None else args.deadline_ms / 1e3,
+            deadline_seconds=_deadline(args),
             requests=args.requests,
             seed=args.seed,
             tenants=args.tenants or [],
@@ -136,6 +138,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(_text(args, found))
     return 0
+
+
+def _deadline(args: argparse.Namespace) -> float | None:
+    return None if args.deadline_ms is None else args.deadline_ms / 1e3
 
 
 def _text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> str:
@@ -225,11 +231,15 @@ def _day(args: argparse.Namespace) -> int:
         job_seconds=(args.fixed_ms + args.per_item_ms) / 1e3,
         variation=args.variation,
         seed=args.seed,
+        deadline_seconds=_deadline(args),
     )
     if args.json:
         config = {
             name: getattr(args, name)
-            for name in ("speeds", "wait_ms", "activation_seconds", "fixed_ms", "per_item_ms", "variation", "seed")
+            for name in (
+                *("speeds", "wait_ms", "activation_seconds", "fixed_ms", "per_item_ms", "variation", "seed"),
+                "deadline_ms",
+            )
         }
         print(json.dumps({"config": config, "day": found}))
         return 0
@@ -240,4 +250,9 @@ def _day(args: argparse.Namespace) -> int:
         f"device-hours: {found['device_hours']:.1f}, {found['device_hours'] / best if best else 1:.3f} of the best plan in hindsight, {best:.1f}; "
         f"all devices all day: {found['all_device_hours']:.1f}, with the target met in {found['all_met'] / found['minutes']:.2%} of the minutes\n{plural(found['activations'], 'activation')}"
     )
+    if args.deadline_ms is not None:
+        print(
+            f"deadlines: {found['in_time']:.3%} in time, {found['late']:.3%} late, {found['rejected']:.3%} refused, {found['expired']:.3%} expired; "
+            f"all devices all day: {found['all_in_time']:.3%} in time"
+        )
     return 0

@@ -187,6 +187,26 @@ def test_the_command_prints_what_gangs_wait_and_leave_idle(capsys: pytest.Captur
     assert "auto              no bound: gangs wait while others start" in capsys.readouterr().out
 
 
+def test_a_day_counts_deadlines_of_which_none_is_late_without_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "--pool", "--day", "--speeds", "1,1,0.5", "--fixed-ms", "0", "--per-item-ms", "2000"]
+    words += ["--deadline-ms", "6000", "--variation", "0", "--activation-seconds", "1"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    day = summary["day"]
+    assert summary["config"]["deadline_ms"] == 6000
+    assert day["late"] == 0
+    assert day["rejected"] + day["expired"] > 0
+    assert day["in_time"] + day["rejected"] + day["expired"] == pytest.approx(1.0)
+    assert text.splitlines()[-1] == (
+        f"deadlines: {day['in_time']:.3%} in time, 0.000% late, {day['rejected']:.3%} refused, {day['expired']:.3%} expired; "
+        f"all devices all day: {day['all_in_time']:.3%} in time"
+    )
+    assert main([*words[:9], "--deadline-ms", "0"]) == 2
+    assert "deadline_seconds is 0" in capsys.readouterr().err
+
+
 def earliest_finish(question: PoolQuestion) -> str | None:
     """Every waiting job in turn to the device that ends it first. The idle device that is given one takes the job."""
     free = {one.device: one.free_in_seconds for one in question.candidates}

@@ -287,6 +287,7 @@ def simulate_day(
     burst_seconds: _Float = 240.0,
     ramp_seconds: _Float = 60.0,
     seed: _Int = 1,
+    deadline_seconds: _Float | None = None,
 ) -> dict[str, Any]:
     """A pool whose devices come and go over a day of requests, on a virtual clock, with the decisions of ``Pool(autoscale=...)``.
 
@@ -310,13 +311,15 @@ def simulate_day(
         How many bursts there are, at random times; what each adds, over what all devices do; how long it lasts; in what time it comes, and goes.
     seed
         Of all random numbers.
+    deadline_seconds
+        The mean deadline; each request's is between half of it and one and a half. None: no deadlines.
 
     Returns
     -------
     dict
-        `minutes`, and in how many of them the target was `met` by the mean wait of the requests that came; `all_met`, in how many it is with all devices active all day; `device_hours`, from when a device was
+        `minutes`, and in how many of them the target was `met` by the mean wait of the requests that came then and started; `all_met`, in how many it is with all devices active all day; `device_hours`, from when a device was
         wanted until it was not; `best_device_hours` of a plan in hindsight, and `all_device_hours` of all devices all day; `mean_wait_seconds`; how many
-        `activations` there were.
+        `activations` there were. The parts of all requests that ended `in_time`, `late`, `rejected` and `expired`, and `all_in_time` with all devices active all day.
 
     Raises
     ------
@@ -326,7 +329,7 @@ def simulate_day(
     Notes
     -----
     The plan in hindsight knows each request and what it takes, chooses devices anew each minute, begins each without a queue, pays for activations
-    before the minute, keeps its devices within the minute, and is the best sequence by dynamic programming.
+    before the minute, keeps its devices within the minute, and is the best sequence by dynamic programming. It knows no deadlines: it serves all requests.
     """
 
 def simulate_pipeline(
