@@ -246,10 +246,12 @@ class Loop {
       const double seconds = mean * work(options_, index_of(part_of(start.jobs.front())) + 1);
       running_[start.run] = {start.jobs, start.devices.size(), seconds};
       ends_.emplace(now_ + seconds, start.run);
-      for (const std::size_t device : start.devices) result_.busy[device] += seconds;
+      for (const std::size_t device : start.devices) {
+        result_.busy[device] += seconds;
+        ++result_.batches[device];
+      }
       taken_ += start.devices.size();
       ++runs_;
-      ++result_.batches[start.devices.front()];
       started(start.jobs);
     }
     std::set<std::size_t> reserved;

@@ -180,6 +180,7 @@ TEST(SimulatedGangs, OfAllDevicesRunOneAfterTheOther) {
   EXPECT_NEAR(found.busy.at(0) + found.busy.at(1), 2.0, 1e-9);
   EXPECT_EQ(found.gangs.other_waits.mean_seconds, 0.0);
   EXPECT_EQ(found.mean_batch, 1.0);
+  EXPECT_EQ(found.batches, (std::vector<std::int64_t>{9, 9}));
 }
 
 // Half of all jobs are gangs of two: three jobs' worth for two jobs.
