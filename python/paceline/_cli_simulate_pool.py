@@ -13,6 +13,7 @@ PLACEMENTS = ("auto", "any", "weighted", "least_outstanding", "earliest_finish",
 _ARGUMENTS = (  # that --json prints
     *("speeds", "believed", "load", "max_batch", "max_delay_ms", "fixed_ms", "per_item_ms"),
     *("length_variation", "variation", "burst", "deadline_ms", "requests", "seed", "tenants"),
+    *("gangs", "stages"),
 )
 
 
@@ -21,6 +22,11 @@ def _tenants(text: str) -> list[tuple[float, float]]:
     if any(len(one) != 2 for one in pairs):
         raise ValueError
     return [(one[0], one[1]) for one in pairs]
+
+
+def _gangs(text: str) -> tuple[float, int]:
+    part, devices = text.split(":")
+    return float(part), int(devices)
 
 
 # What only --pool has, without --day and with it: option, type, default, metavar, help.
@@ -37,13 +43,6 @@ _OPTIONS: tuple[tuple[str, Any, Any, str, str], ...] = (
     ),
     ("--believed", numbers, None, "S,S,...", "what the pool takes the speeds to be (the truth)"),
     ("--burst", float, 1.0, "N", "mean number of requests that arrive at once (1)"),
-    (
-        "--deadline-ms",
-        float,
-        None,
-        "MS",
-        "mean deadline of a request; each one's is between half of it and one and a half (none)",
-    ),
     ("--requests", int, 20000, "N", "requests (20000)"),
     (
         "--tenants",
@@ -52,6 +51,14 @@ _OPTIONS: tuple[tuple[str, Any, Any, str, str], ...] = (
         "W:S,W:S,...",
         "who shares the pool: the weight of each tenant and its share of the requests. Prints their waits and what they are served (nobody has a name)",
     ),
+    (
+        "--gangs",
+        _gangs,
+        None,
+        "PART:K",
+        "this part of the jobs takes K devices at once. Prints what they wait, and what their reservations leave idle (none)",
+    ),
+    ("--stages", int, 1, "N", "jobs of a request, each after= the one before, and with its deadline (1)"),
 )
 _DAY_OPTIONS: tuple[tuple[str, Any, Any, str, str], ...] = (
     ("--wait-ms", float, 100.0, "MS", "with --day: mean wait that is aimed at (100)"),
@@ -65,10 +72,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with --pool",
         "also --speeds, --fixed-ms, --per-item-ms and --seed. It compares the placements that have names; a function of your own takes paceline.sim.simulate_pool",
     )
-    variation = ("--variation", float, 0.3, "F", "standard deviation of a batch's time over its mean (0.3)")
+    both = (
+        ("--variation", float, 0.3, "F", "standard deviation of a batch's time over its mean (0.3)"),
+        (
+            "--deadline-ms",
+            float,
+            None,
+            "MS",
+            "mean deadline of a request; each one's is between half of it and one and a half (none)",
+        ),
+    )
     day = "devices that come and go over a day of requests, as with Pool(autoscale=)"
     group.add_argument("--day", action="store_true", help=day)
-    for option, kind, default, metavar, text in (variation, *_OPTIONS, *_DAY_OPTIONS):
+    for option, kind, default, metavar, text in (*both, *_OPTIONS, *_DAY_OPTIONS):
         group.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
 
 
@@ -107,10 +123,12 @@ def run(args: argparse.Namespace) -> int:
             load=args.load,
             burst=args.burst,
             variation=args.variation,
-            deadline_seconds=None if args.deadline_ms is None else args.deadline_ms / 1e3,
+            deadline_seconds=_deadline(args),
             requests=args.requests,
             seed=args.seed,
             tenants=args.tenants or [],
+            gangs=args.gangs,
+            stages=args.stages,
         )
         for placement in PLACEMENTS
     }
@@ -122,9 +140,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _deadline(args: argparse.Namespace) -> float | None:
+    return None if args.deadline_ms is None else args.deadline_ms / 1e3
+
+
 def _text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> str:
+    stages = f" of {args.stages} stages" if args.stages > 1 else ""
     lines = [
-        f"{plural(len(args.speeds), 'device')}, {plural(args.requests, 'request')}, load {args.load:g}, batches of at most {args.max_batch}, seed {args.seed}",
+        f"{plural(len(args.speeds), 'device')}, {plural(args.requests, 'request')}{stages}, load {args.load:g}, batches of at most {args.max_batch}, seed {args.seed}",
         "",
         f"{'placement':<18}{'p50 ms':>10}{'p99 ms':>10}{'batch':>8}"
         + (f"{'in time':>9}{'late':>7}{'refused':>9}{'expired':>9}" if args.deadline_ms is not None else "")
@@ -138,7 +161,33 @@ def _text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> str:
         lines.append(f"{line}  {' '.join(f'{busy:.0%}' for busy in one['busy'])}")
     if args.tenants:
         lines += ["", *_tenants_text(args, found)]
+    if args.gangs:
+        lines += ["", *_gangs_text(args, found)]
     return "\n".join(lines)
+
+
+def _gangs_text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> list[str]:
+    columns = f"{'mean':>8}{'p50':>9}{'p99 ms':>9}"
+    lines = [
+        f"gangs of {args.gangs[1]} devices, {args.gangs[0]:.1%} of the jobs",
+        f"{'placement':<18}{'wait:':>6}{columns}{'others wait:':>14}{columns}{'idle for gangs':>16}{'reserved':>10}{'backfilled':>12}",
+    ]
+    for placement, figures in found.items():
+        one = figures["gangs"]
+        waits = [
+            "".join(
+                f"{1e3 * one[of][f'{name}_seconds']:>{width}.2f}"
+                for name, width in (("mean", 8), ("p50", 9), ("p99", 9))
+            )
+            for of in ("waits", "other_waits")
+        ]
+        lines.append(
+            f"{placement:<24}{waits[0]}{'':14}{waits[1]}{one['idle']:>16.1%}{one['reserved']:>10.1%}{one['backfilled']:>12.1%}"
+        )
+    return [
+        *lines,
+        "Idle for gangs, reserved: parts of all devices' time. Reserved: other jobs waited, and would have held up a gang.",
+    ]
 
 
 def _tenants_text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> list[str]:
@@ -161,6 +210,8 @@ def _tenants_text(args: argparse.Namespace, found: dict[str, dict[str, Any]]) ->
             if placement not in ("auto", "any")
             else "no two tenants waited"
         )
+        if args.gangs is not None:
+            why = "gangs wait while others start"
         if args.deadline_ms is not None or args.length_variation:
             why = (
                 "requests have deadlines" if args.deadline_ms is not None else "batches are of requests of like lengths"
@@ -180,11 +231,15 @@ def _day(args: argparse.Namespace) -> int:
         job_seconds=(args.fixed_ms + args.per_item_ms) / 1e3,
         variation=args.variation,
         seed=args.seed,
+        deadline_seconds=_deadline(args),
     )
     if args.json:
         config = {
             name: getattr(args, name)
-            for name in ("speeds", "wait_ms", "activation_seconds", "fixed_ms", "per_item_ms", "variation", "seed")
+            for name in (
+                *("speeds", "wait_ms", "activation_seconds", "fixed_ms", "per_item_ms", "variation", "seed"),
+                "deadline_ms",
+            )
         }
         print(json.dumps({"config": config, "day": found}))
         return 0
@@ -195,4 +250,9 @@ def _day(args: argparse.Namespace) -> int:
         f"device-hours: {found['device_hours']:.1f}, {found['device_hours'] / best if best else 1:.3f} of the best plan in hindsight, {best:.1f}; "
         f"all devices all day: {found['all_device_hours']:.1f}, with the target met in {found['all_met'] / found['minutes']:.2%} of the minutes\n{plural(found['activations'], 'activation')}"
     )
+    if args.deadline_ms is not None:
+        print(
+            f"deadlines: {found['in_time']:.3%} in time, {found['late']:.3%} late, {found['rejected']:.3%} refused, {found['expired']:.3%} expired; "
+            f"all devices all day: {found['all_in_time']:.3%} in time"
+        )
     return 0

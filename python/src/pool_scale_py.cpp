@@ -3,7 +3,10 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <limits>
+#include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include <paceline/plan/pool_scale.hpp>
@@ -29,6 +32,18 @@ std::vector<plan::ScaleDevice> devices_of(const std::vector<Row>& rows) {
 }  // namespace
 
 void bind_pool_scale(py::module_& module) {
+  module.def(
+      "with_covers",
+      [](std::vector<bool> wanted, const std::vector<Row>& devices,
+         std::vector<std::pair<std::vector<bool>, std::size_t>> covers) {
+        std::vector<plan::PoolCover> all;
+        for (auto& [can, count] : covers) all.push_back({std::move(can), count});
+        return plan::with_covers(std::move(wanted), devices_of(devices), all);
+      },
+      py::arg("wanted"), py::arg("devices"), py::arg("covers"),
+      "Which devices shall be active: the wanted ones, and as many more as covers need, (which would do, how many) "
+      "each. "
+      "Devices are as for `Scaler.decide`.");
   py::class_<plan::Scaler>(module, "Scaler", "Which devices of a pool shall be active: as few as meet the wait.")
       .def(py::init([](double wait_seconds) { return plan::Scaler({.wait_seconds = wait_seconds}); }),
            py::arg("wait_seconds"))
@@ -62,20 +77,22 @@ void bind_sim_day(py::module_& module) {
       "simulate_day",
       [](const std::vector<double>& speeds, double wait_seconds, double activation_seconds, double job_seconds,
          double variation, double hours, double low, double high, std::int64_t bursts, double burst,
-         double burst_seconds, double ramp_seconds, std::uint64_t seed) {
-        const sim::DayOptions options{.speeds = speeds,
-                                      .activation_seconds = activation_seconds,
-                                      .scale = {.wait_seconds = wait_seconds},
-                                      .job_seconds = job_seconds,
-                                      .variation = variation,
-                                      .hours = hours,
-                                      .low = low,
-                                      .high = high,
-                                      .bursts = bursts,
-                                      .burst = burst,
-                                      .burst_seconds = burst_seconds,
-                                      .ramp_seconds = ramp_seconds,
-                                      .seed = seed};
+         double burst_seconds, double ramp_seconds, std::uint64_t seed, std::optional<double> deadline_seconds) {
+        const sim::DayOptions options{
+            .speeds = speeds,
+            .activation_seconds = activation_seconds,
+            .scale = {.wait_seconds = wait_seconds},
+            .job_seconds = job_seconds,
+            .variation = variation,
+            .hours = hours,
+            .low = low,
+            .high = high,
+            .bursts = bursts,
+            .burst = burst,
+            .burst_seconds = burst_seconds,
+            .ramp_seconds = ramp_seconds,
+            .seed = seed,
+            .deadline_seconds = deadline_seconds.value_or(std::numeric_limits<double>::infinity())};
         const sim::DayResult result = [&] {
           const py::gil_scoped_release released;
           return sim::simulate_day(options);
@@ -84,12 +101,14 @@ void bind_sim_day(py::module_& module) {
             py::arg("minutes") = result.minutes, py::arg("met") = result.met, py::arg("all_met") = result.all_met,
             py::arg("device_hours") = result.device_hours, py::arg("best_device_hours") = result.best_device_hours,
             py::arg("all_device_hours") = result.all_device_hours,
-            py::arg("mean_wait_seconds") = result.mean_wait_seconds, py::arg("activations") = result.activations);
+            py::arg("mean_wait_seconds") = result.mean_wait_seconds, py::arg("activations") = result.activations,
+            py::arg("in_time") = result.in_time, py::arg("late") = result.late, py::arg("rejected") = result.rejected,
+            py::arg("expired") = result.expired, py::arg("all_in_time") = result.all_in_time);
       },
       py::arg("speeds"), py::kw_only(), py::arg("wait_seconds") = 0.1, py::arg("activation_seconds") = 5.0,
       py::arg("job_seconds") = 0.05, py::arg("variation") = 0.3, py::arg("hours") = 24.0, py::arg("low") = 0.1,
       py::arg("high") = 0.6, py::arg("bursts") = 24, py::arg("burst") = 0.3, py::arg("burst_seconds") = 240.0,
-      py::arg("ramp_seconds") = 60.0, py::arg("seed") = 1,
+      py::arg("ramp_seconds") = 60.0, py::arg("seed") = 1, py::arg("deadline_seconds") = py::none(),
       R"(A pool whose devices come and go over a day of requests, on a virtual clock, with the decisions of ``Pool(autoscale=...)``.
 
 Deterministic. Requests come at random: few by night, many by day, and more in bursts.
@@ -112,13 +131,15 @@ bursts, burst, burst_seconds, ramp_seconds
     How many bursts there are, at random times; what each adds, over what all devices do; how long it lasts; in what time it comes, and goes.
 seed
     Of all random numbers.
+deadline_seconds
+    The mean deadline; each request's is between half of it and one and a half. None: no deadlines.
 
 Returns
 -------
 dict
-    `minutes`, and in how many of them the target was `met` by the mean wait of the requests that came; `all_met`, in how many it is with all devices active all day; `device_hours`, from when a device was
+    `minutes`, and in how many of them the target was `met` by the mean wait of the requests that came then and started; `all_met`, in how many it is with all devices active all day; `device_hours`, from when a device was
     wanted until it was not; `best_device_hours` of a plan in hindsight, and `all_device_hours` of all devices all day; `mean_wait_seconds`; how many
-    `activations` there were.
+    `activations` there were. The parts of all requests that ended `in_time`, `late`, `rejected` and `expired`, and `all_in_time` with all devices active all day.
 
 Raises
 ------
@@ -128,7 +149,7 @@ InvalidArgument
 Notes
 -----
 The plan in hindsight knows each request and what it takes, chooses devices anew each minute, begins each without a queue, pays for activations
-before the minute, keeps its devices within the minute, and is the best sequence by dynamic programming.)");
+before the minute, keeps its devices within the minute, and is the best sequence by dynamic programming. It knows no deadlines: it serves all requests.)");
 }
 
 }  // namespace paceline::python

@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -26,7 +27,8 @@ void bind_sim_pool(py::module_& module) {
          std::optional<std::vector<double>> believed, double decline, double fixed_seconds, double per_item_seconds,
          const std::vector<std::int64_t>& sizes, double max_delay_seconds, double length_variation, double load,
          double burst, double variation, bool exponential, std::optional<double> deadline_seconds,
-         std::int64_t requests, std::uint64_t seed, const std::vector<std::pair<double, double>>& tenants) {
+         std::int64_t requests, std::uint64_t seed, const std::vector<std::pair<double, double>>& tenants,
+         std::optional<std::pair<double, std::int64_t>> gangs, std::int64_t stages) {
         sim::PoolSimulationOptions options;
         options.speeds = speeds;
         options.believed = believed.value_or(std::vector<double>{});
@@ -52,6 +54,8 @@ void bind_sim_pool(py::module_& module) {
         options.requests = requests;
         options.seed = seed;
         for (const auto& [weight, share] : tenants) options.tenants.push_back({weight, share});
+        if (gangs) std::tie(options.gang_part, options.gang) = *gangs;
+        options.stages = stages;
         const sim::PoolSimulationResult result = [&] {
           std::optional<py::gil_scoped_release> released;
           if (!custom) released.emplace();
@@ -65,12 +69,24 @@ void bind_sim_pool(py::module_& module) {
                                  py::arg("served_while_all_wait") = one.served_while_all_wait,
                                  py::arg("largest_charge") = one.largest_charge));
         }
+        const auto waits = [](const sim::SimulatedWaits& one) {
+          return py::dict(py::arg("p50_seconds") = one.p50_seconds, py::arg("p99_seconds") = one.p99_seconds,
+                          py::arg("mean_seconds") = one.mean_seconds);
+        };
+        py::object of_gangs = py::none();
+        if (gangs) {
+          of_gangs =
+              py::dict(py::arg("waits") = waits(result.gangs.waits),
+                       py::arg("other_waits") = waits(result.gangs.other_waits), py::arg("idle") = result.gangs.idle,
+                       py::arg("reserved") = result.gangs.reserved, py::arg("backfilled") = result.gangs.backfilled);
+        }
         return py::dict(
-            py::arg("p50_seconds") = result.p50_seconds, py::arg("p99_seconds") = result.p99_seconds,
-            py::arg("mean_seconds") = result.mean_seconds, py::arg("mean_batch") = result.mean_batch,
-            py::arg("in_time") = result.in_time, py::arg("late") = result.late, py::arg("rejected") = result.rejected,
-            py::arg("expired") = result.expired, py::arg("elapsed_seconds") = result.elapsed_seconds,
-            py::arg("busy") = result.busy, py::arg("batches") = result.batches, py::arg("tenants") = served,
+            py::arg("gangs") = of_gangs, py::arg("p50_seconds") = result.p50_seconds,
+            py::arg("p99_seconds") = result.p99_seconds, py::arg("mean_seconds") = result.mean_seconds,
+            py::arg("mean_batch") = result.mean_batch, py::arg("in_time") = result.in_time,
+            py::arg("late") = result.late, py::arg("rejected") = result.rejected, py::arg("expired") = result.expired,
+            py::arg("elapsed_seconds") = result.elapsed_seconds, py::arg("busy") = result.busy,
+            py::arg("batches") = result.batches, py::arg("tenants") = served,
             py::arg("unfairness") = std::isnan(result.unfairness) ? std::nullopt : std::optional(result.unfairness));
       },
       py::arg("speeds"), py::kw_only(), py::arg("placement") = "auto", py::arg("believed") = py::none(),
@@ -78,7 +94,8 @@ void bind_sim_pool(py::module_& module) {
       py::arg("sizes") = std::vector<std::int64_t>{1}, py::arg("max_delay_seconds") = 0.0,
       py::arg("length_variation") = 0.0, py::arg("load") = 0.7, py::arg("burst") = 1.0, py::arg("variation") = 0.3,
       py::arg("exponential") = false, py::arg("deadline_seconds") = py::none(), py::arg("requests") = 20000,
-      py::arg("seed") = 1, py::arg("tenants") = std::vector<std::pair<double, double>>{},
+      py::arg("seed") = 1, py::arg("tenants") = std::vector<std::pair<double, double>>{}, py::arg("gangs") = py::none(),
+      py::arg("stages") = 1,
       R"(Requests on a pool of unequal devices, on a virtual clock, with the decisions of the library's own pool.
 
 Deterministic: the n-th request arrives at the same time whatever the placement, and without batches it is the same work.
@@ -104,7 +121,7 @@ length_variation
     The coefficient of variation of the requests' lengths, log-normal with mean 1. The pool is told them, and a batch takes as long as one of
     its number times its longest. 0: all equal.
 load
-    Arriving work over what all devices can do in full batches without padding.
+    Arriving work over what all devices can do in full batches without padding. A gang counts as one job alone on each of its devices.
 burst
     The mean number of requests that arrive at once. 1: each by itself (Poisson).
 variation, exponential
@@ -114,7 +131,13 @@ deadline_seconds
 requests, seed
     Their number, and the seed of arrivals and times.
 tenants
-    A weight and a share of the requests for each tenant, as (weight, share). Empty: nobody has a name. A request costs its tenant 1, or its length.
+    A weight and a share of the requests for each tenant, as (weight, share). Empty: nobody has a name. A request costs its tenant 1, or its length; a
+    gang costs that for each device.
+gangs
+    A part of the jobs and a number of devices, as (part, devices): so many jobs are gangs of so many devices. A gang takes as long as on its slowest device.
+stages
+    The jobs of a request, each with ``after=`` the one before. All are submitted when the request arrives, and each has its deadline. If one is rejected,
+    those before it are cancelled. Each job has a batch's time of its own, and they have the request's length.
 
 Returns
 -------
@@ -125,7 +148,10 @@ dict
     without the first tenth of the requests; its part of the cost that was `served`, and `served_while_all_wait`, of what started while requests of every
     tenant waited; and its `largest_charge`, of one request. `unfairness`: how far two tenants who both wait get apart at most, ``|W1 / w1 - W2 / w2|`` with W
     the cost of what each was served meanwhile, over the bound l1 / w1 + l2 / w2 with l the largest charges: at most 1. None where the bound says nothing:
-    with deadlines, with lengths, since batches are of like ones, with a placement that binds requests to devices when they come, or where no two tenants waited.
+    with deadlines, with lengths, since batches are of like ones, with gangs, which wait while others start, with a placement that binds requests to devices when they come, or where no two tenants waited. ``gangs``: `waits` and `other_waits`, of gangs and of jobs
+    on one device, from when a job could run to its start; the part of all devices' time in which they are `idle` while a gang waits, and in which they are
+    `reserved`: a device leaves another job waiting that would hold up the gang; and the part of the jobs on one device that were `backfilled`, started while
+    a gang waited that is before them. None without gangs. With several stages a request has one outcome, and is in time if its last job is.
 
 Raises
 ------

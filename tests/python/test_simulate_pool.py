@@ -91,6 +91,10 @@ def test_deadlines_part_the_requests_into_four_outcomes() -> None:
         (["--pool", "--speeds", "1,1", "--believed", "1"], "believed needs as many"),
         (["--pool", "--speeds", "1,1", "--load", "0"], "load is 0"),
         (["--pool", "--speeds", "1,1", "--length-variation", "-1"], "length_variation is -1"),
+        (["--pool", "--speeds", "1,1", "--gangs", "0.5:3"], "gang is 3"),
+        (["--pool", "--speeds", "1,1", "--gangs", "1.5:2"], "gang_part is 1.5"),
+        (["--pool", "--speeds", "1,1", "--stages", "0"], "stages is 0"),
+        (["--pool", "--speeds", "1,1", "--day", "--gangs", "0.5:2"], "--gangs is not for --day"),
     ],
 )
 def test_wrong_arguments_are_refused_with_what_to_do(
@@ -147,6 +151,60 @@ def test_the_command_prints_what_each_tenant_waits_for_and_is_served(capsys: pyt
     with pytest.raises(SystemExit):
         main([*BOX, "--tenants", "3"])
     assert "argument --tenants: '3' is not of the form W:S,W:S,...\n" in capsys.readouterr().err
+
+
+def test_gangs_of_all_devices_wait_for_each_other() -> None:
+    box: dict[str, Any] = {"per_item_seconds": 1.0, "load": 1e12, "variation": 0.0}  # all come at once
+    found = simulate_pool([1.0, 0.5], requests=9, gangs=(1.0, 2), **box)
+    assert found["elapsed_seconds"] == pytest.approx(18.0)
+    assert found["gangs"]["waits"] == pytest.approx({"mean_seconds": 8.0, "p50_seconds": 8.0, "p99_seconds": 16.0})
+    assert found["gangs"]["idle"] == pytest.approx(0.0)
+    assert simulate_pool([1.0], requests=2, stages=3, **box)["mean_seconds"] == pytest.approx(4.5)
+    assert simulate_pool([1.0], requests=2, **box)["gangs"] is None
+
+
+def test_the_command_prints_what_gangs_wait_and_leave_idle(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*BOX, "--gangs", "0.1:3", "--stages", "2", "--load", "0.5"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "4 devices, 6000 requests of 2 stages, load 0.5" in text
+    assert "gangs of 3 devices, 10.0% of the jobs" in text
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["config"]["gangs"] == [0.1, 3]
+    assert found["config"]["stages"] == 2
+    gangs = found["placements"]["auto"]["gangs"]
+    row = next(line.split() for line in text.splitlines()[10:] if line.startswith("auto"))
+    waits = [gangs[of][f"{name}_seconds"] for of in ("waits", "other_waits") for name in ("mean", "p50", "p99")]
+    parts = [gangs[name] for name in ("idle", "reserved", "backfilled")]
+    assert row == ["auto", *(f"{1e3 * one:.2f}" for one in waits), *(f"{one:.1%}" for one in parts)]
+    assert gangs["waits"]["mean_seconds"] > gangs["other_waits"]["mean_seconds"]
+    assert 0 < gangs["reserved"] < gangs["idle"] < 1
+    with pytest.raises(SystemExit):
+        main([*BOX, "--gangs", "3"])
+    assert "argument --gangs: '3' is not of the form PART:K\n" in capsys.readouterr().err
+    assert main([*BOX, "--tenants", "3:0.5,1:0.5", "--gangs", "0.1:2"]) == 0
+    assert "auto              no bound: gangs wait while others start" in capsys.readouterr().out
+
+
+def test_a_day_counts_deadlines_of_which_none_is_late_without_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "--pool", "--day", "--speeds", "1,1,0.5", "--fixed-ms", "0", "--per-item-ms", "2000"]
+    words += ["--deadline-ms", "6000", "--variation", "0", "--activation-seconds", "1"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    day = summary["day"]
+    assert summary["config"]["deadline_ms"] == 6000
+    assert day["late"] == 0
+    assert day["rejected"] + day["expired"] > 0
+    assert day["in_time"] + day["rejected"] + day["expired"] == pytest.approx(1.0)
+    assert text.splitlines()[-1] == (
+        f"deadlines: {day['in_time']:.3%} in time, 0.000% late, {day['rejected']:.3%} refused, {day['expired']:.3%} expired; "
+        f"all devices all day: {day['all_in_time']:.3%} in time"
+    )
+    assert main([*words[:9], "--deadline-ms", "0"]) == 2
+    assert "deadline_seconds is 0" in capsys.readouterr().err
 
 
 def earliest_finish(question: PoolQuestion) -> str | None:

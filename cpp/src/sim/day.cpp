@@ -5,15 +5,17 @@
 #include <cmath>
 #include <functional>
 #include <limits>
-#include <map>
 #include <numeric>
 #include <queue>
 #include <string>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include <paceline/plan/pool.hpp>
 #include <paceline/plan/random.hpp>
 
+#include "day_hindsight.hpp"
 #include "plan/pool/job_slots.hpp"
 #include "refuse.hpp"
 
@@ -24,22 +26,15 @@ using plan::JobId;
 using plan::Random;
 using plan::RunId;
 
-constexpr double kEndless = std::numeric_limits<double>::infinity();
-constexpr double kMinute = 60.0;
-constexpr double kTick = 1.0;
+constexpr double kTick = 1.0;    // seconds between two decisions
+constexpr double kPause = 0.02;  // between two that deadlines want, as in a Pool
 constexpr double kMostJobs = 3e7;
-constexpr std::size_t kMostStates = 512;
 
-enum class DayStream : std::uint64_t { arrival, thin, work, burst };
+enum class DayStream : std::uint64_t { arrival, thin, work, burst, deadline };
 
 Random day_draw(const DayOptions& options, DayStream stream, std::uint64_t index) {
   return {options.seed, index, static_cast<std::uint64_t>(stream)};
 }
-
-struct DayJob {
-  double arrival = 0.0;
-  double work = 0.0;  // seconds at speed 1
-};
 
 /// Jobs a second over the day.
 class Rate {
@@ -81,7 +76,9 @@ std::vector<DayJob> jobs_of(const DayOptions& options) {
     if (now >= end) return jobs;
     if (day_draw(options, DayStream::thin, n).uniform() * rate.most() > rate.at(now)) continue;
     const double normal = day_draw(options, DayStream::work, jobs.size()).normal();
-    jobs.push_back({now, options.job_seconds * std::exp(normal * std::sqrt(variance) - variance / 2.0)});
+    const double deadline = 0.5 + day_draw(options, DayStream::deadline, jobs.size()).uniform();
+    jobs.push_back({now, options.job_seconds * std::exp(normal * std::sqrt(variance) - variance / 2.0),
+                    options.deadline_seconds * deadline});
   }
 }
 
@@ -104,52 +101,65 @@ class Day {
   }
 
   DayResult run() {
-    double tick = kTick;
     std::size_t next = 0;
-    while (next < jobs_.size() || !ends_.empty()) {
+    while (next < jobs_.size() || !ends_.empty() || pool_.waiting() > 0) {
       const double arrival = next < jobs_.size() ? jobs_[next].arrival : kEndless;
       const double end = ends_.empty() ? kEndless : ends_.top().first;
-      now_ = std::min({arrival, end, tick, wake_});
-      if (now_ == tick) {
-        if (!all_) decide(next);
-        tick += kTick;
+      const auto ready = std::ranges::min_element(ready_);
+      now_ = std::min({arrival, end, look_, *ready, wake_});
+      if (now_ == look_) {
+        look(next);
+      } else if (now_ == *ready) {
+        restore(static_cast<std::size_t>(ready - ready_.begin()));
       } else if (now_ == arrival) {
         JobId id{};
         waiting_ += options_.job_seconds;
-        ++next;
-        obey(pool_.submit(now_, {}, id));
+        obey(pool_.submit(now_, {.deadline_seconds = jobs_[next++].deadline}, id));
       } else if (now_ == end) {
         const RunId run = ends_.top().second;
         ends_.pop();
-        const double seconds = running_.at(run);
+        const Running ended = running_.at(run);
         running_.erase(run);
-        obey(pool_.finish(now_, run, plan::RunResult::completed, seconds));
+        (now_ <= ended.job->arrival + ended.job->deadline ? result_.in_time : result_.late) += 1.0;
+        obey(pool_.finish(now_, run, plan::RunResult::completed, ended.seconds));
       } else {
         obey(pool_.tick(now_));
       }
     }
     double sum = 0.0;
+    const double started = std::accumulate(counts_.begin(), counts_.end(), 0.0);
     for (std::size_t m = 0; m < waits_.size(); ++m) {
       sum += waits_[m];
       if (waits_[m] <= options_.scale.wait_seconds * counts_[m]) ++result_.met;
     }
     result_.minutes = std::ssize(waits_);
-    result_.mean_wait_seconds = jobs_.empty() ? 0.0 : sum / static_cast<double>(jobs_.size());
+    result_.mean_wait_seconds = started > 0.0 ? sum / started : 0.0;
+    for (double* part : {&result_.in_time, &result_.late, &result_.rejected, &result_.expired})
+      *part /= std::max(static_cast<double>(jobs_.size()), 1.0);
     return result_;
   }
 
  private:
-  void decide(std::size_t next) {
+  struct Running {
+    const DayJob* job = nullptr;
+    double seconds = 0.0;
+  };
+
+  void look(std::size_t next) {
+    const double seconds = now_ - std::exchange(looked_, now_);
+    look_ = now_ + kTick;
+    if (all_) return;
     for (std::size_t d = 0; d < devices_.size(); ++d) {
-      if (devices_[d].active) result_.device_hours += kTick / 3600.0;
+      if (devices_[d].active) result_.device_hours += seconds / 3600.0;
     }
     const auto came = static_cast<double>(next - seen_);
     const plan::PoolLoad load = pool_.loads().front();
     const double run = load.run_work * options_.job_seconds;
     const double square = load.run_square * options_.job_seconds * options_.job_seconds;
     const double runs = load.run_jobs > 0.0 ? came : 0.0;
-    const std::vector<bool> wanted =
-        scaler_.decide(devices_, {kTick, came * options_.job_seconds, came, waiting_, runs, runs * run, runs * square});
+    std::vector<bool> wanted = scaler_.decide(
+        devices_, {seconds, came * options_.job_seconds, came, waiting_, runs, runs * run, runs * square});
+    wanted = plan::with_covers(std::move(wanted), devices_, pool_.covers(now_));
     seen_ = next;
     for (std::size_t d = 0; d < devices_.size(); ++d) {
       if (wanted[d] && !devices_[d].active) {
@@ -158,26 +168,34 @@ class Day {
       }
       if (!wanted[d] && devices_[d].active) {
         ready_[d] = kEndless;
-        obey(pool_.retire(now_, d));
+        obey(pool_.retire(now_, d, true, timed_ ? options_.activation_seconds : kEndless));
       }
       devices_[d].active = wanted[d];
-      if (ready_[d] <= now_) {
-        ready_[d] = kEndless;
-        obey(pool_.restore(now_, d));
-      }
+      if (ready_[d] <= now_) restore(d);
     }
+  }
+
+  void restore(std::size_t device) {
+    ready_[device] = kEndless;
+    obey(pool_.restore(now_, device));
   }
 
   void obey(const plan::PoolDecisions& decisions) {
     wake_ = decisions.wake_seconds;
+    if (decisions.wants_devices && !all_) look_ = std::min(look_, std::max(now_, looked_ + kPause));
+    for (const plan::PoolEnd& end : decisions.ends) {
+      if (end.outcome == plan::JobOutcome::completed) continue;
+      waiting_ -= options_.job_seconds;
+      (end.outcome == plan::JobOutcome::rejected ? result_.rejected : result_.expired) += 1.0;
+    }
     for (const plan::PoolStart& start : decisions.starts) {
-      const std::size_t job = plan::JobSlots::number(start.jobs.front()) - 1;
-      const auto minute = std::min(static_cast<std::size_t>(jobs_[job].arrival / kMinute), waits_.size() - 1);
-      waits_[minute] += now_ - jobs_[job].arrival;
+      const DayJob& job = jobs_[plan::JobSlots::number(start.jobs.front()) - 1];
+      const auto minute = std::min(static_cast<std::size_t>(job.arrival / kMinute), waits_.size() - 1);
+      waits_[minute] += now_ - job.arrival;
       counts_[minute] += 1.0;
       waiting_ -= options_.job_seconds;
-      const double seconds = jobs_[job].work / options_.speeds[start.devices.front()];
-      running_[start.run] = seconds;
+      const double seconds = job.work / options_.speeds[start.devices.front()];
+      running_[start.run] = {&job, seconds};
       ends_.emplace(now_ + seconds, start.run);
     }
   }
@@ -185,130 +203,21 @@ class Day {
   const DayOptions& options_;
   const std::vector<DayJob>& jobs_;
   const bool all_;
+  const bool timed_ = options_.deadline_seconds < kEndless;
   plan::PoolState pool_;
   plan::Scaler scaler_;
   std::vector<plan::ScaleDevice> devices_;
   std::vector<double> ready_;  // when a device that is activated takes work
   std::priority_queue<std::pair<double, RunId>, std::vector<std::pair<double, RunId>>, std::greater<>> ends_;
-  std::unordered_map<RunId, double> running_;
+  std::unordered_map<RunId, Running> running_;
   std::vector<double> waits_, counts_;  // by the minute of the arrival
   double now_ = 0.0;
   double wake_ = kEndless;
+  double look_ = kTick;  // when it decides which devices it wants
+  double looked_ = 0.0;
   double waiting_ = 0.0;  // work, as far as the pool can know it: each job counts as the mean
   std::size_t seen_ = 0;
   DayResult result_;
-};
-
-/// The device-hours of the best plan that knows all jobs. A state is how many devices of each speed are active.
-class Hindsight {
- public:
-  Hindsight(const DayOptions& options, const std::vector<DayJob>& jobs) : options_(options), jobs_(jobs) {
-    std::map<double, int, std::greater<>> classes;
-    for (const double speed : options.speeds) ++classes[speed];
-    states_.emplace_back();
-    for (const auto& [speed, count] : classes) {
-      speeds_.push_back(speed);
-      std::vector<std::vector<int>> longer;
-      for (const std::vector<int>& state : states_) {
-        for (int n = 0; n <= count; ++n) {
-          longer.push_back(state);
-          longer.back().push_back(n);
-        }
-      }
-      states_ = std::move(longer);
-    }
-    require(states_.size() <= kMostStates,
-            "these speeds can be active in {} ways, at most {} are compared: use fewer "
-            "different speeds",
-            states_.size(), kMostStates);
-    for (std::size_t s = 0; s < states_.size(); ++s) number_[states_[s]] = s;
-  }
-
-  double hours() {
-    const std::size_t all = states_.size();
-    std::vector<double> least(all, 0.0);  // device-seconds up to a minute that ends in this state
-    std::size_t first = 0;
-    const auto minutes = static_cast<std::size_t>(std::ceil(options_.hours * 60.0));
-    for (std::size_t m = 0; m < minutes; ++m) {
-      std::size_t last = first;
-      while (last < jobs_.size() && jobs_[last].arrival < kMinute * static_cast<double>(m + 1)) ++last;
-      const std::vector<bool> enough = feasible(first, last, kMinute * static_cast<double>(m));
-      std::vector<double> next(all, kEndless);
-      for (std::size_t to = 0; to < all; ++to) {
-        if (!enough[to]) continue;
-        for (std::size_t from = 0; from < all; ++from) {
-          if (least[from] == kEndless) continue;
-          const double activations = m == 0 ? 0.0 : options_.activation_seconds * added(from, to);
-          next[to] = std::min(next[to], least[from] + activations + kMinute * count(to));
-        }
-      }
-      least = std::move(next);
-      first = last;
-    }
-    return *std::min_element(least.begin(), least.end()) / 3600.0;
-  }
-
- private:
-  [[nodiscard]] double count(std::size_t state) const {
-    return std::accumulate(states_[state].begin(), states_[state].end(), 0);
-  }
-  [[nodiscard]] double added(std::size_t from, std::size_t to) const {
-    double devices = 0.0;
-    for (std::size_t c = 0; c < speeds_.size(); ++c) devices += std::max(0, states_[to][c] - states_[from][c]);
-    return devices;
-  }
-
-  // Which states meet the target in the minute; all devices always count as if they did. Fewer devices than some that
-  // do not are not tried.
-  std::vector<bool> feasible(std::size_t first, std::size_t last, double begin) {
-    std::vector<bool> enough(states_.size());
-    enough.back() = true;
-    for (std::size_t s = states_.size() - 1; s-- > 0;) {
-      std::vector<int> larger = states_[s];
-      bool may = true;
-      for (std::size_t c = 0; c < larger.size() && may; ++c) {
-        ++larger[c];
-        const auto found = number_.find(larger);
-        may = found == number_.end() || enough[found->second];
-        --larger[c];
-      }
-      enough[s] = may && meets(states_[s], first, last, begin);
-    }
-    return enough;
-  }
-
-  // First come, first served, on the fastest device that is free, or else on the one that is free first.
-  bool meets(const std::vector<int>& state, std::size_t first, std::size_t last, double begin) {
-    free_.clear();
-    for (std::size_t c = 0; c < speeds_.size(); ++c) {
-      for (int n = 0; n < state[c]; ++n) free_.emplace_back(begin, speeds_[c]);
-    }
-    if (free_.empty()) return first == last;
-    double left = options_.scale.wait_seconds * static_cast<double>(last - first);
-    for (std::size_t j = first; j < last; ++j) {
-      const double arrival = jobs_[j].arrival;
-      std::size_t best = 0;
-      for (std::size_t d = 0; d < free_.size(); ++d) {
-        if (free_[d].first <= arrival) {
-          best = d;
-          break;
-        }
-        if (free_[d].first < free_[best].first) best = d;
-      }
-      const double start = std::max(arrival, free_[best].first);
-      left -= start - arrival;
-      if (left < 0.0) return false;
-      free_[best].first = start + jobs_[j].work / free_[best].second;
-    }
-    return true;
-  }
-
-  const DayOptions& options_;
-  const std::vector<DayJob>& jobs_;
-  std::vector<double> speeds_;            // of the classes, the fastest first
-  std::vector<std::vector<int>> states_;  // the last one has all devices
-  std::map<std::vector<int>, std::size_t> number_;
-  std::vector<std::pair<double, double>> free_;  // when each device is free, and its speed
 };
 
 }  // namespace
@@ -321,6 +230,7 @@ DayResult simulate_day(const DayOptions& options) {
   require(positive(options.job_seconds), "job_seconds is {}; it must be positive", options.job_seconds);
   require(positive(options.hours) && options.hours <= 240.0, "hours is {}; it must be in (0, 240]", options.hours);
   require(positive(options.ramp_seconds), "ramp_seconds is {}; it must be positive", options.ramp_seconds);
+  require(options.deadline_seconds > 0.0, "deadline_seconds is {}; it must be positive", options.deadline_seconds);
   require(options.bursts >= 0, "bursts is {}; it cannot be negative", options.bursts);
   for (const auto& [name, value] :
        {std::pair{"activation_seconds", options.activation_seconds}, std::pair{"variation", options.variation},
@@ -336,7 +246,9 @@ DayResult simulate_day(const DayOptions& options) {
   const std::vector<DayJob> jobs = jobs_of(options);
   Hindsight hindsight(options, jobs);  // first: it may refuse the speeds
   DayResult result = Day(options, jobs, false).run();
-  result.all_met = Day(options, jobs, true).run().met;
+  const DayResult all = Day(options, jobs, true).run();
+  result.all_met = all.met;
+  result.all_in_time = all.in_time;
   result.best_device_hours = hindsight.hours();
   result.all_device_hours = static_cast<double>(options.speeds.size()) * options.hours;
   return result;

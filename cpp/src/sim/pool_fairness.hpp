@@ -15,6 +15,14 @@
 
 namespace paceline::sim {
 
+inline SimulatedWaits waits_of(std::vector<double> seconds) {
+  if (seconds.empty()) return {};
+  std::sort(seconds.begin(), seconds.end());
+  return {.p50_seconds = seconds[seconds.size() / 2],
+          .p99_seconds = seconds[seconds.size() * 99 / 100],
+          .mean_seconds = std::accumulate(seconds.begin(), seconds.end(), 0.0) / static_cast<double>(seconds.size())};
+}
+
 /// What tenants were served, and how far two of them got apart while both waited. It decides nothing.
 class Fairness {
  public:
@@ -62,13 +70,10 @@ class Fairness {
       told.served = part(one.served, served);
       told.served_while_all_wait = part(one.served_while_all_wait, while_all_wait);
       told.largest_charge = one.largest;
-      std::sort(one.waits.begin(), one.waits.end());
-      if (!one.waits.empty()) {
-        told.p50_wait_seconds = one.waits[one.waits.size() / 2];
-        told.p99_wait_seconds = one.waits[one.waits.size() * 99 / 100];
-        told.mean_wait_seconds =
-            std::accumulate(one.waits.begin(), one.waits.end(), 0.0) / static_cast<double>(one.waits.size());
-      }
+      const SimulatedWaits waits = waits_of(std::move(one.waits));
+      told.p50_wait_seconds = waits.p50_seconds;
+      told.p99_wait_seconds = waits.p99_seconds;
+      told.mean_wait_seconds = waits.mean_seconds;
       for (std::size_t b = 0; b < a; ++b) {
         if (!pairs_[a][b].compared) continue;
         const double bound = one.largest / one.weight + tenants_[b].largest / tenants_[b].weight;

@@ -679,4 +679,11 @@ def split_weighted(batch_size: _Int, weights: Sequence[_Float]) -> list[int]:
         If a weight is negative or not finite, or if all are zero.
     """
 
+def with_covers(
+    wanted: Sequence[bool],
+    devices: Sequence[tuple[_Float, _Float, _Float, _Float, bool, bool]],
+    covers: Sequence[tuple[Sequence[bool], _Int]],
+) -> list[bool]:
+    """Which devices shall be active: the wanted ones, and as many more as covers need, (which would do, how many) each. Devices are as for `Scaler.decide`."""
+
 POOL_LEDGER_VERSION: int = 1

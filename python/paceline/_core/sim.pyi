@@ -287,6 +287,7 @@ def simulate_day(
     burst_seconds: _Float = 240.0,
     ramp_seconds: _Float = 60.0,
     seed: _Int = 1,
+    deadline_seconds: _Float | None = None,
 ) -> dict[str, Any]:
     """A pool whose devices come and go over a day of requests, on a virtual clock, with the decisions of ``Pool(autoscale=...)``.
 
@@ -310,13 +311,15 @@ def simulate_day(
         How many bursts there are, at random times; what each adds, over what all devices do; how long it lasts; in what time it comes, and goes.
     seed
         Of all random numbers.
+    deadline_seconds
+        The mean deadline; each request's is between half of it and one and a half. None: no deadlines.
 
     Returns
     -------
     dict
-        `minutes`, and in how many of them the target was `met` by the mean wait of the requests that came; `all_met`, in how many it is with all devices active all day; `device_hours`, from when a device was
+        `minutes`, and in how many of them the target was `met` by the mean wait of the requests that came then and started; `all_met`, in how many it is with all devices active all day; `device_hours`, from when a device was
         wanted until it was not; `best_device_hours` of a plan in hindsight, and `all_device_hours` of all devices all day; `mean_wait_seconds`; how many
-        `activations` there were.
+        `activations` there were. The parts of all requests that ended `in_time`, `late`, `rejected` and `expired`, and `all_in_time` with all devices active all day.
 
     Raises
     ------
@@ -326,7 +329,7 @@ def simulate_day(
     Notes
     -----
     The plan in hindsight knows each request and what it takes, chooses devices anew each minute, begins each without a queue, pays for activations
-    before the minute, keeps its devices within the minute, and is the best sequence by dynamic programming.
+    before the minute, keeps its devices within the minute, and is the best sequence by dynamic programming. It knows no deadlines: it serves all requests.
     """
 
 def simulate_pipeline(
@@ -421,6 +424,8 @@ def simulate_pool(
     requests: _Int = 20000,
     seed: _Int = 1,
     tenants: Sequence[tuple[_Float, _Float]] = [],
+    gangs: tuple[_Float, _Int] | None = None,
+    stages: _Int = 1,
 ) -> dict[str, Any]:
     """Requests on a pool of unequal devices, on a virtual clock, with the decisions of the library's own pool.
 
@@ -447,7 +452,7 @@ def simulate_pool(
         The coefficient of variation of the requests' lengths, log-normal with mean 1. The pool is told them, and a batch takes as long as one of
         its number times its longest. 0: all equal.
     load
-        Arriving work over what all devices can do in full batches without padding.
+        Arriving work over what all devices can do in full batches without padding. A gang counts as one job alone on each of its devices.
     burst
         The mean number of requests that arrive at once. 1: each by itself (Poisson).
     variation, exponential
@@ -457,7 +462,13 @@ def simulate_pool(
     requests, seed
         Their number, and the seed of arrivals and times.
     tenants
-        A weight and a share of the requests for each tenant, as (weight, share). Empty: nobody has a name. A request costs its tenant 1, or its length.
+        A weight and a share of the requests for each tenant, as (weight, share). Empty: nobody has a name. A request costs its tenant 1, or its length; a
+        gang costs that for each device.
+    gangs
+        A part of the jobs and a number of devices, as (part, devices): so many jobs are gangs of so many devices. A gang takes as long as on its slowest device.
+    stages
+        The jobs of a request, each with ``after=`` the one before. All are submitted when the request arrives, and each has its deadline. If one is rejected,
+        those before it are cancelled. Each job has a batch's time of its own, and they have the request's length.
 
     Returns
     -------
@@ -468,7 +479,10 @@ def simulate_pool(
         without the first tenth of the requests; its part of the cost that was `served`, and `served_while_all_wait`, of what started while requests of every
         tenant waited; and its `largest_charge`, of one request. `unfairness`: how far two tenants who both wait get apart at most, ``|W1 / w1 - W2 / w2|`` with W
         the cost of what each was served meanwhile, over the bound l1 / w1 + l2 / w2 with l the largest charges: at most 1. None where the bound says nothing:
-        with deadlines, with lengths, since batches are of like ones, with a placement that binds requests to devices when they come, or where no two tenants waited.
+        with deadlines, with lengths, since batches are of like ones, with gangs, which wait while others start, with a placement that binds requests to devices when they come, or where no two tenants waited. ``gangs``: `waits` and `other_waits`, of gangs and of jobs
+        on one device, from when a job could run to its start; the part of all devices' time in which they are `idle` while a gang waits, and in which they are
+        `reserved`: a device leaves another job waiting that would hold up the gang; and the part of the jobs on one device that were `backfilled`, started while
+        a gang waited that is before them. None without gangs. With several stages a request has one outcome, and is in time if its last job is.
 
     Raises
     ------

@@ -40,6 +40,30 @@ double least_price(const std::vector<ScaleDevice>& devices, const std::vector<bo
   return least;
 }
 
+TEST(WithCovers, AddsWhatIsUsableActiveAndCheapAndNoMoreThanCoversNeed) {
+  const std::vector<ScaleDevice> devices = {{.price = 9.0},
+                                            {.speed = 2.0, .price = 1.0, .active = false},
+                                            {.price = 1.0, .active = false},
+                                            {.price = 0.1, .usable = false},
+                                            {.price = 8.0}};
+  const std::vector<bool> none(5);
+  const std::vector<bool> all(5, true);
+  using Set = std::vector<bool>;
+  const auto covered = [&](const Set& wanted, std::vector<PoolCover> covers) {
+    return with_covers(wanted, devices, covers);
+  };
+  EXPECT_EQ(covered(none, {}), none);
+  EXPECT_EQ(covered(none, {{all, 1}}), (Set{false, false, false, false, true})) << "active, and cheaper";
+  EXPECT_EQ(covered(none, {{all, 3}}), (Set{true, true, false, false, true})) << "then the cheapest for its speed";
+  EXPECT_EQ(covered(none, {{all, 9}}), all) << "what cannot be used at last";
+  EXPECT_EQ(covered({false, false, true, false, false}, {{all, 1}}), (Set{false, false, true, false, false}));
+  EXPECT_EQ(covered(none, {{{false, false, true, true, false}, 1}, {all, 1}}), (Set{false, false, true, false, false}))
+      << "a device serves every cover that it is in";
+  EXPECT_EQ(covered({true, false, false, false, false}, {{none, 2}}), (Set{true, false, false, false, false}));
+  EXPECT_THROW((void)covered(none, {{{true}, 1}}), InvalidArgument);
+  EXPECT_THROW((void)covered({true}, {{all, 1}}), InvalidArgument);
+}
+
 TEST(LeastDevices, CostAsLittleAsAllSetsThatWereTried) {
   int found = 0;
   for (std::uint64_t seed = 0; seed < 300; ++seed) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <paceline/export.hpp>
+#include <paceline/plan/pool_types.hpp>
 
 /// How many devices a pool needs. Pure, as all decisions of a pool (pool.hpp). Work is counted in seconds of a device
 /// of speed 1.
@@ -49,6 +50,12 @@ struct ScaleDemand {
 [[nodiscard]] PACELINE_API std::vector<bool> least_devices(std::span<const ScaleDevice> devices,
                                                            const std::vector<bool>& must, const std::vector<bool>& may,
                                                            const ScaleDemand& demand, double wait_seconds);
+
+/// `wanted`, and as many more devices as the covers need. Of those that would do usable ones come first, then active
+/// ones, then those of the least price for their speed.
+/// @throws InvalidArgument if `wanted` or a cover is not of as many devices.
+[[nodiscard]] PACELINE_API std::vector<bool> with_covers(std::vector<bool> wanted, std::span<const ScaleDevice> devices,
+                                                         std::span<const PoolCover> covers);
 
 struct ScaleOptions {
   double wait_seconds = 0.1;  ///< the mean wait; four fifths are planned for, so that most minutes keep it

@@ -29,7 +29,9 @@ struct PoolSimulationOptions {
   /// batch is padded: it takes as long as one of its number times its longest.
   double length_variation = 0.0;
   double max_delay_seconds = 0.0;
-  double load = 0.7;  ///< arriving work over what all devices can do in full batches without padding
+  /// Arriving work over what all devices can do in full batches without padding. A gang counts as one job alone on each
+  /// of its devices.
+  double load = 0.7;
   /// Requests that arrive at once: their mean number, geometric. 1: one after the other (Poisson).
   double burst = 1.0;
   /// Coefficient of variation of the time of a batch: log-normal, or with larger sizes than 1 normal, at least half of
@@ -41,11 +43,32 @@ struct PoolSimulationOptions {
   std::int64_t requests = 20000;
   std::uint64_t seed = 1;
   std::vector<SimulatedTenant> tenants = {};  ///< empty: nobody has a name
+  double gang_part = 0.0;  ///< of the jobs: they run on `gang` devices at once. They take as long as on the slowest
+  std::int64_t gang = 2;
+  /// Jobs of a request, each after the one before. All are submitted when it arrives, with its deadline. If one is
+  /// rejected, those before it are cancelled.
+  std::int64_t stages = 1;
+};
+
+struct SimulatedWaits {
+  double p50_seconds = 0.0;
+  double p99_seconds = 0.0;
+  double mean_seconds = 0.0;
+};
+
+/// What comes of gangs.
+struct SimulatedGangs {
+  /// From when a job could run to its start, of those that started, without the first tenth of all requests.
+  SimulatedWaits waits = {};
+  SimulatedWaits other_waits = {};  ///< of jobs on one device
+  double idle = 0.0;                ///< part of all devices' time in which they are idle while a gang waits
+  double reserved = 0.0;            ///< of the same: while they leave another job waiting, which would hold up the gang
+  double backfilled = 0.0;          ///< part of the jobs on one device: started while a gang waited that is before them
 };
 
 /// What comes of a tenant.
 struct SimulatedTenantResult {
-  double p50_wait_seconds = 0.0;  ///< from submit to start, of those that started, without the first tenth of all
+  double p50_wait_seconds = 0.0;  ///< like SimulatedGangs::waits, of all its jobs
   double p99_wait_seconds = 0.0;
   double mean_wait_seconds = 0.0;
   double served = 0.0;                 ///< its part of the cost of all requests that started
@@ -69,9 +92,10 @@ struct PoolSimulationResult {
   /// How far two tenants whose requests both wait get apart at most, |W1 / w1 - W2 / w2| with W the costs of what each
   /// was served since both began to wait, over the bound l1 / w1 + l2 / w2 of start-time fair queueing (Goyal, Vin and
   /// Cheng, 1996), l the largest charge of one request. At most 1. NaN where the bound says nothing: with deadlines,
-  /// with lengths, since batches are of like ones, with a placement that binds requests to devices, or where no two
-  /// tenants waited.
+  /// with lengths, since batches are of like ones, with gangs, which wait while others start, with a placement that
+  /// binds requests to devices, or where no two tenants waited.
   double unfairness = std::numeric_limits<double>::quiet_NaN();
+  SimulatedGangs gangs = {};
 };
 
 /// Runs the decisions of plan::PoolState on a virtual clock. Deterministic; the n-th request arrives at the same time

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <numeric>
+#include <tuple>
 #include <utility>
 
 #include "refuse.hpp"
@@ -93,6 +94,26 @@ std::vector<bool> least_devices(std::span<const ScaleDevice> devices, const std:
   if (!best.empty()) return best;
   for (const std::size_t d : open) set[d] = true;
   return set;
+}
+
+std::vector<bool> with_covers(std::vector<bool> wanted, std::span<const ScaleDevice> devices,
+                              std::span<const PoolCover> covers) {
+  for (const PoolCover& cover : covers) {
+    require(cover.devices.size() == devices.size() && wanted.size() == devices.size(),
+            "a cover is of {} devices, and {} were wanted or not, of {}", cover.devices.size(), wanted.size(),
+            devices.size());
+    std::vector<std::size_t> able;
+    for (std::size_t d = 0; d < devices.size(); ++d) {
+      if (cover.devices[d]) able.push_back(d);
+    }
+    const auto rank = [&](std::size_t d) {
+      return std::tuple(!wanted[d], !devices[d].usable, !devices[d].active, devices[d].price / devices[d].speed);
+    };
+    std::ranges::stable_sort(able, {}, rank);
+    able.resize(std::min(able.size(), cover.count));
+    for (const std::size_t d : able) wanted[d] = true;
+  }
+  return wanted;
 }
 
 Scaler::Scaler(ScaleOptions options) : options_(options) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline import Error, InvalidArgument
-from paceline._core.plan import Scaler
+from paceline._core.plan import Scaler, with_covers
 from paceline._words import plural, warn
 from paceline.torch._pool.jobs import Jobs
 from paceline.torch._pool.released import Released
@@ -182,17 +183,13 @@ class Scale:
         wanted = dict(zip(self._speeds, found, strict=True))
         if not known:  # nobody knows what it takes
             wanted = {name: wanted[name] or there[name] for name in wanted}
-        for accepted, count in covers:
-            able = [
-                name
-                for name, can in zip(self._speeds, accepted, strict=False)
-                if can and (there[name] or name in self.released)
-            ]
-            prices = {name: self.options.prices.get(name, 1.0) / max(self._speeds[name], 1e-9) for name in able}
-            for name in sorted(able, key=lambda one: (not wanted[one], one in failed, one in away, prices[one]))[
-                :count
-            ]:
-                wanted[name] = True
+        able = [there[name] or name in self.released for name in self._speeds]
+        covering = with_covers(
+            list(wanted.values()),
+            [(*row[:-1], there[name] and name not in failed) for row, name in zip(rows, self._speeds, strict=True)],
+            [([*map(operator.and_, accepted, able)], count) for accepted, count in covers],
+        )
+        wanted = dict(zip(self._speeds, covering, strict=True))
         self._wanted = sum(wanted.values())
         coming -= {name for name in coming if not wanted[name]}
         back = [(name, True) for name in away if wanted.get(name, False)]
