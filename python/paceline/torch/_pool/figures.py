@@ -87,12 +87,12 @@ class Figures:
         """``outcomes`` by name; ``wait_counts``, how many jobs waited at most so many seconds; ``wait_seconds_sum``, for how many seconds all together; both by priority in ``waits``."""
         with self._lock:
             outcomes = dict(self._outcomes)
-            by_priority = {
-                name: {"wait_counts": up_to(one.counts), "wait_seconds_sum": one.sum}
-                for name, one in self._waits.items()
-            }
-            total = up_to([sum(counts) for counts in zip(*(one.counts for one in self._waits.values()), strict=True)])
-        seconds = sum(one["wait_seconds_sum"] for one in by_priority.values())
+            waits = {name: (list(one.counts), one.sum) for name, one in self._waits.items()}
+        total = up_to([sum(counts) for counts in zip(*(counts for counts, _ in waits.values()), strict=True)])
+        seconds = sum(waited for _, waited in waits.values())
+        by_priority = {
+            name: {"wait_counts": up_to(counts), "wait_seconds_sum": waited} for name, (counts, waited) in waits.items()
+        }
         return {"outcomes": outcomes, "wait_counts": total, "wait_seconds_sum": seconds, "waits": by_priority}
 
 
@@ -169,6 +169,6 @@ class Collector:
                     labels = [*values, name, str(version["number"])]
                     for outcome, count in version["outcomes"].items():
                         ends.add_metric([*labels, outcome], count)
-                    for family, one in ((waited, version["wait"]), (ran, version["run"])):
-                        family.add_metric(labels, _buckets(one["counts"]), one["seconds_sum"])
+                    for times, one in ((waited, version["wait"]), (ran, version["run"])):
+                        times.add_metric(labels, _buckets(one["counts"]), one["seconds_sum"])
             yield from (ends, waited, ran)
