@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,12 @@ class Hang:
         self._event.wait(30)
         self.over.set()
         return torch.ones(4)
+
+
+def is_in(thread: threading.Thread, function: str) -> bool:
+    """Whether the thread is in a call of it."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return any(one.name == function for one in traceback.extract_stack(frame)) if frame is not None else False
 
 
 def stuck(pool: Pool, hang: Hang) -> tuple[Any, Any]:
@@ -171,6 +178,28 @@ def test_a_load_that_hangs_is_given_up_and_the_old_version_answers(count: int) -
         hang.__exit__()
         assert hang.over.wait(20)
         assert versions_of(ask(batcher, 3)) == {third.number: 3}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_a_first_batch_loads_late_does_not_take_the_place_of_what_came_after_it() -> None:
+    made: list[int] = []
+
+    def initializer(_: torch.device) -> int:
+        made.append(len(made))
+        number = made[-1]
+        if number == 0:
+            hang()
+        return number
+
+    with Hang() as hang, pool_of(1, hang_seconds=1.0) as pool:
+        batcher = pool.serve(lambda state, x: x + state, initializer=initializer)
+        with pytest.raises(Timeout):
+            batcher(torch.tensor(0)).result(20)
+        assert int(batcher(torch.tensor(0)).result(20)) == 1
+        (thread,) = [one for one in threading.enumerate() if is_in(one, "initializer")]
+        hang.__exit__()
+        assert soon(lambda: not is_in(thread, "initializer"))
+        assert int(batcher(torch.tensor(0)).result(20)) == 1
 
 
 def test_a_load_that_takes_its_time_without_a_limit_is_waited_for() -> None:

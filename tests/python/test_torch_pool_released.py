@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import warnings
@@ -183,6 +184,41 @@ def test_a_load_that_hangs_leaves_the_device_away(monkeypatch: pytest.MonkeyPatc
         hangs.set()
         on(two, batcher, two.name)
         assert len(states.made) == loaded
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_load_that_hangs_and_ends_late_leaves_nothing_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, module: bool
+) -> None:
+    states, back = States(), list[str]()
+
+    def replicate(net: nn.Module) -> nn.Module:
+        made = copy.deepcopy(net)
+        vars(made)["state"] = states(torch.device("cpu"))  # lives as long as the copy
+        return made
+
+    with box(monkeypatch, hosts(2), hang_seconds=0.5) as two:
+        batcher = two.pool.serve(nn.ReLU().eval(), replicate=replicate, max_batch=4) if module else serve(two, states)
+        two.release()
+        assert states.alive == 1
+        states.waits = hangs = threading.Event()
+        with pytest.warns(RuntimeWarning, match=f"{two.name} stays released"):
+            two.fail()
+        (thread,) = [one for one in threading.enumerate() if one.name == f"paceline {two.name}"]
+        monkeypatch.setattr(two.pool._jobs.seats[two.name], "release_memory", lambda: back.append(two.name))
+        hangs.set()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert len(states.made) == 3
+        assert states.alive == 1
+        assert back == [two.name]
+        states.waits = None
+        two.scale._models._failed.clear()
+        two.come_back()
+        assert states.alive == 2
+        on_all = [batcher(torch.zeros(1)) for _ in range(8)]
+        assert all(one.exception(20) is None for one in on_all)
+        assert len(states.made) == 4
 
 
 def test_a_job_that_only_this_device_can_run_brings_it_back_as_it_is_after_a_load_that_failed(

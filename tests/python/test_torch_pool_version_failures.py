@@ -56,6 +56,36 @@ def test_a_run_that_was_given_up_does_not_hold_up_an_exchange() -> None:
             over.set()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_version_whose_load_hangs_and_ends_late_is_on_no_device() -> None:
+    states, hangs, over = States(), threading.Event(), threading.Event()
+
+    def initializer(device: torch.device) -> State:
+        if hangs.is_set():
+            over.wait(60)
+        made: State = states.of(1)(device)
+        return made
+
+    with limited(1, hang_seconds=1.0) as pool:
+        try:
+            batcher = pool.serve(answer, initializer=initializer, resident=100, max_batch=1)
+            ask(batcher, 1)[0].result()
+            batcher.publish(answer, initializer=states.of(2), allow_gap=True)
+            hangs.set()
+            with pytest.raises(Rejected, match="in the place of version 2"):
+                batcher.rollback(allow_gap=True)
+            assert versions_of(ask(batcher, 2)) == {2: 2}
+        finally:
+            over.set()
+        assert soon(lambda: [one for one, _ in states.made].count(1) == 2)
+        assert soon(lambda: not states.count(1))
+        assert versions_of(ask(batcher, 2)) == {2: 2}
+        assert states.count(2) == 1
+        hangs.clear()
+        batcher.rollback(allow_gap=True)
+        assert versions_of(ask(batcher, 2)) == {1: 2}
+
+
 def test_an_error_of_a_rollback_that_somebody_keeps_does_not_hold_up_an_exchange() -> None:
     states = States(alone=True)
     with limited() as pool:

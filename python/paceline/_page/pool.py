@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from paceline._page.charts import MOST_DEVICES, Chart, numbers
 from paceline._page.document import Section, folded, page, table, words
 from paceline._page.run import Table, milliseconds
+from paceline._pool_figures import COLUMNS, RECENT, role_of, row_of
 from paceline._words import plural
 
 _BINS = 240  # of the time; more would be narrower than a pixel of a small screen
@@ -18,9 +19,6 @@ _IDLE = 0.5  # of the devices' time: waits have another reason than too few devi
 _MOST_KINDS = 24
 _NEVER = ("rejected", "expired")
 _ENDED = "Jobs that ended without a run were refused, expired or were cancelled, and count as waiting until then. "
-
-# Seconds that jobs wait, from what an idle worker takes to what a night of batch work takes.
-BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 
 
 class Run(NamedTuple):
@@ -72,6 +70,7 @@ def section_of(
         table(_devices(names, runs, report)),
         table(_kinds(runs)),
         f"<h3>What each device has run, and why it leaves jobs waiting</h3>{words(explained)}",
+        *([table(_versions(report["versions"]))] if report["versions"] else []),
         table(_outcomes(report)),
         folded("How long jobs waited", table(_waits(report))),
     ]
@@ -254,6 +253,16 @@ def _kinds(runs: Sequence[Run]) -> Table:
         f"of the charts' runs{f'; the {_MOST_KINDS} of {len(found)} with most jobs' if len(found) > len(most) else ''}"
     )
     return Table("Kinds of jobs", ("kind", "jobs", "runs", "jobs of a run", "wait of its first", "a run"), rows, note)
+
+
+def _versions(endpoints: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    rows = [
+        (f"{name}, version {one['number']}", role_of(one), *row_of(one))
+        for name, versions in endpoints.items()
+        for one in versions
+    ]
+    note = f"times are of the last {RECENT:,} requests and batches of each"
+    return Table("Versions", ("version", "role", *COLUMNS), rows, note)
 
 
 def _outcomes(report: Mapping[str, Any]) -> Table:

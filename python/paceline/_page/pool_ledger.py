@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import json
-import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from paceline import InvalidArgument
 from paceline._page.document import Section, table
-from paceline._page.pool import BOUNDS, Never, Run, section_of
+from paceline._page.pool import Never, Run, section_of
 from paceline._page.run import Table
+from paceline._pool_figures import OUTCOMES, Seconds, VersionFigures, outcome_of, up_to
 from paceline._replay import is_cut_off
 from paceline._replay_pool import replay_pool
 from paceline._words import plural
 
 _MOST = 10_000  # runs, as on the page of a pool
 _LACKS = "A ledger has the decisions of a pool, but not its words. The table at the end says how often devices left jobs waiting, and why; explain() of the pool says so of now."
+_REQUESTS = re.compile(r"(?P<endpoint>.+?)(, version (?P<number>\d+))?, shape \d+")  # as `Answerer` names their kinds
 # Why an idle device declines, by the names in a ledger.
 _REASONS = {
     "faster_devices": "faster devices that are busy will end them sooner",
@@ -80,7 +80,9 @@ class _Jobs:
         self._open: dict[int, tuple[float, dict[str, Any]]] = {}  # runs
         self._retired: set[int] = set()
         self._waits: dict[int, tuple[int, float]] = {}  # by job: the run in which it began, and how long it had waited
-        self._outcomes = Counter(dict.fromkeys(("completed", "failed", "rejected", "expired", "cancelled"), 0))
+        self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._kind_of: dict[int, int] = {}  # by job, until it has ended
+        self._versions: dict[str, dict[int, VersionFigures]] = {}  # by batcher and number
         self._devices: list[dict[str, Any]] = []
 
     def add(self, entry: dict[str, Any]) -> None:
@@ -93,7 +95,7 @@ class _Jobs:
             case {"add_kind": {"name": name}}:
                 self._kinds.append(name)
             case {"submit": call, "job": job}:
-                self._came[job] = at
+                self._came[job], self._kind_of[job] = at, call.get("kind", -1)
                 if call.get("own"):
                     self._own.add(job)
             case {"finish": call} if call["run"] in self._open:
@@ -107,10 +109,12 @@ class _Jobs:
             case {"restore": {"device": device}}:
                 self._retired.discard(device)
         for job, outcome, *_ in decided.get("ends", ()):
-            came = self._came.pop(job, at)
+            came, kind = self._came.pop(job, at), self._kind_of.pop(job, -1)
             if job in self._own:
                 continue
-            self._outcomes[outcome if outcome in self._outcomes else "failed"] += 1
+            self._outcomes[outcome_of(outcome)] += 1
+            if (version := self._version_of(kind)) is not None:
+                version.count(outcome, self._waits[job][1] if job in self._waits else None)
             if job not in self._waits:
                 self.never.append(Never(came, at, "", outcome))
         for start in decided.get("starts", ()):
@@ -131,6 +135,16 @@ class _Jobs:
             figures = self._devices[start["devices"][0]]
             figures["jobs"] += count
             figures["runs"] += count > 0
+            if count > 0 and (version := self._version_of(start["kind"])) is not None:
+                version.count_run(at - begun)
+
+    def _version_of(self, kind: int) -> VersionFigures | None:
+        """The version of a model that answers requests of a kind."""
+        found = _REQUESTS.fullmatch(self._kinds[kind]) if kind >= 0 else None
+        if found is None:
+            return None
+        versions = self._versions.setdefault(found["endpoint"], {})
+        return versions.setdefault(int(found["number"] or 1), VersionFigures())
 
     def declined(self) -> Table:
         """How often idle devices left jobs waiting, by kind and reason."""
@@ -143,10 +157,10 @@ class _Jobs:
 
     def report(self) -> dict[str, Any]:
         """What ``Pool.report`` would have said."""
-        waits = [0] * (len(BOUNDS) + 1)
-        waited = [seconds for job, (_, seconds) in self._waits.items() if job not in self._own]
-        for seconds in waited:
-            waits[bisect.bisect_left(BOUNDS, seconds)] += 1
+        waits = Seconds()
+        for job, (_, seconds) in self._waits.items():
+            if job not in self._own:
+                waits.add(seconds)
         devices = zip(self.names, self._devices, strict=True)
         running = {job for _, start in self._open.values() for job in start["jobs"]}
         return {
@@ -156,6 +170,11 @@ class _Jobs:
             "backlog_seconds": None,  # the models of the pool know it
             "hangs": [],
             "outcomes": dict(self._outcomes),
-            "wait_counts": list(zip((*BOUNDS, math.inf), itertools.accumulate(waits), strict=True)),
-            "wait_seconds_sum": sum(waited),
+            "wait_counts": up_to(waits.counts),
+            "wait_seconds_sum": waits.sum,
+            "versions": {
+                name: [{"number": number, **one.report()} for number, one in sorted(versions.items())]
+                for name, versions in self._versions.items()
+                if len(versions) > 1
+            },
         }

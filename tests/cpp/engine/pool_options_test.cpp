@@ -7,9 +7,11 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
+#include <future>
 #include <memory>
 #include <set>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -41,6 +43,42 @@ std::string why(const Future<T>& future) {
     return why(std::current_exception());
   }
   return "";
+}
+
+/// What is nested in the Cancelled of a job.
+std::string cause_of(const Future<void>& job) {
+  try {
+    job.get();
+  } catch (const Cancelled& error) {
+    try {
+      std::rethrow_if_nested(error);
+    } catch (const std::exception& cause) {
+      return cause.what();
+    }
+  }
+  return "";
+}
+
+TEST(PoolOptions, TheErrorOfAJobIsTheCauseThatOthersAreCancelled) {
+  Pool pool(host_group(2));
+  std::promise<void> go_on;
+  const auto bad = pool.submit([on = go_on.get_future().share()](Job&) {
+    on.wait();
+    throw std::runtime_error("bad");
+  });
+  std::vector<Future<void>> chain;
+  for (int k = 0; k < 10; ++k)
+    chain.push_back(pool.submit([](Job&) {}, {.after = {k == 0 ? JobHandle(bad) : JobHandle(chain.back())}}));
+  const auto other = pool.submit([](Job&) {}, {.after = {chain.front(), bad}});
+  const auto cancelled = pool.submit([](Job&) {}, {.not_before_seconds = 1000.0});
+  const auto after = pool.submit([](Job&) {}, {.after = {cancelled}});
+  EXPECT_TRUE(cancelled.cancel());
+  EXPECT_NE(cause_of(after).find("cancelled before it began"), std::string::npos);
+  go_on.set_value();
+  EXPECT_EQ(cause_of(chain.front()), "bad");
+  EXPECT_EQ(cause_of(chain.back()), "bad");
+  EXPECT_EQ(cause_of(other), "bad");
+  EXPECT_EQ(cause_of(pool.submit([](Job&) {}, {.after = {chain.back()}})), "bad");  // all ended long ago
 }
 
 TEST(PoolOptions, JobsRunWhereTheirMemoryFits) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from typing import Any
@@ -75,6 +76,38 @@ def test_weights_leave_a_released_gpu_and_stay_where_a_part_of_it_uses_them(
         assert two.name in served._copies
         assert [one() is not None for one in there] == [parts] * 4, "the same ones, if they were there"
         assert len(served._weights) == 2 - parts
+        expect_answers(two, batcher, module)
+
+
+def test_the_weights_of_a_load_that_hangs_and_ends_late_leave_the_gpu(
+    streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+
+    def replicate(module: nn.Module) -> nn.Module:
+        if threading.current_thread().name.startswith("paceline cuda:"):
+            over.wait(60)
+        return copy.deepcopy(module)
+
+    with box(monkeypatch, GPUS[:2], hang_seconds=0.5) as two:
+        module = net()
+        batcher = two.pool.serve(module, replicate=replicate, max_batch=4)
+        expect_answers(two, batcher, module)
+        served: Any = served_by(batcher)
+        space = two.pool._jobs.seats[two.name].space
+        two.release()
+        assert space not in served._weights
+        with pytest.warns(RuntimeWarning, match="stays released"):
+            two.fail()
+        (thread,) = [one for one in threading.enumerate() if one.name == f"paceline {two.name}"]
+        over.set()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert two.name not in served._copies
+        assert space not in served._weights
+        two.scale._models._failed.clear()
+        two.come_back()
+        assert space in served._weights
         expect_answers(two, batcher, module)
 
 

@@ -143,7 +143,8 @@ class Future {
     result_->wait();
   }
   [[nodiscard]] bool ready() const { return result_->ended(); }
-  /// @throws what the job has thrown; Rejected, Expired or Cancelled if it never ran; as wait()
+  /// @throws what the job has thrown; Rejected, Expired or Cancelled if it never ran; as wait(). If it comes after a
+  /// job that did not complete, Cancelled has the error of the first such job nested in it (std::rethrow_if_nested).
   T get() const {
     wait();
     if (result_->error()) std::rethrow_exception(result_->error());

@@ -206,21 +206,21 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
       job.kind = kind_of(options, call->batched());  // it may have been forgotten meanwhile
     if (closed_) throw Unavailable("submit: the pool is closed. Make a new one.");
     if (lost_) throw DeviceLost("submit: every device of the pool is lost. Make a new one, in a new process.");
-    bool failed = false;
+    std::exception_ptr failed;
     waits_for = nullptr;
     for (const JobHandle& other : options.after) {
       if (jobs_.contains(other.id)) continue;
       if (!other.state->ended()) {
         waits_for = other.state.get();  // another thread is about to tell how it ended
       } else {
-        failed |= other.state->error() != nullptr;
+        failed = failed ? failed : other.state->error();
       }
     }
     if (waits_for != nullptr) continue;
     if (failed) {
       Ended& one = after.ended.emplace_back();
       one.call = std::move(call);
-      one.error = std::make_exception_ptr(Cancelled(kJobDependency));
+      one.error = cancelled_after(failed);
       ++ending_;
     } else {
       // Before anything is decided, since it may fail.

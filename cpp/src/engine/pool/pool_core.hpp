@@ -62,6 +62,9 @@ inline constexpr const char* kJobOfClosedPool = "The job was cancelled: its pool
 inline constexpr const char* kJobDependency =
     "The job was cancelled, since a job that it comes after did not complete.";
 
+/// The error of a job that comes after one with this error.
+[[nodiscard]] std::exception_ptr cancelled_after(const std::exception_ptr& cause);
+
 /// Why jobs end. With a run: its own jobs. Without: all that fail or are cancelled.
 struct RunEnding {
   plan::RunId run{};

@@ -73,16 +73,4 @@ std::vector<plan::PoolTenantUse> PoolCore::tenants() const {
   return state_.tenants();
 }
 
-std::exception_ptr PoolCore::over_quota(const JobOptions& options, const plan::PoolJob& job) const {
-  const plan::PoolTenant tenant = state_.tenants()[job.tenant].tenant;
-  const plan::PoolKind& kind = state_.kind(job.kind);
-  const bool by_devices = job.gang > tenant.devices;
-  const double bytes = static_cast<double>(job.gang) * (kind.peak_bytes + kind.peak_bytes_per_item);
-  return std::make_exception_ptr(Rejected(fmt::format(
-      "The job was not taken: alone it needs {}, and the quota of tenant '{}' is {}, so it could never start. Let it "
-      "need less, or give the tenant more.",
-      by_devices ? fmt::format("{} devices at once", job.gang) : fmt::format("{:.4g} bytes at once", bytes),
-      options.tenant, by_devices ? fmt::to_string(tenant.devices) : fmt::format("{:.4g} bytes", tenant.memory_bytes))));
-}
-
 }  // namespace paceline::internal

@@ -6,6 +6,7 @@
 #include <limits>
 #include <ranges>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -272,48 +273,19 @@ void PoolCore::lose(const Run& run, const std::exception_ptr& error, After& afte
   if (std::ranges::all_of(devices_, &Device::lost)) lost_ = error;
 }
 
-std::exception_ptr PoolCore::error_of(const plan::PoolEnd& end, const std::exception_ptr& thrown) const {
-  using plan::JobOutcome;
-  using plan::PoolReason;
-  switch (end.outcome) {
-    case JobOutcome::completed:
-      return {};
-    case JobOutcome::rejected:
-      if (end.reason == PoolReason::queue_full) {
-        return std::make_exception_ptr(
-            Rejected("The job was not taken: the queue of its kind is full. Let submit wait, or submit less."));
-      }
-      if (end.reason == PoolReason::no_device) {
-        return std::make_exception_ptr(Rejected(
-            "The job was not taken: the pool has too few devices that satisfy its needs, have the memory and are not "
-            "lost."));
-      }
-      return std::make_exception_ptr(
-          Rejected(std::string("The job was not taken: by the measured times it cannot end by its deadline") +
-                   (std::ranges::any_of(devices_, [](const Device& one) { return one.retired && one.released; })
-                        ? ", and no released device is back in time for it."
-                        : ".")));
-    case JobOutcome::expired:
-      return std::make_exception_ptr(Expired("The job waited until it could no longer end by its deadline."));
-    case JobOutcome::cancelled:
-      return std::make_exception_ptr(Cancelled(end.reason == PoolReason::dependency ? kJobDependency : kJobOnRequest));
-    case JobOutcome::failed:
-      break;
-  }
-  if (thrown) return thrown;
-  if (end.reason == PoolReason::device_lost)
-    return std::make_exception_ptr(DeviceLost("The devices that could run the job are lost."));
-  return std::make_exception_ptr(OutOfMemory("The job fits in the memory of no device that is left."));
-}
-
 void PoolCore::apply(plan::PoolDecisions decisions, After& after, const RunEnding& ending) {
+  std::unordered_map<JobId, std::exception_ptr> errors;  // of jobs that end now, before those that come after them
   for (const plan::PoolEnd& end : decisions.ends) {
     const auto job = jobs_.find(end.job);
     Ended& one = after.ended.emplace_back();
     const bool of_run = ending.run != plan::RunId{} && job->second.run == ending.run;
     const bool of_all = ending.run == plan::RunId{} && ending.error && end.outcome != plan::JobOutcome::expired;
     if (of_run) one.report = ending.report;
-    one.error = of_all ? ending.error : error_of(end, of_run ? ending.error : nullptr);
+    const auto cause = end.cause ? errors.find(*end.cause) : errors.end();
+    one.error = of_all                  ? ending.error
+                : cause == errors.end() ? error_of(end, of_run ? ending.error : nullptr)
+                                        : cancelled_after(cause->second);
+    if (one.error) errors[end.job] = one.error;
     one.call = std::move(job->second.call);
     if (job->second.live && job->second.run == plan::RunId{}) --waiting_live_;
     jobs_.erase(job);

@@ -16,10 +16,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from paceline import DeviceLost, InvalidArgument
+from paceline._pool_figures import NEVER_RAN, VersionFigures
 from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.examples import Example, Examples
 from paceline.torch._pool.future import PoolFuture
-from paceline.torch._pool.job import DONE, FAILED, LOST, NEVER_RAN, Work, clear_frames, code_of, of_users
+from paceline.torch._pool.job import DONE, FAILED, LOST, Work, clear_frames, code_of, of_users
 from paceline.torch._pool.jobs import Evicted, Jobs, Priority
 from paceline.torch._pool.needs import Needs, Place
 from paceline.torch._pool.padding import Padding
@@ -55,7 +56,7 @@ class Request(Work):
         future.version = answerer.version
         super().__init__(future, answerer, answerer.jobs.figures)
         self.answerer: Answerer | None = answerer
-        self.kind, self.leaves, self.spec = kind, leaves, spec
+        self.kind, self.leaves, self.spec, self.of_version = kind, leaves, spec, answerer.figures
 
     def run_batch(
         self, devices: list[str], evicted: Evicted, requests: list[Request]
@@ -122,6 +123,8 @@ class Answerer:
         The futures of what has not ended: its requests, and the jobs that warm it.
     copied
         Whether it may get copies of requests, in the shadow.
+    figures
+        What became of its requests. Copies of requests, in the shadow, count as its own. What warms it counts nowhere.
     present
         Where requests that come now go instead, since `leave`.
     """
@@ -131,7 +134,7 @@ class Answerer:
 
     def __init__(self, jobs: Jobs, served: Served, name: str, options: BatchOptions, version: int) -> None:
         self.jobs, self.served, self.name, self.options, self.version = jobs, served, name, options, version
-        self.examples = Examples()
+        self.examples, self.figures = Examples(), VersionFigures()
         self.open: set[PoolFuture[Any]] = set()
         self._padding, self._max_batch, self._idempotent = options.padding, options.max_batch, options.idempotent
         self._kinds: dict[Any, str] = {}  # by the structure, shapes and types of a request

@@ -277,7 +277,12 @@ class Batcher(Handle):
 
     @property
     def versions(self) -> list[dict[str, Any]]:
-        """Of each version its ``number``, its ``role`` (live, candidate, shadow, previous) and its ``weight``."""
+        """Of each version its ``number``, its ``role`` (live, candidate, shadow, previous), its ``weight``, and its figures, which go with it.
+
+        ``outcomes``: how many of its requests ended how. ``batches`` that completed. ``wait``, from the submit of a request to its run, and ``run``, of a batch that completed: ``mean``, ``p50`` and ``p99`` of the
+        last 1,000, in seconds, None before the first one; ``counts``, how many took at most so many seconds, and ``seconds_sum``, both of all. Copies of requests for a version in the shadow count as its own,
+        those that were dropped as ``rejected``. What warms a version counts nowhere.
+        """
         return self._versions.report()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 import threading
 import time
@@ -11,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline import InvalidArgument
-from paceline._page.pool import BOUNDS, Run
+from paceline._page.pool import Run
+from paceline._pool_figures import OUTCOMES, Seconds, outcome_of, up_to
 from paceline._pool_question import PRIORITIES
 from paceline.torch._pool.tracing import Runs
 
-_RESERVED = {"device", "le", "outcome", "priority", "tenant"}
+_RESERVED = {"device", "endpoint", "le", "outcome", "priority", "tenant", "version"}
 
 
 class Figures:
@@ -28,9 +27,8 @@ class Figures:
         self._told: dict[str, float] = {}  # the most busy seconds that were ever read
         for name in devices:
             self.add(name)
-        self._outcomes = dict.fromkeys(("completed", "failed", "rejected", "expired", "cancelled"), 0)
-        self._waits = {one: [0] * (len(BOUNDS) + 1) for one in PRIORITIES}
-        self._waited = dict.fromkeys(PRIORITIES, 0.0)
+        self._outcomes = dict.fromkeys(OUTCOMES, 0)
+        self._waits = {one: Seconds() for one in PRIORITIES}
         self.runs = Runs()
 
     def add(self, device: str) -> None:
@@ -68,10 +66,9 @@ class Figures:
     def count(self, outcome: str, priority: str, waited: float | None, device: str, *, leads: bool) -> None:
         """Count a job that has ended. `waited`: seconds from its submit to its start, None if it never ran. `leads`: whether its run counts for it, and for no other job."""
         with self._lock:
-            self._outcomes[outcome if outcome in self._outcomes else "failed"] += 1
+            self._outcomes[outcome_of(outcome)] += 1
             if waited is not None:
-                self._waits[priority][bisect.bisect_left(BOUNDS, waited)] += 1
-                self._waited[priority] += waited
+                self._waits[priority].add(waited)
             if outcome == "completed":
                 figures = self._devices[device]
                 figures["jobs"] += 1
@@ -89,16 +86,18 @@ class Figures:
     def report(self) -> dict[str, Any]:
         """``outcomes`` by name; ``wait_counts``, how many jobs waited at most so many seconds; ``wait_seconds_sum``, for how many seconds all together; both by priority in ``waits``."""
         with self._lock:
-            outcomes, waited = dict(self._outcomes), dict(self._waited)
-            waits = {one: _up_to(counts) for one, counts in self._waits.items()}
-            total = _up_to([sum(counts) for counts in zip(*self._waits.values(), strict=True)])
-        by_priority = {one: {"wait_counts": waits[one], "wait_seconds_sum": waited[one]} for one in PRIORITIES}
-        seconds = sum(waited.values())
+            outcomes = dict(self._outcomes)
+            waits = {name: (list(one.counts), one.sum) for name, one in self._waits.items()}
+        total = up_to([sum(counts) for counts in zip(*(counts for counts, _ in waits.values()), strict=True)])
+        seconds = sum(waited for _, waited in waits.values())
+        by_priority = {
+            name: {"wait_counts": up_to(counts), "wait_seconds_sum": waited} for name, (counts, waited) in waits.items()
+        }
         return {"outcomes": outcomes, "wait_counts": total, "wait_seconds_sum": seconds, "waits": by_priority}
 
 
-def _up_to(counts: Sequence[int]) -> list[tuple[float, int]]:
-    return list(zip((*BOUNDS, math.inf), itertools.accumulate(counts), strict=True))
+def _buckets(counts: Sequence[tuple[float, int]]) -> list[tuple[str, float]]:
+    return [("+Inf" if bound == math.inf else str(bound), count) for bound, count in counts]
 
 
 class Collector:
@@ -138,8 +137,7 @@ class Collector:
         yield requests
         wait = HistogramMetricFamily("paceline_pool_wait_seconds", "From submit to start.", labels=[*names, "priority"])
         for priority, waits in report["waits"].items():
-            buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in waits["wait_counts"]]
-            wait.add_metric([*values, priority], buckets, waits["wait_seconds_sum"])
+            wait.add_metric([*values, priority], _buckets(waits["wait_counts"]), waits["wait_seconds_sum"])
         yield wait
         for key, help_text in (
             ("jobs", "Jobs that completed."),
@@ -159,3 +157,18 @@ class Collector:
                 wait_of.add_metric([*values, name], tenant["waiting"])
                 served.add_metric([*values, name], tenant["served"])
             yield from (wait_of, served)
+        if report["versions"]:
+            of = [*names, "endpoint", "version"]
+            ends = CounterMetricFamily(
+                "paceline_pool_version_requests", "Requests of a version that ended.", labels=[*of, "outcome"]
+            )
+            waited = HistogramMetricFamily("paceline_pool_version_wait_seconds", "From submit to start.", labels=of)
+            ran = HistogramMetricFamily("paceline_pool_version_run_seconds", "Batches that completed.", labels=of)
+            for name, versions in report["versions"].items():
+                for version in versions:
+                    labels = [*values, name, str(version["number"])]
+                    for outcome, count in version["outcomes"].items():
+                        ends.add_metric([*labels, outcome], count)
+                    for times, one in ((waited, version["wait"]), (ran, version["run"])):
+                        times.add_metric(labels, _buckets(one["counts"]), one["seconds_sum"])
+            yield from (ends, waited, ran)

@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline import DeviceLost
 from paceline._page.pool import Run
+from paceline._pool_figures import NEVER_RAN, VersionFigures
 from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.figures import Figures
 from paceline.torch._pool.future import PoolFuture
@@ -19,7 +20,6 @@ from paceline.torch._pool.seats import entered, hand_over, marks_of
 # What a body tells the engine (pool_py.cpp).
 DONE, FAILED, OUT_OF_MEMORY, LOST = 0, -1, -2, -3
 
-NEVER_RAN = ("rejected", "expired", "cancelled")
 _OWN = __name__.rpartition(".")[0] + "."  # modules of pools
 
 
@@ -41,6 +41,7 @@ class Work:
     _counted = False
     _begun: float | None = None
     _run_begun = 0.0  # its last run
+    of_version: VersionFigures | None = None  # if it is a request
     own = False  # of the pool, not of its users: a copy of a request in the shadow, or what warms a version. Only its time counts
 
     def __init__(self, future: PoolFuture[Any], keeps: Any, figures: Figures) -> None:
@@ -101,8 +102,12 @@ class Work:
                 self.on_timeout()
             if self.enqueued is not None:
                 self._end_run(outcome, seconds)
+            waited = None if self._begun is None else self._begun - self._submitted
+            if self.of_version is not None:
+                self.of_version.count(outcome, waited)
+                if self.leads and outcome == "completed":
+                    self.of_version.count_run(seconds)
             if not self.own:
-                waited = None if self._begun is None else self._begun - self._submitted
                 self._figures.count(outcome, self.priority, waited, device, leads=self.leads)
                 if outcome in NEVER_RAN:
                     self._figures.runs.never_ran(self.kind, outcome, self._submitted)

@@ -17,6 +17,7 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex
 from paceline import Device, DeviceGroup, InvalidArgument, Unavailable
 from paceline._core.engine import Pool as Engine
 from paceline._observe import Observed, check_observe
+from paceline._pool_figures import text_of
 from paceline._pool_question import PRIORITIES
 from paceline._pool_question import Place as PlaceFunction
 from paceline.torch._devices import cuda
@@ -264,6 +265,11 @@ class Jobs:
         """The `Versions` of each batcher that somebody knows."""
         return [one for known in self.endpoints.valuerefs() if (one := known()) is not None]
 
+    def versions_now(self) -> dict[str, list[dict[str, Any]]]:
+        """The figures of each version, where there are several, by the batcher's name."""
+        found = {one.name: one.report() for one in self.versions()}
+        return {name: versions for name, versions in found.items() if len(versions) > 1}
+
     @property
     def keeps_models(self) -> bool:
         """Whether anything that is served keeps something on devices."""
@@ -321,13 +327,16 @@ class Jobs:
         outcomes = self.figures.report()["outcomes"]
         ends = ", ".join(f"{count} {name}" for name, count in outcomes.items() if count and name != "completed")
         short = f"Jobs that did not complete: {ends}.\n" if ends else ""
-        return "".join((self.engine.explain(counts), short, *served, self.scale.explain()))
+        versions = [text_of(name, of) for name, of in self.versions_now().items()]
+        return "".join((self.engine.explain(counts), short, *versions, *served, self.scale.explain()))
 
-    def placement_now(self) -> dict[str, Any]:
-        """Its name and its errors."""
-        if self.placing is None:
-            return {"name": self._placement, "failures": 0, "last_failure": None}
-        return {name: getattr(self.placing, name) for name in ("name", "failures", "last_failure")}
+    def report(self) -> dict[str, Any]:
+        """What `Pool.report` says of all that is not the engine's."""
+        placement = {"name": self._placement, "failures": 0, "last_failure": None}
+        if self.placing is not None:
+            placement = {name: getattr(self.placing, name) for name in placement}
+        hangs = [] if self.watchdog is None else list(self.watchdog.hangs)
+        return {"placement": placement, "hangs": hangs, "versions": self.versions_now(), **self.figures.report()}
 
     def close(self, cancel: bool) -> None:
         """Wait until every job has ended. In another process than that of the pool it does nothing."""

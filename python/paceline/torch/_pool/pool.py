@@ -361,6 +361,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
             ``desired_devices``: how many devices a mean wait of 0.1 s takes, or that of `Autoscale`, for what has come lately.
             ``placement``: its ``name``, the number of its ``failures``, and the ``last_failure``. ``tenants``: by name their ``weight``, the costs of what was ``served``, jobs ``waiting``, ``devices`` and bytes of ``memory`` in use; ``""``: jobs without a name; ``"paceline"``: such copies, and what warms.
             ``hangs``: the last runs that were given up, each with ``device``, ``kind``, ``jobs``, ``where`` and ``time``. ``outcomes``: how many jobs ended how. ``wait_counts``: how many jobs waited at most so many seconds, of which the last is infinity, which strict JSON does not know, and ``wait_seconds_sum``, for how many seconds all of them together. ``waits``: both by priority.
+            ``versions``: by the name of a batcher that has several versions those of `Batcher.versions`.
         """
         return {
             "devices": self._jobs.devices_now(),
@@ -368,10 +369,8 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
             "running": self.running,
             "backlog_seconds": self._jobs.engine.backlog_seconds,
             "desired_devices": self._scale.desired(),
-            "placement": self._jobs.placement_now(),
             "tenants": report_of(self._jobs.engine),
-            "hangs": [] if self._jobs.watchdog is None else list(self._jobs.watchdog.hangs),
-            **self._jobs.figures.report(),
+            **self._jobs.report(),
         }
 
     def prometheus(self, /, **labels: str) -> Collector:
@@ -385,7 +384,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         Raises
         ------
         InvalidArgument
-            For labels that the samples have already: ``device``, ``outcome``, ``priority``, ``tenant``, ``le``.
+            For labels that the samples have already: ``device``, ``endpoint``, ``version``, ``outcome``, ``priority``, ``tenant``, ``le``.
         """
         return Collector(self.report, labels)
 

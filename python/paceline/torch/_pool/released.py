@@ -176,6 +176,8 @@ class Released:
         finally:
             if self._loads is here:
                 self.arriving.discard(name)
+            elif name not in jobs.engine.active:  # it was given up, and nobody keeps what it has made
+                seat.release_memory()
 
     def _fail(self, name: str, what: str, error: BaseException) -> None:
         clear_frames(error)  # they refer to what was loaded

@@ -119,9 +119,10 @@ def _mirror(
     shadow: Answerer, on_shadow: OnShadow | None, live: PoolFuture[Any], leaves: list[torch.Tensor], spec: Any
 ) -> None:
     jobs = shadow.jobs
-    full = len(shadow.open) >= _COPIES * shadow.options.max_batch * len(jobs.devices)
-    if full or not shadow.copied or (live.done() and _never_ran(live)):
+    if not shadow.copied or (live.done() and _never_ran(live)):
         return
+    if len(shadow.open) >= _COPIES * shadow.options.max_batch * len(jobs.devices):
+        return shadow.figures.count("rejected")
     copies = [one.detach().clone() for one in leaves]  # the caller may change these once the request is answered
     item = copies[0] if spec is None else pytree.tree_unflatten(copies, spec)
     answer = shadow.put(None, item, copies, spec, None, "background", False, own=True)

@@ -8,6 +8,7 @@ import functools
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class Served:
         self.prepared: set[str] = set()
         self._sizes: dict[tuple[str, str], set[Any]] = {}  # that have run, by device and kind
         self._call = object()  # for the gate; another one once a run hangs
+        self._drops: Counter[str] = Counter()  # by device
 
     def holds(self, device: str) -> float:
         """Bytes of a device's memory that it keeps now, by `resident`."""
@@ -98,10 +100,18 @@ class Served:
         raise TypeError("Served._of is for subclasses")
 
     def drop(self, device: str) -> None:
-        """Forget what was made for a device, on any thread."""
+        """Forget what was made for a device, on any thread. What is just made there, by a load that was given up for example, is not kept."""
+        self._drops[device] += 1  # before the rest, as `_keep` looks in the other order
         self._call = object()
         for key in [key for key in list(self._sizes) if key[0] == device]:  # others may add theirs
             self._sizes.pop(key, None)
+
+    def _keep(self, kept: dict[str, Any], device: str, made: Any, drops: int) -> None:
+        """Keep what was made for a device, unless `drop` was called since there were so many `drops`."""
+        if self._drops[device] == drops:
+            kept[device] = made
+            if self._drops[device] != drops:  # just now, and perhaps before
+                kept.pop(device, None)
 
     def free(self, seat: Seat) -> None:
         """Forget what was made for a device, where nobody uses it any more."""
@@ -191,9 +201,11 @@ class WithState(Served):
     def _of(self, seat: Seat) -> Ready:
         made, loaded, waited = self._states.get(seat.name), None, 0.0
         if made is None:
+            drops = self._drops[seat.name]
             with loading(seat.gpu) as waited:
                 begun = time.monotonic()
-                made = self._states[seat.name] = (self._initializer(seat.device),)
+                made = (self._initializer(seat.device),)
+                self._keep(self._states, seat.name, made, drops)
             seat.wait()  # for copies to a GPU
             loaded = time.monotonic() - begun
         # No frame of it keeps the state in the traceback of an error.
@@ -244,7 +256,7 @@ class Copies(Served):
         super().add(seat)
         if self._home is None and seat.device == self._place:
             self._home = seat.space
-        self._copies[seat.name] = self._copy_for(seat)
+        self._copies[seat.name] = self._copy_for(seat, self._drops[seat.name])
 
     def bytes_on(self, seat: Seat) -> float:
         """See `Served`."""
@@ -266,7 +278,7 @@ class Copies(Served):
                 if not weights.devices:
                     del self._weights[seat.space]
 
-    def _copy_for(self, seat: Seat) -> _Copy:
+    def _copy_for(self, seat: Seat, drops: int) -> _Copy:
         reach = Reach(self._module)
         parameters = [*self._module.parameters(), *reach.unregistered.values()]
         with loading(seat.gpu) as waited, torch.inference_mode(False):
@@ -291,7 +303,9 @@ class Copies(Served):
         weights = None
         if far:
             with self._sharing:
-                weights = self._weights.setdefault(seat.space, Weights())
+                weights = Weights()  # those of a copy that is not kept go with it
+                if self._drops[seat.name] == drops:
+                    weights = self._weights.setdefault(seat.space, weights)
                 weights.devices.add(seat.name)
         # module.compile() compiles nothing of a class of PyTorch, such as nn.Sequential.
         answer = replica.module if self._options is None else torch.compile(replica.module, **self._options)
@@ -303,7 +317,9 @@ class Copies(Served):
         # The copy gets the user's buffers, and the user's parameters or their memory, if these have changed.
         copy, waited = self._copies.get(seat.name), 0.0
         if copy is None:  # after a run that hangs, which has the one before
-            copy = self._copies[seat.name] = self._copy_for(seat)
+            drops = self._drops[seat.name]
+            copy = self._copy_for(seat, drops)
+            self._keep(self._copies, seat.name, copy, drops)
             waited = copy.waited
         here = seat.device == self._place  # PyTorch orders copies between GPUs itself
         if copy.weights is None:

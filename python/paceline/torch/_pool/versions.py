@@ -46,7 +46,7 @@ class Versions:
 
     def __init__(self, jobs: Jobs, present: Present, make: Callable[[Any, int, Mapping[str, Any]], Answerer]) -> None:
         live: Answerer = present.way
-        self._jobs, self._name, self._make, self._present = jobs, live.name, make, present
+        self._jobs, self.name, self._make, self._present = jobs, live.name, make, present
         self._state = self._settled = State(live)  # now, and before what goes on
         self._gone: list[Gone] = []
         self._cold: set[int] = set()  # versions that have left their devices to another one
@@ -57,7 +57,7 @@ class Versions:
         self.exchanging = False  # whether it takes the place of the live one, device by device
         self._work: dict[str, int] = {}  # see `Warming`
         self._known: PoolFuture[Any] = PoolFuture()  # by which the engine knows the pool
-        jobs.endpoints[self._name] = self
+        jobs.endpoints[self.name] = self
 
     def publish(
         self,
@@ -89,7 +89,7 @@ class Versions:
                         self._set(dataclasses.replace(self._state, shadows=shadows))
                     else:
                         self._answer_by("publish", made, part)
-            return Version(made.version, self._name)
+            return Version(made.version, self.name)
 
     def promote(self, version: Version | int | None, weight: float, allow_gap: bool) -> Version:
         """See `Batcher.promote`."""
@@ -105,7 +105,7 @@ class Versions:
         with self._warmed_again("promote", found, part, allow_gap), without_copies(found), self._lock:
             self._find("promote", found.version)  # it may have been retired meanwhile
             self._answer_by("promote", found, part)
-        return Version(found.version, self._name)
+        return Version(found.version, self.name)
 
     def rollback(self, allow_gap: bool) -> Version:
         """See `Batcher.rollback`."""
@@ -113,7 +113,7 @@ class Versions:
             self._check_quiet("rollback")
             if self._state.candidates:
                 self._set(dataclasses.replace(self._state, candidates=()))
-                return Version(self._state.live.version, self._name)
+                return Version(self._state.live.version, self.name)
             found = self._state.previous
         if found is None:
             raise InvalidArgument(_NONE_BEFORE)
@@ -122,7 +122,7 @@ class Versions:
             if found not in (self._state.previous, self._state.live):  # it had to leave for another one
                 raise InvalidArgument(_NONE_BEFORE)
             self._set(State(found, shadows=self._state.shadows))
-        return Version(found.version, self._name)
+        return Version(found.version, self.name)
 
     def retire(self, version: Version | int) -> None:
         """See `Batcher.retire`."""
@@ -140,7 +140,7 @@ class Versions:
         parts = {one.version: part for one, part in state.candidates}
         parts[state.live.version] = WHOLE - sum(parts.values())
         return [
-            {"number": one.version, "role": role, "weight": parts.get(one.version, 0) / WHOLE}
+            {"number": one.version, "role": role, "weight": parts.get(one.version, 0) / WHOLE, **one.figures.report()}
             for role, one in state.all()
         ]
 
@@ -152,7 +152,7 @@ class Versions:
 
     def warming(self, call: str, made: Answerer) -> Warming:
         """What loads a version."""
-        return Warming(self._jobs, made, self._state, call, self._name, self._work)
+        return Warming(self._jobs, made, self._state, call, self.name, self._work)
 
     # With the lock.
 
@@ -202,16 +202,16 @@ class Versions:
 
     def _find(self, call: str, version: Version | int) -> Answerer:
         try:
-            wanted = version if isinstance(version, Version) else (operator.index(version), self._name)
+            wanted = version if isinstance(version, Version) else (operator.index(version), self.name)
         except TypeError:
             raise InvalidArgument(
                 f"{call}: the version is {version!r}; it must be a number, or what publish has returned."
             ) from None
         for _, one in self._state.all():
-            if (one.version, self._name) == wanted:
+            if (one.version, self.name) == wanted:
                 return one
-        of = "" if wanted[1] == self._name else f" of {wanted[1]}"
-        raise InvalidArgument(f"{call}: {self._name} has no version {wanted[0]}{of}, or not any more.")
+        of = "" if wanted[1] == self.name else f" of {wanted[1]}"
+        raise InvalidArgument(f"{call}: {self.name} has no version {wanted[0]}{of}, or not any more.")
 
     def _check_quiet(self, call: str) -> None:
         if self._jobs.closed:
@@ -225,12 +225,12 @@ class Versions:
 
     def _check_may_wait(self) -> None:
         if self._jobs.closed:
-            raise Unavailable(f"{self._name}: the pool is closed.")
+            raise Unavailable(f"{self.name}: the pool is closed.")
         with self._lock:
             if self._known._job is None:
                 job = Job(self._known, self._jobs, lambda _: None, (), {}, 1)
                 job.own = True
-                self._jobs.put(job, kind=f"{self._name}, publishing", priority="normal", deadline=None, wait=False)
+                self._jobs.put(job, kind=f"{self.name}, publishing", priority="normal", deadline=None, wait=False)
                 self._known.cancel()
         try:
             Engine.check_may_wait(self._known._job)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from paceline import DeviceLost, Rejected
 from paceline._core.sim import batch_sizes
+from paceline._pool_figures import VersionFigures
 from paceline.torch._devices import cuda
 from paceline.torch._devices.out_of_memory import is_out_of_memory
 from paceline.torch._pool.answerer import Answerer
@@ -194,6 +195,7 @@ class Warming:
     def _measure(self, seat: Seat) -> None:
         """Let requests come the usual way, on one device."""
         there = self._made.only_on([seat.name])
+        there.figures = VersionFigures()  # nobody asked
         for _, leaves, spec, _ in self._examples:
             item = leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
             for count in _MEASURED:
